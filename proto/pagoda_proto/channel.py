@@ -1,0 +1,96 @@
+"""Frames of the ZMQ wire: an envelope that can be judged before the payload is decoded.
+
+    [version: 1 byte][engine_boot_id][worker_id][epoch: 8 bytes][sequence: 8 bytes][payload: msgpack]
+
+Six ZMQ message parts. A frame of another protocol version, engine boot, worker or epoch is refused by its envelope
+alone, so that a zombie cannot make anybody decode (or act on) its payload. Payloads decode only into the closed unions
+of `steps`; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from pagoda_proto.steps import PROTOCOL_VERSION, FromWorker, Message, ToWorker
+
+MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_ID_BYTES = 128
+NUM_PARTS = 6
+_U64 = struct.Struct(">Q")
+
+T = TypeVar("T")
+
+
+class FrameError(ValueError):
+    """Bytes that are not a frame of this protocol. The sender is ignored; nothing else is harmed."""
+
+
+class Envelope(NamedTuple):
+    """Who speaks, in which life. `epoch` and `engine_boot_id` are 0 and "" before Welcome."""
+
+    engine_boot_id: str
+    worker_id: str
+    epoch: int
+    sequence: int
+
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+
+
+def encode(envelope: Envelope, message: Message) -> list[bytes]:
+    """Message parts of a frame, ready for `send_multipart` (a ROUTER puts the routing id in front)."""
+    return [
+        bytes([PROTOCOL_VERSION]),
+        envelope.engine_boot_id.encode(),
+        envelope.worker_id.encode(),
+        _U64.pack(envelope.epoch),
+        _U64.pack(envelope.sequence),
+        _encoder.encode(message),
+    ]
+
+
+def open_envelope(parts: Sequence[bytes]) -> tuple[Envelope, bytes]:
+    """Check the envelope and return it with the still encoded payload.
+
+    Raises:
+        FrameError: wrong number or size of parts, other protocol version, ids that are not text.
+    """
+    if len(parts) != NUM_PARTS:
+        raise FrameError(f"a frame has {NUM_PARTS} parts, got {len(parts)}")
+    version, boot_id, worker_id, epoch, sequence, payload = parts
+    if len(version) != 1 or version[0] != PROTOCOL_VERSION:
+        raise FrameError(f"protocol version {PROTOCOL_VERSION} expected, got {version[:8]!r}")
+    if len(boot_id) > MAX_ID_BYTES or len(worker_id) > MAX_ID_BYTES:
+        raise FrameError(f"ids have at most {MAX_ID_BYTES} bytes")
+    if len(epoch) != _U64.size or len(sequence) != _U64.size:
+        raise FrameError("epoch and sequence are 8 bytes each")
+    if len(payload) > MAX_FRAME_BYTES:
+        raise FrameError(f"a payload has at most {MAX_FRAME_BYTES} bytes, got {len(payload)}")
+    try:
+        ids = boot_id.decode(), worker_id.decode()
+    except UnicodeDecodeError as error:
+        raise FrameError("ids must be UTF-8") from error
+    return Envelope(*ids, _U64.unpack(epoch)[0], _U64.unpack(sequence)[0]), payload
+
+
+def decode_to_worker(payload: bytes) -> ToWorker:
+    """Raises FrameError when the payload is not a message for a worker."""
+    return _decode(_to_worker, payload)
+
+
+def decode_from_worker(payload: bytes) -> FromWorker:
+    """Raises FrameError when the payload is not a message from a worker."""
+    return _decode(_from_worker, payload)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise FrameError(f"bad payload: {error}") from error

@@ -1,0 +1,92 @@
+"""Every failure a client can see has one code; this table is the only place where a code becomes a status.
+
+    PagodaError            carries (code, message, param); raised anywhere, translated once per border
+      └─ InvalidParams     several problems found at once, each naming its field
+
+The engine core and the worker speak codes; gRPC carries them as status and `pagoda-code` trailer, HTTP as status and an
+OpenAI-shaped error object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class ErrorCode(StrEnum):
+    INVALID_ARGUMENT = "invalid_argument"
+    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    MODEL_NOT_FOUND = "model_not_found"
+    NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
+    REQUEST_TOO_LARGE = "request_too_large"
+    HEADERS_TOO_LARGE = "headers_too_large"
+    REQUEST_TIMEOUT = "request_timeout"
+    OVERLOADED = "overloaded"
+    UNAVAILABLE = "unavailable"
+    CANCELLED = "cancelled"
+    STREAM_INTERRUPTED = "stream_interrupted"
+    REQUEST_FAILED_REPEATEDLY = "request_failed_repeatedly"
+    NUMERICAL_ERROR = "numerical_error"
+    PROTOCOL_ERROR = "protocol_error"
+    INTERNAL = "internal_error"
+
+
+class Status(NamedTuple):
+    """How one code appears outside: gRPC status name, HTTP status, OpenAI error type; and whether a retry may help."""
+
+    grpc: str
+    http: int
+    openai_type: str
+    retryable: bool
+
+
+STATUS: dict[ErrorCode, Status] = {
+    ErrorCode.INVALID_ARGUMENT: Status("INVALID_ARGUMENT", 400, "invalid_request_error", False),
+    ErrorCode.CONTEXT_LENGTH_EXCEEDED: Status("INVALID_ARGUMENT", 400, "invalid_request_error", False),
+    ErrorCode.MODEL_NOT_FOUND: Status("NOT_FOUND", 404, "invalid_request_error", False),
+    ErrorCode.NOT_FOUND: Status("NOT_FOUND", 404, "invalid_request_error", False),
+    ErrorCode.METHOD_NOT_ALLOWED: Status("UNIMPLEMENTED", 405, "invalid_request_error", False),
+    ErrorCode.REQUEST_TOO_LARGE: Status("RESOURCE_EXHAUSTED", 413, "invalid_request_error", False),
+    ErrorCode.HEADERS_TOO_LARGE: Status("RESOURCE_EXHAUSTED", 431, "invalid_request_error", False),
+    ErrorCode.REQUEST_TIMEOUT: Status("DEADLINE_EXCEEDED", 408, "invalid_request_error", False),
+    ErrorCode.OVERLOADED: Status("RESOURCE_EXHAUSTED", 503, "overloaded_error", True),
+    ErrorCode.UNAVAILABLE: Status("UNAVAILABLE", 503, "service_unavailable_error", True),
+    ErrorCode.CANCELLED: Status("CANCELLED", 499, "cancelled", False),
+    ErrorCode.STREAM_INTERRUPTED: Status("ABORTED", 503, "service_unavailable_error", True),
+    ErrorCode.REQUEST_FAILED_REPEATEDLY: Status("ABORTED", 500, "server_error", False),
+    ErrorCode.NUMERICAL_ERROR: Status("INTERNAL", 500, "server_error", False),
+    ErrorCode.PROTOCOL_ERROR: Status("INTERNAL", 500, "server_error", False),
+    ErrorCode.INTERNAL: Status("INTERNAL", 500, "server_error", True),
+}
+
+
+class Problem(NamedTuple):
+    """One thing wrong with one field; the message states the rule and the offending value."""
+
+    param: str
+    message: str
+
+
+class PagodaError(Exception):
+    """A failure with a code. `param` names the request field at fault, where there is one."""
+
+    def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.param = param
+
+    @property
+    def status(self) -> Status:
+        return STATUS[self.code]
+
+
+class InvalidParams(PagodaError):
+    """All problems of a request at once, so that a client mends them in one go."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        message = "; ".join(f"{p.param}: {p.message}" if p.param else p.message for p in problems)
+        super().__init__(ErrorCode.INVALID_ARGUMENT, message, problems[0].param or None)
+        self.problems = tuple(problems)

@@ -1,0 +1,102 @@
+"""What goes into the engine core and what comes out, in Python: the request record and the deltas of its choices.
+
+The same structs serve the gateway (through `convert`, over gRPC) and the offline `LLM` (directly), so there is one
+meaning of a request and one of an answer.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.steps import TopLogprobs
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a generation depends on besides weights and numerics. Written once, never changed.
+
+    `seed` is the seed in force: `params.seed`, or the one drawn at admission. `cache_salt` is the prefix-cache domain
+    (tenant). `priority`: lower runs earlier under the priority policy. `queue_timeout_s` 0 means the engine core's own.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
+    priority: int = 0
+    queue_timeout_s: float = 0.0
+
+
+class PriorOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one choice that were already emitted before this attempt; they stay output tokens."""
+
+    choice: int
+    token_ids: list[int]
+    finished: bool = False
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    replays: int = 0
+
+
+class LedgerEntry(msgspec.Struct, frozen=True):
+    """Why time passed. The entries of a request sum to its latency in the engine core."""
+
+    cause: str
+    seconds: float
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """New tokens of one choice, or its ending. `first_index` is the output position of `token_ids[0]`.
+
+    `usage` and `ledger` come with the last delta of the last choice of a request: that delta is the request's ending.
+    """
+
+    request_id: str
+    choice: int
+    first_index: int
+    token_ids: list[int]
+    attempt: int = 0
+    logprobs: list[TopLogprobs] | None = None
+    prompt_logprobs: list[TopLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error_code: ErrorCode | None = None
+    error_message: str = ""
+    usage: Usage | None = None
+    ledger: list[LedgerEntry] | None = None
+
+    @property
+    def ends_request(self) -> bool:
+        return self.usage is not None
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine core's state of the moment; see `Load` in engine.proto. `limits` are 0 until a worker registered."""
+
+    engine_id: str
+    num_workers: int = 0
+    num_waiting: int = 0
+    num_running: int = 0
+    kv_usage: float = 0.0
+    draining: bool = False
+    vocab_size: int = 0
+    max_model_len: int = 0
+    seconds_since_progress: float = 0.0
+    model_fingerprint: str = ""

@@ -1,0 +1,201 @@
+"""Engine core ↔ worker: the closed union of messages on the ZMQ wire.
+
+A step is planned by the engine core and executed by a worker. Plans carry only changes; the worker keeps the state of
+every row and feeds its own last sampled token back, so plan n+1 may be sent before the result of plan n is in
+(two steps in flight). Plans are executed strictly in order, which is what makes freeing and reusing blocks safe:
+a block given to another row in plan n+1 is written there only after plan n is done with it.
+
+    row      the schedulable unit: one choice of one request, while it is on a worker. `row_id` is never reused, so a
+             result for a row that has since been finished, preempted or replayed is recognised and dropped.
+    chunk    a run of a row's tokens to compute in this step. One rule covers prefill, chunked prefill, prefix hit,
+             decode and resume: computed tokens chase total tokens.
+
+Within a step a worker does, in order: drop `finished_rows`, add `new_rows`, append blocks, copy blocks, compute chunks
+(KV is written first, then attended), sample the rows whose chunk says so.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagoda_proto.params import SamplingParams
+
+PROTOCOL_VERSION = 1
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
+    """Base of the union; the tag is the class name."""
+
+
+# --- engine core -> worker -------------------------------------------------------------------------------------------
+
+
+class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A row seen by this worker for the first time.
+
+    `token_ids` are prompt then output tokens so far; the first `num_prompt_tokens` are prompt, the rest stay output
+    for ever (penalties, min_tokens and the random stream count them as output also after a replay). `num_computed`
+    leading tokens already have their KV in `block_ids` (prefix hit or shared prompt). `seed` and `choice` key the
+    random stream; `eos_token_ids` is empty when the request ignores end of sequence.
+    """
+
+    row_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    num_computed: int
+    block_ids: list[int]
+    params: SamplingParams
+    seed: int
+    choice: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True):
+    """Compute tokens [start, start + num_tokens) of a row; if `sample`, sample the token after the last of them.
+
+    The token at `start` may be one the engine core has not seen yet: the worker's own last sample.
+    """
+
+    row_id: int
+    start: int
+    num_tokens: int
+    sample: bool
+
+
+class AppendBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """Append `block_ids` to the row's block table."""
+
+    row_id: int
+    block_ids: list[int]
+
+
+class ReplaceBlock(msgspec.Struct, frozen=True, array_like=True):
+    """Copy-on-write: entry `index` of the row's block table becomes `block_id` (see `block_copies`)."""
+
+    row_id: int
+    index: int
+    block_id: int
+
+
+class StepPlan(Message, frozen=True, tag="plan"):
+    """One step. `step` counts up from 1 per epoch without gaps."""
+
+    step: int
+    finished_rows: list[int] = []
+    new_rows: list[NewRow] = []
+    append_blocks: list[AppendBlocks] = []
+    replace_blocks: list[ReplaceBlock] = []
+    block_copies: list[tuple[int, int]] = []  # (source, destination), done before anything is computed
+    chunks: list[Chunk] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The worker is admitted under `epoch`; everything it held before is void."""
+
+    epoch: int
+    engine_boot_id: str
+    lease_s: float  # a worker that hears nothing from the engine core for this long stops and registers anew
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """Registration denied; `reason` says why, `final` that trying again cannot help."""
+
+    reason: str
+    final: bool = False
+
+
+class BeatAck(Message, frozen=True, tag="beat_ack"):
+    """Answers a Beat and renews the worker's lease."""
+
+
+class Drain(Message, frozen=True, tag="drain"):
+    """Finish the current step, say Goodbye, exit."""
+
+
+class ResetWorker(Message, frozen=True, tag="reset"):
+    """Forget all rows; the engine core has replayed them elsewhere."""
+
+
+# --- worker -> engine core -------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """Registration. `worker_id` is the stable name, `incarnation` 64 random bits (hex) of this process.
+
+    `host_id` and `pid` let an engine core on the same host watch the process itself.
+    """
+
+    protocol: int
+    worker_id: str
+    incarnation: str
+    model_fingerprint: str
+    numerics_id: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    device: str
+    host_id: str
+    pid: int
+    group: str = ""  # worker group; rank 0 of each group talks to the engine core
+    world_size: int = 1
+    max_rows: int = 256
+    max_tokens_per_step: int = 8192
+
+
+class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token, its rank (1 = most likely), and the most likely alternatives, best first."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class RowOutput(msgspec.Struct, frozen=True, array_like=True):
+    """What a step yields for one row: sampled tokens in order (one, unless speculation verified several)."""
+
+    row_id: int
+    token_ids: list[int]
+    logprobs: list[TopLogprobs] | None = None  # one per token, if the row asked
+    prompt_logprobs: list[TopLogprobs] | None = None  # for prompt tokens start+1 .. of this chunk, if the row asked
+
+
+class RowError(msgspec.Struct, frozen=True, array_like=True):
+    """This row failed in this step; the worker has dropped it. `code` is an ErrorCode value."""
+
+    row_id: int
+    code: str
+    message: str
+
+
+class StepResult(Message, frozen=True, tag="result"):
+    """Answers exactly one StepPlan. Chunks that did not sample are not listed."""
+
+    step: int
+    outputs: list[RowOutput] = []
+    errors: list[RowError] = []
+    elapsed_s: float = 0.0  # receipt of the plan to result ready
+    forward_s: float = 0.0  # of which in the model and the sampler
+
+
+class Beat(Message, frozen=True, tag="beat"):
+    """Sent every 0.5 s by a thread beside the step loop; `steps_done` and `busy_s` are written by the loop itself."""
+
+    steps_done: int
+    busy_s: float  # how long the step now running has run; 0 when idle
+    rss_bytes: int = 0
+
+
+class Goodbye(Message, frozen=True, tag="goodbye"):
+    """The worker leaves by its own will; its rows may be replayed at once."""
+
+    reason: str = ""
+
+
+ToWorker = StepPlan | Welcome | Refused | BeatAck | Drain | ResetWorker
+FromWorker = Hello | StepResult | Beat | Goodbye

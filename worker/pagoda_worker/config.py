@@ -1,0 +1,41 @@
+"""What a worker can be told. One field is one option: flag, environment variable and YAML key derive from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagoda_proto.options import option
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+KERNELS = ("auto", "reference", "torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    model: str = option("", "model directory: config.json and safetensors files")
+    engine: str = option("", "ZMQ address of the engine core: ipc:///path or tcp://host:port")
+    worker_id: str = option("", "stable name of this worker; made from host and process id when empty")
+    device: str = option("cpu", "cpu or cuda:N")
+    dtype: str = option("auto", "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU")
+    kernels: str = option("auto", "kernel back end: auto, reference or torch")
+    threads: int = option(0, "compute threads; 0 takes every core this process may use")
+    block_size: int = option(32, "tokens per KV block")
+    kv_cache_gib: float = option(0.0, "memory for the KV cache; 0 sizes it from what the machine has free")
+    num_blocks: int = option(0, "KV blocks, instead of kv_cache_gib; 0 means by memory")
+    max_model_len: int = option(0, "longest prompt plus output; 0 takes the model's own limit")
+    max_rows: int = option(256, "most choices at once")
+    max_tokens_per_step: int = option(8192, "most tokens one step may compute")
+    fallback: bool = option(True, "run architectures without a native implementation through transformers")
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.dtype not in DTYPES:
+            problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.kernels not in KERNELS:
+            problems.append(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
+        if self.block_size < 1 or self.block_size % 16:
+            problems.append(f"block_size must be a multiple of 16, got {self.block_size}")
+        if self.kv_cache_gib < 0:
+            problems.append(f"kv_cache_gib must not be negative, got {self.kv_cache_gib}")
+        if problems:
+            raise ValueError("; ".join(problems))
