@@ -1,4 +1,4 @@
-"""Protobuf <-> structs: the only converter in the repository. Inbound values are validated by the struct they become."""
+"""Protobuf <-> structs, the only converter here. Inbound values are validated by the struct they become."""
 
 from __future__ import annotations
 
