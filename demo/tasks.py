@@ -57,7 +57,8 @@ def _quoted(rng: random.Random, word: str) -> str:
 REVERSE = ("Reverse {w}.", "Reverse the word {w}.", "Reverse: {w}", "Spell {w} backwards.",
            "Write {w} backwards.", "Write the word {w} in reverse.", "What is {w} backwards?",
            "What is {w} reversed?", "Can you reverse {w}?", "Please reverse the word {w}.",
-           "Turn {w} around.", "Reverse the letters of {w}.", "Reverse the string {w}.")  # fmt: skip
+           "Turn {w} around.", "Reverse the letters of {w}.",
+           "Reverse the string {w}.")  # fmt: skip
 UPPER = ("Write {w} in uppercase.", "Uppercase {w}.", "Uppercase: {w}", "Make {w} uppercase.",
          "Write {w} in capital letters.", "Convert {w} to uppercase.", "Put {w} in capitals.",
          "Write the word {w} in upper case.", "What is {w} in capital letters?",
@@ -373,7 +374,7 @@ def training_example(rng: random.Random) -> Example:
     # Questions about a fact that was never told only make sense at the start.
     lonely = last.task == "memory" and not last.key and len(last.turns) == 2
     before = 0 if lonely else rng.choices((0, 1, 2, 3), (0.45, 0.3, 0.15, 0.1))[0]
-    return _assemble(rng, last, 0 if last.task.startswith("tool_") else before)
+    return _assemble(rng, last, before // 3 if last.task.startswith("tool_") else before)
 
 
 def evaluation_example(rng: random.Random, task: str) -> Example:

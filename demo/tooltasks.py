@@ -217,7 +217,9 @@ def _define(rng: random.Random, family: Family) -> tuple[Tool, dict[str, str]]:
     names = {param.slot: rng.choice(param.names) for param in family.params}
     described = rng.random() < 0.6
     properties = {
-        names[param.slot]: {"type": param.kind} | ({"description": param.about} if described else {})
+        names[param.slot]: {"type": param.kind, "description": param.about}
+        if described
+        else {"type": param.kind}
         for param in family.params
     }
     parameters: Values = {"type": "object", "properties": properties}
