@@ -11,6 +11,7 @@ from pagoda_proto.options import option
 class EngineConfig:
     listen: str = option("", "gRPC address for gateways: unix:/path or host:port (loopback only without TLS)")
     worker_endpoint: str = option("", "ZMQ address for workers: ipc:///path or tcp://host:port (loopback only)")
+    keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     max_model_len: int = option(0, "longest prompt plus output; 0 takes the workers' own limit")
     max_tokens_per_step: int = option(2048, "most tokens computed in one step of a worker")
     max_rows: int = option(256, "most choices running at once on a worker")

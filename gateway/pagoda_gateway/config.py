@@ -14,6 +14,7 @@ class GatewayConfig:
     model: str = option("", "model directory: tokenizer and config files")
     served_model_name: str = option("", "name clients use; the directory's name when empty")
     engine: str = option("", "engine core address: unix:/path or host:port")
+    keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     host: str = option("127.0.0.1", "HTTP address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one")
     max_body_bytes: int = option(10 * 1024 * 1024, "largest request body")

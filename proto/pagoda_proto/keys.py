@@ -1,0 +1,75 @@
+"""Keys for links that leave the host, one flat directory per role, as `pagoda keygen` writes and a Secret mounts them.
+
+    engine-core/   ca.crt tls.crt tls.key     curve.public curve.secret   worker*.public (the workers it admits)
+    gateway/       ca.crt tls.crt tls.key
+    worker/        curve.public curve.secret  engine-core.public
+
+gRPC between gateway and engine core is mutual TLS under a CA of its own: whoever holds a certificate of that CA is let
+in. ZMQ between engine core and worker is CURVE (https://rfc.zeromq.org/spec/26/) with an allowlist of public keys.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+TLS_SERVER_NAME = "pagoda-engine-core"  # the name in the engine core's certificate, whatever address it has
+
+
+class KeyFileError(ValueError):
+    """A key directory lacks a file or holds one that is not a key; the message names it."""
+
+
+class TlsKeys(NamedTuple):
+    """PEM bytes."""
+
+    ca: bytes
+    certificate: bytes
+    private_key: bytes
+
+
+class CurveKeys(NamedTuple):
+    """Z85 text as bytes (40 characters). `peers`: public keys to admit (engine core) or to connect to (worker)."""
+
+    public: bytes
+    secret: bytes
+    peers: tuple[bytes, ...]
+
+
+def load_tls(keys_dir: str) -> TlsKeys:
+    """Raises KeyFileError when a file is missing or no PEM."""
+    return TlsKeys(*(_pem(Path(keys_dir) / name) for name in ("ca.crt", "tls.crt", "tls.key")))
+
+
+def load_curve(keys_dir: str, peers: str) -> CurveKeys:
+    """`peers` is the glob of the other side's public keys: `worker*.public` or `engine-core.public`.
+
+    Raises:
+        KeyFileError: a key is missing or malformed, or no peer is named.
+    """
+    directory = Path(keys_dir)
+    peer_keys = tuple(_z85(path) for path in sorted(directory.glob(peers)))
+    if not peer_keys:
+        raise KeyFileError(f"{directory} holds no {peers}")
+    return CurveKeys(_z85(directory / "curve.public"), _z85(directory / "curve.secret"), peer_keys)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise KeyFileError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _pem(path: Path) -> bytes:
+    content = _read(path)
+    if b"-----BEGIN " not in content:
+        raise KeyFileError(f"{path} is not PEM")
+    return content
+
+
+def _z85(path: Path) -> bytes:
+    content = _read(path).strip()
+    if len(content) != 40:
+        raise KeyFileError(f"{path} is not a CURVE key: 40 characters expected, got {len(content)}")
+    return content
