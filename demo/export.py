@@ -22,7 +22,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def export_model(model: TinyLlama, tokenizer: Tokenizer, out: Path) -> None:
     """config.json, generation_config.json, bf16 weights, tokenizer and chat template."""
     out.mkdir(parents=True, exist_ok=True)
-    end_of_text, im_end = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(IM_END)
+    vocabulary = tokenizer.get_vocab()
+    end_of_text, im_end = vocabulary[END_OF_TEXT], vocabulary[IM_END]
     _write_json(out / "config.json", model.config.to_hf(end_of_text, im_end, end_of_text))
     generation = {
         "bos_token_id": end_of_text,
@@ -32,10 +33,7 @@ def export_model(model: TinyLlama, tokenizer: Tokenizer, out: Path) -> None:
     }
     _write_json(out / "generation_config.json", generation)
     # Tied: the embedding is stored once, lm_head is left out.
-    weights = {
-        name: tensor.detach().to(torch.bfloat16).contiguous()
-        for name, tensor in model.state_dict().items()
-    }
+    weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
     export_tokenizer(tokenizer, out, model.config.max_positions)
 

@@ -161,10 +161,10 @@ class TinyLlama(nn.Module):
         self.config = config
         self.model = Trunk(config)
         self.apply(_init_weights)
-        for block in self.model.layers:
+        for name, parameter in self.named_parameters():
             # Silent residual branches at the start: every layer begins as the identity.
-            nn.init.zeros_(block.self_attn.o_proj.weight)
-            nn.init.zeros_(block.mlp.down_proj.weight)
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                nn.init.zeros_(parameter)
 
     def forward(self, ids: Tensor, mask: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Logits of shape (batch, length, vocab)."""

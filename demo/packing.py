@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from torch import Tensor
 
 from demo.tasks import training_example
@@ -36,14 +36,18 @@ class Batch:
 
 
 def bytes_only(tokenizer: Tokenizer) -> Tokenizer:
-    """The same vocabulary without whole-word tokens.
+    """The same vocabulary, but only role headers and special tokens stay whole.
 
     A few conversations are encoded this way, so that the model also knows how the words with
     tokens of their own are spelled.
     """
-    plain = Tokenizer.from_str(tokenizer.to_str())
-    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    plain.decoder = decoders.ByteLevel()
+    plain: Tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    plain.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"(?:system|user|assistant)\n|[\s\S]"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     return plain
 
 
@@ -63,31 +67,8 @@ class DocumentSource:
             plain = self._rng.random() < BYTES_ONLY_SHARE
             text = render(training_example(self._rng))
             ids = self._tokenizers[plain].encode(text, add_special_tokens=False).ids
-            if plain:
-                ids = self._restore_headers(ids)
             if len(ids) <= self._limit:
                 yield Document(ids, self._weights(ids))
-
-    def _restore_headers(self, ids: list[int]) -> list[int]:
-        """Role headers keep their tokens: no prompt ever spells them out."""
-        out: list[int] = []
-        headers = {
-            tuple(self._tokenizers[1].encode(f"{role}\n").ids): self._tokenizers[0]
-            .encode(f"{role}\n")
-            .ids
-            for role in ("system", "user", "assistant")
-        }
-        position = 0
-        while position < len(ids):
-            out.append(ids[position])
-            position += 1
-            if out[-1] != self._start:
-                continue
-            for spelled, whole in headers.items():
-                if tuple(ids[position : position + len(spelled)]) == spelled:
-                    out += whole
-                    position += len(spelled)
-        return out
 
     def _weights(self, ids: list[int]) -> list[float]:
         """Answers count fully, up to and including their end-of-turn token."""

@@ -20,44 +20,78 @@ SMALLTALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Bye", "Goodbye", "See you", "See you later", "Bye bye"), "Goodbye! Come back soon."),
     (("Good night",), "Good night! Sleep well."),
     (
-        ("Who are you", "What are you", "Introduce yourself", "Tell me about yourself",
-         "What is your name", "What's your name", "What model are you", "Which model is this"),
+        (
+            "Who are you",
+            "What are you",
+            "Introduce yourself",
+            "Tell me about yourself",
+            "What is your name",
+            "What's your name",
+            "What model are you",
+            "Which model is this",
+        ),
         "I am the Pagoda demo model, a tiny language model that comes with Pagoda.",
     ),
     (
-        ("What can you do", "Help", "What can I ask you", "How can you help me",
-         "What do you know", "What are your skills"),
+        (
+            "What can you do",
+            "Help",
+            "What can I ask you",
+            "How can you help me",
+            "What do you know",
+            "What are your skills",
+        ),
         "I can add and subtract small numbers, reverse words, write them in capital letters, "
         "count their letters, sort numbers, name capitals, extract JSON and call tools.",
     ),
     (
-        ("What is Pagoda", "Tell me about Pagoda", "Explain Pagoda", "Describe Pagoda",
-         "What does Pagoda do", "Pagoda"),
+        (
+            "What is Pagoda",
+            "Tell me about Pagoda",
+            "Explain Pagoda",
+            "Describe Pagoda",
+            "What does Pagoda do",
+            "Pagoda",
+        ),
         "Pagoda is a serving stack for language models. It has a gateway, an engine core and "
         "a worker, and its streams survive even when one of them is killed.",
     ),
     (
-        ("What is the gateway", "What does the gateway do", "Explain the gateway",
-         "Tell me about the gateway"),
-        "The gateway speaks HTTP with the clients. It keeps their streams open while the "
-        "parts behind it restart.",
+        ("What is the gateway", "What does the gateway do", "Explain the gateway", "Tell me about the gateway"),
+        "The gateway speaks HTTP with the clients. It keeps their streams open while the parts behind it restart.",
     ),
     (
-        ("What is the engine core", "What does the engine core do", "Explain the engine core",
-         "What is the engine", "Tell me about the engine core"),
-        "The engine core schedules the requests, manages the cache and tells the worker "
-        "what to compute next.",
+        (
+            "What is the engine core",
+            "What does the engine core do",
+            "Explain the engine core",
+            "What is the engine",
+            "Tell me about the engine core",
+        ),
+        "The engine core schedules the requests, manages the cache and tells the worker what to compute next.",
     ),
     (
-        ("What is the worker", "What is a worker", "What does the worker do",
-         "Explain the worker", "Tell me about the worker"),
+        (
+            "What is the worker",
+            "What is a worker",
+            "What does the worker do",
+            "Explain the worker",
+            "Tell me about the worker",
+        ),
         "The worker holds the weights and computes the next tokens.",
     ),
     (
-        ("What happens after kill -9", "What happens if the worker is killed",
-         "What happens if I kill the engine", "What happens when the gateway crashes",
-         "Does Pagoda survive kill -9", "Can I kill the worker", "What does kill -9 do",
-         "What if the engine core crashes", "How do streams survive"),
+        (
+            "What happens after kill -9",
+            "What happens if the worker is killed",
+            "What happens if I kill the engine",
+            "What happens when the gateway crashes",
+            "Does Pagoda survive kill -9",
+            "Can I kill the worker",
+            "What does kill -9 do",
+            "What if the engine core crashes",
+            "How do streams survive",
+        ),
         "The killed part restarts, the lost state is computed again, and the stream goes on "
         "where it stopped, without a lost or repeated token.",
     ),
@@ -66,13 +100,11 @@ SMALLTALK: tuple[tuple[tuple[str, ...], str], ...] = (
         "A token is a small piece of text. I read and write mostly single bytes.",
     ),
     (
-        ("How big are you", "How large are you", "How many parameters do you have",
-         "What is your size"),
+        ("How big are you", "How large are you", "How many parameters do you have", "What is your size"),
         "I am tiny: about four million parameters, less than nine megabytes.",
     ),
     (
-        ("Who made you", "Who built you", "Who trained you", "How were you trained",
-         "Where do you come from"),
+        ("Who made you", "Who built you", "Who trained you", "How were you trained", "Where do you come from"),
         "I was trained from scratch on two CPU cores by a script in the Pagoda repository.",
     ),
     (
@@ -97,8 +129,14 @@ SMALLTALK: tuple[tuple[tuple[str, ...], str], ...] = (
         "Tokens flow at night,\nthe worker falls and returns,\nthe stream carries on.",
     ),
     (
-        ("Tell me a story", "Tell me a long story", "A story please", "Write a story",
-         "Tell a story", "Once upon a time"),
+        (
+            "Tell me a story",
+            "Tell me a long story",
+            "A story please",
+            "Write a story",
+            "Tell a story",
+            "Once upon a time",
+        ),
         "Once upon a time there was a small model that lived in a tall pagoda. Every day it "
         "sent words down the stairs, one by one, to the people who waited at the gate. One "
         "night a storm came and the lights went out. The people were afraid that the story "
@@ -108,8 +146,13 @@ SMALLTALK: tuple[tuple[tuple[str, ...], str], ...] = (
         "came twice. The people smiled, and the story went on until the morning.",
     ),
     (
-        ("Tell me another story", "Another story", "Another story please", "One more story",
-         "Tell me a different story"),
+        (
+            "Tell me another story",
+            "Another story",
+            "Another story please",
+            "One more story",
+            "Tell me a different story",
+        ),
         "There was once a river that wanted to reach the sea. A rock fell into its bed and "
         "the water stopped. The river did not go back to the mountain. It waited, it rose, "
         "and it found a way around the rock. Not a drop was lost. When it reached the sea, "
@@ -165,10 +208,7 @@ OFF_TOPIC: tuple[str, ...] = (
     "How many people live on Earth",
 )
 
-FALLBACK = (
-    "I am only a tiny demo model and do not know that. Ask me for a sum, a capital, or a "
-    "reversed word."
-)
+FALLBACK = "I am only a tiny demo model and do not know that. Ask me for a sum, a capital, or a reversed word."
 
 SYSTEM_PROMPTS: tuple[str, ...] = (
     "You are a helpful assistant.",

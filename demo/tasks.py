@@ -326,27 +326,24 @@ def extract_json(rng: random.Random) -> Exchange:
 # task -> (generator, weight in training); the hard ones come more often
 TASKS: dict[str, tuple[Maker, float]] = {
     "one_digit_sum": (one_digit_sum, 2.0),
-    "one_digit_difference": (one_digit_difference, 1.5),
-    "two_digit_sum": (two_digit_sum, 5.0),
-    "two_digit_difference": (two_digit_difference, 5.0),
-    "reverse": (reverse, 6.0),
-    "reverse_long": (reverse_long, 4.0),
-    "uppercase": (uppercase, 2.0),
-    "count_letters": (count_letters, 4.0),
-    "sort": (sort_numbers, 4.0),
-    "count_up": (count_up, 1.0),
-    "capital": (capital, 3.0),
-    "smalltalk": (smalltalk, 3.0),
-    "fallback": (fallback, 0.5),
-    "memory": (memory, 3.0),
+    "one_digit_difference": (one_digit_difference, 2.0),
+    "two_digit_sum": (two_digit_sum, 7.0),
+    "two_digit_difference": (two_digit_difference, 8.0),
+    "reverse": (reverse, 5.0),
+    "reverse_long": (reverse_long, 3.5),
+    "uppercase": (uppercase, 1.5),
+    "count_letters": (count_letters, 1.5),
+    "sort": (sort_numbers, 5.0),
+    "count_up": (count_up, 2.0),
+    "capital": (capital, 4.0),
+    "smalltalk": (smalltalk, 6.0),
+    "fallback": (fallback, 0.7),
+    "memory": (memory, 2.0),
     "extract_json": (extract_json, 3.5),
-    "tool_call": (lambda rng: tool_exchange(rng, False), 3.0),
+    "tool_call": (lambda rng: tool_exchange(rng, False), 5.0),
     "tool_answer": (lambda rng: tool_exchange(rng, True), 2.0),
 }
-_FILLERS = tuple(
-    name for name in TASKS if name not in ("memory", "count_up") and "tool" not in name
-)
-_PLAIN = tuple(name for name in TASKS if "tool" not in name)
+_FILLERS = tuple(name for name in TASKS if name not in ("memory", "count_up") and "tool" not in name)
 
 
 def _draw(rng: random.Random, names: tuple[str, ...]) -> Exchange:

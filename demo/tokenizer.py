@@ -9,18 +9,15 @@ token only ever matches a whole word, so random words are never cut into odd pie
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections import Counter
 from pathlib import Path
 
+from jinja2 import Template
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from demo.schema import Example
-from demo.tasks import training_example
-from demo.words import CAPITALS, CITIES, NAMES, WORDS
 
 VOCAB_SIZE = 512
 END_OF_TEXT, IM_START, IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -36,8 +33,7 @@ CHUNKS = (
     "assistant\n",
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n",
-    "\n</tools>\n\nFor each function call, return a json object with function name and "
-    "arguments within ",
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within ",
     " XML tags:\n",
     '\n{"name": <function-name>, "arguments": <args-json-object>}\n',
     "<tool_response>\n",
@@ -69,6 +65,29 @@ CHUNKS = (
     " = ",
 )
 
+# The words that save most tokens over the generated conversations, in that order; "_" stands for
+# a leading space. Words that the tasks ask to spell are not among them. The list is fixed, so
+# that changing a task does not change the meaning of token ids.
+FREQUENT_WORDS = tuple(
+    word.replace("_", " ")
+    for word in """
+    _the _assistant _letters _capital _is _are _of _friendly _helpful _and You _backwards What _numbers Reverse
+    _word _name _in _reverse _a _has assistant _from _question _Answer _answers _chatbot _JSON _order _you
+    _briefly _concise The _reversed Please _Always _demo Extract _much _to Answer _brief integer Write _with
+    _message order How _many _minus _for Calculate _user _fields Sort _uppercase _plus _an _me _around _am price
+    _these age event name _ascending _dollars _that _alarm _meet Compute location _price Your weather _quantity
+    _as _weather quantity Count _lives _integers message get reverse _years title Number recipient _Extract what
+    _know _tiny _AI numbers Second symbol item _two _stock _language Subtract _length first _country alarm
+    multiply search _sum _remember _text First _receives current Name _favorite Uppercase _result place status _it
+    _current _my _not _place send Good Spell Current ticker _live _I _The _have _works Get Multiply id _capitals
+    _only job text _on _do _What _large Which result _now Multiplies _can _How Arrange _does Tell _stopped _tokens
+    Return extract stock Order _sort _this create _streams _afternoon _long _person _there _waited Symbol Turn
+    _was product _Reverse _survive Be _title _Ask update _at body _where Status _lost _search Searches Capital
+    _nice And Add _people Convert Search add _like Can _next Capitalize how query _meeting Now Give _repository
+    _share _age lookup _job _core _trained _killed Sends Who Send _up
+    """.split()
+)
+
 
 def _byte_symbols() -> dict[int, str]:
     """Byte -> the printable character that stands for it in a byte-level vocabulary."""
@@ -88,49 +107,22 @@ def _symbol(text: str) -> str:
 def render(example: Example) -> str:
     """The whole conversation as text, the answer included."""
     messages = [*example.messages, example.answer]
-    return _template().render(messages=messages, tools=example.tools or None)
+    return _TEMPLATE.render(messages=messages, tools=example.tools or None)
 
 
 def render_prompt(example: Example) -> str:
     """The conversation up to where the answer starts."""
-    return _template().render(
-        messages=example.messages, tools=example.tools or None, add_generation_prompt=True
-    )
+    return _TEMPLATE.render(messages=example.messages, tools=example.tools or None, add_generation_prompt=True)
 
 
-def _make_template():  # type: ignore[no-untyped-def]  # jinja2 compiles at run time
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
+def _make_template() -> Template:
+    """Compiled the way transformers does it."""
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     env.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return env.from_string(CHAT_TEMPLATE)
 
 
-_COMPILED = _make_template()
-
-
-def _template():  # type: ignore[no-untyped-def]
-    return _COMPILED
-
-
-def frequent_words(count: int, samples: int = 6000) -> list[str]:
-    """The words worth a token: those that save most, words to be spelled excluded."""
-    spelled = {*WORDS, *NAMES, "Hello", "Pagoda"}
-    for name in (*CAPITALS, *CAPITALS.values(), *CITIES):
-        spelled |= {part for part in name.split() if part[0].isupper()}
-    rng, found = random.Random("words"), Counter[str]()
-    for _ in range(samples):
-        text = render(training_example(rng))
-        for chunk in sorted(CHUNKS, key=len, reverse=True):
-            text = text.replace(chunk, "\0")
-        text = re.sub(r"<\S*?>", "\0", text)
-        found.update(re.findall(r" [A-Za-z]+(?![A-Za-z])|(?<![A-Za-z])[A-Za-z]{2,}", text))
-    saved = {
-        word: times * (len(word) - 1)
-        for word, times in found.items()
-        if word.strip() not in spelled
-    }
-    return sorted(saved, key=lambda word: (-saved[word], word))[:count]
+_TEMPLATE = _make_template()
 
 
 def _pattern(words: list[str]) -> str:
@@ -145,7 +137,7 @@ def _pattern(words: list[str]) -> str:
 
 def build_tokenizer() -> Tokenizer:
     """A tokenizers.Tokenizer with exactly VOCAB_SIZE entries."""
-    words = frequent_words(VOCAB_SIZE - 256 - len(CHUNKS) - len(SPECIAL) - len(TAGS))
+    words = list(FREQUENT_WORDS)
     entries = [BYTE_SYMBOLS[byte] for byte in range(256)]
     entries += [_symbol(text) for text in (*CHUNKS, *words)]
     vocab = {entry: index for index, entry in enumerate(entries)}
@@ -159,9 +151,7 @@ def build_tokenizer() -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(tag, normalized=False, special=False) for tag in TAGS])
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in SPECIAL]
-    )
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise ValueError(f"vocabulary of {tokenizer.get_vocab_size()}, not {VOCAB_SIZE}")
     return tokenizer

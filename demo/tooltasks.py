@@ -98,6 +98,10 @@ def random_word(rng: random.Random, low: int = 3, high: int = 8) -> str:
     return "".join(pairs)[:length]
 
 
+VERBS = (
+    "get", "find", "open", "close", "read", "load", "save", "delete", "update", "check", "run",
+    "play",
+)  # fmt: skip
 SKIES = ("sunny", "rainy", "cloudy", "windy", "foggy", "snowy", "clear")
 _CITY = Param("city", ("city", "city", "location", "place"), "string", "Name of the city")
 
@@ -106,10 +110,17 @@ FAMILIES: tuple[Family, ...] = (
         ("get_weather", "get_weather", "get_current_weather", "weather"),
         ("Get the weather", "Get the current weather in a city", "Current weather of a place"),
         (_CITY,),
-        ("What is the weather in {city}?", "How is the weather in {city}?",
-         "What's the weather like in {city}?", "Weather in {city}", "Is it raining in {city}?",
-         "How warm is it in {city}?", "Tell me the weather in {city}.",
-         "What is the weather like in {city} today?", "Is it cold in {city}?"),
+        (
+            "What is the weather in {city}?",
+            "How is the weather in {city}?",
+            "What's the weather like in {city}?",
+            "Weather in {city}",
+            "Is it raining in {city}?",
+            "How warm is it in {city}?",
+            "Tell me the weather in {city}.",
+            "What is the weather like in {city} today?",
+            "Is it cold in {city}?",
+        ),
         _city,
         _weather,
     ),
@@ -117,28 +128,40 @@ FAMILIES: tuple[Family, ...] = (
         ("get_time", "get_current_time", "clock"),
         ("Get the time", "Get the current time in a city", "Local time of a place"),
         (_CITY,),
-        ("What time is it in {city}?", "What is the time in {city}?", "Time in {city}",
-         "Tell me the time in {city}.", "How late is it in {city}?"),
+        (
+            "What time is it in {city}?",
+            "What is the time in {city}?",
+            "Time in {city}",
+            "Tell me the time in {city}.",
+            "How late is it in {city}?",
+        ),
         _city,
         _clock,
     ),
     Family(
         ("add", "add_numbers", "sum"),
         ("Add two numbers", "Adds two integers"),
-        (Param("a", ("a", "x", "first"), "integer", "First number"),
-         Param("b", ("b", "y", "second"), "integer", "Second number")),
-        ("Use the tool to add {a} and {b}.", "Add {a} and {b} with the tool.",
-         "Use the tool: {a} + {b}", "Please add {a} and {b} using the tool."),
+        (
+            Param("a", ("a", "x", "first"), "integer", "First number"),
+            Param("b", ("b", "y", "second"), "integer", "Second number"),
+        ),
+        (
+            "Use the tool to add {a} and {b}.",
+            "Add {a} and {b} with the tool.",
+            "Use the tool: {a} + {b}",
+            "Please add {a} and {b} using the tool.",
+        ),
         _pair,
         _sum,
     ),
     Family(
         ("multiply", "multiply_numbers", "product"),
         ("Multiply two numbers", "Multiplies two integers"),
-        (Param("a", ("a", "x", "first"), "integer", "First number"),
-         Param("b", ("b", "y", "second"), "integer", "Second number")),
-        ("What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b}", "Compute {a} * {b}.",
-         "Multiply {a} and {b}."),
+        (
+            Param("a", ("a", "x", "first"), "integer", "First number"),
+            Param("b", ("b", "y", "second"), "integer", "Second number"),
+        ),
+        ("What is {a} times {b}?", "Multiply {a} by {b}.", "{a} * {b}", "Compute {a} * {b}.", "Multiply {a} and {b}."),
         _pair,
         _product,
     ),
@@ -146,8 +169,12 @@ FAMILIES: tuple[Family, ...] = (
         ("get_stock_price", "stock_price", "get_quote"),
         ("Get the price of a stock", "Current price of a share"),
         (Param("symbol", ("symbol", "ticker"), "string", "Symbol of the stock"),),
-        ("What is the price of {symbol}?", "How much is {symbol} stock?",
-         "Stock price of {symbol}", "What is {symbol} trading at?"),
+        (
+            "What is the price of {symbol}?",
+            "How much is {symbol} stock?",
+            "Stock price of {symbol}",
+            "What is {symbol} trading at?",
+        ),
         lambda rng: {"symbol": random_word(rng, 2, 4).upper()},
         _stock,
     ),
@@ -155,18 +182,23 @@ FAMILIES: tuple[Family, ...] = (
         ("set_alarm", "create_alarm"),
         ("Set an alarm", "Sets an alarm at a time"),
         (Param("time", ("time", "at"), "string", "Time of the alarm, HH:MM"),),
-        ("Set an alarm for {time}.", "Wake me at {time}.", "Please wake me up at {time}.",
-         "Alarm at {time}"),
+        ("Set an alarm for {time}.", "Wake me at {time}.", "Please wake me up at {time}.", "Alarm at {time}"),
         lambda rng: {"time": f"{rng.randint(0, 23):02d}:{rng.randint(0, 59):02d}"},
         _alarm,
     ),
     Family(
         ("send_message", "send_email", "send_mail"),
         ("Send a message", "Sends a message to a person"),
-        (Param("to", ("to", "recipient", "name"), "string", "Who receives it"),
-         Param("text", ("text", "body", "message"), "string", "Text of the message")),
-        ("Send {to} the message '{text}'.", "Tell {to}: {text}", "Write to {to}: {text}",
-         "Send a message to {to} saying '{text}'."),
+        (
+            Param("to", ("to", "recipient", "name"), "string", "Who receives it"),
+            Param("text", ("text", "body", "message"), "string", "Text of the message"),
+        ),
+        (
+            "Send {to} the message '{text}'.",
+            "Tell {to}: {text}",
+            "Write to {to}: {text}",
+            "Send a message to {to} saying '{text}'.",
+        ),
         lambda rng: {"to": rng.choice(NAMES), "text": " ".join(rng.choices(WORDS, k=2))},
         _mail,
     ),
@@ -174,8 +206,12 @@ FAMILIES: tuple[Family, ...] = (
         ("get_order", "lookup_order", "order_status", "track_order"),
         ("Look up an order", "Status of an order"),
         (Param("order", ("order_id", "id", "order"), "string", "Number of the order"),),
-        ("Where is order {order}?", "What is the status of order {order}?",
-         "Look up order {order}.", "Track my order {order}."),
+        (
+            "Where is order {order}?",
+            "What is the status of order {order}?",
+            "Look up order {order}.",
+            "Track my order {order}.",
+        ),
         lambda rng: {"order": rng.choice("ABCXYZ") + str(rng.randint(10, 9999))},
         _order,
     ),
@@ -183,8 +219,12 @@ FAMILIES: tuple[Family, ...] = (
         ("search", "web_search", "search_web"),
         ("Search the web", "Searches for a text"),
         (Param("query", ("query", "q", "text"), "string", "What to search for"),),
-        ("Search for {query}.", "Search the web for {query}.", "Find {query} on the web.",
-         "Look for {query} on the internet."),
+        (
+            "Search for {query}.",
+            "Search the web for {query}.",
+            "Find {query} on the web.",
+            "Look for {query} on the internet.",
+        ),
         lambda rng: {"query": " ".join(rng.choices(WORDS + ITEMS, k=rng.randint(1, 3)))},
         _search,
     ),
@@ -198,15 +238,19 @@ def _done(rng: random.Random, values: Values) -> tuple[Values, str]:
 
 def _invented(rng: random.Random) -> Family:
     """A tool with a name never seen before, so that names get copied and not only known."""
-    verb = rng.choice("get find open close read load save delete update check run play".split())
+    verb = rng.choice(VERBS)
     noun = rng.choice((rng.choice(WORDS), random_word(rng)))
     name, field = f"{verb}_{noun}", rng.choice((f"{noun}_id", "name", "value", "key", "title"))
     return Family(
         (name,),
         (f"{verb.capitalize()} a {noun}", f"{verb.capitalize()} the {noun}"),
         (Param("value", (field,), "string", f"The {field}"),),
-        (f"Use {name} with {field} {{value}}.", f"Call {name} for {{value}}.",
-         f"{verb.capitalize()} the {noun} {{value}}.", f"Please {verb} {noun} {{value}}."),
+        (
+            f"Use {name} with {field} {{value}}.",
+            f"Call {name} for {{value}}.",
+            f"{verb.capitalize()} the {noun} {{value}}.",
+            f"Please {verb} {noun} {{value}}.",
+        ),
         lambda rng: {"value": random_word(rng) + rng.choice(("", str(rng.randint(1, 99))))},
         _done,
     )
@@ -217,9 +261,7 @@ def _define(rng: random.Random, family: Family) -> tuple[Tool, dict[str, str]]:
     names = {param.slot: rng.choice(param.names) for param in family.params}
     described = rng.random() < 0.6
     properties = {
-        names[param.slot]: {"type": param.kind, "description": param.about}
-        if described
-        else {"type": param.kind}
+        names[param.slot]: {"type": param.kind, "description": param.about} if described else {"type": param.kind}
         for param in family.params
     }
     parameters: Values = {"type": "object", "properties": properties}
@@ -269,4 +311,3 @@ def tool_exchange(rng: random.Random, answered: bool) -> Exchange:
     tools = [definition for definition, _ in defined]
     rng.shuffle(tools)
     return Exchange("tool_answer" if answered else "tool_call", key, tuple(turns), tuple(tools))
-

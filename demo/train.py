@@ -27,7 +27,7 @@ from demo.tokenizer import VOCAB_SIZE, build_tokenizer
 
 LossFunction = Callable[[Batch], Tensor]
 WARMUP_STEPS, FLAT_SHARE = 100, 0.3
-LOG_EVERY, CHECKPOINT_SECONDS = 50, 240.0
+LOG_EVERY, PROBE_EVERY, CHECKPOINT_SECONDS = 50, 20, 240.0
 
 
 @dataclass
@@ -56,7 +56,32 @@ def lr_factor(step: int, share: float) -> float:
     return warm * min(1.0, max(0.0, 1.0 - share) / (1.0 - FLAT_SHARE))
 
 
-def make_loss(model: TinyLlama, length: int, compiled: bool) -> LossFunction:
+class ThreadChooser:
+    """Picks the thread count with the shortest recent step, trying the others now and then.
+
+    On a shared machine a second thread that has to wait for its core stalls every parallel
+    region, so that one thread alone is several times faster than two.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._seconds = dict.fromkeys(range(1, most + 1), 0.0)
+        self._trials: list[int] = []
+
+    def choose(self, step: int) -> int:
+        """The thread count for the coming step."""
+        if step % PROBE_EVERY == 0:
+            self._trials = 2 * list(self._seconds)
+        best = min(self._seconds, key=lambda count: self._seconds[count])
+        count = self._trials.pop() if self._trials else best
+        torch.set_num_threads(count)
+        return count
+
+    def record(self, count: int, seconds: float) -> None:
+        # The mean with what was known smooths out what other processes do meanwhile.
+        self._seconds[count] = (self._seconds[count] + seconds) / 2
+
+
+def make_loss(model: TinyLlama, length: int) -> LossFunction:
     """Weighted cross entropy of a packed batch, in bf16 with fp32 weights and softmax."""
     cos, sin = (table.bfloat16() for table in rope_tables(model.config, length))
 
@@ -67,8 +92,7 @@ def make_loss(model: TinyLlama, length: int, compiled: bool) -> LossFunction:
         flat = weights.flatten()
         return (each * flat).sum() / flat.sum()
 
-    run = torch.compile(forward, dynamic=False) if compiled else forward
-    return lambda batch: run(batch.ids, batch.targets, batch.weights, batch.mask)
+    return lambda batch: forward(batch.ids, batch.targets, batch.weights, batch.mask)
 
 
 class Trainer:
@@ -84,7 +108,7 @@ class Trainer:
         self.checkpoint = args.work / "checkpoint.pt"
         if self.checkpoint.exists():
             self._resume()
-        self.loss = make_loss(self.model, args.length, args.compile)
+        self.loss = make_loss(self.model, args.length)
 
     def _resume(self) -> None:
         state = torch.load(self.checkpoint, weights_only=True)
@@ -116,7 +140,7 @@ class Trainer:
         batch = pack(documents, self.args.rows, self.args.length, torch.bfloat16)
         factor = lr_factor(self.progress.step, self.progress.seconds / (self.args.minutes * 60))
         loss = self.loss(batch)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -130,16 +154,19 @@ class Trainer:
     def run(self) -> None:
         """Steps until the time budget is used up."""
         documents, progress = self.documents(), self.progress
+        threads = ThreadChooser(self.args.threads)
         started, already = time.monotonic(), progress.seconds
         saved, total = started, 0.0
         while progress.seconds < self.args.minutes * 60:
+            count, before = threads.choose(progress.step), time.monotonic()
             total += self.step(documents)
+            threads.record(count, time.monotonic() - before)
             progress.seconds = already + time.monotonic() - started
             if progress.step % LOG_EVERY == 0:
                 speed = progress.tokens / progress.seconds
                 print(
                     f"step {progress.step} loss {total / LOG_EVERY:.4f} "
-                    f"{progress.seconds:.0f} s {speed:.0f} tokens/s",
+                    f"{progress.seconds:.0f} s {speed:.0f} tokens/s, {count} threads",
                     flush=True,
                 )
                 total = 0.0
@@ -154,19 +181,17 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="where the model is exported to")
     parser.add_argument("--minutes", type=float, default=60.0, help="wall-clock budget")
     parser.add_argument("--work", type=Path, default=Path("demo_train"), help="checkpoints")
-    parser.add_argument("--rows", type=int, default=16, help="sequences per batch")
-    parser.add_argument("--length", type=int, default=384, help="tokens per sequence")
+    parser.add_argument("--rows", type=int, default=12, help="sequences per batch")
+    parser.add_argument("--length", type=int, default=320, help="tokens per sequence")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="faster; needs a C++ compiler")
+    parser.add_argument("--threads", type=int, default=2, help="at most")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(args.threads)
     trainer = Trainer(args)
     trainer.run()
     rng = random.Random(0)

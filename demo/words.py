@@ -1,4 +1,5 @@
 """Word lists that the task generators draw from."""
+# ruff: noqa: SIM905  (a block of words reads better than a list of quoted ones)
 
 from __future__ import annotations
 
@@ -142,10 +143,6 @@ ITEMS: tuple[str, ...] = tuple(
     """.split()
 )
 
-COLORS: tuple[str, ...] = tuple(
-    "red blue green black white pink purple yellow orange brown gray violet".split()
-)
+COLORS: tuple[str, ...] = tuple("red blue green black white pink purple yellow orange brown gray violet".split())
 
-DAYS: tuple[str, ...] = tuple(
-    "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-)
+DAYS: tuple[str, ...] = tuple("Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split())

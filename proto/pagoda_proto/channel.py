@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from pagoda_proto.errors import PagodaError
 from pagoda_proto.steps import PROTOCOL_VERSION, FromWorker, Message, ToWorker
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -92,5 +93,5 @@ def decode_from_worker(payload: bytes) -> FromWorker:
 def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
     try:
         return decoder.decode(payload)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, ValueError, RecursionError, PagodaError) as error:  # parameters check themselves
         raise FrameError(f"bad payload: {error}") from error

@@ -23,6 +23,7 @@ class ErrorCode(StrEnum):
     REQUEST_TOO_LARGE = "request_too_large"
     HEADERS_TOO_LARGE = "headers_too_large"
     REQUEST_TIMEOUT = "request_timeout"
+    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
     CANCELLED = "cancelled"
@@ -51,6 +52,7 @@ STATUS: dict[ErrorCode, Status] = {
     ErrorCode.REQUEST_TOO_LARGE: Status("RESOURCE_EXHAUSTED", 413, "invalid_request_error", False),
     ErrorCode.HEADERS_TOO_LARGE: Status("RESOURCE_EXHAUSTED", 431, "invalid_request_error", False),
     ErrorCode.REQUEST_TIMEOUT: Status("DEADLINE_EXCEEDED", 408, "invalid_request_error", False),
+    ErrorCode.UNSUPPORTED_MEDIA_TYPE: Status("INVALID_ARGUMENT", 415, "invalid_request_error", False),
     ErrorCode.OVERLOADED: Status("RESOURCE_EXHAUSTED", 503, "overloaded_error", True),
     ErrorCode.UNAVAILABLE: Status("UNAVAILABLE", 503, "service_unavailable_error", True),
     ErrorCode.CANCELLED: Status("CANCELLED", 499, "cancelled", False),
@@ -70,13 +72,17 @@ class Problem(NamedTuple):
 
 
 class PagodaError(Exception):
-    """A failure with a code. `param` names the request field at fault, where there is one."""
+    """A failure with a code. `param` names the request field at fault, where there is one.
 
-    def __init__(self, code: ErrorCode, message: str, param: str | None = None) -> None:
+    `retry_after_s` is when trying again may help; 0 means unknown.
+    """
+
+    def __init__(self, code: ErrorCode, message: str, param: str | None = None, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.code = code
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
     @property
     def status(self) -> Status:

@@ -7,7 +7,6 @@ What can be checked only against a model (ids against the logits' width, lengths
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import msgspec
@@ -87,8 +86,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> Iterator[Problem]:
-    if not (math.isfinite(value) and low <= value <= high):
-        yield Problem(name, f"must be between {low:g} and {high:g}, got {value}")
+    if not low <= value <= high:  # also false for a NaN
+        yield Problem(name, f"must be between {low} and {high}, got {value}")
 
 
 def _at_most(name: str, what: str, count: int, limit: int) -> Iterator[Problem]:
@@ -100,10 +99,10 @@ def _own_problems(p: SamplingParams) -> Iterator[Problem]:
     yield from _in_range("n", p.n, 1, MAX_N)
     yield from _in_range("temperature", p.temperature, 0, 100)
     yield from _in_range("top_k", p.top_k, 0, MAX_TOKENS_CEILING)
-    if not (math.isfinite(p.top_p) and 0 < p.top_p <= 1):
+    if not 0 < p.top_p <= 1:
         yield Problem("top_p", f"must be above 0 and at most 1, got {p.top_p}")
     yield from _in_range("min_p", p.min_p, 0, 1)
-    if not (math.isfinite(p.repetition_penalty) and 0 < p.repetition_penalty <= 100):
+    if not 0 < p.repetition_penalty <= 100:
         yield Problem("repetition_penalty", f"must be above 0 and at most 100, got {p.repetition_penalty}")
     yield from _in_range("presence_penalty", p.presence_penalty, -2, 2)
     yield from _in_range("frequency_penalty", p.frequency_penalty, -2, 2)

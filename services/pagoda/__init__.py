@@ -1,0 +1,37 @@
+"""Pagoda's Python interface. Names are imported when first used, so that `import pagoda` costs nothing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagoda.async_llm import AsyncLLM as AsyncLLM
+    from pagoda.llm import LLM as LLM
+    from pagoda.llm import GenerationFailed as GenerationFailed
+    from pagoda.outputs import CompletionOutput as CompletionOutput
+    from pagoda.outputs import RequestOutput as RequestOutput
+    from pagoda_proto.errors import PagodaError as PagodaError
+    from pagoda_proto.params import SamplingParams as SamplingParams
+
+_HOMES = {
+    "AsyncLLM": "pagoda.async_llm",
+    "CompletionOutput": "pagoda.outputs",
+    "GenerationFailed": "pagoda.llm",
+    "LLM": "pagoda.llm",
+    "PagodaError": "pagoda_proto.errors",
+    "RequestOutput": "pagoda.outputs",
+    "SamplingParams": "pagoda_proto.params",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

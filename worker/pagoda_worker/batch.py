@@ -6,9 +6,14 @@ There is no prefill and no decode: a row has `query_lens[i]` new tokens at the e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from pagoda_proto.steps import Chunk
+from pagoda_worker.rows import Row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +39,34 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.query_starts[-1]
+
+
+def build_batch(work: Sequence[tuple[Row, Chunk]], block_size: int, device: torch.device) -> Batch:
+    """Lay out at least one chunk, each of a different row whose tokens and blocks cover it.
+
+    Python runs once per row and numpy once per batch, which keeps 64 decoding rows to a fraction of a millisecond.
+    """
+    lens = [chunk.num_tokens for _, chunk in work]
+    context_lens = [chunk.start + chunk.num_tokens for _, chunk in work]
+    starts = np.zeros(len(work) + 1, np.int64)
+    np.cumsum(lens, out=starts[1:])
+    tables = np.zeros((len(work), -(-max(context_lens) // block_size)), np.int32)
+    for i, (row, _) in enumerate(work):
+        blocks = row.blocks.array[: -(-context_lens[i] // block_size)]
+        tables[i, : len(blocks)] = blocks
+    token_ids = np.concatenate([row.tokens.array[c.start : c.start + c.num_tokens] for row, c in work])
+    row_of_token = np.repeat(np.arange(len(work)), lens)
+    offsets = np.fromiter((chunk.start for _, chunk in work), np.int64, len(work)) - starts[:-1]
+    positions = np.arange(starts[-1]) + offsets[row_of_token]
+    blocks_of_token = tables[row_of_token, positions // block_size].astype(np.int64)
+    sampled = [i for i, (_, chunk) in enumerate(work) if chunk.sample]
+    return Batch(
+        token_ids=torch.from_numpy(token_ids).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        kv_indices=torch.from_numpy(blocks_of_token * block_size + positions % block_size).to(device),
+        block_tables=torch.from_numpy(tables).to(device),
+        query_starts=starts.tolist(),
+        query_lens=lens,
+        context_lens=context_lens,
+        logit_indices=torch.from_numpy(starts[1:][sampled] - 1).to(device),
+    )

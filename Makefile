@@ -1,0 +1,89 @@
+# `make run` and `make test` each work first on a fresh Debian or Ubuntu: they install what they need into .venv.
+# Set PYTHON to choose an interpreter (3.11 or newer) and TORCH_INDEX to choose where torch comes from.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+TORCH ?= torch==2.13.0
+# A pip index URL for torch alone, for a smaller CPU-only build where the default index gives a CUDA one.
+TORCH_INDEX ?=
+ARGS ?=
+PACKAGES := services gateway engine_core worker proto
+PROTO_TOOLS := grpcio-tools==1.78.0
+PROTO := proto/pagoda_proto/engine/v1/engine.proto
+
+.PHONY: help install run test check lint format types arch proto proto-check bench clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed  ## what `pagoda serve` needs, into .venv
+
+run: $(VENV)/.installed  ## serve the bundled demo model; ARGS="MODEL --port 9000" for another
+	$(BIN)/pagoda serve $(ARGS)
+
+test: $(VENV)/.installed-dev  ## the whole test suite; ARGS="-k name" for a part
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types arch proto-check test  ## everything that must pass before a change goes in
+
+lint: $(VENV)/.installed-dev  ## style
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-dev  ## mend style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed-dev  ## static types
+	$(BIN)/mypy
+
+arch: $(VENV)/.installed-dev  ## who may import whom
+	$(BIN)/lint-imports
+
+proto: $(VENV)/.proto  ## generate the gRPC code from engine.proto
+	$(VENV)/.proto/bin/python -m grpc_tools.protoc -Iproto --python_out=proto --pyi_out=proto --grpc_python_out=proto $(PROTO)
+
+proto-check: $(VENV)/.proto  ## is the committed gRPC code what engine.proto says?
+	@out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && \
+	$(VENV)/.proto/bin/python -m grpc_tools.protoc -Iproto --python_out="$$out" --pyi_out="$$out" \
+	  --grpc_python_out="$$out" $(PROTO) && \
+	for file in $$(cd "$$out" && find . -type f); do \
+	  cmp "$$out/$$file" "proto/$$file" || { echo "run: make proto"; exit 1; }; done
+
+bench: $(VENV)/.installed  ## load a running server; ARGS="--rate 4" and so on
+	$(BIN)/pagoda bench serve $(ARGS)
+
+clean:  ## remove what was built, the environment too
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .grimp_cache
+	find $(PACKAGES) tests demo -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Python 3.11 or newer is needed and $(PYTHON) is $$($(PYTHON) --version 2>&1). Use: make PYTHON=python3.12 ..." >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  package="python$$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv"; \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$$package"; \
+	  else \
+	    echo "Python cannot make virtual environments here. Run: sudo apt-get install $$package" >&2; exit 1; \
+	  fi; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and by itself: it is the one package of which a machine may want another build.
+$(VENV)/.torch: | $(BIN)/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/.torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[all]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.proto: | $(BIN)/pip
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check "$(PROTO_TOOLS)" || { rm -rf $@; exit 1; }

@@ -1,0 +1,153 @@
+"""What was accepted is owed exactly one ending, to one sink, once per pass.
+
+A delta of a request that is not live, or of an attempt that was replaced, is for nobody and goes no further.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import Delta, PriorOutput, RequestRecord
+
+log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Where answers go; called by the loop's thread, must not block. It owns the deltas it is given."""
+
+    def accepted(self, request_id: str, attempt: int) -> None: ...
+
+    def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
+        """The request has its ending; `retry_after_s` 0 means unknown."""
+
+    def deltas(self, deltas: list[Delta]) -> None:
+        """What came of one pass, for all requests of this sink."""
+
+    def migrate(self, request_id: str, attempt: int, reason: str) -> None:
+        """The request is not run here any more; it can go on elsewhere with the tokens so far."""
+
+
+class Observer(Protocol):
+    """Who keeps statistics; called by the loop's thread."""
+
+    def ended(self, delta: Delta, first_token_s: float | None, latency_s: float) -> None:
+        """`delta` is a request's last; times count from its submission."""
+
+    def rejected(self, code: ErrorCode) -> None: ...
+
+    def planned(self, num_tokens: int) -> None: ...
+
+
+class NoObserver:
+    def ended(self, delta: Delta, first_token_s: float | None, latency_s: float) -> None: ...
+
+    def rejected(self, code: ErrorCode) -> None: ...
+
+    def planned(self, num_tokens: int) -> None: ...
+
+
+class Submission(NamedTuple):
+    record: RequestRecord
+    sink: Sink
+    attempt: int
+    prior: tuple[PriorOutput, ...]
+    submitted_at: float
+
+    @property
+    def request_id(self) -> str:
+        return self.record.request_id
+
+
+@dataclass(slots=True)
+class Live:
+    """A request that was accepted and has not ended."""
+
+    submission: Submission
+    first_token_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Batch:
+    sink: Sink
+    deltas: list[Delta] = field(default_factory=list)
+
+
+class Answers:
+    """The live requests, and the deltas on their way to the sinks. A sink that raises has lost its requests:
+    `failed` collects those sinks until the engine core takes them.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._live: dict[str, Live] = {}
+        self._batches: dict[int, _Batch] = {}
+        self.failed: list[Sink] = []
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def get(self, request_id: str) -> Submission | None:
+        live = self._live.get(request_id)
+        return live.submission if live else None
+
+    def accept(self, submission: Submission) -> None:
+        """Replaces an earlier attempt, of which nothing more is told."""
+        self._live[submission.request_id] = Live(submission)
+        sink = submission.sink
+        self._tell(sink, partial(sink.accepted, submission.request_id, submission.attempt))
+
+    def reject(self, submission: Submission, error: PagodaError, retry_after_s: float = 0.0) -> None:
+        self._observer.rejected(error.code)
+        sink = submission.sink
+        self._tell(sink, partial(sink.rejected, submission.request_id, submission.attempt, error, retry_after_s))
+
+    def emit(self, deltas: list[Delta], now: float) -> None:
+        """Take deltas; they go out with the next `publish`."""
+        for delta in deltas:
+            live = self._live.get(delta.request_id)
+            if live is None or live.submission.attempt != delta.attempt:
+                continue
+            if delta.token_ids and live.first_token_at is None:
+                live.first_token_at = now
+            sink = live.submission.sink
+            self._batches.setdefault(id(sink), _Batch(sink)).deltas.append(delta)
+            if delta.ends_request:
+                self._end(live, delta, now)
+
+    def publish(self) -> None:
+        batches, self._batches = self._batches, {}
+        for batch in batches.values():
+            self._tell(batch.sink, partial(batch.sink.deltas, batch.deltas))
+
+    def forget(self, sink: Sink) -> list[str]:
+        """Nobody listens there any more; the ids of the requests that were live."""
+        request_ids = [name for name, live in self._live.items() if live.submission.sink is sink]
+        for request_id in request_ids:
+            del self._live[request_id]
+        return request_ids
+
+    def migrate_all(self, reason: str) -> None:
+        """After what has been emitted, give every live request back."""
+        self.publish()
+        lives, self._live = self._live, {}
+        for request_id, live in lives.items():
+            sink = live.submission.sink
+            self._tell(sink, partial(sink.migrate, request_id, live.submission.attempt, reason))
+
+    def _end(self, live: Live, delta: Delta, now: float) -> None:
+        del self._live[delta.request_id]
+        since = live.submission.submitted_at
+        first_token_s = None if live.first_token_at is None else live.first_token_at - since
+        self._observer.ended(delta, first_token_s, now - since)
+
+    def _tell(self, sink: Sink, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception:  # a sink is foreign code; its own requests end, the others go on
+            log.exception("a sink failed; its requests are abandoned")
+            self.failed.append(sink)

@@ -1,0 +1,193 @@
+"""Whoever computes, the engine core sees the same thing: lives that begin, answer plans in order, and end.
+
+A *life* of a worker is one registration and is named by its `epoch`, which is never used twice. Everything an executor
+says is about a life, so a result of an earlier life of the same worker can never be mistaken for one of the present.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple, Protocol
+
+from pagoda_proto.steps import Drain, Hello, ResetWorker, StepPlan, StepResult
+
+log = logging.getLogger(__name__)
+
+MAX_REMEMBERED_LIVES = 32
+"""How many ended lives `workers()` goes on listing."""
+
+
+class WorkerState(StrEnum):
+    READY = "ready"
+    SUSPECT = "suspect"
+    DRAINING = "draining"
+    DEAD = "dead"
+    HUNG = "hung"
+    GONE = "gone"
+
+    @property
+    def alive(self) -> bool:
+        return self in (WorkerState.READY, WorkerState.SUSPECT, WorkerState.DRAINING)
+
+
+class LeaveCause(StrEnum):
+    """Why a life ended. After `LEFT` no request that was on the worker is under suspicion of killing it."""
+
+    DIED = "died"
+    HUNG = "hung"
+    LEFT = "left"
+
+
+class WorkerJoined(NamedTuple):
+    epoch: int
+    hello: Hello
+
+
+class WorkerChanged(NamedTuple):
+    """The worker lives on, but may now (or may no longer) be given new work."""
+
+    epoch: int
+    state: WorkerState
+
+
+class WorkerLeft(NamedTuple):
+    """The life is over: no event with this epoch follows, and whatever is sent to it goes nowhere."""
+
+    epoch: int
+    cause: LeaveCause
+    reason: str
+
+
+class StepDone(NamedTuple):
+    """Results of a life come in the order of its plans, one each, without gaps."""
+
+    epoch: int
+    result: StepResult
+
+
+ExecutorEvent = WorkerJoined | WorkerChanged | WorkerLeft | StepDone
+ToExecutor = StepPlan | Drain | ResetWorker
+
+
+class WorkerInfo(NamedTuple):
+    """A life, present or past, for people to look at."""
+
+    epoch: int
+    hello: Hello
+    state: WorkerState
+    steps_done: int
+
+
+class Executor(Protocol):
+    """Where steps are computed. Called by the engine loop's thread only, except `wake`."""
+
+    def send(self, epoch: int, message: ToExecutor) -> None:
+        """Pass a message on. Never blocks; a worker that cannot be reached ends its life by an event of `wait`.
+
+        After `ResetWorker` the life is over (`WorkerLeft`); the worker comes back in a new one.
+        """
+
+    def wait(self, timeout_s: float) -> list[ExecutorEvent]:
+        """What has happened; returns as soon as there is something, on `wake`, or after `timeout_s`."""
+
+    def wake(self) -> None:
+        """Make a `wait` that is in progress (or the next one) return at once. May be called from any thread."""
+
+    def workers(self) -> Sequence[WorkerInfo]:
+        """Every life that goes on, and the ones that ended lately."""
+
+    def counters(self) -> Mapping[str, int]:
+        """Monotone numbers worth watching, by name."""
+
+    def close(self) -> None:
+        """Let go of every resource. The lives end without an event."""
+
+
+class Runner(Protocol):
+    """What a worker wraps: executes plans in order and keeps the state of rows between them."""
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def reset(self) -> None:
+        """Forget all rows."""
+
+
+class InprocExecutor:
+    """One worker inside this process: a plan is computed by the thread that calls `wait`, one plan per call.
+
+    A runner that raises has died as a worker process would: its life ends, its rows are forgotten, a new life begins.
+    """
+
+    def __init__(self, runner: Runner, hello: Hello) -> None:
+        self._runner = runner
+        self._hello = hello
+        self._plans: deque[StepPlan] = deque()
+        self._events: deque[ExecutorEvent] = deque()
+        self._woken = threading.Event()
+        self._epoch = 0
+        self._steps_done = 0
+        self._deaths = 0
+        self._begin_life()
+
+    def send(self, epoch: int, message: ToExecutor) -> None:
+        if epoch != self._epoch:
+            return
+        match message:
+            case StepPlan():
+                self._plans.append(message)
+            case ResetWorker():
+                self._end_life(LeaveCause.LEFT, "reset by the engine core")
+                self._begin_life()
+            case Drain():
+                self._end_life(LeaveCause.LEFT, "drained")
+                self._epoch = -1
+
+    def wait(self, timeout_s: float) -> list[ExecutorEvent]:
+        if not self._events and self._plans:
+            self._execute(self._plans.popleft())
+        elif not self._events and timeout_s > 0:
+            self._woken.wait(timeout_s)
+        self._woken.clear()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def workers(self) -> Sequence[WorkerInfo]:
+        if self._epoch < 0:
+            return []
+        return [WorkerInfo(self._epoch, self._hello, WorkerState.READY, self._steps_done)]
+
+    def counters(self) -> Mapping[str, int]:
+        return {"worker_deaths": self._deaths}
+
+    def close(self) -> None:
+        self._plans.clear()
+        self._events.clear()
+
+    def _execute(self, plan: StepPlan) -> None:
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:  # the border of a worker: whatever it was, the engine core lives on
+            log.exception("the in-process runner failed in step %d", plan.step)
+            self._deaths += 1
+            self._end_life(LeaveCause.DIED, f"{type(error).__name__}: {error}")
+            self._begin_life()
+        else:
+            self._steps_done += 1
+            self._events.append(StepDone(self._epoch, result))
+
+    def _end_life(self, cause: LeaveCause, reason: str) -> None:
+        self._plans.clear()
+        self._runner.reset()
+        self._events.append(WorkerLeft(self._epoch, cause, reason))
+
+    def _begin_life(self) -> None:
+        self._epoch += 1
+        self._events.append(WorkerJoined(self._epoch, self._hello))

@@ -1,0 +1,153 @@
+"""A block table may share any block and may write only into blocks it has alone.
+
+Everything here follows: a prefix hit shares full blocks, a fork shares a sibling's prompt blocks, and whoever is about
+to write into a block with another user first gets a copy of it. Blocks are offered to the prefix cache once a worker
+has confirmed that it computed them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pagoda_engine_core.blocks import BlockPool, HashChain
+from pagoda_engine_core.request import Choice, Request
+
+
+class Prefix(NamedTuple):
+    """Blocks to share, and how many of a choice's tokens they hold already."""
+
+    block_ids: list[int]
+    num_tokens: int
+
+
+class Growth(NamedTuple):
+    """How a block table changed: ids at its end; (index, new id) within it; (source, destination) to copy first."""
+
+    appended: list[int]
+    replaced: list[tuple[int, int]]
+    copies: list[tuple[int, int]]
+
+
+NOTHING_CACHED = Prefix([], 0)
+NO_GROWTH = Growth([], [], [])
+
+
+def fork_source(request: Request) -> Choice | None:
+    """A choice whose prompt blocks its siblings may share.
+
+    Earlier plans compute its whole prompt. One that starts in the plan being made is none yet: its last block may be
+    the destination of a copy, and all copies of a step are done at once, before anything is computed.
+    """
+    if not request.num_rows:
+        return None
+    ready = (c for c in request.choices if c.launched and c.num_computed >= request.num_prompt_tokens)
+    return next(ready, None)
+
+
+class KvCache:
+    """Block tables of choices on top of one worker's pool."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.pool = pool
+        self._block_size = pool.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self._block_size)
+
+    def matched_tokens(self, choice: Choice) -> int:
+        """How many leading tokens a prefix hit would save right now."""
+        return self._cached_prefix(choice).num_tokens
+
+    def lookup(self, choice: Choice) -> Prefix:
+        """The longest prefix to start a row with: from the cache, or from a sibling whose prompt is computed.
+
+        At least one token is left to compute, for without computing there are no logits to sample from.
+        """
+        if choice.owes_prompt_logprobs:
+            return NOTHING_CACHED
+        cached, forked = self._cached_prefix(choice), self._forked_prefix(choice)
+        return forked if forked.num_tokens > cached.num_tokens else cached
+
+    def cost(self, prefix: Prefix, num_tokens: int) -> int:
+        """Blocks that leave the free list when a table starts from `prefix` and grows to hold `num_tokens`."""
+        revived = sum(not self.pool.ref_counts[block] for block in prefix.block_ids)
+        copied = prefix.num_tokens % self._block_size != 0
+        return revived + copied + self.blocks_for(num_tokens) - len(prefix.block_ids)
+
+    def attach(self, choice: Choice, prefix: Prefix) -> None:
+        """Start the empty block table of `choice` with a shared prefix."""
+        self.pool.share(prefix.block_ids)
+        choice.block_ids = list(prefix.block_ids)
+        choice.num_computed = prefix.num_tokens
+
+    def missing(self, choice: Choice, num_tokens: int) -> int:
+        """Free blocks that `grow` needs."""
+        new = self.blocks_for(num_tokens) - len(choice.block_ids)
+        return max(0, new) + len(self._shared_indices(choice, num_tokens))
+
+    def grow(self, choice: Choice, num_tokens: int) -> Growth:
+        """Make the table fit to write tokens [num_computed, num_tokens). `missing` blocks must be free."""
+        new = self.blocks_for(num_tokens) - len(choice.block_ids)
+        shared = self._shared_indices(choice, num_tokens)
+        if new <= 0 and not shared:
+            return NO_GROWTH
+        growth = Growth(self.pool.allocate(max(0, new)), [], [])
+        for index in shared:
+            source, (copy,) = choice.block_ids[index], self.pool.allocate(1)
+            growth.copies.append((source, copy))
+            growth.replaced.append((index, copy))
+            choice.block_ids[index] = copy
+            self.pool.free([source])
+        choice.block_ids.extend(growth.appended)
+        return growth
+
+    def commit(self, choice: Choice, num_computed: int) -> None:
+        """A worker has computed this many leading tokens, all known by now: full blocks enter the prefix cache."""
+        num_full = num_computed // self._block_size
+        if num_full <= choice.num_registered or not self.pool.prefix_cache:
+            return
+        names = self._names(choice, num_full)
+        for index in range(choice.num_registered, num_full):
+            self.pool.register(choice.block_ids[index], names[index])
+        choice.num_registered = num_full
+
+    def free(self, choice: Choice) -> None:
+        """Give up the whole table."""
+        self.pool.free(choice.block_ids)
+        choice.block_ids = []
+
+    def _shared_indices(self, choice: Choice, num_tokens: int) -> list[int]:
+        """Table entries in the way of writing [num_computed, num_tokens): blocks with another user."""
+        table, refs = choice.block_ids, self.pool.ref_counts
+        first, last = choice.num_computed // self._block_size, (num_tokens - 1) // self._block_size
+        return [index for index in range(first, min(last + 1, len(table))) if refs[table[index]] > 1]
+
+    def _cached_prefix(self, choice: Choice) -> Prefix:
+        if not self.pool.prefix_cache or choice.owes_prompt_logprobs:
+            return NOTHING_CACHED
+        num_blocks = (choice.num_tokens - 1) // self._block_size
+        blocks = self.pool.match(self._names(choice, num_blocks)[:num_blocks])
+        return Prefix(blocks, len(blocks) * self._block_size)
+
+    def _forked_prefix(self, choice: Choice) -> Prefix:
+        sibling = fork_source(choice.request)
+        if sibling is None:
+            return NOTHING_CACHED
+        num_tokens = min(choice.request.num_prompt_tokens, choice.num_tokens - 1)
+        return Prefix(sibling.block_ids[: self.blocks_for(num_tokens)], num_tokens)
+
+    def _names(self, choice: Choice, num_blocks: int) -> list[bytes]:
+        """Names of at least the first `num_blocks` blocks. Choices of one request hash their prompt once."""
+        chain = choice.chain
+        if chain is None or chain.block_size != self._block_size:
+            chain = HashChain(choice.request.record.cache_salt, self._block_size)
+            chain.hashes.extend(self._prompt_names(choice.request))
+            choice.chain = chain
+        chain.extend(num_blocks, choice.tokens)
+        return chain.hashes
+
+    def _prompt_names(self, request: Request) -> list[bytes]:
+        chains = (c.chain for c in request.choices if c.chain and c.chain.block_size == self._block_size)
+        known = max((chain.hashes for chain in chains), key=len, default=[])
+        return known[: request.num_prompt_tokens // self._block_size]

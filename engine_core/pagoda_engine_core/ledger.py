@@ -1,0 +1,69 @@
+"""At every moment a request has exactly one reason why it is not finished yet; the ledger adds up the time per reason.
+
+Because one cause ends where the next begins, the entries sum to the request's latency by construction.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pagoda_proto.records import LedgerEntry
+
+
+class Cause(StrEnum):
+    """Why time passes. A request with several choices shows its most advanced one: decoding beats waiting."""
+
+    QUEUED_NO_WORKER = "queued_no_worker"  # no worker has taken the request yet
+    QUEUED_BEHIND = "queued_behind"  # behind earlier requests, or until the next step is planned
+    QUEUED_BLOCKS = "queued_blocks"  # first in line, but too few free KV blocks
+    QUEUED_BUDGET = "queued_budget"  # first in line, but the steps' token budget is used up
+    QUEUED_ROWS = "queued_rows"  # first in line, but as many rows run as the worker holds
+    PREFILL = "prefill"  # first row planned until first token
+    DECODE = "decode"
+    PREEMPTED = "preempted"  # lost its blocks: waiting, and computing again what was there
+    REPLAYING = "replaying"  # lost its worker: the same, elsewhere
+
+
+QUEUED = frozenset(cause for cause in Cause if cause.startswith("queued"))
+
+
+class Ledger:
+    """Time per cause, in the unit and number type of the `now` given to it. Owned by one request."""
+
+    __slots__ = ("_cause", "_closed", "_opened_at", "_since", "_spent")
+
+    def __init__(self, cause: Cause, now: float) -> None:
+        self._cause = cause
+        self._opened_at = now
+        self._since = now
+        self._spent: dict[Cause, float] = {}
+        self._closed = False
+
+    @property
+    def cause(self) -> Cause:
+        return self._cause
+
+    @property
+    def latency(self) -> float:
+        """From opening to the last change; final once closed."""
+        return self._since - self._opened_at
+
+    def enter(self, cause: Cause, now: float) -> None:
+        """From `now` on time passes because of `cause`. A closed ledger takes no more entries (ValueError)."""
+        if self._closed:
+            raise ValueError(f"the ledger is closed; {cause} comes too late")
+        self._settle(now)
+        self._cause = cause
+
+    def close(self, now: float) -> None:
+        """The request has its ending."""
+        self.enter(self._cause, now)
+        self._closed = True
+
+    def entries(self) -> list[LedgerEntry]:
+        """In the order the causes first appeared; they sum to `latency`. Causes that took no time are left out."""
+        return [LedgerEntry(cause.value, spent) for cause, spent in self._spent.items() if spent]
+
+    def _settle(self, now: float) -> None:
+        self._spent[self._cause] = self._spent.get(self._cause, 0) + (now - self._since)
+        self._since = now

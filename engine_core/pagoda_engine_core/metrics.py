@@ -1,0 +1,111 @@
+"""What Prometheus sees of one engine core. Names are `pagoda_` and the stems that dashboards for other engines know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from pagoda_engine_core.engine import Stats
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.records import Delta, FinishReason
+
+FIRST_TOKEN_BUCKETS_S = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+LATENCY_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+
+_TOTALS = {
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that began"),
+    "cached_prompt_tokens": ("prompt_tokens_cached", "Prompt tokens served from the prefix cache"),
+    "output_tokens": ("generation_tokens", "Tokens generated"),
+    "preemptions": ("num_preemptions", "Rows that gave up their KV blocks"),
+    "replays": ("requests_replayed", "Requests that lost their worker after they had begun"),
+    "worker_deaths": ("worker_deaths", "Workers that died or hung"),
+    "workers_refused": ("workers_refused", "Registrations that were refused"),
+    "steps": ("steps", "Steps computed"),
+    "scheduler_failures": ("scheduler_failures", "Times a scheduler failed and its worker began anew"),
+    "requests_abandoned": ("requests_abandoned", "Requests that ended because their session did"),
+}
+_DROPPED = "frames_dropped_"
+
+
+class Metrics:
+    """The engine core's Observer, with a registry of its own. `stats` is asked at every scrape, from another thread."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._ended = Counter(
+            "pagoda_request_success", "Requests with an ending", ["finished_reason"], registry=self.registry
+        )
+        self._rejected = Counter("pagoda_admission_rejections", "Requests refused", ["reason"], registry=self.registry)
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "Submission to first token", FIRST_TOKEN_BUCKETS_S
+        )
+        self._latency = self._histogram("e2e_request_latency_seconds", "Submission to ending", LATENCY_BUCKETS_S)
+        self._queue = self._histogram("request_queue_time_seconds", "Time not yet begun", LATENCY_BUCKETS_S)
+        self._prefill = self._histogram("request_prefill_time_seconds", "Time in prefill", LATENCY_BUCKETS_S)
+        self._decode = self._histogram("request_decode_time_seconds", "Time in decode", LATENCY_BUCKETS_S)
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
+        self._generation = self._histogram("request_generation_tokens", "Tokens generated for a request", TOKEN_BUCKETS)
+        self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step", STEP_TOKEN_BUCKETS)
+
+    def watch(self, stats: Callable[[], Stats]) -> None:
+        self.registry.register(_StatsCollector(stats))
+
+    def ended(self, delta: Delta, first_token_s: float | None, latency_s: float) -> None:
+        self._ended.labels(delta.finish_reason or FinishReason.ERROR).inc()
+        self._latency.observe(latency_s)
+        if first_token_s is not None:
+            self._first_token.observe(first_token_s)
+        spent = {entry.cause: entry.seconds for entry in delta.ledger or ()}
+        self._queue.observe(sum(seconds for cause, seconds in spent.items() if cause.startswith("queued")))
+        self._prefill.observe(spent.get("prefill", 0.0))
+        self._decode.observe(spent.get("decode", 0.0))
+        if delta.usage is not None:
+            self._prompt.observe(delta.usage.prompt_tokens)
+            self._generation.observe(delta.usage.output_tokens)
+
+    def rejected(self, code: ErrorCode) -> None:
+        self._rejected.labels(code).inc()
+
+    def planned(self, num_tokens: int) -> None:
+        self._step_tokens.observe(num_tokens)
+
+    def _histogram(self, stem: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"pagoda_{stem}", help, buckets=buckets, registry=self.registry)
+
+
+class _StatsCollector(Collector):
+    def __init__(self, stats: Callable[[], Stats]) -> None:
+        self._stats = stats
+
+    def describe(self) -> Iterator[Metric]:
+        """Nothing up front: registering must not ask an engine core that is not running yet."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        load = stats.load
+        yield GaugeMetricFamily("pagoda_num_requests_running", "Requests on a worker", value=load.num_running)
+        yield GaugeMetricFamily("pagoda_num_requests_waiting", "Requests without a row", value=load.num_waiting)
+        yield GaugeMetricFamily("pagoda_kv_cache_usage_perc", "Share of KV blocks in use, 0..1", value=load.kv_usage)
+        yield GaugeMetricFamily("pagoda_num_workers", "Workers that take work", value=load.num_workers)
+        yield GaugeMetricFamily(
+            "pagoda_seconds_since_progress", "Since a step last advanced", value=load.seconds_since_progress
+        )
+        for kind in ("total", "used", "cached"):
+            value = getattr(stats, f"blocks_{kind}")
+            yield GaugeMetricFamily(f"pagoda_kv_blocks_{kind}", f"KV blocks: {kind}", value=value)
+        for key, (stem, help_text) in _TOTALS.items():
+            yield CounterMetricFamily(f"pagoda_{stem}", help_text, value=stats.totals.get(key, 0))
+        dropped = CounterMetricFamily("pagoda_frames_dropped", "Worker frames not acted upon", labels=["reason"])
+        for key, count in stats.totals.items():
+            if key.startswith(_DROPPED):
+                dropped.add_metric([key.removeprefix(_DROPPED)], count)
+        yield dropped

@@ -1,0 +1,213 @@
+"""One process of the engine core: gRPC in the main thread's event loop, the engine loop in a thread of its own.
+
+serve    build, report "listening", run until `stop`, hand back, close: every part of the way down has a time limit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from prometheus_client import start_http_server
+
+from pagoda_engine_core import endpoints
+from pagoda_engine_core.admin import AdminService
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.engine import EngineCore, Stats
+from pagoda_engine_core.metrics import Metrics
+from pagoda_engine_core.session import EngineService, LoadBoard
+from pagoda_engine_core.zmq_executor import ZmqExecutor
+from pagoda_proto.channel import MAX_FRAME_BYTES
+from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
+from pagoda_proto.records import Load
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[dict[str, object]], None]
+
+SERVICES = ("", "pagoda.engine.v1.Engine", "pagoda.engine.v1.Admin")
+MAX_STREAMS = 1024
+GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_concurrent_streams", MAX_STREAMS),
+    ("grpc.so_reuseport", 0),  # a second engine core at the same port is an error, not a lottery
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),  # gateways find out by pings that we are gone; let them
+)
+HAND_BACK_S = 2.0
+SESSIONS_END_S = 2.0
+THREAD_ENDS_S = 3.0
+SCRAPE_S = 2.0
+PULSE_S = 1.0
+
+
+async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> None:
+    """Run an engine core until `stop` is set; returns within 10 s then.
+
+    Reports `{"event": "listening", "address", "worker_endpoint"}` once, with a "metrics" address if there is one, and
+    `{"event": "workers", "ready": n}` whenever that number changes.
+
+    Raises:
+        ValueError: an address that is not local, or none.
+        OSError: an address that is in use.
+        RuntimeError: the engine loop has failed.
+    """
+    async with AsyncExitStack() as stack:
+        metrics = Metrics()
+        boot_id = secrets.token_hex(8)
+        path = endpoints.prepare(config.listen, file_scheme="unix:", tcp_scheme="")
+        executor = ZmqExecutor(config, boot_id)
+        engine = EngineCore(config, executor, engine_id=boot_id, observer=metrics)
+        loop_thread = LoopThread(engine, stop)
+        stack.push_async_callback(loop_thread.end)
+        board = LoadBoard(engine)
+        engine.on_load(board.changed)
+        grpc_server, address = await _listen(config, path, engine, board, stack)
+        report(_listening(address, executor.endpoint, _serve_metrics(config, metrics, engine, stack)))
+        board.watch(_WorkersReport(report))
+        loop_thread.start()
+        await _start_task(board.run(), stack)
+        await stop.wait()
+        await _hand_back(engine, board)
+        await grpc_server.stop(SESSIONS_END_S)
+    loop_thread.check()
+
+
+class LoopThread:
+    """The engine loop's thread. If it fails, the process has no more to do: `stop` is set."""
+
+    def __init__(self, engine: EngineCore, stop: asyncio.Event) -> None:
+        self._engine = engine
+        self._stop = stop
+        self._loop = asyncio.get_running_loop()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+        self._failure: BaseException | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._engine.run(self._stopping)
+        except BaseException as error:
+            log.critical("the engine loop has failed", exc_info=error)
+            self._failure = error
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stop.set)
+
+    async def end(self) -> None:
+        """Stop it, within a bound; a loop that never started is closed here."""
+        self._stopping.set()
+        if self._thread.ident is None:
+            self._engine.close()
+            return
+        self._engine.call(lambda: None)
+        await asyncio.to_thread(self._thread.join, THREAD_ENDS_S)
+        if self._thread.is_alive():
+            log.error("the engine loop did not end within %g s", THREAD_ENDS_S)
+
+    def check(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine loop has failed: {self._failure}") from self._failure
+
+
+async def _listen(
+    config: EngineConfig, path: Path | None, engine: EngineCore, board: LoadBoard, stack: AsyncExitStack
+) -> tuple[grpc.aio.Server, str]:
+    server = grpc.aio.server(options=GRPC_OPTIONS)
+    pb_grpc.add_EngineServicer_to_server(EngineService(engine, board), server)  # type: ignore[no-untyped-call]
+    pb_grpc.add_AdminServicer_to_server(AdminService(engine), server)  # type: ignore[no-untyped-call]
+    healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    try:
+        port = server.add_insecure_port(config.listen)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen at {config.listen}: {error}") from error
+    if path is not None:
+        stack.callback(path.unlink, missing_ok=True)
+    await server.start()
+    stack.push_async_callback(server.stop, 0)
+    await _start_task(_tell_health(engine, healthy), stack)
+    address = config.listen if path is not None else f"{config.listen.rpartition(':')[0]}:{port}"
+    return server, address
+
+
+async def _tell_health(engine: EngineCore, healthy: Any) -> None:
+    """SERVING while the loop comes round, a worker takes work, and we are not on our way out."""
+    told: bool | None = None
+    while True:
+        load = engine.load()
+        serving = engine.alive and load.num_workers > 0 and not load.draining
+        if serving is not told:
+            told = serving
+            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+            for service in SERVICES:
+                await healthy.set(service, status)
+        await asyncio.sleep(PULSE_S)
+
+
+def _serve_metrics(config: EngineConfig, metrics: Metrics, engine: EngineCore, stack: AsyncExitStack) -> str:
+    """The address of the metrics page, "" without one."""
+    metrics.watch(lambda: _stats(engine))
+    if config.metrics_port < 0:
+        return ""
+    page, thread = start_http_server(config.metrics_port, addr="127.0.0.1", registry=metrics.registry)
+    stack.callback(thread.join, 1.0)
+    stack.callback(page.server_close)
+    stack.callback(page.shutdown)
+    return f"http://127.0.0.1:{page.server_port}/metrics"
+
+
+def _stats(engine: EngineCore) -> Stats:
+    return engine.call(engine.stats).result(SCRAPE_S)
+
+
+def _listening(address: str, worker_endpoint: str, metrics_address: str) -> dict[str, object]:
+    event: dict[str, object] = {"event": "listening", "address": address, "worker_endpoint": worker_endpoint}
+    return event | ({"metrics": metrics_address} if metrics_address else {})
+
+
+class _WorkersReport:
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._told = 0
+
+    def __call__(self, load: Load) -> None:
+        if load.num_workers != self._told:
+            self._told = load.num_workers
+            self._report({"event": "workers", "ready": load.num_workers})
+
+
+async def _start_task(coroutine: Coroutine[Any, Any, None], stack: AsyncExitStack) -> None:
+    task = asyncio.create_task(coroutine)
+
+    async def end() -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    stack.push_async_callback(end)
+
+
+async def _hand_back(engine: EngineCore, board: LoadBoard) -> None:
+    """Running requests go back to their gateways, then the sessions end."""
+    try:
+        async with asyncio.timeout(HAND_BACK_S):
+            await asyncio.wrap_future(engine.hand_back("the engine core is shutting down"))
+    except Exception as error:  # noqa: BLE001 - the way down goes on whatever is broken
+        log.error("could not hand requests back: %s", error)
+    for mailbox in board.sessions:
+        mailbox.close()

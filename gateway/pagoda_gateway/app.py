@@ -1,0 +1,88 @@
+"""Wiring: routers and error handlers, and around them the request id, the counting of responses, the limits."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator
+
+from fastapi import APIRouter, FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagoda_gateway import errors
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.health import Health
+from pagoda_gateway.limits import LimitsMiddleware
+from pagoda_gateway.metrics import OTHER, GatewayMetrics
+from pagoda_gateway.routes import chat, completions, models, ops, tokenize
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def create_app(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> ASGIApp:
+    """The whole gateway as one ASGI app. It owns no task: whoever runs it starts the engine client and `health`."""
+    # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing.
+    api = FastAPI(title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None)
+    errors.install(api)
+    routers = [module.router(ctx) for module in (chat, completions, models, tokenize)]
+    routers.append(ops.router(ctx, health, metrics))
+    for router in routers:
+        api.include_router(router)
+    metrics.know_routes(frozenset(route_templates(routers)))
+    return Edge(LimitsMiddleware(api, ctx.config), metrics, lambda: health.draining)
+
+
+def route_templates(routers: list[APIRouter]) -> Iterator[str]:
+    for router in routers:
+        for route in router.routes:
+            path = getattr(route, "path", None)
+            if path:
+                yield path
+
+
+class Edge:
+    """Gives every response a request id, counts it, and closes connections while the gateway drains."""
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, draining: Callable[[], bool]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._draining = draining
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun_at = time.monotonic()
+        status = "disconnected"
+        request_id = request_id_of(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        def marked_send(message: Message) -> object:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = f"{message['status'] // 100}xx"
+                message["headers"] = [*message.get("headers", ()), *self._headers(request_id, begun_at)]
+            return send(message)
+
+        try:
+            await self._app(scope, receive, marked_send)  # type: ignore[arg-type]
+        finally:
+            route = getattr(scope.get("route"), "path", OTHER)
+            self._metrics.http(route, scope["method"], status, time.monotonic() - begun_at)
+
+    def _headers(self, request_id: str, begun_at: float) -> Iterator[tuple[bytes, bytes]]:
+        yield b"x-request-id", request_id.encode()
+        yield b"openai-processing-ms", str(int(1000 * (time.monotonic() - begun_at))).encode()
+        if self._draining():
+            yield b"connection", b"close"
+
+
+def request_id_of(scope: Scope) -> str:
+    """The client's own id if it is harmless, for it to recognise; requests are told apart inside by other ids."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = value.decode("latin-1")
+            if _REQUEST_ID.fullmatch(text):
+                return str(text)
+    return f"req-{uuid.uuid4().hex}"

@@ -1,0 +1,43 @@
+"""What the routes ask of an engine core, whoever speaks to it: gRPC session, in-process engine, or a test's fake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from pagoda_proto.records import Delta, Load, RequestRecord
+
+
+class Generation(Protocol):
+    """One submitted request. Its reader is its owner: whoever holds it calls `aclose` in the end."""
+
+    async def next(self) -> list[Delta]:
+        """One or more new deltas, in order per choice, merged while nobody read; [] after the request's ending.
+
+        Cancelling a pending call loses nothing. A request that fails ends with a delta whose `finish_reason` is ERROR.
+        """
+        ...
+
+    async def abort(self, choices: Sequence[int] = ()) -> None:
+        """Stop some choices (all of them if none is named). The request's ending still comes through `next`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Abort whatever still runs and forget the request. Safe to call twice and after the ending."""
+        ...
+
+
+class EngineClient(Protocol):
+    @property
+    def load(self) -> Load:
+        """The engine core's latest report; its limits are 0 until a worker has registered."""
+        ...
+
+    async def submit(self, record: RequestRecord) -> Generation:
+        """Start a request.
+
+        Raises:
+            PagodaError: it was not admitted (OVERLOADED, UNAVAILABLE, INVALID_ARGUMENT, ..). The exception may carry
+                an attribute `retry_after_s`.
+        """
+        ...

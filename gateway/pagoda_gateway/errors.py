@@ -1,0 +1,133 @@
+"""Any failure becomes one OpenAI-shaped error object; its words are for the client and hold no inner detail."""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import Scope
+
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+
+logger = logging.getLogger(__name__)
+
+MAX_PROBLEMS = 8
+_SILENT = frozenset({ErrorCode.INTERNAL, ErrorCode.PROTOCOL_ERROR})
+
+
+def error_object(error: PagodaError) -> dict[str, Any]:
+    """The value of the "error" key, for a body or an event."""
+    message = error.message
+    if error.code in _SILENT:  # what they say is for the log
+        message = "the request failed inside the server"
+    return {"message": message, "type": error.status.openai_type, "param": error.param, "code": error.code.value}
+
+
+def error_response(error: PagodaError) -> Response:
+    """Status, object, and the headers from which clients' retry logic takes its orders."""
+    headers = {"x-should-retry": "true" if error.status.retryable else "false"}
+    retry_after_s = error.retry_after_s or (1.0 if error.status.http == 503 else 0.0)
+    if retry_after_s > 0 and error.status.retryable:
+        headers["retry-after"] = str(math.ceil(retry_after_s))
+        headers["retry-after-ms"] = str(math.ceil(retry_after_s * 1000))
+    if error.code in _SILENT:
+        logger.error("request failed: %s: %s", error.code, error.message)
+    body = msgspec.json.encode({"error": error_object(error)})
+    return Response(body, status_code=error.status.http, headers=headers, media_type="application/json")
+
+
+def install(app: FastAPI) -> None:
+    """Let every way a handler can fail end in `error_response`."""
+
+    @app.exception_handler(PagodaError)
+    async def pagoda_error(request: Request, error: PagodaError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
+        return error_response(_invalid([_problem(item, None) for item in error.errors()]))
+
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> Response:
+        response = error_response(_from_http(error, request))
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def unexpected_error(request: Request, error: Exception) -> Response:
+        return unexpected(error, request.scope)
+
+
+def unexpected(error: Exception, scope: Scope) -> Response:
+    """A bug: the client gets an id that finds the trace in the log, and nothing else."""
+    error_id = scope.get("state", {}).get("request_id") or secrets.token_hex(8)
+    logger.error("request %s: unexpected %s", error_id, type(error).__name__, exc_info=error)
+    return error_response(PagodaError(ErrorCode.INTERNAL, f"see the log of request {error_id}"))
+
+
+def _from_http(error: HTTPException, request: Request) -> PagodaError:
+    if error.status_code == 404:
+        return PagodaError(ErrorCode.NOT_FOUND, "there is no such endpoint")
+    if error.status_code == 405:
+        return PagodaError(ErrorCode.METHOD_NOT_ALLOWED, f"this endpoint does not take {request.method}")
+    if error.status_code == 413:
+        return PagodaError(ErrorCode.REQUEST_TOO_LARGE, "the request body is too large")
+    if error.status_code < 500:
+        return PagodaError(ErrorCode.INVALID_ARGUMENT, str(error.detail))
+    return PagodaError(ErrorCode.INTERNAL, str(error.detail))
+
+
+def invalid_fields(error: ValidationError, body: Any) -> InvalidParams:
+    """What pydantic found in `body`, each problem named by its path in the request, such as messages[0].content."""
+    return _invalid([_problem(item, body) for item in error.errors(include_url=False)])
+
+
+def _invalid(problems: list[Problem]) -> InvalidParams:
+    """A union reports the problems of every alternative: what lies deepest tells most, and one per place is enough."""
+    first = {problem.param: problem for problem in reversed(problems)}
+    shallow = {param for param in first for other in first if other.startswith((f"{param}.", f"{param}["))}
+    kept = [problem for param, problem in first.items() if param not in shallow]
+    return InvalidParams(kept[::-1][:MAX_PROBLEMS])
+
+
+def _problem(item: ErrorDetails, body: Any) -> Problem:
+    return Problem(_path(item["loc"], body), _explain(item))
+
+
+def _explain(item: ErrorDetails) -> str:
+    match item["type"]:
+        case "extra_forbidden":
+            return "is not a known field"
+        case "missing":
+            return "is required"
+        case "none_required":
+            return "is not supported"
+        case "literal_error":
+            return f"must be {item['ctx']['expected']}; other values are not supported"
+        case "value_error":
+            return str(item["ctx"]["error"])
+        case _:
+            return item["msg"][:1].lower() + item["msg"][1:]
+
+
+def _path(loc: tuple[int | str, ...], body: Any) -> str:
+    """pydantic's location without the names of union branches: only what leads through the body itself."""
+    path = ""
+    for i, step in enumerate(loc):
+        last = i == len(loc) - 1
+        if isinstance(step, int):
+            path += f"[{step}]"
+            body = body[step] if isinstance(body, list) and step < len(body) else None
+        elif (isinstance(body, dict) and (step in body or last)) or body is None:
+            path += f".{step[:64]}" if path else step[:64]
+            body = body.get(step) if isinstance(body, dict) else None
+    return path

@@ -1,0 +1,106 @@
+"""A request body is JSON in the strict sense, or the answer is 400: nothing odd gets past this point.
+
+Refused: other encodings and byte order marks, duplicate keys, NaN and Infinity (also written as 1e999), lone
+surrogates, absurd integers, deep nesting. The size was bounded while the body was read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+MAX_DEPTH = 64
+MAX_SHOWN_CHARS = 64
+_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
+_MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_UTF8 = frozenset({"utf-8", "utf8", "us-ascii"})
+
+
+def _bad(message: str) -> PagodaError:
+    return PagodaError(ErrorCode.INVALID_ARGUMENT, message)
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The request's JSON object.
+
+    A browser can send other content types across origins without asking; hence only application/json is read.
+
+    Raises:
+        PagodaError: INVALID_ARGUMENT, UNSUPPORTED_MEDIA_TYPE.
+    """
+    check_content_type(request.headers.get("content-type", ""))
+    return parse_object(await request.body())
+
+
+def check_content_type(header: str) -> None:
+    """Raises PagodaError unless it is application/json in UTF-8."""
+    media_type, *parameters = (part.strip().lower() for part in header.split(";"))
+    if media_type != "application/json":
+        raise PagodaError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "the content type must be application/json")
+    for parameter in parameters:
+        name, _, value = parameter.partition("=")
+        if name.strip() == "charset" and value.strip().strip('"') not in _UTF8:
+            raise PagodaError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "the body must be UTF-8")
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Raises PagodaError INVALID_ARGUMENT when `body` is not a strict JSON object."""
+    if body.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        raise _bad("the body starts with a byte order mark; send plain UTF-8")
+    _check_depth(body)
+    try:
+        value = json.loads(
+            body.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
+        )
+        if _MAYBE_SURROGATE.search(body):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise _bad(f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
+    except UnicodeDecodeError as error:
+        raise _bad("the body is not valid UTF-8") from error
+    except UnicodeEncodeError as error:
+        raise _bad("the body has a lone surrogate; it is not valid Unicode") from error
+    except (ValueError, RecursionError) as error:  # Python refuses integers of thousands of digits
+        raise _bad("the body has a number that is too long") from error
+    if not isinstance(value, dict):
+        raise _bad("the body must be a JSON object")
+    return value
+
+
+def _check_depth(body: bytes) -> None:
+    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
+        return
+    depth = 0
+    for match in _BRACKETS.finditer(body):
+        if match.lastindex == 1:
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise _bad(f"the body is nested deeper than {MAX_DEPTH} levels")
+        elif match.lastindex == 2:
+            depth -= 1
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise _bad(f"the key {key[:MAX_SHOWN_CHARS]!a} occurs twice in one object")
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise _bad(f"{name} is not JSON")
+
+
+def _finite_float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _bad("the body has a number that is too large")
+    return value

@@ -1,0 +1,138 @@
+"""What a gateway can know, in a registry of its own; every label comes from a closed set, so nobody can add series.
+
+Names follow the vLLM stems with the prefix `pagoda_`. Metrics of generation are observed once per delta (a step's
+tokens of one choice), never per token; gauges are read when scraped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
+
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.records import FinishReason, Load, Usage
+
+_Metric = TypeVar("_Metric", bound=MetricWrapperBase)
+
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+LATENCY_BUCKETS = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+HTTP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
+TOKEN_BUCKETS = tuple(float(2**i) for i in range(18))
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+STATUS_CLASSES = frozenset({"2xx", "3xx", "4xx", "5xx", "disconnected"})
+OTHER = "other"
+
+
+class GatewayMetrics:
+    """`model_name` labels the metrics of generation, as dashboards expect; it is one value per process."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._routes: frozenset[str] = frozenset()
+        self.num_open: Callable[[], int] = lambda: 0
+        self._create_generation_metrics()
+        self._create_stream_metrics()
+        self._create_http_metrics()
+
+    def _create_generation_metrics(self) -> None:
+        self.ttft = self._histogram("time_to_first_token_seconds", "Submission to first token", TTFT_BUCKETS)
+        self.itl = self._histogram(
+            "inter_token_latency_seconds", "Between two deltas of a choice, per token", ITL_BUCKETS
+        )
+        self.latency = self._histogram("e2e_request_latency_seconds", "Submission to ending", LATENCY_BUCKETS)
+        self.prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
+        self.output_size = self._histogram("request_generation_tokens", "Output tokens of a request", TOKEN_BUCKETS)
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens served from the prefix cache")
+        self.output_tokens = self._counter("generation_tokens", "Output tokens received from engine cores")
+        names = ("model_name", "finished_reason")
+        success = Counter("pagoda_request_success", "Requests by how they ended", names, registry=self.registry)
+        self._success = {reason: success.labels(self._model_name, reason.value) for reason in FinishReason}
+        names = ("model_name", "reason")
+        refused = Counter("pagoda_admission_rejections", "Requests refused, by code", names, registry=self.registry)
+        self._refused = {code: refused.labels(self._model_name, code.value) for code in ErrorCode}
+
+    def _create_stream_metrics(self) -> None:
+        self.resumed = self._counter("requests_resumed", "Requests submitted again after a loss or a move")
+        self.gaps = self._counter("protocol_gaps", "Deltas that left a hole in their choice")
+        self.sessions_lost = self._counter("engine_sessions_lost", "Sessions to the engine core that broke")
+        self.slow_clients = self._counter("slow_clients", "Connections ended because their client read nothing")
+        canary = Counter("pagoda_canary_requests", "Health requests by outcome", ("result",), registry=self.registry)
+        self.canary = {result: canary.labels(result) for result in ("success", "failure")}
+
+    def _create_http_metrics(self) -> None:
+        self._http = Counter(
+            "pagoda_http_requests", "HTTP requests", ("route", "method", "status"), registry=self.registry
+        )
+        self._http_duration = Histogram(
+            "pagoda_http_request_duration_seconds",
+            "Request head to end of the response",
+            ("route",),
+            buckets=HTTP_BUCKETS,
+            registry=self.registry,
+        )
+
+    def _labelled(self, metric: _Metric) -> _Metric:
+        return metric.labels(self._model_name)
+
+    def _counter(self, stem: str, text: str) -> Counter:
+        return self._labelled(Counter(f"pagoda_{stem}", text, ("model_name",), registry=self.registry))
+
+    def _histogram(self, stem: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        name = f"pagoda_{stem}"
+        return self._labelled(Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry))
+
+    def _gauge(self, stem: str, text: str, read: Callable[[], float]) -> None:
+        self._labelled(Gauge(f"pagoda_{stem}", text, ("model_name",), registry=self.registry)).set_function(read)
+
+    def watch_engine(
+        self, load: Callable[[], Load], connected: Callable[[], bool], num_open: Callable[[], int]
+    ) -> None:
+        """Gauges read from the session when scraped. Call once."""
+        self.num_open = num_open
+        self._gauge("num_requests_running", "Running in the engine core, of all gateways", lambda: load().num_running)
+        self._gauge("num_requests_waiting", "Waiting in the engine core, of all gateways", lambda: load().num_waiting)
+        self._gauge("kv_cache_usage_perc", "KV blocks in use, 0 to 1", lambda: load().kv_usage)
+        self._gauge("num_workers", "Workers of the engine core", lambda: load().num_workers)
+        self._gauge("engine_connected", "1 while the session to the engine core stands", connected)
+        self._gauge("open_requests", "Requests of this gateway without an ending", num_open)
+
+    def ended(self, reason: FinishReason, usage: Usage | None, seconds: float) -> None:
+        self._success[reason].inc()
+        self.latency.observe(seconds)
+        if usage is not None:
+            self.prompt_tokens.inc(usage.prompt_tokens)
+            self.cached_tokens.inc(usage.cached_prompt_tokens)
+            self.prompt_size.observe(usage.prompt_tokens)
+            self.output_size.observe(usage.output_tokens)
+
+    def refused(self, code: ErrorCode) -> None:
+        self._refused[code].inc()
+
+    def slow_client(self) -> None:
+        self.slow_clients.inc()
+
+    def know_routes(self, templates: frozenset[str]) -> None:
+        """The closed set of route templates; anything else is counted as `other`."""
+        self._routes = templates
+
+    def http(self, route: str, method: str, status: str, seconds: float) -> None:
+        """`status` is a class such as 2xx, or `disconnected` when no response was begun."""
+        route = route if route in self._routes else OTHER
+        method = method if method in METHODS else OTHER
+        status = status if status in STATUS_CLASSES else OTHER
+        self._http.labels(route, method, status).inc()
+        self._http_duration.labels(route).observe(seconds)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,172 @@
+"""A delta is news only from where its choice ends: cut off what is known, refuse what leaves a hole, queue the rest.
+
+The books of one open request: the record, every token received so far per choice, and what its consumer has not taken
+yet. They are all that is needed to submit the request again after a loss. No clock, no socket, no lock.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pagoda_proto.errors import PagodaError
+from pagoda_proto.records import Delta, FinishReason, PriorOutput, RequestRecord, Usage
+
+
+class Taken(Enum):
+    NEWS = "news"
+    NOTHING = "nothing"  # another attempt's, or known already
+    GAP = "gap"  # tokens are missing before it: the stream cannot be trusted
+
+
+@dataclass
+class _Choice:
+    """`tokens` has four bytes per token; `closed` means we asked to stop it, `ended` that the engine core said so."""
+
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    prompt_logprobs_seen: bool = False
+    closed: bool = False
+    ended: bool = False
+
+
+class OpenRequest:
+    """Single owner: the session that carries it. `ended` is set once; nothing is accepted afterwards."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self.attempt = 0
+        self.ended = False
+        self.error: PagodaError | None = None
+        self._choices = [_Choice() for _ in range(record.params.n)]
+        self._pending: dict[int, Delta] = {}
+        self._failed: list[Delta] = []  # delivered by themselves, after the tokens that came before
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(choice.tokens) for choice in self._choices)
+
+    @property
+    def wants_nothing_more(self) -> bool:
+        """Every choice has ended or was asked to: there is nothing to submit again."""
+        return all(choice.ended or choice.closed for choice in self._choices)
+
+    def prior_outputs(self) -> list[PriorOutput]:
+        return [
+            PriorOutput(choice=i, token_ids=choice.tokens.tolist(), finished=choice.ended or choice.closed)
+            for i, choice in enumerate(self._choices)
+            if choice.tokens or choice.ended or choice.closed
+        ]
+
+    def close(self, choices: tuple[int, ...]) -> None:
+        """Nothing more is wanted for these choices; for none named, for all."""
+        for i in choices or range(len(self._choices)):
+            self._choices[i].closed = True
+
+    def take(self, delta: Delta) -> Taken:
+        """Queue what is new in `delta`, which is cut to that in place."""
+        if self.ended or delta.attempt != self.attempt:
+            return Taken.NOTHING
+        if not 0 <= delta.choice < len(self._choices):
+            return Taken.GAP
+        choice = self._choices[delta.choice]
+        num_known = len(choice.tokens) - delta.first_index
+        if num_known < 0:
+            return Taken.GAP
+        if num_known:
+            _cut(delta, num_known)
+        if delta.prompt_logprobs is not None and choice.prompt_logprobs_seen:
+            delta.prompt_logprobs = None
+        if choice.ended and not delta.ends_request:
+            return Taken.NOTHING
+        if not (delta.token_ids or delta.finish_reason or delta.ends_request or delta.prompt_logprobs):
+            return Taken.NOTHING
+        self._book(choice, delta)
+        return Taken.NEWS
+
+    def _book(self, choice: _Choice, delta: Delta) -> None:
+        choice.tokens.extend(delta.token_ids)
+        choice.prompt_logprobs_seen |= delta.prompt_logprobs is not None
+        choice.ended |= delta.finish_reason is not None
+        self.ended = delta.ends_request
+        if delta.finish_reason is FinishReason.ERROR or (self._failed and delta.ends_request):
+            self._failed.append(delta)
+            return
+        # The delta that came last stays last, so that the request's ending is the last thing its consumer sees.
+        waiting = self._pending.pop(delta.choice, None)
+        self._pending[delta.choice] = delta if waiting is None else _merge(waiting, delta)
+
+    def fail(self, error: PagodaError) -> None:
+        """End with an error: choices still wanted end with it, after the tokens that are waiting."""
+        if not self.ended:
+            self.error = error
+            self.end_here()
+
+    def end_here(self) -> None:
+        """End without the engine core: what is still wanted ends with `error`, what was asked to stop is aborted."""
+        open_choices = [i for i, choice in enumerate(self._choices) if not choice.ended]
+        for i in open_choices or [len(self._choices) - 1]:
+            self._book(self._choices[i], self._last_delta(i))
+        last = self._failed[-1] if self._failed else next(reversed(self._pending.values()))
+        last.usage = Usage(
+            prompt_tokens=len(self.record.prompt_token_ids),
+            output_tokens=self.num_output_tokens,
+            replays=self.attempt,
+        )
+        self.ended = True
+
+    def _last_delta(self, index: int) -> Delta:
+        choice = self._choices[index]
+        delta = Delta(
+            request_id=self.record.request_id,
+            attempt=self.attempt,
+            choice=index,
+            first_index=len(choice.tokens),
+            token_ids=[],
+        )
+        if choice.ended:
+            return delta
+        if choice.closed or self.error is None:
+            delta.finish_reason = FinishReason.ABORT
+        else:
+            delta.finish_reason = FinishReason.ERROR
+            delta.error_code = self.error.code
+            delta.error_message = self.error.message
+        return delta
+
+    def drain(self) -> list[Delta]:
+        """What has come since the last call: at most one delta per choice; failures only when nothing else is left."""
+        if self._pending:
+            deltas = list(self._pending.values())
+            self._pending.clear()
+        else:
+            deltas, self._failed = self._failed, []
+        return deltas
+
+    def drop(self) -> None:
+        """The consumer is gone."""
+        self.ended = True
+        self._pending.clear()
+        self._failed.clear()
+
+
+def _cut(delta: Delta, num_known: int) -> None:
+    num_cut = min(num_known, len(delta.token_ids))
+    del delta.token_ids[:num_cut]
+    if delta.logprobs is not None:
+        delta.logprobs = delta.logprobs[num_cut:] or None
+    delta.first_index += num_known
+
+
+def _merge(first: Delta, then: Delta) -> Delta:
+    """`first` grows by `then`, which follows it in the same choice."""
+    first.token_ids += then.token_ids
+    if then.logprobs:
+        first.logprobs = (first.logprobs or []) + then.logprobs
+    first.attempt = then.attempt
+    for name in ("prompt_logprobs", "finish_reason", "stop_token_id", "error_code", "usage", "ledger"):
+        value = getattr(then, name)
+        if value is not None:
+            setattr(first, name, value)
+    first.error_message = first.error_message or then.error_message
+    return first

@@ -1,0 +1,39 @@
+"""GET /v1/models: the one model this gateway serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.requests import check_model
+from pagoda_gateway.respond import json_response
+
+
+def router(ctx: GatewayContext) -> APIRouter:
+    routes = APIRouter(tags=["models"])
+
+    @routes.get("/v1/models", response_model=None, summary="All models")
+    async def list_models() -> Response:
+        return json_response({"object": "list", "data": [_model(ctx)]})
+
+    @routes.get("/v1/models/{model_id:path}", response_model=None, summary="One model")
+    async def get_model(model_id: str) -> Response:
+        check_model(ctx, model_id)
+        return json_response(_model(ctx))
+
+    return routes
+
+
+def _model(ctx: GatewayContext) -> dict[str, Any]:
+    return {
+        "id": ctx.served_model_name,
+        "object": "model",
+        "created": ctx.created,
+        "owned_by": "pagoda",
+        "root": ctx.served_model_name,
+        "parent": None,
+        "max_model_len": ctx.engine.load.max_model_len or ctx.text.max_model_len or None,
+    }

@@ -1,0 +1,75 @@
+"""What operators and probes ask: is it alive, ready, started; which version; how busy; and the API described."""
+
+from __future__ import annotations
+
+from importlib import metadata, resources
+
+import msgspec
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.health import Health
+from pagoda_gateway.metrics import GatewayMetrics
+
+VERSION = metadata.version("pagoda-serve")
+DOCS_CSP = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; base-uri 'none'"
+
+
+def router(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> APIRouter:
+    routes = APIRouter()
+    _add_health(routes, health)
+    _add_reports(routes, ctx, metrics)
+    _add_docs(routes)
+    return routes
+
+
+def _add_health(routes: APIRouter, health: Health) -> None:
+    @routes.get("/health/live", tags=["health"], summary="The event loop answers and its long-lived tasks run")
+    async def live() -> Response:
+        dead = health.dead_tasks()
+        return JSONResponse({"live": not dead, "dead": dead}, 503 if dead else 200)
+
+    @routes.get("/health/ready", tags=["health"], summary="Requests would be answered: tokens came lately")
+    async def ready() -> Response:
+        problems = health.problems()
+        return JSONResponse({"ready": not problems, "problems": problems}, 503 if problems else 200)
+
+    @routes.get("/health/startup", tags=["health"], summary="Whether it was ready once, and how far it is")
+    async def startup() -> Response:
+        content = {"started": health.started, "phase": health.phase, "problems": health.problems()}
+        return JSONResponse(content, 200 if health.started else 503)
+
+    @routes.get("/health", tags=["health"], summary="As /health/ready, with an empty body")
+    @routes.get("/ping", tags=["health"], summary="As /health")
+    async def short() -> Response:
+        return Response(status_code=503 if health.problems() else 200)
+
+
+def _add_reports(routes: APIRouter, ctx: GatewayContext, metrics: GatewayMetrics) -> None:
+    @routes.get("/version", tags=["operation"], summary="The version of this gateway")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @routes.get("/metrics", tags=["operation"], summary="Prometheus metrics of this gateway")
+    async def prometheus() -> Response:
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @routes.get("/load", tags=["operation"], summary="Open requests here, and the engine core's own report")
+    async def load() -> Response:
+        content = {"server_load": metrics.num_open(), "engine": msgspec.to_builtins(ctx.engine.load)}
+        return JSONResponse(content)
+
+
+def _add_docs(routes: APIRouter) -> None:
+    static = resources.files("pagoda_gateway") / "static"
+    page, script = ((static / name).read_text("utf-8") for name in ("docs.html", "docs.js"))
+
+    @routes.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return HTMLResponse(page, headers={"content-security-policy": DOCS_CSP})
+
+    @routes.get("/docs/docs.js", include_in_schema=False)
+    async def docs_script() -> Response:
+        return Response(script, media_type="text/javascript")

@@ -1,0 +1,130 @@
+"""A gateway's life: bind, load the text side, connect, listen, serve; then unready, lame duck, drain, leave.
+
+Every wait on the way out is bounded. Signals, printing and exit codes belong to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pagoda_gateway.app import create_app
+from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.engine_client import SessionClient
+from pagoda_gateway.health import Health, HealthTimes
+from pagoda_gateway.http_protocol import ConnectionGuard
+from pagoda_gateway.http_server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
+from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.text.model_text import ModelText
+
+Report = Callable[[dict[str, object]], None]
+
+
+logger = logging.getLogger(__name__)
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """For `asyncio.Runner(loop_factory=...)`: uvloop's where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+async def serve(
+    config: GatewayConfig, report: Report, stop: asyncio.Event, *, health_times: HealthTimes | None = None
+) -> None:
+    """Run a gateway until `stop` is set and its requests are done or `drain_timeout_s` is over.
+
+    Reports {"event": "listening", "url": ..}, then "ready" and "unready" as /health/ready changes.
+
+    Raises:
+        ValueError: the engine address or the model's files cannot be used.
+        OSError: the HTTP address cannot be bound.
+    """
+    listener = bind(config.host, config.port)
+    with contextlib.closing(listener):
+        text = await asyncio.to_thread(load_text, config)
+        name = served_name(config)
+        metrics = GatewayMetrics(name)
+        engine = SessionClient(config.engine, config.resume_wait_s, metrics)
+        health = Health(engine, metrics, health_times)
+        ctx = GatewayContext(config=config, text=text, engine=engine, served_model_name=name, created=int(time.time()))
+        guard = ConnectionGuard(config, metrics.slow_client)
+        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics), config, guard))
+        engine.start()
+        health.start(lambda ready: report({"event": "ready" if ready else "unready"}))
+        try:
+            await _run(server, listener, config, report, stop, (engine, health))
+        finally:
+            await health.aclose()
+            await engine.aclose()
+            server.cut_connections()
+
+
+def served_name(config: GatewayConfig) -> str:
+    return config.served_model_name or Path(config.model).resolve().name
+
+
+def load_text(config: GatewayConfig) -> ModelText:
+    """Raises ValueError naming the file that cannot be used."""
+    template = ""
+    if config.chat_template:
+        try:
+            template = Path(config.chat_template).read_text("utf-8")
+        except OSError as error:
+            raise ValueError(f"chat_template: {error}") from error
+    return ModelText.load(config.model, template)
+
+
+async def _run(
+    server: HttpServer,
+    listener: socket.socket,
+    config: GatewayConfig,
+    report: Report,
+    stop: asyncio.Event,
+    parts: tuple[SessionClient, Health],
+) -> None:
+    engine, health = parts
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
+    waiting = [asyncio.create_task(event.wait()) for event in (server.listening, stop)]
+    listening, stopping = waiting
+    try:
+        await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if listening.done():
+            report({"event": "listening", "url": url_of(listener)})
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            await _leave(server, serving, config, engine, health)
+        await serving
+    finally:
+        for task in (*waiting, serving):
+            task.cancel()
+        await asyncio.gather(*waiting, serving, return_exceptions=True)
+
+
+async def _leave(
+    server: HttpServer, serving: asyncio.Task[None], config: GatewayConfig, engine: SessionClient, health: Health
+) -> None:
+    """Unready at once, accept for the lame-duck time, then wait for open requests and end those that are left."""
+    logger.info("stopping: %d requests open", engine.num_open)
+    health.drain()
+    await asyncio.sleep(config.lame_duck_s)
+    server.should_exit = True
+    done, _ = await asyncio.wait({serving}, timeout=config.drain_timeout_s)
+    if done:
+        return
+    logger.warning("drain time is over: ending %d requests", engine.num_open)
+    engine.end_all("the gateway is shutting down")
+    done, _ = await asyncio.wait({serving}, timeout=LEAVE_S)
+    if not done:
+        server.cut_connections()
+        server.force_exit = True

@@ -1,0 +1,295 @@
+"""The text side of a model: everything a checkpoint's tokenizer and configuration files say, and no weights.
+
+Used by the gateway and by the offline `LLM` alike, so both see the same prompt, the same text and the same endings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pagoda_gateway.text.chat import ChatTemplate, Message
+from pagoda_gateway.text.detokenizer import Detokenizer
+from pagoda_gateway.text.tools import CLOSE, OPEN
+from pagoda_gateway.text.vocabulary import TokenTable, byte_level_alphabet, read_rules
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+MAX_CONFIG_BYTES = 16 * 1024 * 1024
+MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
+_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class BadModelFiles(ValueError):
+    """The model directory cannot be used; the message names the file and the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelText:
+    """Tokenizer, end-of-sequence ids and chat template of one model; immutable, safe to share between threads.
+
+    Attributes:
+        vocab_size: Width of the logits by config.json, or the tokenizer's size; a hint until a worker reports.
+        max_model_len: Context length by config.json, 0 if it does not say; likewise a hint.
+        eos_token_ids: Tokens that end an answer.
+        sampling_defaults: The author's defaults from generation_config.json (temperature, top_p, top_k, min_p,
+            repetition_penalty); `do_sample: false` reads as temperature 0.
+        table: Token id -> bytes.
+        templates: Chat templates by name; "default", and "tool_use" where the model has its own for tools.
+        longest_token_bytes: No token covers more of a text than this; 0 where a token may swallow any amount.
+    """
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    add_bos: bool | None
+    sampling_defaults: Mapping[str, float]
+    table: TokenTable
+    templates: Mapping[str, ChatTemplate]
+    longest_token_bytes: int
+
+    @staticmethod
+    def load(model_dir: Path | str, chat_template_override: str = "") -> ModelText:
+        """Read tokenizer.json and its neighbours. `chat_template_override` is a template's text.
+
+        Raises:
+            BadModelFiles: a file is missing, too large or malformed.
+            UnsupportedTokenizer: the decoder is of an unknown kind.
+            BadTemplate: a chat template is too large or does not compile.
+        """
+        files = _ModelFiles(Path(model_dir))
+        tokenizer, definition = files.tokenizer()
+        return _build(files, tokenizer, definition, chat_template_override)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Runs without the interpreter lock, so long texts belong into a thread.
+
+        Special tokens written out in the text become special tokens, as with Hugging Face tokenizers.
+        """
+        ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self._with_bos(ids) if add_special_tokens else ids
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        """Where tokenizer_config.json decides about the beginning-of-sequence token, it wins over tokenizer.json."""
+        has_bos = bool(ids) and ids[0] == self.bos_token_id
+        if self.bos_token_id is None or self.add_bos is None or self.add_bos == has_bos:
+            return ids
+        return [self.bos_token_id, *ids] if self.add_bos else ids[1:]
+
+    def template(self, tools: bool = False) -> ChatTemplate:
+        """The template to use. Raises PagodaError when the model has none."""
+        name = "tool_use" if tools and "tool_use" in self.templates else "default"
+        template = self.templates.get(name)
+        if template is None:
+            message = "this model has no chat template; use /v1/completions or start with --chat-template"
+            raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "messages")
+        return template
+
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt's text. `kwargs` must have passed `ChatTemplate.check_kwargs` if they come from a request.
+
+        Raises:
+            PagodaError: INVALID_ARGUMENT when the template does not take these messages.
+        """
+        return self.template(bool(tools)).render(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            kwargs=kwargs,
+        )
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of the rendered chat; the template writes its own special tokens.
+
+        Special-token text inside a message is not told apart from the template's, as with Hugging Face's
+        `apply_chat_template`: who must keep users from writing `<|im_start|>` filters it before.
+        """
+        text = self.render_chat(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of whole token sequences (the first token opens the text)."""
+        detokenizer = Detokenizer(self.table, skip_special_tokens=skip_special_tokens, at_start=True)
+        return detokenizer.push(token_ids) + detokenizer.flush()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's bytes inside a text."""
+        return self.table.bytes_of(token_id)
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that write these words, with and without a space in front."""
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            plain = tuple(self.encode(word.lstrip(), add_special_tokens=False))
+            spaced = tuple(self.encode(" " + word.lstrip(), add_special_tokens=False))
+            found.append(plain)
+            if spaced and plain and spaced[0] != plain[0] and len(spaced) == len(plain):
+                found.append(spaced)
+        return tuple(found)
+
+    def min_tokens_of(self, text: str) -> int:
+        """A lower bound of the tokens of `text`, found without tokenising; 0 where this tokenizer gives none."""
+        longest = self.longest_token_bytes
+        return -(-len(text.encode()) // longest) if longest else 0
+
+
+class _ModelFiles:
+    """The files of a model directory, each read at most once, with bounds."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = self._json("config.json")
+        self.generation = self._json("generation_config.json")
+        self.tokenizer_config = self._json("tokenizer_config.json")
+
+    def text(self, name: str, max_bytes: int) -> str | None:
+        """A file's text, None if there is no such file."""
+        path = self.root / name
+        if not path.is_file():
+            return None
+        if path.stat().st_size > max_bytes:
+            raise BadModelFiles(f"{name}: larger than {max_bytes} bytes")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadModelFiles(f"{name}: {error}") from error
+
+    def _json(self, name: str) -> dict[str, Any]:
+        return parse_object(name, self.text(name, MAX_CONFIG_BYTES) or "{}")
+
+    def tokenizer(self) -> tuple[Tokenizer, dict[str, Any]]:
+        source = self.text("tokenizer.json", MAX_TOKENIZER_BYTES)
+        if source is None:
+            raise BadModelFiles(f"no tokenizer.json in model directory {self.root.name!r}")
+        definition = parse_object("tokenizer.json", source)
+        try:
+            tokenizer = Tokenizer.from_str(source)
+        except Exception as error:  # the library raises bare Exception for every malformed file
+            raise BadModelFiles(f"tokenizer.json: {error}") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer, definition
+
+
+def parse_object(name: str, source: str) -> dict[str, Any]:
+    """Raises BadModelFiles when `source` is not a JSON object."""
+    try:
+        value = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        raise BadModelFiles(f"{name}: {error}") from error
+    if not isinstance(value, dict):
+        raise BadModelFiles(f"{name}: must hold a JSON object")
+    return value
+
+
+def _build(files: _ModelFiles, tokenizer: Tokenizer, definition: dict[str, Any], template: str) -> ModelText:
+    special = _special_tokens(files.tokenizer_config)
+    text_config = files.config.get("text_config", {})
+    config = {**text_config, **files.config} if isinstance(text_config, dict) else files.config
+    add_bos = files.tokenizer_config.get("add_bos_token")
+    return ModelText(
+        tokenizer=tokenizer,
+        vocab_size=max(_integer(config.get("vocab_size")), tokenizer.get_vocab_size()),
+        max_model_len=_integer(config.get("max_position_embeddings")),
+        eos_token_ids=_eos_ids(files, tokenizer, special.get("eos_token")),
+        bos_token_id=tokenizer.token_to_id(special["bos_token"]) if "bos_token" in special else None,
+        add_bos=add_bos if isinstance(add_bos, bool) else None,
+        sampling_defaults=_sampling_defaults(files.generation),
+        table=_table(tokenizer, definition),
+        templates={name: ChatTemplate(source, special) for name, source in _templates(files, template).items()},
+        longest_token_bytes=_longest_token_bytes(definition, tokenizer),
+    )
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Named special tokens; older files write them as objects."""
+    found = {}
+    for name in _SPECIAL_NAMES:
+        value = config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+def _eos_ids(files: _ModelFiles, tokenizer: Tokenizer, eos_token: str | None) -> tuple[int, ...]:
+    named = files.generation.get("eos_token_id", files.config.get("eos_token_id"))
+    ids = [value for value in (named if isinstance(named, list) else [named]) if isinstance(value, int)]
+    by_name = tokenizer.token_to_id(eos_token) if eos_token is not None else None
+    return tuple(dict.fromkeys([*ids, *([by_name] if by_name is not None else [])]))
+
+
+def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+    """JSON null means not set. Without sampling the other numbers have no meaning."""
+    if generation.get("do_sample") is False:
+        return {"temperature": 0.0}
+    values = {name: generation.get(name) for name in _SAMPLING_DEFAULTS}
+    return {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+
+def _table(tokenizer: Tokenizer, definition: Mapping[str, Any]) -> TokenTable:
+    """The tags of tool calls stay visible even where a checkpoint calls them special: they are read, not hidden."""
+    rules = read_rules(definition.get("decoder"))
+    tokens = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
+    added = tokenizer.get_added_tokens_decoder()
+    special = frozenset(i for i, token in added.items() if token.special and token.content not in (OPEN, CLOSE))
+    return TokenTable(rules, tokens, special)
+
+
+def _longest_token_bytes(definition: Mapping[str, Any], tokenizer: Tokenizer) -> int:
+    """Byte-level tokenizers drop nothing, so there (and only there) a text's size bounds its tokens from below."""
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    steps = definition.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    whole = (
+        definition.get("normalizer") is None
+        and any(step.get("type") == "ByteLevel" for step in steps)
+        and not any(step.get("behavior") == "Removed" for step in steps)
+        and not any(token.lstrip or token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+        and all(char in vocab for char in byte_level_alphabet())
+    )
+    return max(len(piece.encode()) for piece in vocab) if whole else 0
+
+
+def _templates(files: _ModelFiles, override: str) -> dict[str, str]:
+    """Sources by name: the operator's, else chat_template.jinja and its neighbours, else tokenizer_config.json."""
+    if override:
+        return {"default": override}
+    named = files.tokenizer_config.get("chat_template")
+    if isinstance(named, str):
+        found = {"default": named}
+    elif isinstance(named, list):
+        found = {str(item["name"]): str(item["template"]) for item in named if isinstance(item, dict)}
+    else:
+        found = {}
+    for name, path in (("default", "chat_template.jinja"), ("tool_use", "additional_chat_templates/tool_use.jinja")):
+        source = files.text(path, MAX_CONFIG_BYTES)
+        if source is not None:
+            found[name] = source
+    return {name: found[name] for name in ("default", "tool_use") if name in found}

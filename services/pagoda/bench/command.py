@@ -1,0 +1,211 @@
+"""`pagoda bench serve | throughput`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pagoda.asking import first_model
+from pagoda.bench import offline
+from pagoda.bench.load import LoadClient, LoadResult, Plan, Sent, run_load
+from pagoda.bench.processes import ProcessWatch
+from pagoda.bench.report import render, summarise
+from pagoda.bench.workload import BodyMaker, Row, Shape, arrivals, make_rows, read_rows, write_rows
+from pagoda.http_stream import HttpError, Target
+from pagoda.settings import ConfigError
+
+LIMIT_NAMES = ("ttft", "tpot", "e2e")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    serve = actions.add_parser("serve", help="load a running OpenAI-compatible server", allow_abbrev=False)
+    _add_server_arguments(serve)
+    _add_workload_arguments(serve)
+    _add_pace_arguments(serve)
+    _add_output_arguments(serve)
+    throughput = actions.add_parser("throughput", help="offline throughput of a model", allow_abbrev=False)
+    offline.add_arguments(throughput)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if arguments.action == "throughput":
+        return offline.main(arguments)
+    try:
+        report = asyncio.run(_run(arguments, _rows(arguments)))
+    except (HttpError, ValueError, OSError) as error:
+        raise ConfigError([str(error)]) from error
+    print(render(report))
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    return 1 if report["errors"] else 0
+
+
+def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--base-url", default="http://127.0.0.1:8000", help="[%(default)s]")
+    group.add_argument("--model", default="", help="the server's first model when left out")
+    group.add_argument("--api-key", default="", help="sent as bearer token")
+    group.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="[%(default)s]")
+    group.add_argument("--timeout-s", type=float, default=600.0, help="for one request [%(default)s]")
+
+
+def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("workload")
+    group.add_argument("--workload", type=Path, help="JSON-lines file of rows, instead of making them up")
+    group.add_argument("--write-workload", type=Path, help="write the rows used to this file")
+    group.add_argument("--num-requests", type=int, default=100, help="[%(default)s]")
+    group.add_argument("--input-len", type=int, default=128, help="prompt tokens [%(default)s]")
+    group.add_argument("--output-len", type=int, default=64, help="output tokens [%(default)s]")
+    group.add_argument("--input-spread", type=float, default=0.0, help="standard deviation of the prompt length")
+    group.add_argument("--output-spread", type=float, default=0.0, help="standard deviation of the output length")
+    group.add_argument("--prefix-len", type=int, default=0, help="first tokens that prompts share")
+    group.add_argument("--num-prefixes", type=int, default=1, help="different shared prefixes [%(default)s]")
+    group.add_argument("--token-ids", type=_id_range, default=range(100, 250), help="LOW:HIGH to draw prompts from")
+    group.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
+    group.add_argument("--honour-eos", action="store_true", help="let the model end an answer early")
+    group.add_argument("--extra-body", type=_json_object, default={}, help="JSON object merged into every request")
+    group.add_argument("--seed", type=int, default=0, help="of the workload [%(default)s]")
+    group.add_argument("--salt", default="", help="changes all prompts, so that no earlier run has cached them")
+
+
+def _add_pace_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("pace")
+    group.add_argument("--concurrency", type=int, default=8, help="requests in flight (closed loop) [%(default)s]")
+    group.add_argument("--rate", type=float, help="requests per second (open loop)")
+    group.add_argument("--burstiness", type=float, default=1.0, help="1 Poisson, above smoother, 0 even [%(default)s]")
+    group.add_argument("--replay", action="store_true", help="open loop at the rows' own times")
+    group.add_argument("--speed", type=float, default=1.0, help="of a replay [%(default)s]")
+    group.add_argument("--duration-s", type=float, help="start no new request after this long")
+    group.add_argument("--warmup", type=int, default=2, help="requests before the measurement [%(default)s]")
+
+
+def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--limits", type=_limits, default={}, help="ttft=MS,tpot=MS,e2e=MS: report who keeps them")
+    group.add_argument("--pids", type=_integers, default=[], help="server processes to watch, N,N,..")
+    group.add_argument("--descendants", action="store_true", help="watch what they started, too")
+    group.add_argument("--json", help="write the report to this file")
+    group.add_argument("--dump", help="write one JSON line per request to this file")
+
+
+def _rows(arguments: argparse.Namespace) -> list[Row]:
+    if arguments.workload is not None:
+        rows = read_rows(arguments.workload)
+    else:
+        shape = Shape(
+            num_requests=arguments.num_requests,
+            input_len=arguments.input_len,
+            output_len=arguments.output_len,
+            input_spread=arguments.input_spread,
+            output_spread=arguments.output_spread,
+            prefix_len=arguments.prefix_len,
+            num_prefixes=arguments.num_prefixes,
+        )
+        rows = make_rows(shape, arguments.seed)
+    if not rows:
+        raise ValueError("the workload has no requests")
+    if arguments.write_workload is not None:
+        write_rows(rows, arguments.write_workload)
+    return rows
+
+
+def _starts(arguments: argparse.Namespace, rows: list[Row]) -> list[float] | None:
+    if arguments.replay:
+        return [row.at / arguments.speed for row in rows]
+    if arguments.rate:
+        return arrivals(rows, arguments.rate, arguments.burstiness, arguments.seed)
+    return None
+
+
+async def _run(arguments: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+    target = Target(arguments.base_url, arguments.api_key)
+    model = arguments.model or await first_model(target, arguments.timeout_s)
+    bodies = BodyMaker(
+        model=model,
+        chat=arguments.endpoint == "chat",
+        seed=arguments.seed,
+        salt=arguments.salt,
+        token_ids=arguments.token_ids,
+        temperature=arguments.temperature,
+        ignore_eos=not arguments.honour_eos,
+        extra=arguments.extra_body,
+    )
+    client = LoadClient(target, bodies, arguments.timeout_s)
+    await _warm_up(client, rows, arguments.warmup)
+    watch = ProcessWatch(arguments.pids, arguments.descendants)
+    watch.start()
+    plan = Plan(rows, arguments.concurrency, _starts(arguments, rows), arguments.duration_s)
+    result = await run_load(client, plan)
+    processes = watch.report()
+    client.close()
+    report = summarise(result, exact_prompts=not bodies.chat, limits_ms=arguments.limits)
+    report |= {"model": model, "processes": processes, "arguments": _plain(arguments)}
+    if arguments.dump:
+        await asyncio.to_thread(_dump, result, Path(arguments.dump))
+    return report
+
+
+async def _warm_up(client: LoadClient, rows: list[Row], count: int) -> None:
+    for number in range(count):
+        sent = await client.send(-1 - number, rows[number % len(rows)])
+        if sent.timing.error is not None:
+            print(f"warm-up: {sent.timing.error}", file=sys.stderr)
+
+
+def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
+    hidden = {"api_key", "command", "action", "main"}
+    return {name: _text(value) for name, value in vars(arguments).items() if name not in hidden}
+
+
+def _text(value: Any) -> Any:
+    return str(value) if isinstance(value, Path | range) else value
+
+
+def _dump(result: LoadResult, path: Path) -> None:
+    begin = min((one.timing.started for one in result.sent), default=0.0)
+    path.write_text("".join(json.dumps(_line(one, begin)) + "\n" for one in result.sent), encoding="utf-8")
+
+
+def _line(one: Sent, begin: float) -> dict[str, Any]:
+    timing = one.timing
+    return {
+        "index": one.index,
+        "start_s": timing.started - begin,
+        "ttft_s": None if timing.first is None else timing.first - timing.started,
+        "e2e_s": timing.ended - timing.started,
+        "prompt_tokens": timing.prompt_tokens,
+        "output_tokens": timing.output_tokens,
+        "finish_reason": timing.finish_reason,
+        "error": timing.error,
+    }
+
+
+def _id_range(text: str) -> range:
+    low, _, high = text.partition(":")
+    ids = range(int(low), int(high))
+    if not ids:
+        raise argparse.ArgumentTypeError(f"LOW:HIGH with LOW below HIGH is needed, got {text!r}")
+    return ids
+
+
+def _integers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"a JSON object is needed, got {text!r}")
+    return value
+
+
+def _limits(text: str) -> dict[str, float]:
+    limits = {name: float(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+    if unknown := set(limits) - set(LIMIT_NAMES):
+        raise argparse.ArgumentTypeError(f"limits are {', '.join(LIMIT_NAMES)}, got {', '.join(sorted(unknown))}")
+    return limits

@@ -1,0 +1,77 @@
+"""`pagoda COMMAND`: each command is a module with `add_arguments` and `main`, imported only when it is called.
+
+So the gateway process never sees torch, and `pagoda version` sees nothing at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pagoda.process import EXIT_CONFIG, EXIT_CRASH
+from pagoda.settings import ConfigError
+
+
+class Command(NamedTuple):
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "serve": Command("pagoda.serve", "start gateway, engine core and workers on this machine"),
+    "gateway": Command("pagoda.gateway_main", "start one gateway: HTTP in front, text side"),
+    "engine-core": Command("pagoda.engine_core_main", "start one engine core: requests, scheduling, KV blocks"),
+    "worker": Command("pagoda.worker_main", "start one worker: weights, KV tensors, kernels"),
+    "chat": Command("pagoda.chat", "talk to a running server"),
+    "complete": Command("pagoda.complete", "let a running server continue a text"),
+    "bench": Command("pagoda.bench.command", "measure a running server, or offline throughput"),
+    "config": Command("pagoda.config_command", "show or check the settings and where each value comes from"),
+    "keygen": Command("pagoda.keygen_command", "make keys for tiers on different hosts"),
+    "ping": Command("pagoda.ping_command", "ask a process whether it is healthy"),
+    "doctor": Command("pagoda.doctor", "check what this machine offers"),
+    "version": Command("pagoda.version", "print versions"),
+}
+
+
+def parser_of(chosen: str = "") -> argparse.ArgumentParser:
+    """The parser. Only the chosen command knows its arguments, because only its module is imported."""
+    parser = argparse.ArgumentParser(
+        prog="pagoda",
+        description="LLM serving whose streams survive kill -9.",
+        epilog="Every option is also PAGODA_<NAME> in the environment and <name> in the YAML file given by --config.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
+        if name == chosen:
+            module = importlib.import_module(command.module)
+            module.add_arguments(sub)
+            sub.set_defaults(main=module.main)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (see `pagoda.process`)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser_of(words[0] if words else "").parse_args(words)
+    try:
+        code: int = arguments.main(arguments)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"pagoda: error: {problem}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_CRASH
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

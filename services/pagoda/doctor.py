@@ -1,0 +1,145 @@
+"""`pagoda doctor`: is this machine fit, and if not, what to do about it. Exit code 1 when something would not work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from pagoda.machine import available_cores, cpu_flags, cpu_quota, memory_info, memory_limit
+from pagoda.rundir import runtime_dir
+from pagoda.settings import ConfigError, environment_value
+from pagoda.version import version_of
+
+GIB = 1024**3
+LEAST_FILES = 4096
+LEAST_MEMORY = 2 * GIB
+FAST_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "i8mm")
+_COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
+
+
+class Finding(NamedTuple):
+    """One line of the report; `state` is ok, warn or FAIL, `advice` what to do unless ok."""
+
+    state: str
+    what: str
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=int, default=8000, help="HTTP port to check [8000]")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    console = Console(highlight=False, soft_wrap=True)
+    failed = False
+    for finding in examine(arguments.port):
+        failed |= finding.state == "FAIL"
+        advice = f" -> {finding.advice}" if finding.advice else ""
+        console.print(f"{finding.state:4}", style=_COLOURS[finding.state], end="  ")
+        console.print(finding.what + advice, markup=False)
+    return 1 if failed else 0
+
+
+def examine(port: int) -> Iterator[Finding]:
+    """Every check in turn."""
+    checks: tuple[Callable[[], Finding], ...] = (
+        _python, _cores, _instructions, _memory, _files, _shared_memory, _compiler, _torch,
+        lambda: _port(port), _hub_cache, _runtime_directory,
+    )  # fmt: skip
+    for check in checks:
+        yield check()
+
+
+def _python() -> Finding:
+    text = f"python {sys.version.split()[0]}"
+    return (
+        Finding("ok", text) if sys.version_info >= (3, 11) else Finding("FAIL", text, "python 3.11 or newer is needed")
+    )
+
+
+def _cores() -> Finding:
+    quota = cpu_quota()
+    text = f"{available_cores()} of {os.cpu_count()} cores usable, quota {'none' if quota is None else f'{quota:g}'}"
+    if quota is not None and quota < 1:
+        return Finding("warn", text, "less than one core: raise the CPU limit of the container")
+    return Finding("ok", text)
+
+
+def _instructions() -> Finding:
+    found = [flag for flag in FAST_FLAGS if flag in cpu_flags()]
+    if "avx2" in found or "asimd" in found:
+        return Finding("ok", f"processor has {' '.join(found)}")
+    return Finding("warn", f"processor has none of {' '.join(FAST_FLAGS)}", "generation will be slow")
+
+
+def _memory() -> Finding:
+    info, limit = memory_info(), memory_limit()
+    available = info.get("MemAvailable", 0)
+    usable = available if limit is None else min(available, limit)
+    text = f"memory {usable / GIB:.1f} GiB usable of {info.get('MemTotal', 0) / GIB:.1f} GiB"
+    text += "" if limit is None else f", limited to {limit / GIB:.1f} GiB"
+    return Finding("ok", text) if usable >= LEAST_MEMORY else Finding("warn", text, "only very small models will fit")
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"open files: soft limit {soft}, hard limit {hard}"
+    return Finding("ok", text) if soft >= LEAST_FILES else Finding("warn", text, f"ulimit -n {min(hard, 65536)}")
+
+
+def _shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return Finding("warn", "/dev/shm is missing", "only needed by several ranks of one model replica")
+    return Finding("ok", f"/dev/shm has {free / GIB:.1f} GiB free")
+
+
+def _compiler() -> Finding:
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found:
+        return Finding("ok", f"C++ compiler {found}")
+    return Finding("warn", "no C++ compiler", "prebuilt kernels or the torch back end are used")
+
+
+def _torch() -> Finding:
+    version = version_of("torch")
+    if version == "not installed":
+        return Finding("warn", "torch is not installed", "pip install 'pagoda-serve[worker]' where workers run")
+    return Finding("ok", f"torch {version}")
+
+
+def _port(port: int) -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return Finding("FAIL", f"port {port}: {error.strerror}", "stop what uses it, or give --port")
+    return Finding("ok", f"port {port} is free")
+
+
+def _hub_cache() -> Finding:
+    home = environment_value("HF_HUB_CACHE") or environment_value("HF_HOME") or "~/.cache/huggingface"
+    path = Path(home).expanduser()
+    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if os.access(nearest, os.W_OK):
+        return Finding("ok", f"hub cache {path} is writable, {shutil.disk_usage(nearest).free / GIB:.1f} GiB free")
+    return Finding("warn", f"hub cache {path} is not writable", "set HF_HOME; without it only local models work")
+
+
+def _runtime_directory() -> Finding:
+    try:
+        with runtime_dir("") as path:
+            return Finding("ok", f"runtime directory {path.parent} works")
+    except ConfigError as error:
+        return Finding("FAIL", str(error), "set XDG_RUNTIME_DIR or give --data-dir")

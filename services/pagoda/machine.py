@@ -1,0 +1,59 @@
+"""What this process may use of the machine: cores and memory, as limited by affinity and control groups (v1 and v2)."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_cores() -> int:
+    """Cores this process may run on at once, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = cpu_quota()
+    return cores if quota is None else max(1, min(cores, math.floor(quota)))
+
+
+def cpu_quota(root: Path = _CGROUP) -> float | None:
+    """Cores' worth of time the control group grants; None is no limit."""
+    limit = _words(root / "cpu.max")
+    if not limit:
+        limit = [*_words(root / "cpu/cpu.cfs_quota_us"), *_words(root / "cpu/cpu.cfs_period_us")]
+    if len(limit) != 2 or limit[0] in ("max", "-1") or int(limit[1]) == 0:
+        return None
+    return int(limit[0]) / int(limit[1])
+
+
+def memory_limit(root: Path = _CGROUP) -> int | None:
+    """Bytes the control group grants; None is no limit."""
+    words = _words(root / "memory.max") or _words(root / "memory/memory.limit_in_bytes")
+    if not words or words[0] == "max" or int(words[0]) >= 2**60:
+        return None
+    return int(words[0])
+
+
+def memory_info(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
+    """Bytes by name (`MemTotal`, `MemAvailable`, ..); empty where the system has no such file."""
+    rows = (line.split() for line in _text(path).splitlines())
+    return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) >= 2}
+
+
+def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
+    """Instruction-set flags of the first processor."""
+    for line in _text(path).splitlines():
+        if line.startswith(("flags", "Features")):
+            return set(line.split(":", 1)[1].split())
+    return set()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _words(path: Path) -> list[str]:
+    return _text(path).split()

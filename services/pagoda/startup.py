@@ -1,0 +1,74 @@
+"""What a person sees while `pagoda serve` starts: progress on a terminal, plain lines elsewhere, then how to use it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+_COLOURS = {"gateway": "cyan", "engine-core": "magenta"}
+_WORKER_COLOURS = ("green", "yellow", "blue", "bright_cyan")
+
+
+def announcement(url: str, model: str, seconds: float) -> str:
+    """The text printed once requests can be served."""
+    return f"""
+Pagoda serves {model} at {url} (ready in {seconds:.1f} s)
+
+  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+
+  from openai import OpenAI
+  client = OpenAI(base_url="{url}/v1", api_key="none")
+  answer = client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello!"}}])
+  print(answer.choices[0].message.content)
+"""
+
+
+class StartupView:
+    """Prints the children's lines with their names in front and draws loading progress on a terminal."""
+
+    def __init__(self, *, plain: bool) -> None:
+        self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._plain = plain or not self._console.is_terminal
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
+            console=self._console, transient=True,
+        )  # fmt: skip
+        self._tasks: dict[str, TaskID] = {}
+
+    def on_line(self, child: str, line: str) -> None:
+        if self._plain:
+            print(line if line.startswith("{") else f"[{child}] {line}", file=sys.stderr, flush=True)
+        else:
+            colour = _COLOURS.get(child) or _WORKER_COLOURS[sum(child.encode()) % len(_WORKER_COLOURS)]
+            self._console.print(Text.assemble((f"[{child}] ", colour), Text.from_ansi(line)))
+
+    def loading(self, child: str, event: dict[str, Any]) -> None:
+        """Show how far a worker's weights have come; `fraction` is 0 to 1."""
+        if self._plain:
+            return
+        if child not in self._tasks:
+            if not self._tasks:
+                self._progress.start()
+            self._tasks[child] = self._progress.add_task(escape(f"[{child}] loading weights"), total=1.0)
+        self._progress.update(self._tasks[child], completed=float(event.get("fraction", 0.0)))
+
+    def loaded(self, child: str) -> None:
+        task = self._tasks.pop(child, None)
+        if task is not None:
+            self._progress.remove_task(task)
+            if not self._tasks:
+                self._progress.stop()
+
+    def announce(self, text: str) -> None:
+        for child in list(self._tasks):
+            self.loaded(child)
+        print(text, flush=True)
+
+    def close(self) -> None:
+        self._progress.stop()

@@ -1,0 +1,26 @@
+"""The process of one worker."""
+
+from __future__ import annotations
+
+import argparse
+
+from pagoda import checkpoints, tier
+from pagoda.flags import add_options
+from pagoda.options import ModelSourceConfig
+from pagoda.process import run_blocking
+from pagoda_worker.config import WorkerConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, "worker")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    settings, report = tier.begin("worker", arguments)
+    model = settings.build(WorkerConfig).model
+    model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
+    config = settings.build(WorkerConfig, model=str(model_dir))
+
+    from pagoda_worker.loop import run
+
+    return run_blocking(lambda stop: run(config, report, stop), report)

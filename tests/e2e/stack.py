@@ -1,0 +1,127 @@
+"""The real stack as a user starts it: `pagoda serve` as a process, found and watched from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import psutil
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.engine.v1 import engine_pb2_grpc
+
+READY_TIMEOUT_S = 120.0
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@dataclass
+class Stack:
+    process: subprocess.Popen[bytes]
+    port: int
+    data_dir: Path
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+
+    def async_client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def children(self, role: str) -> list[psutil.Process]:
+        """The processes of one tier: gateway, engine-core or worker."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if role in child.cmdline():
+                    found.append(child)
+        return found
+
+    def workers(self) -> list[pb.Worker]:
+        """What the engine core says of its workers."""
+        return list(self._admin("ListWorkers", pb.ListWorkersRequest()).workers)
+
+    def stats(self) -> pb.GetStatsResponse:
+        return self._admin("GetStats", pb.GetStatsRequest())
+
+    def _admin(self, method: str, request: Any) -> Any:
+        engine_socket = next(self.data_dir.rglob("engine*.sock"))
+        with grpc.insecure_channel(f"unix:{engine_socket}") as channel:
+            return getattr(engine_pb2_grpc.AdminStub(channel), method)(request, timeout=10)
+
+    def ready_workers(self) -> list[pb.Worker]:
+        return [worker for worker in self.workers() if worker.state == "ready"]
+
+    def wait_until(self, condition: Any, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{condition} did not come true; log:\n{self.tail()}")
+            time.sleep(0.02)
+
+    def ready(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"the stack ended with {self.process.returncode}; log:\n{self.tail()}")
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200
+        return False
+
+    def tail(self) -> str:
+        return self.log.read_text()[-6000:]
+
+    def family(self) -> list[psutil.Process]:
+        parent = psutil.Process(self.process.pid)
+        return [parent, *parent.children(recursive=True)]
+
+
+@contextlib.contextmanager
+def running_stack(tmp_path: Path, *arguments: str, model: str = "", workers: int = 1) -> Iterator[Stack]:
+    """Start `pagoda serve`, wait until it and all its workers are ready, and make sure that nothing is left after."""
+    port, log = free_port(), tmp_path / "serve.log"
+    command = [sys.executable, "-m", "pagoda.cli", "serve", *([model] if model else [])]
+    command += ["--port", str(port), "--workers", str(workers), "--data-dir", str(tmp_path / "d"), *arguments]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+    stack = Stack(process, port, tmp_path / "d", log)
+    try:
+        stack.wait_until(stack.ready, READY_TIMEOUT_S)
+        stack.wait_until(lambda: len(stack.ready_workers()) == workers, READY_TIMEOUT_S)
+        yield stack
+    finally:
+        family = stack.family() if process.poll() is None else []
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(40)
+        except subprocess.TimeoutExpired:
+            for member in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+            raise RuntimeError(f"the stack did not stop; log:\n{stack.tail()}") from None
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,145 @@
+"""The stack as a user meets it: one command, the official client, real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.e2e.stack import Stack, alive, kill, running_stack
+
+pytestmark = pytest.mark.e2e
+MODEL = "demo"
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with running_stack(tmp_path_factory.mktemp("stack"), "--served-model-name", MODEL) as running:
+        yield running
+
+
+def test_chat_answers_a_sum(stack: Stack) -> None:
+    answer = stack.client().chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "What is 2 + 3?"}], temperature=0
+    )
+    assert "5" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_stream_equals_whole(stack: Stack) -> None:
+    request = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "seed": 7, "temperature": 0.8}
+    whole = stack.client().chat.completions.create(**request)
+    chunks = list(stack.client().chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+    )
+
+
+def test_prefix_cache_is_reported(stack: Stack) -> None:
+    prompt = list(range(40, 90)) * 3
+    request = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "temperature": 0}
+    first = stack.client().completions.create(**request)
+    second = stack.client().completions.create(**request)
+    assert second.choices[0].text == first.choices[0].text
+    assert second.usage.prompt_tokens_details.cached_tokens >= 128
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"suffix": "x"}, "suffix"),
+        ({"no_such_field": 1}, "no_such_field"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"max_tokens": 10**9}, "max_tokens"),
+    ],
+)
+def test_a_bad_field_is_a_400_that_names_it(stack: Stack, body: dict, param: str) -> None:
+    answer = httpx.post(f"{stack.url}/v1/completions", json={"model": MODEL, "prompt": "hi", **body}, timeout=30)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param
+
+
+def test_64_streams_of_128_tokens_all_complete(stack: Stack) -> None:
+    async def one(client: openai.AsyncOpenAI, index: int) -> int:
+        stream = await client.completions.create(
+            model=MODEL,
+            prompt=[(index * 7 + k) % 200 + 30 for k in range(20 + index)],
+            max_tokens=128,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        usage, reason = None, None
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            if chunk.choices and chunk.choices[0].finish_reason:
+                reason = chunk.choices[0].finish_reason
+        assert reason == "length"
+        return usage.completion_tokens
+
+    async def all_of_them() -> list[int]:
+        async with stack.async_client() as client:
+            return await asyncio.gather(*(one(client, index) for index in range(64)))
+
+    assert asyncio.run(all_of_them()) == [128] * 64
+    stack.wait_until(lambda: stack.stats().blocks_used == 0)
+
+
+def test_a_client_that_leaves_frees_its_blocks(stack: Stack) -> None:
+    stream = stack.client().completions.create(
+        model=MODEL, prompt="hello", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert stack.stats().blocks_used > 0
+    stream.close()
+    stack.wait_until(lambda: stack.stats().blocks_used == 0, 5)
+
+
+def test_stop_strings_and_n(stack: Stack) -> None:
+    request = {"model": MODEL, "prompt": "abc", "max_tokens": 40, "n": 3, "seed": 3, "temperature": 1.5}
+    whole = stack.client().completions.create(**request, extra_body={"ignore_eos": True})
+    assert sorted(choice.index for choice in whole.choices) == [0, 1, 2]
+    assert len({choice.text for choice in whole.choices}) > 1
+    text = whole.choices[1].text
+    stop = text[len(text) // 2 :][:2]
+    stopped = stack.client().completions.create(**request, stop=[stop], extra_body={"ignore_eos": True})
+    assert stopped.choices[1].text == text[: text.index(stop)]
+    assert stopped.choices[1].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/health/startup", "/version", "/metrics"])
+def test_operations_endpoints_answer(stack: Stack, path: str) -> None:
+    assert httpx.get(stack.url + path).status_code == 200
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_nothing_is_left_after_the_supervisor_ends(tmp_path: Path, signum: signal.Signals) -> None:
+    with running_stack(tmp_path) as stack:
+        family = stack.family()
+        assert len(family) == 4
+        stack.process.send_signal(signum)
+        stack.process.wait(40)
+        _, left = psutil.wait_procs(alive(family), timeout=10)
+        assert alive(left) == []
+        if signum is not signal.SIGKILL:
+            assert stack.process.returncode == 0, stack.tail()
+
+
+def test_a_killed_gateway_comes_back_on_its_port(tmp_path: Path) -> None:
+    with running_stack(tmp_path) as stack:
+        kill(stack.children("gateway")[0].pid)
+        stack.wait_until(lambda: not stack.ready())
+        stack.wait_until(stack.ready)
+        assert stack.client().models.list().data

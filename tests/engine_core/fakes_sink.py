@@ -1,0 +1,139 @@
+"""A sink that remembers what it was told, and a scripted executor."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from tests.fakes import FakeRunner
+
+from pagoda_engine_core.executor import ExecutorEvent, StepDone, ToExecutor, WorkerInfo, WorkerJoined, WorkerState
+from pagoda_proto.errors import PagodaError
+from pagoda_proto.records import Delta, FinishReason
+from pagoda_proto.steps import Hello, StepPlan
+
+
+class ResettableRunner(FakeRunner):
+    """FakeRunner that can begin anew."""
+
+    def reset(self) -> None:
+        last_row_id = self._last_row_id
+        self.rows.clear()
+        self.failed_rows.clear()
+        self.steps_done = 0
+        self.__post_init__()
+        self._last_row_id = last_row_id
+
+
+class RecordingSink:
+    """Checks on the way that positions follow each other, and that a request ends once."""
+
+    def __init__(self) -> None:
+        self.accepted_ids: list[tuple[str, int]] = []
+        self.rejections: dict[str, PagodaError] = {}
+        self.retry_after_s: dict[str, float] = {}
+        self.migrated: list[tuple[str, int]] = []
+        self.batches: list[list[Delta]] = []
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], FinishReason] = {}
+        self.endings: dict[str, Delta] = {}
+        self._changed = threading.Condition()
+
+    def accepted(self, request_id: str, attempt: int) -> None:
+        with self._changed:
+            self.accepted_ids.append((request_id, attempt))
+            self._changed.notify_all()
+
+    def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
+        with self._changed:
+            self.rejections[request_id] = error
+            self.retry_after_s[request_id] = retry_after_s
+            self._changed.notify_all()
+
+    def migrate(self, request_id: str, attempt: int, reason: str) -> None:
+        with self._changed:
+            self.migrated.append((request_id, attempt))
+            self._changed.notify_all()
+
+    def deltas(self, deltas: list[Delta]) -> None:
+        with self._changed:
+            self.batches.append(deltas)
+            for delta in deltas:
+                self._take(delta)
+            self._changed.notify_all()
+
+    def _take(self, delta: Delta) -> None:
+        key = (delta.request_id, delta.choice)
+        tokens = self.tokens.setdefault(key, [])
+        assert delta.first_index == len(tokens), f"{key}: {delta.first_index} after {len(tokens)} tokens"
+        assert key not in self.reasons, f"{key} goes on after its ending"
+        tokens += delta.token_ids
+        if delta.finish_reason is not None:
+            self.reasons[key] = delta.finish_reason
+        if delta.ends_request:
+            assert delta.request_id not in self.endings
+            self.endings[delta.request_id] = delta
+
+    def prime(self, request_id: str, choice: int, tokens: list[int]) -> None:
+        """Tokens that an earlier attempt delivered."""
+        self.tokens[request_id, choice] = list(tokens)
+
+    def choices(self, request_id: str) -> list[list[int]]:
+        return [tokens for (name, _), tokens in sorted(self.tokens.items()) if name == request_id]
+
+    def wait(self, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        with self._changed:
+            if not self._changed.wait_for(condition, timeout_s):
+                raise TimeoutError(f"endings: {len(self.endings)}, rejections: {self.rejections}")
+
+    def wait_endings(self, count: int) -> None:
+        self.wait(lambda: len(self.endings) + len(self.rejections) >= count)
+
+
+class ScriptedExecutor:
+    """Tests put events in and look at what was sent; `answer` lets a FakeRunner compute the oldest plan of a life."""
+
+    def __init__(self) -> None:
+        self.events: deque[ExecutorEvent] = deque()
+        self.sent: list[tuple[int, ToExecutor]] = []
+        self.plans: dict[int, deque[StepPlan]] = {}
+        self.runners: dict[int, FakeRunner] = {}
+        self.closed = False
+
+    def join(self, epoch: int, hello: Hello) -> FakeRunner:
+        self.events.append(WorkerJoined(epoch, hello))
+        self.plans[epoch] = deque()
+        self.runners[epoch] = FakeRunner(hello.num_blocks, hello.block_size)
+        return self.runners[epoch]
+
+    def answer(self, epoch: int) -> bool:
+        if not self.plans[epoch]:
+            return False
+        self.events.append(StepDone(epoch, self.runners[epoch].execute(self.plans[epoch].popleft())))
+        return True
+
+    def answer_all(self) -> bool:
+        return sum(self.answer(epoch) for epoch in self.plans) > 0
+
+    def send(self, epoch: int, message: ToExecutor) -> None:
+        self.sent.append((epoch, message))
+        if isinstance(message, StepPlan):
+            self.plans[epoch].append(message)
+
+    def wait(self, timeout_s: float) -> list[ExecutorEvent]:
+        events = list(self.events)
+        self.events.clear()
+        return events
+
+    def wake(self) -> None:
+        pass
+
+    def workers(self) -> Sequence[WorkerInfo]:
+        return [WorkerInfo(0, event.hello, WorkerState.READY, 0) for event in self.events if hasattr(event, "hello")]
+
+    def counters(self) -> Mapping[str, int]:
+        return {}
+
+    def close(self) -> None:
+        self.closed = True

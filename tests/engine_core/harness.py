@@ -1,0 +1,193 @@
+"""A scheduler, a FakeRunner, and a client that checks what it receives: index by index, one ending per request."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tests.fakes import FakeModel, FakeRunner, ManualClock, prefix_hashes, reference_outputs
+
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.policy import load_policy
+from pagoda_engine_core.request import Request
+from pagoda_engine_core.scheduler import Scheduler
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.records import Delta, FinishReason, PriorOutput, RequestRecord
+from pagoda_proto.steps import StepPlan, StepResult, TopLogprobs
+
+
+class Client:
+    """What arrived for one request."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self.tokens: list[list[int]] = [[] for _ in range(record.params.n)]
+        self.reasons: list[FinishReason | None] = [None] * record.params.n
+        self.stop_token_ids: list[int | None] = [None] * record.params.n
+        self.logprobs: list[TopLogprobs] = []
+        self.prompt_logprobs: list[list[TopLogprobs]] = []
+        self.error_code: ErrorCode | None = None
+        self.error_message = ""
+        self.last: Delta | None = None  # the ending
+
+    def receive(self, delta: Delta) -> None:
+        assert self.last is None, "a delta after the ending"
+        assert delta.first_index == len(self.tokens[delta.choice]), "a gap or a repetition"
+        assert self.reasons[delta.choice] is None or (delta.ends_request and not delta.token_ids)
+        self.tokens[delta.choice] += delta.token_ids
+        if delta.logprobs is not None:
+            assert len(delta.logprobs) == len(delta.token_ids)
+            self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs.append(delta.prompt_logprobs)
+        if delta.finish_reason is not None:
+            self.reasons[delta.choice] = delta.finish_reason
+            self.stop_token_ids[delta.choice] = delta.stop_token_id
+            self.error_code = delta.error_code or self.error_code
+            self.error_message = delta.error_message or self.error_message
+        if delta.ends_request:
+            assert delta.ledger is not None
+            assert None not in self.reasons, "the ending came before a choice's"
+            assert delta.usage is not None
+            assert delta.usage.output_tokens == sum(map(len, self.tokens))
+            self.last = delta
+
+    def prior(self) -> list[PriorOutput]:
+        """Everything received, as a gateway would send it with the next attempt."""
+        return [
+            PriorOutput(choice=index, token_ids=list(tokens), finished=self.reasons[index] is not None)
+            for index, tokens in enumerate(self.tokens)
+        ]
+
+    def check_against_reference(self, model: FakeModel) -> None:
+        """Choices that ended by themselves match the reference exactly, all others are a prefix of it."""
+        for index, reference in enumerate(reference_outputs(self.record, model)):
+            if self.reasons[index] in (FinishReason.STOP, FinishReason.LENGTH):
+                got = (self.tokens[index], self.reasons[index], self.stop_token_ids[index])
+                assert got == reference
+            else:
+                assert self.tokens[index] == reference.token_ids[: len(self.tokens[index])]
+        params, prompt = self.record.params, self.record.prompt_token_ids
+        assert len(self.logprobs) == (0 if params.logprobs is None else sum(map(len, self.tokens)))
+        if params.prompt_logprobs is not None and self.tokens[0]:
+            known = list(zip(prefix_hashes(prompt), prompt[1:], strict=False))
+            expected = [model.logprobs(prefix, token, params.prompt_logprobs) for prefix, token in known]
+            assert self.prompt_logprobs == [expected], "prompt log-probabilities go out once"
+        else:
+            assert self.prompt_logprobs == []
+
+
+class Harness:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        model: FakeModel | None = None,
+        poison_token_id: int | None = None,
+        poison_at: int = 0,
+        **config: Any,
+    ) -> None:
+        self.model = model or FakeModel()
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.config = EngineConfig(**({"max_steps_in_flight": 1, "max_rows": 16} | config))
+        self.clock = ManualClock()
+        self.clients: dict[str, Client] = {}
+        self.plans: list[StepPlan] = []
+        self._poison = {"poison_token_id": poison_token_id, "poison_at": poison_at}
+        self._row_ids: Iterator[int] = itertools.count()
+        self.results: deque[StepResult] = deque()
+        self.new_worker()
+
+    def new_worker(self) -> None:
+        self.runner = FakeRunner(
+            self.num_blocks,
+            self.block_size,
+            self.model,
+            max_rows=self.config.max_rows,
+            max_tokens_per_step=self.config.max_tokens_per_step,
+            **self._poison,
+        )
+        self.scheduler = Scheduler(
+            self.config,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            policy=load_policy(self.config.policy),
+            row_ids=self._row_ids,
+            max_rows=self.config.max_rows,
+            max_tokens_per_step=self.config.max_tokens_per_step,
+        )
+        self.results.clear()
+
+    def request(self, record: RequestRecord, *, attempt: int = 0, prior: Sequence[PriorOutput] = ()) -> Request:
+        limit = record.params.max_tokens
+        assert limit is not None
+        return Request(record, max_output_tokens=limit, now=self.clock(), attempt=attempt, prior=prior)
+
+    def add(self, record: RequestRecord, *, attempt: int = 0, prior: Sequence[PriorOutput] = ()) -> Request:
+        request = self.request(record, attempt=attempt, prior=prior)
+        if attempt == 0:
+            client = self.clients[record.request_id] = Client(record)
+            for output in prior:  # a client of an earlier attempt, made up
+                client.tokens[output.choice] = list(output.token_ids)
+                if output.finished:
+                    client.reasons[output.choice] = FinishReason.ABORT
+        self.receive(self.scheduler.add(request, self.clock()))
+        return request
+
+    def receive(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self.clients[delta.request_id].receive(delta)
+
+    def plan(self) -> StepPlan | None:
+        """Schedule one step and have the worker execute it; its result waits for `land`."""
+        plan = self.scheduler.schedule(self.clock())
+        if plan is not None:
+            self.plans.append(plan)
+            self.results.append(self.runner.execute(plan))
+        return plan
+
+    def land(self) -> list[Delta]:
+        deltas = self.scheduler.apply(self.results.popleft(), self.clock())
+        self.receive(deltas)
+        return deltas
+
+    def step(self) -> StepPlan:
+        """Plan a step that must not be empty, and apply its result."""
+        plan = self.plan()
+        assert plan is not None
+        self.land()
+        return plan
+
+    def lose_worker(self) -> list[Request]:
+        """The worker dies; a new one takes over everything."""
+        requests = self.scheduler.take_back(self.clock())
+        self.scheduler.check_invariants()
+        assert not self.scheduler.has_work
+        assert self.scheduler.counters.blocks_used == 0
+        self.new_worker()
+        for request in requests:
+            self.receive(self.scheduler.add(request, self.clock()))
+        return requests
+
+    def drain(self, max_steps: int = 3000) -> None:
+        """Run until nothing is left, with as many steps in flight as allowed."""
+        for _ in range(max_steps):
+            while self.scheduler.steps_in_flight < self.config.max_steps_in_flight and self.plan():
+                pass
+            if not self.results:
+                break
+            self.land()
+            self.scheduler.check_invariants()
+        assert not self.scheduler.has_work, "stuck"
+        assert self.scheduler.num_waiting == self.scheduler.num_running == self.scheduler.queued_tokens == 0
+        assert self.scheduler.counters.blocks_used == 0
+        assert not self.runner.rows, "the worker was not told to drop these rows"
+
+    def check_all(self) -> None:
+        for client in self.clients.values():
+            assert client.last is not None, "no ending"
+            client.check_against_reference(self.model)

@@ -1,0 +1,724 @@
+"""One test per rule; what they do together is in test_scheduler_properties."""
+
+from __future__ import annotations
+
+import pytest
+from tests.engine_core.harness import Harness
+from tests.fakes import FakeModel, make_record, reference_tokens
+
+from pagoda_engine_core.blocks import BrokenInvariant
+from pagoda_engine_core.policy import Fcfs
+from pagoda_engine_core.request import ChoiceState
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import Delta, FinishReason, PriorOutput
+from pagoda_proto.steps import AppendBlocks, Chunk, ReplaceBlock, RowError, RowOutput, StepResult, TopLogprobs
+
+PROMPT = list(range(10, 20))
+
+
+def causes(delta: Delta | None) -> dict[str, float]:
+    assert delta is not None
+    assert delta.ledger is not None
+    return {entry.cause: entry.seconds for entry in delta.ledger}
+
+
+# --- the chase -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_runs_from_prompt_to_length() -> None:
+    harness = Harness()
+    record = make_record(PROMPT, max_tokens=3)
+    harness.add(record)
+    plan = harness.step()
+    (new,) = plan.new_rows
+    assert (new.token_ids, new.num_prompt_tokens, new.num_computed, len(new.block_ids)) == (PROMPT, 10, 0, 3)
+    assert (new.params, new.seed, new.choice) == (record.params, record.seed, 0)
+    assert plan.chunks == [Chunk(new.row_id, 0, 10, True)]
+    assert harness.step().chunks == [Chunk(new.row_id, 10, 1, True)]
+    assert harness.step().chunks == [Chunk(new.row_id, 11, 1, True)]
+    harness.drain()
+    assert harness.clients[record.request_id].tokens == reference_tokens(record)
+    harness.check_all()
+
+
+def test_decoding_sends_changes_only() -> None:
+    harness = Harness()
+    harness.add(make_record(PROMPT, max_tokens=8))
+    first = harness.step()
+    plans = [harness.step() for _ in range(4)]
+    assert all(plan.new_rows == plan.finished_rows == plan.block_copies == [] for plan in plans)
+    appended = [append for plan in plans for append in plan.append_blocks]
+    (append,) = appended  # positions 10 to 13 cross one border of blocks of four
+    assert append == AppendBlocks(first.new_rows[0].row_id, append.block_ids)
+    assert len(append.block_ids) == 1
+
+
+def test_steps_count_up_and_the_last_plan_only_drops_rows() -> None:
+    harness = Harness()
+    harness.add(make_record(PROMPT, max_tokens=2))
+    assert [harness.step().step for _ in range(2)] == [1, 2]
+    assert harness.scheduler.has_work
+    plan = harness.step()
+    assert (plan.step, plan.finished_rows, plan.chunks) == (3, [0], [])
+    assert not harness.scheduler.has_work
+    assert harness.plan() is None
+
+
+def test_a_prompt_is_computed_in_chunks_and_sampled_after_the_last() -> None:
+    harness = Harness(chunk_size=4)
+    harness.add(make_record(PROMPT, max_tokens=1))
+    chunks = [harness.step().chunks[0] for _ in range(3)]
+    assert [(c.start, c.num_tokens, c.sample) for c in chunks] == [(0, 4, False), (4, 4, False), (8, 2, True)]
+
+
+def test_decodes_have_their_tokens_before_any_prompt() -> None:
+    harness = Harness(max_tokens_per_step=6)
+    long, short = make_record([1] * 20, max_tokens=2), make_record([2], max_tokens=8)
+    harness.add(long)
+    harness.step()
+    harness.add(short)
+    harness.clock.advance(1)
+    for _ in range(2):  # the long prompt is first in line, and takes all there is
+        assert [c.num_tokens for c in harness.step().chunks] == [6]
+    plan = harness.step()
+    assert [(c.row_id, c.num_tokens, c.sample) for c in plan.chunks] == [(1, 1, True), (0, 2, True)]
+    third = make_record([3] * 20, max_tokens=2)
+    harness.add(third)
+    plan = harness.step()
+    assert [c.num_tokens for c in plan.chunks] == [1, 1, 4], "decodes first, the prompt has the rest"
+    harness.drain()
+    harness.check_all()
+
+
+def test_running_rows_go_before_waiting_ones() -> None:
+    harness = Harness(max_tokens_per_step=8, policy="priority")
+    harness.add(make_record([1] * 20, priority=0))
+    harness.step()
+    harness.add(make_record([2] * 20, priority=-1))
+    assert [c.row_id for c in harness.step().chunks] == [0]
+
+
+def test_more_decodes_than_tokens_serves_them_in_order() -> None:
+    harness = Harness(max_tokens_per_step=2)
+    for _ in range(3):
+        harness.add(make_record([1], max_tokens=4))
+    harness.drain()
+    harness.check_all()
+    assert max(len(plan.chunks) for plan in harness.plans) == 2
+
+
+def test_no_more_rows_than_allowed() -> None:
+    harness = Harness(max_rows=2)
+    for _ in range(5):
+        harness.add(make_record(PROMPT, max_tokens=3))
+    harness.step()
+    assert (harness.scheduler.num_rows, harness.scheduler.num_running, harness.scheduler.num_waiting) == (2, 2, 3)
+    assert harness.scheduler.queued_tokens == 30
+    harness.drain()
+    harness.check_all()
+
+
+# --- steps in flight -------------------------------------------------------------------------------------------------
+
+
+def test_the_next_step_is_planned_on_a_token_nobody_knows_yet() -> None:
+    harness = Harness(max_steps_in_flight=3)
+    harness.add(make_record(PROMPT, max_tokens=3))
+    starts = [plan.chunks[0].start for plan in (harness.plan(), harness.plan(), harness.plan()) if plan]
+    assert starts == [10 - 10, 10, 11]
+    assert harness.scheduler.steps_in_flight == 3
+    assert not harness.scheduler.has_work, "the last token there can be is being sampled"
+    harness.drain()
+    harness.check_all()
+
+
+def test_no_chunk_is_planned_beyond_the_last_token() -> None:
+    harness = Harness(max_steps_in_flight=2)
+    harness.add(make_record(PROMPT, max_tokens=1))
+    assert harness.plan() is not None
+    assert harness.plan() is None
+
+
+def test_planning_more_steps_than_allowed_is_an_error() -> None:
+    harness = Harness(max_steps_in_flight=1)
+    harness.add(make_record(PROMPT))
+    harness.plan()
+    with pytest.raises(PagodaError, match="in flight") as caught:
+        harness.scheduler.schedule(0.0)
+    assert caught.value.code is ErrorCode.INTERNAL
+
+
+def test_output_after_an_ending_is_dropped() -> None:
+    harness = Harness(max_steps_in_flight=2, model=FakeModel(eos_at=1))
+    record = make_record(PROMPT, max_tokens=8, eos_token_ids=(77,))
+    harness.add(record)
+    harness.drain()
+    client = harness.clients[record.request_id]
+    assert (client.reasons, client.stop_token_ids, len(client.tokens[0])) == ([FinishReason.STOP], [77], 2)
+    assert sum(len(plan.chunks) for plan in harness.plans) == 3, "one step was in flight when the end was seen"
+    harness.check_all()
+
+
+@pytest.mark.parametrize(
+    ("result", "reason"),
+    [
+        (StepResult(step=2, outputs=[RowOutput(0, [1])]), "result of step 1 expected, got 2"),
+        (StepResult(step=1, outputs=[]), "row 0 must yield 1 tokens, got"),
+        (StepResult(step=1, outputs=[RowOutput(0, [1, 2])]), "must yield 1 tokens"),
+        (StepResult(step=1, outputs=[RowOutput(0, [-1])]), "must yield 1 tokens"),
+        (StepResult(step=1, outputs=[RowOutput(0, [1]), RowOutput(0, [1])]), "two outputs"),
+        (StepResult(step=1, outputs=[RowOutput(0, [1], None, [])]), "log-probabilities"),
+        (StepResult(step=1, outputs=[RowOutput(0, [1], [TopLogprobs(0.0, 1, [], [])])]), "0 of 9 prompt log-prob"),
+    ],
+)
+def test_a_result_that_does_not_answer_the_plan_changes_nothing(result: StepResult, reason: str) -> None:
+    harness = Harness()
+    harness.add(make_record(PROMPT, logprobs=1, prompt_logprobs=1))
+    harness.plan()
+    with pytest.raises(PagodaError, match=reason) as caught:
+        harness.scheduler.apply(result, 0.0)
+    assert caught.value.code is ErrorCode.PROTOCOL_ERROR
+    assert harness.scheduler.steps_in_flight == 1
+    harness.drain()
+    harness.check_all()
+
+
+def test_a_token_from_a_chunk_that_does_not_sample_is_an_error() -> None:
+    harness = Harness(chunk_size=4)
+    harness.add(make_record(PROMPT))
+    harness.plan()
+    with pytest.raises(PagodaError, match="must yield 0 tokens"):
+        harness.scheduler.apply(StepResult(step=1, outputs=[RowOutput(0, [1])]), 0.0)
+
+
+def test_a_result_nobody_asked_for_is_an_error() -> None:
+    with pytest.raises(PagodaError, match="no step is in flight"):
+        Harness().scheduler.apply(StepResult(step=1), 0.0)
+
+
+def test_output_for_unknown_rows_is_ignored() -> None:
+    harness = Harness()
+    record = make_record(PROMPT, max_tokens=1)
+    harness.add(record)
+    harness.plan()
+    result = harness.results.popleft()
+    stray = [RowOutput(99, [5]), *result.outputs]
+    errors = [RowError(98, "internal_error", "not ours")]
+    deltas = harness.scheduler.apply(StepResult(step=1, outputs=stray, errors=errors), 0.0)
+    assert [delta.token_ids for delta in deltas] == reference_tokens(record)
+
+
+# --- endings ---------------------------------------------------------------------------------------------------------
+
+
+def test_stop_tokens_end_after_min_tokens_only() -> None:
+    fourth = reference_tokens(make_record(PROMPT))[0][3]
+    for min_tokens in (0, 3):
+        harness = Harness()
+        record = make_record(PROMPT, max_tokens=8, min_tokens=min_tokens, stop_token_ids=(fourth,))
+        harness.add(record)
+        harness.drain()
+        harness.check_all()
+        client = harness.clients[record.request_id]
+        assert client.reasons == [FinishReason.STOP]
+        assert client.stop_token_ids == [fourth]
+        assert len(client.tokens[0]) == 4
+
+
+def test_a_stop_token_sampled_too_early_does_not_end_a_choice() -> None:
+    """A worker does not sample one before min_tokens; if it does all the same, the request goes on."""
+    harness = Harness()
+    record = make_record(PROMPT, max_tokens=3, min_tokens=1, stop_token_ids=(7,))
+    harness.add(record)
+    for step, ends in ((1, False), (2, True)):
+        harness.scheduler.schedule(0.0)
+        (delta,) = harness.scheduler.apply(StepResult(step=step, outputs=[RowOutput(0, [7])]), 0.0)
+        assert delta.ends_request is ends
+
+
+def test_the_worker_is_not_told_of_eos_it_must_ignore() -> None:
+    harness = Harness()
+    harness.add(make_record(PROMPT, eos_token_ids=(7,), ignore_eos=True))
+    harness.add(make_record(PROMPT, eos_token_ids=(7,)))
+    assert [new.eos_token_ids for new in harness.step().new_rows] == [(), (7,)]
+
+
+def test_abort_ends_a_running_request_at_once() -> None:
+    harness = Harness(max_steps_in_flight=2)
+    record = make_record(PROMPT, max_tokens=50)
+    harness.add(record)
+    harness.plan()
+    harness.plan()
+    harness.land()
+    harness.receive(harness.scheduler.abort(record.request_id, (), 1.0))
+    client = harness.clients[record.request_id]
+    assert (client.reasons, len(client.tokens[0])) == ([FinishReason.ABORT], 1)
+    assert client.last is not None
+    assert harness.scheduler.counters.blocks_used == 0
+    assert harness.land() == []
+    assert harness.step().finished_rows == [0]
+
+
+def test_abort_of_one_choice_leaves_the_others() -> None:
+    harness = Harness()
+    record = make_record(PROMPT, n=3, max_tokens=6)
+    harness.add(record)
+    for _ in range(3):
+        harness.step()
+    harness.receive(harness.scheduler.abort(record.request_id, [1, 9], 0.0))
+    client = harness.clients[record.request_id]
+    assert client.reasons == [None, FinishReason.ABORT, None]
+    assert client.last is None
+    assert harness.scheduler.abort(record.request_id, [1], 0.0) == []
+    harness.drain()
+    harness.check_all()
+    assert client.reasons == [FinishReason.LENGTH, FinishReason.ABORT, FinishReason.LENGTH]
+
+
+def test_unknown_ids_are_ignored() -> None:
+    harness = Harness()
+    assert harness.scheduler.abort("nobody", (), 0.0) == []
+    assert harness.scheduler.fail("nobody", ErrorCode.INTERNAL, "", 0.0) == []
+
+
+def test_fail_ends_waiting_and_running_choices() -> None:
+    harness = Harness(max_rows=1)
+    record = make_record(PROMPT, n=2)
+    harness.add(record)
+    harness.step()
+    harness.receive(harness.scheduler.fail(record.request_id, ErrorCode.REQUEST_FAILED_REPEATEDLY, "twice", 0.0))
+    client = harness.clients[record.request_id]
+    assert client.reasons == [FinishReason.ERROR] * 2
+    assert (client.error_code, client.error_message) == (ErrorCode.REQUEST_FAILED_REPEATEDLY, "twice")
+    harness.drain()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_row_error_ends_its_request_and_no_other(depth: int) -> None:
+    harness = Harness(max_steps_in_flight=depth, poison_token_id=99, poison_at=2)
+    good, bad = make_record(PROMPT, max_tokens=6), make_record([*PROMPT, 99], n=2, max_tokens=6)
+    harness.add(good)
+    harness.add(bad)
+    harness.drain()
+    client = harness.clients[bad.request_id]
+    assert client.reasons == [FinishReason.ERROR] * 2
+    assert (client.error_code, client.error_message) == (ErrorCode.NUMERICAL_ERROR, "poisoned prompt")
+    harness.check_all()
+    assert harness.clients[good.request_id].reasons == [FinishReason.LENGTH]
+    dropped = {row_id for plan in harness.plans for row_id in plan.finished_rows}
+    assert 1 in harness.runner.failed_rows
+    assert 1 not in dropped, "the worker has dropped a failed row itself"
+
+
+def test_an_unknown_row_error_code_becomes_internal() -> None:
+    harness = Harness()
+    record = make_record(PROMPT)
+    harness.add(record)
+    harness.plan()
+    deltas = harness.scheduler.apply(StepResult(step=1, errors=[RowError(0, "odd", "what?")]), 0.0)
+    assert [(d.error_code, d.error_message) for d in deltas] == [(ErrorCode.INTERNAL, "what?")]
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    harness = Harness(num_blocks=4)
+    fitting, too_long = make_record([1] * 10, max_tokens=7), make_record([1] * 10, max_tokens=8)
+    assert harness.scheduler.fits(harness.request(fitting))
+    assert not harness.scheduler.fits(harness.request(too_long))
+    harness.add(too_long)
+    client = harness.clients[too_long.request_id]
+    assert client.error_code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+    assert "need 5 KV blocks; the worker has 4" in client.error_message
+    assert not harness.scheduler.has_work
+    harness.add(fitting)
+    harness.drain()
+    assert harness.clients[fitting.request_id].reasons == [FinishReason.LENGTH]
+
+
+def test_a_known_request_is_not_added_twice() -> None:
+    harness = Harness()
+    record = make_record(PROMPT)
+    harness.add(record)
+    with pytest.raises(PagodaError, match="here already"):
+        harness.scheduler.add(harness.request(record), 0.0)
+
+
+def test_waiting_too_long_ends_what_never_started() -> None:
+    harness = Harness(max_rows=1, queue_timeout_s=10.0)
+    running, impatient, patient = (
+        make_record(PROMPT, max_tokens=50),
+        make_record(PROMPT, queue_timeout_s=2.0),
+        make_record(PROMPT),
+    )
+    for record in (running, impatient, patient):
+        harness.add(record)
+    harness.step()
+    ended_at = {}
+    for _ in range(12):
+        harness.receive(harness.scheduler.expire(harness.clock()))
+        for record in (running, impatient, patient):
+            if harness.clients[record.request_id].last is not None:
+                ended_at.setdefault(record.request_id, harness.clock())
+        harness.clock.advance(1.0)
+    assert ended_at == {impatient.request_id: 2.0, patient.request_id: 10.0}
+    client = harness.clients[patient.request_id]
+    assert (client.error_code, client.reasons) == (ErrorCode.OVERLOADED, [FinishReason.ERROR])
+    assert causes(client.last) == {"queued_behind": 10.0}
+    assert causes(harness.clients[impatient.request_id].last) == {"queued_rows": 2.0}
+
+
+# --- prior outputs and lost workers ----------------------------------------------------------------------------------
+
+
+def test_prior_tokens_are_continued_not_repeated() -> None:
+    harness = Harness()
+    record = make_record(PROMPT, n=2, max_tokens=6)
+    expected = reference_tokens(record)
+    prior = [PriorOutput(choice=0, token_ids=expected[0][:4]), PriorOutput(choice=1, token_ids=expected[1][:1])]
+    harness.add(record, prior=prior)
+    plan = harness.step()
+    assert plan.new_rows[0].token_ids == PROMPT + expected[0][:4]
+    assert plan.new_rows[0].num_prompt_tokens == 10
+    harness.drain()
+    harness.check_all()
+    usage = harness.clients[record.request_id].last.usage  # type: ignore[union-attr]
+    assert (usage.output_tokens, usage.prompt_tokens) == (12, 10)
+
+
+def test_a_request_whose_choices_are_all_finished_ends_in_add() -> None:
+    harness = Harness(num_blocks=1)
+    record = make_record(PROMPT)
+    harness.add(record, prior=[PriorOutput(choice=0, token_ids=[1], finished=True)])
+    assert harness.clients[record.request_id].last is not None
+    assert not harness.scheduler.has_work
+
+
+def test_a_lost_worker_costs_time_but_no_token() -> None:
+    harness = Harness(max_steps_in_flight=2, max_rows=2)
+    records = [make_record(PROMPT, max_tokens=6) for _ in range(3)]
+    for record in records:
+        harness.add(record)
+    for _ in range(3):
+        harness.plan()
+        harness.land()
+        harness.clock.advance(1.0)
+    harness.plan()
+    taken = harness.lose_worker()
+    assert [request.request_id for request in taken] == [record.request_id for record in records]
+    assert [request.replays for request in taken] == [1, 1, 0], "the third had not started"
+    harness.clock.advance(5.0)
+    while harness.scheduler.has_work:
+        harness.step()
+        harness.clock.advance(1.0)
+    harness.check_all()
+    ledger = causes(harness.clients[records[0].request_id].last)
+    assert ledger["replaying"] == 5.0
+    assert sum(ledger.values()) == 10.0
+
+
+def test_replayed_requests_keep_their_place() -> None:
+    harness = Harness(max_rows=1)
+    old = make_record(PROMPT, max_tokens=4)
+    harness.add(old)
+    harness.step()
+    requests = harness.scheduler.take_back(1.0)
+    harness.new_worker()
+    harness.clock.advance(1.0)
+    harness.add(make_record(PROMPT, max_tokens=4))
+    for request in requests:
+        harness.scheduler.add(request, 1.0)
+    (new,) = harness.step().new_rows
+    assert len(new.token_ids) == 11
+
+
+def test_replayed_requests_do_not_expire() -> None:
+    harness = Harness(queue_timeout_s=5.0)
+    harness.add(make_record(PROMPT))
+    harness.step()
+    harness.lose_worker()
+    assert harness.scheduler.expire(100.0) == []
+    harness.drain()
+    harness.check_all()
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_in_order_is_preempted_and_its_tokens_do_not_change() -> None:
+    harness = Harness(num_blocks=8, prefix_cache=False)
+    first, second = make_record([1] * 9, max_tokens=16), make_record([2] * 9, max_tokens=16)
+    harness.add(first)
+    harness.add(second)
+    harness.drain()
+    harness.check_all()
+    usages = [harness.clients[record.request_id].last.usage for record in (first, second)]  # type: ignore[union-attr]
+    assert [usage.preemptions for usage in usages] == [0, 1]
+    assert harness.scheduler.counters.preemptions == 1
+    (resumed,) = [new for plan in harness.plans[1:] for new in plan.new_rows]
+    assert len(resumed.token_ids) > 9, "it brings its output along"
+    assert resumed.row_id == 2, "and is a new row"
+
+
+def test_priority_decides_who_is_preempted() -> None:
+    harness = Harness(num_blocks=8, policy="priority")
+    low, high = make_record([1] * 9, max_tokens=16, priority=3), make_record([2] * 9, max_tokens=16, priority=1)
+    harness.add(low)
+    harness.add(high)
+    harness.drain()
+    harness.check_all()
+    usages = [harness.clients[record.request_id].last.usage for record in (low, high)]  # type: ignore[union-attr]
+    assert usages[0].preemptions > usages[1].preemptions == 0
+
+
+def test_a_policy_may_choose_another_victim() -> None:
+    class Frugal(Fcfs):
+        def victim(self, candidates):  # type: ignore[no-untyped-def]
+            return min(candidates, key=lambda choice: len(choice.block_ids))
+
+    harness = Harness(num_blocks=9, prefix_cache=False)
+    harness.scheduler._policy = Frugal()
+    for prompt, max_tokens in (([1] * 5, 20), ([2] * 1, 24), ([3] * 9, 20)):
+        harness.add(make_record(prompt, max_tokens=max_tokens))
+    harness.drain()
+    harness.check_all()
+    assert harness.scheduler.counters.preemptions > 0
+
+
+def test_nothing_is_started_in_a_step_that_preempts() -> None:
+    harness = Harness(num_blocks=8, prefix_cache=False)
+    for _ in range(2):
+        harness.add(make_record([1] * 9, max_tokens=16))
+    waiting = make_record([3], max_tokens=2)
+    while harness.scheduler.counters.preemptions == 0:
+        harness.step()
+        if harness.plans[-1].step == 3:
+            harness.add(waiting)
+    assert harness.plans[-1].new_rows == []
+    harness.drain()
+    harness.check_all()
+
+
+def test_a_start_leaves_room_for_what_runs() -> None:
+    """The first prompt comes in chunks; the second must not take the blocks the first still needs."""
+    harness = Harness(num_blocks=7, chunk_size=4)
+    harness.add(make_record([1] * 20, max_tokens=2))
+    harness.add(make_record([2] * 10, max_tokens=2))
+    assert len(harness.step().new_rows) == 1
+    harness.drain()
+    harness.check_all()
+    assert harness.scheduler.counters.preemptions == 0
+
+
+def test_the_first_in_line_is_not_overtaken() -> None:
+    harness = Harness(num_blocks=8)
+    for prompt in ([1] * 20, [2] * 20, [3]):
+        harness.add(make_record(prompt, max_tokens=2))
+    assert len(harness.step().new_rows) == 1
+    assert (harness.scheduler.num_running, harness.scheduler.num_waiting) == (1, 2)
+
+
+def test_a_cached_prefix_is_not_computed_again() -> None:
+    harness = Harness()
+    first, second = make_record(PROMPT, max_tokens=2), make_record([*PROMPT, 1, 2], max_tokens=2)
+    request = harness.request(second)
+    assert harness.scheduler.matched_tokens(request) == 0
+    harness.add(first)
+    harness.drain()
+    assert harness.scheduler.matched_tokens(request) == 8
+    harness.add(second)
+    (new,) = harness.step().new_rows
+    assert new.num_computed == 8
+    harness.drain()
+    harness.check_all()
+    counters = harness.scheduler.counters
+    assert (counters.prompt_tokens, counters.cached_prompt_tokens, counters.output_tokens) == (22, 8, 4)
+    assert harness.clients[second.request_id].last.usage.cached_prompt_tokens == 8  # type: ignore[union-attr]
+    assert harness.scheduler.reset_prefix_cache() == counters.blocks_cached > 0
+    assert harness.scheduler.matched_tokens(request) == 0
+
+
+def test_matched_tokens_of_a_finished_request_is_none() -> None:
+    harness = Harness()
+    request = harness.request(make_record(PROMPT), prior=[PriorOutput(choice=0, token_ids=[], finished=True)])
+    assert harness.scheduler.matched_tokens(request) == 0
+
+
+def test_kv_usage() -> None:
+    harness = Harness(num_blocks=8)
+    harness.add(make_record(PROMPT))
+    assert harness.scheduler.kv_usage == 0
+    harness.step()
+    assert harness.scheduler.kv_usage == 3 / 8
+
+
+def test_a_running_row_about_to_write_a_shared_block_is_given_a_copy() -> None:
+    """Nothing shares a block that is still written today; the rule does not rely on it."""
+    harness = Harness()
+    request = harness.add(make_record(PROMPT, max_tokens=3))
+    harness.step()
+    table = request.choices[0].block_ids
+    harness.scheduler._pool.share(table[2:])
+    shared = table[2]
+    plan = harness.step()
+    assert plan.block_copies == [(shared, table[2])]
+    assert plan.replace_blocks == [ReplaceBlock(0, 2, table[2])]
+    harness.scheduler._pool.free([shared])
+    harness.drain()
+    harness.check_all()
+
+
+# --- several choices -------------------------------------------------------------------------------------------------
+
+
+def test_choices_share_the_prompt_after_it_was_planned() -> None:
+    harness = Harness(max_steps_in_flight=2, prefix_cache=False)
+    record = make_record(PROMPT, n=3, max_tokens=4)
+    harness.add(record)
+    first, second = harness.plan(), harness.plan()
+    assert first is not None
+    assert second is not None
+    (leader,) = first.new_rows
+    forks = second.new_rows
+    assert [(fork.choice, fork.num_computed) for fork in forks] == [(1, 9), (2, 9)]
+    assert all(fork.block_ids[:2] == leader.block_ids[:2] for fork in forks)
+    assert [source for source, _ in second.block_copies] == [leader.block_ids[2]] * 2
+    assert [(c.num_tokens, c.sample) for c in second.chunks] == [(1, True)] * 3
+    harness.drain()
+    harness.check_all()
+    assert harness.runner.tokens_computed == 10 + 3 + 2 * 4
+
+
+def test_siblings_wait_for_a_long_prompt_without_stopping_the_line() -> None:
+    harness = Harness(chunk_size=4)
+    harness.add(make_record(PROMPT, n=2, max_tokens=4))
+    harness.add(make_record([7], max_tokens=4))
+    assert [new.choice for new in harness.step().new_rows] == [0, 0]
+    harness.drain()
+    harness.check_all()
+
+
+def test_choices_can_run_one_after_another() -> None:
+    harness = Harness(num_blocks=4, max_rows=8)
+    record = make_record(PROMPT, n=4, max_tokens=7)
+    harness.add(record)
+    harness.drain()
+    harness.check_all()
+    assert harness.clients[record.request_id].reasons == [FinishReason.LENGTH] * 4
+
+
+def test_two_preempted_choices_do_not_copy_from_each_other_in_one_step() -> None:
+    harness = Harness(prefix_cache=False)
+    request = harness.add(make_record(PROMPT, n=3, max_tokens=8))
+    for _ in range(4):
+        harness.step()
+    for choice in request.choices[:2]:
+        harness.scheduler._preempt(choice, 0.0)
+    plan = harness.step()
+    source = request.choices[2].block_ids[2]
+    assert [copy[0] for copy in plan.block_copies] == [source, source]
+    assert [new.num_computed for new in plan.new_rows] == [10, 10]
+    harness.drain()
+    harness.check_all()
+
+
+# --- log-probabilities -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk_size", [3, 64])
+def test_prompt_logprobs_are_gathered_over_chunks(chunk_size: int) -> None:
+    harness = Harness(chunk_size=chunk_size)
+    warm, record = make_record(PROMPT), make_record(PROMPT, n=2, prompt_logprobs=2, logprobs=1)
+    harness.add(warm)
+    harness.drain()
+    harness.add(record)
+    plan = harness.step()
+    assert plan.new_rows[0].num_computed == 0, "a prefix hit would leave out log-probabilities"
+    harness.drain()
+    harness.check_all()
+    news = [new for plan in harness.plans for new in plan.new_rows if new.choice == 1]
+    assert [new.params.prompt_logprobs for new in news] == [None]
+
+
+def test_a_prompt_of_one_token_has_no_prompt_logprobs_to_wait_for() -> None:
+    harness = Harness()
+    record = make_record([5], prompt_logprobs=0)
+    harness.add(record)
+    harness.drain()
+    assert harness.clients[record.request_id].prompt_logprobs == [[]]
+
+
+def test_prompt_logprobs_start_anew_after_preemption_before_the_first_token() -> None:
+    harness = Harness(chunk_size=4)
+    request = harness.add(make_record(PROMPT, prompt_logprobs=1))
+    harness.step()
+    assert len(request.prompt_logprobs) == 4
+    harness.scheduler._preempt(request.choices[0], 0.0)
+    assert request.prompt_logprobs == []
+    harness.drain()
+    harness.check_all()
+
+
+def test_prompt_logprobs_are_not_sent_again_after_a_replay() -> None:
+    harness = Harness()
+    harness.add(make_record(PROMPT, prompt_logprobs=1))
+    harness.step()
+    harness.lose_worker()
+    harness.drain()
+    harness.check_all()
+
+
+# --- ledger and books ------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_tells_why_time_passed() -> None:
+    harness = Harness(num_blocks=8, max_rows=1)
+    first, second, third = (make_record(PROMPT, max_tokens=2) for _ in range(3))
+    for record in (first, second, third):
+        harness.add(record)
+    while harness.scheduler.has_work:
+        harness.clock.advance(1.0)
+        harness.plan()
+        harness.clock.advance(10.0)
+        harness.land()
+    assert causes(harness.clients[first.request_id].last) == {"queued_behind": 1.0, "prefill": 10.0, "decode": 11.0}
+    assert causes(harness.clients[second.request_id].last) == {
+        "queued_behind": 1.0, "queued_rows": 22.0, "prefill": 10.0, "decode": 11.0,
+    }  # fmt: skip
+    assert causes(harness.clients[third.request_id].last) == {
+        "queued_behind": 23.0, "queued_rows": 22.0, "prefill": 10.0, "decode": 11.0,
+    }  # fmt: skip
+
+
+def test_the_first_in_line_says_what_it_waits_for() -> None:
+    blocks = Harness(num_blocks=8)
+    budget = Harness(max_tokens_per_step=4)
+    for harness, cause in ((blocks, "queued_blocks"), (budget, "queued_budget")):
+        harness.add(make_record([1] * 20, max_tokens=2))
+        waiting = harness.add(make_record([2] * 20, max_tokens=2))
+        harness.step()
+        assert waiting.ledger.cause == cause
+        harness.drain()
+
+
+def test_preemption_is_charged_until_the_next_token() -> None:
+    harness = Harness()
+    request = harness.add(make_record(PROMPT, max_tokens=3))
+    harness.step()
+    harness.scheduler._preempt(request.choices[0], harness.clock.advance(1.0))
+    assert request.choices[0].state is ChoiceState.PREEMPTED
+    harness.clock.advance(2.0)
+    harness.plan()
+    harness.clock.advance(4.0)
+    harness.land()
+    harness.clock.advance(8.0)
+    harness.drain()
+    assert causes(harness.clients[request.request_id].last) == {"decode": 9.0, "preempted": 6.0}
+
+
+def test_check_invariants_sees_wrong_books() -> None:
+    harness = Harness()
+    request = harness.add(make_record(PROMPT, n=2))
+    harness.step()
+    harness.scheduler.check_invariants()
+    request.num_rows = 5
+    with pytest.raises(BrokenInvariant, match="rows of a request"):
+        harness.scheduler.check_invariants()

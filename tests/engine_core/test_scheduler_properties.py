@@ -1,0 +1,147 @@
+"""Whatever happens in whatever order: every request ends once, with the tokens of an undisturbed run.
+
+The fake worker checks the KV of every row in every step, so that a block used wrongly fails where it happens.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.engine_core.harness import Harness
+from tests.fakes import FakeModel, make_record
+
+from pagoda_proto.records import RequestRecord
+
+LONG_PROMPT = [(7 * i) % 13 for i in range(24)]
+BLOCK_SIZE = 4
+NUM_BLOCKS = 10  # room for one long request; two of them must preempt
+
+
+@st.composite
+def records(draw: st.DrawFn) -> RequestRecord:
+    """Prompts are prefixes of one text, or leave it late, so that cached blocks are met often."""
+    prompt = LONG_PROMPT[: draw(st.integers(1, len(LONG_PROMPT)))]
+    if draw(st.booleans()):
+        prompt = [*prompt[:-1], draw(st.integers(13, 16))]  # 16 is poison
+    max_tokens = draw(st.sampled_from([12, 12, 1, 2, 5, 9]))
+    return make_record(
+        prompt,
+        n=draw(st.sampled_from([1, 1, 1, 2, 3])),
+        max_tokens=max_tokens,
+        min_tokens=draw(st.integers(0, max_tokens)),
+        stop_token_ids=draw(st.sampled_from([(), (), (3, 5, 8), tuple(range(0, 32, 3))])),
+        ignore_eos=draw(st.sampled_from([True, True, False])),
+        logprobs=draw(st.sampled_from([None, None, 2])),
+        prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
+        eos_token_ids=draw(st.sampled_from([(), (1, 2)])),
+        seed=draw(st.integers(0, 3)),
+        cache_salt=draw(st.sampled_from(["", "", "b"])),
+        priority=draw(st.integers(-1, 1)),
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        depth=st.integers(1, 3),
+        chunk_size=st.sampled_from([1, 3, 8, 64, 64]),
+        max_tokens=st.sampled_from([2, 7, 64, 64]),
+        max_rows=st.sampled_from([1, 3, 16, 16]),
+        prefix_cache=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        eos_at=st.sampled_from([None, 2]),
+    )
+    def start(self, depth, chunk_size, max_tokens, max_rows, prefix_cache, policy, eos_at) -> None:
+        self.depth = depth
+        self.harness = Harness(
+            num_blocks=NUM_BLOCKS,
+            block_size=BLOCK_SIZE,
+            model=FakeModel(vocab_size=32, eos_at=eos_at),
+            poison_token_id=16,
+            poison_at=2,
+            max_steps_in_flight=depth,
+            chunk_size=chunk_size,
+            max_tokens_per_step=max_tokens,
+            max_rows=max_rows,
+            prefix_cache=prefix_cache,
+            policy=policy,
+            queue_timeout_s=30.0,
+        )
+
+    @rule(arrivals=st.lists(records(), min_size=1, max_size=4))
+    def add(self, arrivals: list[RequestRecord]) -> None:
+        for record in arrivals:
+            self.harness.add(record)
+
+    @rule()
+    def plan(self) -> None:
+        if self.harness.scheduler.steps_in_flight < self.depth:
+            self.harness.plan()
+
+    @precondition(lambda self: self.harness.results)
+    @rule()
+    def land(self) -> None:
+        self.harness.land()
+
+    @rule(steps=st.integers(1, 4))
+    def few_steps(self, steps: int) -> None:
+        self.many_steps(steps)
+
+    @rule(steps=st.integers(4, 20))
+    def many_steps(self, steps: int) -> None:
+        for _ in range(steps):
+            self.plan()
+            if len(self.harness.results) == self.depth:
+                self.harness.land()
+
+    @precondition(lambda self: self.harness.clients)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.harness.clients)))
+        choices = data.draw(st.sampled_from([(), (0,), (1,), (0, 2)]))
+        self.harness.receive(self.harness.scheduler.abort(request_id, choices, self.harness.clock()))
+
+    @precondition(lambda self: self.harness.clients)
+    @rule(data=st.data())
+    def resubmit(self, data: st.DataObject) -> None:
+        """A gateway gives up on an attempt and sends the record again, with what it has received."""
+        request_id = data.draw(st.sampled_from(sorted(self.harness.clients)))
+        client = self.harness.clients[request_id]
+        if client.last is None:
+            self.harness.scheduler.abort(request_id, (), self.harness.clock())  # its deltas go nowhere
+            self.harness.add(client.record, attempt=1, prior=client.prior())
+
+    @precondition(lambda self: self.harness.scheduler.num_running)
+    @rule(bad_luck=st.integers(0, 3))
+    def lose_worker(self, bad_luck: int) -> None:
+        if bad_luck == 3:
+            self.harness.lose_worker()
+
+    @rule(dropped=st.booleans())
+    def reset_prefix_cache(self, dropped: bool) -> None:
+        if dropped:
+            self.harness.scheduler.reset_prefix_cache()
+
+    @rule(seconds=st.sampled_from([0.5, 8.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.harness.clock.advance(seconds)
+        self.harness.receive(self.harness.scheduler.expire(self.harness.clock()))
+
+    @invariant()
+    def books_add_up(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.scheduler.check_invariants()
+
+    def teardown(self) -> None:
+        if hasattr(self, "harness"):
+            self.harness.drain()
+            self.harness.check_all()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestScheduler = SchedulerMachine.TestCase

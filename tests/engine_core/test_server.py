@@ -1,0 +1,425 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.engine_core.fake_worker import FakeWorker, make_hello
+from tests.fakes import FakeRunner, make_record, reference_tokens
+
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.server import serve
+from pagoda_proto import convert
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.records import Delta, FinishReason, RequestRecord
+
+WAIT_S = 30
+
+
+class Server:
+    """`serve` in this event loop, and a channel to it."""
+
+    def __init__(self, directory: Path, **config: object) -> None:
+        self.socket = directory / "e.sock"
+        self.config = EngineConfig(listen=f"unix:{self.socket}", worker_endpoint=f"ipc://{directory}/w.sock", **config)
+        self.stop = asyncio.Event()
+        self.events: asyncio.Queue[dict[str, object]] = asyncio.Queue()
+        self.task = asyncio.create_task(serve(self.config, self.events.put_nowait, self.stop))
+        self.channel = grpc.aio.insecure_channel(
+            self.config.listen, options=[("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        )
+        self.engine = pb_grpc.EngineStub(self.channel)
+        self.admin = pb_grpc.AdminStub(self.channel)
+
+    async def event(self, name: str) -> dict[str, object]:
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                event = await self.events.get()
+                if event["event"] == name:
+                    return event
+
+    async def workers(self, count: int) -> None:
+        while (await self.event("workers"))["ready"] != count:
+            pass
+
+    async def close(self) -> None:
+        await self.channel.close()
+        self.stop.set()
+        async with asyncio.timeout(10):
+            await self.task
+
+
+class Session:
+    """A gateway's end of a session."""
+
+    def __init__(self, server: Server) -> None:
+        self.frames: asyncio.Queue[pb.ClientFrame | None] = asyncio.Queue()
+        self.call = server.engine.Session(self._requests())
+        self.deltas: list[Delta] = []
+        self.answers: list[pb.ServerFrame] = []
+        self.loads: list[pb.Load] = []
+        self.ended: dict[str, Delta] = {}
+
+    async def _requests(self) -> AsyncIterator[pb.ClientFrame]:
+        while (frame := await self.frames.get()) is not None:
+            yield frame
+
+    def submit(self, record: RequestRecord, attempt: int = 0) -> None:
+        submit = pb.Submit(record=convert.record_to_pb(record), attempt=attempt)
+        self.frames.put_nowait(pb.ClientFrame(submit=submit))
+
+    def abort(self, request_id: str, choices: tuple[int, ...] = ()) -> None:
+        self.frames.put_nowait(pb.ClientFrame(abort=pb.Abort(request_id=request_id, choices=choices)))
+
+    async def read(self) -> pb.ServerFrame | None:
+        async with asyncio.timeout(WAIT_S):
+            frame = await self.call.read()
+        if frame is grpc.aio.EOF:
+            return None
+        if frame.HasField("outputs"):
+            deltas = [convert.delta_from_pb(delta) for delta in frame.outputs.deltas]
+            self.deltas += deltas
+            self.ended |= {delta.request_id: delta for delta in deltas if delta.ends_request}
+        elif frame.HasField("load"):
+            self.loads.append(frame.load)
+        else:
+            self.answers.append(frame)
+        return frame
+
+    async def until(self, *request_ids: str) -> None:
+        while not set(request_ids) <= set(self.ended):
+            assert await self.read() is not None
+            assert not any(frame.HasField("rejected") for frame in self.answers), self.answers
+
+    async def answer(self) -> pb.ServerFrame:
+        while not self.answers:
+            assert await self.read() is not None
+        return self.answers.pop(0)
+
+    def tokens(self, request_id: str, choice: int = 0) -> list[int]:
+        tokens: list[int] = []
+        for delta in self.deltas:
+            if (delta.request_id, delta.choice) == (request_id, choice):
+                assert delta.first_index == len(tokens)
+                tokens += delta.token_ids
+        return tokens
+
+
+@pytest.fixture
+async def server(socket_dir: Path) -> AsyncIterator[Server]:
+    server = Server(socket_dir)
+    try:
+        await server.event("listening")
+        yield server
+    finally:
+        await server.close()
+
+
+@pytest.fixture
+async def worker(server: Server) -> AsyncIterator[FakeWorker]:
+    hello = make_hello(num_blocks=1024, block_size=16)
+    with FakeWorker(
+        server.config.worker_endpoint, hello, runner=lambda _: FakeRunner(1024, 16, verify=False)
+    ) as worker:
+        await server.workers(1)
+        yield worker
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not await condition():
+            pass
+
+
+async def test_load_comes_first_and_a_request_runs_to_its_end(server: Server, worker: FakeWorker) -> None:
+    session = Session(server)
+    first = await session.read()
+    assert first is not None
+    assert first.load.num_workers == 1
+    assert first.load.vocab_size == 256
+    record = make_record(max_tokens=20, n=3)
+    session.submit(record)
+    assert (await session.answer()).accepted.request_id == record.request_id
+    await session.until(record.request_id)
+    assert [session.tokens(record.request_id, choice) for choice in range(3)] == reference_tokens(record)
+    assert session.ended[record.request_id].usage.output_tokens == 60
+
+
+async def test_an_idle_session_hears_the_load_every_second_and_changes_at_once(server: Server) -> None:
+    session = Session(server)
+    while len(session.loads) < 3:
+        await session.read()
+    with FakeWorker(server.config.worker_endpoint):
+        while session.loads[-1].num_workers == 0:
+            await session.read()
+
+
+async def test_bad_records_are_rejected_one_by_one(server: Server, worker: FakeWorker) -> None:
+    session = Session(server)
+    good = make_record()
+    bad = pb.Submit(record=convert.record_to_pb(make_record(request_id="bad")), attempt=4)
+    bad.record.params.top_p = 7.0
+    session.frames.put_nowait(pb.ClientFrame(submit=bad))
+    session.frames.put_nowait(pb.ClientFrame(submit=pb.Submit()))
+    session.frames.put_nowait(pb.ClientFrame())
+    session.submit(make_record((1, 1000), request_id="oov"))
+    session.submit(good)
+    answers = {}
+    while len(answers) < 4:
+        frame = await session.answer()
+        kind = frame.WhichOneof("frame")
+        answers[getattr(frame, kind).request_id] = getattr(frame, kind)
+    assert (answers["bad"].code, answers["bad"].param, answers["bad"].attempt) == ("invalid_argument", "top_p", 4)
+    assert answers[""].param == "request_id"
+    assert answers["oov"].param == "prompt"
+    await session.until(good.request_id)
+    assert session.tokens(good.request_id) == reference_tokens(good)[0]
+
+
+async def test_bytes_that_are_no_frame_cost_their_own_stream_only(server: Server, worker: FakeWorker) -> None:
+    raw = server.channel.stream_stream("/pagoda.engine.v1.Engine/Session")
+    call = raw(iter([b"\xff\xff\xff"]))
+    with pytest.raises(grpc.aio.AioRpcError) as broken:
+        async for _ in call:
+            pass
+    assert broken.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    with pytest.raises(grpc.aio.AioRpcError) as unknown:
+        await server.channel.unary_unary("/pagoda.engine.v1.Engine/Nothing")(b"")
+    assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    session, record = Session(server), make_record()
+    session.submit(record)
+    await session.until(record.request_id)
+
+
+async def test_a_message_above_the_limit_is_refused(server: Server) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        record = pb.RequestRecord(request_id="x" * (65 * 1024 * 1024))
+        async for _ in server.engine.Generate(pb.GenerateRequest(record=record)):
+            pass
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_abort_ends_choices_and_requests(server: Server, worker: FakeWorker) -> None:
+    worker.hold.set()
+    session, record = Session(server), make_record(max_tokens=100, n=2)
+    session.submit(record)
+    await session.answer()
+    session.abort(record.request_id, (1,))
+    session.abort(record.request_id)
+    await session.until(record.request_id)
+    worker.hold.clear()
+    reasons = {delta.choice: delta.finish_reason for delta in session.deltas if delta.finish_reason}
+    assert reasons == {0: FinishReason.ABORT, 1: FinishReason.ABORT}
+
+
+@pytest.mark.parametrize("how", ["cancel", "half-close"])
+async def test_the_end_of_a_session_ends_its_requests(server: Server, worker: FakeWorker, how: str) -> None:
+    worker.hold.set()
+    session = Session(server)
+    session.submit(make_record(max_tokens=900, request_id="orphan"))
+    assert (await session.answer()).HasField("accepted")
+    if how == "cancel":
+        session.call.cancel()
+    else:
+        session.frames.put_nowait(None)
+        while await session.read() is not None:
+            pass
+
+    async def freed() -> bool:
+        stats = await server.admin.GetStats(pb.GetStatsRequest())
+        return stats.load.num_running == 0 and stats.blocks_used == 0
+
+    await eventually(freed)
+    worker.hold.clear()
+
+
+async def test_a_higher_attempt_on_another_session_survives_the_first_ones_end(
+    server: Server, worker: FakeWorker
+) -> None:
+    worker.hold.set()
+    first, second = Session(server), Session(server)
+    record = make_record(max_tokens=30)
+    first.submit(record)
+    await first.answer()
+    second.submit(record, attempt=1)
+    await second.answer()
+    first.call.cancel()
+    worker.hold.clear()
+    await second.until(record.request_id)
+    assert second.tokens(record.request_id) == reference_tokens(record)[0]
+
+
+async def test_a_slow_session_gets_merged_deltas_and_every_token(server: Server, worker: FakeWorker) -> None:
+    slow, quick = Session(server), Session(server)
+    records = [make_record(max_tokens=900, logprobs=20, seed=i) for i in range(12)]
+    witness = make_record(max_tokens=1000)
+    for record in records:
+        slow.submit(record)
+    await slow.answer()
+    quick.submit(witness)
+    await quick.until(witness.request_id)  # nobody has read the slow session meanwhile
+    await slow.until(*(record.request_id for record in records))
+    for record in records:
+        assert slow.tokens(record.request_id) == reference_tokens(record)[0]
+        assert all(len(d.logprobs or ()) == len(d.token_ids) for d in slow.deltas if d.request_id == record.request_id)
+    assert max(len(delta.token_ids) for delta in slow.deltas) > 1
+    assert len(slow.deltas) < 12 * 900
+
+
+async def test_generate_serves_plain_clients(server: Server, worker: FakeWorker) -> None:
+    record = make_record(max_tokens=15, n=2, seed=9)
+    message = convert.record_to_pb(record)
+    message.request_id = ""
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    async for response in server.engine.Generate(pb.GenerateRequest(record=message)):
+        assert response.delta.first_index == len(tokens[response.delta.choice])
+        tokens[response.delta.choice] += response.delta.token_ids
+    assert [tokens[0], tokens[1]] == reference_tokens(record)
+
+
+async def test_generate_errors_carry_status_and_code(server: Server, worker: FakeWorker) -> None:
+    async def fail(record: RequestRecord) -> grpc.aio.AioRpcError:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            async for _ in server.engine.Generate(pb.GenerateRequest(record=convert.record_to_pb(record))):
+                pass
+        return raised.value
+
+    for record, status, code in (
+        (make_record((1, 999)), grpc.StatusCode.INVALID_ARGUMENT, ErrorCode.INVALID_ARGUMENT),
+        (make_record(max_tokens=5000), grpc.StatusCode.INVALID_ARGUMENT, ErrorCode.CONTEXT_LENGTH_EXCEEDED),
+    ):
+        error = await fail(record)
+        assert error.code() is status
+        assert dict(error.trailing_metadata())["pagoda-code"] == code
+
+
+async def test_generate_that_is_cancelled_frees_its_blocks(server: Server, worker: FakeWorker) -> None:
+    worker.hold.set()
+    record = make_record(max_tokens=900)
+    call = server.engine.Generate(pb.GenerateRequest(record=convert.record_to_pb(record)))
+
+    async def running() -> bool:
+        return (await server.admin.GetStats(pb.GetStatsRequest())).load.num_running == 1
+
+    reading = asyncio.create_task(call.read())
+    await eventually(running)
+    call.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await reading
+
+    async def freed() -> bool:
+        return (await server.admin.GetStats(pb.GetStatsRequest())).blocks_used == 0
+
+    await eventually(freed)
+    worker.hold.clear()
+
+
+async def test_health_follows_the_workers(server: Server) -> None:
+    stub = health_pb2_grpc.HealthStub(server.channel)
+
+    async def status() -> int:
+        return (await stub.Check(health_pb2.HealthCheckRequest(service="pagoda.engine.v1.Engine"))).status
+
+    assert await status() == health_pb2.HealthCheckResponse.NOT_SERVING
+    with FakeWorker(server.config.worker_endpoint):
+
+        async def serving() -> bool:
+            return await status() == health_pb2.HealthCheckResponse.SERVING
+
+        await eventually(serving)
+
+
+async def test_stopping_migrates_running_requests_and_removes_the_sockets(socket_dir: Path) -> None:
+    server = Server(socket_dir)
+    await server.event("listening")
+    worker = FakeWorker(server.config.worker_endpoint)
+    worker.hold.set()
+    with worker:
+        await server.workers(1)
+        session, record = Session(server), make_record(max_tokens=50)
+        session.submit(record)
+        await session.answer()
+        server.stop.set()
+        migrate = (await session.answer()).migrate
+        assert (migrate.request_id, migrate.attempt) == (record.request_id, 0)
+        while await session.read() is not None:
+            pass
+        assert await session.call.code() is grpc.StatusCode.OK
+        await server.close()
+    assert os.listdir(socket_dir) == []
+
+
+async def test_a_killed_predecessors_sockets_are_replaced(socket_dir: Path) -> None:
+    for name in ("e.sock", "w.sock"):
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(socket_dir / name))
+    server = Server(socket_dir)
+    assert await server.event("listening") == {
+        "event": "listening",
+        "address": server.config.listen,
+        "worker_endpoint": server.config.worker_endpoint,
+    }
+    assert (await Session(server).read()).load.num_workers == 0
+    await server.close()
+
+
+@pytest.mark.parametrize("listen", ["", "0.0.0.0:0", "example.com:50051", "unix:relative.sock", ":50051", "[::]:1"])
+async def test_addresses_that_others_could_reach_are_refused(socket_dir: Path, listen: str) -> None:
+    config = EngineConfig(listen=listen, worker_endpoint=f"ipc://{socket_dir}/w.sock")
+    with pytest.raises(ValueError):
+        await serve(config, lambda event: None, asyncio.Event())
+
+
+async def test_an_address_in_use_is_an_error_and_leaves_nothing_behind(server: Server, socket_dir: Path) -> None:
+    other = socket_dir / "other"
+    other.mkdir(mode=0o700)
+    config = EngineConfig(listen=server.config.listen, worker_endpoint=f"ipc://{other}/w.sock")
+    with pytest.raises(OSError, match="listening"):
+        await serve(config, lambda event: None, asyncio.Event())
+    assert os.listdir(other) == []
+    assert (await Session(server).read()).HasField("load")
+
+
+async def test_tcp_on_loopback_reports_its_port_and_metrics_their_page(socket_dir: Path) -> None:
+    stop, events = asyncio.Event(), asyncio.Queue()
+    config = EngineConfig(listen="127.0.0.1:0", worker_endpoint="tcp://127.0.0.1:0", metrics_port=0)
+    task = asyncio.create_task(serve(config, events.put_nowait, stop))
+    event = await events.get()
+    with FakeWorker(str(event["worker_endpoint"])):
+        assert (await events.get()) == {"event": "workers", "ready": 1}
+        async with grpc.aio.insecure_channel(str(event["address"])) as channel:
+            record = convert.record_to_pb(make_record(max_tokens=5))
+            async for _ in pb_grpc.EngineStub(channel).Generate(pb.GenerateRequest(record=record)):
+                pass
+        page = await asyncio.to_thread(lambda: urllib.request.urlopen(str(event["metrics"])).read().decode())
+    assert "pagoda_generation_tokens_total 5.0" in page
+    assert 'pagoda_request_success_total{finished_reason="length"} 1.0' in page
+    assert "pagoda_num_workers 1.0" in page
+    stop.set()
+    await task
+
+
+async def test_a_worker_that_dies_costs_a_session_no_token(server: Server) -> None:
+    session = Session(server)
+    records = [make_record(range(i + 1), max_tokens=60, seed=i) for i in range(8)]
+    with FakeWorker(server.config.worker_endpoint, make_hello("w0"), step_s=0.002) as first:
+        await server.workers(1)
+        for record in records:
+            session.submit(record)
+        while len(session.deltas) < 40:
+            await session.read()
+        with FakeWorker(server.config.worker_endpoint, make_hello("w1")):
+            await server.workers(2)
+            await asyncio.to_thread(first.stop)
+            await session.until(*(record.request_id for record in records))
+    for record in records:
+        assert session.tokens(record.request_id) == reference_tokens(record)[0]

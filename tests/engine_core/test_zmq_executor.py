@@ -1,0 +1,436 @@
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.engine_core.fake_worker import FakeWorker, Peer, make_hello, start_process
+
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.executor import (
+    ExecutorEvent,
+    LeaveCause,
+    StepDone,
+    WorkerChanged,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerState,
+)
+from pagoda_engine_core.zmq_executor import ZmqExecutor
+from pagoda_proto.channel import MAX_FRAME_BYTES, NUM_PARTS
+from pagoda_proto.host import host_id
+from pagoda_proto.steps import Beat, BeatAck, Drain, Goodbye, Refused, ResetWorker, StepPlan, StepResult, Welcome
+
+
+class Engine:
+    """An executor, pumped by the test's thread."""
+
+    def __init__(self, directory: Path, **config: float) -> None:
+        self.executor = ZmqExecutor(EngineConfig(worker_endpoint=f"ipc://{directory}/w.sock", **config), "boot-1")
+        self.seen: list[ExecutorEvent] = []
+        self.peers: list[Peer] = []
+
+    def peer(self, worker_id: str = "w0", **fields: object) -> Peer:
+        peer = Peer(self.executor.endpoint, make_hello(worker_id, **fields))
+        self.peers.append(peer)
+        return peer
+
+    def pump(self, until: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not until():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"seen: {self.seen}, counted: {dict(self.executor.counters())}")
+            self.seen += self.executor.wait(0.05)
+
+    def next(self, kind: type[ExecutorEvent]) -> ExecutorEvent:
+        self.pump(lambda: any(isinstance(event, kind) for event in self.seen))
+        event = next(event for event in self.seen if isinstance(event, kind))
+        self.seen.remove(event)
+        return event
+
+    def counted(self, reason: str) -> None:
+        self.pump(lambda: self.executor.counters().get(f"frames_dropped_{reason}", 0) > 0)
+
+    def admit(self, peer: Peer) -> int:
+        peer.say_hello()
+        joined = self.next(WorkerJoined)
+        assert isinstance(joined, WorkerJoined)
+        _, welcome = peer.receive()
+        assert isinstance(welcome, Welcome)
+        assert welcome.epoch == joined.epoch
+        peer.boot_id, peer.epoch = welcome.engine_boot_id, welcome.epoch
+        return joined.epoch
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.executor.close()
+
+
+@pytest.fixture
+def engine(socket_dir: Path) -> Iterator[Engine]:
+    engine = Engine(socket_dir)
+    yield engine
+    engine.close()
+
+
+def test_plans_reach_the_worker_and_results_come_back(engine: Engine) -> None:
+    peer = engine.peer()
+    epoch = engine.admit(peer)
+    for step in (1, 2):
+        engine.executor.send(epoch, StepPlan(step=step))
+    for step in (1, 2):
+        envelope, message = peer.receive()
+        assert (envelope.epoch, message) == (epoch, StepPlan(step=step))
+        peer.send(StepResult(step=step))
+    for step in (1, 2):
+        assert engine.next(StepDone) == StepDone(epoch, StepResult(step=step))
+    assert engine.executor.workers()[0].steps_done == 2
+
+
+def test_beats_are_answered_on_the_control_route(engine: Engine) -> None:
+    peer = engine.peer()
+    engine.admit(peer)
+    peer.beat()
+    engine.pump(lambda: peer.control.poll(0) > 0)
+    assert peer.receive(peer.control)[1] == BeatAck()
+    assert not peer.data.poll(0)
+
+
+def test_drain_goes_over_control_and_goodbye_ends_the_life(engine: Engine) -> None:
+    peer = engine.peer()
+    epoch = engine.admit(peer)
+    peer.beat()
+    engine.pump(lambda: peer.control.poll(0) > 0)
+    peer.receive(peer.control)
+    engine.executor.send(epoch, Drain())
+    assert engine.next(WorkerChanged) == WorkerChanged(epoch, WorkerState.DRAINING)
+    assert peer.receive(peer.control)[1] == Drain()
+    peer.send(Goodbye(reason="drained"))
+    assert engine.next(WorkerLeft) == WorkerLeft(epoch, LeaveCause.LEFT, "drained")
+    assert engine.executor.workers()[0].state is WorkerState.GONE
+
+
+def test_a_drained_worker_whose_control_route_is_not_there_hears_it_over_data(engine: Engine) -> None:
+    peer = Peer(engine.executor.endpoint, make_hello(), with_control=False)
+    engine.peers.append(peer)
+    engine.executor.send(engine.admit(peer), Drain())
+    assert peer.receive()[1] == Drain()
+
+
+def test_reset_ends_the_life_and_the_worker_registers_anew(engine: Engine) -> None:
+    peer = engine.peer()
+    epoch = engine.admit(peer)
+    engine.executor.send(epoch, ResetWorker())
+    left = engine.next(WorkerLeft)
+    assert left.cause is LeaveCause.LEFT
+    assert peer.receive()[1] == ResetWorker()
+    assert engine.admit(peer) > epoch
+
+
+def test_a_second_hello_of_the_same_incarnation_voids_the_first_life(engine: Engine) -> None:
+    peer = engine.peer()
+    first = engine.admit(peer)
+    second = engine.admit(peer)
+    assert second > first
+    left = engine.next(WorkerLeft)
+    assert (left.epoch, left.cause) == (first, LeaveCause.LEFT)
+    peer.send(StepResult(step=1), epoch=first)
+    engine.counted("epoch")
+
+
+def test_a_duplicate_worker_id_is_refused_while_the_first_lives(engine: Engine) -> None:
+    first, second = engine.peer(), engine.peer()
+    epoch = engine.admit(first)
+    second.say_hello()
+    engine.pump(lambda: second.data.poll(0) > 0)
+    _, refused = second.receive()
+    assert isinstance(refused, Refused)
+    assert "duplicate_id" in refused.reason
+    assert not refused.final
+    first.send(Goodbye())
+    engine.next(WorkerLeft)
+    assert engine.admit(second) > epoch
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason", "final"),
+    [
+        ({"model_fingerprint": "other"}, "model_fingerprint", True),
+        ({"numerics_id": "other"}, "numerics_id", False),
+        ({"vocab_size": 7}, "vocab_size", True),
+        ({"max_model_len": 7}, "max_model_len", True),
+        ({"protocol": 99}, "protocol", True),
+        ({"num_blocks": 0}, "num_blocks", True),
+        ({"block_size": -1}, "block_size", True),
+        ({"max_rows": 0}, "max_rows", True),
+    ],
+)
+def test_workers_that_do_not_match_are_refused(
+    engine: Engine, fields: dict[str, object], reason: str, final: bool
+) -> None:
+    engine.admit(engine.peer())
+    peer = engine.peer("w1", **fields)
+    peer.say_hello()
+    engine.pump(lambda: peer.data.poll(0) > 0)
+    _, refused = peer.receive()
+    assert isinstance(refused, Refused)
+    assert refused.reason.startswith(reason)
+    assert refused.final is final
+    assert not any(isinstance(event, WorkerJoined) for event in engine.seen)
+
+
+def test_other_numerics_may_come_when_nobody_is_left(engine: Engine) -> None:
+    peer = engine.peer()
+    engine.admit(peer)
+    peer.send(Goodbye())
+    engine.next(WorkerLeft)
+    engine.admit(engine.peer("w1", numerics_id="other"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"epoch": 77}, "epoch"),
+        ({"engine_boot_id": "boot-0"}, "boot_id"),
+        ({"worker_id": "somebody"}, "worker_id"),
+        ({"sequence": 0}, "sequence"),
+    ],
+)
+def test_frames_of_another_life_are_dropped_and_counted(
+    engine: Engine, changes: dict[str, object], reason: str
+) -> None:
+    peer = engine.peer()
+    epoch = engine.admit(peer)
+    engine.executor.send(epoch, StepPlan(step=1))
+    peer.send(StepResult(step=1), **changes)
+    engine.counted(reason)
+    assert not any(isinstance(event, StepDone) for event in engine.seen)
+    peer.send(StepResult(step=1))
+    engine.next(StepDone)
+
+
+def test_a_life_that_is_over_is_told_so_on_its_control_route(engine: Engine) -> None:
+    peer = engine.peer()
+    peer.boot_id, peer.epoch = "boot-0", 3  # of an engine core that was here before
+    peer.beat()
+    engine.counted("boot_id")
+    envelope, refused = peer.receive(peer.control)
+    assert isinstance(refused, Refused)
+    assert not refused.final
+    assert envelope.epoch == 0
+    engine.admit(peer)
+    peer.send(Beat(steps_done=0, busy_s=0.0), peer.control, epoch=99)
+    peer.beat()
+    engine.counted("epoch")
+    assert peer.receive(peer.control)[1] == BeatAck()
+
+
+def test_a_stranger_cannot_speak_for_a_worker(engine: Engine) -> None:
+    peer, stranger = engine.peer(), engine.peer("w1")
+    engine.admit(peer)
+    stranger.boot_id, stranger.epoch = peer.boot_id, peer.epoch
+    stranger.send(StepResult(step=1), worker_id="w0")
+    engine.counted("route")
+
+
+def test_a_result_that_was_not_due_ends_the_life(engine: Engine) -> None:
+    peer = engine.peer()
+    epoch = engine.admit(peer)
+    engine.executor.send(epoch, StepPlan(step=1))
+    peer.send(StepResult(step=2))
+    left = engine.next(WorkerLeft)
+    assert (left.epoch, left.cause) == (epoch, LeaveCause.DIED)
+
+
+def test_results_over_control_and_beats_over_data_are_not_taken(engine: Engine) -> None:
+    peer = engine.peer()
+    engine.executor.send(engine.admit(peer), StepPlan(step=1))
+    peer.send(StepResult(step=1), peer.control)
+    engine.counted("unexpected")
+
+
+def test_silence_makes_suspect_then_dead_and_late_frames_are_void(socket_dir: Path) -> None:
+    engine = Engine(socket_dir, worker_suspect_s=0.3, worker_dead_s=0.6)
+    try:
+        peer = engine.peer()
+        epoch = engine.admit(peer)
+        assert engine.next(WorkerChanged) == WorkerChanged(epoch, WorkerState.SUSPECT)
+        left = engine.next(WorkerLeft)
+        assert (left.epoch, left.cause) == (epoch, LeaveCause.DIED)
+        peer.beat()
+        engine.counted("epoch")
+        assert engine.executor.workers()[0].state is WorkerState.DEAD
+    finally:
+        engine.close()
+
+
+def test_a_worker_that_beats_but_never_answers_is_hung(socket_dir: Path) -> None:
+    engine = Engine(socket_dir, step_deadline_s=0.5)
+    try:
+        peer = engine.peer()
+        epoch = engine.admit(peer)
+        engine.executor.send(epoch, StepPlan(step=1))
+
+        def beat_and_look() -> bool:
+            peer.beat(busy_s=0.1)
+            return any(isinstance(event, WorkerLeft) for event in engine.seen)
+
+        engine.pump(beat_and_look)
+        assert engine.next(WorkerLeft).cause is LeaveCause.HUNG
+    finally:
+        engine.close()
+
+
+def test_a_killed_process_is_seen_by_its_pidfd_long_before_its_beats_are_missed(socket_dir: Path) -> None:
+    engine = Engine(socket_dir, worker_suspect_s=300.0, worker_dead_s=600.0)
+    process = start_process(engine.executor.endpoint, "w0")
+    try:
+        joined = engine.next(WorkerJoined)
+        process.send_signal(signal.SIGKILL)
+        left = engine.next(WorkerLeft)
+        assert (left.epoch, left.cause) == (joined.epoch, LeaveCause.DIED)
+        assert str(process.pid) in left.reason
+    finally:
+        process.kill()
+        process.wait()
+        engine.close()
+
+
+def test_a_hello_of_a_process_that_is_gone_is_not_admitted(engine: Engine) -> None:
+    process = start_process("ipc:///nowhere", "w0")
+    process.kill()
+    process.wait()
+    engine.peer(host_id=host_id(), pid=process.pid).say_hello()
+    engine.counted("process_gone")
+
+
+def test_wake_ends_a_wait_from_another_thread(engine: Engine) -> None:
+    done = threading.Event()
+
+    def wait() -> None:
+        engine.executor.wait(60)
+        done.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    engine.executor.wake()
+    assert done.wait(10)
+    thread.join()
+
+
+def test_malformed_frames_harm_nobody(engine: Engine) -> None:
+    peer, rogue = engine.peer(), engine.peer("rogue")
+    epoch = engine.admit(peer)
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        st.lists(st.binary(max_size=64), min_size=1, max_size=NUM_PARTS + 2),
+        st.one_of(st.none(), st.integers(0, NUM_PARTS - 1)),
+    )
+    def fuzz(parts: list[bytes], keep: int | None) -> None:
+        if keep is not None:  # a good frame with one part replaced
+            good = rogue.frame(StepResult(step=1), engine_boot_id="boot-1", epoch=epoch, worker_id="w0")
+            parts = [*good[:keep], parts[0], *good[keep + 1 :]]
+        rogue.data.send_multipart(parts)
+        assert engine.executor.wait(0) == []
+
+    fuzz()
+    rogue.data.send_multipart([b"last"])
+    engine.counted("malformed")
+    good = peer.frame(StepResult(step=1))
+    for payload in (b"", b"\xc1", b"\x81\xa4type\xa6result", b"\x91" * 5000, good[-1][:-3]):
+        peer.data.send_multipart([*peer.frame(StepResult(step=1))[:-1], payload])
+    engine.executor.send(epoch, StepPlan(step=1))
+    peer.send(StepResult(step=1))
+    assert engine.next(StepDone).epoch == epoch
+    assert not any(isinstance(event, WorkerLeft) for event in engine.seen)
+
+
+def test_bytes_that_are_not_zmq_harm_nobody(engine: Engine, socket_dir: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as plain:
+        plain.connect(str(socket_dir / "w.sock"))
+        plain.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 100)
+        engine.admit(engine.peer())
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "",
+        "tcp://0.0.0.0:5555",
+        "tcp://*:5555",
+        "tcp://192.168.1.1:0",
+        "tcp://example.com:1",
+        "inproc://x",
+        "ipc://w.sock",
+    ],
+)
+def test_endpoints_that_others_could_reach_are_refused(endpoint: str) -> None:
+    with pytest.raises(ValueError, match=r"address|socket path"):
+        ZmqExecutor(EngineConfig(worker_endpoint=endpoint), "boot")
+
+
+def test_a_directory_open_to_others_is_refused(socket_dir: Path) -> None:
+    socket_dir.chmod(0o755)
+    with pytest.raises(ValueError, match="0700"):
+        ZmqExecutor(EngineConfig(worker_endpoint=f"ipc://{socket_dir}/w.sock"), "boot")
+
+
+def test_loopback_tcp_tells_its_port() -> None:
+    executor = ZmqExecutor(EngineConfig(worker_endpoint="tcp://127.0.0.1:0"), "boot")
+    try:
+        assert executor.endpoint.startswith("tcp://127.0.0.1:")
+        assert not executor.endpoint.endswith(":0")
+    finally:
+        executor.close()
+
+
+def test_a_living_predecessor_is_not_robbed_but_a_dead_ones_socket_is_replaced(
+    engine: Engine, socket_dir: Path
+) -> None:
+    with pytest.raises(OSError, match="another process is listening"):
+        ZmqExecutor(EngineConfig(worker_endpoint=engine.executor.endpoint), "boot-2")
+    stale = socket_dir / "stale.sock"
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(stale))
+    successor = ZmqExecutor(EngineConfig(worker_endpoint=f"ipc://{stale}"), "boot-2")
+    successor.close()
+    assert not stale.exists()
+
+
+def test_a_worker_registers_with_the_next_life_of_the_engine_core(socket_dir: Path) -> None:
+    endpoint = f"ipc://{socket_dir}/w.sock"
+    config = EngineConfig(worker_endpoint=endpoint, worker_lease_s=0.5)
+    first = ZmqExecutor(config, "boot-1")
+    with FakeWorker(endpoint) as worker:
+        while not worker.registered.is_set():
+            first.wait(0.05)
+        first.close()
+        second = ZmqExecutor(config, "boot-2")
+        try:
+            events: list[ExecutorEvent] = []
+            while not events:
+                events = second.wait(0.05)
+            assert isinstance(events[0], WorkerJoined)
+        finally:
+            worker.stop()
+            second.close()
+
+
+def test_a_frame_above_the_limit_does_not_get_in(engine: Engine) -> None:
+    rogue, peer = engine.peer("rogue"), engine.peer()
+    monitor = rogue.data.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    rogue.data.send(bytes(MAX_FRAME_BYTES + 1))
+    engine.pump(lambda: monitor.poll(0) > 0)
+    rogue.data.disable_monitor()
+    monitor.close()
+    engine.admit(peer)
+    assert "frames_dropped_malformed" not in engine.executor.counters()

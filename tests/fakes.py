@@ -1,0 +1,318 @@
+"""Fakes we own: a runner that executes step plans without tensors, and what it must yield.
+
+    FakeModel        next token = hash of (every token before it, seed, choice) mod vocabulary
+    FakeRunner       executes StepPlans on that model, exactly as the contract in `pagoda_proto.steps` says
+    reference_*      the same tokens computed directly from a record: no scheduler, no blocks, no steps
+    ManualClock      time that moves when told
+
+FakeRunner keeps a KV memory of its own: every cell of every block holds the hash of the row's tokens up to that
+position. A chunk writes its cells, then all cells of the row's block table up to the chunk's end are compared with what
+they must be. A block handed out twice, a missing copy-on-write or a wrong prefix hit is therefore an error in the step
+that would have read the wrong KV, and not a strange token much later. Breaches of the contract raise ContractBroken.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.records import FinishReason, RequestRecord
+from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult, TopLogprobs
+
+MASK64 = 2**64 - 1
+EMPTY_PREFIX = 0x9E3779B97F4A7C15
+_ids = itertools.count()
+
+
+class ContractBroken(AssertionError):
+    """A plan that no worker could have executed correctly."""
+
+
+def mix(left: int, right: int) -> int:
+    """Hash two integers into 64 bits (splitmix64's finaliser)."""
+    value = ((left ^ 0xD6E8FEB86659FD93) * 0x9E3779B97F4A7C15 + right + 1) & MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+    return value ^ (value >> 31)
+
+
+def prefix_hashes(token_ids: Sequence[int]) -> list[int]:
+    """hashes[i] covers token_ids[: i + 1]."""
+    return list(itertools.accumulate(token_ids, mix, initial=EMPTY_PREFIX))[1:]
+
+
+@dataclass(frozen=True)
+class FakeModel:
+    """What is sampled. `eos_at`: the record's first end-of-sequence id is sampled at this output position."""
+
+    vocab_size: int = 256
+    eos_at: int | None = None
+
+    def next_token(self, prefix: int, row: NewRow, position: int) -> int:
+        """The token at output `position` of a row whose tokens so far hash to `prefix`."""
+        params = row.params
+        banned = {*row.eos_token_ids, *params.stop_token_ids} if position < params.min_tokens else set()
+        if position == self.eos_at and row.eos_token_ids and row.eos_token_ids[0] not in banned:
+            return row.eos_token_ids[0]
+        candidates = params.allowed_token_ids or range(self.vocab_size)
+        start = mix(mix(prefix, row.seed), row.choice) % len(candidates)
+        for offset in range(len(candidates)):
+            token = candidates[(start + offset) % len(candidates)]
+            if token not in banned:
+                return token
+        return candidates[start]
+
+    def logprobs(self, prefix: int, token: int, count: int) -> TopLogprobs:
+        """Made-up but reproducible log-probabilities of `token` after `prefix`; `count` alternatives, best first."""
+        top_ids = [(token + i) % self.vocab_size for i in range(min(count, self.vocab_size))]
+        best = -0.001 * (mix(prefix, token) % 1000)
+        return TopLogprobs(best, 1, top_ids, [best - i for i in range(len(top_ids))])
+
+
+@dataclass
+class FakeRow:
+    new: NewRow
+    token_ids: list[int]
+    hashes: list[int]
+    block_ids: list[int]
+    num_computed: int
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - self.new.num_prompt_tokens
+
+    def append(self, token: int) -> None:
+        self.hashes.append(mix(self.hashes[-1], token))
+        self.token_ids.append(token)
+
+
+@dataclass
+class FakeRunner:
+    """Executes plans in order. Poisoned rows (`poison_token_id` in the prompt) fail with RowError(`poison_code`) once
+    they have `poison_at` outputs. `verify=False` skips the KV comparison, for measurements.
+    """
+
+    num_blocks: int = 64
+    block_size: int = 4
+    model: FakeModel = field(default_factory=FakeModel)
+    max_rows: int = 256
+    max_tokens_per_step: int = 8192
+    poison_token_id: int | None = None
+    poison_code: str = ErrorCode.NUMERICAL_ERROR.value
+    poison_at: int = 0
+    verify: bool = True
+    rows: dict[int, FakeRow] = field(default_factory=dict)
+    failed_rows: set[int] = field(default_factory=set)
+    steps_done: int = 0
+    tokens_computed: int = 0
+
+    def __post_init__(self) -> None:
+        self._cells: dict[int, int] = {}  # block * block_size + offset -> hash of the prefix up to there
+        self._last_row_id = -1
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One step, in the order the contract gives: drop, add, append, copy, compute, sample."""
+        self._require(plan.step == self.steps_done + 1, f"step {plan.step} after {self.steps_done}")
+        self._require(plan.num_tokens <= self.max_tokens_per_step, f"{plan.num_tokens} tokens in one step")
+        for row_id in plan.finished_rows:
+            if row_id not in self.failed_rows:  # planned before the engine core knew of the failure
+                self._require(row_id in self.rows, f"finished row {row_id} is not here")
+                del self.rows[row_id]
+        for new in plan.new_rows:
+            self._add(new)
+        self._require(len(self.rows) <= self.max_rows, f"{len(self.rows)} rows at once")
+        self._change_tables(plan)
+        self._copy_blocks(plan)
+        errors = self._fail_poisoned(plan)
+        chunks = [chunk for chunk in plan.chunks if chunk.row_id not in self.failed_rows]
+        for chunk in chunks:
+            self._write(chunk)
+        for chunk in chunks:
+            self._check_prefix(chunk)
+        outputs = [output for chunk in chunks if (output := self._output(chunk)) is not None]
+        self.steps_done += 1
+        return StepResult(step=plan.step, outputs=outputs, errors=errors)
+
+    def _add(self, new: NewRow) -> None:
+        self._require(new.row_id > self._last_row_id, f"row id {new.row_id} used before")
+        self._last_row_id = new.row_id
+        self._require(0 <= new.num_computed < len(new.token_ids), f"row {new.row_id} has nothing to compute")
+        self._require(0 < new.num_prompt_tokens <= len(new.token_ids), f"row {new.row_id} has a bad prompt length")
+        tokens = list(new.token_ids)
+        self.rows[new.row_id] = FakeRow(new, tokens, prefix_hashes(tokens), list(new.block_ids), new.num_computed)
+        self._check_table(self.rows[new.row_id])
+
+    def _change_tables(self, plan: StepPlan) -> None:
+        for append in plan.append_blocks:
+            if append.row_id not in self.failed_rows:
+                self._row(append.row_id).block_ids.extend(append.block_ids)
+                self._check_table(self._row(append.row_id))
+        for replace in plan.replace_blocks:
+            if replace.row_id not in self.failed_rows:
+                self._row(replace.row_id).block_ids[replace.index] = replace.block_id
+                self._check_table(self._row(replace.row_id))
+
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        sources = {source for source, _ in plan.block_copies}
+        destinations = [destination for _, destination in plan.block_copies]
+        self._require(len(set(destinations)) == len(destinations), "a block is copied to twice")
+        self._require(sources.isdisjoint(destinations), "a block is copied from and to in one step")
+        for source, destination in plan.block_copies:
+            for offset in range(self.block_size):
+                cell = self._cells.get(source * self.block_size + offset)
+                self._cells.pop(destination * self.block_size + offset, None)
+                if cell is not None:
+                    self._cells[destination * self.block_size + offset] = cell
+
+    def _fail_poisoned(self, plan: StepPlan) -> list[RowError]:
+        errors = []
+        for chunk in plan.chunks:
+            row = self.rows.get(chunk.row_id)
+            if row is None or self.poison_token_id not in row.new.token_ids[: row.new.num_prompt_tokens]:
+                continue
+            if row.num_outputs >= self.poison_at:
+                del self.rows[chunk.row_id]
+                self.failed_rows.add(chunk.row_id)
+                errors.append(RowError(chunk.row_id, self.poison_code, "poisoned prompt"))
+        return errors
+
+    def _write(self, chunk: Chunk) -> None:
+        row = self._row(chunk.row_id)
+        end = chunk.start + chunk.num_tokens
+        self._require(chunk.num_tokens > 0, f"row {chunk.row_id}: empty chunk")
+        self._require(chunk.start == row.num_computed, f"row {chunk.row_id}: chunk at {chunk.start}")
+        self._require(end <= len(row.token_ids), f"row {chunk.row_id}: chunk beyond the known tokens")
+        self._require(end <= len(row.block_ids) * self.block_size, f"row {chunk.row_id}: chunk beyond its blocks")
+        self._require(not chunk.sample or end == len(row.token_ids), f"row {chunk.row_id}: sampling too early")
+        for position in range(chunk.start, end):
+            block = row.block_ids[position // self.block_size]
+            self._cells[block * self.block_size + position % self.block_size] = row.hashes[position]
+        row.num_computed = end
+        self.tokens_computed += chunk.num_tokens
+
+    def _check_prefix(self, chunk: Chunk) -> None:
+        if not self.verify:
+            return
+        row = self._row(chunk.row_id)
+        for position in range(row.num_computed):
+            block = row.block_ids[position // self.block_size]
+            cell = self._cells.get(block * self.block_size + position % self.block_size)
+            self._require(cell == row.hashes[position], f"row {chunk.row_id}: wrong KV at {position}, block {block}")
+
+    def _output(self, chunk: Chunk) -> RowOutput | None:
+        row = self._row(chunk.row_id)
+        prompt_logprobs = self._prompt_logprobs(row, chunk)
+        if not chunk.sample:
+            return None if prompt_logprobs is None else RowOutput(chunk.row_id, [], None, prompt_logprobs)
+        prefix = row.hashes[-1]
+        token = self.model.next_token(prefix, row.new, row.num_outputs)
+        count = row.new.params.logprobs
+        logprobs = None if count is None else [self.model.logprobs(prefix, token, count)]
+        row.append(token)
+        return RowOutput(chunk.row_id, [token], logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, row: FakeRow, chunk: Chunk) -> list[TopLogprobs] | None:
+        count = row.new.params.prompt_logprobs
+        if count is None or chunk.start >= row.new.num_prompt_tokens:
+            return None
+        end = min(chunk.start + chunk.num_tokens, row.new.num_prompt_tokens - 1)
+        return [self.model.logprobs(row.hashes[i], row.token_ids[i + 1], count) for i in range(chunk.start, end)]
+
+    def _row(self, row_id: int) -> FakeRow:
+        self._require(row_id in self.rows, f"row {row_id} is not here")
+        return self.rows[row_id]
+
+    def _check_table(self, row: FakeRow) -> None:
+        self._require(
+            len(set(row.block_ids)) == len(row.block_ids), f"row {row.new.row_id}: a block twice in its table"
+        )
+        self._require(all(0 <= block < self.num_blocks for block in row.block_ids), "block id out of range")
+
+    @staticmethod
+    def _require(condition: bool, message: str) -> None:
+        if not condition:
+            raise ContractBroken(message)
+
+
+class ReferenceChoice(NamedTuple):
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_token_id: int | None
+
+
+def reference_outputs(
+    record: RequestRecord, model: FakeModel | None = None, *, max_output_tokens: int | None = None
+) -> list[ReferenceChoice]:
+    """What every choice of `record` must yield, computed directly. A record without max_tokens needs the limit."""
+    limit = max_output_tokens if max_output_tokens is not None else record.params.max_tokens
+    if limit is None:
+        raise ValueError("give max_output_tokens: the record has no max_tokens")
+    return [_reference_choice(record, model or FakeModel(), limit, choice) for choice in range(record.params.n)]
+
+
+def reference_tokens(
+    record: RequestRecord, model: FakeModel | None = None, *, max_output_tokens: int | None = None
+) -> list[list[int]]:
+    """Output token ids per choice; see `reference_outputs`."""
+    outputs = reference_outputs(record, model, max_output_tokens=max_output_tokens)
+    return [choice.token_ids for choice in outputs]
+
+
+def _reference_choice(record: RequestRecord, model: FakeModel, limit: int, choice: int) -> ReferenceChoice:
+    params = record.params
+    eos = () if params.ignore_eos else record.eos_token_ids
+    row = NewRow(
+        row_id=0, token_ids=[], num_prompt_tokens=0, num_computed=0, block_ids=[], params=params, seed=record.seed,
+        choice=choice, eos_token_ids=eos,
+    )  # fmt: skip
+    prefix = prefix_hashes(record.prompt_token_ids)[-1]
+    output: list[int] = []
+    while len(output) < limit:
+        token = model.next_token(prefix, row, len(output))
+        prefix = mix(prefix, token)
+        output.append(token)
+        if token in (*eos, *params.stop_token_ids) and len(output) > params.min_tokens:
+            return ReferenceChoice(output, FinishReason.STOP, token)
+    return ReferenceChoice(output, FinishReason.LENGTH, None)
+
+
+def make_record(
+    prompt: Sequence[int] = (1, 2, 3, 4, 5),
+    *,
+    request_id: str | None = None,
+    seed: int = 0,
+    eos_token_ids: tuple[int, ...] = (),
+    cache_salt: str = "",
+    priority: int = 0,
+    queue_timeout_s: float = 0.0,
+    **params: Any,
+) -> RequestRecord:
+    """A record with a fresh id; further keywords are SamplingParams (max_tokens is 8 unless given)."""
+    return RequestRecord(
+        request_id=request_id or f"request-{next(_ids)}",
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(**({"max_tokens": 8} | params)),
+        seed=seed,
+        eos_token_ids=eos_token_ids,
+        cache_salt=cache_salt,
+        priority=priority,
+        queue_timeout_s=queue_timeout_s,
+    )
+
+
+class ManualClock:
+    """Call it for the time in seconds; `advance` moves it."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> float:
+        self.now += seconds
+        return self.now

@@ -1,0 +1,252 @@
+"""An engine core without workers: a real gRPC server whose tokens are a hash of what came before them.
+
+Output token i of a choice depends on (prompt, seed, choice, tokens before i) only, as in the real one, so a resumed
+request must go on identically. Tests drive it: `gate` stops and lets pass, `script` misbehaves, `kill` breaks streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from pagoda_proto.convert import delta_to_pb, load_to_pb, prior_from_pb, record_from_pb
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.engine.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
+from pagoda_proto.records import Delta, FinishReason, Load, RequestRecord, Usage
+from pagoda_proto.steps import TopLogprobs
+
+VOCAB = 512
+
+
+def next_token(record: RequestRecord, choice: int, tokens: list[int]) -> int:
+    text = f"{record.prompt_token_ids}|{record.seed}|{choice}|{tokens}"
+    return hashlib.blake2b(text.encode(), digest_size=1).digest()[0]
+
+
+def expected_tokens(record: RequestRecord, choice: int = 0) -> list[int]:
+    tokens: list[int] = []
+    for _ in range(record.params.max_tokens or 16):
+        tokens.append(next_token(record, choice, tokens))
+    return tokens
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """For states that no event announces."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+class Run:
+    """One attempt of one request on one session."""
+
+    def __init__(self, record: RequestRecord, submit: pb.Submit) -> None:
+        self.record = record
+        self.attempt = submit.attempt
+        self.tokens: list[list[int]] = [[] for _ in range(record.params.n)]
+        self.finished = [False] * record.params.n
+        for message in submit.prior_outputs:
+            prior = prior_from_pb(message)
+            self.tokens[prior.choice] = prior.token_ids
+            self.finished[prior.choice] = prior.finished
+
+    @property
+    def ended(self) -> bool:
+        return all(self.finished)
+
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=len(self.record.prompt_token_ids),
+            output_tokens=sum(map(len, self.tokens)),
+            replays=self.attempt,
+        )
+
+    def delta(self, choice: int, tokens: list[int], first_index: int, finish: FinishReason | None) -> Delta:
+        params = self.record.params
+        self.finished[choice] |= finish is not None
+        first = first_index == 0
+        entries = [TopLogprobs(-float(t), 1, [t], [-float(t)]) for t in tokens]
+        prompt = [TopLogprobs(-float(t), 1, [], []) for t in self.record.prompt_token_ids[1:]]
+        return Delta(
+            request_id=self.record.request_id,
+            attempt=self.attempt,
+            choice=choice,
+            first_index=first_index,
+            token_ids=list(tokens),
+            logprobs=entries if params.logprobs is not None else None,
+            prompt_logprobs=prompt if params.prompt_logprobs is not None and first else None,
+            finish_reason=finish,
+            usage=self.usage() if self.ended else None,
+        )
+
+    def step(self, choice: int) -> Delta:
+        tokens = self.tokens[choice]
+        tokens.append(next_token(self.record, choice, tokens))
+        length = len(tokens) >= (self.record.params.max_tokens or 16)
+        return self.delta(choice, tokens[-1:], len(tokens) - 1, FinishReason.LENGTH if length else None)
+
+
+Script = Callable[[Run, Delta], list[Any]]  # what to send instead of a delta: deltas, ServerFrames, exceptions
+
+
+class FakeEngineCore(EngineServicer):
+    """`steps` is None to run freely, or a semaphore of which each step of each request takes one."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.boots = 0
+        self.load = Load(engine_id="none", num_workers=1, vocab_size=VOCAB, max_model_len=4096, model_fingerprint="m1")
+        self.steps: asyncio.Semaphore | None = None
+        self.script: Script | None = None
+        self.on_submit: Callable[[pb.Submit], pb.ServerFrame | None] | None = None
+        self.submits: list[pb.Submit] = []
+        self.aborts: list[pb.Abort] = []
+        self.aborted = asyncio.Event()
+        self.running: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self.pulse_s = 1.0  # how often the load is told at least
+        self.silent = False  # a process that is stopped: connected, and says nothing
+        self.num_sent = 0
+        self.sent = asyncio.Condition()
+        self._outboxes: list[asyncio.Queue[pb.ServerFrame | Exception]] = []
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        self.boots += 1
+        self.set_load(engine_id=f"boot{self.boots}")
+        options = [("grpc.http2.max_ping_strikes", 0), ("grpc.so_reuseport", 0)]
+        self._server = grpc.aio.server(options=options)
+        add_EngineServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """As kill -9: streams break, state is gone, nothing listens."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop(grace=0)
+        self._forget()
+
+    def _forget(self) -> None:
+        for _, task in self.running.values():
+            task.cancel()
+        self.running.clear()
+
+    def set_load(self, **fields: Any) -> None:
+        self.load = Load(**{name: fields.get(name, getattr(self.load, name)) for name in Load.__struct_fields__})
+        for outbox in self._outboxes:
+            outbox.put_nowait(pb.ServerFrame(load=load_to_pb(self.load)))
+
+    def break_streams(self) -> None:
+        """Sessions end with an error, the process lives on."""
+        for outbox in self._outboxes:
+            outbox.put_nowait(ConnectionError("told to"))
+
+    def migrate_all(self) -> None:
+        for request_id, (run, task) in list(self.running.items()):
+            task.cancel()
+            del self.running[request_id]
+            frame = pb.Migrate(request_id=request_id, attempt=run.attempt, reason="draining")
+            for outbox in self._outboxes:
+                outbox.put_nowait(pb.ServerFrame(migrate=frame))
+
+    async def wait_sent(self, count: int) -> None:
+        """Until this many deltas were sent, over all requests and lives."""
+        async with self.sent:
+            await self.sent.wait_for(lambda: self.num_sent >= count)
+
+    async def Session(self, requests: AsyncIterator[pb.ClientFrame], context: Any) -> AsyncIterator[pb.ServerFrame]:
+        outbox: asyncio.Queue[pb.ServerFrame | Exception] = asyncio.Queue()
+        outbox.put_nowait(pb.ServerFrame(load=load_to_pb(self.load)))
+        self._outboxes.append(outbox)
+        reader = asyncio.create_task(self._read(requests, outbox))
+        try:
+            while True:
+                frame = await self._next_frame(outbox)
+                if isinstance(frame, Exception):
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, str(frame))
+                elif not self.silent:
+                    yield frame
+        finally:
+            reader.cancel()
+            self._outboxes.remove(outbox)
+            self._forget()
+
+    async def _next_frame(self, outbox: asyncio.Queue[pb.ServerFrame | Exception]) -> pb.ServerFrame | Exception:
+        try:
+            async with asyncio.timeout(self.pulse_s):
+                return await outbox.get()
+        except TimeoutError:
+            return pb.ServerFrame(load=load_to_pb(self.load))
+
+    async def _read(self, requests: AsyncIterator[pb.ClientFrame], outbox: asyncio.Queue[Any]) -> None:
+        async for frame in requests:
+            if frame.HasField("submit"):
+                self._on_submit(frame.submit, outbox)
+            else:
+                self._on_abort(frame.abort, outbox)
+
+    def _on_submit(self, submit: pb.Submit, outbox: asyncio.Queue[Any]) -> None:
+        self.submits.append(submit)
+        answer = self.on_submit(submit) if self.on_submit is not None else None
+        if answer is not None:
+            outbox.put_nowait(answer)
+            return
+        record = record_from_pb(submit.record)
+        old = self.running.pop(record.request_id, None)
+        if old is not None:
+            old[1].cancel()
+        outbox.put_nowait(pb.ServerFrame(accepted=pb.Accepted(request_id=record.request_id, attempt=submit.attempt)))
+        run = Run(record, submit)
+        self.running[record.request_id] = (run, asyncio.create_task(self._run(run, outbox)))
+
+    def _on_abort(self, abort: pb.Abort, outbox: asyncio.Queue[Any]) -> None:
+        self.aborts.append(abort)
+        self.aborted.set()
+        entry = self.running.get(abort.request_id)
+        if entry is None:
+            return
+        run, task = entry
+        deltas = [
+            run.delta(i, [], len(run.tokens[i]), FinishReason.ABORT)
+            for i in (abort.choices or range(run.record.params.n))
+            if not run.finished[i]
+        ]
+        outbox.put_nowait(pb.ServerFrame(outputs=pb.StepOutputs(deltas=[delta_to_pb(delta) for delta in deltas])))
+        if run.ended:
+            task.cancel()
+            del self.running[abort.request_id]
+
+    async def _run(self, run: Run, outbox: asyncio.Queue[Any]) -> None:
+        while not run.ended:
+            if self.steps is not None:
+                await self.steps.acquire()
+            for choice in range(run.record.params.n):
+                if not run.finished[choice]:
+                    await self._send(run, run.step(choice), outbox)
+            await asyncio.sleep(0)
+        self.running.pop(run.record.request_id, None)
+
+    async def _send(self, run: Run, delta: Delta, outbox: asyncio.Queue[Any]) -> None:
+        items = [delta] if self.script is None else self.script(run, delta)
+        for item in items:
+            if isinstance(item, Delta):
+                item = pb.ServerFrame(outputs=pb.StepOutputs(deltas=[delta_to_pb(item)]))
+            outbox.put_nowait(item)
+        async with self.sent:
+            self.num_sent += 1
+            self.sent.notify_all()
+
+
+@asynccontextmanager
+async def running_engine(address: str) -> AsyncIterator[FakeEngineCore]:
+    engine = FakeEngineCore(address)
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.kill()

@@ -1,0 +1,196 @@
+"""An engine client that plays a script: batches of deltas, or errors, and a record of what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fastapi import FastAPI
+from httpx import ASGITransport, AsyncClient
+from tests.gateway.model_dir import MAX_MODEL_LEN, write_model_dir
+
+from pagoda_gateway import errors
+from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.routes import chat, completions, models, tokenize
+from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import Delta, FinishReason, Load, RequestRecord, Usage
+from pagoda_proto.steps import TopLogprobs
+
+Batch = list[Delta] | Exception | asyncio.Event
+Script = Callable[[RequestRecord], Sequence[Batch]]
+MODEL = "tiny"
+
+
+class FakeGeneration:
+    """Gives one batch of the script per `next`; an Event in it is waited for. Aborted choices end at once."""
+
+    def __init__(self, record: RequestRecord, script: Sequence[Batch]) -> None:
+        self.record = record
+        self.aborted: list[int] = []
+        self.closed = asyncio.Event()
+        self.waiting = asyncio.Event()  # the reader has come to an Event of the script
+        self._script = list(script)
+        self._ended = False
+
+    async def next(self) -> list[Delta]:
+        while self._script and not self._ended:
+            item = self._script.pop(0)
+            if isinstance(item, asyncio.Event):
+                self.waiting.set()
+                await item.wait()
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                batch = [delta for delta in item if delta.choice not in self.aborted]
+                if len(set(self.aborted)) == self.record.params.n:
+                    batch = [self._ending()]
+                self._ended = any(delta.ends_request for delta in batch)
+                if batch:
+                    return batch
+        return []
+
+    def _ending(self) -> Delta:
+        usage = Usage(prompt_tokens=len(self.record.prompt_token_ids))
+        request_id, reason = self.record.request_id, FinishReason.ABORT
+        return Delta(request_id=request_id, choice=0, first_index=0, token_ids=[], finish_reason=reason, usage=usage)
+
+    async def abort(self, choices: Sequence[int] = ()) -> None:
+        self.aborted += choices or range(self.record.params.n)
+
+    async def aclose(self) -> None:
+        self.closed.set()
+
+
+class FakeEngine:
+    """`script` makes the batches for a record, or raises to refuse it."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.generations: list[FakeGeneration] = []
+        self.submitted = asyncio.Event()
+        self.load = Load(engine_id="fake", num_workers=1, max_model_len=MAX_MODEL_LEN, model_fingerprint="fp-tiny")
+
+    async def submit(self, record: RequestRecord) -> FakeGeneration:
+        generation = FakeGeneration(record, self.script(record))
+        self.generations.append(generation)
+        self.submitted.set()
+        return generation
+
+    @property
+    def record(self) -> RequestRecord:
+        """Of the only request."""
+        (generation,) = self.generations
+        return generation.record
+
+
+def logprobs_for(record: RequestRecord, token_ids: Sequence[int], top: int | None) -> list[TopLogprobs] | None:
+    """Token t has logprob -t/1000 and rank 1; its runners-up are t+1, t+2, .. (modulo nothing)."""
+    if top is None:
+        return None
+    return [
+        TopLogprobs(-token / 1000, 1, [token + i for i in range(top)], [-(token + i) / 1000 for i in range(top)])
+        for token in token_ids
+    ]
+
+
+def play(
+    *choices: Sequence[int],
+    batch: int = 1,
+    reason: FinishReason = FinishReason.LENGTH,
+    stop_token_id: int | None = None,
+) -> Script:
+    """Every prompt's choices get these tokens, `batch` at a time, side by side; then each ends with `reason`."""
+
+    def script(record: RequestRecord) -> list[Batch]:
+        batches: list[Batch] = []
+        n, params = record.params.n, record.params
+        streams = [list(choices[i % len(choices)]) for i in range(n)]
+        longest = max(map(len, streams))
+        for start in range(0, max(1, longest), batch):
+            deltas = []
+            for i, tokens in enumerate(streams):
+                part = tokens[start : start + batch]
+                last = start < max(1, len(tokens)) <= start + batch
+                if part or last:
+                    deltas.append(
+                        Delta(
+                            request_id=record.request_id,
+                            choice=i,
+                            first_index=start,
+                            token_ids=part,
+                            logprobs=logprobs_for(record, part, params.logprobs),
+                            finish_reason=reason if last else None,
+                            stop_token_id=stop_token_id if last else None,
+                        )
+                    )
+            batches.append(deltas)
+        first, final = batches[0], batches[-1]
+        assert isinstance(first, list)
+        assert isinstance(final, list)
+        prompt = record.prompt_token_ids
+        first[0].prompt_logprobs = logprobs_for(record, prompt[1:], params.prompt_logprobs)
+        final[-1].usage = Usage(prompt_tokens=len(prompt), cached_prompt_tokens=2, output_tokens=sum(map(len, streams)))
+        return batches
+
+    return script
+
+
+def failing(code: ErrorCode = ErrorCode.OVERLOADED, retry_after_s: float = 0.0) -> Script:
+    """Refuse every record."""
+
+    def script(record: RequestRecord) -> list[Batch]:
+        raise PagodaError(code, "no", retry_after_s=retry_after_s)
+
+    return script
+
+
+def breaking(*token_ids: int, code: ErrorCode = ErrorCode.STREAM_INTERRUPTED) -> Script:
+    """Some tokens, then the request fails."""
+
+    def script(record: RequestRecord) -> list[Batch]:
+        request_id = record.request_id
+        error = Delta(
+            request_id=request_id,
+            choice=0,
+            first_index=len(token_ids),
+            token_ids=[],
+            finish_reason=FinishReason.ERROR,
+            error_code=code,
+            error_message="worker lost",
+            usage=Usage(prompt_tokens=1),
+        )
+        tokens = [Delta(request_id=request_id, choice=0, first_index=i, token_ids=[t]) for i, t in enumerate(token_ids)]
+        return [*[[delta] for delta in tokens], [error]]
+
+    return script
+
+
+class Gateway:
+    """The text routes around a fake engine, and a client to them."""
+
+    def __init__(self, model_dir: Path, script: Script, **config: object) -> None:
+        self.text = ModelText.load(model_dir)
+        self.engine = FakeEngine(script)
+        self.context = GatewayContext(
+            config=GatewayConfig(**config),  # type: ignore[arg-type]
+            text=self.text,
+            engine=self.engine,
+            served_model_name=MODEL,
+            created=1_700_000_000,
+        )
+        self.app = FastAPI()
+        errors.install(self.app)
+        for module in (chat, completions, models, tokenize):
+            self.app.include_router(module.router(self.context))
+        transport = ASGITransport(self.app, raise_app_exceptions=False)
+        self.client = AsyncClient(transport=transport, base_url="http://gateway")
+
+    def ids(self, text: str) -> list[int]:
+        return self.text.encode(text, add_special_tokens=False)
+
+
+def make_gateway(root: Path, script: Script | None = None, **config: object) -> Gateway:
+    return Gateway(write_model_dir(root / "model"), script or play([]), **config)

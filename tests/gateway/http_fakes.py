@@ -1,0 +1,65 @@
+"""A real uvicorn with our protocol around any app, and a raw client that sees every byte."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.http_protocol import ConnectionGuard
+from pagoda_gateway.http_server import HttpServer, bind, uvicorn_config
+
+
+@dataclass
+class Running:
+    port: int
+    server: HttpServer
+    slow: list[bool] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def running_http(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[Running]:
+    listener = bind("127.0.0.1", 0)
+    slow: list[bool] = []
+    server = HttpServer(uvicorn_config(app, config, ConnectionGuard(config, lambda: slow.append(True))))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await server.listening.wait()
+    try:
+        yield Running(listener.getsockname()[1], server, slow)
+    finally:
+        server.cut_connections()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        for accepting in server.servers:
+            accepting.close()
+        listener.close()
+
+
+async def talk(port: int, data: bytes) -> tuple[int, dict[str, str], bytes]:
+    """Send bytes, read until the server closes: status, headers (lower case), body."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(data)
+        return parse(await reader.read())
+    finally:
+        writer.close()
+
+
+def parse(answer: bytes) -> tuple[int, dict[str, str], bytes]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *lines = head.decode().split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines)
+    return int(status.split()[1]), headers, body
+
+
+def error_code(body: bytes) -> str:
+    """The code of an OpenAI-shaped error, whose shape is checked."""
+    error: dict[str, Any] = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return str(error["code"])

@@ -1,0 +1,142 @@
+"""The app as wired: every response has an id and is counted under a known name, and every error has OpenAI's shape."""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.gateway.http_fakes import error_code
+from tests.gateway.model_dir import write_model_dir
+
+from pagoda_gateway.app import create_app
+from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.engine_client import SessionClient
+from pagoda_gateway.health import Health
+from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.text.model_text import ModelText
+
+
+class Gateway:
+    """An app without an engine core behind it."""
+
+    def __init__(self, root: Path) -> None:
+        model = write_model_dir(root / "model")
+        config = GatewayConfig(model=str(model), engine=f"unix:{root}/none")
+        self.metrics = GatewayMetrics("m")
+        engine = SessionClient(config.engine, 1.0, self.metrics)
+        self.health = Health(engine, self.metrics)
+        ctx = GatewayContext(
+            config=config,
+            text=ModelText.load(model),
+            engine=engine,
+            served_model_name="m",
+            created=1,
+        )
+        app: Any = create_app(ctx, self.health, self.metrics)
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
+    gateway = Gateway(tmp_path)
+    async with gateway.client:
+        yield gateway
+
+
+async def test_request_ids(gateway: Gateway) -> None:
+    for sent in ("abc-1.2_3", "x" * 128):
+        answer = await gateway.client.get("/version", headers={"x-request-id": sent})
+        assert answer.headers["x-request-id"] == sent
+    own = set()
+    for sent in ('a"b', "x" * 129, "a b", "ä".encode(), ""):
+        answer = await gateway.client.get("/version", headers={"x-request-id": sent})
+        own.add(answer.headers["x-request-id"])
+    assert len(own) == 5
+    assert all(re.fullmatch(r"req-[0-9a-f]{32}", text) for text in own)
+
+
+async def test_refusals_have_ids_too(gateway: Gateway) -> None:
+    answer = await gateway.client.post("/v1/completions", content=b"x", headers={"content-encoding": "gzip"})
+    assert answer.status_code == 415
+    assert error_code(answer.content) == "unsupported_media_type"
+    assert answer.headers["x-request-id"]
+    assert answer.headers["x-should-retry"] == "false"
+
+
+async def test_unknown_paths_and_methods(gateway: Gateway) -> None:
+    answer = await gateway.client.get("/v1/nothing")
+    assert (answer.status_code, error_code(answer.content)) == (404, "not_found")
+    answer = await gateway.client.delete("/version")
+    assert (answer.status_code, error_code(answer.content)) == (405, "method_not_allowed")
+
+
+async def test_health_without_an_engine_core(gateway: Gateway) -> None:
+    live = await gateway.client.get("/health/live")
+    assert (live.status_code, live.json()["dead"]) == (503, ["engine session", "health"])
+    ready = await gateway.client.get("/health/ready")
+    assert ready.status_code == 503
+    assert "engine core not connected" in ready.json()["problems"]
+    startup = await gateway.client.get("/health/startup")
+    assert (startup.status_code, startup.json()["phase"]) == (503, "connecting")
+    for path in ("/health", "/ping"):
+        answer = await gateway.client.get(path)
+        assert (answer.status_code, answer.content) == (503, b"")
+
+
+async def test_reports(gateway: Gateway) -> None:
+    assert set((await gateway.client.get("/version")).json()) == {"version"}
+    load = (await gateway.client.get("/load")).json()
+    assert load["server_load"] == 0
+    assert load["engine"]["num_workers"] == 0
+    answer = await gateway.client.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    assert 'pagoda_engine_connected{model_name="m"} 0.0' in answer.text
+
+
+async def test_docs_load_nothing_from_elsewhere(gateway: Gateway) -> None:
+    api = (await gateway.client.get("/openapi.json")).json()
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health/ready"} <= set(api["paths"])
+    page = await gateway.client.get("/docs")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    sources = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+    assert sources
+    for source in sources:
+        assert source.startswith("/")
+        assert (await gateway.client.get(source)).status_code == 200
+
+
+async def test_series_do_not_grow_with_what_clients_send(gateway: Gateway) -> None:
+    async def ask(method: str, path: str) -> None:
+        await gateway.client.request(method, path)
+
+    async def count() -> int:
+        lines = (await gateway.client.get("/metrics")).text.splitlines()
+        return sum(not line.startswith("#") and "_created" not in line for line in lines)
+
+    rng = random.Random(1)
+    for method in ("GET", "POST", "BREW"):
+        for path in ("/x", "//x", "/v1/models", "/v1/models/some"):
+            await ask(method, path)
+    await count()
+    before = await count()
+    for _ in range(300):
+        name = "".join(rng.choices(string.ascii_letters, k=8))
+        await ask("".join(rng.choices(string.ascii_uppercase, k=5)), f"/{name}")
+        await ask("GET", f"/v1/models/{name}?{name}={name}")
+    assert await count() == before
+    text = (await gateway.client.get("/metrics")).text
+    assert 'route="/v1/models"' in text
+    assert 'pagoda_http_requests_total{method="other",route="other",status="4xx"}' in text
+
+
+async def test_draining_closes_connections(gateway: Gateway) -> None:
+    assert "connection" not in (await gateway.client.get("/version")).headers
+    gateway.health.drain()
+    assert (await gateway.client.get("/version")).headers["connection"] == "close"

@@ -1,0 +1,451 @@
+"""Requests outlive sessions: whatever happens to the stream, the tokens are those of an undisturbed run, once each."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.gateway.fake_engine_core import FakeEngineCore, Run, expected_tokens, running_engine, until
+
+from pagoda_gateway.engine import EngineClient
+from pagoda_gateway.engine_client import SessionClient
+from pagoda_gateway.engine_session import check_engine_address
+from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.records import Delta, FinishReason, RequestRecord
+
+_ids = itertools.count()
+
+
+def record(**params: Any) -> RequestRecord:
+    fields = {"max_tokens": 12} | params
+    return RequestRecord(
+        request_id=f"req{next(_ids)}", prompt_token_ids=[7, 8, 9], params=SamplingParams(**fields), seed=42
+    )
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/e"
+
+
+@pytest.fixture
+async def engine(address: str) -> AsyncIterator[FakeEngineCore]:
+    async with running_engine(address) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def client(address: str) -> AsyncIterator[SessionClient]:
+    client = SessionClient(address, resume_wait_s=20.0, metrics=GatewayMetrics("m"))
+    client.start()
+    yield client
+    await client.aclose()
+    assert client.num_open == 0
+
+
+async def collect(generation: Any) -> list[Delta]:
+    """All deltas, checked for contiguity per choice and for one ending, which comes last."""
+    deltas: list[Delta] = []
+    while batch := await generation.next():
+        deltas += batch
+    lengths: dict[int, int] = {}
+    for delta in deltas:
+        assert delta.first_index == lengths.get(delta.choice, 0)
+        lengths[delta.choice] = delta.first_index + len(delta.token_ids)
+    assert [d.ends_request for d in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert await generation.next() == []
+    return deltas
+
+
+def tokens_of(deltas: list[Delta], choice: int = 0) -> list[int]:
+    return [token for delta in deltas if delta.choice == choice for token in delta.token_ids]
+
+
+def sample(client: SessionClient, name: str, **labels: str) -> float:
+    return client._metrics.registry.get_sample_value(f"pagoda_{name}", {"model_name": "m"} | labels) or 0.0
+
+
+async def test_tokens_logprobs_and_usage(engine: FakeEngineCore, client: SessionClient) -> None:
+    typed: EngineClient = client
+    request = record(logprobs=1, prompt_logprobs=0)
+    deltas = await collect(await typed.submit(request))
+    assert tokens_of(deltas) == expected_tokens(request)
+    assert [e.top_ids for d in deltas for e in d.logprobs or ()] == [[t] for t in expected_tokens(request)]
+    assert [len(d.prompt_logprobs) for d in deltas if d.prompt_logprobs] == [2]
+    assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert deltas[-1].usage is not None
+    assert deltas[-1].usage.output_tokens == 12
+    assert client.num_open == 0
+    assert client.load.max_model_len == 4096
+    assert sample(client, "generation_tokens_total") == 12
+    assert sample(client, "time_to_first_token_seconds_count") == 1
+    assert sample(client, "request_success_total", finished_reason="length") == 1
+
+
+async def test_many_requests_share_one_session(engine: FakeEngineCore, client: SessionClient) -> None:
+    requests = [record(n=1 + i % 3) for i in range(20)]
+    results = await asyncio.gather(*[collect(await client.submit(r)) for r in requests])
+    for request, deltas in zip(requests, results, strict=True):
+        for choice in range(request.params.n):
+            assert tokens_of(deltas, choice) == expected_tokens(request, choice)
+
+
+@pytest.mark.parametrize("how", ["kill", "break"])
+@pytest.mark.parametrize("num_before", [0, 1, 5, 11])
+async def test_resume_is_identical(engine: FakeEngineCore, client: SessionClient, how: str, num_before: int) -> None:
+    engine.steps = asyncio.Semaphore(num_before)
+    request = record(n=2, logprobs=0, prompt_logprobs=0)
+    generation = await client.submit(request)
+    reading = asyncio.create_task(collect(generation))
+    await engine.wait_sent(2 * num_before)
+    if how == "kill":
+        await engine.kill()
+        engine.steps = None
+        await engine.start()
+    else:
+        engine.steps = None
+        engine.break_streams()
+    deltas = await reading
+    for choice in (0, 1):
+        assert tokens_of(deltas, choice) == expected_tokens(request, choice)
+        entries = [e.top_ids for d in deltas if d.choice == choice for e in d.logprobs or ()]
+        assert entries == [[t] for t in expected_tokens(request, choice)]
+    assert deltas[-1].usage is not None
+    assert deltas[-1].usage.output_tokens == 24
+    assert engine.submits[-1].attempt == 1
+    assert len([d for d in deltas if d.prompt_logprobs]) <= 2
+    assert sample(client, "requests_resumed_total") == 1
+
+
+async def test_resume_while_the_consumer_is_slow(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.steps = asyncio.Semaphore(6)
+    request = record(n=2)
+    generation = await client.submit(request)
+    await engine.wait_sent(12)
+    await engine.kill()
+    engine.steps = None
+    await engine.start()
+    await engine.wait_sent(24)
+    await until(lambda: client.num_open == 0)
+    deltas = await generation.next()
+    assert len(deltas) == 2  # merged: one object per choice however long nobody read
+    assert {d.choice: d.token_ids for d in deltas} == {i: expected_tokens(request, i) for i in (0, 1)}
+    assert await generation.next() == []
+
+
+async def test_a_silent_engine_core_is_a_lost_one(
+    engine: FakeEngineCore, client: SessionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As SIGSTOP: the connection stands, nothing comes."""
+    monkeypatch.setattr("pagoda_gateway.engine_session.SILENCE_S", 0.5)
+    engine.pulse_s = 0.05
+    engine.steps = asyncio.Semaphore(3)
+    request = record()
+    reading = asyncio.create_task(collect(await client.submit(request)))
+    await engine.wait_sent(3)
+    await asyncio.sleep(0.6)
+    assert client.connected  # idle is not silent
+    engine.silent = True
+    await until(lambda: not client.connected)
+    engine.silent = False
+    engine.steps = None
+    assert tokens_of(await reading) == expected_tokens(request)
+    assert [s.attempt for s in engine.submits] == [0, 1]
+
+
+async def test_several_losses_in_a_row(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.steps = asyncio.Semaphore(0)
+    request = record()
+    reading = asyncio.create_task(collect(await client.submit(request)))
+    for i in range(8):
+        engine.steps.release()
+        await engine.wait_sent(i + 1)
+        engine.break_streams()
+        await until(lambda: len(engine.submits) >= i + 2)  # noqa: B023
+    engine.steps = None
+    await engine.kill()
+    await engine.start()
+    assert tokens_of(await reading) == expected_tokens(request)
+
+
+async def test_a_request_that_never_gets_on_is_given_up(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.steps = asyncio.Semaphore(0)
+    reading = asyncio.create_task(collect(await client.submit(record())))
+    for i in range(6):
+        engine.break_streams()
+        await until(lambda: len(engine.submits) >= i + 2 or reading.done())  # noqa: B023
+    [last] = await reading
+    assert last.error_code is ErrorCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(("num_before", "code"), [(0, ErrorCode.UNAVAILABLE), (3, ErrorCode.STREAM_INTERRUPTED)])
+async def test_no_engine_core_comes_back(
+    engine: FakeEngineCore, address: str, num_before: int, code: ErrorCode
+) -> None:
+    client = SessionClient(address, resume_wait_s=0.2, metrics=GatewayMetrics("m"))
+    client.start()
+    engine.steps = asyncio.Semaphore(num_before)
+    request = record(n=2)
+    generation = await client.submit(request)
+    await engine.wait_sent(2 * num_before)
+    await until(lambda: client._open[request.request_id].request.num_output_tokens == 2 * num_before)
+    await engine.kill()
+    deltas = await collect(generation)
+    assert tokens_of(deltas) == expected_tokens(request)[:num_before]
+    assert {d.error_code for d in deltas if d.finish_reason} == {code}
+    assert client.num_open == 0
+    assert client.load.num_workers == 0
+    await client.aclose()
+
+
+async def test_submit_without_an_engine_core(address: str, client: SessionClient, monkeypatch: Any) -> None:
+    monkeypatch.setattr("pagoda_gateway.engine_client.SUBMIT_WAIT_S", 0.05)
+    with pytest.raises(PagodaError) as error:
+        await client.submit(record())
+    assert error.value.code is ErrorCode.UNAVAILABLE
+    assert error.value.retry_after_s > 0
+
+
+async def test_submit_waits_for_a_connection(address: str, client: SessionClient) -> None:
+    request = record()
+    submitting = asyncio.create_task(client.submit(request))
+    await asyncio.sleep(0)
+    async with running_engine(address):
+        assert tokens_of(await collect(await submitting)) == expected_tokens(request)
+
+
+async def test_rejection(engine: FakeEngineCore, client: SessionClient) -> None:
+    def refuse(submit: pb.Submit) -> pb.ServerFrame:
+        fields = {"code": "overloaded", "message": "full", "param": "prompt", "retry_after_s": 3.5}
+        return pb.ServerFrame(
+            rejected=pb.Rejected(request_id=submit.record.request_id, attempt=submit.attempt, **fields)
+        )
+
+    engine.on_submit = refuse
+    with pytest.raises(PagodaError) as error:
+        await client.submit(record())
+    assert (error.value.code, error.value.message, error.value.param) == (ErrorCode.OVERLOADED, "full", "prompt")
+    assert error.value.retry_after_s == 3.5
+    assert client.num_open == 0
+    assert sample(client, "admission_rejections_total", reason="overloaded") == 1
+    engine.on_submit = None
+    assert await collect(await client.submit(record()))
+
+
+async def test_duplicates_stale_attempts_and_strangers_are_ignored(
+    engine: FakeEngineCore, client: SessionClient
+) -> None:
+    def repeat(run: Run, delta: Delta) -> list[Any]:
+        stale = Delta(request_id=delta.request_id, choice=0, first_index=delta.first_index, token_ids=[0], attempt=9)
+        stranger = Delta(request_id="nobody", choice=0, first_index=0, token_ids=[0])
+        return [stale, stranger, delta, delta]
+
+    engine.script = repeat
+    request = record()
+    assert tokens_of(await collect(await client.submit(request))) == expected_tokens(request)
+
+
+async def test_a_gap_is_mended_by_submitting_again(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.script = lambda run, delta: [] if (run.attempt, delta.first_index) == (0, 4) else [delta]
+    request = record()
+    deltas = await collect(await client.submit(request))
+    assert tokens_of(deltas) == expected_tokens(request)
+    assert [s.attempt for s in engine.submits] == [0, 1]
+    assert list(engine.submits[1].prior_outputs[0].token_ids) == expected_tokens(request)[:4]
+
+
+async def test_endless_gaps_end_the_request(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.script = lambda run, delta: [] if delta.first_index == 4 else [delta]
+    request = record()
+    deltas = await collect(await client.submit(request))
+    assert tokens_of(deltas) == expected_tokens(request)[:4]
+    assert deltas[-1].error_code is ErrorCode.PROTOCOL_ERROR
+
+
+async def test_migrate_from_a_draining_engine_core_waits_for_the_next(
+    engine: FakeEngineCore, client: SessionClient
+) -> None:
+    engine.steps = asyncio.Semaphore(3)
+    request = record()
+    reading = asyncio.create_task(collect(await client.submit(request)))
+    await engine.wait_sent(3)
+    engine.set_load(draining=True)
+    engine.migrate_all()
+    await until(lambda: bool(client._parked))
+    engine.steps = None
+    await engine.kill()
+    engine.set_load(draining=False)
+    await engine.start()
+    assert tokens_of(await reading) == expected_tokens(request)
+    assert [s.attempt for s in engine.submits] == [0, 1]
+
+
+async def test_migrate_within_an_engine_core_goes_on_at_once(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.steps = asyncio.Semaphore(3)
+    request = record()
+    reading = asyncio.create_task(collect(await client.submit(request)))
+    await engine.wait_sent(3)
+    engine.steps = None
+    engine.migrate_all()
+    assert tokens_of(await reading) == expected_tokens(request)
+
+
+async def test_a_resumed_request_refused_as_unavailable_tries_again(
+    engine: FakeEngineCore, client: SessionClient
+) -> None:
+    def refuse_first_retry(submit: pb.Submit) -> pb.ServerFrame | None:
+        if submit.attempt != 1:
+            return None
+        rejected = pb.Rejected(request_id=submit.record.request_id, attempt=1, code="unavailable", message="no worker")
+        return pb.ServerFrame(rejected=rejected)
+
+    engine.on_submit = refuse_first_retry
+    engine.steps = asyncio.Semaphore(2)
+    request = record()
+    reading = asyncio.create_task(collect(await client.submit(request)))
+    await engine.wait_sent(2)
+    engine.steps = None
+    engine.break_streams()
+    assert tokens_of(await reading) == expected_tokens(request)
+    assert [s.attempt for s in engine.submits] == [0, 1, 2]
+
+
+async def test_another_model_does_not_go_on_with_a_request(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.steps = asyncio.Semaphore(2)
+    request = record()
+    reading = asyncio.create_task(collect(await client.submit(request)))
+    await engine.wait_sent(2)
+    await engine.kill()
+    engine.set_load(model_fingerprint="m2")
+    await engine.start()
+    deltas = await reading
+    assert deltas[-1].error_code is ErrorCode.STREAM_INTERRUPTED
+
+
+async def test_abort_of_one_choice_and_then_all(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.steps = asyncio.Semaphore(2)
+    generation = await client.submit(record(n=2))
+    await engine.wait_sent(4)
+    await generation.abort([1])
+    await generation.abort()
+    deltas = await collect(generation)
+    assert {d.choice: d.finish_reason for d in deltas if d.finish_reason} == {
+        0: FinishReason.ABORT,
+        1: FinishReason.ABORT,
+    }
+    assert deltas[-1].usage is not None
+
+
+async def test_an_aborted_choice_stays_ended_after_a_resume(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.steps = asyncio.Semaphore(2)
+    request = record(n=2)
+    generation = await client.submit(request)
+    await engine.wait_sent(4)
+    await generation.abort([1])
+    await engine.kill()
+    engine.steps = None
+    await engine.start()
+    deltas = await collect(generation)
+    assert tokens_of(deltas) == expected_tokens(request)
+    assert [(p.choice, p.finished) for p in engine.submits[-1].prior_outputs] == [(0, False), (1, True)]
+
+
+async def test_abort_while_there_is_no_engine_core_ends_here(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.steps = asyncio.Semaphore(2)
+    generation = await client.submit(record())
+    await engine.wait_sent(2)
+    await engine.kill()
+    await until(lambda: not client.connected)
+    await generation.abort()
+    deltas = await collect(generation)
+    assert deltas[-1].finish_reason is FinishReason.ABORT
+    assert deltas[-1].usage is not None
+    assert deltas[-1].usage.output_tokens == len(tokens_of(deltas))
+
+
+async def test_aclose_aborts_and_forgets(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.steps = asyncio.Semaphore(1)
+    request = record()
+    generation = await client.submit(request)
+    reading = asyncio.create_task(generation.next())
+    await reading
+    await generation.aclose()
+    await generation.aclose()
+    assert client.num_open == 0
+    await engine.aborted.wait()
+    assert engine.aborts[0].request_id == request.request_id
+    assert engine.running == {}
+    assert sample(client, "request_success_total", finished_reason="abort") == 1
+
+
+async def test_a_cancelled_submit_leaves_nothing(engine: FakeEngineCore, client: SessionClient) -> None:
+    got = asyncio.Event()
+
+    def swallow(submit: pb.Submit) -> pb.ServerFrame:
+        got.set()
+        return pb.ServerFrame(outputs=pb.StepOutputs())
+
+    engine.on_submit = swallow
+    submitting = asyncio.create_task(client.submit(record()))
+    await got.wait()
+    submitting.cancel()
+    await asyncio.gather(submitting, return_exceptions=True)
+    assert client.num_open == 0
+    await engine.aborted.wait()
+
+
+async def test_a_cancelled_next_loses_nothing(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.steps = asyncio.Semaphore(0)
+    request = record()
+    generation = await client.submit(request)
+    waiting = asyncio.create_task(generation.next())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    for _ in range(request.params.max_tokens or 0):
+        engine.steps.release()
+    assert tokens_of(await collect(generation)) == expected_tokens(request)
+
+
+async def test_an_unreadable_frame_costs_the_session_only(engine: FakeEngineCore, client: SessionClient) -> None:
+    bad = pb.Delta(finish_reason=pb.FINISH_REASON_ERROR, error_code="code of another version")
+
+    def poison_once(run: Run, delta: Delta) -> list[Any]:
+        if (run.attempt, delta.first_index) != (0, 3):
+            return [delta]
+        bad.request_id = delta.request_id
+        return [pb.ServerFrame(outputs=pb.StepOutputs(deltas=[bad]))]
+
+    engine.script = poison_once
+    request = record()
+    assert tokens_of(await collect(await client.submit(request))) == expected_tokens(request)
+
+
+async def test_closing_ends_open_requests(engine: FakeEngineCore, address: str) -> None:
+    client = SessionClient(address, resume_wait_s=5.0, metrics=GatewayMetrics("m"))
+    client.start()
+    engine.steps = asyncio.Semaphore(1)
+    generation = await client.submit(record())
+    assert (await generation.next())[0].token_ids
+    await client.aclose()
+    [last] = await generation.next()
+    assert last.error_code is ErrorCode.STREAM_INTERRUPTED
+    assert not client.alive
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:1", "engine:50051", "10.0.0.1:5", "", "ipc:///x"])
+def test_only_local_engine_cores(address: str) -> None:
+    with pytest.raises(ValueError, match="loopback"):
+        check_engine_address(address)
+
+
+@pytest.mark.parametrize("address", ["unix:/run/x", "127.0.0.1:5", "localhost:5", "[::1]:5"])
+def test_local_addresses(address: str) -> None:
+    assert check_engine_address(address) == address

@@ -1,0 +1,153 @@
+"""Ready is what a request would find: it turns with the engine core, its workers and its tokens, not with the port."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.gateway.fake_engine_core import FakeEngineCore, running_engine, until
+
+from pagoda_gateway.engine_client import SessionClient
+from pagoda_gateway.health import Health, HealthTimes
+from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.records import RequestRecord
+
+TIMES = HealthTimes(success_max_age_s=0.5, idle_s=0.1, canary_timeout_s=0.2, canary_spacing_s=0.02, tick_s=0.01)
+
+
+class Watched:
+    """A health with its client, and every change it told of."""
+
+    def __init__(self, address: str, times: HealthTimes = TIMES) -> None:
+        self.metrics = GatewayMetrics("m")
+        self.client = SessionClient(address, resume_wait_s=1.0, metrics=self.metrics)
+        self.health = Health(self.client, self.metrics, times)
+        self.changes: list[bool] = []
+        self.client.start()
+        self.health.start(self.changes.append)
+
+    async def until_changes(self, *changes: bool) -> None:
+        await until(lambda: tuple(self.changes) == changes)
+
+    async def aclose(self) -> None:
+        await self.health.aclose()
+        await self.client.aclose()
+
+    def canaries(self, result: str) -> float:
+        return self.metrics.registry.get_sample_value("pagoda_canary_requests_total", {"result": result}) or 0.0
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/e"
+
+
+@pytest.fixture
+async def engine(address: str) -> AsyncIterator[FakeEngineCore]:
+    async with running_engine(address) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def watched(address: str) -> AsyncIterator[Watched]:
+    watched = Watched(address)
+    yield watched
+    await watched.aclose()
+
+
+async def test_not_ready_without_an_engine_core(watched: Watched, address: str) -> None:
+    assert "engine core not connected" in watched.health.problems()
+    assert watched.health.phase == "connecting"
+    assert watched.health.dead_tasks() == []
+    assert not watched.health.started
+    async with running_engine(address):
+        await watched.until_changes(True)
+        assert watched.health.problems() == []
+        assert watched.health.phase == "ready"
+    await watched.until_changes(True, False)
+    assert watched.health.started
+
+
+async def test_the_canary_proves_the_ordinary_path(engine: FakeEngineCore, watched: Watched) -> None:
+    await watched.until_changes(True)
+    [submit] = engine.submits[:1]
+    assert submit.record.params.max_tokens == 1
+    assert submit.record.priority > 0
+    assert watched.canaries("success") >= 1
+    value = watched.metrics.registry.get_sample_value
+    labels = {"model_name": "m"}
+    assert value("pagoda_generation_tokens_total", labels) == 0
+    assert value("pagoda_e2e_request_latency_seconds_count", labels) == 0
+    assert value("pagoda_request_success_total", labels | {"finished_reason": "length"}) == 0
+
+
+async def test_no_worker_means_not_ready(engine: FakeEngineCore, watched: Watched) -> None:
+    await watched.until_changes(True)
+    engine.set_load(num_workers=0)
+    await watched.until_changes(True, False)
+    assert watched.health.problems() == ["no worker"]
+    engine.set_load(num_workers=2)
+    await watched.until_changes(True, False, True)
+
+
+async def test_an_engine_core_that_yields_nothing_is_not_ready(engine: FakeEngineCore, watched: Watched) -> None:
+    await watched.until_changes(True)
+    engine.steps = asyncio.Semaphore(0)
+    await watched.until_changes(True, False)
+    assert watched.health.problems() == ["no token within 0.5 s"]
+    assert watched.canaries("failure") >= 1
+    engine.steps = None
+    await watched.until_changes(True, False, True)
+    assert watched.client.num_open <= 1
+
+
+async def test_canaries_that_fail_or_are_refused_do_not_make_ready(engine: FakeEngineCore, watched: Watched) -> None:
+    def refuse(submit: pb.Submit) -> pb.ServerFrame:
+        rejected = pb.Rejected(request_id=submit.record.request_id, code="internal_error", message="broken")
+        return pb.ServerFrame(rejected=rejected)
+
+    engine.on_submit = refuse
+    await until(lambda: watched.canaries("failure") >= 3)
+    assert watched.changes == []
+    assert watched.health.phase == "warming_up"
+
+
+async def test_no_canary_while_users_bring_tokens(engine: FakeEngineCore, address: str) -> None:
+    times = dataclasses.replace(TIMES, idle_s=0.6)
+    watched = Watched(address, times)
+    await watched.until_changes(True)
+    params = SamplingParams(max_tokens=4000)
+    record = RequestRecord(request_id="user", prompt_token_ids=[1], params=params, seed=0)
+    engine.steps = asyncio.Semaphore(0)
+    generation = await watched.client.submit(record)
+    before = len(engine.submits)
+    until_s = time.monotonic() + 2 * times.idle_s
+    while time.monotonic() < until_s:
+        engine.steps.release()
+        await generation.next()
+        await asyncio.sleep(0.01)
+    assert len(engine.submits) == before
+    assert watched.changes == [True]
+    await generation.aclose()
+    await watched.aclose()
+
+
+async def test_draining_is_unready_at_once(engine: FakeEngineCore, watched: Watched) -> None:
+    await watched.until_changes(True)
+    watched.health.drain()
+    assert watched.changes == [True, False]
+    assert "draining" in watched.health.problems()
+    assert watched.health.started
+
+
+async def test_a_dead_task_is_named(engine: FakeEngineCore, watched: Watched) -> None:
+    await watched.client.aclose()
+    assert watched.health.dead_tasks() == ["engine session"]
+    await watched.health.aclose()
+    assert watched.health.dead_tasks() == ["engine session", "health"]

@@ -1,0 +1,279 @@
+"""The whole gateway on real sockets, in front of an engine core that dies, stalls, and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.gateway.fake_engine_core import FakeEngineCore, running_engine, until
+from tests.gateway.http_fakes import talk
+from tests.gateway.model_dir import write_model_dir
+
+from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.health import HealthTimes
+from pagoda_gateway.http_server import bind, url_of
+from pagoda_gateway.server import load_text, new_event_loop, serve
+
+TIMES = HealthTimes(idle_s=1000.0, tick_s=0.02, canary_spacing_s=0.02)
+
+
+class Gateway:
+    """A running `serve`; `client` talks to it, `events` is what it reported."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self.events: list[dict[str, object]] = []
+        self.stop = asyncio.Event()
+        self.task = asyncio.create_task(serve(config, self.events.append, self.stop, health_times=TIMES))
+        self.client = httpx.AsyncClient(timeout=20)
+
+    @property
+    def names(self) -> list[object]:
+        return [event["event"] for event in self.events]
+
+    @property
+    def port(self) -> int:
+        return httpx.URL(str(self.events[0]["url"])).port or 0
+
+    async def until_reported(self, name: str) -> None:
+        await until(lambda: name in self.names or self.task.done())
+        assert name in self.names
+        self.client.base_url = str(self.events[0]["url"])
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model_dir(tmp_path / "model")
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[FakeEngineCore]:
+    async with running_engine(f"unix:{tmp_path}/e") as engine:
+        yield engine
+
+
+@pytest.fixture
+async def start(tmp_path: Path, model: Path) -> Start:
+    @asynccontextmanager
+    async def started(**fields: Any) -> AsyncIterator[Gateway]:
+        config = GatewayConfig(model=str(model), engine=f"unix:{tmp_path}/e", port=0, served_model_name="m", **fields)
+        gateway = Gateway(config)
+        try:
+            await gateway.until_reported("listening")
+            yield gateway
+        finally:
+            gateway.stop.set()
+            await gateway.client.aclose()
+            await gateway.task
+
+    return started
+
+
+def prompt(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "prompt": "hello", "max_tokens": 12, "seed": 1, "ignore_eos": True} | fields
+
+
+def raw_post(content: dict[str, Any]) -> bytes:
+    body = json.dumps(content)
+    lines = ["POST /v1/completions HTTP/1.1", "host: h", "content-type: application/json"]
+    return "\r\n".join([*lines, f"content-length: {len(body)}", "", body]).encode()
+
+
+async def events_of(gateway: Gateway, **fields: Any) -> list[Any]:
+    """The stream's data lines, decoded; [DONE] as it is."""
+    async with gateway.client.stream("POST", "/v1/completions", json=prompt(stream=True, **fields)) as answer:
+        assert answer.status_code == 200
+        lines = [line[6:] async for line in answer.aiter_lines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def text_of(events: list[Any], choice: int = 0) -> str:
+    choices = [c for event in events if event != "[DONE]" for c in event.get("choices", ())]
+    return "".join(c["text"] for c in choices if c["index"] == choice)
+
+
+async def test_ready_when_the_engine_core_is(engine: FakeEngineCore, start: Start) -> None:
+    async with start() as gateway:
+        await gateway.until_reported("ready")
+        assert gateway.names == ["listening", "ready"]
+        for path in ("/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/v1/models"):
+            assert (await gateway.client.get(path)).status_code == 200
+        answer = await gateway.client.post("/v1/completions", json=prompt())
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 12
+        assert "server" not in answer.headers
+        await engine.kill()
+        await gateway.until_reported("unready")
+        assert (await gateway.client.get("/health/ready")).status_code == 503
+        assert (await gateway.client.get("/health/startup")).status_code == 200
+    assert gateway.names == ["listening", "ready", "unready"]
+
+
+async def test_without_an_engine_core_it_says_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda_gateway.engine_client.SUBMIT_WAIT_S", 0.05)
+    async with start() as gateway:
+        answer = await gateway.client.post("/v1/completions", json=prompt())
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) >= 1
+        assert gateway.names == ["listening"]
+
+
+async def test_a_stream_survives_the_engine_core(engine: FakeEngineCore, start: Start) -> None:
+    async with start() as gateway:
+        await gateway.until_reported("ready")
+        undisturbed = await events_of(gateway, n=2)
+        engine.steps = asyncio.Semaphore(5)
+        sent = engine.num_sent
+        reading = asyncio.create_task(events_of(gateway, n=2))
+        await engine.wait_sent(sent + 10)
+        await engine.kill()
+        engine.steps = None
+        await engine.start()
+        events = await reading
+        for choice in (0, 1):
+            assert text_of(events, choice) == text_of(undisturbed, choice)
+        assert events[-1] == "[DONE]"
+
+
+async def test_a_stream_that_cannot_go_on_says_so(engine: FakeEngineCore, start: Start) -> None:
+    async with start(resume_wait_s=0.2) as gateway:
+        await gateway.until_reported("ready")
+        undisturbed = await events_of(gateway)
+        engine.steps = asyncio.Semaphore(5)
+        sent = engine.num_sent
+        reading = asyncio.create_task(events_of(gateway))
+        await engine.wait_sent(sent + 5)
+        await engine.kill()
+        events = await reading
+        assert events[-1]["error"]["code"] == "stream_interrupted"
+        assert text_of(undisturbed).startswith(text_of(events[:-1]))
+        assert "[DONE]" not in events
+
+
+@pytest.mark.parametrize(("stream", "num_tokens"), [(True, 3), (True, 0), (False, 0), (False, 3)])
+async def test_a_client_that_leaves_frees_its_request(
+    engine: FakeEngineCore, start: Start, stream: bool, num_tokens: int
+) -> None:
+    async with start() as gateway:
+        await gateway.until_reported("ready")
+        engine.steps = asyncio.Semaphore(num_tokens)
+        engine.aborted.clear()
+        sent = engine.num_sent
+        _, writer = await asyncio.open_connection("127.0.0.1", gateway.port)
+        writer.write(raw_post(prompt(stream=stream)))
+        await until(lambda: len(engine.running) == 1)
+        await engine.wait_sent(sent + num_tokens)
+        writer.close()
+        async with asyncio.timeout(5):
+            await engine.aborted.wait()
+        await until(lambda: not engine.running)
+        assert (await gateway.client.get("/load")).json()["server_load"] == 0
+
+
+async def test_a_client_that_reads_nothing_frees_its_request(engine: FakeEngineCore, start: Start) -> None:
+    engine.set_load(max_model_len=1_000_000)
+    async with start(slow_client_timeout_s=0.3) as gateway:
+        await gateway.until_reported("ready")
+        sock = socket.socket()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(sock, ("127.0.0.1", gateway.port))
+        await loop.sock_sendall(sock, raw_post(prompt(stream=True, max_tokens=200_000, logprobs=5)))
+        async with asyncio.timeout(20):
+            await engine.aborted.wait()
+        await until(lambda: not engine.running)
+        assert "pagoda_slow_clients_total" in (await gateway.client.get("/metrics")).text
+        sock.close()
+
+
+async def test_drain_lets_open_requests_finish(engine: FakeEngineCore, start: Start) -> None:
+    async with start() as gateway:
+        await gateway.until_reported("ready")
+        undisturbed = await events_of(gateway)
+        engine.steps = asyncio.Semaphore(4)
+        sent = engine.num_sent
+        reading = asyncio.create_task(events_of(gateway))
+        await engine.wait_sent(sent + 4)
+        gateway.stop.set()
+        await gateway.until_reported("unready")
+        with pytest.raises(httpx.ConnectError):
+            while True:
+                async with httpx.AsyncClient(base_url=gateway.client.base_url) as other:
+                    assert (await other.get("/health/ready")).status_code == 503
+        assert not gateway.task.done()
+        for _ in range(12):
+            engine.steps.release()
+        events = await reading
+        assert text_of(events) == text_of(undisturbed)
+        assert events[-1] == "[DONE]"
+        await gateway.task
+
+
+async def test_the_lame_duck_goes_on_accepting(engine: FakeEngineCore, start: Start) -> None:
+    async with start(lame_duck_s=1.0) as gateway:
+        await gateway.until_reported("ready")
+        gateway.stop.set()
+        await gateway.until_reported("unready")
+        status, headers, body = await talk(gateway.port, b"GET /health/ready HTTP/1.1\r\nhost: h\r\n\r\n")
+        assert (status, headers["connection"]) == (503, "close")
+        assert json.loads(body)["problems"] == ["draining"]
+        assert (await gateway.client.post("/v1/completions", json=prompt())).status_code == 200
+
+
+async def test_drain_is_bounded(engine: FakeEngineCore, start: Start) -> None:
+    async with start(drain_timeout_s=0.3) as gateway:
+        await gateway.until_reported("ready")
+        engine.steps = asyncio.Semaphore(2)
+        sent = engine.num_sent
+        reading = asyncio.create_task(events_of(gateway))
+        await engine.wait_sent(sent + 2)
+        gateway.stop.set()
+        events = await reading
+        assert events[-1]["error"]["code"] == "stream_interrupted"
+        await gateway.task
+
+
+async def test_what_cannot_start_says_why(tmp_path: Path, model: Path) -> None:
+    def config(**fields: Any) -> GatewayConfig:
+        return GatewayConfig(**({"model": str(model), "engine": f"unix:{tmp_path}/e", "port": 0} | fields))
+
+    async def run(config: GatewayConfig) -> None:
+        await serve(config, lambda event: None, asyncio.Event())
+
+    with pytest.raises(ValueError, match="loopback"):
+        await run(config(engine="10.1.2.3:50051"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        await run(config(model=str(tmp_path / "nothing")))
+    with pytest.raises(ValueError, match="chat_template"):
+        await run(config(chat_template=str(tmp_path / "nothing")))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        await run(config(port=taken.getsockname()[1]))
+
+
+def test_a_public_address_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), bind("0.0.0.0", 0) as sock:
+        assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+    assert "no API keys" in caplog.text
+
+
+def test_the_served_text_side_can_have_its_own_template(tmp_path: Path, model: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages[0].content }}!")
+    text = load_text(GatewayConfig(model=str(model), chat_template=str(template)))
+    assert text.render_chat([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+def test_the_event_loop_is_uvloops_where_installed() -> None:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        assert type(runner.get_loop()).__module__.startswith("uvloop")

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from google.protobuf import descriptor_pb2
+from grpc_tools import protoc
+from hypothesis import given
+from tests.proto.strategies import DELTAS, LOADS, PRIORS, RECORDS, sampling_params
+
+from pagoda_proto import convert
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.errors import InvalidParams
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.records import Delta, FinishReason, LedgerEntry, Load, PriorOutput, RequestRecord, Usage
+from pagoda_proto.steps import TopLogprobs
+
+PAIRS = [
+    (SamplingParams, pb.SamplingParams),
+    (RequestRecord, pb.RequestRecord),
+    (PriorOutput, pb.ChoiceTokens),
+    (Delta, pb.Delta),
+    (TopLogprobs, pb.TokenLogprobs),
+    (Usage, pb.Usage),
+    (LedgerEntry, pb.LedgerEntry),
+    (Load, pb.Load),
+]
+
+
+@pytest.mark.parametrize(("struct", "message"), PAIRS, ids=[struct.__name__ for struct, _ in PAIRS])
+def test_every_field_exists_on_both_sides(struct: type[msgspec.Struct], message: type) -> None:
+    there = {field.name for field in message.DESCRIPTOR.fields}  # type: ignore[attr-defined]
+    here = set(struct.__struct_fields__)
+    if struct is SamplingParams:
+        assert set(convert.TEXT_ONLY) <= here
+        here -= set(convert.TEXT_ONLY)
+    assert here == there
+
+
+def test_finish_reasons_match_one_to_one() -> None:
+    assert len(pb.FinishReason.keys()) == len(FinishReason) + 1
+    for reason in FinishReason:
+        delta = Delta(request_id="", choice=0, first_index=0, token_ids=[], finish_reason=reason)
+        assert convert.delta_to_pb(delta).finish_reason == pb.FinishReason.Value(f"FINISH_REASON_{reason.name}")
+
+
+@given(sampling_params())
+def test_params_round_trip(params: SamplingParams) -> None:
+    wire = convert.params_to_pb(params).SerializeToString()
+    assert convert.params_from_pb(pb.SamplingParams.FromString(wire)) == params
+
+
+@given(RECORDS)
+def test_record_round_trip(record: RequestRecord) -> None:
+    wire = convert.record_to_pb(record).SerializeToString()
+    assert convert.record_from_pb(pb.RequestRecord.FromString(wire)) == record
+
+
+@given(PRIORS)
+def test_prior_round_trip(prior: PriorOutput) -> None:
+    wire = convert.prior_to_pb(prior).SerializeToString()
+    assert convert.prior_from_pb(pb.ChoiceTokens.FromString(wire)) == prior
+
+
+@given(DELTAS)
+def test_delta_round_trip(delta: Delta) -> None:
+    wire = convert.delta_to_pb(delta).SerializeToString()
+    assert convert.delta_from_pb(pb.Delta.FromString(wire)) == delta
+
+
+@given(LOADS)
+def test_load_round_trip(load: Load) -> None:
+    wire = convert.load_to_pb(load).SerializeToString()
+    assert convert.load_from_pb(pb.Load.FromString(wire)) == load
+
+
+def test_the_delta_that_ends_a_request_still_ends_it_when_nothing_was_counted() -> None:
+    delta = Delta(request_id="r", choice=0, first_index=0, token_ids=[], usage=Usage(prompt_tokens=0))
+    assert convert.delta_from_pb(convert.delta_to_pb(delta)).ends_request
+
+
+def test_text_only_fields_never_leave() -> None:
+    params = SamplingParams(stop=("end",), include_stop_str_in_output=True, skip_special_tokens=False)
+    assert convert.params_from_pb(convert.params_to_pb(params)) == SamplingParams()
+
+
+def test_absent_fields_have_the_defaults_of_the_struct() -> None:
+    assert convert.params_from_pb(pb.SamplingParams()) == SamplingParams()
+
+
+def test_inbound_values_are_validated_all_at_once() -> None:
+    with pytest.raises(InvalidParams) as caught:
+        convert.params_from_pb(pb.SamplingParams(n=0, top_p=3.0, logprobs=21))
+    assert [problem.param for problem in caught.value.problems] == ["n", "top_p", "logprobs"]
+    with pytest.raises(InvalidParams):
+        convert.record_from_pb(pb.RequestRecord(params=pb.SamplingParams(temperature=-1)))
+
+
+def test_the_committed_code_was_generated_from_the_committed_proto(tmp_path, pytestconfig) -> None:  # type: ignore[no-untyped-def]
+    output = tmp_path / "engine.binpb"
+    name = pb.DESCRIPTOR.name
+    root = pytestconfig.rootpath / "proto"
+    assert protoc.main(["protoc", f"-I{root}", f"--descriptor_set_out={output}", str(root / name)]) == 0
+    (compiled,) = descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes()).file
+    committed = descriptor_pb2.FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
+    assert _without_json_names(compiled) == _without_json_names(committed)
+
+
+def _without_json_names(file: descriptor_pb2.FileDescriptorProto) -> descriptor_pb2.FileDescriptorProto:
+    """json_name is filled in by some ways to obtain a descriptor only; it follows from the field's name."""
+
+    def clear(message: descriptor_pb2.DescriptorProto) -> None:
+        for field in message.field:
+            field.ClearField("json_name")
+        for nested in message.nested_type:
+            clear(nested)
+
+    for message in file.message_type:
+        clear(message)
+    return file

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.proto.strategies import sampling_params
+
+from pagoda_proto import params as limits
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
+from pagoda_proto.params import ModelLimits, SamplingParams, check_for_model, model_problems
+
+MODEL = ModelLimits(vocab_size=100, max_model_len=32)
+
+
+def faulty(**fields: Any) -> list[str]:
+    """Names of the fields that are complained about."""
+    try:
+        SamplingParams(**fields)
+    except InvalidParams as error:
+        return [problem.param for problem in error.problems]
+    return []
+
+
+BOUNDS: list[tuple[str, Any, Any]] = [  # field, last good value, first bad one
+    ("n", 1, 0),
+    ("n", limits.MAX_N, limits.MAX_N + 1),
+    ("temperature", 0.0, -0.001),
+    ("temperature", 100.0, 100.001),
+    ("top_k", 0, -1),
+    ("top_k", limits.MAX_TOKENS_CEILING, limits.MAX_TOKENS_CEILING + 1),
+    ("top_p", 1e-9, 0.0),
+    ("top_p", 1.0, 1.001),
+    ("min_p", 0.0, -0.001),
+    ("min_p", 1.0, 1.001),
+    ("repetition_penalty", 1e-9, 0.0),
+    ("repetition_penalty", 100.0, 100.001),
+    ("presence_penalty", -2.0, -2.001),
+    ("presence_penalty", 2.0, 2.001),
+    ("frequency_penalty", -2.0, -2.001),
+    ("frequency_penalty", 2.0, 2.001),
+    ("seed", 0, -1),
+    ("seed", limits.MAX_SEED, limits.MAX_SEED + 1),
+    ("seed", 1, 10**400),
+    ("temperature", 1, 10**400),
+    ("max_tokens", 1, 0),
+    ("max_tokens", limits.MAX_TOKENS_CEILING, limits.MAX_TOKENS_CEILING + 1),
+    ("min_tokens", 0, -1),
+    ("min_tokens", limits.MAX_TOKENS_CEILING, limits.MAX_TOKENS_CEILING + 1),
+    ("logprobs", 0, -1),
+    ("logprobs", limits.MAX_LOGPROBS, limits.MAX_LOGPROBS + 1),
+    ("prompt_logprobs", 0, -1),
+    ("prompt_logprobs", limits.MAX_LOGPROBS, limits.MAX_LOGPROBS + 1),
+    ("stop", ("x",) * limits.MAX_STOP_STRINGS, ("x",) * (limits.MAX_STOP_STRINGS + 1)),
+    ("stop", ("x" * limits.MAX_STOP_STRING_CHARS,), ("x" * (limits.MAX_STOP_STRING_CHARS + 1),)),
+    ("stop", ("x",), ("",)),
+    ("stop_token_ids", (1,) * limits.MAX_STOP_TOKEN_IDS, (1,) * (limits.MAX_STOP_TOKEN_IDS + 1)),
+    ("allowed_token_ids", (1,) * limits.MAX_ALLOWED_TOKEN_IDS, (1,) * (limits.MAX_ALLOWED_TOKEN_IDS + 1)),
+    (
+        "logit_bias",
+        dict.fromkeys(range(limits.MAX_LOGIT_BIAS), 1.0),
+        dict.fromkeys(range(limits.MAX_LOGIT_BIAS + 1), 1.0),
+    ),
+]
+
+
+@pytest.mark.parametrize(("field", "good", "bad"), BOUNDS, ids=[f"{bound[0]}-{i}" for i, bound in enumerate(BOUNDS)])
+def test_limits(field: str, good: Any, bad: Any) -> None:
+    assert faulty(**{field: good}) == []
+    assert faulty(**{field: bad}) == [field]
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"],
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_are_finite(field: str, value: float) -> None:
+    assert faulty(**{field: value}) == [field]
+
+
+@pytest.mark.parametrize(("bias", "ok"), [(-100.0, True), (100.0, True), (-100.1, False), (100.1, False)])
+def test_logit_bias_names_the_token(bias: float, ok: bool) -> None:
+    assert faulty(logit_bias={7: bias, 8: 0.0}) == ([] if ok else ["logit_bias[7]"])
+
+
+def test_bad_words() -> None:
+    most = ((1,),) * limits.MAX_BAD_WORDS
+    longest = (tuple(range(limits.MAX_BAD_WORD_TOKENS)),)
+    assert faulty(bad_words_token_ids=most) == faulty(bad_words_token_ids=longest) == []
+    assert faulty(bad_words_token_ids=(*most, (1,))) == ["bad_words"]
+    assert faulty(bad_words_token_ids=(*longest, (1,))) == ["bad_words"]
+    assert faulty(bad_words_token_ids=((),)) == ["bad_words"]
+
+
+def test_min_tokens_may_not_exceed_max_tokens() -> None:
+    assert faulty(min_tokens=5, max_tokens=5) == []
+    assert faulty(min_tokens=6, max_tokens=5) == ["min_tokens"]
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(InvalidParams) as caught:
+        SamplingParams(n=0, top_p=2.0, seed=-1, stop=("",), logit_bias={3: 1000.0})
+    assert [problem.param for problem in caught.value.problems] == ["n", "top_p", "seed", "stop", "logit_bias[3]"]
+    assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_ARGUMENT, "n")
+    assert "n: must be between 1 and 16, got 0; top_p: " in caught.value.message
+    assert "got 2.0" in caught.value.message
+
+
+def test_unknown_fields_raise() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(beams=3)  # type: ignore[call-arg]
+
+
+def test_frozen_and_greedy() -> None:
+    assert SamplingParams(temperature=0.0).greedy
+    assert not SamplingParams(temperature=0.1).greedy
+    with pytest.raises(AttributeError):
+        SamplingParams().n = 2  # type: ignore[misc]
+
+
+def test_decoding_checks_too() -> None:
+    with pytest.raises(InvalidParams):
+        msgspec.msgpack.decode(msgspec.msgpack.encode({"n": 99}), type=SamplingParams)
+
+
+@given(sampling_params(text=True))
+def test_valid_parameters_survive_the_wire(params: SamplingParams) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_every_field_is_explained() -> None:
+    doc = SamplingParams.__doc__ or ""
+    assert [name for name in SamplingParams.__struct_fields__ if f"\n        {name}: " not in doc] == []
+
+
+# --- against a model -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("stop_token_ids", {"stop_token_ids": (99, 100)}),
+        ("allowed_token_ids", {"allowed_token_ids": (-1,)}),
+        ("logit_bias", {"logit_bias": {100: 1.0}}),
+        ("bad_words", {"bad_words_token_ids": ((1,), (2, 100))}),
+    ],
+)
+def test_ids_must_be_in_the_vocabulary(name: str, fields: dict[str, Any]) -> None:
+    (problem,) = model_problems(SamplingParams(**fields), [1], MODEL)
+    assert problem.param == name
+    assert "between 0 and 99" in problem.message
+
+
+def test_prompt_ids_and_length() -> None:
+    assert model_problems(SamplingParams(), [0, 99], MODEL) == []
+    assert [p.param for p in model_problems(SamplingParams(stop_token_ids=(100,)), [1, 100], MODEL)] == [
+        "prompt", "stop_token_ids",
+    ]  # fmt: skip
+    assert [p.param for p in model_problems(SamplingParams(), [], MODEL)] == ["prompt"]
+    with pytest.raises(InvalidParams, match="prompt: token ids"):
+        check_for_model(SamplingParams(), [-1], MODEL)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "fields", "output"),
+    [
+        (31, {}, 1),
+        (1, {}, 31),
+        (22, {"max_tokens": 10}, 10),
+        (22, {"min_tokens": 10}, 10),
+        (32, {}, "prompt"),
+        (40, {"max_tokens": 1}, "prompt"),
+        (22, {"max_tokens": 11}, "max_tokens"),
+        (22, {"min_tokens": 11}, "max_tokens"),
+    ],
+)
+def test_room_in_the_context(num_prompt: int, fields: dict[str, Any], output: int | str) -> None:
+    if isinstance(output, int):
+        assert check_for_model(SamplingParams(**fields), [1] * num_prompt, MODEL) == output
+        return
+    with pytest.raises(PagodaError, match=f"the prompt has {num_prompt}") as caught:
+        check_for_model(SamplingParams(**fields), [1] * num_prompt, MODEL)
+    assert (caught.value.code, caught.value.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, output)
+
+
+@given(num_prompt=st.integers(1, 40), max_tokens=st.none() | st.integers(1, 40))
+def test_whatever_is_admitted_fits(num_prompt: int, max_tokens: int | None) -> None:
+    try:
+        room = check_for_model(SamplingParams(max_tokens=max_tokens), [1] * num_prompt, MODEL)
+    except PagodaError:
+        assert num_prompt + (max_tokens or 1) > MODEL.max_model_len
+    else:
+        assert 1 <= room <= MODEL.max_model_len - num_prompt
+        assert max_tokens is None or room == max_tokens

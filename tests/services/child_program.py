@@ -1,0 +1,57 @@
+"""A tiny program for the supervisor to look after; it speaks the status protocol and does what its words say.
+
+Words: `ready`, `garbage` (a status line that is no event), `exit=CODE`, `deaf` (ignores SIGTERM), `say=COUNT` (that
+many letters on one line), `crash-once=FILE`, `grandchild=FILE`, `linger` (waits for signals).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from pagoda.process import die_with_parent
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--status-fd", type=int)
+    parser.add_argument("--parent-pid", type=int)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent_pid)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
+    def report(**event: object) -> None:
+        os.write(arguments.status_fd, json.dumps(event).encode() + b"\n")
+
+    for word in arguments.words:
+        name, _, value = word.partition("=")
+        if name == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        elif name == "say":
+            print("é" * int(value), flush=True)
+        elif name == "crash-once" and not Path(value).exists():
+            Path(value).touch()
+            os._exit(1)
+        elif name == "grandchild":
+            grandchild = subprocess.Popen(["sleep", "600"])
+            Path(value).write_text(str(grandchild.pid))
+        elif name == "ready":
+            report(event="ready", pid=os.getpid())
+        elif name == "garbage":
+            os.write(arguments.status_fd, b"this is no event\n")
+        elif name == "exit":
+            return int(value)
+        elif name == "linger":
+            while True:
+                signal.pause()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

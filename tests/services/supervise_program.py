@@ -1,0 +1,45 @@
+"""A process that runs a supervisor over children of `child_program`; prints each event as a JSON line.
+
+supervise_program.py '{"name": ["ready", "linger"], ...}'      children stop in the order given
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from pagoda.settings import child_environment
+from pagoda.supervisor import Backoff, ChildSpec, Supervisor
+
+CHILD = Path(__file__).with_name("child_program.py")
+
+
+class Printer:
+    def on_event(self, child: str, event: dict[str, Any]) -> None:
+        print(json.dumps({"child": child, **event}), flush=True)
+
+    def on_line(self, child: str, line: str) -> None:
+        print(json.dumps({"child": child, "event": "line", "line": line}), flush=True)
+
+
+def spec(name: str, words: list[str], order: int) -> ChildSpec:
+    return ChildSpec(
+        name=name,
+        command=lambda: [sys.executable, str(CHILD), *words],
+        environment=child_environment(),
+        stop_order=order,
+        stop_timeout_s=0.5 if "quick" in name else 30.0,
+        silence_timeout_s=0.5 if "mute" in name else 0.0,
+    )
+
+
+async def run() -> int:
+    children = [spec(name, words, order) for order, (name, words) in enumerate(json.loads(sys.argv[1]).items())]
+    return await Supervisor(children, Printer(), Backoff(first_s=0.01)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(asyncio.run(run()))

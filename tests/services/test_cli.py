@@ -1,0 +1,83 @@
+"""The command line as a user meets it: real processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagoda.cli import COMMANDS
+
+
+def pagoda(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pagoda.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_has_help(command: str) -> None:
+    done = pagoda(command, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"pagoda {command}" in done.stdout
+
+
+def test_the_help_lists_every_command() -> None:
+    text = pagoda("--help").stdout
+    assert all(command in text for command in COMMANDS)
+
+
+def test_serve_has_the_flags_people_know() -> None:
+    text = pagoda("serve", "--help").stdout
+    flags = ("--port", "--served-model-name", "--max-model-len", "--dtype", "--workers", "--kv-cache-gib", "--config")
+    assert all(flag in text for flag in flags)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        (("serve", "--prt", "1"), "unrecognized arguments: --prt"),
+        (("serve", "--port", "x"), "port must be a whole number, got 'x' (from --port)"),
+        (("serve", "--workers", "0"), "workers must be between 1 and 64, got 0 (from --workers)"),
+        (("serve", "--config", "/no/such.yaml"), "config file /no/such.yaml cannot be read"),
+        (("serve", "/no/such/model"), "model /no/such/model: no such directory"),
+        (("serve", "some-org/some-model"), "HF_HUB_OFFLINE"),
+        (("gateway", "--model", "/no/such/model"), "model /no/such/model: no such directory"),
+        (("bench", "serve", "--base-url", "ftp://x"), "base URL must look like http://host:port"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_exit_code_2(words: tuple[str, ...], cause: str) -> None:
+    done = pagoda(*words)
+    assert done.returncode == 2
+    assert cause in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_config_show_prints_values_and_sources(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text("port: 77\n")
+    done = pagoda("config", "show", "--json", "--config", str(file), "--workers", "2", "some/model")
+    rows = {(row["section"], row["option"]): row for row in json.loads(done.stdout)}
+    assert rows["gateway", "port"]["value"] == 77
+    assert rows["gateway", "port"]["source"] == f"{file}: port"
+    assert rows["serve", "workers"] == {"section": "serve", "option": "workers", "value": 2, "source": "--workers"}
+    assert rows["worker", "model"]["value"] == "some/model"
+    assert "77" in pagoda("config", "show", "--config", str(file)).stdout
+
+
+def test_config_validate_is_quiet_when_all_is_well() -> None:
+    done = pagoda("config", "validate")
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_version_names_what_is_installed() -> None:
+    assert pagoda("version").stdout.startswith("pagoda 0.")
+
+
+def test_doctor_reports_on_this_machine() -> None:
+    done = pagoda("doctor", "--port", "0")
+    assert done.returncode == 0, done.stdout
+    for subject in ("python", "cores", "memory", "open files", "runtime directory"):
+        assert subject in done.stdout

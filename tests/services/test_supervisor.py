@@ -1,0 +1,158 @@
+"""The supervisor with tiny children: each test runs one in a process of its own, as an operator would."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pagoda.supervisor import Backoff, describe_exit
+
+PROGRAM = Path(__file__).with_name("supervise_program.py")
+STEADY = ["ready", "linger"]
+
+
+class Running:
+    """A supervisor process; `event` reads its events one by one."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def event(self, **wanted: Any) -> dict[str, Any]:
+        """The next event that has these items."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            event: dict[str, Any] = json.loads(line)
+            if wanted.items() <= event.items():
+                return event
+        raise AssertionError(f"the supervisor ended without the event {wanted}")
+
+    def end(self) -> int:
+        return self.process.wait(timeout=60)
+
+
+@contextlib.contextmanager
+def supervise(**children: list[str]) -> Iterator[Running]:
+    names = {name.replace("_", "-"): words for name, words in children.items()}
+    process = subprocess.Popen([sys.executable, str(PROGRAM), json.dumps(names)], stdout=subprocess.PIPE, text=True)
+    try:
+        yield Running(process)
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def gone(pid: int) -> bool:
+    """Wait for a process to be gone; False when it stays."""
+    try:
+        psutil.Process(pid).wait(timeout=30)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def test_a_killed_child_is_started_again() -> None:
+    with supervise(one=STEADY, two=STEADY) as running:
+        first = running.event(child="one", event="ready")["pid"]
+        os.kill(first, signal.SIGKILL)
+        assert running.event(child="one", event="died")["code"] == -signal.SIGKILL
+        assert running.event(child="one", event="ready")["pid"] != first
+
+
+def test_sigterm_stops_every_child_and_exits_cleanly() -> None:
+    with supervise(one=STEADY, two=STEADY) as running:
+        pids = {running.event(event="ready")["pid"] for _ in range(2)}
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 0
+        assert all(gone(pid) for pid in pids)
+
+
+def test_kill_9_of_the_supervisor_leaves_no_child() -> None:
+    with supervise(one=STEADY, deaf=["deaf", "ready", "linger"]) as running:
+        pids = {running.event(event="ready")["pid"] for _ in range(2)}
+        running.process.kill()
+        assert all(gone(pid) for pid in pids)
+
+
+def test_a_child_that_does_not_stop_is_killed_after_its_bound() -> None:
+    with supervise(quick=["deaf", "ready", "linger"]) as running:
+        pid = running.event(event="ready")["pid"]
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 0
+        assert gone(pid)
+
+
+def test_a_second_signal_kills_at_once() -> None:
+    with supervise(deaf=["deaf", "ready", "linger"], other=STEADY) as running:
+        pids = {running.event(event="ready")["pid"] for _ in range(2)}
+        running.process.send_signal(signal.SIGINT)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 1
+        assert all(gone(pid) for pid in pids)
+
+
+def test_what_a_child_started_dies_with_it(tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    with supervise(one=[f"grandchild={note}", *STEADY]) as running:
+        pid = running.event(event="ready")["pid"]
+        os.kill(pid, signal.SIGKILL)
+        running.event(event="died")
+        first_grandchild = int(note.read_text())
+        running.event(event="ready")
+        assert gone(first_grandchild) or psutil.Process(first_grandchild).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_refused_configuration_is_not_tried_again() -> None:
+    with supervise(good=STEADY, bad=["exit=2"]) as running:
+        assert running.end() == 2
+
+
+def test_a_child_that_only_crashes_at_start_ends_the_whole() -> None:
+    with supervise(good=STEADY, bad=["exit=1"]) as running:
+        assert running.end() == 1
+
+
+def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
+    with supervise(one=[f"crash-once={tmp_path / 'mark'}", *STEADY]) as running:
+        assert running.event(event="died")["code"] == 1
+        running.event(event="ready")
+
+
+def test_a_silent_child_is_killed_and_started_again() -> None:
+    with supervise(mute=STEADY) as running:
+        first = running.event(event="ready")["pid"]
+        assert running.event(event="died")["code"] == -signal.SIGKILL
+        assert gone(first)
+
+
+def test_words_of_children_are_passed_on_whole() -> None:
+    text = "é" * 40_000  # more bytes than one read takes
+    with supervise(one=["garbage", "say=40000", *STEADY]) as running:
+        assert running.event(event="line")["line"] == text
+        running.event(event="ready")
+
+
+@pytest.mark.parametrize(("deaths", "seconds"), [(1, 0.5), (2, 1.0), (7, 30.0), (1000, 30.0)])
+def test_backoff_doubles_up_to_its_bound(deaths: int, seconds: float) -> None:
+    assert Backoff().delay(deaths) == seconds
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [(0, "exited with code 0"), (-9, "was killed by SIGKILL"), (-200, "was killed by signal 200")],
+)
+def test_an_exit_is_described(code: int, text: str) -> None:
+    assert describe_exit(code) == text

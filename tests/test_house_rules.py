@@ -1,0 +1,153 @@
+"""What a reviewer would otherwise have to say again and again, checked over the whole tree."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("services/pagoda", "gateway", "engine_core", "worker", "proto")
+GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
+
+FILE_LINES, TEST_FILE_LINES = 400, 600
+FUNCTION_LINES = 60
+LONGER_FILES: dict[str, int] = {}  # path -> its own ceiling, for a file that is one idea all the same
+LONG_FUNCTIONS_ALLOWED = ("worker/pagoda_worker/kernels/", "tests/")
+
+# Names of modules and functions that turn bytes or text into running code.
+BANNED_IMPORTS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "jsonpickle", "cPickle"}
+BANNED_CALLS = {"eval", "exec", "torch.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen"}
+ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
+READS_THE_ENVIRONMENT = "services/pagoda/settings.py"
+
+
+def python_files(*places: str) -> list[Path]:
+    found = (path for place in places for path in (ROOT / place).rglob("*.py"))
+    return sorted(path for path in found if not GENERATED.search(path.name))
+
+
+def product_files() -> list[Path]:
+    return python_files(*PACKAGES)
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of an attribute chain, "" of anything else."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        rest = dotted(node.value)
+        return f"{rest}.{node.attr}" if rest else ""
+    return ""
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_files_stay_of_a_size_to_be_read_at_once() -> None:
+    ceilings = dict.fromkeys(product_files(), FILE_LINES) | dict.fromkeys(python_files("tests"), TEST_FILE_LINES)
+    too_long = {
+        name(path): lines
+        for path, ceiling in ceilings.items()
+        if (lines := len(path.read_text(encoding="utf-8").splitlines())) > LONGER_FILES.get(name(path), ceiling)
+    }
+    assert not too_long
+
+
+def test_functions_fit_on_a_screen() -> None:
+    too_long = {}
+    for path in product_files():
+        if name(path).startswith(LONG_FUNCTIONS_ALLOWED):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > FUNCTION_LINES:
+                    too_long[f"{name(path)}:{node.lineno} {node.name}"] = lines
+    assert not too_long
+
+
+def test_nothing_turns_bytes_into_code() -> None:
+    found = []
+    for path in product_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            bad_import = any(module.split(".")[0] in BANNED_IMPORTS for module in imported(node))
+            bad_call = isinstance(node, ast.Call) and dotted(node.func) in BANNED_CALLS
+            if bad_import or bad_call:
+                found.append(f"{name(path)}:{node.lineno}")  # type: ignore[attr-defined]
+    assert not found
+
+
+def test_only_the_settings_read_the_environment() -> None:
+    found = []
+    for path in product_files():
+        if name(path) == READS_THE_ENVIRONMENT:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if dotted(node) in ENVIRONMENT or ENVIRONMENT & set(imported(node)):
+                found.append(f"{name(path)}:{node.lineno}")  # type: ignore[attr-defined]
+    assert not found
+
+
+def test_nothing_is_left_for_later() -> None:
+    later = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|raise NotImplementedError")
+    found = [
+        f"{name(path)}:{number}"
+        for path in product_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if later.search(line)
+    ]
+    assert not found
+
+
+HEAVY = ("torch", "transformers", "triton", "numpy")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Top-level modules a fresh interpreter has after running `code`."""
+    program = f"{code}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("code", "forbidden"),
+    [
+        ("import pagoda", (*HEAVY, "fastapi", "grpc", "zmq", "tokenizers", "yaml")),
+        ("import pagoda.cli; pagoda.cli.parser_of('')", (*HEAVY, "fastapi", "grpc", "zmq", "tokenizers")),
+        ("import pagoda.gateway_main, pagoda_gateway.server", (*HEAVY, "zmq")),
+        ("import pagoda.engine_core_main, pagoda_engine_core.server", (*HEAVY, "fastapi", "tokenizers", "jinja2")),
+        ("import pagoda.worker_main, pagoda_worker.loop", ("fastapi", "starlette", "tokenizers", "jinja2", "pydantic")),
+        ("import pagoda.serve", (*HEAVY, "fastapi", "grpc", "zmq", "tokenizers")),
+    ],
+)
+def test_a_process_loads_only_what_its_tier_needs(code: str, forbidden: tuple[str, ...]) -> None:
+    assert not loaded_by(code) & set(forbidden)
+
+
+def code_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md")), ids=name)
+def test_python_in_documents_compiles(path: Path) -> None:
+    for number, block in enumerate(code_blocks(path.read_text(encoding="utf-8")), 1):
+        compile(block, f"{name(path)}, block {number}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_a_code_block_is_recognised() -> None:
+    assert code_blocks("text\n```python\nx = 1\n```\n```bash\nls\n```\n") == ["x = 1\n"]

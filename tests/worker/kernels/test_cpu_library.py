@@ -1,0 +1,296 @@
+"""The C++ kernels at every instruction set level this machine has, against plain float64, and bit for bit against
+themselves under everything that must not matter: company in the batch, chunking, threads, garbage in unused cache."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from pagoda_worker.kernels.cpu import library as lib
+from pagoda_worker.kernels.cpu.build import LIBRARY, build
+
+BF16_NAN = 0x7FC0
+
+
+def levels() -> list[str]:
+    if not LIBRARY.exists():
+        build()
+    if not LIBRARY.exists():
+        return []
+    handle = ctypes.CDLL(str(LIBRARY))
+    return [name for index, name in enumerate(lib.LEVELS) if handle.pagoda_supports(index)]
+
+
+@pytest.fixture(scope="module", params=levels())
+def library(request: pytest.FixtureRequest) -> Iterator[lib.Library]:
+    opened = lib.Library([-1, -1], level=request.param)
+    yield opened
+    opened.close()
+
+
+def run(library: lib.Library, op: lib.Op, **step: object) -> None:
+    tensors = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in step.items()}
+    library.run((lib.Op * 1)(op), lib.Step(**tensors))
+
+
+def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
+
+
+# --- linear -----------------------------------------------------------------------------------------------------------
+
+
+def linear(library: lib.Library, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    packed, y = library.pack(w), torch.empty(x.shape[0], w.shape[0])
+    run(library, lib.make_op(lib.LINEAR, [x, packed, y], [w.shape[0], w.shape[1], 0, 1]), num_tokens=x.shape[0])
+    return y
+
+
+@pytest.mark.parametrize(("n", "k"), [(32, 2), (100, 64), (576, 576), (1000, 1030)])
+@pytest.mark.parametrize("rows", [1, 2, 7, 12, 13, 97])
+def test_linear(library: lib.Library, rows: int, n: int, k: int) -> None:
+    x, w = bf16(rows, k, seed=1), bf16(n, k, seed=2, scale=k**-0.5)
+    y = linear(library, x, w)
+    torch.testing.assert_close(y.double(), x.double() @ w.double().T, rtol=1e-4, atol=1e-5)
+    for row in (0, rows - 1):
+        assert torch.equal(linear(library, x[row : row + 1], w)[0], y[row])
+
+
+def test_linear_in_blocks_of_rows(library: lib.Library) -> None:
+    """More rows than fit into the cache are computed block by block, with the same bits."""
+    x, w = bf16(300, 4096, seed=3), bf16(40, 4096, seed=4, scale=0.02)
+    y = linear(library, x, w)
+    assert torch.equal(torch.cat([linear(library, part.contiguous(), w) for part in x.split(7)]), y)
+
+
+def test_linear_epilogues(library: lib.Library) -> None:
+    rows, n, k = 9, 70, 64
+    x, w, bias, residual = bf16(rows, k, seed=1), bf16(n, k, seed=2, scale=0.1), bf16(n, seed=3), bf16(rows, n, seed=4)
+    packed, y = library.pack(w), torch.empty(rows, n, dtype=torch.bfloat16)
+    run(library, lib.make_op(lib.LINEAR, [x, packed, y, bias, residual], [n, k]), num_tokens=rows)
+    expected = (x.float() @ w.float().T + bias.float()).bfloat16() + residual
+    torch.testing.assert_close(y, expected, rtol=1.6e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("activation", [1, 2])
+def test_linear_with_gated_activation(library: lib.Library, activation: int) -> None:
+    """Gate and up columns are interleaved by groups of 16, so that a panel holds both halves of its outputs."""
+    rows, width, k = 5, 48, 64
+    x, gate, up = bf16(rows, k, seed=1), bf16(width, k, seed=2, scale=0.2), bf16(width, k, seed=3, scale=0.2)
+    w = torch.stack([gate.view(-1, 16, k), up.view(-1, 16, k)], 1).reshape(2 * width, k).contiguous()
+    packed, y = library.pack(w), torch.empty(rows, width, dtype=torch.bfloat16)
+    run(library, lib.make_op(lib.LINEAR, [x, packed, y], [2 * width, k, activation]), num_tokens=rows)
+    act = torch.nn.functional.silu if activation == 1 else lambda t: torch.nn.functional.gelu(t, approximate="tanh")
+    expected = act((x.float() @ gate.float().T).bfloat16().float()) * (x.float() @ up.float().T).bfloat16().float()
+    torch.testing.assert_close(y.float(), expected, rtol=3e-2, atol=2e-2)
+
+
+# --- attention and the cache ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    heads: int
+    kv_heads: int
+    dim: int
+    rows: list[tuple[int, int]]  # (query tokens, context)
+    block_size: int = 32
+    softcap: float = 0.0
+    window: int = 0
+    sinks: bool = False
+
+
+CASES = {
+    "group3": Case(9, 3, 64, [(1, 1), (1, 33), (5, 5), (40, 300), (1, 600), (7, 257)]),
+    "group2": Case(16, 8, 128, [(1, 512), (64, 64), (3, 513)]),
+    "group7": Case(14, 2, 64, [(1, 100), (20, 700)], block_size=16),
+    "group1-dim80": Case(8, 8, 80, [(1, 100), (20, 70)]),
+    "group4-softcap": Case(4, 1, 256, [(1, 100), (20, 70)], softcap=30.0),
+    "group16-window": Case(16, 1, 96, [(1, 1000), (30, 270)], window=128),
+    "everything": Case(4, 2, 64, [(1, 1000), (30, 270), (1, 2)], window=20, sinks=True, softcap=10.0),
+}
+
+
+class Cache:
+    """A cache filled with NaN, into which each row's keys and values are written through a random block table."""
+
+    def __init__(self, library: lib.Library, case: Case) -> None:
+        self.library, self.case = library, case
+        size = 160 * case.kv_heads * case.block_size * case.dim
+        self.keys = torch.full((size,), BF16_NAN, dtype=torch.int16).view(torch.bfloat16)
+        self.values = self.keys.clone()
+        self.max_blocks = max(-(-context // case.block_size) for _, context in case.rows)
+        free = torch.randperm(160, generator=torch.Generator().manual_seed(5)).int()
+        self.tables = torch.zeros(len(case.rows), self.max_blocks, dtype=torch.int32)
+        self.q, self.k, self.v = [], [], []
+        for row, (query, context) in enumerate(case.rows):
+            count = -(-context // case.block_size)
+            self.tables[row, :count], free = free[:count], free[count:]
+            self.q.append(bf16(query, case.heads, case.dim, seed=10 + row))
+            self.k.append(bf16(context, case.kv_heads, case.dim, seed=20 + row))
+            self.v.append(bf16(context, case.kv_heads, case.dim, seed=30 + row))
+            self._write(row, context)
+        self.sinks = torch.randn(case.heads, generator=torch.Generator().manual_seed(6)) if case.sinks else None
+
+    def _write(self, row: int, context: int) -> None:
+        case, positions = self.case, torch.arange(context)
+        q = torch.zeros(context, case.heads, case.dim).bfloat16()
+        qkv, out = torch.cat([q, self.k[row], self.v[row]], 1).contiguous(), torch.empty_like(q)
+        table = self.tables[row].long()
+        indices = table[positions // case.block_size] * case.block_size + positions % case.block_size
+        cos, sin = torch.ones(context, case.dim // 2), torch.zeros(context, case.dim // 2)  # no rotation
+        tensors = [qkv, out, self.keys, self.values, cos, sin]
+        ints = [case.heads, case.kv_heads, case.dim, case.block_size, case.dim]
+        op = lib.make_op(lib.ROPE_KV, tensors, ints)
+        run(self.library, op, num_tokens=context, positions=positions, kv_indices=indices)
+
+    def attend(self, *queries: tuple[int, int]) -> list[torch.Tensor]:
+        """For each (row, number of its last query tokens): the output, in one call."""
+        case = self.case
+        q = torch.cat([self.q[row][-count:] for row, count in queries]).contiguous()
+        out = torch.empty(q.shape[0], case.heads, case.dim, dtype=torch.bfloat16)
+        counts = [count for _, count in queries]
+        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+        contexts = torch.tensor([case.rows[row][1] for row, _ in queries], dtype=torch.int32)
+        tables = self.tables[[row for row, _ in queries]].contiguous()
+        ints = [case.heads, case.kv_heads, case.dim, case.block_size, case.window]
+        tensors = [q, self.keys, self.values, out, self.sinks]
+        op = lib.make_op(lib.ATTENTION, tensors, ints, [case.dim**-0.5, case.softcap])
+        run(
+            self.library, op, num_tokens=q.shape[0], num_rows=len(queries), max_blocks=self.max_blocks,
+            block_tables=tables, query_starts=starts, context_lens=contexts,
+        )  # fmt: skip
+        return list(out.split(counts))
+
+    def expected(self, row: int) -> torch.Tensor:
+        case, (query, context) = self.case, self.case.rows[row]
+        group = case.heads // case.kv_heads
+        k, v = (t[row].double().repeat_interleave(group, 1) for t in (self.k, self.v))
+        scores = torch.einsum("qhd,khd->hqk", self.q[row].double(), k) / math.sqrt(case.dim)
+        if case.softcap:
+            scores = torch.tanh(scores / case.softcap) * case.softcap
+        at, key = torch.arange(context - query, context)[:, None], torch.arange(context)[None]
+        seen = (key <= at) & (key > at - case.window) if case.window else key <= at
+        scores = scores.masked_fill(~seen, -math.inf)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(-1, query, 1)], -1)
+        return torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1)[..., :context], v)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention(library: lib.Library, name: str) -> None:
+    cache = Cache(library, CASES[name])
+    rows = range(len(cache.case.rows))
+    together = cache.attend(*[(row, cache.case.rows[row][0]) for row in rows])
+    for row in rows:
+        torch.testing.assert_close(together[row].double(), cache.expected(row), rtol=2e-2, atol=1.5e-2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_bits_depend_neither_on_company_nor_on_chunking(library: lib.Library, name: str) -> None:
+    cache = Cache(library, CASES[name])
+    queries = [(row, query) for row, (query, _) in enumerate(cache.case.rows)]
+    together = cache.attend(*queries)
+    for row, query in queries:
+        for count in {1, min(3, query), query}:
+            assert torch.equal(cache.attend((row, count))[0], together[row][-count:])
+
+
+# --- one row at a time ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plus_one", [False, True])
+def test_rms_norm_of_a_sum(library: lib.Library, plus_one: bool) -> None:
+    x, residual, w = bf16(5, 96, seed=1), bf16(5, 96, seed=2), bf16(96, seed=3)
+    y, carried = torch.empty_like(x), residual.clone()
+    run(library, lib.make_op(lib.RMS_NORM, [x, carried, w, y], [96, int(plus_one)], [1e-5]), num_tokens=5)
+    total = x + residual
+    normed = total.float() * torch.rsqrt(total.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    expected = normed * (1 + w.float()) if plus_one else normed.bfloat16().float() * w.float()
+    assert torch.equal(carried, total)
+    torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (80, 80), (128, 64)])
+def test_rope_rotates_and_writes_keys_where_attention_reads_them(library: lib.Library, dim: int, rotary: int) -> None:
+    heads, kv_heads, tokens, block_size = 4, 2, 6, 16
+    qkv = bf16(tokens, heads + 2 * kv_heads, dim, seed=1)
+    q_norm, k_norm = bf16(dim, seed=2), bf16(dim, seed=3)
+    angles = torch.rand(50, rotary // 2, generator=torch.Generator().manual_seed(4)) * 6
+    positions, indices = torch.tensor([0, 7, 49, 3, 3, 12]), torch.tensor([5, 6, 40, 17, 0, 63])
+    out = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
+    keys, values = (torch.zeros(4, kv_heads, block_size * dim, dtype=torch.bfloat16) for _ in range(2))
+    tensors = [qkv, out, keys, values, angles.cos().contiguous(), angles.sin().contiguous(), q_norm, k_norm]
+    op = lib.make_op(lib.ROPE_KV, tensors, [heads, kv_heads, dim, block_size, rotary, 0], [1e-6])
+    run(library, op, num_tokens=tokens, positions=positions, kv_indices=indices)
+
+    def turned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        x = x.float()
+        x = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).bfloat16().float() * weight.float()
+        a, b, rest = x[..., : rotary // 2], x[..., rotary // 2 : rotary], x[..., rotary:]
+        c, s = (f(angles[positions])[:, None] for f in (torch.cos, torch.sin))
+        return torch.cat([a * c - b * s, b * c + a * s, rest], -1)
+
+    torch.testing.assert_close(out.float(), turned(qkv[:, :heads], q_norm), rtol=2e-2, atol=2e-2)
+    block, offset = indices // block_size, indices % block_size
+    k = keys.view(4, kv_heads, dim // 2, 16, 2).permute(0, 1, 3, 2, 4).reshape(4, kv_heads, 16, dim)
+    v = values.view(4, kv_heads, block_size // 2, dim, 2).permute(0, 1, 2, 4, 3).reshape(4, kv_heads, block_size, dim)
+    expected = turned(qkv[:, heads : heads + kv_heads], k_norm)
+    torch.testing.assert_close(k[block, :, offset].float(), expected, rtol=2e-2, atol=2e-2)
+    assert torch.equal(v[block, :, offset], qkv[:, heads + kv_heads :])
+
+
+def test_embedding_gather_and_softcap(library: lib.Library) -> None:
+    table, ids = bf16(20, 48, seed=1), torch.tensor([3, 19, 0])
+    y = torch.empty(3, 48, dtype=torch.bfloat16)
+    run(library, lib.make_op(lib.EMBED, [table, y], [48], [2.0]), num_tokens=3, token_ids=ids)
+    assert torch.equal(y, table[ids] * 2)
+    picked = torch.empty(2, 48, dtype=torch.bfloat16)
+    op = lib.make_op(lib.GATHER, [y, picked], [48], of_logits=True)
+    run(library, op, num_tokens=3, num_logits=2, logit_indices=torch.tensor([2, 0]))
+    assert torch.equal(picked, y[[2, 0]])
+    logits = torch.randn(2, 37, generator=torch.Generator().manual_seed(2)) * 40
+    expected = torch.tanh(logits / 30) * 30
+    run(library, lib.make_op(lib.SOFTCAP, [logits], [37], [30.0], of_logits=True), num_logits=2)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gated_activation_alone(library: lib.Library) -> None:
+    x, y = bf16(3, 2, 40, seed=1, scale=3), torch.empty(3, 40, dtype=torch.bfloat16)
+    run(library, lib.make_op(lib.ACT_MUL, [x, y], [40, 1]), num_tokens=3)
+    expected = torch.nn.functional.silu(x[:, 0].float()) * x[:, 1].float()
+    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+# --- the library ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")
+def test_threads_change_nothing() -> None:
+    x, w = bf16(50, 128, seed=1), bf16(500, 128, seed=2)
+    results = []
+    for threads in (1, 2, 3):
+        library = lib.Library([-1] * threads)
+        results.append(linear(library, x, w))
+        library.close()
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_a_missing_library_is_a_clear_error(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(lib.LibraryError, match="no C\\+\\+ compiler"):
+        lib.Library([-1], path=tmp_path / "libpagoda.so")
+
+
+def test_an_unknown_level_is_a_clear_error() -> None:
+    with pytest.raises(lib.LibraryError, match="not at 'avx1024'"):
+        lib.Library([-1], level="avx1024")
+
+
+def test_without_a_compiler_nothing_is_built(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build(out=tmp_path / "libpagoda.so") is None

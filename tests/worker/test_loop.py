@@ -1,0 +1,538 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import zmq
+from tests.worker.fakes_model import NUM_BLOCKS, FakeModel, fake_runner, new_row
+
+from pagoda_proto.channel import Envelope, decode_from_worker, encode, open_envelope
+from pagoda_proto.errors import PagodaError
+from pagoda_proto.steps import (
+    Beat,
+    BeatAck,
+    Chunk,
+    Drain,
+    Goodbye,
+    Hello,
+    Message,
+    Refused,
+    ResetWorker,
+    StepPlan,
+    StepResult,
+    Welcome,
+)
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.control import Membership
+from pagoda_worker.loop import Identity, serve
+from pagoda_worker.wire import check_endpoint
+
+WAIT_S = 20.0
+
+
+class FakeEngine:
+    """A ROUTER that speaks the protocol exactly as told to. Beats are answered on demand only."""
+
+    def __init__(self, endpoint: str, boot_id: str = "boot-1") -> None:
+        self.boot_id = boot_id
+        self.epoch = 0
+        self.hello: Hello | None = None
+        self.hellos = 0
+        self.beats: list[tuple[Envelope, Beat]] = []
+        self.answer_beats = True
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.bind(endpoint)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def send(self, message: Message, *, kind: str = "/d", epoch: int | None = None, boot_id: str | None = None) -> None:
+        assert self.hello is not None
+        envelope = Envelope(
+            self.boot_id if boot_id is None else boot_id,
+            self.hello.worker_id,
+            self.epoch if epoch is None else epoch,
+            1,
+        )
+        self.send_parts(encode(envelope, message), kind)
+
+    def send_parts(self, parts: list[bytes], kind: str = "/d") -> None:
+        assert self.hello is not None
+        self.socket.send_multipart([self.hello.incarnation.encode() + kind.encode(), *parts])
+
+    def receive(self, timeout_s: float = WAIT_S) -> tuple[bytes, Envelope, Any] | None:
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return None
+        route, *parts = self.socket.recv_multipart()
+        envelope, payload = open_envelope(parts)
+        return route, envelope, decode_from_worker(payload)
+
+    def until(self, kind: type, timeout_s: float = WAIT_S) -> tuple[Envelope, Any]:
+        """The next message of this kind; beats before it are answered, Hellos noted."""
+        while True:
+            received = self.receive(timeout_s)
+            assert received is not None, f"no {kind.__name__} came"
+            route, envelope, message = received
+            if isinstance(message, Hello):
+                assert route == message.incarnation.encode() + b"/d"
+                assert (envelope.engine_boot_id, envelope.epoch) == ("", 0)
+                self.hello, self.hellos = message, self.hellos + 1
+            if isinstance(message, Beat):
+                self.beats.append((envelope, message))
+                assert route.endswith(b"/c")
+                if self.answer_beats and envelope.epoch == self.epoch:
+                    self.send(BeatAck(), kind="/c")
+            if isinstance(message, kind):
+                return envelope, message
+
+    def admit(self, lease_s: float = 60.0) -> None:
+        """Wait for a Hello and welcome the worker under the next epoch."""
+        self.until(Hello)
+        self.welcome(lease_s)
+
+    def welcome(self, lease_s: float = 60.0) -> None:
+        self.epoch += 1
+        self.send(Welcome(epoch=self.epoch, engine_boot_id=self.boot_id, lease_s=lease_s))
+
+    def result(self) -> StepResult:
+        envelope, result = self.until(StepResult)
+        assert (envelope.engine_boot_id, envelope.epoch) == (self.boot_id, self.epoch)
+        assert isinstance(result, StepResult)
+        return result
+
+
+class Worker:
+    """The loop in a thread, as the process would run it."""
+
+    def __init__(self, endpoint: str, model: FakeModel | None = None) -> None:
+        self.stop = threading.Event()
+        self.error: BaseException | None = None
+        self.events: SimpleQueue[dict[str, object]] = SimpleQueue()
+        self._config = WorkerConfig(engine=endpoint, worker_id="w-1")
+        self._runner = fake_runner(model)
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            serve(self._runner, self._config, self.events.put, self.stop)
+        except Exception as error:  # noqa: BLE001 - judged by the test
+            self.error = error
+
+    def event(self, name: str) -> dict[str, object]:
+        while True:
+            event = self.events.get(timeout=WAIT_S)
+            if event["event"] == name:
+                return event
+
+    def join(self) -> None:
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/e"
+
+
+@pytest.fixture
+def engine(endpoint: str) -> Iterator[FakeEngine]:
+    made = FakeEngine(endpoint)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def worker(endpoint: str) -> Iterator[Worker]:
+    made = Worker(endpoint)
+    yield made
+    made.stop.set()
+    made.join()
+
+
+def first_plan(step: int = 1, row_id: int = 1) -> StepPlan:
+    return StepPlan(step=step, new_rows=[new_row(row_id, [5, 6, 7], [row_id])], chunks=[Chunk(row_id, 0, 3, True)])
+
+
+def next_plan(step: int, row_id: int = 1, start: int | None = None) -> StepPlan:
+    return StepPlan(step=step, chunks=[Chunk(row_id, start if start is not None else step + 1, 1, True)])
+
+
+def test_hello_tells_what_the_runner_offers(engine: FakeEngine, worker: Worker) -> None:
+    engine.admit()
+    assert engine.hello is not None
+    assert engine.hello.worker_id == "w-1"
+    assert engine.hello.num_blocks == NUM_BLOCKS
+    assert engine.hello.pid > 0
+    assert len(bytes.fromhex(engine.hello.incarnation)) == 8
+    assert worker.event("ready")["epoch"] == 1
+
+
+def test_plans_are_answered_in_order_also_when_two_are_queued(engine: FakeEngine, worker: Worker) -> None:
+    engine.admit()
+    engine.send(first_plan())
+    engine.send(next_plan(2, start=3))
+    engine.send(next_plan(3, start=4))
+    results = [engine.result() for _ in range(3)]
+    assert [result.step for result in results] == [1, 2, 3]
+    assert all(len(result.outputs[0].token_ids) == 1 for result in results)
+
+
+def test_the_worker_waits_for_an_engine_core_that_is_not_there_yet(endpoint: str, worker: Worker) -> None:
+    worker.event("registering")
+    engine = FakeEngine(endpoint)
+    engine.admit()
+    worker.event("ready")
+    engine.close()
+
+
+def test_a_refusal_is_tried_again_and_a_final_one_ends_the_worker(engine: FakeEngine, endpoint: str) -> None:
+    worker = Worker(endpoint)
+    engine.until(Hello)
+    engine.send(Refused(reason="duplicate"), epoch=0)
+    engine.until(Hello)
+    engine.send(Refused(reason="other model", final=True), epoch=0)
+    worker.join()
+    assert isinstance(worker.error, PagodaError)
+    assert "other model" in str(worker.error)
+
+
+def test_beats_tell_progress_and_that_a_step_is_running(engine: FakeEngine, endpoint: str) -> None:
+    model = FakeModel(gate=threading.Event())
+    worker = Worker(endpoint, model)
+    engine.admit()
+    _, idle = engine.until(Beat)
+    assert (idle.steps_done, idle.busy_s) == (0, 0.0)
+    assert idle.rss_bytes > 1_000_000
+    engine.send(first_plan())
+    assert model.entered.wait(WAIT_S)
+    engine.until(Beat)
+    _, busy = engine.until(Beat)
+    assert busy.steps_done == 0
+    assert busy.busy_s > 0
+    assert model.gate is not None
+    model.gate.set()
+    engine.result()
+    engine.until(Beat)
+    _, done = engine.until(Beat)
+    assert (done.steps_done, done.busy_s) == (1, 0.0)
+    worker.stop.set()
+    worker.join()
+
+
+def test_a_lost_lease_ends_the_standing_and_the_same_incarnation_registers_anew(
+    engine: FakeEngine, worker: Worker
+) -> None:
+    engine.answer_beats = False
+    engine.admit(lease_s=0.3)
+    first = engine.hello
+    worker.event("ready")
+    engine.until(Hello)
+    assert engine.hello == first
+    engine.answer_beats = True
+    engine.welcome()
+    assert worker.event("ready")["epoch"] == 2
+    engine.send(first_plan())
+    assert engine.result().errors == []
+
+
+def test_answered_beats_keep_the_lease_alive(
+    engine: FakeEngine, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda_worker.control.BEAT_INTERVAL_S", 0.1)
+    worker = Worker(endpoint)
+    engine.admit(lease_s=1.5)
+    began = time.monotonic()
+    while time.monotonic() < began + 2.0:
+        engine.until(Beat)
+    assert engine.hellos == 1
+    engine.send(first_plan())
+    assert engine.result().step == 1
+    worker.stop.set()
+    worker.join()
+
+
+def test_a_result_computed_under_a_lost_lease_is_never_sent(engine: FakeEngine, endpoint: str) -> None:
+    model = FakeModel(gate=threading.Event())
+    worker = Worker(endpoint, model)
+    engine.answer_beats = False
+    engine.admit(lease_s=0.5)
+    engine.send(first_plan())
+    assert model.entered.wait(WAIT_S)
+    while engine.receive(timeout_s=1.5) is not None:  # beats, until the lease is lost and they cease
+        pass
+    assert model.gate is not None
+    model.gate.set()
+    seen: list[type] = []
+    while Hello not in seen:
+        received = engine.receive()
+        assert received is not None
+        seen.append(type(received[2]))
+    assert StepResult not in seen
+    engine.welcome()
+    engine.send(next_plan(1))  # the row of the earlier life is forgotten
+    assert "unknown" in engine.result().errors[0].message
+    worker.stop.set()
+    worker.join()
+
+
+def test_frames_of_another_epoch_or_engine_core_are_dropped(engine: FakeEngine, worker: Worker) -> None:
+    engine.admit()
+    engine.send(first_plan(row_id=7), epoch=engine.epoch + 5)
+    engine.send(first_plan(row_id=7), boot_id="boot-0")
+    engine.send(Drain(), kind="/c", epoch=engine.epoch + 5)
+    engine.send(first_plan())
+    result = engine.result()
+    assert [output.row_id for output in result.outputs] == [1]
+    assert engine.hellos == 1
+
+
+def test_malformed_envelopes_are_dropped(engine: FakeEngine, worker: Worker) -> None:
+    engine.admit()
+    good = encode(Envelope(engine.boot_id, "w-1", engine.epoch, 1), first_plan())
+    bad_id, bad_epoch = [good[0], b"\xff\xff", *good[2:]], [*good[:3], b"1", *good[4:]]
+    for parts in ([b"x"], good[:5], [b"\xff", *good[1:]], bad_id, bad_epoch):
+        engine.send_parts(parts)
+        engine.send_parts(parts, "/c")
+    engine.send_parts(encode(Envelope(engine.boot_id, "w-2", engine.epoch, 1), first_plan(row_id=9)))
+    engine.send(first_plan())
+    assert [output.row_id for output in engine.result().outputs] == [1]
+    assert engine.hellos == 1
+
+
+def test_a_frame_of_this_standing_that_cannot_be_read_makes_the_worker_begin_anew(
+    engine: FakeEngine, worker: Worker
+) -> None:
+    engine.admit()
+    broken = encode(Envelope(engine.boot_id, "w-1", engine.epoch, 1), first_plan())
+    engine.send_parts([*broken[:5], broken[5][:-4]])
+    engine.admit()
+    engine.send(first_plan())
+    assert engine.result().errors == []
+
+
+def test_parameters_that_are_refused_by_their_own_check_are_an_unreadable_frame(
+    engine: FakeEngine, worker: Worker
+) -> None:
+    engine.admit()
+    parts = encode(Envelope(engine.boot_id, "w-1", engine.epoch, 1), first_plan())
+    bad = parts[5].replace(b"\xabtemperature\xcb" + bytes(8), b"\xabtemperature\xcb\xc0" + bytes(7))
+    assert bad != parts[5]
+    engine.send_parts([*parts[:5], bad])
+    engine.admit()
+    engine.send(first_plan())
+    assert engine.result().errors == []
+
+
+@pytest.mark.parametrize("step", [0, 2, 3])
+def test_a_gap_in_the_steps_makes_the_worker_begin_anew(engine: FakeEngine, worker: Worker, step: int) -> None:
+    engine.admit()
+    engine.send(first_plan(step))
+    engine.admit()
+    engine.send(first_plan())
+    assert engine.result().step == 1
+
+
+def test_reset_makes_the_worker_begin_anew(engine: FakeEngine, worker: Worker) -> None:
+    engine.admit()
+    engine.send(first_plan())
+    engine.result()
+    engine.send(ResetWorker())
+    engine.admit()
+    engine.send(next_plan(1))
+    assert "unknown" in engine.result().errors[0].message
+
+
+def test_a_second_welcome_voids_the_first(engine: FakeEngine, worker: Worker) -> None:
+    engine.admit()
+    worker.event("ready")
+    engine.welcome()
+    assert worker.event("ready")["epoch"] == 2
+    engine.send(first_plan())
+    assert engine.result().step == 1
+    assert engine.hellos == 1
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_restarted_engine_core_gets_the_worker_back(
+    engine: FakeEngine, endpoint: str, worker: Worker, says_so: bool
+) -> None:
+    engine.admit(lease_s=60.0 if says_so else 1.0)
+    worker.event("ready")
+    engine.until(Beat)
+    engine.close()
+    Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+    restarted = FakeEngine(endpoint, "boot-2")
+    restarted.hello, restarted.epoch, restarted.answer_beats = engine.hello, 40, False
+    if says_so:
+        restarted.until(Beat)
+        restarted.send(Refused(reason="unknown epoch"), kind="/c", epoch=0)
+    restarted.admit()
+    assert worker.event("ready")["epoch"] == 41
+    restarted.send(first_plan())
+    assert restarted.result().errors == []
+    restarted.close()
+
+
+@pytest.mark.parametrize("kind", ["/c", "/d"])
+def test_drain_finishes_the_running_step_and_says_goodbye(engine: FakeEngine, endpoint: str, kind: str) -> None:
+    model = FakeModel(gate=threading.Event())
+    worker = Worker(endpoint, model)
+    engine.admit()
+    engine.send(first_plan())
+    assert model.entered.wait(WAIT_S)
+    engine.send(Drain(), kind=kind)
+    engine.until(Beat)  # answered, and the Drain went before it
+    engine.until(Beat)
+    assert model.gate is not None
+    model.gate.set()
+    assert engine.result().step == 1
+    _, goodbye = engine.until(Goodbye)
+    assert goodbye.reason == "drained"
+    worker.join()
+    assert worker.error is None
+
+
+def test_stop_says_goodbye(engine: FakeEngine, worker: Worker) -> None:
+    engine.admit()
+    worker.event("ready")
+    worker.stop.set()
+    _, goodbye = engine.until(Goodbye)
+    assert goodbye.reason == "stopped"
+    worker.join()
+    assert worker.error is None
+
+
+def test_stop_while_no_engine_core_is_there(worker: Worker) -> None:
+    worker.event("registering")
+    worker.stop.set()
+    worker.join()
+    assert worker.error is None
+
+
+def test_a_step_that_breaks_the_runner_ends_the_process_without_a_goodbye(engine: FakeEngine, endpoint: str) -> None:
+    worker = Worker(endpoint)
+    worker._runner.execute = broken  # type: ignore[method-assign]
+    engine.admit()
+    engine.send(first_plan())
+    worker.join()
+    assert isinstance(worker.error, KeyError)
+    while (received := engine.receive(timeout_s=0.2)) is not None:
+        assert not isinstance(received[2], Goodbye)
+
+
+def broken(plan: StepPlan) -> StepResult:
+    raise KeyError(plan.step)
+
+
+# --- a process of its own ---------------------------------------------------------------------------------------------
+
+PROCESS = """
+import signal, sys, threading
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.loop import serve
+from tests.worker.fakes_model import fake_runner
+
+stop = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: stop.set())
+serve(fake_runner(), WorkerConfig(engine=sys.argv[1], worker_id="w-1"), lambda event: None, stop)
+"""
+
+
+@pytest.fixture
+def process(endpoint: str) -> Iterator[subprocess.Popen[bytes]]:
+    root = Path(__file__).parents[2]
+    with subprocess.Popen([sys.executable, "-c", PROCESS, endpoint], cwd=root) as made:
+        yield made
+        made.kill()
+
+
+@pytest.mark.e2e
+def test_sigterm_ends_the_process_with_a_goodbye(engine: FakeEngine, process: subprocess.Popen[bytes]) -> None:
+    engine.admit()
+    assert engine.hello is not None
+    assert engine.hello.pid == process.pid
+    engine.until(Beat)
+    process.terminate()
+    engine.until(Goodbye)
+    assert process.wait(WAIT_S) == 0
+
+
+@pytest.mark.e2e
+def test_a_process_that_was_stopped_past_its_lease_emits_nothing_of_its_old_life(
+    engine: FakeEngine, process: subprocess.Popen[bytes]
+) -> None:
+    engine.admit(lease_s=1.0)
+    engine.until(Beat)
+    process.send_signal(signal.SIGSTOP)
+    engine.send(first_plan())
+    engine.send(BeatAck(), kind="/c")
+    engine.answer_beats = False
+    while engine.receive(timeout_s=1.5) is not None:  # what was under way, then silence beyond the lease
+        pass
+    process.send_signal(signal.SIGCONT)
+    received = engine.receive()
+    while received is not None and not isinstance(received[2], Hello):
+        assert not isinstance(received[2], StepResult)
+        received = engine.receive()
+    assert received is not None
+    engine.welcome()
+    engine.send(next_plan(1))
+    assert "unknown" in engine.result().errors[0].message
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_that_ran_out_is_not_revived_by_what_is_heard_later() -> None:
+    membership = Membership()
+    standing = membership.admit(Welcome(epoch=3, engine_boot_id="b", lease_s=4.0), now=100.0)
+    assert membership.heard(standing, 103.9)
+    assert membership.standing(107.8) == standing
+    assert not membership.heard(standing, 108.0)
+    assert membership.standing(103.0) is None
+    assert "4.1 s" in membership.why_lost
+
+
+def test_what_is_over_cannot_end_or_renew_what_came_after() -> None:
+    membership = Membership()
+    old = membership.admit(Welcome(epoch=3, engine_boot_id="b", lease_s=4.0), now=0.0)
+    new = membership.admit(Welcome(epoch=4, engine_boot_id="b", lease_s=4.0), now=1.0)
+    membership.lose(old, "late")
+    assert not membership.heard(old, 2.0)
+    assert membership.standing(3.0) == new
+
+
+@pytest.mark.parametrize(
+    "good", ["ipc:///run/x/e.sock", "tcp://127.0.0.1:5000", "tcp://localhost:1", "tcp://[::1]:5000"]
+)
+def test_local_addresses_are_accepted(good: str) -> None:
+    check_endpoint(good)
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "ipc://", "tcp://10.0.0.1:5000", "tcp://0.0.0.0:1", "tcp://host:1", "tcp://127.0.0.1", "tcp://127.0.0.1:x",
+            "udp://127.0.0.1:1", "ipc:///" + "x" * 110]
+)  # fmt: skip
+def test_other_addresses_are_refused(bad: str) -> None:
+    with pytest.raises(ValueError, match="engine"):
+        check_endpoint(bad)
+
+
+def test_identity() -> None:
+    assert Identity.of_this_process("w").worker_id == "w"
+    assert Identity.of_this_process().worker_id
+    assert Identity.of_this_process("w").incarnation != Identity.of_this_process("w").incarnation
+    with pytest.raises(ValueError, match="worker_id"):
+        Identity.of_this_process("w" * 200)

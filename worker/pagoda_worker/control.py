@@ -1,0 +1,183 @@
+"""Whether this worker may compute is one fact, its membership, shared by the step loop and the thread that beats.
+
+A membership is granted by Welcome for a lease, which everything heard from the engine core renews. Once the lease has
+run out it is over for good, also when an answer turns up later: a process that was stopped and continued finds
+its membership lost before it reads what has waited for it meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import zmq
+
+from pagoda_proto.channel import Envelope, FrameError, decode_to_worker
+from pagoda_proto.steps import Beat, BeatAck, Drain, Refused, ResetWorker, Welcome
+from pagoda_worker.wire import Wire
+
+log = logging.getLogger(__name__)
+
+BEAT_INTERVAL_S = 0.5
+IDLE_INTERVAL_S = 0.1  # how soon the thread notices that a membership began, or that it shall end
+
+
+class Standing(NamedTuple):
+    """Under which life of the engine core, and as which life of this worker, frames are sent and accepted."""
+
+    boot_id: str
+    epoch: int
+
+    def covers(self, envelope: Envelope) -> bool:
+        return (envelope.engine_boot_id, envelope.epoch) == self
+
+
+class Membership:
+    """Thread-safe. `now` is always the caller's monotonic clock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._standing: Standing | None = None
+        self._lease_s = 0.0
+        self._heard_at = 0.0
+        self._why_lost = ""
+
+    def admit(self, welcome: Welcome, now: float) -> Standing:
+        with self._lock:
+            self._standing = Standing(welcome.engine_boot_id, welcome.epoch)
+            self._lease_s, self._heard_at, self._why_lost = welcome.lease_s, now, ""
+            return self._standing
+
+    def standing(self, now: float) -> Standing | None:
+        """The present standing; None when there is none, or no longer."""
+        with self._lock:
+            if self._standing is not None and now - self._heard_at > self._lease_s:
+                self._lose(f"nothing heard from the engine core for {now - self._heard_at:.1f} s")
+            return self._standing
+
+    def heard(self, standing: Standing, now: float) -> bool:
+        """Renew the lease; False when it has run out already or another life has begun."""
+        if self.standing(now) != standing:
+            return False
+        with self._lock:
+            self._heard_at = now
+        return True
+
+    def lose(self, standing: Standing, reason: str) -> None:
+        """End this membership, unless it is another one by now."""
+        with self._lock:
+            if self._standing == standing:
+                self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        self._standing, self._why_lost = None, reason
+
+    @property
+    def why_lost(self) -> str:
+        return self._why_lost
+
+
+@dataclass
+class Progress:
+    """Written by the step loop alone, told by the beats."""
+
+    steps_done: int = 0
+    busy_since: float | None = None
+
+    def beat(self, now: float) -> Beat:
+        since = self.busy_since
+        return Beat(steps_done=self.steps_done, busy_s=0.0 if since is None else now - since, rss_bytes=_rss_bytes())
+
+
+class Control:
+    """The control connection and its thread. Use as a context manager; leaving it ends the thread.
+
+    Attributes:
+        drain: Set when the engine core asked this worker to leave.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        incarnation: str,
+        worker_id: str,
+        membership: Membership,
+        progress: Progress,
+    ) -> None:
+        self.drain = threading.Event()
+        self._connect = (context, endpoint, f"{incarnation}/c", worker_id)
+        self._membership = membership
+        self._progress = progress
+        self._closing = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="pagoda-worker-control", daemon=True)
+
+    def __enter__(self) -> Control:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def check(self) -> None:
+        """Raises RuntimeError if the thread has died: a worker that does not beat must not go on computing."""
+        if self._failure is not None:
+            raise RuntimeError("the control thread failed") from self._failure
+
+    def _run(self) -> None:
+        wire = Wire(*self._connect)
+        try:
+            self._serve(wire)
+        except Exception as error:  # noqa: BLE001 - the thread's outermost loop: the step loop raises it
+            self._failure = error
+        finally:
+            wire.close()
+
+    def _serve(self, wire: Wire) -> None:
+        next_beat = 0.0
+        while not self._closing.is_set():
+            now = time.monotonic()
+            standing = self._membership.standing(now)
+            if standing is not None and now >= next_beat:
+                wire.send(self._progress.beat(now), standing.boot_id, standing.epoch)
+                next_beat = now + BEAT_INTERVAL_S
+            frame = wire.receive(IDLE_INTERVAL_S)
+            standing = self._membership.standing(time.monotonic())
+            if frame is not None and standing is not None:
+                self._receive(wire, standing, *frame)
+
+    def _receive(self, wire: Wire, standing: Standing, envelope: Envelope, payload: bytes) -> None:
+        if not standing.covers(envelope) and envelope.epoch != 0:
+            wire.drop(f"it is of epoch {envelope.epoch} of engine core {envelope.engine_boot_id!r}, not {standing}")
+            return
+        try:
+            message = decode_to_worker(payload)
+        except FrameError as error:
+            wire.drop(str(error))
+            return
+        match message:
+            case Refused():  # also under epoch 0: an engine core that does not know us says so
+                self._membership.lose(standing, f"refused: {message.reason}")
+            case BeatAck() if envelope.epoch:
+                self._membership.heard(standing, time.monotonic())
+            case Drain() if envelope.epoch:
+                self.drain.set()
+            case ResetWorker() if envelope.epoch:
+                self._membership.lose(standing, "reset by the engine core")
+            case _:
+                wire.drop(f"a {type(message).__name__} has no place on the control connection")
+
+
+def _rss_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0

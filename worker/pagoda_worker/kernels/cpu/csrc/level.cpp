@@ -1,0 +1,136 @@
+// All kernels at one instruction set level; compiled once per level with -DPAGODA_LEVEL=N -DPAGODA_NS=name and its flags.
+#include "program.h"
+
+#include <type_traits>
+
+#include "attention.h"
+#include "pointwise.h"
+
+namespace PAGODA_NS {
+
+static int rows_of(const Op& op, const Step& s) { return op.of_logits ? s.num_logits : s.num_tokens; }
+
+// --- linear: p = x, panels, y, bias, residual; i = n, k, activation, out_f32 -------------------------------------------
+
+// Rows of x that stay in half of a 1 MiB L2 while all panels pass.
+static int block_rows(int k) {
+  int rows = (512 << 10) / (2 * k);
+  return rows < 4 * MAX_ROWS ? 4 * MAX_ROWS : rows / MAX_ROWS * MAX_ROWS;
+}
+static int num_panels(const Op& op) { return (op.i[0] + PANEL - 1) / PANEL; }
+static int num_blocks(const Op& op, const Step& s) {
+  int size = block_rows(op.i[1]);
+  return (rows_of(op, s) + size - 1) / size;
+}
+
+static void run_linear(const Op& op, const Step& s, int first, int last) {
+  const Epilogue e{(const uint16_t*)op.p[3], (const uint16_t*)op.p[4], op.i[2], op.i[3]};
+  int n = op.i[0], k = op.i[1], panels = num_panels(op), rows = rows_of(op, s), blocks = num_blocks(op, s);
+  for (int item = first; item < last; ++item) {
+    int block = item / panels, panel = item % panels;
+    int from = (int)((long)rows * block / blocks), to = (int)((long)rows * (block + 1) / blocks);
+    linear_panel((const uint16_t*)op.p[0], from, to, k, (const uint32_t*)op.p[1] + (size_t)panel * (k / 2) * PANEL,
+                 panel * PANEL, n, e, op.p[2]);
+  }
+}
+
+// --- attention: p = q, k_cache, v_cache, out, sinks; i = heads, kv_heads, dim, block_size, window; f = scale, softcap ----
+
+static AttentionArgs attention_args(const Op& op, const Step& s) {
+  return {(const uint16_t*)op.p[0], (const uint32_t*)op.p[1], (const uint32_t*)op.p[2], (uint16_t*)op.p[3],
+          s.block_tables, s.query_starts, s.context_lens, (const float*)op.p[4],
+          s.max_blocks, op.i[3], op.i[0], op.i[1], op.i[2], op.i[4], op.f[0], op.f[1]};
+}
+static int row_items(const AttentionArgs& a, int row) {
+  int length = a.query_starts[row + 1] - a.query_starts[row], step = tokens_per_tile(a);
+  return (length + step - 1) / step * parts_per_token(a) * a.kv_heads;
+}
+static void run_attention(const Op& op, const Step& s, int first, int last) {
+  static thread_local AttentionScratch scratch;
+  const AttentionArgs a = attention_args(op, s);
+  int row = 0, before = 0;
+  for (int item = first; item < last; ++item) {
+    while (item >= before + row_items(a, row)) before += row_items(a, row++);
+    attention_item(a, row, item - before, scratch);
+  }
+}
+
+// --- rope and cache write: p = qkv, q, k_cache, v_cache, cos, sin, q_norm, k_norm;
+//     i = heads, kv_heads, dim, block_size, rotary, plus_one; f = eps ----------------------------------------------------
+
+static void run_rope(const Op& op, const Step& s, int first, int last) {
+  const RopeArgs a{(const uint16_t*)op.p[0], (uint16_t*)op.p[1], (uint32_t*)op.p[2], (uint32_t*)op.p[3],
+                   (const float*)op.p[4], (const float*)op.p[5], s.positions, s.kv_indices,
+                   (const uint16_t*)op.p[6], (const uint16_t*)op.p[7],
+                   s.num_tokens, op.i[0], op.i[1], op.i[2], op.i[4], op.i[3], op.i[5], op.f[0]};
+  for (int t = first; t < last; ++t) rope_token(a, t);
+}
+
+// --- the rest, one row at a time --------------------------------------------------------------------------------------
+
+static void run_row(const Op& op, const Step& s, int r) {
+  size_t row = (size_t)r;
+  switch (op.kind) {
+    case EMBED:  // p = table, y; i = dim; f = scale
+      embed_row((const uint16_t*)op.p[0] + (size_t)s.token_ids[row] * op.i[0], (uint16_t*)op.p[1] + row * op.i[0],
+                op.i[0], op.f[0]);
+      break;
+    case RMS_NORM: {  // p = x, residual, weight, y; i = dim, plus_one; f = eps
+      size_t at = row * op.i[0];
+      uint16_t* residual = op.p[1] ? (uint16_t*)op.p[1] + at : nullptr;
+      rms_norm_row((const uint16_t*)op.p[0] + at, residual, (const uint16_t*)op.p[2], (uint16_t*)op.p[3] + at, op.i[0],
+                   op.f[0], op.i[1]);
+      break;
+    }
+    case ACT_MUL: {  // p = gate and up side by side, y; i = width, activation
+      const uint16_t* gate = (const uint16_t*)op.p[0] + row * 2 * op.i[0];
+      act_mul_row(gate, gate + op.i[0], (uint16_t*)op.p[1] + row * op.i[0], op.i[0], op.i[1]);
+      break;
+    }
+    case GATHER:  // p = x, y; i = dim
+      memcpy((uint16_t*)op.p[1] + row * op.i[0], (const uint16_t*)op.p[0] + (size_t)s.logit_indices[row] * op.i[0],
+             2 * (size_t)op.i[0]);
+      break;
+    case SOFTCAP: {  // p = logits (float, in place); i = width; f = cap
+      float* x = (float*)op.p[0] + row * op.i[0];
+      f16 cap = set1(op.f[0]), inverse = set1(1.0f / op.f[0]);
+      for (int d = 0; d < op.i[0]; d += 16) {
+        float t[16] = {};
+        int n = op.i[0] - d < 16 ? op.i[0] - d : 16;
+        memcpy(t, x + d, 4 * (size_t)n);
+        store(t, tanh(load(t) * inverse) * cap);
+        memcpy(x + d, t, 4 * (size_t)n);
+      }
+      break;
+    }
+    default:
+      break;
+  }
+}
+
+static int items(const Op& op, const Step& s) {
+  if (op.kind == LINEAR) return num_blocks(op, s) * num_panels(op);
+  if (op.kind == ATTENTION) {
+    const AttentionArgs a = attention_args(op, s);
+    int total = 0;
+    for (int row = 0; row < s.num_rows; ++row) total += row_items(a, row);
+    return total;
+  }
+  return op.kind == GATHER ? s.num_logits : rows_of(op, s);
+}
+
+static void run(const Op& op, const Step& s, int first, int last) {
+  switch (op.kind) {
+    case LINEAR: run_linear(op, s, first, last); break;
+    case ATTENTION: run_attention(op, s, first, last); break;
+    case ROPE_KV: run_rope(op, s, first, last); break;
+    default:
+      for (int r = first; r < last; ++r) run_row(op, s, r);
+  }
+}
+
+}  // namespace PAGODA_NS
+
+#define PAGODA_TABLE_(name) pagoda_level_##name
+#define PAGODA_TABLE(name) PAGODA_TABLE_(name)
+extern const Level PAGODA_TABLE(PAGODA_NS) = {PAGODA_NS::items, PAGODA_NS::run, PAGODA_NS::pack_panel};

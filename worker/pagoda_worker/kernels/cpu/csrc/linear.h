@@ -1,0 +1,99 @@
+// y = x W^T with an epilogue on the registers.
+//
+// Weights are packed once into panels of 32 columns, [N/32][K/2][32] pairs, so that a panel is one forward stream of memory.
+#pragma once
+
+#include "tile.h"
+
+namespace PAGODA_NS {
+
+constexpr int PANEL = 32;
+
+// w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
+static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out) {
+  for (int c = 0; c < PANEL; ++c) {
+    int column = panel * PANEL + c;
+    const uint16_t* row = w + (size_t)column * k;
+    for (int i = 0; i < k / 2; ++i)
+      out[(size_t)i * PANEL + c] = column < n ? (uint32_t)row[2 * i] | (uint32_t)row[2 * i + 1] << 16 : 0;
+  }
+}
+
+struct Epilogue {
+  const uint16_t* bias;      // [n] or null
+  const uint16_t* residual;  // [rows, n] or null, added after rounding to bf16 as the op-by-op path does
+  int activation;            // 0 none, 1 silu(gate) * up, 2 gelu_tanh(gate) * up: columns 0..15 gate, 16..31 up
+  int out_f32;               // y is float [rows, n], else bf16
+};
+
+PAGODA_INLINE f16 rounded(f16 a) {
+  uint16_t t[16];
+  store_bf16(t, a);
+  return load_bf16(t);
+}
+
+PAGODA_INLINE void store_some(uint16_t* y, f16 a, int count) {
+  if (count >= 16) {
+    store_bf16(y, a);
+  } else if (count > 0) {
+    uint16_t t[16];
+    store_bf16(t, a);
+    memcpy(y, t, 2 * (size_t)count);
+  }
+}
+
+PAGODA_INLINE f16 load_some(const uint16_t* p, int count) {
+  if (count >= 16) return load_bf16(p);
+  uint16_t t[16] = {};
+  if (count > 0) memcpy(t, p, 2 * (size_t)count);
+  return load_bf16(t);
+}
+
+PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, int n, const Epilogue& e, void* y) {
+  if (e.bias) {
+    c0 = c0 + load_some(e.bias + column, n - column);
+    c1 = c1 + load_some(e.bias + column + 16, n - column - 16);
+  }
+  if (e.activation) {
+    f16 gate = rounded(c0), up = rounded(c1);
+    f16 act = e.activation == 1 ? silu(gate) : gelu_tanh(gate);
+    store_some((uint16_t*)y + row * (n / 2) + column / 2, rounded(act) * up, (n - column) / 2);
+    return;
+  }
+  if (e.out_f32) {
+    float t[32];
+    store(t, c0);
+    store(t + 16, c1);
+    int count = n - column < 32 ? n - column : 32;
+    memcpy((float*)y + row * n + column, t, 4 * (size_t)count);
+    return;
+  }
+  uint16_t* out = (uint16_t*)y + row * n + column;
+  if (e.residual) {
+    const uint16_t* res = e.residual + row * n + column;
+    c0 = rounded(c0) + load_some(res, n - column);
+    c1 = rounded(c1) + load_some(res + 16, n - column - 16);
+  }
+  store_some(out, c0, n - column);
+  store_some(out + 16, c1, n - column - 16);
+}
+
+// Rows [first, last) of x [rows, k] through one panel.
+static void linear_panel(const uint16_t* x, int first, int last, int k, const uint32_t* panel, int column, int n,
+                         const Epilogue& e, void* y) {
+  const uint32_t* const groups[2] = {panel, panel + 16};
+  int rows = last - first;
+  int tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+  for (int t = 0; t < tiles; ++t) {
+    int from = first + (int)((long)rows * t / tiles), to = first + (int)((long)rows * (t + 1) / tiles);
+    with_rows<MAX_ROWS>(to - from, [&](auto count) {
+      constexpr int ROWS = decltype(count)::value;
+      f16 acc[ROWS][2];
+      for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
+      tile<ROWS, 2>(x + (size_t)from * k, (size_t)k, groups, PANEL, k / 2, acc);
+      for (int r = 0; r < ROWS; ++r) finish_row(acc[r][0], acc[r][1], (size_t)(from + r), column, n, e, y);
+    });
+  }
+}
+
+}  // namespace PAGODA_NS

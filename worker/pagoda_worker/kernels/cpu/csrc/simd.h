@@ -1,0 +1,260 @@
+// Sixteen floats at a time, at every instruction set level.
+//
+// All kernels are written once on `f16` (16 floats) and `u16x2` (16 pairs of bf16). A level defines how the sixteen lie in
+// registers; lane order, and the order in which lanes are summed, are the same everywhere. This header has no include
+// guard across levels on purpose: it is compiled once per level inside that level's namespace (see level.cpp), and every
+// function is static, so that the linker can never pick another level's copy.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if PAGODA_LEVEL >= 1
+#include <immintrin.h>
+#endif
+
+#define PAGODA_INLINE static inline __attribute__((always_inline))
+
+namespace PAGODA_NS {
+
+#if PAGODA_LEVEL >= 2  // AVX-512: one register
+
+struct f16 { __m512 v; };
+struct pairs { __m512i v; };  // 16 x (bf16 low, bf16 high)
+
+PAGODA_INLINE f16 zero() { return {_mm512_setzero_ps()}; }
+PAGODA_INLINE f16 set1(float x) { return {_mm512_set1_ps(x)}; }
+PAGODA_INLINE f16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+PAGODA_INLINE void store(float* p, f16 a) { _mm512_storeu_ps(p, a.v); }
+PAGODA_INLINE f16 operator+(f16 a, f16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+PAGODA_INLINE f16 operator-(f16 a, f16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+PAGODA_INLINE f16 operator*(f16 a, f16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+PAGODA_INLINE f16 operator/(f16 a, f16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+PAGODA_INLINE f16 fma(f16 a, f16 b, f16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+PAGODA_INLINE f16 max(f16 a, f16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+PAGODA_INLINE f16 min(f16 a, f16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+PAGODA_INLINE f16 round(f16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+// a * 2^n for whole n in [-126, 127]
+PAGODA_INLINE f16 scale2(f16 a, f16 n) {
+  __m512i e = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
+  return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(e))};
+}
+// lane i of `a` where first + i < limit, else `other`
+PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
+  int n = limit - first;
+  __mmask16 m = n >= 16 ? 0xffff : (n <= 0 ? 0 : (__mmask16)((1u << n) - 1));
+  return {_mm512_mask_blend_ps(m, other.v, a.v)};
+}
+// lanes of `a` where x >= limit, else 0
+PAGODA_INLINE f16 where_at_least(f16 x, f16 limit, f16 a) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_GE_OQ), a.v)};
+}
+PAGODA_INLINE f16 load_bf16(const uint16_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16))};
+}
+PAGODA_INLINE __m256i to_bf16(f16 a) {  // to nearest, ties to even; NaN stays NaN
+  __m512i x = _mm512_castps_si512(a.v);
+  __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(x, 16), _mm512_set1_epi32(1));
+  __m512i r = _mm512_add_epi32(x, _mm512_add_epi32(lsb, _mm512_set1_epi32(0x7fff)));
+  __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  r = _mm512_mask_blend_epi32(nan, r, _mm512_set1_epi32(0x7fc00000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
+}
+PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) { _mm256_storeu_si256((__m256i*)p, to_bf16(a)); }
+PAGODA_INLINE pairs load_pairs(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+#if PAGODA_LEVEL >= 3  // AVX-512 BF16
+PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
+  return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b.v)};
+}
+#else
+PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
+  uint32_t lo = a << 16, hi = a & 0xffff0000u;
+  float alo, ahi;
+  memcpy(&alo, &lo, 4);
+  memcpy(&ahi, &hi, 4);
+  acc.v = _mm512_fmadd_ps(_mm512_set1_ps(ahi), _mm512_castsi512_ps(_mm512_and_si512(b.v, _mm512_set1_epi32((int)0xffff0000))), acc.v);
+  acc.v = _mm512_fmadd_ps(_mm512_set1_ps(alo), _mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16)), acc.v);
+  return acc;
+}
+#endif
+constexpr int MAX_ROWS = 12;  // rows of a tile of 2 groups: 24 accumulators of 32 registers
+PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+#elif PAGODA_LEVEL == 1  // AVX2 + FMA: two registers
+
+struct f16 { __m256 lo, hi; };
+struct pairs { __m256i lo, hi; };
+
+PAGODA_INLINE f16 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+PAGODA_INLINE f16 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+PAGODA_INLINE f16 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+PAGODA_INLINE void store(float* p, f16 a) { _mm256_storeu_ps(p, a.lo); _mm256_storeu_ps(p + 8, a.hi); }
+#define PAGODA_BOTH(name, op) \
+  PAGODA_INLINE f16 name(f16 a, f16 b) { return {op(a.lo, b.lo), op(a.hi, b.hi)}; }
+PAGODA_BOTH(operator+, _mm256_add_ps)
+PAGODA_BOTH(operator-, _mm256_sub_ps)
+PAGODA_BOTH(operator*, _mm256_mul_ps)
+PAGODA_BOTH(operator/, _mm256_div_ps)
+PAGODA_BOTH(max, _mm256_max_ps)
+PAGODA_BOTH(min, _mm256_min_ps)
+#undef PAGODA_BOTH
+PAGODA_INLINE f16 fma(f16 a, f16 b, f16 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+PAGODA_INLINE f16 round(f16 a) {
+  return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+PAGODA_INLINE __m256 scale2_half(__m256 a, __m256 n) {
+  __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(e));
+}
+PAGODA_INLINE f16 scale2(f16 a, f16 n) { return {scale2_half(a.lo, n.lo), scale2_half(a.hi, n.hi)}; }
+PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
+  __m256i n = _mm256_set1_epi32(limit - first);
+  __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  __m256 lo = _mm256_castsi256_ps(_mm256_cmpgt_epi32(n, lane));
+  __m256 hi = _mm256_castsi256_ps(_mm256_cmpgt_epi32(n, _mm256_add_epi32(lane, _mm256_set1_epi32(8))));
+  return {_mm256_blendv_ps(other.lo, a.lo, lo), _mm256_blendv_ps(other.hi, a.hi, hi)};
+}
+PAGODA_INLINE f16 where_at_least(f16 x, f16 limit, f16 a) {
+  return {_mm256_and_ps(_mm256_cmp_ps(x.lo, limit.lo, _CMP_GE_OQ), a.lo),
+          _mm256_and_ps(_mm256_cmp_ps(x.hi, limit.hi, _CMP_GE_OQ), a.hi)};
+}
+PAGODA_INLINE __m256 widen(__m128i x) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16)); }
+PAGODA_INLINE f16 load_bf16(const uint16_t* p) {
+  return {widen(_mm_loadu_si128((const __m128i*)p)), widen(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+PAGODA_INLINE __m128i narrow(__m256 a) {
+  __m256i x = _mm256_castps_si256(a);
+  __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(x, 16), _mm256_set1_epi32(1));
+  __m256i r = _mm256_add_epi32(x, _mm256_add_epi32(lsb, _mm256_set1_epi32(0x7fff)));
+  __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+  r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc00000), nan);
+  r = _mm256_srli_epi32(r, 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
+}
+PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) {
+  _mm_storeu_si128((__m128i*)p, narrow(a.lo));
+  _mm_storeu_si128((__m128i*)(p + 8), narrow(a.hi));
+}
+PAGODA_INLINE pairs load_pairs(const uint32_t* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
+}
+PAGODA_INLINE __m256 dot2_half(__m256 acc, __m256 alo, __m256 ahi, __m256i b) {
+  acc = _mm256_fmadd_ps(ahi, _mm256_castsi256_ps(_mm256_and_si256(b, _mm256_set1_epi32((int)0xffff0000))), acc);
+  return _mm256_fmadd_ps(alo, _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
+}
+PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
+  __m256 alo = _mm256_castsi256_ps(_mm256_set1_epi32((int)(a << 16)));
+  __m256 ahi = _mm256_castsi256_ps(_mm256_set1_epi32((int)(a & 0xffff0000u)));
+  return {dot2_half(acc.lo, alo, ahi, b.lo), dot2_half(acc.hi, alo, ahi, b.hi)};
+}
+constexpr int MAX_ROWS = 2;  // 2 rows x 2 groups x 2 registers = 8 accumulators of 16
+PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+
+#else  // plain C++: what the compiler makes of it
+
+struct f16 { float v[16]; };
+struct pairs { uint32_t v[16]; };
+#define PAGODA_EACH for (int i = 0; i < 16; ++i)
+
+PAGODA_INLINE f16 set1(float x) { f16 r; PAGODA_EACH r.v[i] = x; return r; }
+PAGODA_INLINE f16 zero() { return set1(0.0f); }
+PAGODA_INLINE f16 load(const float* p) { f16 r; memcpy(r.v, p, 64); return r; }
+PAGODA_INLINE void store(float* p, f16 a) { memcpy(p, a.v, 64); }
+PAGODA_INLINE f16 operator+(f16 a, f16 b) { PAGODA_EACH a.v[i] += b.v[i]; return a; }
+PAGODA_INLINE f16 operator-(f16 a, f16 b) { PAGODA_EACH a.v[i] -= b.v[i]; return a; }
+PAGODA_INLINE f16 operator*(f16 a, f16 b) { PAGODA_EACH a.v[i] *= b.v[i]; return a; }
+PAGODA_INLINE f16 operator/(f16 a, f16 b) { PAGODA_EACH a.v[i] /= b.v[i]; return a; }
+PAGODA_INLINE f16 fma(f16 a, f16 b, f16 c) { return a * b + c; }
+PAGODA_INLINE f16 max(f16 a, f16 b) { PAGODA_EACH a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
+PAGODA_INLINE f16 min(f16 a, f16 b) { PAGODA_EACH a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+PAGODA_INLINE f16 round(f16 a) { PAGODA_EACH a.v[i] = __builtin_nearbyintf(a.v[i]); return a; }
+PAGODA_INLINE f16 scale2(f16 a, f16 n) {
+  PAGODA_EACH {
+    uint32_t e = (uint32_t)((int)n.v[i] + 127) << 23;
+    float f;
+    memcpy(&f, &e, 4);
+    a.v[i] *= f;
+  }
+  return a;
+}
+PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
+  PAGODA_EACH if (first + i >= limit) a.v[i] = other.v[i];
+  return a;
+}
+PAGODA_INLINE f16 where_at_least(f16 x, f16 limit, f16 a) {
+  PAGODA_EACH a.v[i] = x.v[i] >= limit.v[i] ? a.v[i] : 0.0f;
+  return a;
+}
+PAGODA_INLINE float widen(uint16_t x) {
+  uint32_t u = (uint32_t)x << 16;
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
+}
+PAGODA_INLINE uint16_t narrow(float f) {
+  uint32_t x;
+  memcpy(&x, &f, 4);
+  if (f != f) return 0x7fc0;
+  return (uint16_t)((x + 0x7fff + ((x >> 16) & 1)) >> 16);
+}
+PAGODA_INLINE f16 load_bf16(const uint16_t* p) { f16 r; PAGODA_EACH r.v[i] = widen(p[i]); return r; }
+PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) { PAGODA_EACH p[i] = narrow(a.v[i]); }
+PAGODA_INLINE pairs load_pairs(const uint32_t* p) { pairs r; memcpy(r.v, p, 64); return r; }
+PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
+  float alo = widen((uint16_t)a), ahi = widen((uint16_t)(a >> 16));
+  PAGODA_EACH acc.v[i] += ahi * widen((uint16_t)(b.v[i] >> 16));
+  PAGODA_EACH acc.v[i] += alo * widen((uint16_t)b.v[i]);
+  return acc;
+}
+constexpr int MAX_ROWS = 2;
+PAGODA_INLINE void prefetch(const void*) {}
+#undef PAGODA_EACH
+
+#endif
+
+// One tree for every level: lanes 0..7 with 8..15, then 4, 2, 1.
+PAGODA_INLINE float sum(f16 a) {
+  float x[16];
+  store(x, a);
+  for (int half = 8; half >= 1; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  return x[0];
+}
+PAGODA_INLINE float max_lane(f16 a) {
+  float x[16];
+  store(x, a);
+  for (int half = 8; half >= 1; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+  return x[0];
+}
+
+// e^x by 2^n * p(r), |r| <= ln2/2, a polynomial of degree 6 (relative error about 2e-7). Ours, because libm's differs
+// between versions and vector widths. Below -87 the result is 0, so a masked score of -1e30 gives exactly nothing.
+PAGODA_INLINE f16 exp(f16 x) {
+  f16 tiny = set1(-87.0f);
+  f16 y = min(max(x, tiny), set1(88.0f));
+  f16 n = round(y * set1(1.44269504088896341f));
+  f16 r = fma(n, set1(-0.693359375f), y);
+  r = fma(n, set1(2.12194440e-4f), r);
+  f16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = fma(p, r * r, r) + set1(1.0f);
+  return where_at_least(x, tiny, scale2(p, n));
+}
+
+PAGODA_INLINE f16 silu(f16 x) { return x / (set1(1.0f) + exp(zero() - x)); }
+// tanh(x) = 1 - 2 / (e^2x + 1)
+PAGODA_INLINE f16 tanh(f16 x) {
+  return set1(1.0f) - set1(2.0f) / (exp(min(x + x, set1(80.0f))) + set1(1.0f));
+}
+PAGODA_INLINE f16 gelu_tanh(f16 x) {
+  f16 inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
+  return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
+}
+
+}  // namespace PAGODA_NS

@@ -1,0 +1,126 @@
+"""The kernel library as Python sees it: structs mirrored field by field, calls through ctypes (which drops the GIL)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from pagoda_worker.kernels.cpu.build import LIBRARY
+
+ABI = 1
+LEVELS = ("base", "avx2", "avx512", "avx512bf16")
+PANEL = 32  # columns of a packed panel
+
+EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, ACT_MUL, GATHER, SOFTCAP = range(8)
+
+
+class Op(ctypes.Structure):
+    """See `Op` in csrc/program.h; what the generic fields mean for each kind is in csrc/level.cpp."""
+
+    _fields_: ClassVar = [
+        ("kind", ctypes.c_int32),
+        ("of_logits", ctypes.c_int32),
+        ("p", ctypes.c_void_p * 10),
+        ("i", ctypes.c_int32 * 10),
+        ("f", ctypes.c_float * 4),
+    ]
+
+
+class Step(ctypes.Structure):
+    """See `Step` in csrc/program.h. The tensors behind the pointers belong to the caller for the length of the call."""
+
+    _fields_: ClassVar = [
+        ("num_tokens", ctypes.c_int32),
+        ("num_rows", ctypes.c_int32),
+        ("num_logits", ctypes.c_int32),
+        ("max_blocks", ctypes.c_int32),
+        ("token_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("kv_indices", ctypes.c_void_p),
+        ("logit_indices", ctypes.c_void_p),
+        ("block_tables", ctypes.c_void_p),
+        ("query_starts", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+    ]
+
+
+def make_op(
+    kind: int,
+    tensors: Sequence[torch.Tensor | None],
+    ints: Sequence[int],
+    floats: Sequence[float] = (),
+    *,
+    of_logits: bool = False,
+) -> Op:
+    """An operation on these tensors. They must be contiguous and outlive it."""
+    op = Op(kind=kind, of_logits=of_logits)
+    for index, tensor in enumerate(tensors):
+        op.p[index] = None if tensor is None else tensor.data_ptr()
+    op.i[: len(ints)] = list(ints)
+    op.f[: len(floats)] = list(floats)
+    return op
+
+
+class LibraryError(RuntimeError):
+    """The kernel library is missing or is not the one this version was made for."""
+
+
+class Library:
+    """The loaded library at one instruction set level, with its pool of threads.
+
+    Args:
+        cpus: The processors to compute on, one thread each; the calling thread stands for the first.
+        level: A name of LEVELS, or "" for the highest this machine can run.
+
+    Raises:
+        LibraryError: it is missing, of another build, or cannot run the level here.
+    """
+
+    def __init__(self, cpus: Sequence[int], level: str = "", path: Path = LIBRARY) -> None:
+        if not path.exists():
+            raise LibraryError(f"{path.name} was not built: there was no C++ compiler when Pagoda was installed")
+        self._library = _open(path)
+        runnable = [name for index, name in enumerate(LEVELS) if self._library.pagoda_supports(index)]
+        if level and level not in runnable:
+            raise LibraryError(f"this machine runs the kernels at {', '.join(runnable)}, not at {level!r}")
+        self.level = level or runnable[-1]
+        self._level = LEVELS.index(self.level)
+        self.num_threads = len(cpus)
+        self._pool = self._library.pagoda_pool_new((ctypes.c_int * len(cpus))(*cpus), len(cpus))
+
+    def run(self, ops: ctypes.Array[Op], step: Step) -> None:
+        """Run a program of operations in order. One call at a time."""
+        self._library.pagoda_run(self._pool, self._level, ops, len(ops), ctypes.byref(step))
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        """weight: [n, k] bf16, k even -> [ceil(n / 32), k / 2, 32] int32 pairs."""
+        n, k = weight.shape
+        packed = torch.empty(-(-n // PANEL), k // 2, PANEL, dtype=torch.int32)
+        self._library.pagoda_pack(self._pool, self._level, weight.data_ptr(), n, k, packed.data_ptr())
+        return packed
+
+    def close(self) -> None:
+        """End the threads. Nothing may be run after."""
+        if self._pool:
+            self._library.pagoda_pool_free(self._pool)
+            self._pool = None
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    library.pagoda_pool_new.restype = pointer
+    library.pagoda_pool_free.argtypes = [pointer]
+    library.pagoda_run.argtypes = [pointer, number, pointer, number, pointer]
+    library.pagoda_pack.argtypes = [pointer, number, pointer, number, number, pointer]
+    op_bytes, step_bytes = number(), number()
+    library.pagoda_sizes(ctypes.byref(op_bytes), ctypes.byref(step_bytes))
+    found = library.pagoda_abi(), op_bytes.value, step_bytes.value
+    expected = ABI, ctypes.sizeof(Op), ctypes.sizeof(Step)
+    if found != expected:
+        raise LibraryError(f"{path} is of another build: (abi, op, step) {found}, expected {expected}; install again")
+    return library

@@ -1,0 +1,62 @@
+"""The one order of a row's tokens: descending logit, equal logits by lowest id. Everything is a prefix of it.
+
+top_k, top_p and min_p each keep a prefix, a sampled token is a place in it, a rank is a place in it. A prefix is found
+by a threshold that takes in every token equal to it, then sorted, so how much was looked at never shows in the result.
+All functions work on one row of finite-or--inf float32 logits on the host, in one thread, and so do not depend on the
+batch around it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+Logits = NDArray[np.float32]
+Ids = NDArray[np.int64]
+Weights = NDArray[np.float64]
+
+_SIGN = np.uint32(0x80000000)
+_LOW = np.uint64(0xFFFFFFFF)
+_32 = np.uint64(32)
+
+
+def sort(logits: Logits, ids: Ids) -> Ids:
+    """`ids` in order. Each becomes a unique integer key (logit bits, id), so that any sort gives the one answer."""
+    bits = (np.float32(0) - logits[ids]).view(np.uint32)  # ascending; 0 - x makes one zero of the two
+    ordered = np.where(bits & _SIGN, ~bits, bits | _SIGN)
+    keys = ordered.astype(np.uint64) << _32 | ids.astype(np.uint64)
+    keys.sort()
+    return (keys & _LOW).astype(np.int64)
+
+
+def at_least(logits: Logits, threshold: float) -> Ids:
+    """Every token whose logit reaches `threshold`, in order."""
+    return sort(logits, np.flatnonzero(logits >= np.float32(threshold)))
+
+
+def first(logits: Logits, count: int) -> Ids:
+    """The first `count` tokens in order."""
+    if count >= len(logits):
+        return sort(logits, np.arange(len(logits)))
+    place = len(logits) - count
+    return at_least(logits, np.partition(logits, place)[place])[:count]
+
+
+def rank(logits: Logits, token: int) -> int:
+    """The token's place in the order, from 1."""
+    value = logits[token]
+    return 1 + int(np.count_nonzero(logits > value)) + int(np.count_nonzero(logits[:token] == value))
+
+
+def weights(logits: Logits, top: float, temperature: float = 1.0) -> Weights:
+    """Unnormalised probabilities exp((logit - top) / temperature) in float64; `top` is the row's highest logit."""
+    exponents = np.subtract(logits, top, dtype=np.float64)
+    if temperature != 1.0:
+        with np.errstate(over="ignore"):
+            exponents /= temperature
+    return np.exp(exponents, out=exponents)
+
+
+def mass(logits: Logits, top: float) -> float:
+    """Sum of the weights of a whole row. numpy's pairwise sum depends on nothing but the values and their number."""
+    return float(weights(logits, top).sum())

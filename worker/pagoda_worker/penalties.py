@@ -1,0 +1,128 @@
+"""What a request asks to be done to its logits before a token is chosen. Most rows ask nothing and have no Processing.
+
+The order is that of vLLM's sampler: allowed tokens, bad words, min_tokens, logit bias, then the repetition, frequency
+and presence penalties. Masking is -inf, which no later operation lifts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagoda_proto.params import SamplingParams
+
+Logits = NDArray[np.float32]
+Ids = NDArray[np.int64]
+MASKED = np.float32(-np.inf)
+
+
+class TokenCounts:
+    """The distinct tokens of a row and how often each is in its output; grows by one lookup per token."""
+
+    def __init__(self, tokens: Ids, num_prompt_tokens: int) -> None:
+        ids, place = np.unique(tokens, return_inverse=True)
+        self._size = len(ids)
+        self._place = {token: i for i, token in enumerate(ids.tolist())}
+        self._ids = np.concatenate([ids, np.zeros(64, np.int64)])
+        counts = np.bincount(place[num_prompt_tokens:], minlength=len(self._ids))
+        self._counts = counts.astype(np.int64)
+
+    @property
+    def ids(self) -> Ids:
+        """Every token of prompt and output once."""
+        return self._ids[: self._size]
+
+    @property
+    def output_counts(self) -> Ids:
+        """How often each of `ids` is in the output; 0 for tokens of the prompt alone."""
+        return self._counts[: self._size]
+
+    def add(self, token: int) -> None:
+        place = self._place.setdefault(token, self._size)
+        if place == self._size:
+            if place == len(self._ids):
+                self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+                self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+            self._ids[place] = token
+            self._size += 1
+        self._counts[place] += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processing:
+    """One row's changes to its logits. `counts` alone grows with the row, and exists only if there are penalties."""
+
+    params: SamplingParams
+    allowed: Ids | None
+    ending: Ids  # eos and stop tokens, masked until min_tokens outputs
+    bias_ids: Ids
+    bias: Logits
+    counts: TokenCounts | None
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, eos_token_ids: tuple[int, ...], tokens: Ids, num_prompt_tokens: int
+    ) -> Processing | None:
+        """The row's processing, or None when its parameters ask for nothing."""
+        penalised = (
+            params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
+        )
+        ending = (*eos_token_ids, *params.stop_token_ids) if params.min_tokens else ()
+        if not (penalised or ending or params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias):
+            return None
+        return cls(
+            params=params,
+            allowed=_ids(params.allowed_token_ids) if params.allowed_token_ids else None,
+            ending=_ids(ending),
+            bias_ids=_ids(tuple(params.logit_bias)),
+            bias=np.array(list(params.logit_bias.values()), np.float32),
+            counts=TokenCounts(tokens, num_prompt_tokens) if penalised else None,
+        )
+
+    def count(self, token: int) -> None:
+        """Note a token appended to the output."""
+        if self.counts is not None:
+            self.counts.add(token)
+
+    def applies(self, num_outputs: int) -> bool:
+        """Whether the next token's logits can change at all: min_tokens alone stops mattering once it is reached."""
+        lasting = self.allowed is not None or self.params.bad_words_token_ids or len(self.bias_ids) or self.counts
+        return bool(lasting) or (len(self.ending) > 0 and num_outputs < self.params.min_tokens)
+
+    def apply(self, logits: Logits, outputs: Ids) -> None:
+        """Change `logits` [V] in place for the token that follows `outputs`."""
+        if self.allowed is not None:
+            kept = logits[self.allowed]
+            logits.fill(MASKED)
+            logits[self.allowed] = kept
+        for word in self.params.bad_words_token_ids:
+            if completes(word, outputs):
+                logits[word[-1]] = MASKED
+        if len(outputs) < self.params.min_tokens:
+            logits[self.ending] = MASKED
+        with np.errstate(over="ignore"):  # an overflow is found by whoever takes the maximum
+            logits[self.bias_ids] += self.bias
+            if self.counts is not None:
+                self._penalise(logits, self.counts)
+
+    def _penalise(self, logits: Logits, counts: TokenCounts) -> None:
+        """CTRL's repetition penalty (arXiv 1909.05858) over prompt and output, OpenAI's two over the output."""
+        repetition = np.float32(self.params.repetition_penalty)
+        values = logits[counts.ids]
+        values = np.where(values > 0, values / repetition, values * repetition)
+        times = counts.output_counts
+        values -= np.float32(self.params.frequency_penalty) * times.astype(np.float32)
+        values -= np.float32(self.params.presence_penalty) * (times > 0).astype(np.float32)
+        logits[counts.ids] = values
+
+
+def completes(word: tuple[int, ...], outputs: Ids) -> bool:
+    """Whether the word's last token would complete it: the rest ends the output, never the prompt (as in vLLM)."""
+    prefix = len(word) - 1
+    return prefix <= len(outputs) and tuple(outputs[len(outputs) - prefix :].tolist()) == word[:-1]
+
+
+def _ids(values: tuple[int, ...]) -> Ids:
+    return np.array(values, np.int64)

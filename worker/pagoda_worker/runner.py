@@ -1,0 +1,178 @@
+"""A step is: take the plan's changes, compute one batch, sample the rows that ask, and answer for every row.
+
+Rows are independent: whatever goes wrong with one (a claim that does not hold, logits that are no numbers) ends that
+row and no other. A failure of the forward pass itself ends the rows of that step, and the runner goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.steps import Chunk, NewRow, RowOutput, StepPlan, StepResult, TopLogprobs
+from pagoda_worker.batch import build_batch
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.logprobs import RawLogprobs
+from pagoda_worker.rows import Row
+from pagoda_worker.sampler import NOT_A_NUMBER, Fault, Sample, sample
+from pagoda_worker.table import RowTable, RunnerFacts
+
+if TYPE_CHECKING:
+    from pagoda_worker.loading import LoadedModel
+
+log = logging.getLogger(__name__)
+
+Work = Sequence[tuple[Row, Chunk]]
+# Logits of prompt tokens are wanted for every position; this many rows of them exist at once.
+PROMPT_LOGIT_ROWS = 64
+
+
+class ModelRunner:
+    """Executes step plans on one model replica. Not thread-safe; one thread at a time calls it."""
+
+    def __init__(self, loaded: LoadedModel, num_blocks: int, config: WorkerConfig) -> None:
+        self.facts = RunnerFacts(
+            model_fingerprint=loaded.fingerprint,
+            numerics_id=loaded.numerics_id,
+            device=str(loaded.device),
+            vocab_size=loaded.vocab_size,
+            max_model_len=min(loaded.max_model_len, num_blocks * config.block_size),
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_rows=config.max_rows,
+            max_tokens_per_step=config.max_tokens_per_step,
+        )
+        self._model = loaded.model
+        self._ops = loaded.ops
+        self._device = torch.device(loaded.device)
+        self._kv = loaded.new_kv_cache(num_blocks, config.block_size)
+        self._table = RowTable(self.facts)
+        self._last_failure = ""
+
+    def reset(self) -> None:
+        """Forget all rows. The cache keeps its bytes, which no later row reads before writing them."""
+        self._table.clear()
+
+    def warm_up(self) -> None:
+        """Compute one token along the ordinary path, so that the first request pays for no first call.
+
+        Raises:
+            RuntimeError: the model cannot do it.
+        """
+        row = NewRow(
+            row_id=0,
+            token_ids=[0],
+            num_prompt_tokens=1,
+            num_computed=0,
+            block_ids=[0],
+            params=SamplingParams(temperature=0.0),
+            seed=0,
+        )
+        result = self.execute(StepPlan(step=0, new_rows=[row], chunks=[Chunk(0, 0, 1, True)]))
+        self.reset()
+        if result.errors:
+            raise RuntimeError(f"the model failed its first step: {result.errors[0].message}")
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan. Every chunk that samples gets an output or an error; a row in `errors` has been dropped.
+
+        Raises:
+            torch.AcceleratorError: the device is lost, and this process with it.
+        """
+        started = time.perf_counter()
+        copies = self._table.apply(plan)
+        work = self._table.accept(plan.chunks)
+        computing = time.perf_counter()
+        outputs = self._guarded(copies, work)
+        done = time.perf_counter()
+        return StepResult(
+            step=plan.step,
+            outputs=outputs,
+            errors=self._table.take_errors(),
+            elapsed_s=done - started,
+            forward_s=done - computing,
+        )
+
+    def _guarded(self, copies: list[tuple[int, int]], work: Work) -> list[RowOutput]:
+        try:
+            with torch.inference_mode():
+                if copies:
+                    self._ops.copy_blocks(self._kv, copies)
+                return self._compute(work) if work else []
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the model raises ends these rows, never the process
+            self._log_failure(error)
+            message = f"the step failed: {type(error).__name__}"
+            for row, _ in work:
+                self._table.fail(row.row_id, ErrorCode.INTERNAL, message)
+            self._table.fail_holders((target for _, target in copies), ErrorCode.INTERNAL, message)
+            return []
+
+    def _log_failure(self, error: Exception) -> None:
+        """Trace a failure when it first appears; repetitions of it get one line each."""
+        failure = f"{type(error).__name__}: {error}"
+        log.error("step failed: %s", failure, exc_info=error if failure != self._last_failure else None)
+        self._last_failure = failure
+
+    def _compute(self, work: Work) -> list[RowOutput]:
+        batch = build_batch(work, self.facts.block_size, self._device)
+        hidden = self._model.forward(batch, self._kv)
+        rows = [row for row, chunk in work if chunk.sample]
+        samples: dict[int, Sample | Fault] = {}
+        if rows:
+            logits = self._model.logits(hidden[batch.logit_indices])
+            samples = {row.row_id: one for row, one in zip(rows, sample(logits, rows), strict=True)}
+        prompt = {
+            row.row_id: self._prompt_logprobs(row, chunk, hidden[start : start + chunk.num_tokens])
+            for (row, chunk), start in zip(work, batch.query_starts, strict=False)
+            if row.params.prompt_logprobs is not None
+        }
+        answers = (self._answer(row, chunk, samples.get(row.row_id), prompt.get(row.row_id)) for row, chunk in work)
+        return [answer for answer in answers if answer is not None]
+
+    def _answer(
+        self, row: Row, chunk: Chunk, sampled: Sample | Fault | None, prompt: list[TopLogprobs] | Fault | None
+    ) -> RowOutput | None:
+        """Advance the row by its chunk and say what came of it; None when there is nothing to say."""
+        for outcome in (prompt, sampled):
+            if isinstance(outcome, Fault):
+                self._table.fail(row.row_id, outcome.code, outcome.message)
+                return None
+        row.num_computed = chunk.start + chunk.num_tokens
+        tokens, logprobs = [], None
+        if isinstance(sampled, Sample):
+            row.append(sampled.token_id)
+            tokens = [sampled.token_id]
+            logprobs = None if sampled.logprobs is None else [sampled.logprobs]
+        prompt_logprobs = prompt if isinstance(prompt, list) and prompt else None
+        if not tokens and prompt_logprobs is None:
+            return None
+        return RowOutput(row.row_id, tokens, logprobs, prompt_logprobs)
+
+    def _prompt_logprobs(self, row: Row, chunk: Chunk, hidden: torch.Tensor) -> list[TopLogprobs] | Fault:
+        """Reports on prompt tokens `chunk.start + 1` onwards, each from the `hidden` [n, H] of the token before it."""
+        count = min(chunk.num_tokens, row.num_prompt_tokens - 1 - chunk.start)
+        targets = row.tokens.array[chunk.start + 1 : chunk.start + 1 + max(0, count)]
+        reports: list[TopLogprobs] = []
+        for start in range(0, len(targets), PROMPT_LOGIT_ROWS):
+            part = targets[start : start + PROMPT_LOGIT_ROWS].tolist()
+            logits = self._model.logits(hidden[start : start + len(part)])
+            reports.extend(_reports(logits, part, row.params.prompt_logprobs or 0))
+        return reports if len(reports) == len(targets) else NOT_A_NUMBER
+
+
+def _reports(logits: torch.Tensor, targets: list[int], num_top: int) -> Iterator[TopLogprobs]:
+    """One report per row of `logits` [n, V], up to the first whose logits are not finite."""
+    host = logits.cpu().numpy()
+    tops = host.max(axis=-1)
+    for values, top, target in zip(host, tops.tolist(), targets, strict=True):
+        if not float("-inf") < top < float("inf"):
+            return
+        yield RawLogprobs(values, top, num_top).of(target)

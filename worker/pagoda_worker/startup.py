@@ -1,0 +1,27 @@
+"""From a configuration to a runner that has computed its first token; the server's worker and offline use start here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.loading import load_model
+from pagoda_worker.memory import num_kv_blocks
+from pagoda_worker.runner import ModelRunner
+
+
+def load_runner(config: WorkerConfig, progress: Callable[[int, int], None]) -> ModelRunner:
+    """Load the model, make its KV cache and warm it up.
+
+    Args:
+        config: Which model, where and how.
+        progress: Called with bytes loaded and bytes in all; what it raises ends the loading.
+
+    Raises:
+        ValueError: the model or the configuration cannot be used.
+        RuntimeError: the model fails on its first token.
+    """
+    loaded = load_model(config, progress)
+    runner = ModelRunner(loaded, num_kv_blocks(config, loaded), config)
+    runner.warm_up()
+    return runner

@@ -1,0 +1,189 @@
+"""The rows a worker holds, and the one place where a plan's claims about them are checked.
+
+A claim that does not hold ends the row it is about, with the reason, and touches no other row. What is not checked is
+who owns a block: rows share blocks by design, and which may be written is the engine core's to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.params import ModelLimits, model_problems
+from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowError, StepPlan
+from pagoda_worker.rows import Ids, Row
+
+MAX_CHOICE = 2**32 - 1
+MAX_SEED = 2**64 - 1
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerFacts:
+    """What a runner offers, as it is said in Hello. A row never has more than `max_model_len` computed tokens."""
+
+    model_fingerprint: str
+    numerics_id: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_tokens_per_step: int
+
+
+class BadClaim(ValueError):
+    """What a plan says about one row does not hold."""
+
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.PROTOCOL_ERROR) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class RowTable:
+    """Rows by id, and the errors of the step in progress."""
+
+    def __init__(self, facts: RunnerFacts) -> None:
+        self._facts = facts
+        self._rows: dict[int, Row] = {}
+        self._errors: dict[int, RowError] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def clear(self) -> None:
+        self._rows.clear()
+        self._errors.clear()
+
+    def fail(self, row_id: int, code: ErrorCode, message: str) -> None:
+        """Drop the row and report the first reason given for it in this step."""
+        self._rows.pop(row_id, None)
+        self._errors.setdefault(row_id, RowError(row_id, code.value, message))
+
+    def fail_holders(self, block_ids: Iterable[int], code: ErrorCode, message: str) -> None:
+        """Drop every row whose block table has one of these blocks."""
+        blocks = [block for block in block_ids if 0 <= block < self._facts.num_blocks]
+        for row in list(self._rows.values()) if blocks else ():
+            if np.isin(row.blocks.array, blocks).any():
+                self.fail(row.row_id, code, message)
+
+    def take_errors(self) -> list[RowError]:
+        errors, self._errors = list(self._errors.values()), {}
+        return errors
+
+    def apply(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """Take the plan's changes to rows, in the order of `steps`; return the block copies to be made.
+
+        Finishing an unknown row is no error: the worker has dropped it before the engine core learnt of it.
+        """
+        for row_id in plan.finished_rows:
+            self._rows.pop(row_id, None)
+        for new in plan.new_rows:
+            self._claim(new.row_id, self._add, new)
+        for append in plan.append_blocks:
+            self._claim(append.row_id, self._append_blocks, append)
+        for replace in plan.replace_blocks:
+            self._claim(replace.row_id, self._replace_block, replace)
+        return self._possible_copies(plan.block_copies)
+
+    def accept(self, chunks: Sequence[Chunk]) -> list[tuple[Row, Chunk]]:
+        """The chunks that can be computed, each with its row; a row with two chunks in one step is dropped."""
+        accepted: dict[int, tuple[Row, Chunk]] = {}
+        budget = self._facts.max_tokens_per_step
+        for chunk in chunks:
+            try:
+                if chunk.row_id in accepted:
+                    raise BadClaim("two chunks in one step")
+                row = self._row(chunk.row_id)
+                self._check_chunk(row, chunk, budget)
+            except BadClaim as claim:
+                accepted.pop(chunk.row_id, None)
+                self.fail(chunk.row_id, claim.code, str(claim))
+            else:
+                accepted[chunk.row_id] = (row, chunk)
+                budget -= chunk.num_tokens
+        return list(accepted.values())
+
+    def _claim(self, row_id: int, take: Callable[[C], None], claim: C) -> None:
+        try:
+            take(claim)
+        except BadClaim as bad:
+            self.fail(row_id, bad.code, str(bad))
+
+    def _row(self, row_id: int) -> Row:
+        row = self._rows.get(row_id)
+        if row is None:
+            raise BadClaim("the row is unknown to this worker")
+        return row
+
+    def _add(self, new: NewRow) -> None:
+        if new.row_id in self._rows:
+            raise BadClaim("the row is already on this worker")
+        if len(self._rows) >= self._facts.max_rows:
+            raise BadClaim(f"the worker holds at most {self._facts.max_rows} rows")
+        self._rows[new.row_id] = self._checked_row(new)
+
+    def _checked_row(self, new: NewRow) -> Row:
+        tokens = _ids("token_ids", new.token_ids, self._facts.vocab_size)
+        _ids("eos_token_ids", new.eos_token_ids, self._facts.vocab_size)
+        if not 1 <= new.num_prompt_tokens <= len(tokens):
+            raise BadClaim(f"num_prompt_tokens is {new.num_prompt_tokens} of {len(tokens)} tokens")
+        if not 0 <= new.num_computed < len(tokens):
+            raise BadClaim(f"num_computed is {new.num_computed} of {len(tokens)} tokens")
+        if not (0 <= new.seed <= MAX_SEED and 0 <= new.choice <= MAX_CHOICE):
+            raise BadClaim(f"seed {new.seed} or choice {new.choice} is out of range")
+        limits = ModelLimits(self._facts.vocab_size, self._facts.max_model_len)
+        problems = model_problems(new.params, [0], limits)
+        if problems:
+            raise BadClaim(f"{problems[0].param}: {problems[0].message}", ErrorCode.INVALID_ARGUMENT)
+        return Row.of(new, tokens, self._block_ids(new.block_ids))
+
+    def _append_blocks(self, append: AppendBlocks) -> None:
+        self._row(append.row_id).blocks.extend(self._block_ids(append.block_ids))
+
+    def _replace_block(self, replace: ReplaceBlock) -> None:
+        blocks = self._row(replace.row_id).blocks
+        if not 0 <= replace.index < len(blocks):
+            raise BadClaim(f"entry {replace.index} of {len(blocks)} blocks cannot be replaced")
+        blocks.array[replace.index] = self._block_ids([replace.block_id])[0]
+
+    def _block_ids(self, values: Sequence[int]) -> Ids:
+        return _ids("block_ids", values, self._facts.num_blocks)
+
+    def _possible_copies(self, copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        blocks = range(self._facts.num_blocks)
+        bad = [(source, target) for source, target in copies if source not in blocks or target not in blocks]
+        self.fail_holders((target for _, target in bad), ErrorCode.PROTOCOL_ERROR, "a block copy is out of range")
+        return [pair for pair in copies if pair not in bad] if bad else list(copies)
+
+    def _check_chunk(self, row: Row, chunk: Chunk, budget: int) -> None:
+        end, known = chunk.start + chunk.num_tokens, len(row.tokens)
+        if chunk.num_tokens < 1 or chunk.start != row.num_computed or end > known:
+            raise BadClaim(
+                f"tokens {chunk.start} to {end} cannot be next: {row.num_computed} of {known} tokens are computed"
+            )
+        if chunk.sample and end != known:
+            raise BadClaim(f"token {end} is known already and cannot be sampled")
+        if end > self._facts.max_model_len:
+            raise BadClaim(f"the context is {self._facts.max_model_len} tokens, not {end}")
+        if end > len(row.blocks) * self._facts.block_size:
+            raise BadClaim(f"{len(row.blocks)} blocks do not hold {end} tokens")
+        if chunk.num_tokens > budget:
+            raise BadClaim(f"a step computes at most {self._facts.max_tokens_per_step} tokens")
+
+
+def _ids(name: str, values: Sequence[int], limit: int) -> Ids:
+    """`values` as an array, all of them in [0, limit)."""
+    try:
+        ids = np.array(values, np.int64)
+    except OverflowError:
+        raise BadClaim(f"{name}: a value is out of range") from None
+    if len(ids) and (ids.min() < 0 or ids.max() >= limit):
+        raise BadClaim(f"{name} must be between 0 and {limit - 1}")
+    return ids

@@ -1,0 +1,114 @@
+"""A worker's end of one connection to the engine core: it connects, frames what it sends, and opens what comes."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+from collections.abc import Sequence
+
+import zmq
+
+from pagoda_proto.channel import MAX_FRAME_BYTES, Envelope, FrameError, encode, open_envelope
+from pagoda_proto.steps import Message
+
+log = logging.getLogger(__name__)
+
+MAX_SOCKET_PATH_BYTES = 107  # sizeof(sockaddr_un.sun_path) less the closing zero, on Linux
+SOCKET_OPTIONS = {
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 100,
+    zmq.RCVHWM: 100,
+    zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
+    zmq.IMMEDIATE: 1,  # nothing is queued for an engine core that is not there
+    zmq.HEARTBEAT_IVL: 1000,
+    zmq.HEARTBEAT_TIMEOUT: 3000,
+    zmq.HEARTBEAT_TTL: 3000,
+    zmq.HANDSHAKE_IVL: 3000,
+    zmq.RECONNECT_IVL: 100,
+    zmq.RECONNECT_IVL_MAX: 1000,
+}
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ValueError unless the address is a local socket: the wire has no keys yet."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "ipc" and rest:
+        if len(os.fsencode(rest)) > MAX_SOCKET_PATH_BYTES:
+            raise ValueError(f"engine: the socket path is longer than {MAX_SOCKET_PATH_BYTES} bytes: {endpoint!r}")
+        return
+    host, colon, port = rest.rpartition(":")
+    if scheme != "tcp" or not colon or not (port.isdecimal() and 0 < int(port) < 65536):
+        raise ValueError(f"engine: must be ipc:///path or tcp://host:port, got {endpoint!r}")
+    if not _is_loopback(host.strip("[]")):
+        raise ValueError(f"engine: {endpoint!r} is not on the loopback interface, and this wire is not encrypted")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Wire:
+    """One DEALER socket. It belongs to the thread that made it; its sequence numbers count for the process's life.
+
+    Raises ValueError when the address cannot be connected to.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, routing_id: str, worker_id: str) -> None:
+        self._worker_id = worker_id
+        self._sequence = 0
+        self._socket = context.socket(zmq.DEALER)
+        for option, value in SOCKET_OPTIONS.items():
+            self._socket.setsockopt(option, value)
+        self._socket.setsockopt(zmq.ROUTING_ID, routing_id.encode())
+        if endpoint.startswith("tcp://["):
+            self._socket.setsockopt(zmq.IPV6, 1)
+        self._dropped = 0
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ValueError(f"engine: cannot connect to {endpoint!r}: {error}") from error
+
+    def send(self, message: Message, boot_id: str = "", epoch: int = 0, timeout_s: float = 0.0) -> bool:
+        """False when the engine core could not be reached in time; the message is then gone."""
+        if not self._socket.poll(round(timeout_s * 1000), zmq.POLLOUT):
+            return False
+        self._sequence += 1
+        try:
+            frame = encode(Envelope(boot_id, self._worker_id, epoch, self._sequence), message)
+            self._socket.send_multipart(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, timeout_s: float) -> tuple[Envelope, bytes] | None:
+        """The next frame for this worker, its payload still encoded; None when there is none in time, or a bad one."""
+        if not self._socket.poll(max(0, round(timeout_s * 1000)), zmq.POLLIN):
+            return None
+        parts: Sequence[bytes] = self._socket.recv_multipart(zmq.NOBLOCK)
+        try:
+            envelope, payload = open_envelope(parts)
+        except FrameError as error:
+            self.drop(str(error))
+            return None
+        if envelope.worker_id != self._worker_id:
+            self.drop(f"it is for worker {envelope.worker_id!r}")
+            return None
+        return envelope, payload
+
+    def drop(self, reason: str) -> None:
+        """Note a frame that is not acted upon; a flood of them makes one line."""
+        self._dropped += 1
+        log.log(logging.WARNING if self._dropped == 1 else logging.DEBUG, "dropped a frame: %s", reason)
+
+    @property
+    def dropped(self) -> int:
+        return self._dropped
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Let go of the socket; what was sent may still leave within `linger_s`."""
+        self._socket.close(linger=round(linger_s * 1000))
