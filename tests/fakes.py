@@ -9,6 +9,8 @@ FakeRunner keeps a KV memory of its own: every cell of every block holds the has
 position. A chunk writes its cells, then all cells of the row's block table up to the chunk's end are compared with what
 they must be. A block handed out twice, a missing copy-on-write or a wrong prefix hit is therefore an error in the step
 that would have read the wrong KV, and not a strange token much later. Breaches of the contract raise ContractBroken.
+A row that fails leaves tainted cells. Who reads them (a sibling forked before the failure is known) may, but samples
+wrong tokens from then on: whoever used those would not get the reference.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, Ste
 
 MASK64 = 2**64 - 1
 EMPTY_PREFIX = 0x9E3779B97F4A7C15
+TAINTED = -1
 _ids = itertools.count()
 
 
@@ -80,6 +83,7 @@ class FakeRow:
     hashes: list[int]
     block_ids: list[int]
     num_computed: int
+    tainted: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -106,7 +110,7 @@ class FakeRunner:
     poison_at: int = 0
     verify: bool = True
     rows: dict[int, FakeRow] = field(default_factory=dict)
-    failed_rows: set[int] = field(default_factory=set)
+    failed_rows: dict[int, FakeRow] = field(default_factory=dict)
     steps_done: int = 0
     tokens_computed: int = 0
 
@@ -128,9 +132,9 @@ class FakeRunner:
         self._change_tables(plan)
         self._copy_blocks(plan)
         errors = self._fail_poisoned(plan)
-        chunks = [chunk for chunk in plan.chunks if chunk.row_id not in self.failed_rows]
-        for chunk in chunks:
+        for chunk in plan.chunks:
             self._write(chunk)
+        chunks = [chunk for chunk in plan.chunks if chunk.row_id not in self.failed_rows]
         for chunk in chunks:
             self._check_prefix(chunk)
         outputs = [output for chunk in chunks if (output := self._output(chunk)) is not None]
@@ -148,13 +152,11 @@ class FakeRunner:
 
     def _change_tables(self, plan: StepPlan) -> None:
         for append in plan.append_blocks:
-            if append.row_id not in self.failed_rows:
-                self._row(append.row_id).block_ids.extend(append.block_ids)
-                self._check_table(self._row(append.row_id))
+            self._row(append.row_id).block_ids.extend(append.block_ids)
+            self._check_table(self._row(append.row_id))
         for replace in plan.replace_blocks:
-            if replace.row_id not in self.failed_rows:
-                self._row(replace.row_id).block_ids[replace.index] = replace.block_id
-                self._check_table(self._row(replace.row_id))
+            self._row(replace.row_id).block_ids[replace.index] = replace.block_id
+            self._check_table(self._row(replace.row_id))
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         sources = {source for source, _ in plan.block_copies}
@@ -175,8 +177,8 @@ class FakeRunner:
             if row is None or self.poison_token_id not in row.new.token_ids[: row.new.num_prompt_tokens]:
                 continue
             if row.num_outputs >= self.poison_at:
-                del self.rows[chunk.row_id]
-                self.failed_rows.add(chunk.row_id)
+                row.tainted = True
+                self.failed_rows[chunk.row_id] = self.rows.pop(chunk.row_id)
                 errors.append(RowError(chunk.row_id, self.poison_code, "poisoned prompt"))
         return errors
 
@@ -185,14 +187,16 @@ class FakeRunner:
         end = chunk.start + chunk.num_tokens
         self._require(chunk.num_tokens > 0, f"row {chunk.row_id}: empty chunk")
         self._require(chunk.start == row.num_computed, f"row {chunk.row_id}: chunk at {chunk.start}")
-        self._require(end <= len(row.token_ids), f"row {chunk.row_id}: chunk beyond the known tokens")
         self._require(end <= len(row.block_ids) * self.block_size, f"row {chunk.row_id}: chunk beyond its blocks")
-        self._require(not chunk.sample or end == len(row.token_ids), f"row {chunk.row_id}: sampling too early")
+        if chunk.row_id not in self.failed_rows:
+            self._require(end <= len(row.token_ids), f"row {chunk.row_id}: chunk beyond the known tokens")
+            self._require(not chunk.sample or end == len(row.token_ids), f"row {chunk.row_id}: sampling too early")
+            self.tokens_computed += chunk.num_tokens
         for position in range(chunk.start, end):
             block = row.block_ids[position // self.block_size]
-            self._cells[block * self.block_size + position % self.block_size] = row.hashes[position]
+            value = TAINTED if row.tainted else row.hashes[position]
+            self._cells[block * self.block_size + position % self.block_size] = value
         row.num_computed = end
-        self.tokens_computed += chunk.num_tokens
 
     def _check_prefix(self, chunk: Chunk) -> None:
         if not self.verify:
@@ -201,7 +205,9 @@ class FakeRunner:
         for position in range(row.num_computed):
             block = row.block_ids[position // self.block_size]
             cell = self._cells.get(block * self.block_size + position % self.block_size)
-            self._require(cell == row.hashes[position], f"row {chunk.row_id}: wrong KV at {position}, block {block}")
+            row.tainted |= cell == TAINTED
+            sound = row.tainted or cell == row.hashes[position]
+            self._require(sound, f"row {chunk.row_id}: wrong KV at {position}, block {block}")
 
     def _output(self, chunk: Chunk) -> RowOutput | None:
         row = self._row(chunk.row_id)
@@ -210,6 +216,8 @@ class FakeRunner:
             return None if prompt_logprobs is None else RowOutput(chunk.row_id, [], None, prompt_logprobs)
         prefix = row.hashes[-1]
         token = self.model.next_token(prefix, row.new, row.num_outputs)
+        if row.tainted:
+            token = (token + 1) % self.model.vocab_size
         count = row.new.params.logprobs
         logprobs = None if count is None else [self.model.logprobs(prefix, token, count)]
         row.append(token)
@@ -223,8 +231,10 @@ class FakeRunner:
         return [self.model.logprobs(row.hashes[i], row.token_ids[i + 1], count) for i in range(chunk.start, end)]
 
     def _row(self, row_id: int) -> FakeRow:
-        self._require(row_id in self.rows, f"row {row_id} is not here")
-        return self.rows[row_id]
+        row = self.rows.get(row_id) or self.failed_rows.get(row_id)
+        if row is None:
+            raise ContractBroken(f"row {row_id} is not here")
+        return row
 
     def _check_table(self, row: FakeRow) -> None:
         self._require(

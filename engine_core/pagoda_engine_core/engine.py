@@ -220,10 +220,10 @@ class EngineCore:
         return not (len(self._answers) or self._door.num_held or self._inbox)
 
     def _drain_inbox(self, now: float) -> bool:
-        busy = bool(self._inbox)
-        while self._inbox:
+        count = len(self._inbox)  # what is posted meanwhile has to wait for the next pass
+        for _ in range(count):
             self._inbox.popleft()(now)
-        return busy
+        return count > 0
 
     def _plan(self, now: float) -> bool:
         planned = False
@@ -287,7 +287,8 @@ class EngineCore:
             deltas = self._router.leave(epoch, cause, now)
         except Exception:  # its state is too broken to be taken back; its requests end here
             log.exception("the requests of epoch %d cannot be taken back", epoch)
-            deltas = [delta for request in group.requests.values() for delta in _fail_internal(request, now)]
+            lost = [request for name, request in group.requests.items() if not self._router.is_waiting(name)]
+            deltas = [delta for request in lost for delta in _fail_internal(request, now)]
         self._answers.emit(deltas, now)
 
     def _reset(self, group: Group, now: float) -> None:

@@ -10,6 +10,7 @@ suspect: it gets a worker for itself, so that the next death, if it comes, convi
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from pagoda_engine_core.waiting import Rank, WaitingQueue
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta
 from pagoda_proto.steps import Hello
+
+log = logging.getLogger(__name__)
 
 RUNNING_REQUEST_COST_TOKENS = 32
 """How many prompt tokens a running request weighs when groups are compared."""
@@ -111,6 +114,9 @@ class Router:
         suspect = request.deaths >= SUSPECT_DEATHS
         self._queue.add(request, Rank.SUSPECT if suspect else Rank.REPLAY if request.resumes else Rank.NEW, now)
 
+    def is_waiting(self, request_id: str) -> bool:
+        return self._queue.get(request_id) is not None
+
     def abort(self, request_id: str, choices: tuple[int, ...], now: float) -> list[Delta]:
         """End some choices, or all; unknown ids do nothing."""
         for group in self.groups.values():
@@ -164,11 +170,27 @@ class Router:
         for waiting in self._queue:
             if not any(self._open(reserved)):
                 break
-            group = self._choose(waiting.request, reserved)
-            if group is not None:
-                self._queue.remove(waiting.request.request_id)
-                deltas += self._place(waiting.request, group, now)
+            try:
+                deltas += self._try(waiting.request, reserved, now)
+            except Exception:  # about this request; the others go on
+                log.exception("request %r cannot be placed", waiting.request.request_id)
+                deltas += self._drop(waiting.request, now)
         return deltas
+
+    def _try(self, request: Request, reserved: set[int], now: float) -> list[Delta]:
+        group = self._choose(request, reserved)
+        if group is None:
+            return []
+        self._queue.remove(request.request_id)
+        return self._place(request, group, now)
+
+    def _drop(self, request: Request, now: float) -> list[Delta]:
+        """End a request that broke something, wherever it is by now."""
+        if self.is_waiting(request.request_id):
+            self._queue.remove(request.request_id)
+        for group in self.groups.values():
+            group.requests.pop(request.request_id, None)
+        return request.fail(ErrorCode.INTERNAL, "the engine core cannot place this request", now)
 
     def _open(self, reserved: set[int]) -> Iterator[Group]:
         for group in self.groups.values():

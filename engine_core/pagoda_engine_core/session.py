@@ -36,10 +36,15 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PagodaE
 
 
 class Mailbox:
-    """The engine's Sink of one stream. The sink's methods run in the loop thread, everything else in asyncio's."""
+    """The engine's Sink of one stream. The sink's methods run in the loop thread, everything else in asyncio's.
+
+    `on_overfull` is called when the reader has fallen too far behind; nothing is kept for it from then on.
+    """
 
     def __init__(self) -> None:
         self.outbox = Outbox()
+        self.overfull = False
+        self.on_overfull: Callable[[], object] = lambda: None
         self.refusal: PagodaError | None = None  # the last one, for a stream of a single request
         self._loop = asyncio.get_running_loop()
         self._posted: deque[Callable[[], None]] = deque()
@@ -48,13 +53,13 @@ class Mailbox:
         self._closed = False
 
     def accepted(self, request_id: str, attempt: int) -> None:
-        self._post(partial(self.outbox.accepted, request_id, attempt))
+        self._post(lambda: self.outbox.accepted(request_id, attempt))
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
         self._post(partial(self.reject, request_id, attempt, error, retry_after_s))
 
     def deltas(self, deltas: list[Delta]) -> None:
-        self._post(partial(self.outbox.deltas, deltas))
+        self._post(lambda: self.outbox.deltas(deltas))
 
     def migrate(self, request_id: str, attempt: int, reason: str) -> None:
         self._post(partial(self._migrate, request_id, attempt, reason))
@@ -81,8 +86,6 @@ class Mailbox:
         """Until there may be something to take; False when that is the last of it."""
         await self._changed.wait()
         self._changed.clear()
-        if self.outbox.overfull:
-            raise PagodaError(ErrorCode.OVERLOADED, "the reader of this stream is too far behind")
         return not self._closed
 
     def _post(self, change: Callable[[], None]) -> None:
@@ -98,7 +101,13 @@ class Mailbox:
     def _deliver(self) -> None:
         self._called = False  # first, so that whatever is posted from here on calls again
         while self._posted:
-            self._posted.popleft()()
+            change = self._posted.popleft()
+            if not self.overfull:
+                change()
+        if self.outbox.overfull and not self.overfull:
+            self.overfull = True
+            self.outbox = Outbox()
+            self.on_overfull()
         self._changed.set()
 
 
@@ -165,17 +174,20 @@ class EngineService(pb_grpc.EngineServicer):
         mailbox = Mailbox()
         self._board.join(mailbox)
         reader = asyncio.create_task(self._read(request_iterator, mailbox))
+        writer = asyncio.create_task(self._write(context, mailbox))
         reader.add_done_callback(lambda _: mailbox.close())
+        mailbox.on_overfull = writer.cancel
         try:
-            await self._write(context, mailbox)
-            _check_reader(reader)
-        except PagodaError as error:
-            await abort_with(context, error)
+            await asyncio.wait((writer,))
         finally:
             self._board.leave(mailbox)
             self._engine.abandon(mailbox)
             reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+        error = _session_error(mailbox, reader)
+        if error is not None:
+            await abort_with(context, error)
 
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any], mailbox: Mailbox) -> None:
         more = True
@@ -222,16 +234,21 @@ class EngineService(pb_grpc.EngineServicer):
                 yield delta
                 if delta.ends_request:
                     return
+            if mailbox.overfull:
+                raise PagodaError(ErrorCode.OVERLOADED, "this stream was not read for too long")
             if mailbox.refusal is not None:
                 raise mailbox.refusal
 
 
-def _check_reader(reader: asyncio.Task[None]) -> None:
-    """Raises PagodaError when the session has ended because a frame could not be read."""
-    error = reader.exception() if reader.done() and not reader.cancelled() else None
-    if error is not None:
-        log.warning("a session ended by what it was sent: %s: %s", type(error).__name__, error)
-        raise PagodaError(ErrorCode.INVALID_ARGUMENT, "a frame could not be read") from error
+def _session_error(mailbox: Mailbox, reader: asyncio.Task[None]) -> PagodaError | None:
+    """Why a session could not go on, if that is why it has ended."""
+    if mailbox.overfull:
+        return PagodaError(ErrorCode.OVERLOADED, "this session was not read for too long")
+    error = None if reader.cancelled() else reader.exception()
+    if error is None:
+        return None
+    log.warning("a session ended by what it was sent: %s: %s", type(error).__name__, error)
+    return PagodaError(ErrorCode.INVALID_ARGUMENT, "a frame could not be read")
 
 
 def record_from(message: pb.RequestRecord) -> RequestRecord:

@@ -75,7 +75,7 @@ class _DroppedError(Exception):
     """This frame is not acted upon; the argument is the reason it is counted under."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Peer:
     """A worker in one of its lives. `steps` are the plans it still owes a result for, oldest first."""
 
@@ -154,10 +154,11 @@ class ZmqExecutor:
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
         if ready.pop(self._wake_fd, 0):
             os.eventfd_read(self._wake_fd)
+        ended = [peer for peer in self._peers.values() if peer.pidfd in ready]
         if ready.pop(self._socket, 0):
-            self._receive_all()
-        for fd in ready:
-            self._process_ended(fd)
+            self._receive_all()  # what a process said before it ended still counts
+        for peer in ended:
+            self._lose(peer.epoch, LeaveCause.DIED, f"process {peer.hello.pid} ended")
         for change in self._liveness.tick(self._clock()):
             self._changed(change.epoch, change.state, change.reason)
         events, self._events = self._events, []
@@ -315,10 +316,6 @@ class ZmqExecutor:
             return None
         self._poller.register(pidfd, select.POLLIN)
         return pidfd
-
-    def _process_ended(self, pidfd: int) -> None:
-        for peer in [peer for peer in self._peers.values() if peer.pidfd == pidfd]:
-            self._lose(peer.epoch, LeaveCause.DIED, f"process {peer.hello.pid} ended")
 
     def _changed(self, epoch: int, state: WorkerState, reason: str) -> None:
         if state in _CAUSES:

@@ -19,7 +19,7 @@ import time
 import grpc
 import msgspec
 
-from pagoda_gateway.engine_session import check_engine_address, session_frames
+from pagoda_gateway.engine_session import EngineAddress, session_frames
 from pagoda_gateway.live import LiveRequest
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.open_request import OpenRequest, Taken
@@ -50,8 +50,8 @@ def _error_code(name: str) -> ErrorCode:
 class SessionClient:
     """Implements `EngineClient`. Call `start` once inside the loop, and `aclose` at the end."""
 
-    def __init__(self, address: str, resume_wait_s: float, metrics: GatewayMetrics) -> None:
-        self._address = check_engine_address(address)
+    def __init__(self, address: EngineAddress, resume_wait_s: float, metrics: GatewayMetrics) -> None:
+        self._address = address
         self._resume_wait_s = resume_wait_s
         self._metrics = metrics
         self._open: dict[str, LiveRequest] = {}

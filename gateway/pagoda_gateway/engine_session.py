@@ -10,8 +10,10 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
+from pagoda_proto.addresses import check_host_port
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import EngineStub
+from pagoda_proto.keys import TLS_SERVER_NAME, load_tls
 
 SILENCE_S = 5.0  # an engine core tells its load at least every second; a stopped process still accepts connections
 CHANNEL_OPTIONS = (
@@ -25,22 +27,38 @@ CHANNEL_OPTIONS = (
 )
 
 
-def check_engine_address(address: str) -> str:
-    """Raises ValueError unless it is a unix socket or loopback: this wire has no TLS."""
-    host = address.rpartition(":")[0].strip("[]")
-    if address.startswith("unix:") or host == "localhost" or host == "::1" or host.startswith("127."):
-        return address
-    raise ValueError(f"engine must be unix:/path or host:port on loopback (no TLS on this wire), got {address!r}")
+class EngineAddress:
+    """Where the engine core listens: `unix:/path`, or `host:port`, which off loopback needs the keys in `keys_dir`.
+
+    Raises:
+        ValueError: another kind of address, or one that needs keys.
+        KeyFileError: the keys cannot be read.
+    """
+
+    def __init__(self, address: str, keys_dir: str = "") -> None:
+        self._address = address
+        self._keys = load_tls(keys_dir) if keys_dir and not address.startswith("unix:") else None
+        if not address.startswith("unix:"):
+            check_host_port(address, address, keyed=self._keys is not None)
+
+    def channel(self) -> grpc.aio.Channel:
+        if self._keys is None:
+            return grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+        credentials = grpc.ssl_channel_credentials(self._keys.ca, self._keys.private_key, self._keys.certificate)
+        options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", TLS_SERVER_NAME))
+        return grpc.aio.secure_channel(self._address, credentials, options=options)
 
 
-async def session_frames(address: str, outbox: asyncio.Queue[pb.ClientFrame]) -> AsyncGenerator[pb.ServerFrame, None]:
+async def session_frames(
+    address: EngineAddress, outbox: asyncio.Queue[pb.ClientFrame]
+) -> AsyncGenerator[pb.ServerFrame, None]:
     """The engine core's frames; what is put into `outbox` meanwhile is sent. Close it to end the session.
 
     Raises:
         grpc.aio.AioRpcError: no connection, or it broke.
         TimeoutError: nothing came for `SILENCE_S`.
     """
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with address.channel() as channel:
         call = EngineStub(channel).Session()  # type: ignore[no-untyped-call]
         writer = asyncio.create_task(_write(call, outbox), name="engine-session-writer")
         try:

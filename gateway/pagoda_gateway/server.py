@@ -17,6 +17,7 @@ from pagoda_gateway.app import create_app
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine_client import SessionClient
+from pagoda_gateway.engine_session import EngineAddress
 from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.http_protocol import ConnectionGuard
 from pagoda_gateway.http_server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
@@ -55,7 +56,7 @@ async def serve(
         text = await asyncio.to_thread(load_text, config)
         name = served_name(config)
         metrics = GatewayMetrics(name)
-        engine = SessionClient(config.engine, config.resume_wait_s, metrics)
+        engine = SessionClient(EngineAddress(config.engine, config.keys_dir), config.resume_wait_s, metrics)
         health = Health(engine, metrics, health_times)
         ctx = GatewayContext(config=config, text=text, engine=engine, served_model_name=name, created=int(time.time()))
         guard = ConnectionGuard(config, metrics.slow_client)

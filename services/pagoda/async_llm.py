@@ -36,7 +36,17 @@ class AsyncLLM:
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        self._local = Local(model, options)
+        self._take(Local.load(model, options))
+
+    @classmethod
+    def over(cls, local: Local) -> AsyncLLM:
+        """An `AsyncLLM` over parts that are wired already."""
+        llm = cls.__new__(cls)
+        llm._take(local)
+        return llm
+
+    def _take(self, local: Local) -> None:
+        self._local = local
         self._stop = threading.Event()
         self._sink: _LoopSink | None = None
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)

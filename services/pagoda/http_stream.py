@@ -212,9 +212,8 @@ class _Parser:
             if not found:
                 return False
             size = int(line.split(b";", 1)[0], 16)
-            if size == 0:
-                self._buffer = b""
-                return True
+            if size == 0:  # then trailers, of which we want none, and an empty line
+                return rest.startswith(b"\r\n") or b"\r\n\r\n" in rest
             self._buffer, self._left = rest, size + 2
         return False
 

@@ -50,7 +50,17 @@ class LLM:
     """
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        self._local = Local(model, options)
+        self._take(Local.load(model, options))
+
+    @classmethod
+    def over(cls, local: Local) -> LLM:
+        """An `LLM` over parts that are wired already."""
+        llm = cls.__new__(cls)
+        llm._take(local)
+        return llm
+
+    def _take(self, local: Local) -> None:
+        self._local = local
         self._lock = threading.Lock()
 
     def generate(

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from pagoda_worker.loading import load_runner
 
 from pagoda import checkpoints
 from pagoda.options import ModelSourceConfig
@@ -26,7 +25,6 @@ from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 from pagoda_proto.params import ModelLimits, SamplingParams, check_for_model
 from pagoda_proto.records import RequestRecord
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.loop import Identity
 
 NO_LIMIT = 2**62
 
@@ -34,28 +32,38 @@ Prompt = str | list[int] | Mapping[str, Any]
 
 
 class Local:
-    """The parts, wired. `engine` is driven by its owner: by calling `step`, or by a thread in `run`.
+    """The parts, wired. `engine` is driven by its owner: by calling `step`, or by a thread in `run`."""
 
-    Raises:
-        TypeError: an unknown option.
-        ConfigError: options or model files that cannot be used.
-    """
+    def __init__(self, text: ModelText, engine: EngineCore) -> None:
+        self.text = text
+        self.engine = engine
+        engine.step(0.0)  # the runner joins, and its limits become known
+        load = engine.load()
+        self.limits = ModelLimits(load.vocab_size, load.max_model_len)
 
-    def __init__(self, model: str, options: Mapping[str, Any]) -> None:
+    @staticmethod
+    def load(model: str, options: Mapping[str, Any]) -> Local:
+        """Load a model and wire it.
+
+        Raises:
+            TypeError: an unknown option.
+            ConfigError: options or model files that cannot be used.
+        """
         settings = from_keywords(model=model, **options)
+        from pagoda_worker.loop import Identity
+        from pagoda_worker.startup import load_runner  # imports torch: bad options are told before
+
         model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
         try:
-            self.text = ModelText.load(model_dir)
+            text = ModelText.load(model_dir)
+            runner = load_runner(settings.build(WorkerConfig, model=str(model_dir)), lambda done, total: None)
         except ValueError as error:
-            raise ConfigError([f"model {model}: {error}"]) from error
-        runner = load_runner(settings.build(WorkerConfig, model=str(model_dir)), lambda event: None)
+            raise ConfigError([f"model {model or model_dir}: {error}"]) from error
         config = settings.build(
             EngineConfig, max_queued_requests=NO_LIMIT, max_queued_tokens=NO_LIMIT, queue_timeout_s=math.inf
         )
-        self.engine = EngineCore(config, InprocExecutor(runner, Identity.of_this_process().hello(runner.facts)))
-        self.engine.step(0.0)  # the runner joins, and its limits become known
-        load = self.engine.load()
-        self.limits = ModelLimits(load.vocab_size, load.max_model_len)
+        hello = Identity.of_this_process().hello(runner.facts)
+        return Local(text, EngineCore(config, InprocExecutor(runner, hello)))
 
     def default_params(self) -> SamplingParams:
         """What the model's author recommends, and no limit but the context."""

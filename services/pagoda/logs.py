@@ -7,7 +7,15 @@ import logging
 import sys
 import time
 
-QUIET = ("uvicorn", "httpx", "httpx2", "httpcore", "urllib3", "filelock", "asyncio")  # their info level is noise to an operator
+QUIET = (
+    "uvicorn",
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "urllib3",
+    "filelock",
+    "asyncio",
+)  # their info level is noise to an operator
 
 
 class JsonFormatter(logging.Formatter):

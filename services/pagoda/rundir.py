@@ -16,7 +16,7 @@ from pathlib import Path
 from pagoda.settings import ConfigError, environment_value
 
 PREFIX = "pagoda-"
-LONGEST = 107 - len("/engine.sock") - len("pagoda-12345678") - 1  # a unix socket's path has at most 107 bytes
+LONGEST = 107 - len("/pagoda-12345678/workers.sock")  # a unix socket's path has at most 107 bytes
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def runtime_dir(data_dir: str) -> Iterator[Path]:
 
 def _base(data_dir: str) -> Path:
     if data_dir:
-        base = Path(data_dir).expanduser().absolute() / "run"
+        base = Path(data_dir).expanduser().absolute()
         if len(os.fsencode(base)) > LONGEST:
             raise ConfigError([f"data_dir must be shorter: {base} leaves no room for a socket's name (107 bytes)"])
         return base

@@ -122,7 +122,7 @@ class Tower:
     def on_event(self, child: str, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "loading":
-            self.view.loading(child, event)
+            self.view.loading(child, event["bytes"], event["of"])
         elif kind == "loaded":
             self.view.loaded(child)
         elif child == "gateway" and kind == "listening":

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from typing import Any
+import time
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.text import Text
+
+MIB = 1024**2
+LOG_EVERY_S = 5.0
+
+log = logging.getLogger(__name__)
 
 _COLOURS = {"gateway": "cyan", "engine-core": "magenta"}
 _WORKER_COLOURS = ("green", "yellow", "blue", "bright_cyan")
@@ -36,10 +42,11 @@ class StartupView:
         self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self._plain = plain or not self._console.is_terminal
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn(),
+            TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(),
             console=self._console, transient=True,
         )  # fmt: skip
         self._tasks: dict[str, TaskID] = {}
+        self._logged_at: dict[str, float] = {}
 
     def on_line(self, child: str, line: str) -> None:
         if self._plain:
@@ -48,15 +55,22 @@ class StartupView:
             colour = _COLOURS.get(child) or _WORKER_COLOURS[sum(child.encode()) % len(_WORKER_COLOURS)]
             self._console.print(Text.assemble((f"[{child}] ", colour), Text.from_ansi(line)))
 
-    def loading(self, child: str, event: dict[str, Any]) -> None:
-        """Show how far a worker's weights have come; `fraction` is 0 to 1."""
+    def loading(self, child: str, num_bytes: int, of: int) -> None:
+        """Show how far a worker's weights have come."""
         if self._plain:
+            self._log_loading(child, num_bytes, of)
             return
         if child not in self._tasks:
             if not self._tasks:
                 self._progress.start()
-            self._tasks[child] = self._progress.add_task(escape(f"[{child}] loading weights"), total=1.0)
-        self._progress.update(self._tasks[child], completed=float(event.get("fraction", 0.0)))
+            self._tasks[child] = self._progress.add_task(escape(f"[{child}] loading weights"), total=of)
+        self._progress.update(self._tasks[child], completed=num_bytes, total=of)
+
+    def _log_loading(self, child: str, num_bytes: int, of: int) -> None:
+        now = time.monotonic()
+        if now - self._logged_at.setdefault(child, now) >= LOG_EVERY_S:
+            self._logged_at[child] = now
+            log.info("%s: loading weights, %d of %d MiB", child, num_bytes // MIB, of // MIB)
 
     def loaded(self, child: str) -> None:
         task = self._tasks.pop(child, None)

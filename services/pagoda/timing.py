@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -29,7 +30,7 @@ class Event(msgspec.Struct):
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: Any = None
 
     @property
     def text(self) -> str:
@@ -65,7 +66,7 @@ class Timing:
             self.error = f"event is not a chunk: {error}"
             return
         if event.error is not None:
-            self.error = f"error event: {bytes(event.error).decode(errors='replace'):.200}"
+            self.error = f"error event: {msgspec.json.encode(event.error).decode():.200}"
         if event.usage is not None:
             self.prompt_tokens, self.output_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
         for choice in event.choices:

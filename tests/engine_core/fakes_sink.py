@@ -18,12 +18,10 @@ class ResettableRunner(FakeRunner):
     """FakeRunner that can begin anew."""
 
     def reset(self) -> None:
-        last_row_id = self._last_row_id
         self.rows.clear()
         self.failed_rows.clear()
         self.steps_done = 0
         self.__post_init__()
-        self._last_row_id = last_row_id
 
 
 class RecordingSink:

@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.engine_core.fake_worker import FakeWorker, make_hello
 from tests.fakes import FakeRunner, make_record, reference_tokens
 
+from pagoda_engine_core import outbox
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.server import serve
 from pagoda_proto import convert
@@ -61,9 +62,9 @@ class Server:
 class Session:
     """A gateway's end of a session."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, channel: grpc.aio.Channel | None = None) -> None:
         self.frames: asyncio.Queue[pb.ClientFrame | None] = asyncio.Queue()
-        self.call = server.engine.Session(self._requests())
+        self.call = pb_grpc.EngineStub(channel or server.channel).Session(self._requests())
         self.deltas: list[Delta] = []
         self.answers: list[pb.ServerFrame] = []
         self.loads: list[pb.Load] = []
@@ -273,6 +274,31 @@ async def test_a_slow_session_gets_merged_deltas_and_every_token(server: Server,
         assert all(len(d.logprobs or ()) == len(d.token_ids) for d in slow.deltas if d.request_id == record.request_id)
     assert max(len(delta.token_ids) for delta in slow.deltas) > 1
     assert len(slow.deltas) < 12 * 900
+
+
+async def test_a_session_that_is_too_far_behind_loses_its_requests_and_nobody_elses(
+    server: Server, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outbox, "MAX_WAITING_NUMBERS", 20_000)
+    narrow = [
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.http2.lookahead_bytes", 65_536),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    channel = grpc.aio.insecure_channel(server.config.listen, options=narrow)
+    slow, quick = Session(server, channel), Session(server)
+    for seed in range(12):
+        slow.submit(make_record(max_tokens=1000, logprobs=20, seed=seed))
+    await slow.answer()
+    witness = make_record(max_tokens=1000)
+    quick.submit(witness)
+    await quick.until(witness.request_id)
+    assert quick.tokens(witness.request_id) == reference_tokens(witness)[0]
+    with pytest.raises(grpc.aio.AioRpcError) as lost:
+        while await slow.read() is not None:
+            assert len(slow.ended) < 12
+    await channel.close()
+    assert lost.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 async def test_generate_serves_plain_clients(server: Server, worker: FakeWorker) -> None:

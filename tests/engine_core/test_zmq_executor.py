@@ -32,8 +32,10 @@ from pagoda_proto.steps import Beat, BeatAck, Drain, Goodbye, Refused, ResetWork
 class Engine:
     """An executor, pumped by the test's thread."""
 
-    def __init__(self, directory: Path, **config: float) -> None:
-        self.executor = ZmqExecutor(EngineConfig(worker_endpoint=f"ipc://{directory}/w.sock", **config), "boot-1")
+    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic, **config: float) -> None:
+        self.executor = ZmqExecutor(
+            EngineConfig(worker_endpoint=f"ipc://{directory}/w.sock", **config), "boot-1", clock
+        )
         self.seen: list[ExecutorEvent] = []
         self.peers: list[Peer] = []
 
@@ -268,6 +270,23 @@ def test_silence_makes_suspect_then_dead_and_late_frames_are_void(socket_dir: Pa
         peer.beat()
         engine.counted("epoch")
         assert engine.executor.workers()[0].state is WorkerState.DEAD
+    finally:
+        engine.close()
+
+
+def test_when_we_were_paused_ourselves_nobody_is_dead(socket_dir: Path) -> None:
+    slept_s = 0.0
+    engine = Engine(socket_dir, clock=lambda: time.monotonic() + slept_s, step_deadline_s=10.0)
+    try:
+        peer = engine.peer()
+        epoch = engine.admit(peer)
+        engine.executor.send(epoch, StepPlan(step=1))
+        slept_s = 30.0
+        for _ in range(3):
+            engine.seen += engine.executor.wait(0)
+        assert engine.seen == []
+        peer.send(StepResult(step=1))
+        engine.next(StepDone)
     finally:
         engine.close()
 

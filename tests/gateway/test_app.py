@@ -18,6 +18,7 @@ from pagoda_gateway.app import create_app
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine_client import SessionClient
+from pagoda_gateway.engine_session import EngineAddress
 from pagoda_gateway.health import Health
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.text.model_text import ModelText
@@ -30,7 +31,7 @@ class Gateway:
         model = write_model_dir(root / "model")
         config = GatewayConfig(model=str(model), engine=f"unix:{root}/none")
         self.metrics = GatewayMetrics("m")
-        engine = SessionClient(config.engine, 1.0, self.metrics)
+        engine = SessionClient(EngineAddress(config.engine), 1.0, self.metrics)
         self.health = Health(engine, self.metrics)
         ctx = GatewayContext(
             config=config,

@@ -13,7 +13,7 @@ from tests.gateway.fake_engine_core import FakeEngineCore, Run, expected_tokens,
 
 from pagoda_gateway.engine import EngineClient
 from pagoda_gateway.engine_client import SessionClient
-from pagoda_gateway.engine_session import check_engine_address
+from pagoda_gateway.engine_session import EngineAddress
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -43,7 +43,7 @@ async def engine(address: str) -> AsyncIterator[FakeEngineCore]:
 
 @pytest.fixture
 async def client(address: str) -> AsyncIterator[SessionClient]:
-    client = SessionClient(address, resume_wait_s=20.0, metrics=GatewayMetrics("m"))
+    client = SessionClient(EngineAddress(address), resume_wait_s=20.0, metrics=GatewayMetrics("m"))
     client.start()
     yield client
     await client.aclose()
@@ -189,7 +189,7 @@ async def test_a_request_that_never_gets_on_is_given_up(engine: FakeEngineCore, 
 async def test_no_engine_core_comes_back(
     engine: FakeEngineCore, address: str, num_before: int, code: ErrorCode
 ) -> None:
-    client = SessionClient(address, resume_wait_s=0.2, metrics=GatewayMetrics("m"))
+    client = SessionClient(EngineAddress(address), resume_wait_s=0.2, metrics=GatewayMetrics("m"))
     client.start()
     engine.steps = asyncio.Semaphore(num_before)
     request = record(n=2)
@@ -429,7 +429,7 @@ async def test_an_unreadable_frame_costs_the_session_only(engine: FakeEngineCore
 
 
 async def test_closing_ends_open_requests(engine: FakeEngineCore, address: str) -> None:
-    client = SessionClient(address, resume_wait_s=5.0, metrics=GatewayMetrics("m"))
+    client = SessionClient(EngineAddress(address), resume_wait_s=5.0, metrics=GatewayMetrics("m"))
     client.start()
     engine.steps = asyncio.Semaphore(1)
     generation = await client.submit(record())
@@ -442,10 +442,10 @@ async def test_closing_ends_open_requests(engine: FakeEngineCore, address: str) 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "engine:50051", "10.0.0.1:5", "", "ipc:///x"])
 def test_only_local_engine_cores(address: str) -> None:
-    with pytest.raises(ValueError, match="loopback"):
-        check_engine_address(address)
+    with pytest.raises(ValueError, match="loopback|host:port"):
+        EngineAddress(address)
 
 
 @pytest.mark.parametrize("address", ["unix:/run/x", "127.0.0.1:5", "localhost:5", "[::1]:5"])
 def test_local_addresses(address: str) -> None:
-    assert check_engine_address(address) == address
+    EngineAddress(address)

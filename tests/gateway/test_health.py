@@ -12,6 +12,7 @@ import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, running_engine, until
 
 from pagoda_gateway.engine_client import SessionClient
+from pagoda_gateway.engine_session import EngineAddress
 from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.engine.v1 import engine_pb2 as pb
@@ -26,7 +27,7 @@ class Watched:
 
     def __init__(self, address: str, times: HealthTimes = TIMES) -> None:
         self.metrics = GatewayMetrics("m")
-        self.client = SessionClient(address, resume_wait_s=1.0, metrics=self.metrics)
+        self.client = SessionClient(EngineAddress(address), resume_wait_s=1.0, metrics=self.metrics)
         self.health = Health(self.client, self.metrics, times)
         self.changes: list[bool] = []
         self.client.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +24,13 @@ class SseServer:
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+        with contextlib.suppress(asyncio.IncompleteReadError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 self.headers.append(head)
                 await self._answer(head, reader, writer)
                 if self.close_after_answer:
                     break
-        writer.close()
 
     async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if head.startswith(b"GET /v1/models"):
@@ -54,7 +53,7 @@ class SseServer:
         await writer.drain()
 
     def _events(self, body: dict[str, Any], chat: bool) -> list[bytes]:
-        count = body["max_tokens"] if "max_tokens" in body else 3
+        count = body.get("max_tokens", 3)
         prompt = body["messages"] if chat else body["prompt"]
         pieces: list[dict[str, Any]] = [{"delta": {"role": "assistant", "content": ""}}] if chat else []
         pieces += [{"delta": {"content": "word "}} if chat else {"text": "word "} for _ in range(count)]
@@ -67,7 +66,31 @@ class SseServer:
 
 @contextlib.asynccontextmanager
 async def serving(server: SseServer) -> AsyncIterator[SseServer]:
-    listener = await asyncio.start_server(server.handle, "127.0.0.1", 0)
-    async with listener:
-        server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with listening(server.handle) as url:
+        server.url = url
         yield server
+
+
+Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@contextlib.asynccontextmanager
+async def listening(handle: Handle) -> AsyncIterator[str]:
+    """Serve a free port with `handle` and yield its URL; every connection is closed at the end."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        tasks.add(task)
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError, asyncio.CancelledError):
+            await handle(reader, writer)
+
+    listener = await asyncio.start_server(run, "127.0.0.1", 0)
+    async with listener:
+        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for _ in range(3):
+        await asyncio.sleep(0)  # transports close in the turn after they are told to

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.services.sse_server import SseServer, serving
+from tests.services.sse_server import SseServer, listening, serving
 
 from pagoda.http_stream import Answer, Connection, HttpError, StaleConnection, Target, _Parser
 
@@ -117,11 +117,9 @@ async def saying(words: bytes, *, then_close: bool) -> AsyncIterator[Target]:
         writer.write(words)
         if not then_close:
             await reader.read()
-        writer.close()
 
-    listener = await asyncio.start_server(handle, "127.0.0.1", 0)
-    async with listener:
-        yield Target(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}")
+    async with listening(handle) as url:
+        yield Target(url)
 
 
 async def test_an_answer_that_breaks_off_is_an_error() -> None:
@@ -137,7 +135,7 @@ async def test_an_answer_without_length_ends_with_the_connection() -> None:
 
 async def test_an_answer_that_does_not_come_is_an_error() -> None:
     async with saying(b"", then_close=False) as target:
-        with pytest.raises(HttpError, match="within 0.05 s"):
+        with pytest.raises(HttpError, match=r"within 0\.05 s"):
             await exchange(target, await Connection.open(target), timeout_s=0.05)
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -16,6 +16,7 @@ from tests.worker.fakes_model import NUM_BLOCKS, FakeModel, fake_runner, new_row
 
 from pagoda_proto.channel import Envelope, decode_from_worker, encode, open_envelope
 from pagoda_proto.errors import PagodaError
+from pagoda_proto.keys import KeyFileError
 from pagoda_proto.steps import (
     Beat,
     BeatAck,
@@ -33,7 +34,7 @@ from pagoda_proto.steps import (
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.control import Membership
 from pagoda_worker.loop import Identity, serve
-from pagoda_worker.wire import check_endpoint
+from pagoda_worker.wire import Wire, local_or_encrypted
 
 WAIT_S = 20.0
 
@@ -120,8 +121,9 @@ class Worker:
         self.error: BaseException | None = None
         self.events: SimpleQueue[dict[str, object]] = SimpleQueue()
         self._config = WorkerConfig(engine=endpoint, worker_id="w-1")
-        self._runner = fake_runner(model)
-        self.thread = threading.Thread(target=self._run)
+        self.model = model or FakeModel()
+        self._runner = fake_runner(self.model)
+        self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
@@ -135,6 +137,12 @@ class Worker:
             event = self.events.get(timeout=WAIT_S)
             if event["event"] == name:
                 return event
+
+    def end(self) -> None:
+        self.stop.set()
+        if self.model.gate is not None:
+            self.model.gate.set()
+        self.join()
 
     def join(self) -> None:
         self.thread.join(WAIT_S)
@@ -153,12 +161,26 @@ def engine(endpoint: str) -> Iterator[FakeEngine]:
     made.close()
 
 
+Start = Callable[..., Worker]
+
+
 @pytest.fixture
-def worker(endpoint: str) -> Iterator[Worker]:
-    made = Worker(endpoint)
-    yield made
-    made.stop.set()
-    made.join()
+def start(endpoint: str) -> Iterator[Start]:
+    """Starts workers, and ends them whatever becomes of the test."""
+    made: list[Worker] = []
+
+    def begin(model: FakeModel | None = None) -> Worker:
+        made.append(Worker(endpoint, model))
+        return made[-1]
+
+    yield begin
+    for worker in made:
+        worker.end()
+
+
+@pytest.fixture
+def worker(start: Start) -> Worker:
+    return start()
 
 
 def first_plan(step: int = 1, row_id: int = 1) -> StepPlan:
@@ -197,8 +219,8 @@ def test_the_worker_waits_for_an_engine_core_that_is_not_there_yet(endpoint: str
     engine.close()
 
 
-def test_a_refusal_is_tried_again_and_a_final_one_ends_the_worker(engine: FakeEngine, endpoint: str) -> None:
-    worker = Worker(endpoint)
+def test_a_refusal_is_tried_again_and_a_final_one_ends_the_worker(engine: FakeEngine, start: Start) -> None:
+    worker = start()
     engine.until(Hello)
     engine.send(Refused(reason="duplicate"), epoch=0)
     engine.until(Hello)
@@ -208,9 +230,9 @@ def test_a_refusal_is_tried_again_and_a_final_one_ends_the_worker(engine: FakeEn
     assert "other model" in str(worker.error)
 
 
-def test_beats_tell_progress_and_that_a_step_is_running(engine: FakeEngine, endpoint: str) -> None:
+def test_beats_tell_progress_and_that_a_step_is_running(engine: FakeEngine, start: Start) -> None:
     model = FakeModel(gate=threading.Event())
-    worker = Worker(endpoint, model)
+    start(model)
     engine.admit()
     _, idle = engine.until(Beat)
     assert (idle.steps_done, idle.busy_s) == (0, 0.0)
@@ -227,8 +249,6 @@ def test_beats_tell_progress_and_that_a_step_is_running(engine: FakeEngine, endp
     engine.until(Beat)
     _, done = engine.until(Beat)
     assert (done.steps_done, done.busy_s) == (1, 0.0)
-    worker.stop.set()
-    worker.join()
 
 
 def test_a_lost_lease_ends_the_standing_and_the_same_incarnation_registers_anew(
@@ -247,11 +267,9 @@ def test_a_lost_lease_ends_the_standing_and_the_same_incarnation_registers_anew(
     assert engine.result().errors == []
 
 
-def test_answered_beats_keep_the_lease_alive(
-    engine: FakeEngine, endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answered_beats_keep_the_lease_alive(engine: FakeEngine, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda_worker.control.BEAT_INTERVAL_S", 0.1)
-    worker = Worker(endpoint)
+    start()
     engine.admit(lease_s=1.5)
     began = time.monotonic()
     while time.monotonic() < began + 2.0:
@@ -259,13 +277,11 @@ def test_answered_beats_keep_the_lease_alive(
     assert engine.hellos == 1
     engine.send(first_plan())
     assert engine.result().step == 1
-    worker.stop.set()
-    worker.join()
 
 
-def test_a_result_computed_under_a_lost_lease_is_never_sent(engine: FakeEngine, endpoint: str) -> None:
+def test_a_result_computed_under_a_lost_lease_is_never_sent(engine: FakeEngine, start: Start) -> None:
     model = FakeModel(gate=threading.Event())
-    worker = Worker(endpoint, model)
+    start(model)
     engine.answer_beats = False
     engine.admit(lease_s=0.5)
     engine.send(first_plan())
@@ -283,8 +299,6 @@ def test_a_result_computed_under_a_lost_lease_is_never_sent(engine: FakeEngine, 
     engine.welcome()
     engine.send(next_plan(1))  # the row of the earlier life is forgotten
     assert "unknown" in engine.result().errors[0].message
-    worker.stop.set()
-    worker.join()
 
 
 def test_frames_of_another_epoch_or_engine_core_are_dropped(engine: FakeEngine, worker: Worker) -> None:
@@ -386,9 +400,9 @@ def test_a_restarted_engine_core_gets_the_worker_back(
 
 
 @pytest.mark.parametrize("kind", ["/c", "/d"])
-def test_drain_finishes_the_running_step_and_says_goodbye(engine: FakeEngine, endpoint: str, kind: str) -> None:
+def test_drain_finishes_the_running_step_and_says_goodbye(engine: FakeEngine, start: Start, kind: str) -> None:
     model = FakeModel(gate=threading.Event())
-    worker = Worker(endpoint, model)
+    worker = start(model)
     engine.admit()
     engine.send(first_plan())
     assert model.entered.wait(WAIT_S)
@@ -421,8 +435,8 @@ def test_stop_while_no_engine_core_is_there(worker: Worker) -> None:
     assert worker.error is None
 
 
-def test_a_step_that_breaks_the_runner_ends_the_process_without_a_goodbye(engine: FakeEngine, endpoint: str) -> None:
-    worker = Worker(endpoint)
+def test_a_step_that_breaks_the_runner_ends_the_process_without_a_goodbye(engine: FakeEngine, start: Start) -> None:
+    worker = start()
     worker._runner.execute = broken  # type: ignore[method-assign]
     engine.admit()
     engine.send(first_plan())
@@ -514,20 +528,63 @@ def test_what_is_over_cannot_end_or_renew_what_came_after() -> None:
     assert membership.standing(3.0) == new
 
 
-@pytest.mark.parametrize(
-    "good", ["ipc:///run/x/e.sock", "tcp://127.0.0.1:5000", "tcp://localhost:1", "tcp://[::1]:5000"]
-)
+GOOD_ADDRESSES = ["ipc:///run/x/e.sock", "tcp://127.0.0.1:5000", "tcp://localhost:1", "tcp://[::1]:5000"]
+BAD_ADDRESSES = ["", "ipc://", "tcp://127.0.0.1", "tcp://127.0.0.1:x", "udp://127.0.0.1:1", "ipc:///" + "x" * 110]
+
+
+@pytest.mark.parametrize("good", GOOD_ADDRESSES)
 def test_local_addresses_are_accepted(good: str) -> None:
-    check_endpoint(good)
+    assert local_or_encrypted(good, "w").keys is None
 
 
-@pytest.mark.parametrize(
-    "bad", ["", "ipc://", "tcp://10.0.0.1:5000", "tcp://0.0.0.0:1", "tcp://host:1", "tcp://127.0.0.1", "tcp://127.0.0.1:x",
-            "udp://127.0.0.1:1", "ipc:///" + "x" * 110]
-)  # fmt: skip
+@pytest.mark.parametrize("bad", [*BAD_ADDRESSES, "tcp://10.0.0.1:5000", "tcp://0.0.0.0:1", "tcp://host:1"])
 def test_other_addresses_are_refused(bad: str) -> None:
     with pytest.raises(ValueError, match="engine"):
-        check_endpoint(bad)
+        local_or_encrypted(bad, "w")
+
+
+@pytest.fixture
+def key_dir(tmp_path: Path) -> Path:
+    """A worker's keys, and beside them the engine core's secret half."""
+    (engine_public, engine_secret), (public, secret) = zmq.curve_keypair(), zmq.curve_keypair()
+    keys = {"engine-core.public": engine_public, "curve.public": public, "curve.secret": secret}
+    for name, key in {**keys, "engine-core.secret": engine_secret}.items():
+        (tmp_path / name).write_bytes(key)
+    return tmp_path
+
+
+@pytest.mark.parametrize("bad", BAD_ADDRESSES)
+def test_keys_do_not_make_up_for_an_address_that_is_none(bad: str, key_dir: Path) -> None:
+    with pytest.raises(ValueError, match="engine:"):
+        local_or_encrypted(bad, "w", str(key_dir))
+
+
+def test_keys_allow_any_host_and_must_be_there(key_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    link = local_or_encrypted("tcp://engine-core:5000", "w", str(key_dir))
+    assert link.keys is not None
+    assert link.keys.secret == (key_dir / "curve.secret").read_bytes()
+    with pytest.raises(KeyFileError):
+        local_or_encrypted("tcp://engine-core:5000", "w", str(tmp_path_factory.mktemp("empty")))
+
+
+def test_the_wire_is_encrypted_to_the_engine_core_s_key_alone(key_dir: Path) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.setsockopt(zmq.LINGER, 0)
+        router.setsockopt(zmq.CURVE_SERVER, 1)
+        router.setsockopt(zmq.CURVE_SECRETKEY, (key_dir / "engine-core.secret").read_bytes())
+        endpoint = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+        link = local_or_encrypted(endpoint, "w", str(key_dir))
+        assert link.keys is not None
+        other_key, _ = zmq.curve_keypair()
+        plain, wrong = link._replace(keys=None), link._replace(keys=link.keys._replace(peers=(other_key,)))
+        wires = [Wire(context, one, name) for one, name in ((plain, "plain"), (wrong, "wrong"), (link, "right"))]
+        assert wires[2].send(Goodbye(), timeout_s=WAIT_S)
+        assert router.poll(WAIT_S * 1000)
+        assert router.recv_multipart()[0] == b"right"
+        assert not wires[0].send(Goodbye())
+        assert not wires[1].send(Goodbye())
+        for wire in wires:
+            wire.close()
 
 
 def test_identity() -> None:

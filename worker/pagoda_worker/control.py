@@ -19,7 +19,7 @@ import zmq
 
 from pagoda_proto.channel import Envelope, FrameError, decode_to_worker
 from pagoda_proto.steps import Beat, BeatAck, Drain, Refused, ResetWorker, Welcome
-from pagoda_worker.wire import Wire
+from pagoda_worker.wire import Link, Wire
 
 log = logging.getLogger(__name__)
 
@@ -104,14 +104,13 @@ class Control:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
+        link: Link,
         incarnation: str,
-        worker_id: str,
         membership: Membership,
         progress: Progress,
     ) -> None:
         self.drain = threading.Event()
-        self._connect = (context, endpoint, f"{incarnation}/c", worker_id)
+        self._connect = (context, link, f"{incarnation}/c")
         self._membership = membership
         self._progress = progress
         self._closing = threading.Event()

@@ -36,7 +36,7 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.control import Control, Membership, Progress, Standing
 from pagoda_worker.runner import ModelRunner
 from pagoda_worker.table import RunnerFacts
-from pagoda_worker.wire import Wire, check_endpoint
+from pagoda_worker.wire import Wire, local_or_encrypted
 
 log = logging.getLogger(__name__)
 
@@ -75,24 +75,58 @@ class Identity:
         )
 
 
+class _StoppedError(Exception):
+    """The process was asked to end while it was loading."""
+
+
+def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
+    """The worker process from start to end.
+
+    Args:
+        config: What to serve and for whom.
+        report: Called with events: {"event": "loading", "bytes", "of"}, {"event": "loaded", "seconds", "num_blocks"},
+            {"event": "registering"} when no engine core knows this worker, {"event": "ready", "epoch"} when one does.
+        stop: Once it is set the worker ends the step it is in, says Goodbye and returns.
+
+    Raises:
+        ValueError: the model, the address, its keys or the worker's name cannot be used.
+        PagodaError: the engine core refused this worker for good.
+        RuntimeError: the model failed on its first token, or the device is lost.
+    """
+    local_or_encrypted(config.engine, Identity.of_this_process(config.worker_id).worker_id, config.keys_dir)
+    from pagoda_worker.startup import load_runner  # model code takes long to import; a bad address is told before
+
+    started = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+        report({"event": "loading", "bytes": done, "of": total})
+
+    try:
+        runner = load_runner(config, progress)
+    except _StoppedError:
+        return
+    report({"event": "loaded", "seconds": time.monotonic() - started, "num_blocks": runner.facts.num_blocks})
+    serve(runner, config, report, stop)
+
+
 def serve(runner: ModelRunner, config: WorkerConfig, report: Report, stop: threading.Event) -> None:
     """Serve the engine core at `config.engine` until `stop` is set or it asks this worker to leave.
 
     Raises:
-        ValueError: the address or the worker's name cannot be used.
+        ValueError: the address, its keys or the worker's name cannot be used.
         PagodaError: the engine core refused this worker for good.
         torch.AcceleratorError: the device is lost.
     """
-    check_endpoint(config.engine)
     identity = Identity.of_this_process(config.worker_id)
+    link = local_or_encrypted(config.engine, identity.worker_id, config.keys_dir)
     membership, progress = Membership(), Progress()
     with zmq.Context(io_threads=1) as context:
-        wire = Wire(context, config.engine, f"{identity.incarnation}/d", identity.worker_id)
+        wire = Wire(context, link, f"{identity.incarnation}/d")
         linger_s = 0.0
         try:
-            with Control(
-                context, config.engine, identity.incarnation, identity.worker_id, membership, progress
-            ) as control:
+            with Control(context, link, identity.incarnation, membership, progress) as control:
                 StepLoop(runner, identity.hello(runner.facts), wire, membership, progress, control).run(report, stop)
             linger_s = GOODBYE_LINGER_S
         finally:

@@ -62,7 +62,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
         rows: The R rows; they are read, and the caller appends the tokens.
     """
     if logits.device.type != "cpu" and all(_plain_greedy(row) for row in rows):
-        return _argmax_on_device(logits)
+        return argmax_on_device(logits)
     host: Logits = logits.cpu().numpy()
     best = host.argmax(axis=-1)  # the first of equals; a NaN counts as the highest
     draws = _draws(rows)
@@ -74,7 +74,8 @@ def _plain_greedy(row: Row) -> bool:
     return row.params.greedy and not processed and row.params.logprobs is None
 
 
-def _argmax_on_device(logits: torch.Tensor) -> list[Sample | Fault]:
+def argmax_on_device(logits: torch.Tensor) -> list[Sample | Fault]:
+    """Greedy rows without fetching their logits to the host; torch too returns the first of equals, or a NaN."""
     best = logits.argmax(dim=-1)
     finite = logits.gather(-1, best[:, None]).isfinite()[:, 0]
     return [

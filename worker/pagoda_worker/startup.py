@@ -1,4 +1,4 @@
-"""From a configuration to a runner that has computed its first token; the server's worker and offline use start here."""
+"""From a configuration to a runner that has computed its first token: where a worker and offline use begin."""
 
 from __future__ import annotations
 

@@ -6,14 +6,17 @@ import ipaddress
 import logging
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import zmq
 
 from pagoda_proto.channel import MAX_FRAME_BYTES, Envelope, FrameError, encode, open_envelope
+from pagoda_proto.keys import CurveKeys, load_curve
 from pagoda_proto.steps import Message
 
 log = logging.getLogger(__name__)
 
+ENGINE_CORE_KEY = "engine-core.public"
 MAX_SOCKET_PATH_BYTES = 107  # sizeof(sockaddr_un.sun_path) less the closing zero, on Linux
 SOCKET_OPTIONS = {
     zmq.LINGER: 0,
@@ -30,18 +33,32 @@ SOCKET_OPTIONS = {
 }
 
 
-def check_endpoint(endpoint: str) -> None:
-    """Raises ValueError unless the address is a local socket: the wire has no keys yet."""
+class Link(NamedTuple):
+    """Where the engine core is and who speaks to it; `keys` are the worker's where the link is encrypted (CURVE)."""
+
+    endpoint: str
+    worker_id: str
+    keys: CurveKeys | None = None
+
+
+def local_or_encrypted(endpoint: str, worker_id: str, keys_dir: str = "") -> Link:
+    """A link that nobody else can listen to: a socket file, a loopback port or, given keys, any TCP address.
+
+    Raises ValueError for another address, KeyFileError (one too) for keys that are missing.
+    """
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc" and rest:
         if len(os.fsencode(rest)) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(f"engine: the socket path is longer than {MAX_SOCKET_PATH_BYTES} bytes: {endpoint!r}")
-        return
+        return Link(endpoint, worker_id)
     host, colon, port = rest.rpartition(":")
     if scheme != "tcp" or not colon or not (port.isdecimal() and 0 < int(port) < 65536):
         raise ValueError(f"engine: must be ipc:///path or tcp://host:port, got {endpoint!r}")
+    if keys_dir:
+        return Link(endpoint, worker_id, load_curve(keys_dir, ENGINE_CORE_KEY))
     if not _is_loopback(host.strip("[]")):
-        raise ValueError(f"engine: {endpoint!r} is not on the loopback interface, and this wire is not encrypted")
+        raise ValueError(f"engine: {endpoint!r} is not on the loopback interface, so keys_dir is needed to encrypt it")
+    return Link(endpoint, worker_id)
 
 
 def _is_loopback(host: str) -> bool:
@@ -57,21 +74,25 @@ class Wire:
     Raises ValueError when the address cannot be connected to.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, routing_id: str, worker_id: str) -> None:
-        self._worker_id = worker_id
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], link: Link, routing_id: str) -> None:
+        self._worker_id = link.worker_id
         self._sequence = 0
         self._socket = context.socket(zmq.DEALER)
         for option, value in SOCKET_OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.ROUTING_ID, routing_id.encode())
-        if endpoint.startswith("tcp://["):
+        if link.endpoint.startswith("tcp://["):
             self._socket.setsockopt(zmq.IPV6, 1)
+        if link.keys is not None:
+            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, link.keys.public)
+            self._socket.setsockopt(zmq.CURVE_SECRETKEY, link.keys.secret)
+            self._socket.setsockopt(zmq.CURVE_SERVERKEY, link.keys.peers[0])
         self._dropped = 0
         try:
-            self._socket.connect(endpoint)
+            self._socket.connect(link.endpoint)
         except zmq.ZMQError as error:
             self._socket.close()
-            raise ValueError(f"engine: cannot connect to {endpoint!r}: {error}") from error
+            raise ValueError(f"engine: cannot connect to {link.endpoint!r}: {error}") from error
 
     def send(self, message: Message, boot_id: str = "", epoch: int = 0, timeout_s: float = 0.0) -> bool:
         """False when the engine core could not be reached in time; the message is then gone."""

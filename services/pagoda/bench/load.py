@@ -143,9 +143,8 @@ async def _open_loop(
 ) -> list[Sent]:
     tasks: list[asyncio.Task[Sent]] = []
     async with asyncio.TaskGroup() as group:
-        async for index, delay in _moments(starts, started):
-            if plan.duration_s is not None and starts[index] > plan.duration_s:
-                break
+        within = [start for start in starts if plan.duration_s is None or start <= plan.duration_s]
+        async for index, delay in _moments(within, started):
             late.append(delay)
             tasks.append(group.create_task(client.send(index, plan.rows[index])))
     return [task.result() for task in tasks]

@@ -1,0 +1,120 @@
+"""The operations as arithmetic one can read aloud: any device, any dtype, one row at a time. The oracle of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
+from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
+
+
+class Plain(NamedTuple):
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class ReferenceOps:
+    name = "reference"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Plain:
+        return Plain(weight, bias)
+
+    def linear(self, x: torch.Tensor, packed: Plain) -> torch.Tensor:
+        return F.linear(x, packed.weight, packed.bias)
+
+    def logits(self, hidden: torch.Tensor, packed: Plain) -> torch.Tensor:
+        return self.linear(hidden, packed).float()
+
+    def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
+        x = F.embedding(token_ids, table)
+        return x if scale is None else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = _wide(x)
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def act_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def rope_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        kv: KVCache,
+        layer: int,
+        kv_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        heads = qkv.unflatten(-1, (-1, kv.shape.head_dim))
+        turning, value = heads[:, : -kv.shape.num_kv_heads], heads[:, -kv.shape.num_kv_heads :]
+        if norm is not None:
+            turning = self.rms_norm(turning, norm.weight, norm.eps)
+        wide = _wide(turning)
+        turned = (wide * rotation.cos + wide.roll(wide.shape[-1] // 2, -1) * rotation.sin).to(qkv.dtype)
+        self.write_kv(turned[:, -kv.shape.num_kv_heads :], value, kv, layer, kv_indices)
+        return turned[:, : -kv.shape.num_kv_heads]
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv: KVCache, layer: int, kv_indices: torch.Tensor
+    ) -> None:
+        kv.lines[layer][kv_indices] = torch.stack((key, value), 1).flatten(1).to(kv.shape.dtype)
+
+    def plan(self, batch: Batch, kv: KVCache) -> Batch:
+        return batch
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: KVCache,
+        layer: int,
+        plan: Batch,
+        shape: AttentionShape,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See Ops.attend. Online softmax is not used: this is softmax(q K^T) V, row by row."""
+        rows = []
+        for i in range(plan.num_rows):
+            length, start = plan.context_lens[i], plan.query_starts[i]
+            num_blocks = -(-length // kv.block_size)
+            tokens = kv.layers[layer][plan.block_tables[i, :num_blocks].long()].flatten(0, 1)[:length]
+            key, value = _wide(tokens.repeat_interleave(shape.num_heads // shape.num_kv_heads, 2)).unbind(1)
+            q = _wide(query[start : start + plan.query_lens[i]])
+            scores = torch.einsum("qhd,khd->hqk", q, key) * shape.scale
+            if shape.softcap is not None:
+                scores = shape.softcap * torch.tanh(scores / shape.softcap)
+            at = torch.arange(length, device=query.device)
+            position = at[length - plan.query_lens[i] :, None]
+            hidden = (at > position) | (at <= position - (shape.window or length))
+            scores = scores.masked_fill(hidden, -torch.inf)
+            if sinks is not None:
+                extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
+                scores = torch.cat((scores, extra), -1)
+            weights = scores.softmax(-1)[..., :length]
+            rows.append(torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype))
+        return torch.cat(rows)
+
+    def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
+        return new_kv_cache(shape, num_blocks, block_size, self.device)
+
+    def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        kv.copy_blocks(pairs)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """At least float32; float64 stays, so that tests can ask for more."""
+    return x if x.dtype == torch.float64 else x.float()
