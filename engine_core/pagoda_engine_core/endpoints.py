@@ -1,24 +1,23 @@
-"""Nobody but this user on this machine may connect: a socket file in a private directory, or a loopback port.
+"""Who may connect: this user on this machine (a file in a private directory, a loopback port), or holders of keys.
 
-Neither wire has keys yet, so every other address is refused when the process starts.
+Every other address is refused when the process starts.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 import stat
 from pathlib import Path
 
-MAX_SOCKET_PATH_BYTES = 107
-"""sizeof(sockaddr_un.sun_path) less the closing zero, on Linux."""
+from pagoda_proto.addresses import MAX_SOCKET_PATH_BYTES, check_host_port
 
 
-def prepare(address: str, *, file_scheme: str, tcp_scheme: str) -> Path | None:
+def prepare(address: str, *, file_scheme: str, tcp_scheme: str, keyed: bool = False) -> Path | None:
     """Check a listening address and clear its way; the socket's path if it is a file.
 
-    `file_scheme` and `tcp_scheme` are what the two kinds of address begin with, such as "ipc://" and "tcp://".
+    `file_scheme` and `tcp_scheme` are what the two kinds of address begin with, such as "ipc://" and "tcp://". With
+    `keyed`, connections over TCP are encrypted and authenticated, so that they may come from anywhere.
 
     Raises:
         ValueError: the address is not local, or open to other users.
@@ -30,24 +29,9 @@ def prepare(address: str, *, file_scheme: str, tcp_scheme: str) -> Path | None:
         claim_socket_path(path)
         return path
     if address.startswith(tcp_scheme):
-        check_loopback(address, address[len(tcp_scheme) :])
+        check_host_port(address, address[len(tcp_scheme) :], keyed=keyed, any_port=True)
         return None
     raise ValueError(f"address {address!r} must begin with {' or '.join(filter(None, (file_scheme, tcp_scheme)))}")
-
-
-def check_loopback(address: str, host_and_port: str) -> None:
-    """Raises ValueError unless it is `host:port` with a loopback host."""
-    host, colon, port = host_and_port.rpartition(":")
-    if not colon or not (port == "*" or (port.isdecimal() and int(port) < 65536)):
-        raise ValueError(f"address {address!r} must end with a port")
-    if host == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ValueError(f"address {address!r} is not on the loopback interface, and this wire is not encrypted")
 
 
 def claim_socket_path(path: Path) -> None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -28,6 +28,7 @@ from pagoda_engine_core.session import EngineService, LoadBoard
 from pagoda_engine_core.zmq_executor import ZmqExecutor
 from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
+from pagoda_proto.keys import TlsKeys, load_tls
 from pagoda_proto.records import Load
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),  # gateways find out by pings that we are gone; let them
 )
 HAND_BACK_S = 2.0
@@ -61,21 +62,22 @@ async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> No
     `{"event": "workers", "ready": n}` whenever that number changes.
 
     Raises:
-        ValueError: an address that is not local, or none.
+        ValueError: no address, or one off this machine without keys (KeyFileError: keys that cannot be read).
         OSError: an address that is in use.
         RuntimeError: the engine loop has failed.
     """
     async with AsyncExitStack() as stack:
         metrics = Metrics()
         boot_id = secrets.token_hex(8)
-        path = endpoints.prepare(config.listen, file_scheme="unix:", tcp_scheme="")
+        keys = load_tls(config.keys_dir) if config.keys_dir and not config.listen.startswith("unix:") else None
+        path = endpoints.prepare(config.listen, file_scheme="unix:", tcp_scheme="", keyed=keys is not None)
         executor = ZmqExecutor(config, boot_id)
         engine = EngineCore(config, executor, engine_id=boot_id, observer=metrics)
         loop_thread = LoopThread(engine, stop)
         stack.push_async_callback(loop_thread.end)
         board = LoadBoard(engine)
         engine.on_load(board.changed)
-        grpc_server, address = await _listen(config, path, engine, board, stack)
+        grpc_server, address = await _listen(_Door(config.listen, path, keys), engine, board, stack)
         report(_listening(address, executor.endpoint, _serve_metrics(config, metrics, engine, stack)))
         board.watch(_WorkersReport(report))
         loop_thread.start()
@@ -125,24 +127,41 @@ class LoopThread:
             raise RuntimeError(f"the engine loop has failed: {self._failure}") from self._failure
 
 
+class _Door(NamedTuple):
+    """Where gateways come in: a socket file has a `path`, a TCP port may ask for `keys` (mutual TLS)."""
+
+    listen: str
+    path: Path | None
+    keys: TlsKeys | None
+
+    def open(self, server: grpc.aio.Server) -> str:
+        """The address, with the real port. Raises OSError when it is in use."""
+        try:
+            if self.keys is None:
+                port = server.add_insecure_port(self.listen)
+            else:
+                pair = (self.keys.private_key, self.keys.certificate)
+                credentials = grpc.ssl_server_credentials([pair], self.keys.ca, require_client_auth=True)
+                port = server.add_secure_port(self.listen, credentials)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen at {self.listen}: {error}") from error
+        return self.listen if self.path is not None else f"{self.listen.rpartition(':')[0]}:{port}"
+
+
 async def _listen(
-    config: EngineConfig, path: Path | None, engine: EngineCore, board: LoadBoard, stack: AsyncExitStack
+    door: _Door, engine: EngineCore, board: LoadBoard, stack: AsyncExitStack
 ) -> tuple[grpc.aio.Server, str]:
     server = grpc.aio.server(options=GRPC_OPTIONS)
     pb_grpc.add_EngineServicer_to_server(EngineService(engine, board), server)  # type: ignore[no-untyped-call]
     pb_grpc.add_AdminServicer_to_server(AdminService(engine), server)  # type: ignore[no-untyped-call]
     healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    try:
-        port = server.add_insecure_port(config.listen)
-    except RuntimeError as error:
-        raise OSError(f"cannot listen at {config.listen}: {error}") from error
-    if path is not None:
-        stack.callback(path.unlink, missing_ok=True)
+    address = door.open(server)
+    if door.path is not None:
+        stack.callback(door.path.unlink, missing_ok=True)
     await server.start()
     stack.push_async_callback(server.stop, 0)
     await _start_task(_tell_health(engine, healthy), stack)
-    address = config.listen if path is not None else f"{config.listen.rpartition(':')[0]}:{port}"
     return server, address
 
 

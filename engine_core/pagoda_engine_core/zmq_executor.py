@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from pagoda_engine_core import endpoints
 from pagoda_engine_core.config import EngineConfig
@@ -37,6 +38,7 @@ from pagoda_engine_core.liveness import TICK_S, Limits, Liveness
 from pagoda_engine_core.registration import Registry
 from pagoda_proto.channel import MAX_FRAME_BYTES, Envelope, FrameError, decode_from_worker, encode, open_envelope
 from pagoda_proto.host import host_id
+from pagoda_proto.keys import CurveKeys, load_curve
 from pagoda_proto.steps import (
     Beat,
     BeatAck,
@@ -65,6 +67,7 @@ SOCKET_OPTIONS = {
     zmq.HEARTBEAT_TTL: 3000,
     zmq.HANDSHAKE_IVL: 3000,
 }
+WORKER_KEYS = "worker*.public"
 MAX_FRAMES_PER_WAIT = 1000
 DATA, CONTROL = b"/d", b"/c"
 _CAUSES = {WorkerState.DEAD: LeaveCause.DIED, WorkerState.HUNG: LeaveCause.HUNG}
@@ -91,6 +94,28 @@ class _Peer:
         return self.hello.incarnation.encode() + kind
 
 
+class _AllowedKeys:
+    """ZAP's question (RFC 27), asked by libzmq before a peer's first frame reaches us."""
+
+    def __init__(self, keys: CurveKeys) -> None:
+        self._allowed = frozenset(keys.peers)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._allowed
+
+
+def admit_only(
+    context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: CurveKeys
+) -> ThreadAuthenticator:
+    """Let only holders of `keys.peers` connect to `socket`, encrypted; to be called before it is bound."""
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=_AllowedKeys(keys))
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    return authenticator
+
+
 class ZmqExecutor:
     """Raises ValueError for an endpoint that others could reach, OSError when it is in use."""
 
@@ -106,9 +131,12 @@ class ZmqExecutor:
         self._ended: deque[WorkerInfo] = deque(maxlen=MAX_REMEMBERED_LIVES)
         self._events: list[ExecutorEvent] = []
         self._counters: Counter[str] = Counter()
-        self._path = endpoints.prepare(config.worker_endpoint, file_scheme="ipc://", tcp_scheme="tcp://")
+        keyed = bool(config.keys_dir) and config.worker_endpoint.startswith("tcp://")
+        keys = load_curve(config.keys_dir, WORKER_KEYS) if keyed else None
+        self._path = endpoints.prepare(config.worker_endpoint, file_scheme="ipc://", tcp_scheme="tcp://", keyed=keyed)
         self._context = zmq.Context(io_threads=1)
         self._socket = self._context.socket(zmq.ROUTER)
+        self._authenticator = admit_only(self._context, self._socket, keys) if keys else None
         for option, value in SOCKET_OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._bind(config.worker_endpoint)
@@ -185,6 +213,8 @@ class ZmqExecutor:
         for peer in self._peers.values():
             self._close_pidfd(peer)
         self._peers.clear()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.destroy(linger=0)
         wake_fd, self._wake_fd = self._wake_fd, -1
         if wake_fd >= 0:

@@ -112,6 +112,16 @@ class LLM:
         prompts = [self._local.text.encode_chat(one, **template_options) for one in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits: token ids are below it."""
+        return self._local.limits.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
+        return self._local.limits.max_model_len
+
     def default_sampling_params(self) -> SamplingParams:
         """What the model's author recommends (generation_config.json)."""
         return self._local.default_params()

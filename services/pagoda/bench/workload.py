@@ -118,10 +118,16 @@ class BodyMaker(msgspec.Struct, kw_only=True):
         return msgspec.json.encode(fields | self.extra)
 
     def _prompt(self, index: int, row: Row) -> str | list[int]:
+        if not self.chat:
+            return self.token_ids_of(index, row)
+        return " ".join(rng.choice(WORDS) for rng, count in self._parts(index, row) for _ in range(count))
+
+    def token_ids_of(self, index: int, row: Row) -> list[int]:
+        """The prompt of the row at `index`: its shared prefix, then tokens of its own."""
+        return [rng.choice(self.token_ids) for rng, count in self._parts(index, row) for _ in range(count)]
+
+    def _parts(self, index: int, row: Row) -> list[tuple[random.Random, int]]:
         shared = min(row.prefix_tokens, row.prompt_tokens - 1)
         prefix_rng = random.Random(f"prefix {self.seed} {self.salt} {row.prefix_id}")
         own_rng = random.Random(f"own {self.seed} {self.salt} {index}")
-        parts = [(prefix_rng, shared), (own_rng, row.prompt_tokens - shared)]
-        if self.chat:
-            return " ".join(rng.choice(WORDS) for rng, count in parts for _ in range(count))
-        return [rng.choice(self.token_ids) for rng, count in parts for _ in range(count)]
+        return [(prefix_rng, shared), (own_rng, row.prompt_tokens - shared)]

@@ -1,0 +1,106 @@
+"""Links over TCP with keys: holders get in, nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import grpc
+import pytest
+import zmq
+from tests.engine_core.fake_worker import make_hello
+from tests.fakes import make_record
+
+from pagoda.keygen import generate
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.executor import WorkerJoined
+from pagoda_engine_core.server import serve
+from pagoda_engine_core.zmq_executor import ZmqExecutor
+from pagoda_proto import convert
+from pagoda_proto.channel import Envelope, encode
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
+from pagoda_proto.keys import TLS_SERVER_NAME, CurveKeys, KeyFileError, load_curve, load_tls
+
+WAIT_S = 10.0
+
+
+def connect(context: zmq.Context, endpoint: str, keys: CurveKeys | None, incarnation: str) -> zmq.Socket:
+    dealer = context.socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.setsockopt(zmq.ROUTING_ID, f"{incarnation}/d".encode())
+    if keys is not None:
+        dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = keys.public, keys.secret, keys.peers[0]
+    dealer.connect(endpoint)
+    hello = make_hello(incarnation, incarnation=incarnation)
+    dealer.send_multipart(encode(Envelope("", incarnation, 0, 1), hello))
+    return dealer
+
+
+def test_only_workers_with_a_listed_key_are_heard(tmp_path: Path) -> None:
+    generate(tmp_path / "ours")
+    generate(tmp_path / "theirs")
+    ours = load_curve(str(tmp_path / "ours" / "worker"), "engine-core.public")
+    theirs = load_curve(str(tmp_path / "theirs" / "worker"), "engine-core.public")
+    config = EngineConfig(worker_endpoint="tcp://127.0.0.1:0", keys_dir=str(tmp_path / "ours" / "engine-core"))
+    executor, context = ZmqExecutor(config, "boot"), zmq.Context()
+    try:
+        strangers = [
+            connect(context, executor.endpoint, None, "plain"),
+            connect(context, executor.endpoint, theirs._replace(peers=ours.peers), "stranger"),
+        ]
+        friend = connect(context, executor.endpoint, ours, "friend")
+        joined: list[object] = []
+        while not joined:
+            joined = [event for event in executor.wait(WAIT_S) if isinstance(event, WorkerJoined)]
+        assert [event.hello.worker_id for event in joined if isinstance(event, WorkerJoined)] == ["friend"]
+        assert friend.poll(WAIT_S * 1000)
+        assert not any(stranger.poll(0) for stranger in strangers)
+        assert [info.hello.worker_id for info in executor.workers()] == ["friend"]
+    finally:
+        executor.close()
+        context.destroy(linger=0)
+
+
+def test_keys_that_are_missing_are_named_at_start(tmp_path: Path) -> None:
+    config = EngineConfig(worker_endpoint="tcp://127.0.0.1:0", keys_dir=str(tmp_path))
+    with pytest.raises(KeyFileError, match=r"worker\*\.public"):
+        ZmqExecutor(config, "boot")
+
+
+async def test_gateways_need_a_certificate_of_our_authority(tmp_path: Path) -> None:
+    generate(tmp_path / "ours")
+    generate(tmp_path / "theirs")
+    config = EngineConfig(
+        listen="127.0.0.1:0", worker_endpoint="tcp://127.0.0.1:0", keys_dir=str(tmp_path / "ours" / "engine-core")
+    )
+    stop, events = asyncio.Event(), asyncio.Queue()
+    task = asyncio.create_task(serve(config, events.put_nowait, stop))
+    address = str((await events.get())["address"])
+
+    async def generate_with(channel: grpc.aio.Channel) -> grpc.StatusCode:
+        request = pb.GenerateRequest(record=convert.record_to_pb(make_record(max_tokens=10**6)))
+        async with channel:
+            try:
+                async for _ in pb_grpc.EngineStub(channel).Generate(request, timeout=5):
+                    pass
+            except grpc.aio.AioRpcError as error:
+                return error.code()
+        return grpc.StatusCode.OK
+
+    def channel(keys_dir: Path) -> grpc.aio.Channel:
+        keys = load_tls(str(keys_dir))
+        credentials = grpc.ssl_channel_credentials(
+            load_tls(str(tmp_path / "ours" / "gateway")).ca, keys.private_key, keys.certificate
+        )
+        return grpc.aio.secure_channel(address, credentials, [("grpc.ssl_target_name_override", TLS_SERVER_NAME)])
+
+    try:
+        stranger = await generate_with(channel(tmp_path / "theirs" / "gateway"))
+        assert stranger is grpc.StatusCode.UNAVAILABLE
+        assert await generate_with(grpc.aio.insecure_channel(address)) is grpc.StatusCode.UNAVAILABLE
+        # No worker is there to say what is too long, so whoever is let in waits for one.
+        assert await generate_with(channel(tmp_path / "ours" / "gateway")) is grpc.StatusCode.DEADLINE_EXCEEDED
+    finally:
+        stop.set()
+        await task
