@@ -334,8 +334,7 @@ class Scheduler:
         deltas: list[Delta] = []
         failed = [(choice.request, errors[choice.row_id]) for choice in self._running if choice.row_id in errors]
         for request, error in failed:
-            known = error.code in ErrorCode.__members__.values()
-            code = ErrorCode(error.code) if known else ErrorCode.INTERNAL
+            code = ErrorCode(error.code) if error.code in ErrorCode.__members__.values() else ErrorCode.INTERNAL
             deltas += self.fail(request.request_id, code, error.message, now)
         self._dropped_rows = [row_id for row_id in self._dropped_rows if row_id not in errors]
         return deltas

@@ -21,6 +21,7 @@ from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 8
+MAX_EXAMINED = 64
 _SILENT = frozenset({ErrorCode.INTERNAL, ErrorCode.PROTOCOL_ERROR})
 
 
@@ -93,7 +94,7 @@ def invalid_fields(error: ValidationError, body: Any) -> InvalidParams:
 
 def _invalid(problems: list[Problem]) -> InvalidParams:
     """A union reports the problems of every alternative: what lies deepest tells most, and one per place is enough."""
-    first = {problem.param: problem for problem in reversed(problems)}
+    first = {problem.param: problem for problem in reversed(problems[:MAX_EXAMINED])}
     shallow = {param for param in first for other in first if other.startswith((f"{param}.", f"{param}["))}
     kept = [problem for param, problem in first.items() if param not in shallow]
     return InvalidParams(kept[::-1][:MAX_PROBLEMS])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from typing import Any, NoReturn
 
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -18,8 +19,8 @@ MAX_VALUES = 2**19  # in arrays and objects together; more would stall the event
 MAX_KEYS = 2048  # of one object
 MAX_SHOWN_CHARS = 64
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_BRACKETS = b"[]{}"
-_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in _BRACKETS)
+_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _MAYBE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _UTF8 = frozenset({"utf-8", "utf8", "us-ascii"})
 
@@ -68,15 +69,18 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def _check_shape(body: bytes) -> None:
     """Bound the parser's work before it starts, at the speed of searching bytes."""
-    skeleton = _STRING.sub(b"", body)
-    if skeleton.count(b",") >= MAX_VALUES:
+    if body.count(b'"') - body.count(b'\\"') > 4 * MAX_VALUES:  # two for a key, two for its value
         raise _bad(f"the body has more than {MAX_VALUES} values")
-    brackets = skeleton.translate(None, _NO_BRACKETS)
+    skeleton = _STRING.sub(b"", body)
+    brackets = skeleton.translate(_ONE_KIND, _NO_BRACKETS)
+    num_opened = brackets.count(b"[")
+    if max(num_opened, skeleton.count(b",")) >= MAX_VALUES:
+        raise _bad(f"the body has more than {MAX_VALUES} values")
+    if num_opened <= MAX_DEPTH:
+        return
     for _ in range(MAX_DEPTH):
-        if not brackets:
-            return
-        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
-    if brackets.count(b"[") + brackets.count(b"{") > 0:
+        brackets = brackets.replace(b"[]", b"")  # one level less
+    if brackets:
         raise _bad(f"the body is nested deeper than {MAX_DEPTH} levels, or its brackets do not match")
 
 
@@ -85,8 +89,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         raise _bad(f"an object has more than {MAX_KEYS} keys")
     value = dict(pairs)
     if len(value) != len(pairs):
-        seen: set[str] = set()
-        key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise _bad(f"the key {key[:MAX_SHOWN_CHARS]!a} occurs twice in one object")
     return value
 

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fastapi import Request
 from pydantic import BaseModel, ValidationError
 
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.errors import invalid_fields
-from pagoda_gateway.json_body import parse_object
+from pagoda_gateway.json_body import check_content_type, parse_object
 from pagoda_gateway.schemas import ChatRequest, CompletionRequest, Message, Sampling, TextPart, TokenizeRequest, Tool
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
@@ -41,6 +42,29 @@ class Prompt:
 
     token_ids: list[int]
     text: str | None = None
+
+
+async def read_body(ctx: GatewayContext, request: Request, schema: type[Body]) -> Body:
+    """The request's body as `schema`; whatever is wrong with it is a PagodaError."""
+    check_content_type(request.headers.get("content-type", ""))
+    data = await request.body()
+
+    def work() -> Body:
+        body = parse_object(data)
+        _check_counts(ctx, body)
+        return parse_body(schema, body)
+
+    return await in_thread_if_long(len(data), work)
+
+
+def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
+    """What is far too much is not even looked at."""
+    config = ctx.config
+    most_ids = max(config.max_prompts, ctx.engine.load.max_model_len, ctx.text.max_model_len)
+    for name, limit in (("messages", config.max_messages), ("tools", config.max_tools), ("prompt", most_ids)):
+        value = body.get(name)
+        if isinstance(value, list):
+            _at_most(name, len(value), limit)
 
 
 def parse_body(schema: type[Body], body: dict[str, Any]) -> Body:
@@ -111,8 +135,6 @@ async def chat_prompt(
     add_special_tokens: bool = False,
 ) -> Prompt:
     """Render and tokenise `request.messages`; without `limits`, whatever their length."""
-    _at_most("messages", len(request.messages or ()), ctx.config.max_messages)
-    _at_most("tools", len(request.tools or ()), ctx.config.max_tools)
     with_tools = tools_in_use(request) if isinstance(request, ChatRequest) else bool(request.tools)
     template = ctx.text.template(with_tools)
     if with_tools and not template.speaks_hermes:

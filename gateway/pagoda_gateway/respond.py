@@ -69,7 +69,7 @@ def stream_usage(body: Sampling) -> StreamUsage:
     options = body.stream_options
     if options is None:
         return StreamUsage(False, False)
-    return StreamUsage(options.include_usage, options.include_usage and options.continuous_usage_stats)
+    return StreamUsage(options.include_usage, options.continuous_usage_stats)
 
 
 def json_response(content: dict[str, Any]) -> Response:

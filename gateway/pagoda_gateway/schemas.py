@@ -9,15 +9,16 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
-Text = Annotated[str, Field(max_length=10 * 1024 * 1024)]
+Text = str  # bounded by the body, and by the model's context
 Label = Annotated[str, Field(max_length=512)]  # informational: names, ids of the client's own
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ids, the first one is enough
 MetadataKey = Annotated[str, Field(max_length=64)]
 Salt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -48,9 +49,9 @@ class Message(Body):
     """One turn. Fields of answers (refusal, annotations, ..) are taken back as they are sent: empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Label | None = None
-    tool_calls: list[ToolCallParam] | None = Field(None, max_length=128)
+    tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True, max_length=128)] | None = None
     tool_call_id: Label | None = None
     refusal: None = None
     audio: None = None
@@ -85,6 +86,12 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = Field(False, description="usage so far in every chunk")
     include_obfuscation: Literal[False] | None = None
 
+    @model_validator(mode="after")
+    def _continuous_needs_usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats needs include_usage: true")
+        return self
+
 
 class TextFormat(Body):
     type: Literal["text"]
@@ -112,7 +119,7 @@ class Sampling(Body):
     frequency_penalty: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_keyed_by_token_id)] | None = None
     user: Label | None = Field(None, description="informational")
 
@@ -120,12 +127,12 @@ class Sampling(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     prompt_logprobs: int | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
@@ -143,11 +150,11 @@ class Sampling(Body):
 class ChatRequest(Sampling):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, description="the same as max_tokens")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     response_format: TextFormat | None = None
@@ -188,10 +195,24 @@ class ChatRequest(Sampling):
         return self
 
 
+def _kind_of_prompt(value: Any) -> str:
+    """The first element tells; what it does not fit is reported by the kind it would be."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else ""
+    return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
+
+
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    prompt: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[list[Text], Field(fail_fast=True), Tag("texts")]
+        | Annotated[TokenIds, Tag("ids")]
+        | Annotated[list[TokenIds], Field(fail_fast=True), Tag("lists of ids")],
+        Discriminator(_kind_of_prompt),
+    ]
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = None
@@ -214,14 +235,14 @@ class TokenizeRequest(Body):
 
     model: str | None = Field(None, max_length=512)
     prompt: Text | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] | None = None
     add_special_tokens: bool | None = Field(None, description="default: true for a prompt, false for messages")
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
 
     @model_validator(mode="after")
     def _one_input(self) -> TokenizeRequest:
@@ -236,7 +257,7 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = Field(None, max_length=512)
-    tokens: list[TokenId]
+    tokens: TokenIds
 
 
 def check_prompt_options(request: ChatRequest | TokenizeRequest) -> None:

@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 from urllib.parse import urlsplit
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -114,8 +115,7 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101  a stream socket has no other transport
-        self._transport, self.alive = transport, True
+        self._transport, self.alive = cast("asyncio.Transport", transport), True  # uvloop's is not a subclass
 
     def connection_lost(self, error: Exception | None) -> None:
         self.alive = False

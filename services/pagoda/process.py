@@ -100,7 +100,7 @@ def run_async(serve: Callable[[asyncio.Event], Awaitable[None]], report: StatusP
             beats.cancel()
 
     def run() -> None:
-        with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+        with asyncio.Runner(loop_factory=fast_loop()) as runner:
             runner.run(main())
 
     return run_guarded(run, report)
@@ -168,7 +168,8 @@ def exit_code(error: Exception, *, up: bool) -> int:
     return EXIT_CONFIG if isinstance(error, ValueError | OSError) else EXIT_CRASH
 
 
-def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """For `asyncio.Runner(loop_factory=..)`: uvloop's where it is installed, otherwise None."""
     try:
         import uvloop
     except ImportError:

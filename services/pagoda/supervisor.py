@@ -122,6 +122,8 @@ class Supervisor:
         """Ask for an orderly stop; asked again, everything is killed."""
         if self._stopping.is_set():
             self._killing.set()
+        else:
+            log.info("stopping; a second signal kills everything at once")
         self._stopping.set()
 
     @property

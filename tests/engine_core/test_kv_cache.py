@@ -117,6 +117,7 @@ def test_blocks_are_offered_once_full_and_confirmed() -> None:
     assert kv.matched_tokens(other) == 4
     kv.commit(choice, 8)
     assert kv.matched_tokens(other) == 8
+    assert choice.num_registered == 2, "no block is offered again"
 
 
 def test_cost_is_what_leaves_the_free_list() -> None:

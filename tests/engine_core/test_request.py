@@ -42,6 +42,12 @@ def test_tokens_are_prompt_then_output() -> None:
     assert ranges == [[1, 2, 3, 7, 8], [1, 2], [2, 3, 7], [7, 8], []]
 
 
+def test_a_new_request_has_nothing_behind_it() -> None:
+    request = make()
+    assert (request.deaths, request.replays, request.preemptions, request.cached_prompt_tokens) == (0, 0, 0, 0)
+    assert not any([request.started, request.resumes, request.ended, request.num_rows])
+
+
 def test_first_index_counts_on_after_prior_tokens() -> None:
     request = make(prior=[PriorOutput(choice=0, token_ids=[7, 8])], attempt=2)
     delta = emit(request, 9)
@@ -112,7 +118,9 @@ def test_a_finished_prior_choice_is_not_told_again() -> None:
     request = make(n=2, prior=[PriorOutput(choice=0, token_ids=[9], finished=True)])
     assert request.settle(12.0) == []
     assert [choice.state for choice in request.choices] == [ChoiceState.FINISHED, ChoiceState.WAITING]
+    assert [choice.finish_reason for choice in request.choices] == [FinishReason.ABORT, None]
     assert emit(request, 1, 2, 3, 4, choice=1).ends_request
+    assert request.choices[1].finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(

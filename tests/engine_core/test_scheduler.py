@@ -334,6 +334,20 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     assert harness.clients[fitting.request_id].reasons == [FinishReason.LENGTH]
 
 
+def test_a_prompt_that_leaves_no_block_free_starts_all_the_same() -> None:
+    harness = Harness(num_blocks=4)
+    harness.add(make_record([1] * 13, max_tokens=4))
+    harness.drain()
+    harness.check_all()
+
+
+def test_a_start_needs_a_block_to_go_on_with() -> None:
+    harness = Harness(num_blocks=6)
+    harness.add(make_record([1] * 9, max_tokens=4))
+    harness.add(make_record([2] * 9, max_tokens=8))
+    assert len(harness.step().new_rows) == 1, "three blocks hold the second prompt, but soon it needs a fourth"
+
+
 def test_a_known_request_is_not_added_twice() -> None:
     harness = Harness()
     record = make_record(PROMPT)
@@ -382,6 +396,16 @@ def test_prior_tokens_are_continued_not_repeated() -> None:
     harness.check_all()
     usage = harness.clients[record.request_id].last.usage  # type: ignore[union-attr]
     assert (usage.output_tokens, usage.prompt_tokens) == (12, 10)
+
+
+def test_a_choice_that_came_finished_gets_no_row() -> None:
+    harness = Harness()
+    record = make_record(PROMPT, n=2)
+    harness.add(record, prior=[PriorOutput(choice=0, token_ids=[1], finished=True)])
+    assert [new.choice for new in harness.step().new_rows] == [1]
+    harness.drain()
+    client = harness.clients[record.request_id]
+    assert client.tokens == [[1], reference_tokens(record)[1]]
 
 
 def test_a_request_whose_choices_are_all_finished_ends_in_add() -> None:

@@ -245,6 +245,9 @@ async def test_token_ids_and_prompt_logprobs_on_request(tmp_path: Path) -> None:
     prompt = gateway.engine.record.prompt_token_ids
     assert answer["choices"][0]["token_ids"] == gateway.ids("abc")
     assert answer["prompt_token_ids"] == prompt
+    events = await chunks(gateway, return_token_ids=True)
+    assert events[0]["choices"][0]["prompt_token_ids"] == prompt
+    assert [i for e in events[:-1] for i in e["choices"][0].get("token_ids", ())] == gateway.ids("abc")
     first, second, *_rest = answer["prompt_logprobs"]
     assert first is None
     assert second[str(prompt[1])]["rank"] == 1
@@ -486,6 +489,7 @@ async def test_what_cannot_be_done_is_refused_by_name(tmp_path: Path, fields: di
     "fields",
     [
         {"stream_options": {"include_usage": True}},
+        {"stream": True, "stream_options": {"continuous_usage_stats": True}},
         {"stream": True, "prompt_logprobs": 1},
         {"top_logprobs": 2},
         {"max_tokens": 3, "max_completion_tokens": 4},

@@ -45,6 +45,8 @@ HOSTILE: list[tuple[bytes, str]] = [
     (b'{"a": "\\ud800"}', "surrogate"),
     (b'{"\\udfff": 1}', "surrogate"),
     (b'{"a": 1, "a": 2}', "twice"),
+    (b'{"a": [' + b"1," * 2**19 + b"1]}", "values"),
+    (json.dumps({str(i): 1 for i in range(3000)}).encode(), "keys"),
     (b'{"b": {"a\\u0000": 1, "a\\u0000": 2}}', "twice"),
     (b'{"a": NaN}', "NaN"),
     (b'{"a": -Infinity}', "Infinity"),
@@ -53,6 +55,7 @@ HOSTILE: list[tuple[bytes, str]] = [
     (b"[1]", "must be a JSON object"),
     (b"null", "must be a JSON object"),
     (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deeper"),
+    (b'{"a": ' + b"[" * 1_000_000, "values"),
     (b'{"a": ' * 70 + b"1" + b"}" * 70, "deeper"),
     (b'{"a": "' + b'\\"' * 200_000, "not valid JSON"),
 ]
@@ -81,15 +84,14 @@ def test_depth_counts_brackets_outside_strings_only() -> None:
 def test_any_bytes_are_an_object_or_a_refusal(body: bytes) -> None:
     try:
         value = parse_object(body)
-    except PagodaError as error:
-        assert error.code is ErrorCode.INVALID_ARGUMENT
-    else:
-        assert value == json.loads(body)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except PagodaError:
+        return
+    assert value == json.loads(body)
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(-9e9, 9e9) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )  # fmt: skip
@@ -103,11 +105,12 @@ def test_any_json_is_a_request_or_a_refusal(schema: type[ChatRequest], data: st.
     valid = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "tokens": [1]}
     body = {name: value for name, value in valid.items() if name in schema.model_fields}
     body |= data.draw(st.dictionaries(names, JSON, max_size=4))
+    message = ""
     try:
         parse_body(schema, body)
     except InvalidParams as error:
-        assert error.problems
-        assert len(error.message) < 5000
+        message = error.message
+    assert len(message) < 5000
 
 
 @pytest.mark.parametrize(

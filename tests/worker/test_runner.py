@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.worker.fakes_model import (
     POISON,
     VOCAB,
     Driver,
+    FakeLoaded,
     FakeModel,
     fake_runner,
     new_row,
@@ -23,6 +25,14 @@ from tests.worker.fakes_model import (
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowOutput, StepPlan
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernels.ops import load_ops
+from pagoda_worker.layers.rope import RopeShape
+from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.models.spec import DecoderSpec, expected_tensors
+from pagoda_worker.runner import ModelRunner
+
+MakeRunner = Callable[[], ModelRunner]
 
 PROMPT = [(7 * i + 3) % 400 for i in range(37)]
 MANNERS: list[dict[str, Any]] = [
@@ -32,6 +42,40 @@ MANNERS: list[dict[str, Any]] = [
     {"temperature": 0.0, "repetition_penalty": 1.5, "min_tokens": 4, "stop_token_ids": tuple(range(99)), "logprobs": 1},
     {"temperature": 1.0, "bad_words_token_ids": ((3,), (4, 5)), "logit_bias": {9: 2.0}, "min_p": 0.01},
 ]
+
+
+def tiny_llama() -> ModelRunner:
+    """The real thing in small: random weights of a llama with two layers, in bfloat16."""
+    spec = DecoderSpec(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        norm_eps=1e-6,
+        max_positions=256,
+        ropes=(RopeShape(theta=10_000.0, head_dim=16),),
+        rope_of_layer=(0, 0),
+        windows=(None, None),
+        attention_scale=0.25,
+        tied=True,
+    )
+    ops, _ = load_ops(torch.device("cpu"), "torch")
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=generator) * 0.2 if len(shape) == 2 else torch.ones(shape)
+        for name, shape in expected_tensors(spec).items()
+    }
+    model = Decoder(spec, ops, lambda name: weights[name].bfloat16(), torch.bfloat16, 256)
+    loaded = FakeLoaded(model, ops, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    return ModelRunner(loaded, NUM_BLOCKS, WorkerConfig(block_size=16))  # type: ignore[arg-type]
+
+
+@pytest.fixture(params=[fake_runner, tiny_llama], ids=["fake", "llama"])
+def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
+    made: MakeRunner = request.param
+    return made
 
 
 def outputs_of(
@@ -51,16 +95,16 @@ def tokens_of(outputs: list[RowOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def alone(manner: dict[str, Any], steps: int = 8) -> list[RowOutput]:
-    driver = Driver(fake_runner())
+def alone(manner: dict[str, Any], steps: int = 8, make: MakeRunner = fake_runner) -> list[RowOutput]:
+    driver = Driver(make())
     row = driver.add(1, PROMPT, params=SamplingParams(**manner), seed=99, choice=1)
     return outputs_of(driver, 1, [row], steps)
 
 
 @pytest.mark.parametrize("manner", MANNERS)
-def test_neighbours_do_not_matter(manner: dict[str, Any]) -> None:
+def test_neighbours_do_not_matter(make_runner: MakeRunner, manner: dict[str, Any]) -> None:
     rng = random.Random(4)
-    driver = Driver(fake_runner())
+    driver = Driver(make_runner())
     rows = [
         driver.add(
             i + 10,
@@ -71,23 +115,23 @@ def test_neighbours_do_not_matter(manner: dict[str, Any]) -> None:
         for i in range(15)
     ]
     rows.insert(7, driver.add(1, PROMPT, params=SamplingParams(**manner), seed=99, choice=1))
-    assert outputs_of(driver, 1, rows, 8) == alone(manner)
+    assert outputs_of(driver, 1, rows, 8) == alone(manner, make=make_runner)
 
 
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 16])
-def test_chunking_does_not_matter(manner: dict[str, Any], chunk_tokens: int) -> None:
-    driver = Driver(fake_runner())
+def test_chunking_does_not_matter(make_runner: MakeRunner, manner: dict[str, Any], chunk_tokens: int) -> None:
+    driver = Driver(make_runner())
     row = driver.add(1, PROMPT, params=SamplingParams(**manner), seed=99, choice=1)
-    assert outputs_of(driver, 1, [row], 8, chunk_tokens) == alone(manner)
+    assert outputs_of(driver, 1, [row], 8, chunk_tokens) == alone(manner, make=make_runner)
 
 
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.parametrize("done", [1, 3, 6])
-def test_a_replayed_row_goes_on_as_if_nothing_had_happened(manner: dict[str, Any], done: int) -> None:
-    undisturbed = alone(manner)
+def test_a_replayed_row_goes_on(make_runner: MakeRunner, manner: dict[str, Any], done: int) -> None:
+    undisturbed = alone(manner, make=make_runner)
     prior = tokens_of(undisturbed)[:done]
-    driver = Driver(fake_runner())
+    driver = Driver(make_runner())
     row = driver.add(
         1, PROMPT + prior, num_prompt_tokens=len(PROMPT), params=SamplingParams(**manner), seed=99, choice=1
     )

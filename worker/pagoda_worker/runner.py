@@ -51,7 +51,7 @@ class ModelRunner:
         self._model = loaded.model
         self._ops = loaded.ops
         self._device = torch.device(loaded.device)
-        self._kv = loaded.new_kv_cache(num_blocks, config.block_size)
+        self._kv = loaded.ops.new_kv_cache(loaded.model.kv_shape, num_blocks, config.block_size)
         self._table = RowTable(self.facts)
         self._last_failure = ""
 

@@ -11,9 +11,8 @@ from starlette.responses import Response
 
 from pagoda_gateway.answer import Answer, Update
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.json_body import read_object
 from pagoda_gateway.logprobs import chat_logprobs, prompt_logprobs
-from pagoda_gateway.requests import chat_record, parse_body, tools_in_use
+from pagoda_gateway.requests import chat_record, read_body, tools_in_use
 from pagoda_gateway.respond import Head, described, json_response, respond, stream_usage
 from pagoda_gateway.schemas import ChatRequest
 from pagoda_gateway.sse import DONE, event
@@ -25,7 +24,7 @@ def router(ctx: GatewayContext) -> APIRouter:
     routes = APIRouter()
 
     async def chat_completions(request: Request) -> Response:
-        body = parse_body(ChatRequest, await read_object(request))
+        body = await read_body(ctx, request, ChatRequest)
 
         async def open_chat() -> _Chat:
             record = await chat_record(ctx, body)
@@ -125,7 +124,7 @@ class _Chat:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Chunks of all choices that changed, as one piece of bytes per batch."""
         usage = stream_usage(self._body)
-        opening = b"".join(self._chunk(choice, {"role": "assistant", "content": ""}) for choice in self._choices)
+        opening = b"".join(self._opening(choice) for choice in self._choices)
         while updates := await self.answer.next():
             data = b"".join(chunk for update in updates for chunk in self._chunks(update))
             if data:
@@ -155,6 +154,10 @@ class _Chat:
             extra = {}
         if ended:
             yield self._chunk(choice, {}, **extra, finish_reason=choice.finish_reason, stop_reason=choice.stop_reason)
+
+    def _opening(self, choice: _Choice) -> bytes:
+        prompt = {"prompt_token_ids": self._record.prompt_token_ids} if self._body.return_token_ids else {}
+        return self._chunk(choice, {"role": "assistant", "content": ""}, **prompt)
 
     def _chunk(self, choice: _Choice, delta: dict[str, Any], **extra: Any) -> bytes:
         content = self._head.fields("chat.completion.chunk")

@@ -11,9 +11,8 @@ from starlette.responses import Response
 
 from pagoda_gateway.answer import Answer, Part, Update
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.json_body import read_object
 from pagoda_gateway.logprobs import CompletionLogprobs, joined, prompt_logprobs
-from pagoda_gateway.requests import Prompt, completion_records, parse_body, shows_no_output
+from pagoda_gateway.requests import Prompt, completion_records, read_body, shows_no_output
 from pagoda_gateway.respond import Head, described, json_response, respond, stream_usage
 from pagoda_gateway.schemas import CompletionRequest
 from pagoda_gateway.sse import DONE, event
@@ -24,7 +23,7 @@ def router(ctx: GatewayContext) -> APIRouter:
     routes = APIRouter()
 
     async def completions(request: Request) -> Response:
-        body = parse_body(CompletionRequest, await read_object(request))
+        body = await read_body(ctx, request, CompletionRequest)
 
         async def open_completion() -> _Completion:
             prepared = await completion_records(ctx, body)

@@ -8,9 +8,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.json_body import read_object
 from pagoda_gateway.logprobs import token_text
-from pagoda_gateway.requests import chat_prompt, check_model, in_thread_if_long, model_limits, parse_body
+from pagoda_gateway.requests import chat_prompt, check_model, in_thread_if_long, model_limits, read_body
 from pagoda_gateway.respond import described, json_response
 from pagoda_gateway.schemas import DetokenizeRequest, TokenizeRequest
 from pagoda_proto.errors import InvalidParams, Problem
@@ -41,7 +40,7 @@ def router(ctx: GatewayContext) -> APIRouter:
 
 def _tokenize(ctx: GatewayContext) -> Endpoint:
     async def tokenize(request: Request) -> Response:
-        body = parse_body(TokenizeRequest, await read_object(request))
+        body = await read_body(ctx, request, TokenizeRequest)
         check_model(ctx, body.model)
         token_ids = await _token_ids(ctx, body)
         strings = [token_text(ctx.text, token_id) for token_id in token_ids] if body.return_token_strs else None
@@ -68,7 +67,7 @@ async def _token_ids(ctx: GatewayContext, body: TokenizeRequest) -> list[int]:
 
 def _detokenize(ctx: GatewayContext) -> Endpoint:
     async def detokenize(request: Request) -> Response:
-        body = parse_body(DetokenizeRequest, await read_object(request))
+        body = await read_body(ctx, request, DetokenizeRequest)
         check_model(ctx, body.model)
         vocab_size = model_limits(ctx).vocab_size
         bad = next((token_id for token_id in body.tokens if token_id >= vocab_size), None)

@@ -16,6 +16,7 @@ from pagoda.bench.processes import ProcessWatch
 from pagoda.bench.report import render, summarise
 from pagoda.bench.workload import BodyMaker, Row, Shape, arrivals, make_rows, read_rows, write_rows
 from pagoda.http_stream import HttpError, Target
+from pagoda.process import fast_loop
 from pagoda.settings import ConfigError
 
 LIMIT_NAMES = ("ttft", "tpot", "e2e")
@@ -36,7 +37,8 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.action == "throughput":
         return offline.main(arguments)
     try:
-        report = asyncio.run(_run(arguments, _rows(arguments)))
+        with asyncio.Runner(loop_factory=fast_loop()) as runner:
+            report = runner.run(_run(arguments, _rows(arguments)))
     except (HttpError, ValueError, OSError) as error:
         raise ConfigError([str(error)]) from error
     print(render(report))

@@ -21,12 +21,13 @@ TOOLS = [{"type": "function", "function": {"name": "f", "description": '<é> & "
 TEMPLATES = [
     CHAT_TEMPLATE,
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}] {{ m.content | trim }}\n{% endfor %}{{ eos_token }}",
-    "{%- set ns = namespace(n=0) %}\n{%- for m in messages %}{% set ns.n = ns.n + 1 %}{% if ns.n == 3 %}{% break %}{% endif %}"
+    "{%- set ns = namespace(n=0) %}\n{%- for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% if ns.n == 3 %}{% break %}{% endif %}"
     "{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}{{ ns.n }}{% endfor %}",
     "{% for m in messages %}{% generation %}\n  {{ m.content }}{% endgeneration %}{% endfor %}",
     "  {% if add_generation_prompt %}\n  go\n  {% endif %}\n{{ messages | tojson(indent=2) }}{{ dict(a=1)['a'] }}",
     "{{ messages[0].content.upper()[:3] }}{{ messages | map(attribute='role') | join(',') }}{{ undefined_name }}",
-    "{% macro show(m) %}<{{ m.role }}>{% endmacro %}{% for m in messages %}{{ show(m) }}{% endfor %}{{ tools | tojson }}",
+    "{% macro show(m) %}<{{ m.role }}>{% endmacro %}{{ show(messages[0]) }}{{ show(messages[1]) }}{{ tools | tojson }}",
 ]  # fmt: skip
 
 

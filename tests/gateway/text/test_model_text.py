@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +180,16 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: str | bytes | N
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(BadModelFiles, match=name):
         ModelText.load(tmp_path)
+
+
+def test_the_text_side_needs_no_server() -> None:
+    """The offline API uses it in processes that have no web server installed."""
+    code = (
+        "import sys, pagoda_gateway.text.generation, pagoda_gateway.text.tools\n"
+        "print(sorted({'fastapi', 'starlette', 'pydantic', 'grpc', 'torch', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_bad_decoders_and_templates_are_refused(tmp_path: Path) -> None:

@@ -65,6 +65,16 @@ def make_op(
     return op
 
 
+def make_step(**fields: object) -> Step:
+    """A step with these fields; tensors become pointers, so they must outlive it, and None a null pointer."""
+    plain = {
+        name: value.data_ptr() if isinstance(value, torch.Tensor) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+    return Step(**plain)
+
+
 class LibraryError(RuntimeError):
     """The kernel library is missing or is not the one this version was made for."""
 

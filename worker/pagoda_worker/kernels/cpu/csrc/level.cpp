@@ -55,14 +55,12 @@ static void run_attention(const Op& op, const Step& s, int first, int last) {
   }
 }
 
-// --- rope and cache write: p = qkv, q, k_cache, v_cache, cos, sin, q_norm, k_norm;
-//     i = heads, kv_heads, dim, block_size, rotary, plus_one; f = eps ----------------------------------------------------
+// --- rope and cache write: p = qkv, q, k_cache, v_cache, cos, sin, norm; i = heads, kv_heads, dim, block_size; f = eps ---
 
 static void run_rope(const Op& op, const Step& s, int first, int last) {
   const RopeArgs a{(const uint16_t*)op.p[0], (uint16_t*)op.p[1], (uint32_t*)op.p[2], (uint32_t*)op.p[3],
-                   (const float*)op.p[4], (const float*)op.p[5], s.positions, s.kv_indices,
-                   (const uint16_t*)op.p[6], (const uint16_t*)op.p[7],
-                   s.num_tokens, op.i[0], op.i[1], op.i[2], op.i[4], op.i[3], op.i[5], op.f[0]};
+                   (const float*)op.p[4], (const float*)op.p[5], (const float*)op.p[6], s.positions, s.kv_indices,
+                   s.num_tokens, op.i[0], op.i[1], op.i[2], op.i[3], op.f[0]};
   for (int t = first; t < last; ++t) rope_token(a, t);
 }
 
@@ -75,11 +73,11 @@ static void run_row(const Op& op, const Step& s, int r) {
       embed_row((const uint16_t*)op.p[0] + (size_t)s.token_ids[row] * op.i[0], (uint16_t*)op.p[1] + row * op.i[0],
                 op.i[0], op.f[0]);
       break;
-    case RMS_NORM: {  // p = x, residual, weight, y; i = dim, plus_one; f = eps
+    case RMS_NORM: {  // p = x, residual, weight (float), y; i = dim; f = eps
       size_t at = row * op.i[0];
       uint16_t* residual = op.p[1] ? (uint16_t*)op.p[1] + at : nullptr;
-      rms_norm_row((const uint16_t*)op.p[0] + at, residual, (const uint16_t*)op.p[2], (uint16_t*)op.p[3] + at, op.i[0],
-                   op.f[0], op.i[1]);
+      rms_norm_row((const uint16_t*)op.p[0] + at, residual, (const float*)op.p[2], (uint16_t*)op.p[3] + at, op.i[0],
+                   op.f[0]);
       break;
     }
     case ACT_MUL: {  // p = gate and up side by side, y; i = width, activation

@@ -49,6 +49,13 @@ PAGODA_INLINE f16 load_some(const uint16_t* p, int count) {
   return load_bf16(t);
 }
 
+PAGODA_INLINE f16 load_some(const float* p, int count) {
+  if (count >= 16) return load(p);
+  float t[16] = {};
+  if (count > 0) memcpy(t, p, 4 * (size_t)count);
+  return load(t);
+}
+
 PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, int n, const Epilogue& e, void* y) {
   if (e.bias) {
     c0 = c0 + load_some(e.bias + column, n - column);

@@ -7,78 +7,68 @@
 
 namespace PAGODA_NS {
 
-// y = x / rms(x) * w; with `plus_one` (Gemma) * (1 + w). dim is a multiple of 16.
-PAGODA_INLINE void normalise(const uint16_t* x, const uint16_t* w, uint16_t* y, int dim, float eps, int plus_one) {
+// y = x / rms(x) * w; dim is a multiple of 16.
+PAGODA_INLINE void normalise(const uint16_t* x, const float* w, uint16_t* y, int dim, float eps) {
   f16 squares = zero();
   for (int d = 0; d < dim; d += 16) {
     f16 v = load_bf16(x + d);
     squares = fma(v, v, squares);
   }
   f16 inverse = set1(1.0f / __builtin_sqrtf(sum(squares) / (float)dim + eps));
-  for (int d = 0; d < dim; d += 16) {
-    f16 v = load_bf16(x + d) * inverse;
-    f16 weight = load_bf16(w + d);
-    store_bf16(y + d, plus_one ? v * (weight + set1(1.0f)) : rounded(v) * weight);
-  }
+  for (int d = 0; d < dim; d += 16) store_bf16(y + d, load_bf16(x + d) * inverse * load(w + d));
 }
 
-// residual (if any) += x first, and the norm is of the sum.
-static void rms_norm_row(const uint16_t* x, uint16_t* residual, const uint16_t* w, uint16_t* y, int dim, float eps,
-                         int plus_one) {
+// The norm is of x, or of x + residual, which then becomes the residual.
+static void rms_norm_row(const uint16_t* x, uint16_t* residual, const float* w, uint16_t* y, int dim, float eps) {
   if (residual) {
     for (int d = 0; d < dim; d += 16) store_bf16(residual + d, load_bf16(x + d) + load_bf16(residual + d));
     x = residual;
   }
-  normalise(x, w, y, dim, eps, plus_one);
+  normalise(x, w, y, dim, eps);
 }
 
 struct RopeArgs {
-  const uint16_t* qkv;       // [tokens, (heads + 2 kv_heads) * dim]
-  uint16_t* q;               // [tokens, heads, dim]
-  uint32_t* k_cache;         // see attention.h
+  const uint16_t* qkv;        // [tokens, (heads + 2 kv_heads) * dim]
+  uint16_t* q;                // [tokens, heads, dim]
+  uint32_t* k_cache;          // see attention.h
   uint32_t* v_cache;
-  const float* cos;          // [positions, rotary / 2]
-  const float* sin;
-  const int64_t* positions;  // [tokens]
-  const int64_t* kv_indices; // [tokens]
-  const uint16_t* q_norm;    // [dim] or null
-  const uint16_t* k_norm;
-  int num_tokens, heads, kv_heads, dim, rotary, block_size, plus_one;
+  const float* cos;           // [positions, dim], or null: no rotation
+  const float* sin;           // [positions, dim], its first half negative
+  const float* norm;          // [heads + kv_heads, dim] or null
+  const int64_t* positions;   // [tokens]
+  const int64_t* kv_indices;  // [tokens]
+  int num_tokens, heads, kv_heads, dim, block_size;
   float eps;
 };
 
-// x[i], x[i + half] -> rotated by the angle of pair i; the rest passes.
-PAGODA_INLINE void rotate(const uint16_t* x, uint16_t* y, const float* cos, const float* sin, int rotary, int dim) {
-  int half = rotary / 2;
+// y = x * cos + (x with its halves swapped) * sin
+PAGODA_INLINE void rotate(const uint16_t* x, uint16_t* y, const float* cos, const float* sin, int dim) {
+  int half = dim / 2;
   for (int i = 0; i < half; i += 16) {
-    f16 c = load(cos + i), s = load(sin + i), a, b;
-    int n = half - i < 16 ? half - i : 16;
-    a = load_some(x + i, n);
-    b = load_some(x + half + i, n);
-    f16 left = a * c - b * s, right = b * c + a * s;
-    store_some(y + i, left, n);
-    store_some(y + half + i, right, n);
+    int n = half - i < 16 ? half - i : 16;  // a half may be no multiple of 16; a whole is
+    f16 left = load_some(x + i, n), right = load_some(x + half + i, n);
+    store_some(y + i, left * load_some(cos + i, n) + right * load_some(sin + i, n), n);
+    store_some(y + half + i, right * load_some(cos + half + i, n) + left * load_some(sin + half + i, n), n);
   }
-  if (rotary < dim) memcpy(y + rotary, x + rotary, 2 * (size_t)(dim - rotary));
 }
 
 static void rope_token(const RopeArgs& a, int token) {
   const uint16_t* row = a.qkv + (size_t)token * (a.heads + 2 * a.kv_heads) * a.dim;
-  const float* cos = a.cos + (size_t)a.positions[token] * (a.rotary / 2);
-  const float* sin = a.sin + (size_t)a.positions[token] * (a.rotary / 2);
   uint16_t normed[256], turned[256];
   for (int h = 0; h < a.heads + a.kv_heads; ++h, row += a.dim) {
     const uint16_t* x = row;
-    const uint16_t* weight = h < a.heads ? a.q_norm : a.k_norm;
-    if (weight) {
-      normalise(x, weight, normed, a.dim, a.eps, a.plus_one);
+    if (a.norm) {
+      normalise(x, a.norm + (size_t)h * a.dim, normed, a.dim, a.eps);
       x = normed;
     }
-    if (h < a.heads) {
-      rotate(x, a.q + ((size_t)token * a.heads + h) * a.dim, cos, sin, a.rotary, a.dim);
-      continue;
+    uint16_t* y = h < a.heads ? a.q + ((size_t)token * a.heads + h) * a.dim : turned;
+    if (a.cos) {
+      size_t line = (size_t)a.positions[token] * a.dim;
+      rotate(x, y, a.cos + line, a.sin + line, a.dim);
+    } else {
+      memcpy(y, x, 2 * (size_t)a.dim);
     }
-    rotate(x, turned, cos, sin, a.rotary, a.dim);
+    if (h < a.heads) continue;
     size_t block = (size_t)a.kv_indices[token] / a.block_size, offset = (size_t)a.kv_indices[token] % a.block_size;
     uint32_t* k = a.k_cache + ((block * a.kv_heads + (h - a.heads)) * (a.block_size / 16) + offset / 16) * (a.dim / 2) * 16;
     for (int d = 0; d < a.dim / 2; ++d) memcpy(k + (size_t)d * 16 + offset % 16, turned + 2 * d, 4);

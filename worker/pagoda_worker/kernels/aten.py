@@ -1,0 +1,159 @@
+"""The `torch` back end: tuned for CPU from operations every torch has, no compiler and no extension needed.
+
+Linear layers run prepacked through oneDNN where it takes the dtype; attention is `paged.PagedAttention`. Elementwise
+work is spelled in the few torch calls that cost least per layer: a call costs about as much as a row's arithmetic.
+
+What keeps a row's bits its own, measured bit for bit by the tests:
+- oneDNN sums every output over all of K in one order, whatever the number of rows; float32 with one row is the
+  exception (a matrix-vector routine), so one row is computed as two.
+- Reductions run per row and never across threads.
+- Elementwise kernels treat the end of a thread's range with scalar code, whose `exp` rounds differently from the vector
+  code; `_slabs` cuts the work so that a range ends where a row ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
+from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
+from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
+
+GRAIN = 32768  # torch runs elementwise work of up to this many elements on one thread
+VECTOR = 64  # elements of the widest unrolled vector step
+
+
+class Packed(NamedTuple):
+    """A linear layer. `prepacked` weights are in oneDNN's own layout and only its operator may read them."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    prepacked: bool
+
+
+class AtenOps:
+    name = "torch"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._prepackable = _prepackable(device)
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
+        if weight.dtype not in self._prepackable:
+            return Packed(weight.contiguous(), bias, False)
+        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias, True)
+
+    def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        if not packed.prepacked:
+            return F.linear(x, packed.weight, packed.bias)
+        if x.shape[0] == 1 and x.dtype == torch.float32:
+            return self.linear(x.expand(2, -1).contiguous(), packed)[:1]
+        y: torch.Tensor = _linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
+        return y
+
+    def logits(self, hidden: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """In the run dtype, then widened: oneDNN's float32 output for bfloat16 operands is not reachable from torch."""
+        return self.linear(hidden, packed).float()
+
+    def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
+        x = table.index_select(0, token_ids)
+        return x if scale is None else x.mul_(torch.tensor(scale, dtype=x.dtype, device=x.device))
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return _normed(x.float(), weight, eps).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x.add_(residual)
+        return self.rms_norm(total, weight, eps), total
+
+    def act_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        slabs = list(_slabs(num_rows, width)) if gate_up.device.type == "cpu" else [num_rows]
+        if len(slabs) == 1:
+            return _act_mul(gate_up, width, activation)
+        return torch.cat([_act_mul(slab, width, activation) for slab in gate_up.split(slabs)])
+
+    def rope_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        kv: KVCache,
+        layer: int,
+        kv_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        num_kv_heads, head_dim = kv.shape.num_kv_heads, kv.shape.head_dim
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        turning = heads[:, :-num_kv_heads]
+        wide = turning.float()
+        if norm is not None:
+            wide = _normed(wide, norm.weight, norm.eps)
+        turned = (wide * rotation.cos).add_(wide.roll(head_dim // 2, -1).mul_(rotation.sin))
+        turning.copy_(turned)
+        num_query = heads.shape[1] - 2 * num_kv_heads
+        kv.lines[layer].index_copy_(0, kv_indices, qkv[:, num_query * head_dim :])
+        return heads[:, :num_query]
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv: KVCache, layer: int, kv_indices: torch.Tensor
+    ) -> None:
+        kv.lines[layer].index_copy_(0, kv_indices, torch.cat((key.flatten(1), value.flatten(1)), 1))
+
+    def plan(self, batch: Batch, kv: KVCache) -> Plan:
+        return make_plan(batch, kv)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: KVCache,
+        layer: int,
+        plan: Plan,
+        shape: AttentionShape,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return PagedAttention(shape, sinks).attend(query, kv.blocks[layer], plan)
+
+    def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
+        return new_kv_cache(shape, num_blocks, block_size, self.device)
+
+    def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        kv.copy_blocks(pairs)
+
+
+_linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
+
+
+def _prepackable(device: torch.device) -> tuple[torch.dtype, ...]:
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return ()
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
+
+
+def _normed(wide: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).mul_(weight)
+
+
+def _act_mul(gate_up: torch.Tensor, width: int, activation: str) -> torch.Tensor:
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+
+
+def _slabs(num_rows: int, width: int) -> Iterator[int]:
+    """Row counts of pieces that threads do not cut inside a row other than between whole vectors."""
+    threads = min(torch.get_num_threads(), -(-num_rows * width // GRAIN))
+    cut = -(-num_rows * width // max(threads, 1))
+    if threads <= 1 or cut % width == 0 or (width % VECTOR == 0 and cut % VECTOR == 0):
+        yield num_rows
+        return
+    rows = max(1, GRAIN // width)
+    for start in range(0, num_rows, rows):
+        yield min(rows, num_rows - start)

@@ -1,0 +1,238 @@
+"""The `native` back end: our C++ kernels, bfloat16 on CPU.
+
+Every operation becomes an `Op` of the kernel library. A *tape* decides what happens to it: `Immediate` runs it at once,
+which is the op-by-op path and the oracle of the other; `Recording` (see `program`) writes it down. The operations are
+the same code either way, so both paths compute the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.cpu import library as lib
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
+
+LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
+MAX_HEAD_DIM = 256
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+
+
+class NativeLinear(NamedTuple):
+    """Weights [n, k] in panels, as `Library.pack` makes them."""
+
+    panels: torch.Tensor
+    bias: torch.Tensor | None
+    n: int
+    k: int
+
+
+class NativePlan(NamedTuple):
+    """What attention reads of a step. The tensors must live as long as its pointers are used."""
+
+    block_tables: torch.Tensor  # [B, max_blocks] int32
+    query_starts: torch.Tensor  # [B + 1] int32
+    context_lens: torch.Tensor  # [B] int32
+
+
+@dataclass(frozen=True)
+class NativeKVCache:
+    """Per layer, keys and values in the layouts of csrc/attention.h. A block id means the same as everywhere."""
+
+    shape: KVShape
+    num_blocks: int
+    block_size: int
+    keys: list[torch.Tensor] = field(repr=False)  # [num_blocks, Hkv * block_size * D]
+    values: list[torch.Tensor] = field(repr=False)
+
+    def admit(self, batch: Batch) -> None:
+        """Nothing to clean: kernels read no cell that was not written since its block was given out."""
+
+    def inspect(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """See `admit`."""
+
+
+class Tape(Protocol):
+    """What happens to an operation, and where its result goes."""
+
+    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor: ...
+
+    def take(self, op: lib.Op, operands: Sequence[object], **step: object) -> None:
+        """`operands` are what the operation's pointers point into; `step` the fields of `lib.Step` it reads."""
+
+
+class Immediate:
+    """Runs each operation as it comes."""
+
+    def __init__(self, library: lib.Library) -> None:
+        self._library = library
+
+    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_rows, width, dtype=dtype)
+
+    def take(self, op: lib.Op, operands: Sequence[object], **step: object) -> None:
+        self._library.run((lib.Op * 1)(op), lib.make_step(**step))
+
+
+class NativeOps:
+    """See `Ops`. `library` packs weights; `tape` takes operations."""
+
+    name = "native"
+    device = torch.device("cpu")
+
+    def __init__(self, library: lib.Library, tape: Tape | None = None) -> None:
+        self.library = library
+        self._tape = tape or Immediate(library)
+
+    def on(self, tape: Tape) -> NativeOps:
+        """The same operations on another tape."""
+        return NativeOps(self.library, tape)
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+        n, k = weight.shape
+        return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k)
+
+    def linear(self, x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
+        return self._linear(x, packed, torch.bfloat16, of_logits=False)
+
+    def logits(self, hidden: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
+        """float32 straight from the accumulators."""
+        return self._linear(hidden, packed, torch.float32, of_logits=True)
+
+    def _linear(
+        self, x: torch.Tensor, packed: NativeLinear, dtype: torch.dtype, *, of_logits: bool
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        y = self._tape.buffer(x.shape[0], packed.n, dtype)
+        ints = [packed.n, packed.k, 0, int(dtype == torch.float32)]
+        op = lib.make_op(lib.LINEAR, [x, packed.panels, y, packed.bias], ints, of_logits=of_logits)
+        self._tape.take(op, (x, packed, y), num_tokens=x.shape[0], num_logits=x.shape[0])
+        return y
+
+    def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
+        y = self._tape.buffer(token_ids.shape[0], table.shape[1], torch.bfloat16)
+        # The scale is rounded to bfloat16 first, as the published models do.
+        factor = 1.0 if scale is None else torch.tensor(scale, dtype=torch.bfloat16).item()
+        op = lib.make_op(lib.EMBED, [table, y], [table.shape[1]], [factor])
+        self._tape.take(op, (table, y), num_tokens=token_ids.shape[0], token_ids=token_ids)
+        return y
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self._norm(x, None, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum is written over `residual`."""
+        return self._norm(x, residual, weight, eps), residual
+
+    def _norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        x = x.contiguous()
+        y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
+        op = lib.make_op(lib.RMS_NORM, [x, residual, weight, y], [x.shape[1]], [eps])
+        self._tape.take(op, (x, residual, weight, y), num_tokens=x.shape[0])
+        return y
+
+    def act_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        width = gate_up.shape[1] // 2
+        y = self._tape.buffer(gate_up.shape[0], width, torch.bfloat16)
+        op = lib.make_op(lib.ACT_MUL, [gate_up, y], [width, ACTIVATIONS[activation]])
+        self._tape.take(op, (gate_up, y), num_tokens=gate_up.shape[0])
+        return y
+
+    def rope_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        kv: NativeKVCache,
+        layer: int,
+        kv_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        tensors = [rotation.cos_table, rotation.sin_table, None if norm is None else norm.weight]
+        eps = 0.0 if norm is None else norm.eps
+        return self._write(qkv, tensors, eps, kv, layer, kv_indices, rotation.positions)
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv: NativeKVCache, layer: int, kv_indices: torch.Tensor
+    ) -> None:
+        self._write(torch.cat((key.flatten(1), value.flatten(1)), 1), [None] * 3, 0.0, kv, layer, kv_indices, None)
+
+    def _write(  # noqa: PLR0913 - the operands of one kernel
+        self,
+        qkv: torch.Tensor,
+        tables: Sequence[torch.Tensor | None],
+        eps: float,
+        kv: NativeKVCache,
+        layer: int,
+        kv_indices: torch.Tensor,
+        positions: torch.Tensor | None,
+    ) -> torch.Tensor:
+        head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
+        num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+        q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16)
+        tensors = [qkv, q, kv.keys[layer], kv.values[layer], *tables]
+        op = lib.make_op(lib.ROPE_KV, tensors, [num_heads, num_kv_heads, head_dim, kv.block_size], [eps])
+        step = {"num_tokens": qkv.shape[0], "positions": positions, "kv_indices": kv_indices}
+        self._tape.take(op, (qkv, q, kv, tables), **step)
+        heads = q.view(-1, num_heads, head_dim)
+        heads.buffer_handle = q  # type: ignore[attr-defined]  # a tape counts references to what it handed out
+        return heads
+
+    def plan(self, batch: Batch, kv: NativeKVCache) -> NativePlan:
+        return NativePlan(
+            batch.block_tables.contiguous(),
+            torch.tensor(batch.query_starts, dtype=torch.int32),
+            torch.tensor(batch.context_lens, dtype=torch.int32),
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: NativeKVCache,
+        layer: int,
+        plan: NativePlan,
+        shape: AttentionShape,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        query = query.contiguous()
+        out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
+        ints = [shape.num_heads, shape.num_kv_heads, shape.head_dim, kv.block_size, shape.window or 0]
+        tensors = [query, kv.keys[layer], kv.values[layer], out, sinks]
+        op = lib.make_op(lib.ATTENTION, tensors, ints, [shape.scale, shape.softcap or 0.0])
+        self._tape.take(
+            op, (query, kv, out, sinks), num_tokens=query.shape[0], num_rows=len(plan.context_lens),
+            max_blocks=plan.block_tables.shape[1], **plan._asdict(),
+        )  # fmt: skip
+        return out
+
+    def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> NativeKVCache:
+        width = shape.num_kv_heads * block_size * shape.head_dim
+
+        def layers() -> list[torch.Tensor]:
+            return [torch.zeros(num_blocks, width, dtype=torch.bfloat16) for _ in range(shape.num_layers)]
+
+        return NativeKVCache(shape, num_blocks, block_size, layers(), layers())
+
+    def copy_blocks(self, kv: NativeKVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        sources, destinations = torch.tensor(pairs).unbind(1)
+        for layer in (*kv.keys, *kv.values):
+            layer.index_copy_(0, destinations, layer.index_select(0, sources))
+
+
+def unsupported(shape: AttentionShape, hidden_size: int, dtype: torch.dtype) -> str | None:
+    """Why a model of these sizes cannot run on these kernels, or None."""
+    if dtype != torch.bfloat16:
+        return f"the native kernels compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
+    if shape.head_dim % LANES or shape.head_dim > MAX_HEAD_DIM or hidden_size % LANES:
+        return f"head size {shape.head_dim} and hidden size {hidden_size} must be multiples of {LANES}"
+    return None
+
+

@@ -1,0 +1,244 @@
+"""Attention over a paged cache from dense pieces: gather a row's blocks, then one fused call per group of rows.
+
+Rows with one new token are grouped by padded length and run as one call [rows, Hkv, G, D], each KV head read once for its
+G query heads. A row with more new tokens runs in slices of QUERY_SLICE tokens, [Hkv, G, tokens, D].
+
+torch's fused CPU attention walks the keys in tiles of 512 and merges them left to right. Its bits do not depend on the
+neighbours or on the cut of the prompt if two things hold, which the padding here sees to (found by experiment, held by the
+tests): the number of query lines is a multiple of 4, and the last tile has 64, 128 or 512 keys, the matrix library
+summing other lengths in other orders. Keys start at a multiple of 512, also under a sliding window. Padding is masked
+and multiplies by exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.kv_cache import KVCache
+from pagoda_worker.kernels.ops import AttentionShape
+
+QUERY_SLICE = 256
+LINES = 4  # query lines come in multiples of this
+TILE = 512
+SMALL_TILES = (64, 128)
+SUM_TILE = 128  # keys per product with V where softmax is not fused
+
+
+def padded_keys(length: int) -> int:
+    """Keys to present for a row of `length` tokens."""
+    for tile in SMALL_TILES:
+        if length <= tile:
+            return tile
+    return -(-length // TILE) * TILE
+
+
+def first_key(position: int, window: int | None) -> int:
+    """The first key presented to a query at `position`: where its window begins, down to a tile's begin."""
+    return 0 if window is None else max(0, position - window + 1) // TILE * TILE
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Query lines that see keys [first, last), with an additive mask [rows or 1, 1, lines or 1, last - first]."""
+
+    tokens: slice | torch.Tensor | None  # which of the batch's tokens; None: all, in order
+    first: int
+    last: int
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows whose keys are gathered by one indexed read: keys [first, first + num_keys) of each row."""
+
+    num_rows: int
+    blocks: torch.Tensor  # [num_rows * blocks per row] int32
+    first: int
+    slices: list[Slice]
+
+
+@dataclass
+class Plan:
+    """The work of a step, one list of groups per window, made when the first layer with that window asks."""
+
+    batch: Batch
+    kv: KVCache
+    decodes: list[list[int]]  # rows with one new token, by padded length
+    prefills: list[int]
+    groups: dict[int | None, list[Group]] = field(default_factory=dict)
+
+    def of(self, window: int | None) -> list[Group]:
+        if window not in self.groups:
+            decodes = [self._decode_group(rows, window) for rows in self.decodes]
+            self.groups[window] = decodes + [self._prefill_group(row, window) for row in self.prefills]
+        return self.groups[window]
+
+    def _decode_group(self, rows: list[int], window: int | None) -> Group:
+        lens = [self.batch.context_lens[row] for row in rows]
+        first, last = first_key(min(lens) - 1, window), padded_keys(max(lens))
+        position = torch.tensor(lens, device=self.kv.layers[0].device)[:, None, None, None] - 1
+        mask = self._mask(position, first, last, window)
+        tokens = None
+        if len(rows) < self.batch.num_tokens:
+            tokens = torch.tensor([self.batch.query_starts[row] for row in rows], device=mask.device)
+        return Group(len(rows), self._blocks(rows, first, last), first, [Slice(tokens, first, last, mask)])
+
+    def _prefill_group(self, row: int, window: int | None) -> Group:
+        end, count, start = self.batch.context_lens[row], self.batch.query_lens[row], self.batch.query_starts[row]
+        slices = []
+        for offset in range(0, count, QUERY_SLICE):
+            length = min(QUERY_SLICE, count - offset)
+            low = end - count + offset
+            first, last = first_key(low, window), padded_keys(low + length)
+            lines = torch.arange(-(-length // LINES) * LINES, device=self.kv.layers[0].device)
+            position = (low + lines.clamp_(max=length - 1))[None, None, :, None]
+            tokens = slice(start + offset, start + offset + length)
+            slices.append(Slice(tokens, first, last, self._mask(position, first, last, window)))
+        first = slices[0].first
+        return Group(1, self._blocks([row], first, slices[-1].last), first, slices)
+
+    def _mask(self, position: torch.Tensor, first: int, last: int, window: int | None) -> torch.Tensor:
+        keys = torch.arange(first, last, device=position.device)
+        hidden = keys > position
+        if window is not None:
+            hidden = hidden.logical_or_(keys <= position - window)
+        mask = torch.zeros(hidden.shape, dtype=self.kv.shape.dtype, device=position.device)
+        return mask.masked_fill_(hidden, -torch.inf)
+
+    def _blocks(self, rows: list[int], first: int, last: int) -> torch.Tensor:
+        """Block ids that cover keys [first, last); what lies beyond a row's tokens is the empty block."""
+        size, table = self.kv.block_size, self.batch.block_tables
+        begin, end = first // size, -(-last // size)
+        blocks = table.new_full((len(rows), end - begin), self.kv.empty_block)
+        for i, row in enumerate(rows):
+            used = min(end, -(-self.batch.context_lens[row] // size))
+            blocks[i, : used - begin] = table[row, begin:used]
+        return blocks.flatten()
+
+
+def make_plan(batch: Batch, kv: KVCache) -> Plan:
+    """Sort rows into groups of one padded length and single rows."""
+    decodes: dict[int, list[int]] = {}
+    prefills = []
+    for row, count in enumerate(batch.query_lens):
+        if count == 1:
+            decodes.setdefault(padded_keys(batch.context_lens[row]), []).append(row)
+        else:
+            prefills.append(row)
+    return Plan(batch, kv, list(decodes.values()), prefills)
+
+
+class PagedAttention:
+    """One layer's attention; see Ops.attend for the arithmetic."""
+
+    def __init__(self, shape: AttentionShape, sinks: torch.Tensor | None) -> None:
+        self.shape = shape
+        self.sinks = sinks
+
+    def attend(self, query: torch.Tensor, blocks: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """query [T, Hq, D], blocks [num_blocks + 1, block_size * 2 * Hkv * D] -> [T, Hq * D]."""
+        out: torch.Tensor | None = None
+        for tokens, part in self._parts(query, blocks, plan):
+            if tokens is None:
+                return part
+            if out is None:
+                out = query.new_empty(query.shape[0], part.shape[1])
+            if isinstance(tokens, slice):
+                out[tokens] = part
+            else:
+                out.index_copy_(0, tokens, part)
+        return query.new_empty(0, self.shape.num_heads * self.shape.head_dim) if out is None else out
+
+    def _parts(
+        self, query: torch.Tensor, blocks: torch.Tensor, plan: Plan
+    ) -> Iterator[tuple[slice | torch.Tensor | None, torch.Tensor]]:
+        shape = self.shape
+        for group in plan.of(shape.window):
+            gathered = blocks.index_select(0, group.blocks)
+            keys = gathered.view(group.num_rows, -1, 2, shape.num_kv_heads, shape.head_dim)
+            for part in group.slices:
+                seen = keys[:, part.first - group.first : part.last - group.first]
+                if isinstance(part.tokens, slice):
+                    yield part.tokens, self._prefill(query[part.tokens], seen, part.mask)
+                else:
+                    own = query if part.tokens is None else query.index_select(0, part.tokens)
+                    yield part.tokens, self._decode(own, seen, part.mask)
+
+    def _decode(self, query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """query [R, Hq, D], keys [R, S, 2, Hkv, D]: the query heads of a KV head are the lines of one product."""
+        shape = self.shape
+        per_head = shape.num_heads // shape.num_kv_heads
+        lines = query.view(-1, shape.num_kv_heads, per_head, shape.head_dim)
+        if per_head % LINES:
+            lines = F.pad(lines, (0, 0, 0, -per_head % LINES))
+        sinks = None
+        if self.sinks is not None:
+            sinks = F.pad(self.sinks.view(1, shape.num_kv_heads, per_head), (0, -per_head % LINES))
+        out = self._fused(lines, keys[:, :, 0].transpose(1, 2), keys[:, :, 1].transpose(1, 2), mask, sinks)
+        return out[:, :, :per_head].reshape(query.shape[0], -1)
+
+    def _prefill(self, query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """query [n, Hq, D], keys [1, S, 2, Hkv, D]: the tokens are the lines, one product per query head."""
+        shape = self.shape
+        count, per_head = query.shape[0], shape.num_heads // shape.num_kv_heads
+        lines = query.view(count, shape.num_kv_heads, per_head, shape.head_dim).permute(1, 2, 0, 3)
+        if count % LINES:
+            lines = F.pad(lines, (0, 0, 0, -count % LINES))
+        key, value = (
+            part.transpose(0, 1)[:, None].expand(-1, per_head, -1, -1) for part in (keys[0, :, 0], keys[0, :, 1])
+        )
+        sinks = None if self.sinks is None else self.sinks.view(shape.num_kv_heads, per_head, 1)
+        out = self._fused(lines, key, value, mask, sinks)
+        return out[:, :, :count].permute(2, 0, 1, 3).reshape(count, -1)
+
+    def _fused(
+        self,
+        lines: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """lines [X, Y, M, D], key and value [X, Y, S, D], mask broadcast to [X, Y, M, S], sinks to [X, Y, M]."""
+        if self.shape.softcap is None and lines.device.type == "cpu":
+            out, log_sum = _flash(lines, key, value, 0.0, False, attn_mask=mask, scale=self.shape.scale)
+        else:
+            out, log_sum = self._plain(lines, key, value, mask)
+        if sinks is not None:  # a sink adds exp(sink) to the sum of the softmax
+            out = out * torch.sigmoid(log_sum - sinks.float()).unsqueeze(-1).to(out.dtype)
+        return out
+
+    def _plain(
+        self, lines: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Softmax of capped scores in float32; products with V summed left to right over tiles of one size."""
+        sizes = lines.shape[:3]
+        if key.stride(1) == 0:  # heads of one KV head: as further lines, so that keys are widened once
+            lines, key, value = lines.flatten(1, 2).unsqueeze(1), key[:, :1], value[:, :1]
+        scores = torch.matmul(lines.float(), key.float().mT).mul_(self.shape.scale)
+        if self.shape.softcap is not None:
+            scores = _tanh(scores.div_(self.shape.softcap)).mul_(self.shape.softcap)
+        scores = scores.view(*sizes, -1).add_(mask)
+        weights = scores.softmax(-1).view(*lines.shape[:3], -1)
+        out = None
+        for part, values in zip(weights.split(SUM_TILE, -1), value.split(SUM_TILE, 2), strict=True):
+            product = torch.matmul(part, values.float())
+            out = product if out is None else out.add_(product)
+        log_sum = scores.logsumexp(-1) if self.sinks is not None else scores
+        result = (torch.empty(0) if out is None else out).view(*sizes, -1).to(value.dtype)
+        return result, log_sum
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _tanh(x: torch.Tensor) -> torch.Tensor:
+    """In pieces that one thread computes whole, each a multiple of every vector width: see aten._slabs."""
+    for piece in x.view(-1).split(32768):
+        piece.tanh_()
+    return x

@@ -1,0 +1,172 @@
+"""From a model directory to a model that can compute, with everything the runner and the engine core must know."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernels.kv_cache import KVCache, KVShape
+from pagoda_worker.kernels.ops import Ops, load_ops
+from pagoda_worker.models import ARCHITECTURES
+from pagoda_worker.models.config_reader import ConfigReader, UnsupportedConfig
+from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.models.spec import IGNORED_SUFFIXES, DecoderSpec, expected_tensors
+from pagoda_worker.numerics import numerics_id
+from pagoda_worker.weights import Progress, open_checkpoint, read_json
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Model(Protocol):
+    """A model as the runner sees it; both methods are called under torch.inference_mode."""
+
+    kv_shape: KVShape
+
+    def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
+        """Write K and V of the batch's tokens, return final hidden states [T, H]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> [R, V] float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    model: Model
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int  # width of the logits
+    max_model_len: int
+    fingerprint: str  # which weights: over config.json and the headers of the files
+    numerics_id: str
+    native: bool
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return self.model.kv_shape
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        return self.ops.new_kv_cache(self.kv_shape, num_blocks, block_size)
+
+
+def load_model(config: WorkerConfig, progress: Progress | None = None) -> LoadedModel:
+    """Load the model of `config.model`.
+
+    Args:
+        config: Which model, where and how.
+        progress: Called with bytes loaded and bytes in all; what it raises ends the loading.
+
+    Raises:
+        ValueError: the directory, its configuration or the worker's configuration cannot be used; says which and why.
+    """
+    path = Path(config.model)
+    fields = read_json(path / "config.json")
+    _refuse_hopeless(fields)
+    device = torch.device(config.device)
+    _set_threads(config.threads)
+    ops, reason = load_ops(device, config.kernels)
+    log.info("kernels: %s (%s)", ops.name, reason)
+    spec = _native_spec(fields, config.fallback)
+    with open_checkpoint(path, progress) as checkpoint:
+        dtype = _run_dtype(config.dtype, fields, checkpoint.dtype(), device)
+        fingerprint = sha256(f"{sorted(fields.items())!r}\n{checkpoint.digest}".encode()).hexdigest()[:16]
+        if spec is None:
+            from pagoda_worker.models.fallback import TransformersModel
+
+            fallback = TransformersModel(path, ops, dtype, checkpoint)
+            max_len, vocab = _model_len(config.max_model_len, fallback.max_positions), fallback.vocab_size
+            model: Model = fallback
+        else:
+            checkpoint.check(expected_tensors(spec), IGNORED_SUFFIXES, spec.tied)
+            max_len, vocab = _model_len(config.max_model_len, spec.max_positions), spec.vocab_size
+            with torch.inference_mode():
+                model = Decoder(spec, ops, lambda name: checkpoint.get(name, dtype, device), dtype, max_len)
+    return LoadedModel(
+        model=model,
+        ops=ops,
+        dtype=dtype,
+        device=device,
+        vocab_size=vocab,
+        max_model_len=max_len,
+        fingerprint=fingerprint,
+        numerics_id=numerics_id(ops, dtype, "native" if spec is not None else fallback.implementation),
+        native=spec is not None,
+    )
+
+
+def _refuse_hopeless(fields: dict[str, Any]) -> None:
+    """What neither the native code nor the fallback can run."""
+    if fields.get("quantization_config"):
+        method = fields["quantization_config"]
+        name = method.get("quant_method", "?") if isinstance(method, dict) else method
+        raise UnsupportedConfig(f"config.json: 'quantization_config' ({name}): quantised checkpoints are not loaded")
+    if fields.get("is_encoder_decoder"):
+        raise UnsupportedConfig("config.json: 'is_encoder_decoder': only decoder-only models are served")
+
+
+def _set_threads(threads: int) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _native_spec(fields: dict[str, Any], fallback: bool) -> DecoderSpec | None:
+    """The spec of a natively supported model, or None if transformers is to run it.
+
+    Raises:
+        UnsupportedConfig: there is no native implementation for it and the fallback is off.
+    """
+    names = fields.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    try:
+        return native_spec(name, fields)
+    except UnsupportedConfig as error:
+        if not fallback:
+            raise
+        log.info("%s runs through transformers, several times slower: %s", name or "the model", error)
+        return None
+
+
+def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
+    """Read config.json for a natively supported architecture.
+
+    Raises:
+        UnsupportedConfig: the architecture or a field is not supported natively; the message names it.
+    """
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedConfig(f"config.json: architecture {architecture!r} has no native implementation")
+    module, function = ARCHITECTURES[architecture].split(":")
+    reader = ConfigReader(fields)
+    spec: DecoderSpec = getattr(importlib.import_module(module), function)(reader)
+    reader.finish()
+    if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
+        raise UnsupportedConfig(
+            f"config.json: {spec.num_heads} heads over {spec.num_kv_heads} KV heads of {spec.head_dim} dimensions"
+        )
+    return spec
+
+
+def _run_dtype(
+    choice: str, fields: dict[str, Any], stored: torch.dtype | None, device: torch.device
+) -> torch.dtype:
+    """The configured dtype, else the checkpoint's; float16 becomes bfloat16 on CPU, where it is slow and overflows."""
+    if choice != "auto":
+        return DTYPES[choice]
+    named = DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype") or "").removeprefix("torch."))
+    dtype = named or (stored if stored in DTYPES.values() else torch.float32)
+    return torch.bfloat16 if dtype == torch.float16 and device.type == "cpu" else dtype
+
+
+def _model_len(configured: int, limit: int) -> int:
+    if configured > limit:
+        raise ValueError(f"max_model_len={configured} is beyond the model's own limit of {limit} tokens")
+    return configured or limit

@@ -1,0 +1,133 @@
+"""config.json, read so that nothing in it that changes the arithmetic is overlooked.
+
+A reader takes the fields it understands; `finish` refuses the file if a field is left that has a value and is not known
+to be harmless. Both spellings of a field are read: those of transformers 5 (`rope_parameters`, `dtype`) and the older
+ones (`rope_theta` and `rope_scaling`, `torch_dtype`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pagoda_worker.layers.rope import RopeShape
+
+T = TypeVar("T")
+
+# Bookkeeping, training and generation settings: none of them changes a logit.
+HARMLESS = {
+    "_name_or_path", "architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype",
+    "transformers_version", "use_cache", "initializer_range", "attention_dropout", "hidden_dropout", "attn_implementation",
+    "_attn_implementation", "auto_map", "tokenizer_class", "is_decoder", "id2label", "label2id",
+    "output_attentions", "output_hidden_states", "return_dict", "cache_implementation", "max_sequence_length", "task_specific_params",
+    "unsloth_fixed", "unsloth_version", "name_or_path",
+}  # fmt: skip
+# Fields that are known and must have the one value that means "off" or "the usual".
+REQUIRED_VALUES = {"pretraining_tp": (1, None), "rope_interleaved": (False, None), "is_encoder_decoder": (False, None)}
+
+
+class UnsupportedConfig(ValueError):
+    """config.json asks for something the native implementation does not have; the message names the field."""
+
+
+class ConfigReader:
+    """Takes fields one by one and remembers which."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        self._fields = fields
+        self._taken = HARMLESS | set(REQUIRED_VALUES)
+
+    def take(self, name: str, kind: type[T], default: T | None = None) -> T:
+        """A field that must be there, unless there is a default for its absence (or null).
+
+        Raises:
+            UnsupportedConfig: it is missing or of another type.
+        """
+        value = self.maybe(name, kind)
+        if value is None:
+            if default is None:
+                raise UnsupportedConfig(f"config.json: {name!r} is missing")
+            return default
+        return value
+
+    def maybe(self, name: str, kind: type[T]) -> T | None:
+        """A field that may be missing or null."""
+        self._taken.add(name)
+        value = self._fields.get(name)
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise UnsupportedConfig(f"config.json: {name!r} must be of type {kind.__name__}, got {value!r}")
+        return value
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self.take(name, int, default)
+        if value < 1:
+            raise UnsupportedConfig(f"config.json: {name!r} must be at least 1, got {value}")
+        return value
+
+    def activation(self, *names: str) -> str:
+        """The activation under the first of `names` that is given."""
+        known = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+        given = [name for name in names if self.maybe(name, str) is not None]
+        value = self.take(given[0], str) if given else "silu"
+        if value not in known:
+            raise UnsupportedConfig(f"config.json: {given[0]}={value!r} is not one of {', '.join(known)}")
+        return known[value]
+
+    def layer_windows(self, window: int | None, kinds: list[str]) -> tuple[int | None, ...]:
+        """The window of each layer; `layer_types` of the file wins over `kinds`, the rule of the family."""
+        kinds = self.maybe("layer_types", list) or kinds
+        known = {"full_attention": None, "sliding_attention": window}
+        wrong = sorted({str(kind) for kind in kinds} - set(known))
+        if wrong or len(kinds) != self.size("num_hidden_layers"):
+            raise UnsupportedConfig(f"config.json: 'layer_types' must name every layer full or sliding, got {kinds!r}")
+        if window is None and "sliding_attention" in kinds:
+            raise UnsupportedConfig("config.json: 'layer_types' has sliding layers, but 'sliding_window' is not set")
+        return tuple(known[kind] for kind in kinds)
+
+    def rope(self, head_dim: int, default_theta: float = 10_000.0) -> RopeShape:
+        """The one rotary embedding of a model, in either spelling."""
+        theta = self.take("rope_theta", float, default_theta)
+        scaling, parameters = self.maybe("rope_scaling", dict), self.maybe("rope_parameters", dict)
+        return rope_shape(parameters or scaling or {}, head_dim, theta)
+
+    def finish(self) -> None:
+        """Raises UnsupportedConfig when fields with a meaning are left."""
+        for name, allowed in REQUIRED_VALUES.items():
+            if self._fields.get(name) not in allowed:
+                raise UnsupportedConfig(f"config.json: {name}={self._fields[name]!r} is not supported")
+        left = {name: value for name, value in self._fields.items() if name not in self._taken}
+        unknown = sorted(name for name, value in left.items() if value not in (None, False))
+        if unknown:
+            raise UnsupportedConfig(f"config.json: not supported natively: {', '.join(unknown)}")
+
+
+def rope_shape(parameters: Mapping[str, Any], head_dim: int, theta: float) -> RopeShape:
+    """`rope_parameters` or `rope_scaling` of config.json.
+
+    Raises:
+        UnsupportedConfig: a kind of scaling, or a field of it, that is not implemented.
+    """
+    rest = dict(parameters)
+    kind = rest.pop("rope_type", None) or rest.pop("type", None) or "default"
+    rest.pop("type", None)
+    theta = float(rest.pop("rope_theta", theta))
+    wanted = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+    if kind not in wanted:
+        raise UnsupportedConfig(f"config.json: rope type {kind!r} is not one of {', '.join(wanted)}")
+    missing = [name for name in wanted[kind] if rest.get(name) is None]
+    if missing:
+        raise UnsupportedConfig(f"config.json: rope type {kind!r} needs {', '.join(missing)}")
+    values = {name.removesuffix("_embeddings"): rest.pop(name) for name in wanted[kind]}
+    if rest.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedConfig("config.json: rope 'partial_rotary_factor' is not supported natively")
+    unknown = sorted(name for name, value in rest.items() if value is not None)
+    if unknown:
+        raise UnsupportedConfig(f"config.json: rope type {kind!r} does not take {', '.join(unknown)}")
+    return RopeShape(theta=theta, head_dim=head_dim, kind=kind, **values)

@@ -1,0 +1,169 @@
+"""The decoder of a DecoderSpec: norm, attend, norm, MLP, over a residual stream. One forward for prefill and decode.
+
+Matrices that read the same input are one matrix (queries, keys and values; gate and up), merged while loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.kv_cache import KVCache, KVShape
+from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Ops, Rotation
+from pagoda_worker.layers.rope import RotaryTable
+from pagoda_worker.models.spec import (
+    DOWN,
+    EMBED,
+    FINAL_NORM,
+    GATE_UP,
+    HEAD,
+    OUT,
+    QKV,
+    DecoderSpec,
+    layer_name,
+    norm_parts,
+)
+
+Take = Callable[[str], torch.Tensor]  # name -> tensor in the run dtype on the device
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The weights of one layer: packed matrices, and norms in float32."""
+
+    qkv: Any
+    out: Any
+    gate_up: Any
+    down: Any
+    norms: dict[str, torch.Tensor]
+    head_norm: HeadNorm | None
+    attention: AttentionShape
+    rope: int
+
+
+class Decoder:
+    """A model as the runner sees it."""
+
+    def __init__(self, spec: DecoderSpec, ops: Ops, take: Take, dtype: torch.dtype, max_positions: int) -> None:
+        self.spec = spec
+        self.ops = ops
+        self.kv_shape = KVShape(
+            num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
+        )
+        self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
+        self._layers = [_load_layer(spec, ops, take, layer) for layer in range(spec.num_layers)]
+        self._final_norm = take(FINAL_NORM).float() + spec.norm_offset
+        self._embed = take(EMBED)
+        self._head = ops.pack_linear(self._embed if spec.tied else take(HEAD))
+
+    def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
+        """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
+        kv.admit(batch)
+        plan = self.ops.plan(batch, kv)
+        rotations = [table.at(batch.positions) for table in self._ropes]
+        stream = self.ops.embed(batch.token_ids, self._embed, self.spec.embed_scale)
+        run = self._branch_normed if self.spec.branch_norms else self._plain
+        hidden = run(stream, _Step(batch, kv, plan, rotations))
+        kv.inspect(batch, hidden)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> [R, V] float32."""
+        logits = self.ops.logits(hidden, self._head)
+        cap = self.spec.final_softcap
+        return logits if cap is None else soft_cap(logits, cap)
+
+    def _plain(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
+        """Pre-norm: every branch is normed on its way in and added on its way out."""
+        ops, eps = self.ops, self.spec.norm_eps
+        branch: torch.Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            if branch is None:
+                x = ops.rms_norm(stream, layer.norms["attention"], eps)
+            else:
+                x, stream = ops.add_rms_norm(branch, stream, layer.norms["attention"], eps)
+            branch = self._attend(x, index, layer, step)
+            x, stream = ops.add_rms_norm(branch, stream, layer.norms["mlp"], eps)
+            branch = self._mlp(x, layer)
+        return ops.rms_norm(stream if branch is None else branch.add_(stream), self._final_norm, eps)
+
+    def _branch_normed(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
+        """Gemma: every branch is normed on its way in and again on its way out."""
+        ops, eps = self.ops, self.spec.norm_eps
+        for index, layer in enumerate(self._layers):
+            x = ops.rms_norm(stream, layer.norms["attention"], eps)
+            branch = ops.rms_norm(self._attend(x, index, layer, step), layer.norms["after_attention"], eps)
+            x, stream = ops.add_rms_norm(branch, stream, layer.norms["mlp"], eps)
+            stream = stream + ops.rms_norm(self._mlp(x, layer), layer.norms["after_mlp"], eps)
+        return ops.rms_norm(stream, self._final_norm, eps)
+
+    def _attend(self, x: torch.Tensor, index: int, layer: Layer, step: _Step) -> torch.Tensor:
+        ops, kv = self.ops, step.kv
+        qkv = ops.linear(x, layer.qkv)
+        rotation = step.rotations[layer.rope]
+        query = ops.rope_write(qkv, rotation, layer.head_norm, kv, index, step.batch.kv_indices)
+        return ops.linear(ops.attend(query, kv, index, step.plan, layer.attention), layer.out)
+
+    def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
+        ops = self.ops
+        return ops.linear(ops.act_mul(ops.linear(x, layer.gate_up), self.spec.activation), layer.down)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What all layers of a step share."""
+
+    batch: Batch
+    kv: KVCache
+    plan: Any
+    rotations: list[Rotation]
+
+
+def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap * tanh(logits / cap), one row at a time so that a row's bits are its own; `logits` is overwritten."""
+    logits.div_(cap)
+    for row in logits:
+        row.tanh_()
+    return logits.mul_(cap)
+
+
+def _load_layer(spec: DecoderSpec, ops: Ops, take: Take, layer: int) -> Layer:
+    def pack(parts: tuple[str, ...], biased: bool) -> Any:
+        weights = [take(layer_name(layer, f"{part}.weight")) for part in parts]
+        biases = [take(layer_name(layer, f"{part}.bias")) for part in parts] if biased else []
+        return ops.pack_linear(_joined(weights), _joined(biases) if biases else None)
+
+    def norm(part: str) -> torch.Tensor:
+        return take(layer_name(layer, part)).float() + spec.norm_offset
+
+    return Layer(
+        qkv=pack(QKV, spec.qkv_bias),
+        out=pack(OUT, spec.out_bias),
+        gate_up=pack(GATE_UP, spec.mlp_bias),
+        down=pack(DOWN, spec.mlp_bias),
+        norms={role: norm(part) for role, part in norm_parts(spec).items()},
+        head_norm=_head_norm(spec, norm) if spec.head_norms else None,
+        attention=AttentionShape(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.attention_scale,
+            window=spec.windows[layer],
+            softcap=spec.attention_softcap,
+        ),
+        rope=spec.rope_of_layer[layer],
+    )
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _head_norm(spec: DecoderSpec, norm: Callable[[str], torch.Tensor]) -> HeadNorm:
+    query, key = norm("self_attn.q_norm.weight"), norm("self_attn.k_norm.weight")
+    weight = torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)))
+    return HeadNorm(weight=weight, eps=spec.norm_eps)

@@ -1,0 +1,72 @@
+"""Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786).
+
+Both scale embeddings by sqrt(hidden size), store norm weights minus one, norm each branch before and after, and let
+local layers alternate with global ones. Gemma 2 caps scores and logits; Gemma 3 norms heads and turns its local and
+global layers by different angles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagoda_worker.layers.rope import RopeShape
+from pagoda_worker.models.config_reader import ConfigReader, UnsupportedConfig, rope_shape
+from pagoda_worker.models.llama import common_fields, one_rope
+from pagoda_worker.models.spec import DecoderSpec
+
+
+def _gemma_fields(config: ConfigReader) -> dict[str, Any]:
+    config.size("head_dim", 256)
+    common = common_fields(config)
+    bias = config.take("attention_bias", bool, False)
+    if config.take("use_bidirectional_attention", bool, False):
+        raise UnsupportedConfig("config.json: 'use_bidirectional_attention' is not supported")
+    return common | {
+        "attention_scale": config.take("query_pre_attn_scalar", float, 256.0) ** -0.5,
+        "activation": config.activation("hidden_activation", "hidden_act"),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "branch_norms": True,
+        "norm_offset": 1.0,
+        "embed_scale": common["hidden_size"] ** 0.5,
+        "attention_softcap": config.maybe("attn_logit_softcapping", float),
+        "final_softcap": config.maybe("final_logit_softcapping", float),
+        "tied": config.take("tie_word_embeddings", bool, True),
+    }
+
+
+def _windows(config: ConfigReader, period: int) -> tuple[int | None, ...]:
+    """Every `period`-th layer is global."""
+    window, layers = config.take("sliding_window", int, 4096), range(config.size("num_hidden_layers"))
+    return config.layer_windows(window, ["sliding_attention" if (i + 1) % period else "full_attention" for i in layers])
+
+
+def read_gemma2(config: ConfigReader) -> DecoderSpec:
+    fields = _gemma_fields(config)
+    return DecoderSpec(**fields, **one_rope(config, fields["head_dim"]), windows=_windows(config, 2))
+
+
+def read_gemma3(config: ConfigReader) -> DecoderSpec:
+    fields = _gemma_fields(config)
+    period = config.maybe("sliding_window_pattern", int) or config.maybe("_sliding_window_pattern", int) or 6
+    windows = _windows(config, period)
+    return DecoderSpec(
+        **fields | {"head_norms": True},
+        windows=windows,
+        ropes=_local_and_global(config, fields["head_dim"]),
+        rope_of_layer=tuple(0 if window is not None else 1 for window in windows),
+    )
+
+
+def _local_and_global(config: ConfigReader, head_dim: int) -> tuple[RopeShape, RopeShape]:
+    parameters = config.maybe("rope_parameters", dict)
+    local_theta = config.take("rope_local_base_freq", float, 10_000.0)
+    global_theta = config.take("rope_theta", float, 1_000_000.0)
+    scaling = config.maybe("rope_scaling", dict) or {}
+    if parameters is None:
+        return rope_shape({}, head_dim, local_theta), rope_shape(scaling, head_dim, global_theta)
+    try:
+        local, whole = parameters["sliding_attention"], parameters["full_attention"]
+    except KeyError as error:
+        raise UnsupportedConfig(f"config.json: 'rope_parameters' has no {error}") from error
+    return rope_shape(local, head_dim, local_theta), rope_shape(whole, head_dim, global_theta)

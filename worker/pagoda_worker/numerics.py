@@ -1,0 +1,53 @@
+"""On which machines the same request gives the same bits: those whose `numerics_id` is the same."""
+
+from __future__ import annotations
+
+import platform
+from hashlib import sha256
+
+import torch
+
+from pagoda_worker.kernels import paged
+from pagoda_worker.kernels.ops import Ops
+
+# Raised whenever a change of the arithmetic (order of sums, rounding, fusion) changes bits.
+KERNEL_ABI = 1
+
+
+def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str) -> str:
+    """A hash of everything that decides rounding, besides the weights.
+
+    Args:
+        ops: The back end.
+        dtype: What the model computes in.
+        implementation: Which code runs the model: "native" or "transformers <version>".
+    """
+    parts = (
+        f"abi {KERNEL_ABI}",
+        f"torch {torch.__version__}",
+        f"{ops.name} on {ops.device.type}",
+        instruction_set(ops.device),
+        f"{dtype} weights as stored",
+        f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}",
+        implementation,
+    )
+    return sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def instruction_set(device: torch.device) -> str:
+    """What the matrix libraries choose their kernels by."""
+    if device.type == "cuda":
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        return f"{name} {capability}"
+    flags = [name for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_avx512_fp16_supported")]
+    found = [name for name in flags if getattr(torch.cpu, name, lambda: False)()]
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_vendor()} {' '.join(found)}"
+
+
+def _vendor() -> str:
+    """MKL picks its kernels by vendor too."""
+    try:
+        with open("/proc/cpuinfo") as info:
+            return next((line.split(":")[1].strip() for line in info if line.startswith("vendor_id")), "")
+    except OSError:
+        return ""
