@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from tests.engine_core.fakes_sink import ResettableRunner
 from tests.fakes import FakeModel, make_record, reference_tokens
 
 import pagoda
+import pagoda.cli
+import pagoda.settings
 from pagoda import LLM, AsyncLLM, GenerationFailed, PagodaError, SamplingParams
 from pagoda.local import Local
 from pagoda_engine_core.config import EngineConfig
@@ -280,3 +283,24 @@ async def test_closing_ends_open_streams(text: ModelText) -> None:
     with pytest.raises((PagodaError, StopAsyncIteration)):
         while True:
             await anext(stream)
+
+
+# The bundled model itself.
+
+
+def test_the_bundled_model_answers_the_same_every_time() -> None:
+    params = SamplingParams(temperature=0.9, seed=5, max_tokens=12)
+    conversation = [{"role": "user", "content": "Hello!"}]
+    with LLM(threads=1, num_blocks=64) as llm:
+        alone = llm.chat(conversation, params)[0].outputs[0]
+        together = [output.outputs[0] for output in llm.chat([conversation] * 3, params)]
+    assert alone.text
+    assert [output.token_ids for output in together] == [alone.token_ids] * 3
+
+
+def test_offline_throughput_is_reported(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    words = ["--num-requests", "3", "--input-len", "9", "--output-len", "4", "--threads", "1", "--num-blocks", "64"]
+    assert pagoda.cli.main(["bench", "throughput", *words, "--json", str(report)]) == 0
+    found = json.loads(report.read_text())
+    assert (found["requests"], found["input_tokens"], found["output_tokens"]) == (3, 27, 12)

@@ -27,11 +27,7 @@ MAX_MODEL_LEN = 256
 _MASK = 2**61 - 1
 
 
-@dataclass
 class FakeOps:
-    def new_kv_cache(self, shape: None, num_blocks: int, block_size: int) -> torch.Tensor:
-        return torch.full((num_blocks, block_size), -1, dtype=torch.int64)
-
     def copy_blocks(self, kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         source, target = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
         kv[target] = kv[source].clone()
@@ -39,7 +35,6 @@ class FakeOps:
 
 @dataclass
 class FakeModel:
-    kv_shape: None = None
     gate: threading.Event | None = None  # if given, a forward pass waits for it
     entered: threading.Event = field(default_factory=threading.Event)
     batches: list[Batch] = field(default_factory=list)
@@ -86,6 +81,9 @@ class FakeLoaded:
     max_model_len: int = MAX_MODEL_LEN
     fingerprint: str = "fake"
     numerics_id: str = "fake-numerics"
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
+        return torch.full((num_blocks, block_size), -1, dtype=torch.int64)
 
 
 def fake_runner(model: FakeModel | None = None, **changes: int) -> ModelRunner:

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from tests.worker.fakes_model import NUM_BLOCKS, FakeModel, fake_runner, new_row
 
+import pagoda
 from pagoda_proto.channel import Envelope, decode_from_worker, encode, open_envelope
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.keys import KeyFileError
@@ -33,7 +34,7 @@ from pagoda_proto.steps import (
 )
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.control import Membership
-from pagoda_worker.loop import Identity, serve
+from pagoda_worker.loop import Identity, run, serve
 from pagoda_worker.wire import Wire, local_or_encrypted
 
 WAIT_S = 20.0
@@ -70,7 +71,16 @@ class FakeEngine:
 
     def send_parts(self, parts: list[bytes], kind: str = "/d") -> None:
         assert self.hello is not None
-        self.socket.send_multipart([self.hello.incarnation.encode() + kind.encode(), *parts])
+        route = self.hello.incarnation.encode() + kind.encode()
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            try:
+                self.socket.send_multipart([route, *parts])
+                return
+            except zmq.ZMQError as error:  # right after a reconnection one of the two routes may lag behind
+                if error.errno != zmq.EHOSTUNREACH or time.monotonic() > deadline:
+                    raise
+                self.socket.poll(10, zmq.POLLERR)
 
     def receive(self, timeout_s: float = WAIT_S) -> tuple[bytes, Envelope, Any] | None:
         if not self.socket.poll(int(timeout_s * 1000)):
@@ -114,21 +124,24 @@ class FakeEngine:
 
 
 class Worker:
-    """The loop in a thread, as the process would run it."""
+    """The loop in a thread, as the process would run it; with a fake model unless the configuration names one."""
 
-    def __init__(self, endpoint: str, model: FakeModel | None = None) -> None:
+    def __init__(self, config: WorkerConfig, model: FakeModel | None = None) -> None:
         self.stop = threading.Event()
         self.error: BaseException | None = None
         self.events: SimpleQueue[dict[str, object]] = SimpleQueue()
-        self._config = WorkerConfig(engine=endpoint, worker_id="w-1")
+        self.config = config
         self.model = model or FakeModel()
-        self._runner = fake_runner(self.model)
+        self.runner = fake_runner(self.model)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         try:
-            serve(self._runner, self._config, self.events.put, self.stop)
+            if self.config.model:
+                run(self.config, self.events.put, self.stop)
+            else:
+                serve(self.runner, self.config, self.events.put, self.stop)
         except Exception as error:  # noqa: BLE001 - judged by the test
             self.error = error
 
@@ -169,8 +182,8 @@ def start(endpoint: str) -> Iterator[Start]:
     """Starts workers, and ends them whatever becomes of the test."""
     made: list[Worker] = []
 
-    def begin(model: FakeModel | None = None) -> Worker:
-        made.append(Worker(endpoint, model))
+    def begin(model: FakeModel | None = None, config: WorkerConfig | None = None) -> Worker:
+        made.append(Worker(config or WorkerConfig(engine=endpoint, worker_id="w-1"), model))
         return made[-1]
 
     yield begin
@@ -437,7 +450,7 @@ def test_stop_while_no_engine_core_is_there(worker: Worker) -> None:
 
 def test_a_step_that_breaks_the_runner_ends_the_process_without_a_goodbye(engine: FakeEngine, start: Start) -> None:
     worker = start()
-    worker._runner.execute = broken  # type: ignore[method-assign]
+    worker.runner.execute = broken  # type: ignore[method-assign]
     engine.admit()
     engine.send(first_plan())
     worker.join()
@@ -448,6 +461,47 @@ def test_a_step_that_breaks_the_runner_ends_the_process_without_a_goodbye(engine
 
 def broken(plan: StepPlan) -> StepResult:
     raise KeyError(plan.step)
+
+
+# --- with a real model ------------------------------------------------------------------------------------------------
+
+DEMO_MODEL = Path(pagoda.__file__).parent / "demo_model"
+
+
+def demo_config(endpoint: str) -> WorkerConfig:
+    return WorkerConfig(
+        model=str(DEMO_MODEL), engine=endpoint, num_blocks=8, block_size=16, max_model_len=64, threads=1
+    )
+
+
+def test_run_loads_the_model_and_serves_it(engine: FakeEngine, endpoint: str, start: Start) -> None:
+    worker = start(config=demo_config(endpoint))
+    engine.admit()
+    assert engine.hello is not None
+    assert (engine.hello.num_blocks, engine.hello.max_model_len) == (8, 64)
+    engine.send(first_plan())
+    assert len(engine.result().outputs[0].token_ids) == 1
+    worker.stop.set()
+    engine.until(Goodbye)
+    worker.join()
+    events = [worker.events.get() for _ in range(worker.events.qsize())]
+    loading = [(event["bytes"], event["of"]) for event in events if event["event"] == "loading"]
+    assert loading == sorted(loading)
+    assert loading[-1][0] == loading[-1][1]
+    assert [event["event"] for event in events[len(loading) :]] == ["loaded", "registering", "ready"]
+    assert events[len(loading)]["num_blocks"] == 8
+
+
+def test_run_stops_while_it_is_loading(endpoint: str) -> None:
+    stop, events = threading.Event(), []
+    stop.set()
+    run(demo_config(endpoint), events.append, stop)
+    assert events == []
+
+
+def test_run_tells_of_a_bad_address_before_it_loads() -> None:
+    with pytest.raises(ValueError, match="engine"):
+        run(demo_config("tcp://10.1.2.3:80"), [].append, threading.Event())
 
 
 # --- a process of its own ---------------------------------------------------------------------------------------------

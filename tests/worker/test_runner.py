@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Callable
@@ -12,11 +13,11 @@ from hypothesis import strategies as st
 from tests.worker.fakes_model import (
     BOMB,
     INFINITE,
+    MAX_MODEL_LEN,
     NUM_BLOCKS,
     POISON,
     VOCAB,
     Driver,
-    FakeLoaded,
     FakeModel,
     fake_runner,
     new_row,
@@ -26,8 +27,9 @@ from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowOutput, StepPlan
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.kernels.ops import load_ops
+from pagoda_worker.kernels.ops import Needs, load_ops
 from pagoda_worker.layers.rope import RopeShape
+from pagoda_worker.loading import LoadedModel
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.spec import DecoderSpec, expected_tensors
 from pagoda_worker.runner import ModelRunner
@@ -54,22 +56,31 @@ def tiny_llama() -> ModelRunner:
         num_kv_heads=2,
         head_dim=16,
         norm_eps=1e-6,
-        max_positions=256,
+        max_positions=MAX_MODEL_LEN,
         ropes=(RopeShape(theta=10_000.0, head_dim=16),),
         rope_of_layer=(0, 0),
         windows=(None, None),
         attention_scale=0.25,
         tied=True,
     )
-    ops, _ = load_ops(torch.device("cpu"), "torch")
+    ops, _ = load_ops(torch.device("cpu"), "torch", Needs(dtype=torch.bfloat16))
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.randn(shape, generator=generator) * 0.2 if len(shape) == 2 else torch.ones(shape)
         for name, shape in expected_tensors(spec).items()
     }
-    model = Decoder(spec, ops, lambda name: weights[name].bfloat16(), torch.bfloat16, 256)
-    loaded = FakeLoaded(model, ops, dtype=torch.bfloat16)  # type: ignore[arg-type]
-    return ModelRunner(loaded, NUM_BLOCKS, WorkerConfig(block_size=16))  # type: ignore[arg-type]
+    loaded = LoadedModel(
+        model=Decoder(spec, ops, lambda name: weights[name].bfloat16(), torch.bfloat16, MAX_MODEL_LEN),
+        ops=ops,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        vocab_size=VOCAB,
+        max_model_len=MAX_MODEL_LEN,
+        fingerprint="tiny",
+        numerics_id="tiny",
+        native=True,
+    )
+    return ModelRunner(loaded, NUM_BLOCKS, WorkerConfig(block_size=16))
 
 
 @pytest.fixture(params=[fake_runner, tiny_llama], ids=["fake", "llama"])
@@ -96,8 +107,13 @@ def tokens_of(outputs: list[RowOutput]) -> list[int]:
 
 
 def alone(manner: dict[str, Any], steps: int = 8, make: MakeRunner = fake_runner) -> list[RowOutput]:
+    return _alone(MANNERS.index(manner), steps, make)
+
+
+@functools.cache
+def _alone(manner: int, steps: int, make: MakeRunner) -> list[RowOutput]:
     driver = Driver(make())
-    row = driver.add(1, PROMPT, params=SamplingParams(**manner), seed=99, choice=1)
+    row = driver.add(1, PROMPT, params=SamplingParams(**MANNERS[manner]), seed=99, choice=1)
     return outputs_of(driver, 1, [row], steps)
 
 
@@ -119,7 +135,7 @@ def test_neighbours_do_not_matter(make_runner: MakeRunner, manner: dict[str, Any
 
 
 @pytest.mark.parametrize("manner", MANNERS)
-@pytest.mark.parametrize("chunk_tokens", [1, 5, 16])
+@pytest.mark.parametrize("chunk_tokens", [1, 7])
 def test_chunking_does_not_matter(make_runner: MakeRunner, manner: dict[str, Any], chunk_tokens: int) -> None:
     driver = Driver(make_runner())
     row = driver.add(1, PROMPT, params=SamplingParams(**manner), seed=99, choice=1)
@@ -127,7 +143,7 @@ def test_chunking_does_not_matter(make_runner: MakeRunner, manner: dict[str, Any
 
 
 @pytest.mark.parametrize("manner", MANNERS)
-@pytest.mark.parametrize("done", [1, 3, 6])
+@pytest.mark.parametrize("done", [1, 5])
 def test_a_replayed_row_goes_on(make_runner: MakeRunner, manner: dict[str, Any], done: int) -> None:
     undisturbed = alone(manner, make=make_runner)
     prior = tokens_of(undisturbed)[:done]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pagoda_proto.options import option
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-KERNELS = ("auto", "reference", "torch")
+KERNELS = ("auto", "reference", "torch", "native")
+INSTRUCTION_SETS = ("", "base", "avx2", "avx512", "avx512bf16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,8 @@ class WorkerConfig:
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
     device: str = option("cpu", "cpu or cuda:N")
     dtype: str = option("auto", "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU")
-    kernels: str = option("auto", "kernel back end: auto, reference or torch")
+    kernels: str = option("auto", "kernel back end: auto, reference, torch or native")
+    instruction_set: str = option("", "level of the native kernels: base, avx2, avx512, avx512bf16; empty: the best")
     threads: int = option(0, "compute threads; 0 takes every core this process may use")
     block_size: int = option(32, "tokens per KV block")
     kv_cache_gib: float = option(0.0, "memory for the KV cache; 0 sizes it from what the machine has free")
@@ -35,6 +37,9 @@ class WorkerConfig:
             problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.kernels not in KERNELS:
             problems.append(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
+        if self.instruction_set not in INSTRUCTION_SETS:
+            known = ", ".join(filter(None, INSTRUCTION_SETS))
+            problems.append(f"instruction_set must be one of {known}, got {self.instruction_set!r}")
         if self.block_size < 1 or self.block_size % 16:
             problems.append(f"block_size must be a multiple of 16, got {self.block_size}")
         if self.kv_cache_gib < 0:

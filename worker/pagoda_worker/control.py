@@ -98,6 +98,7 @@ class Control:
     """The control connection and its thread. Use as a context manager; leaving it ends the thread.
 
     Attributes:
+        connected: Set while the connection stands. Hello waits for it: an engine core may use it right after Welcome.
         drain: Set when the engine core asked this worker to leave.
     """
 
@@ -109,6 +110,7 @@ class Control:
         membership: Membership,
         progress: Progress,
     ) -> None:
+        self.connected = threading.Event()
         self.drain = threading.Event()
         self._connect = (context, link, f"{incarnation}/c")
         self._membership = membership
@@ -147,6 +149,10 @@ class Control:
             if standing is not None and now >= next_beat:
                 wire.send(self._progress.beat(now), standing.boot_id, standing.epoch)
                 next_beat = now + BEAT_INTERVAL_S
+            if wire.reaches():
+                self.connected.set()
+            else:
+                self.connected.clear()
             frame = wire.receive(IDLE_INTERVAL_S)
             standing = self._membership.standing(time.monotonic())
             if frame is not None and standing is not None:

@@ -14,10 +14,11 @@ import torch
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape
-from pagoda_worker.kernels.ops import Ops, load_ops
+from pagoda_worker.kernels.ops import Needs, Ops, load_ops
 from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.config_reader import ConfigReader, UnsupportedConfig
 from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.models.spec import IGNORED_SUFFIXES, DecoderSpec, expected_tensors
 from pagoda_worker.numerics import numerics_id
 from pagoda_worker.weights import Progress, open_checkpoint, read_json
@@ -74,11 +75,10 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
     _refuse_hopeless(fields)
     device = torch.device(config.device)
     _set_threads(config.threads)
-    ops, reason = load_ops(device, config.kernels)
-    log.info("kernels: %s (%s)", ops.name, reason)
     spec = _native_spec(fields, config.fallback)
     with open_checkpoint(path, progress) as checkpoint:
         dtype = _run_dtype(config.dtype, fields, checkpoint.dtype(), device)
+        ops = _load_ops(config, device, dtype, spec)
         fingerprint = sha256(f"{sorted(fields.items())!r}\n{checkpoint.digest}".encode()).hexdigest()[:16]
         if spec is None:
             from pagoda_worker.models.fallback import TransformersModel
@@ -90,7 +90,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
             checkpoint.check(expected_tensors(spec), IGNORED_SUFFIXES, spec.tied)
             max_len, vocab = _model_len(config.max_model_len, spec.max_positions), spec.vocab_size
             with torch.inference_mode():
-                model = Decoder(spec, ops, lambda name: checkpoint.get(name, dtype, device), dtype, max_len)
+                decoder = Decoder(spec, ops, lambda name: checkpoint.get(name, dtype, device), dtype, max_len)
+                model = Recorded(decoder, config.max_tokens_per_step)
     return LoadedModel(
         model=model,
         ops=ops,
@@ -102,6 +103,14 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
         numerics_id=numerics_id(ops, dtype, "native" if spec is not None else fallback.implementation),
         native=spec is not None,
     )
+
+
+def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> Ops:
+    sizes = {} if spec is None else {"hidden_size": spec.hidden_size, "head_dim": spec.head_dim}
+    needs = Needs(dtype=dtype, num_threads=config.threads, instruction_set=config.instruction_set, **sizes)
+    ops, reason = load_ops(device, config.kernels, needs)
+    log.info("kernels: %s (%s)", ops.name, reason)
+    return ops
 
 
 def _refuse_hopeless(fields: dict[str, Any]) -> None:
@@ -155,9 +164,7 @@ def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
     return spec
 
 
-def _run_dtype(
-    choice: str, fields: dict[str, Any], stored: torch.dtype | None, device: torch.device
-) -> torch.dtype:
+def _run_dtype(choice: str, fields: dict[str, Any], stored: torch.dtype | None, device: torch.device) -> torch.dtype:
     """The configured dtype, else the checkpoint's; float16 becomes bfloat16 on CPU, where it is slow and overflows."""
     if choice != "auto":
         return DTYPES[choice]

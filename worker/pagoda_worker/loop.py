@@ -175,7 +175,7 @@ class StepLoop:
         interval_s, next_hello = HELLO_INTERVAL_S, 0.0
         while not leaving():
             now = time.monotonic()
-            if now >= next_hello and self._wire.send(self._hello, timeout_s=POLL_S):
+            if now >= next_hello and self._control.connected.wait(POLL_S) and self._wire.send(self._hello):
                 next_hello = now + interval_s
             frame = self._wire.receive(POLL_S)
             match self._decode(frame[1]) if frame else None:

@@ -7,7 +7,6 @@ from hashlib import sha256
 
 import torch
 
-from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.ops import Ops
 
 # Raised whenever a change of the arithmetic (order of sums, rounding, fusion) changes bits.
@@ -28,7 +27,7 @@ def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str) -> str:
         f"{ops.name} on {ops.device.type}",
         instruction_set(ops.device),
         f"{dtype} weights as stored",
-        f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}",
+        ops.numerics,
         implementation,
     )
     return sha256("\n".join(parts).encode()).hexdigest()[:16]

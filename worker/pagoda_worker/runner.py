@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,13 +17,11 @@ from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import Chunk, NewRow, RowOutput, StepPlan, StepResult, TopLogprobs
 from pagoda_worker.batch import build_batch
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.loading import LoadedModel
 from pagoda_worker.logprobs import RawLogprobs
 from pagoda_worker.rows import Row
 from pagoda_worker.sampler import NOT_A_NUMBER, Fault, Sample, sample
 from pagoda_worker.table import RowTable, RunnerFacts
-
-if TYPE_CHECKING:
-    from pagoda_worker.loading import LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +39,7 @@ class ModelRunner:
             numerics_id=loaded.numerics_id,
             device=str(loaded.device),
             vocab_size=loaded.vocab_size,
-            max_model_len=min(loaded.max_model_len, num_blocks * config.block_size),
+            max_model_len=loaded.max_model_len,
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_rows=config.max_rows,
@@ -50,8 +47,8 @@ class ModelRunner:
         )
         self._model = loaded.model
         self._ops = loaded.ops
-        self._device = torch.device(loaded.device)
-        self._kv = loaded.ops.new_kv_cache(loaded.model.kv_shape, num_blocks, config.block_size)
+        self._device = loaded.device
+        self._kv = loaded.new_kv_cache(num_blocks, config.block_size)
         self._table = RowTable(self.facts)
         self._last_failure = ""
 

@@ -94,9 +94,13 @@ class Wire:
             self._socket.close()
             raise ValueError(f"engine: cannot connect to {link.endpoint!r}: {error}") from error
 
+    def reaches(self, timeout_s: float = 0.0) -> bool:
+        """Whether the engine core is connected, so that a message sent now would leave."""
+        return bool(self._socket.poll(round(timeout_s * 1000), zmq.POLLOUT))
+
     def send(self, message: Message, boot_id: str = "", epoch: int = 0, timeout_s: float = 0.0) -> bool:
         """False when the engine core could not be reached in time; the message is then gone."""
-        if not self._socket.poll(round(timeout_s * 1000), zmq.POLLOUT):
+        if not self.reaches(timeout_s):
             return False
         self._sequence += 1
         try:

@@ -49,7 +49,7 @@ def make_model(model_type: str, changes: dict[str, Any], seed: int = 7) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, 0.16 if "embed" not in name else 1.0)
+                parameter.normal_(0, (0.12 if config.tie_word_embeddings else 1.0) if "embed" in name else 0.2)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model

@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from pagoda_worker.batch import Batch
+from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
-from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 
 GRAIN = 32768  # torch runs elementwise work of up to this many elements on one thread
@@ -38,6 +39,7 @@ class Packed(NamedTuple):
 
 class AtenOps:
     name = "torch"
+    numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}"
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -119,6 +121,9 @@ class AtenOps:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return PagedAttention(shape, sinks).attend(query, kv.blocks[layer], plan)
+
+    def record(self, forward: Forward, kv: KVCache, max_tokens: int) -> None:
+        return None
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
         return new_kv_cache(shape, num_blocks, block_size, self.device)

@@ -9,8 +9,9 @@ the others are tested against.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,10 @@ import torch
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape
 
-BACKENDS = ("reference", "torch")
+BACKENDS = ("reference", "torch", "native")
+
+Forward = Callable[["Ops", Batch, Any], torch.Tensor]
+"""A model's forward pass by the given back end: (ops, batch, cache) -> hidden states [T, H]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +47,26 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of one step, [T, 1, D] float32; the first half of `sin` is negative (see `layers.rope`)."""
+    """Cosines and sines of all positions, [max_positions, D / 2] float32, and the positions [T] of one step.
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    x * cos + roll(x, D / 2) * sin is the rotation of x (see `layers.rope`).
+    """
+
+    cos_table: torch.Tensor
+    sin_table: torch.Tensor
+    positions: torch.Tensor
+
+    @cached_property
+    def cos(self) -> torch.Tensor:
+        """[T, 1, D]"""
+        cos = self.cos_table.index_select(0, self.positions)
+        return torch.cat((cos, cos), -1).unsqueeze(1)
+
+    @cached_property
+    def sin(self) -> torch.Tensor:
+        """[T, 1, D], the first half negative"""
+        sin = self.sin_table.index_select(0, self.positions)
+        return torch.cat((-sin, sin), -1).unsqueeze(1)
 
 
 class Ops(Protocol):
@@ -54,6 +74,16 @@ class Ops(Protocol):
 
     name: str
     device: torch.device
+
+    @property
+    def numerics(self) -> str:
+        """What of this back end decides how results are rounded, besides its name: tile sizes, instruction set."""
+
+    def record(self, forward: Forward, kv: Any, max_tokens: int) -> Callable[[Batch], torch.Tensor] | None:
+        """`forward` over `kv` as one call for batches of up to `max_tokens`, with the same bits.
+
+        The hidden states it returns are valid until the next call. None: this back end records nothing.
+        """
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         """weight [N, K] and bias [N] in the run dtype -> a packed form; the arguments may be freed afterwards."""
@@ -78,7 +108,7 @@ class Ops(Protocol):
     def act_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """gate_up [T, 2 I] -> act(gate) * up [T, I]; activation is "silu" or "gelu_tanh"."""
 
-    def rope_write(  # noqa: PLR0913 - one fused step of the layer
+    def rope_write(
         self,
         qkv: torch.Tensor,
         rotation: Rotation,
@@ -100,7 +130,7 @@ class Ops(Protocol):
     def plan(self, batch: Batch, kv: KVCache) -> Any:
         """What all layers of a step have in common: work lists and masks. Made once per step, before any `attend`."""
 
-    def attend(  # noqa: PLR0913 - the operands of attention
+    def attend(
         self,
         query: torch.Tensor,
         kv: KVCache,
@@ -126,22 +156,44 @@ class BackendError(ValueError):
     """A back end that was asked for by name and cannot be had here."""
 
 
-def load_ops(device: torch.device, choice: str) -> tuple[Ops, str]:
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a model asks of a back end. `hidden_size` and `head_dim` are 0 for a model that is not ours to know."""
+
+    dtype: torch.dtype
+    hidden_size: int = 0
+    head_dim: int = 0
+    num_threads: int = 0  # 0: as many as this process may use
+    instruction_set: str = ""  # "" is the best this machine has
+
+
+def load_ops(device: torch.device, choice: str, needs: Needs) -> tuple[Ops, str]:
     """The back end for `device`, and why it was chosen (for the log).
 
     Args:
         device: Where tensors live.
         choice: "auto" or a name of BACKENDS.
+        needs: What it must be able to do.
 
     Raises:
         BackendError: `choice` is not known, or was named and cannot run here.
     """
+    if choice not in ("auto", *BACKENDS):
+        raise BackendError(f"kernels: must be auto or one of {', '.join(BACKENDS)}, got {choice!r}")
     if choice == "reference":
         from pagoda_worker.kernels.reference import ReferenceOps
 
         return ReferenceOps(device), "named in the configuration"
-    if choice in ("auto", "torch"):
-        from pagoda_worker.kernels.aten import AtenOps
+    reason = "named in the configuration" if choice != "auto" else f"the best for {device.type}"
+    if choice == "native" or (choice == "auto" and device.type == "cpu"):
+        from pagoda_worker.kernels.cpu.native import load_native
 
-        return AtenOps(device), "named in the configuration" if choice == "torch" else f"the best for {device.type}"
-    raise BackendError(f"kernels: must be auto or one of {', '.join(BACKENDS)}, got {choice!r}")
+        try:
+            return load_native(device, needs), reason
+        except BackendError as error:
+            if choice == "native":
+                raise
+            reason = f"native kernels cannot serve: {error}"
+    from pagoda_worker.kernels.aten import AtenOps
+
+    return AtenOps(device), reason

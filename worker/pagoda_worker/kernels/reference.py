@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
-from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 
 
 class Plain(NamedTuple):
@@ -20,6 +20,7 @@ class Plain(NamedTuple):
 
 class ReferenceOps:
     name = "reference"
+    numerics = ""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -107,6 +108,9 @@ class ReferenceOps:
             weights = scores.softmax(-1)[..., :length]
             rows.append(torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype))
         return torch.cat(rows)
+
+    def record(self, forward: Forward, kv: KVCache, max_tokens: int) -> None:
+        return None
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
         return new_kv_cache(shape, num_blocks, block_size, self.device)

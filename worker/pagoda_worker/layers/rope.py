@@ -55,6 +55,5 @@ class RotaryTable:
         self._cos, self._sin = angles.cos().to(device), angles.sin().to(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:
-        """positions [T] int64. x * cos + roll(x, D / 2) * sin is the rotation of x."""
-        cos, sin = self._cos.index_select(0, positions), self._sin.index_select(0, positions)
-        return Rotation(torch.cat((cos, cos), -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1))
+        """positions [T] int64."""
+        return Rotation(self._cos, self._sin, positions)

@@ -5,6 +5,7 @@ Matrices that read the same input are one matrix (queries, keys and values; gate
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,12 @@ class Decoder:
         self._embed = take(EMBED)
         self._head = ops.pack_linear(self._embed if spec.tied else take(HEAD))
 
+    def on(self, ops: Ops) -> Decoder:
+        """The same weights, computed by `ops`, which must be of the back end that packed them."""
+        other = copy.copy(self)
+        other.ops = ops
+        return other
+
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
         kv.admit(batch)
@@ -79,27 +86,32 @@ class Decoder:
 
     def _plain(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
         """Pre-norm: every branch is normed on its way in and added on its way out."""
-        ops, eps = self.ops, self.spec.norm_eps
         branch: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
-            if branch is None:
-                x = ops.rms_norm(stream, layer.norms["attention"], eps)
-            else:
-                x, stream = ops.add_rms_norm(branch, stream, layer.norms["attention"], eps)
+            x, stream = self._norm_in(branch, stream, layer.norms["attention"])
             branch = self._attend(x, index, layer, step)
-            x, stream = ops.add_rms_norm(branch, stream, layer.norms["mlp"], eps)
+            x, stream = self._norm_in(branch, stream, layer.norms["mlp"])
             branch = self._mlp(x, layer)
-        return ops.rms_norm(stream if branch is None else branch.add_(stream), self._final_norm, eps)
+        return self._norm_in(branch, stream, self._final_norm)[0]
 
     def _branch_normed(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
         """Gemma: every branch is normed on its way in and again on its way out."""
         ops, eps = self.ops, self.spec.norm_eps
+        branch: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
-            x = ops.rms_norm(stream, layer.norms["attention"], eps)
+            x, stream = self._norm_in(branch, stream, layer.norms["attention"])
             branch = ops.rms_norm(self._attend(x, index, layer, step), layer.norms["after_attention"], eps)
-            x, stream = ops.add_rms_norm(branch, stream, layer.norms["mlp"], eps)
-            stream = stream + ops.rms_norm(self._mlp(x, layer), layer.norms["after_mlp"], eps)
-        return ops.rms_norm(stream, self._final_norm, eps)
+            x, stream = self._norm_in(branch, stream, layer.norms["mlp"])
+            branch = ops.rms_norm(self._mlp(x, layer), layer.norms["after_mlp"], eps)
+        return self._norm_in(branch, stream, self._final_norm)[0]
+
+    def _norm_in(
+        self, branch: torch.Tensor | None, stream: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream with the last branch added (none before the first layer): normed, and as it is."""
+        if branch is None:
+            return self.ops.rms_norm(stream, weight, self.spec.norm_eps), stream
+        return self.ops.add_rms_norm(branch, stream, weight, self.spec.norm_eps)
 
     def _attend(self, x: torch.Tensor, index: int, layer: Layer, step: _Step) -> torch.Tensor:
         ops, kv = self.ops, step.kv

@@ -89,12 +89,12 @@ def expected_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 def _layer_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     hidden, middle, attended = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     matrices = {part: (heads * spec.head_dim, hidden) for part, heads in zip(QKV, spec.heads_of_qkv, strict=True)}
-    matrices |= {OUT[0]: (hidden, attended), DOWN[0]: (hidden, middle)} | {part: (middle, hidden) for part in GATE_UP}
+    matrices |= {OUT[0]: (hidden, attended), DOWN[0]: (hidden, middle)} | dict.fromkeys(GATE_UP, (middle, hidden))
     biased = (QKV if spec.qkv_bias else ()) + (OUT if spec.out_bias else ())
     biased += GATE_UP + DOWN if spec.mlp_bias else ()
     shapes: dict[str, tuple[int, ...]] = {f"{part}.weight": shape for part, shape in matrices.items()}
     shapes |= {f"{part}.bias": (matrices[part][0],) for part in biased}
-    shapes |= {name: (hidden,) for name in norm_parts(spec).values()}
+    shapes |= dict.fromkeys(norm_parts(spec).values(), (hidden,))
     if spec.head_norms:
         shapes |= {f"self_attn.{name}.weight": (spec.head_dim,) for name in ("q_norm", "k_norm")}
     return shapes

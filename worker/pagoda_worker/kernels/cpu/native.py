@@ -7,19 +7,22 @@ the same code either way, so both paths compute the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
 MAX_HEAD_DIM = 256
+ATTENTION_SPLIT = 256  # keys that are summed up at a time; see SPLIT in csrc/attention.h
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 
 
@@ -89,6 +92,15 @@ class NativeOps:
         self.library = library
         self._tape = tape or Immediate(library)
 
+    @property
+    def numerics(self) -> str:
+        return f"{self.library.level} split {ATTENTION_SPLIT}"
+
+    def record(self, forward: Forward, kv: NativeKVCache, max_tokens: int) -> Callable[[Batch], torch.Tensor]:
+        from pagoda_worker.kernels.cpu.program import Program
+
+        return Program(self, forward, kv, max_tokens).run
+
     def on(self, tape: Tape) -> NativeOps:
         """The same operations on another tape."""
         return NativeOps(self.library, tape)
@@ -104,9 +116,7 @@ class NativeOps:
         """float32 straight from the accumulators."""
         return self._linear(hidden, packed, torch.float32, of_logits=True)
 
-    def _linear(
-        self, x: torch.Tensor, packed: NativeLinear, dtype: torch.dtype, *, of_logits: bool
-    ) -> torch.Tensor:
+    def _linear(self, x: torch.Tensor, packed: NativeLinear, dtype: torch.dtype, *, of_logits: bool) -> torch.Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], packed.n, dtype)
         ints = [packed.n, packed.k, 0, int(dtype == torch.float32)]
@@ -131,9 +141,7 @@ class NativeOps:
         """The sum is written over `residual`."""
         return self._norm(x, residual, weight, eps), residual
 
-    def _norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
         op = lib.make_op(lib.RMS_NORM, [x, residual, weight, y], [x.shape[1]], [eps])
@@ -216,8 +224,9 @@ class NativeOps:
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> NativeKVCache:
         width = shape.num_kv_heads * block_size * shape.head_dim
 
-        def layers() -> list[torch.Tensor]:
-            return [torch.zeros(num_blocks, width, dtype=torch.bfloat16) for _ in range(shape.num_layers)]
+        def layers() -> list[torch.Tensor]:  # numpy's zeros are pages that cost nothing until they are written
+            cells = (np.zeros((num_blocks, width), np.uint16) for _ in range(shape.num_layers))
+            return [torch.from_numpy(each).view(torch.bfloat16) for each in cells]
 
         return NativeKVCache(shape, num_blocks, block_size, layers(), layers())
 
@@ -227,12 +236,27 @@ class NativeOps:
             layer.index_copy_(0, destinations, layer.index_select(0, sources))
 
 
-def unsupported(shape: AttentionShape, hidden_size: int, dtype: torch.dtype) -> str | None:
-    """Why a model of these sizes cannot run on these kernels, or None."""
-    if dtype != torch.bfloat16:
-        return f"the native kernels compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if shape.head_dim % LANES or shape.head_dim > MAX_HEAD_DIM or hidden_size % LANES:
-        return f"head size {shape.head_dim} and hidden size {hidden_size} must be multiples of {LANES}"
-    return None
+def load_native(device: torch.device, needs: Needs) -> NativeOps:
+    """Raises BackendError, saying why, when these kernels cannot serve a model with such needs on this machine."""
+    if device.type != "cpu":
+        raise BackendError(f"kernels: native runs on cpu, not on {device.type}")
+    if needs.dtype != torch.bfloat16:
+        raise BackendError(f"kernels: native computes in bfloat16, not in {str(needs.dtype).removeprefix('torch.')}")
+    if not needs.hidden_size:
+        raise BackendError("kernels: native does not run models through transformers")
+    if needs.head_dim % LANES or needs.head_dim > MAX_HEAD_DIM or needs.hidden_size % LANES:
+        raise BackendError(
+            f"kernels: native needs sizes that are multiples of {LANES} and heads of up to {MAX_HEAD_DIM}, "
+            f"not hidden size {needs.hidden_size} and head size {needs.head_dim}"
+        )
+    try:
+        return NativeOps(lib.Library(_cpus(needs.num_threads), needs.instruction_set))
+    except lib.LibraryError as error:
+        raise BackendError(f"kernels: {error}") from error
 
 
+def _cpus(num_threads: int) -> list[int]:
+    """One entry per thread: its own core if there is one for each, else -1 for wherever the system puts it."""
+    available = sorted(os.sched_getaffinity(0))
+    count = num_threads or len(available)
+    return available if count == len(available) else [-1] * count

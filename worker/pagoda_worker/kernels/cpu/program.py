@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.native import NativeKVCache, NativeOps
-
-Forward = Callable[[NativeOps, Batch, NativeKVCache], torch.Tensor]
+from pagoda_worker.kernels.ops import Forward
 
 
 class Recording:

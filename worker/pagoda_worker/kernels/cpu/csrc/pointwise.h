@@ -32,8 +32,8 @@ struct RopeArgs {
   uint16_t* q;                // [tokens, heads, dim]
   uint32_t* k_cache;          // see attention.h
   uint32_t* v_cache;
-  const float* cos;           // [positions, dim], or null: no rotation
-  const float* sin;           // [positions, dim], its first half negative
+  const float* cos;           // [positions, dim / 2], or null: no rotation
+  const float* sin;
   const float* norm;          // [heads + kv_heads, dim] or null
   const int64_t* positions;   // [tokens]
   const int64_t* kv_indices;  // [tokens]
@@ -41,14 +41,15 @@ struct RopeArgs {
   float eps;
 };
 
-// y = x * cos + (x with its halves swapped) * sin
+// Dimension i turns with dimension i + dim / 2 by the angle of pair i.
 PAGODA_INLINE void rotate(const uint16_t* x, uint16_t* y, const float* cos, const float* sin, int dim) {
   int half = dim / 2;
   for (int i = 0; i < half; i += 16) {
     int n = half - i < 16 ? half - i : 16;  // a half may be no multiple of 16; a whole is
     f16 left = load_some(x + i, n), right = load_some(x + half + i, n);
-    store_some(y + i, left * load_some(cos + i, n) + right * load_some(sin + i, n), n);
-    store_some(y + half + i, right * load_some(cos + half + i, n) + left * load_some(sin + half + i, n), n);
+    f16 c = load_some(cos + i, n), s = load_some(sin + i, n);
+    store_some(y + i, left * c - right * s, n);
+    store_some(y + half + i, right * c + left * s, n);
   }
 }
 
@@ -63,7 +64,7 @@ static void rope_token(const RopeArgs& a, int token) {
     }
     uint16_t* y = h < a.heads ? a.q + ((size_t)token * a.heads + h) * a.dim : turned;
     if (a.cos) {
-      size_t line = (size_t)a.positions[token] * a.dim;
+      size_t line = (size_t)a.positions[token] * (a.dim / 2);
       rotate(x, y, a.cos + line, a.sin + line, a.dim);
     } else {
       memcpy(y, x, 2 * (size_t)a.dim);

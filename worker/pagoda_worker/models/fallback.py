@@ -1,0 +1,315 @@
+"""Any other decoder-only model, run by transformers' own modelling code on our paged cache.
+
+transformers lets a program register an attention function by name. Ours writes K and V into the paged cache and attends
+from it, so the model sees packed tokens as one batch of size 1 with `position_ids`, and keeps no cache of its own. Its
+linear layers are replaced by packed ones. Everything else is the model's code.
+
+A model is taken only if that is the whole truth about it, which is checked by running it: every layer must call the
+attention function exactly once, with heads of one shape and no mask of its own, and the logits of a short prompt must
+agree with those of the unmodified model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_utils import AttentionInterface
+from transformers.pytorch_utils import Conv1D
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.kv_cache import KVCache, KVShape
+from pagoda_worker.kernels.ops import AttentionShape, Ops
+from pagoda_worker.models.config_reader import UnsupportedConfig
+from pagoda_worker.weights import Checkpoint
+
+ATTENTION = "pagoda_paged"
+PROBE_TOKENS = 12
+# Their frequencies depend on the longest row of a batch: a request's tokens would depend on its neighbours.
+MUTABLE_ROPES = ("dynamic", "longrope")
+HARMLESS_ARGUMENTS = {
+    "dropout", "position_ids", "use_cache", "is_causal", "position_embeddings", "past_key_values", "past_key_value",
+    "cache_position", "output_attentions", "output_hidden_states", "return_dict", "head_mask", "deterministic",
+    "output_router_logits", "layer_head_mask",
+}  # fmt: skip
+
+
+@dataclass
+class Context:
+    """What the attention function needs beside its arguments; set for the length of one forward pass."""
+
+    ops: Ops
+    batch: Batch | None = None
+    kv: KVCache | None = None
+    plan: Any = None
+    calls: list[AttentionCall] | None = None  # while probing
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    layer: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None
+
+
+class TransformersModel:
+    """A model as the runner sees it. `base` computes hidden states, `causal` what comes after them."""
+
+    def __init__(self, path: Path, ops: Ops, dtype: torch.dtype, checkpoint: Checkpoint) -> None:
+        """Raises UnsupportedConfig when the model cannot be run faithfully, naming what is in the way."""
+        config = _read_config(path)
+        self.implementation = f"transformers {transformers.__version__}"
+        self.ops = ops
+        self.vocab_size = int(config.vocab_size)
+        self.max_positions = int(config.max_position_embeddings)
+        self._causal = _load(path, config, dtype, ops.device)
+        if checkpoint.progress is not None:
+            checkpoint.progress(checkpoint.num_bytes, checkpoint.num_bytes)
+        with torch.inference_mode():
+            expected = _logits(self._causal, _probe_ids(self.vocab_size, ops.device))
+            _pack_linears(self._causal, ops)
+            self._context = Context(ops)
+            self._attach()
+            self.kv_shape = self._probe(config, dtype, expected)
+
+    def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
+        """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
+        kv.admit(batch)
+        context = self._context
+        context.batch, context.kv, context.plan = batch, kv, self.ops.plan(batch, kv)
+        try:
+            output = self._base(
+                input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True
+            )
+        finally:
+            context.batch = context.kv = context.plan = None
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        kv.inspect(batch, hidden)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> [R, V] float32, by whatever the model does after its last layer."""
+        self._given.hidden = hidden[None]
+        logits: torch.Tensor = self._causal(input_ids=hidden.new_zeros((1, len(hidden)), dtype=torch.int64)).logits[0]
+        return logits.float()
+
+    def _attach(self) -> None:
+        """Make our function the model's attention, and split the model into its base and its head."""
+        AttentionInterface.register(ATTENTION, _attend)
+        self._causal.set_attn_implementation(ATTENTION)
+        for module in self._causal.modules():
+            if hasattr(module, "layer_idx"):
+                module.pagoda_context = self._context
+        prefix = self._causal.base_model_prefix
+        self._base, self._given = getattr(self._causal, prefix), _Given()
+        setattr(self._causal, prefix, self._given)
+
+    def _probe(self, config: Any, dtype: torch.dtype, expected: torch.Tensor) -> KVShape:
+        """Run a short prompt in two chunks and compare. Returns the shape of the cache that the model turned out to need."""
+        ids = _probe_ids(self.vocab_size, self.ops.device)
+        shape = self._probe_shape(config, ids, dtype)
+        kv = self.ops.new_kv_cache(shape, 1, 16)
+        cut = PROBE_TOKENS // 2
+        parts = [_batch(ids[:cut], 0), _batch(ids[cut:], cut)]
+        got = torch.cat([self.logits(self.forward(part, kv)) for part in parts])
+        scale = expected.abs().max().clamp(min=1.0)
+        difference = float((got - expected).abs().max() / scale)
+        if not difference < (1e-3 if dtype == torch.float32 else 0.1):
+            raise UnsupportedConfig(
+                f"{config.architectures}: logits on the paged cache differ from transformers' own by {difference:.2g}"
+            )
+        return shape
+
+    def _probe_shape(self, config: Any, ids: torch.Tensor, dtype: torch.dtype) -> KVShape:
+        self._context.calls = calls = []
+        try:
+            batch = _batch(ids[:1], 0)
+            self._base(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
+        finally:
+            self._context.calls = None
+        layers = int(config.num_hidden_layers)
+        if sorted(call.layer for call in calls) != list(range(layers)):
+            raise UnsupportedConfig(
+                f"{config.architectures}: {len(calls)} of {layers} layers use plain attention; such models are not served"
+            )
+        shapes = {(call.num_kv_heads, call.head_dim) for call in calls}
+        if len(shapes) != 1:
+            raise UnsupportedConfig(
+                f"{config.architectures}: layers with KV heads of different shapes {sorted(shapes)}"
+            )
+        _check_windows(config, calls)
+        heads, head_dim = shapes.pop()
+        return KVShape(num_layers=layers, num_kv_heads=heads, head_dim=head_dim, dtype=dtype)
+
+
+class _Given(nn.Module):
+    """Stands where the base model stood and returns hidden states that are known already."""
+
+    hidden: torch.Tensor
+
+    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+class _PackedLinear(nn.Module):
+    """A linear layer of the model, computed by our operations."""
+
+    def __init__(self, ops: Ops, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._ops = ops
+        self._packed = ops.pack_linear(weight.detach(), None if bias is None else bias.detach())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, self.in_features)
+        if not len(flat):
+            return x.new_empty((*x.shape[:-1], self.out_features))
+        return self._ops.linear(flat, self._packed).view(*x.shape[:-1], self.out_features)
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention interface: query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+    window, softcap, sinks = (kwargs.pop(name, None) for name in ("sliding_window", "softcap", "s_aux"))
+    _check_call(module, key, value, attention_mask, kwargs)
+    context: Context = module.pagoda_context  # type: ignore[assignment]
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if context.calls is not None:
+        context.calls.append(AttentionCall(layer, key.shape[1], key.shape[3], window))
+        return query.transpose(1, 2), None
+    if context.batch is None or context.kv is None:
+        raise RuntimeError("attention outside of a forward pass")
+    q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
+    context.ops.write_kv(k, v, context.kv, layer, context.batch.kv_indices)
+    shape = AttentionShape(
+        num_heads=q.shape[1],
+        num_kv_heads=k.shape[1],
+        head_dim=q.shape[2],
+        scale=q.shape[2] ** -0.5 if scaling is None else scaling,
+        window=window,
+        softcap=softcap,
+    )
+    out = context.ops.attend(q, context.kv, layer, context.plan, shape, sinks)
+    return out.view(1, *q.shape), None
+
+
+def _check_call(
+    module: nn.Module, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, others: dict[str, Any]
+) -> None:
+    """What our attention does not do must not be asked of it."""
+    unknown = sorted(
+        name for name, argument in others.items() if argument is not None and name not in HARMLESS_ARGUMENTS
+    )
+    if mask is not None:
+        unknown.append("attention_mask")
+    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        unknown.append("attention that is not causal")
+    if key.shape != value.shape:
+        unknown.append("values of another shape than keys")
+    if unknown:
+        raise UnsupportedConfig(f"{type(module).__name__} asks for {', '.join(unknown)}; such models are not served")
+
+
+def _check_windows(config: Any, calls: list[AttentionCall]) -> None:
+    """A layer said to slide must say its window, or it would be attended in full."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedConfig(f"{config.architectures}: layers of type {', '.join(unknown)}")
+    silent = [call.layer for call in calls if kinds[call.layer] == "sliding_attention" and call.window is None]
+    if silent:
+        raise UnsupportedConfig(f"{config.architectures}: layers {silent} slide by a mask of their own")
+
+
+def _read_config(path: Path) -> Any:
+    """Raises UnsupportedConfig for models that transformers does not know, or that cannot be served faithfully."""
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, KeyError, OSError) as error:
+        raise UnsupportedConfig(f"transformers {transformers.__version__} does not know this model: {error}") from error
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedConfig(f"config.json: {config.model_type!r} is not a decoder-only language model")
+    ropes = getattr(config, "rope_parameters", None) or {}
+    kinds = {ropes.get("rope_type"), *(part.get("rope_type") for part in ropes.values() if isinstance(part, dict))}
+    if bad := sorted(kind for kind in kinds if kind in MUTABLE_ROPES):
+        raise UnsupportedConfig(f"config.json: rope type {bad[0]!r} makes a request depend on its neighbours")
+    for name in ("vocab_size", "max_position_embeddings", "num_hidden_layers"):
+        if not isinstance(getattr(config, name, None), int):
+            raise UnsupportedConfig(f"config.json: {name!r} is missing")
+    return config
+
+
+def _load(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model as transformers makes it.
+
+    Raises:
+        UnsupportedConfig: weights are missing, or it has no attention interface.
+    """
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
+    except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
+        raise UnsupportedConfig(f"transformers cannot load this model: {error}") from error
+    if report["missing_keys"] or report["mismatched_keys"]:
+        missing = [*report["missing_keys"], *report["mismatched_keys"]][:8]
+        raise UnsupportedConfig(f"the checkpoint lacks {', '.join(map(str, missing))}")
+    return model.eval().to(device)
+
+
+def _pack_linears(model: nn.Module, ops: Ops) -> None:
+    """Replace linear layers; a packed layer owns its weights, so the original is freed at once."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, _PackedLinear(ops, child.weight, child.bias))
+            elif type(child) is Conv1D:
+                setattr(parent, name, _PackedLinear(ops, child.weight.t(), child.bias))
+
+
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
+    return logits.float()
+
+
+def _probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
+    """A fixed short prompt that stays clear of the special tokens at either end of a vocabulary."""
+    return (torch.arange(PROBE_TOKENS, device=device) * 7919 + vocab_size // 3) % max(1, vocab_size // 2)
+
+
+def _batch(ids: torch.Tensor, start: int) -> Batch:
+    """One row in block 0."""
+    places = torch.arange(start, start + len(ids), device=ids.device)
+    return Batch(
+        token_ids=ids,
+        positions=places,
+        kv_indices=places,
+        block_tables=torch.zeros((1, 1), dtype=torch.int32, device=ids.device),
+        query_starts=[0, len(ids)],
+        query_lens=[len(ids)],
+        context_lens=[start + len(ids)],
+        logit_indices=places[-1:] - start,
+    )
