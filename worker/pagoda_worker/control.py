@@ -100,6 +100,8 @@ class Control:
     Attributes:
         connected: Set while the connection stands. Hello waits for it: an engine core may use it right after Welcome.
         drain: Set when the engine core asked this worker to leave.
+
+    `alive_file` is touched at every acknowledged beat: health, for whoever cannot ask a process without a port.
     """
 
     def __init__(
@@ -109,12 +111,14 @@ class Control:
         incarnation: str,
         membership: Membership,
         progress: Progress,
+        alive_file: str = "",
     ) -> None:
         self.connected = threading.Event()
         self.drain = threading.Event()
         self._connect = (context, link, f"{incarnation}/c")
         self._membership = membership
         self._progress = progress
+        self._alive_file = Path(alive_file) if alive_file else None
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="pagoda-worker-control", daemon=True)
@@ -171,7 +175,8 @@ class Control:
             case Refused():  # also under epoch 0: an engine core that does not know us says so
                 self._membership.lose(standing, f"refused: {message.reason}")
             case BeatAck() if envelope.epoch:
-                self._membership.heard(standing, time.monotonic())
+                if self._membership.heard(standing, time.monotonic()) and self._alive_file is not None:
+                    self._alive_file.touch()
             case Drain() if envelope.epoch:
                 self.drain.set()
             case ResetWorker() if envelope.epoch:

@@ -84,6 +84,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
             from pagoda_worker.models.fallback import TransformersModel
 
             fallback = TransformersModel(path, ops, dtype, checkpoint)
+            if not fallback.batch_invariant:
+                log.warning("%s: tokens may depend on how a request is batched; bfloat16 may avoid that", dtype)
             max_len, vocab = _model_len(config.max_model_len, fallback.max_positions), fallback.vocab_size
             model: Model = fallback
         else:

@@ -126,7 +126,7 @@ def serve(runner: ModelRunner, config: WorkerConfig, report: Report, stop: threa
         wire = Wire(context, link, f"{identity.incarnation}/d")
         linger_s = 0.0
         try:
-            with Control(context, link, identity.incarnation, membership, progress) as control:
+            with Control(context, link, identity.incarnation, membership, progress, config.alive_file) as control:
                 StepLoop(runner, identity.hello(runner.facts), wire, membership, progress, control).run(report, stop)
             linger_s = GOODBYE_LINGER_S
         finally:

@@ -24,9 +24,14 @@ CPU_CAP_BYTES = 4 * GIB
 class MemoryNeeds(Protocol):
     """What of a loaded model matters here."""
 
-    kv_shape: KVShape
-    max_model_len: int
-    device: torch.device
+    @property
+    def kv_shape(self) -> KVShape: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 class NotEnoughMemory(ValueError):

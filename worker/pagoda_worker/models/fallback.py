@@ -6,7 +6,7 @@ linear layers are replaced by packed ones. Everything else is the model's code.
 
 A model is taken only if that is the whole truth about it, which is checked by running it: every layer must call the
 attention function exactly once, with heads of one shape and no mask of its own, and the logits of a short prompt must
-agree with those of the unmodified model.
+agree with those of the unmodified model. Whether they keep their bits when the prompt is cut is found out on the way.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
@@ -60,24 +60,27 @@ class AttentionCall:
 
 
 class TransformersModel:
-    """A model as the runner sees it. `base` computes hidden states, `causal` what comes after them."""
+    """A model as the runner sees it. Its base computes hidden states; what comes after them is the causal model's."""
 
     def __init__(self, path: Path, ops: Ops, dtype: torch.dtype, checkpoint: Checkpoint) -> None:
         """Raises UnsupportedConfig when the model cannot be run faithfully, naming what is in the way."""
         config = _read_config(path)
-        self.implementation = f"transformers {transformers.__version__}"
         self.ops = ops
         self.vocab_size = int(config.vocab_size)
         self.max_positions = int(config.max_position_embeddings)
         self._causal = _load(path, config, dtype, ops.device)
+        self._context = Context(ops)
         if checkpoint.progress is not None:
             checkpoint.progress(checkpoint.num_bytes, checkpoint.num_bytes)
-        with torch.inference_mode():
-            expected = _logits(self._causal, _probe_ids(self.vocab_size, ops.device))
-            _pack_linears(self._causal, ops)
-            self._context = Context(ops)
-            self._attach()
-            self.kv_shape = self._probe(config, dtype, expected)
+        try:
+            with torch.inference_mode():
+                self.kv_shape, self.batch_invariant = self._take_over(config, dtype)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            reason = f"{config.architectures}: its code does not run on a paged cache ({type(error).__name__}: {error})"
+            raise UnsupportedConfig(reason) from error
+        # Without batch invariance no other life of this worker gives the same bits, so its numerics are nobody else's.
+        unique = "" if self.batch_invariant else f" {uuid4().hex}"
+        self.implementation = f"transformers {transformers.__version__}{unique}"
 
     def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
@@ -100,6 +103,25 @@ class TransformersModel:
         logits: torch.Tensor = self._causal(input_ids=hidden.new_zeros((1, len(hidden)), dtype=torch.int64)).logits[0]
         return logits.float()
 
+    def _take_over(self, config: Any, dtype: torch.dtype) -> tuple[KVShape, bool]:
+        """Put our attention and linear layers in place of the model's and compare with what it computed before.
+
+        Returns the shape of the cache it needs, and whether cutting a prompt leaves its bits alone.
+        """
+        ids = _probe_ids(self.vocab_size, self.ops.device)
+        expected = self._causal(input_ids=ids[None], use_cache=False).logits[0].float()
+        self._attach()
+        shape = self._probe_shape(config, ids, dtype)
+        _pack_linears(self._causal, self.ops)
+        _pack_linears(self._base, self.ops)
+        whole, cut = self._probe(shape, ids, [PROBE_TOKENS]), self._probe(shape, ids, [7, 4, 1])
+        difference = float((cut - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+        if not difference < (1e-3 if dtype == torch.float32 else 0.1):
+            raise UnsupportedConfig(
+                f"{config.architectures}: logits on the paged cache differ from transformers' own by {difference:.2g}"
+            )
+        return shape, torch.equal(whole, cut)
+
     def _attach(self) -> None:
         """Make our function the model's attention, and split the model into its base and its head."""
         AttentionInterface.register(ATTENTION, _attend)
@@ -111,21 +133,14 @@ class TransformersModel:
         self._base, self._given = getattr(self._causal, prefix), _Given()
         setattr(self._causal, prefix, self._given)
 
-    def _probe(self, config: Any, dtype: torch.dtype, expected: torch.Tensor) -> KVShape:
-        """Run a short prompt in two chunks and compare. Returns the shape of the cache that the model turned out to need."""
-        ids = _probe_ids(self.vocab_size, self.ops.device)
-        shape = self._probe_shape(config, ids, dtype)
+    def _probe(self, shape: KVShape, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+        """Logits after each of `ids`, computed in chunks."""
         kv = self.ops.new_kv_cache(shape, 1, 16)
-        cut = PROBE_TOKENS // 2
-        parts = [_batch(ids[:cut], 0), _batch(ids[cut:], cut)]
-        got = torch.cat([self.logits(self.forward(part, kv)) for part in parts])
-        scale = expected.abs().max().clamp(min=1.0)
-        difference = float((got - expected).abs().max() / scale)
-        if not difference < (1e-3 if dtype == torch.float32 else 0.1):
-            raise UnsupportedConfig(
-                f"{config.architectures}: logits on the paged cache differ from transformers' own by {difference:.2g}"
-            )
-        return shape
+        logits, start = [], 0
+        for chunk in ids.split(chunks):
+            logits.append(self.logits(self.forward(_batch(chunk, start), kv)))
+            start += len(chunk)
+        return torch.cat(logits)
 
     def _probe_shape(self, config: Any, ids: torch.Tensor, dtype: torch.dtype) -> KVShape:
         self._context.calls = calls = []
@@ -154,8 +169,26 @@ class _Given(nn.Module):
 
     hidden: torch.Tensor
 
-    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+    @property
+    def decoder(self) -> _Given:
+        """Some causal models call their base's inner decoder."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Output:
+        return _Output(self.hidden)
+
+
+class _Output:
+    """A base model's output that has hidden states and none of the rest."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
 
 
 class _PackedLinear(nn.Module):
@@ -261,6 +294,7 @@ def _load(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> 
     Raises:
         UnsupportedConfig: weights are missing, or it has no attention interface.
     """
+    transformers.logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -288,11 +322,6 @@ def _pack_linears(model: nn.Module, ops: Ops) -> None:
                 setattr(parent, name, _PackedLinear(ops, child.weight, child.bias))
             elif type(child) is Conv1D:
                 setattr(parent, name, _PackedLinear(ops, child.weight.t(), child.bias))
-
-
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
-    return logits.float()
 
 
 def _probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:

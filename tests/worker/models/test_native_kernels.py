@@ -1,0 +1,91 @@
+"""Whole models on the native kernels: near the reference, bit for bit their own, recorded or op by op."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
+from tests.worker.models.harness import Harness, Row, logits_of
+
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernels.cpu.build import LIBRARY
+from pagoda_worker.kernels.ops import BackendError
+from pagoda_worker.loading import LoadedModel, load_model
+
+pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here; the torch back end serves")
+TOLERANCE = 0.35  # of log-probabilities, bfloat16 against the reference in float32; see test_log_probabilities
+
+
+@pytest.fixture(scope="module", params=NATIVE)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model_type, changes = NATIVE[request.param]
+    return save(make_model(model_type, changes), tmp_path_factory.mktemp(request.param), torch.bfloat16)
+
+
+def load(path: Path, **options: str) -> LoadedModel:
+    return load_model(WorkerConfig(model=str(path), max_tokens_per_step=1024, **options))
+
+
+@pytest.fixture
+def native(path: Path) -> LoadedModel:
+    return load(path, kernels="native")
+
+
+def log_probabilities(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
+    return torch.log_softmax(logits_of(loaded, tokens, [10**6]).double(), -1)
+
+
+def test_log_probabilities(path: Path, native: LoadedModel) -> None:
+    """Likely tokens agree with the reference, and no worse than the torch back end in bfloat16 does."""
+    reference = load(path, kernels="reference", dtype="float32")
+    for tokens in prompts(longest=300)[-3:]:
+        expected = log_probabilities(reference, tokens)
+        likely = expected > -6
+        error = (log_probabilities(native, tokens) - expected)[likely].abs()
+        other = (log_probabilities(load(path, kernels="torch"), tokens) - expected)[likely].abs()
+        assert error.mean() < TOLERANCE
+        assert error.mean() < 1.25 * other.mean() + 1e-3
+
+
+@pytest.mark.parametrize("chunks", [[1], [16], [64], [37, 1, 1, 5, 200]])
+def test_bits_do_not_depend_on_chunks(native: LoadedModel, chunks: list[int]) -> None:
+    tokens = prompts(longest=300)[-1]
+    assert torch.equal(logits_of(native, tokens, chunks), logits_of(native, tokens, [10**6]))
+
+
+def test_bits_do_not_depend_on_company(native: LoadedModel) -> None:
+    lists = prompts(longest=280)
+    alone = [logits_of(native, tokens, [10**6]) for tokens in lists]
+    harness, rows = Harness(native), [Row(tokens) for tokens in lists]
+    harness.prefill(rows, 23)
+    for row, expected in zip(rows, alone, strict=True):
+        assert torch.equal(torch.stack(row.logits), expected)
+
+
+def test_recorded_equals_op_by_op(native: LoadedModel) -> None:
+    decoder = native.model._decoder  # type: ignore[attr-defined]
+    by_op = dataclasses.replace(native, model=decoder)
+    for tokens in prompts(longest=120)[-2:]:
+        assert torch.equal(logits_of(native, tokens, [50]), logits_of(by_op, tokens, [50]))
+
+
+@pytest.mark.parametrize("level", ["base", "avx2", "avx512"])
+def test_every_level_computes_the_same_model(path: Path, level: str) -> None:
+    try:
+        lower = load(path, kernels="native", instruction_set=level)
+    except BackendError:
+        pytest.skip(f"this machine does not run {level}")
+    assert lower.numerics_id != load(path, kernels="native").numerics_id
+    tokens = prompts()[-1]
+    difference = log_probabilities(lower, tokens) - log_probabilities(load(path, kernels="native"), tokens)
+    assert difference.abs().mean() < TOLERANCE
+
+
+def test_what_the_kernels_cannot_do_is_an_error_when_named_and_a_fallback_otherwise(path: Path) -> None:
+    with pytest.raises(BackendError, match="bfloat16, not in float32"):
+        load(path, kernels="native", dtype="float32")
+    assert load(path, dtype="float32").ops.name == "torch"
+    assert load(path).ops.name == "native"
