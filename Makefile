@@ -8,6 +8,8 @@ TORCH ?= torch==2.13.0
 # A pip index URL for torch alone, for a smaller CPU-only build where the default index gives a CUDA one.
 TORCH_INDEX ?=
 ARGS ?=
+# Test processes at once; many tests wait for other processes, so two pay off even on two cores.
+TEST_PROCESSES ?= 2
 PACKAGES := services gateway engine_core worker proto
 PROTO_TOOLS := grpcio-tools==1.78.0
 PROTO := proto/pagoda_proto/engine/v1/engine.proto
@@ -23,7 +25,7 @@ run: $(VENV)/.installed  ## serve the bundled demo model; ARGS="MODEL --port 900
 	$(BIN)/pagoda serve $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the whole test suite; ARGS="-k name" for a part
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
 
 check: lint types arch proto-check test  ## everything that must pass before a change goes in
 

@@ -5,6 +5,17 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine is no failure: examples have no deadline. A build server tries the same examples every time.
+settings.register_profile(
+    "pagoda",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
+)
+settings.load_profile("pagoda")
 
 
 @pytest.fixture(autouse=True)

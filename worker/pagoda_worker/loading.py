@@ -13,8 +13,8 @@ import torch
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.kernels.kv_cache import KVCache, KVShape
-from pagoda_worker.kernels.ops import Needs, Ops, load_ops
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import Cache, Needs, Ops, load_ops
 from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.config_reader import ConfigReader, UnsupportedConfig
 from pagoda_worker.models.decoder import Decoder
@@ -33,7 +33,7 @@ class Model(Protocol):
 
     kv_shape: KVShape
 
-    def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: Cache) -> torch.Tensor:
         """Write K and V of the batch's tokens, return final hidden states [T, H]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -56,8 +56,9 @@ class LoadedModel:
     def kv_shape(self) -> KVShape:
         return self.model.kv_shape
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> KVCache:
-        return self.ops.new_kv_cache(self.kv_shape, num_blocks, block_size)
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> Cache:
+        cache: Cache = self.ops.new_kv_cache(self.kv_shape, num_blocks, block_size)
+        return cache
 
 
 def load_model(config: WorkerConfig, progress: Progress | None = None) -> LoadedModel:
@@ -171,7 +172,7 @@ def _run_dtype(choice: str, fields: dict[str, Any], stored: torch.dtype | None, 
     if choice != "auto":
         return DTYPES[choice]
     named = DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype") or "").removeprefix("torch."))
-    dtype = named or (stored if stored in DTYPES.values() else torch.float32)
+    dtype = named or (stored if stored is not None and stored in DTYPES.values() else torch.float32)
     return torch.bfloat16 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 

@@ -2,8 +2,8 @@
 
 `num_blocks` decides if given, else `kv_cache_gib`, else the machine: 60 % of what is available once the weights are
 loaded, but on CPU no more than 4 GiB (a quarter of what is available, where that is more), and nowhere more than
-`max_rows` requests of `max_model_len` tokens can use. Available is the least of free memory and of what the control group
-leaves.
+`max_rows` requests of `max_model_len` tokens can use. Available is the least of free memory and of what the control
+group leaves.
 """
 
 from __future__ import annotations

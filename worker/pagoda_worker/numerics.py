@@ -38,7 +38,7 @@ def instruction_set(device: torch.device) -> str:
     if device.type == "cuda":
         name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         return f"{name} {capability}"
-    flags = [name for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_avx512_fp16_supported")]
+    flags = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_avx512_fp16_supported")
     found = [name for name in flags if getattr(torch.cpu, name, lambda: False)()]
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_vendor()} {' '.join(found)}"
 

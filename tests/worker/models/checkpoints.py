@@ -39,6 +39,16 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 24}),
     "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 24, "num_hidden_layers": 6}),
 }
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024}),
+    "gpt_neox": ("gpt_neox", {}),
+    "stablelm": ("stablelm", {}),
+    "olmo2": ("olmo2", {}),
+    "cohere2": ("cohere2", {"sliding_window": 40}),
+    "qwen3_moe": ("qwen3_moe", {**_MOE, "num_experts": 4}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 40, "rope_parameters": _LLAMA3}),
+}
 
 
 def make_model(model_type: str, changes: dict[str, Any], seed: int = 7) -> Any:
@@ -46,10 +56,12 @@ def make_model(model_type: str, changes: dict[str, Any], seed: int = 7) -> Any:
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**_COMMON, **changes})
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    # A large tied embedding makes a model repeat its last token; Gemma multiplies its embedding by 8 here.
+    embedding = 1.0 if not config.tie_word_embeddings else 0.04 if "gemma" in model_type else 0.12
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, (0.12 if config.tie_word_embeddings else 1.0) if "embed" in name else 0.2)
+                parameter.normal_(0, embedding if "embed" in name else 0.2)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model

@@ -80,7 +80,7 @@ class AtenOps:
         slabs = list(_slabs(num_rows, width)) if gate_up.device.type == "cpu" else [num_rows]
         if len(slabs) == 1:
             return _act_mul(gate_up, width, activation)
-        return torch.cat([_act_mul(slab, width, activation) for slab in gate_up.split(slabs)])
+        return torch.cat([_act_mul(slab, width, activation) for slab in torch.split(gate_up, slabs)])
 
     def rope_write(
         self,
@@ -136,7 +136,7 @@ _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
 
 
 def _prepackable(device: torch.device) -> tuple[torch.dtype, ...]:
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or not torch._C._has_mkldnn:
         return ()
     bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)

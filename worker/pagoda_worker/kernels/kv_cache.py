@@ -2,8 +2,8 @@
 
     layers[l]   [num_blocks + 1, block_size, 2, Hkv, D]     2: K, then V
 
-A token's K and V are one contiguous line, so a step writes both with one indexed copy and a row's blocks come out of one
-indexed read as [tokens, 2, Hkv, D]. The last block is nobody's: it stays zero and pads the block tables.
+A token's K and V are one contiguous line, so a step writes both with one indexed copy and a row's blocks come out of
+one indexed read as [tokens, 2, Hkv, D]. The last block is nobody's: it stays zero and pads the block tables.
 
 Masked positions are multiplied by exactly zero, which hides stale numbers but not stale NaN. A row that computed NaN
 therefore quarantines its blocks: they are zeroed before another row writes its first token into them.

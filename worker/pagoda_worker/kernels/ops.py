@@ -3,8 +3,8 @@
 T packed tokens of B rows, H hidden size, Hq query and Hkv KV heads of D dims, G = Hq / Hkv, I intermediate size.
 
 The rule every back end keeps: the bits of one row's result depend on that row alone, not on its neighbours in the
-batch, nor on how its tokens were cut into chunks. `reference` is the exception: it is the arithmetic written down, which
-the others are tested against.
+batch, nor on how its tokens were cut into chunks. `reference` is the exception: it is the arithmetic written down,
+which the others are tested against.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from pagoda_worker.batch import Batch
-from pagoda_worker.kernels.kv_cache import KVCache, KVShape
+from pagoda_worker.kernels.kv_cache import KVShape
 
 BACKENDS = ("reference", "torch", "native")
 
@@ -69,8 +69,21 @@ class Rotation:
         return torch.cat((-sin, sin), -1).unsqueeze(1)
 
 
+class Cache(Protocol):
+    """The part of a back end's KV cache that models know."""
+
+    @property
+    def shape(self) -> KVShape: ...
+
+    def admit(self, batch: Batch) -> None:
+        """Called before a step computes."""
+
+    def inspect(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """Called after a step, with the final hidden states [T, H]."""
+
+
 class Ops(Protocol):
-    """One back end on one device. `Packed` and `Plan` are its own: callers hand them back and look not inside."""
+    """One back end on one device. Packed weights, caches (see Cache) and plans are its own: callers hand them back."""
 
     name: str
     device: torch.device
@@ -113,7 +126,7 @@ class Ops(Protocol):
         qkv: torch.Tensor,
         rotation: Rotation,
         norm: HeadNorm | None,
-        kv: KVCache,
+        kv: Any,
         layer: int,
         kv_indices: torch.Tensor,
     ) -> torch.Tensor:
@@ -122,18 +135,16 @@ class Ops(Protocol):
         Returns the query heads [T, Hq, D]. `qkv` may be overwritten.
         """
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv: KVCache, layer: int, kv_indices: torch.Tensor
-    ) -> None:
+    def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: Any, layer: int, kv_indices: torch.Tensor) -> None:
         """key and value [T, Hkv, D] into the cache as they are."""
 
-    def plan(self, batch: Batch, kv: KVCache) -> Any:
+    def plan(self, batch: Batch, kv: Any) -> Any:
         """What all layers of a step have in common: work lists and masks. Made once per step, before any `attend`."""
 
     def attend(
         self,
         query: torch.Tensor,
-        kv: KVCache,
+        kv: Any,
         layer: int,
         plan: Any,
         shape: AttentionShape,
@@ -145,10 +156,10 @@ class Ops(Protocol):
         softcap * tanh(score / softcap), then a softmax in float32 to whose sum exp(sinks[h]) is added per head.
         """
 
-    def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
+    def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> Any:
         """A cache of zeros; its layout belongs to the back end."""
 
-    def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, kv: Any, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, destination) in all layers; every source is read before any destination is written."""
 
 

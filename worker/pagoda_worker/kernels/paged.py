@@ -1,11 +1,11 @@
 """Attention over a paged cache from dense pieces: gather a row's blocks, then one fused call per group of rows.
 
-Rows with one new token are grouped by padded length and run as one call [rows, Hkv, G, D], each KV head read once for its
-G query heads. A row with more new tokens runs in slices of QUERY_SLICE tokens, [Hkv, G, tokens, D].
+Rows with one new token are grouped by padded length and run as one call [rows, Hkv, G, D], each KV head read once for
+its G query heads. A row with more new tokens runs in slices of QUERY_SLICE tokens, [Hkv, G, tokens, D].
 
 torch's fused CPU attention walks the keys in tiles of 512 and merges them left to right. Its bits do not depend on the
-neighbours or on the cut of the prompt if two things hold, which the padding here sees to (found by experiment, held by the
-tests): the number of query lines is a multiple of 4, and the last tile has 64, 128 or 512 keys, the matrix library
+neighbours or on the cut of the prompt if two things hold, which the padding here sees to (found by experiment, held by
+the tests): the number of query lines is a multiple of 4, and the last tile has 64, 128 or 512 keys, the matrix library
 summing other lengths in other orders. Keys start at a multiple of 512, also under a sliding window. Padding is masked
 and multiplies by exactly zero.
 """
@@ -205,6 +205,7 @@ class PagedAttention:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """lines [X, Y, M, D], key and value [X, Y, S, D], mask broadcast to [X, Y, M, S], sinks to [X, Y, M]."""
+        out: torch.Tensor
         if self.shape.softcap is None and lines.device.type == "cpu":
             out, log_sum = _flash(lines, key, value, 0.0, False, attn_mask=mask, scale=self.shape.scale)
         else:
@@ -226,7 +227,7 @@ class PagedAttention:
         scores = scores.view(*sizes, -1).add_(mask)
         weights = scores.softmax(-1).view(*lines.shape[:3], -1)
         out = None
-        for part, values in zip(weights.split(SUM_TILE, -1), value.split(SUM_TILE, 2), strict=True):
+        for part, values in zip(torch.split(weights, SUM_TILE, -1), torch.split(value, SUM_TILE, 2), strict=True):
             product = torch.matmul(part, values.float())
             out = product if out is None else out.add_(product)
         log_sum = scores.logsumexp(-1) if self.sinks is not None else scores
@@ -239,6 +240,6 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 def _tanh(x: torch.Tensor) -> torch.Tensor:
     """In pieces that one thread computes whole, each a multiple of every vector width: see aten._slabs."""
-    for piece in x.view(-1).split(32768):
+    for piece in torch.split(x.view(-1), 32768):
         piece.tanh_()
     return x

@@ -1,4 +1,4 @@
-"""The operations as arithmetic one can read aloud: any device, any dtype, one row at a time. The oracle of the others."""
+"""The operations as arithmetic one can read aloud: any device and dtype, row by row. The oracle of the others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ReferenceOps:
         layer: int,
         kv_indices: torch.Tensor,
     ) -> torch.Tensor:
-        heads = qkv.unflatten(-1, (-1, kv.shape.head_dim))
+        heads = qkv.view(qkv.shape[0], -1, kv.shape.head_dim)
         turning, value = heads[:, : -kv.shape.num_kv_heads], heads[:, -kv.shape.num_kv_heads :]
         if norm is not None:
             turning = self.rms_norm(turning, norm.weight, norm.eps)

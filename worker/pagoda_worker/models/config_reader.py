@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 # Bookkeeping, training and generation settings: none of them changes a logit.
 HARMLESS = {
-    "_name_or_path", "architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype", "dtype",
-    "transformers_version", "use_cache", "initializer_range", "attention_dropout", "hidden_dropout", "attn_implementation",
-    "_attn_implementation", "auto_map", "tokenizer_class", "is_decoder", "id2label", "label2id",
-    "output_attentions", "output_hidden_states", "return_dict", "cache_implementation", "max_sequence_length", "task_specific_params",
-    "unsloth_fixed", "unsloth_version", "name_or_path",
+    "_name_or_path", "architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "torch_dtype",
+    "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "hidden_dropout",
+    "attn_implementation", "_attn_implementation", "auto_map", "tokenizer_class", "is_decoder", "id2label",
+    "label2id", "output_attentions", "output_hidden_states", "return_dict", "cache_implementation",
+    "max_sequence_length", "task_specific_params", "unsloth_fixed", "unsloth_version", "name_or_path",
 }  # fmt: skip
 # Fields that are known and must have the one value that means "off" or "the usual".
 REQUIRED_VALUES = {"pretraining_tp": (1, None), "rope_interleaved": (False, None), "is_encoder_decoder": (False, None)}

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from pagoda_worker.batch import Batch
-from pagoda_worker.kernels.kv_cache import KVCache, KVShape
-from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Ops, Rotation
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation
 from pagoda_worker.layers.rope import RotaryTable
 from pagoda_worker.models.spec import (
     DOWN,
@@ -67,7 +67,7 @@ class Decoder:
         other.ops = ops
         return other
 
-    def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: Cache) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
         kv.admit(batch)
         plan = self.ops.plan(batch, kv)
@@ -130,7 +130,7 @@ class _Step:
     """What all layers of a step share."""
 
     batch: Batch
-    kv: KVCache
+    kv: Cache
     plan: Any
     rotations: list[Rotation]
 

@@ -24,8 +24,8 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from pagoda_worker.batch import Batch
-from pagoda_worker.kernels.kv_cache import KVCache, KVShape
-from pagoda_worker.kernels.ops import AttentionShape, Ops
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import AttentionShape, Cache, Ops
 from pagoda_worker.models.config_reader import UnsupportedConfig
 from pagoda_worker.weights import Checkpoint
 
@@ -46,7 +46,7 @@ class Context:
 
     ops: Ops
     batch: Batch | None = None
-    kv: KVCache | None = None
+    kv: Cache | None = None
     plan: Any = None
     calls: list[AttentionCall] | None = None  # while probing
 
@@ -82,7 +82,7 @@ class TransformersModel:
         unique = "" if self.batch_invariant else f" {uuid4().hex}"
         self.implementation = f"transformers {transformers.__version__}{unique}"
 
-    def forward(self, batch: Batch, kv: KVCache) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: Cache) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
         kv.admit(batch)
         context = self._context
@@ -137,13 +137,14 @@ class TransformersModel:
         """Logits after each of `ids`, computed in chunks."""
         kv = self.ops.new_kv_cache(shape, 1, 16)
         logits, start = [], 0
-        for chunk in ids.split(chunks):
+        for chunk in torch.split(ids, chunks):
             logits.append(self.logits(self.forward(_batch(chunk, start), kv)))
             start += len(chunk)
         return torch.cat(logits)
 
     def _probe_shape(self, config: Any, ids: torch.Tensor, dtype: torch.dtype) -> KVShape:
-        self._context.calls = calls = []
+        calls: list[AttentionCall] = []
+        self._context.calls = calls
         try:
             batch = _batch(ids[:1], 0)
             self._base(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
@@ -152,7 +153,7 @@ class TransformersModel:
         layers = int(config.num_hidden_layers)
         if sorted(call.layer for call in calls) != list(range(layers)):
             raise UnsupportedConfig(
-                f"{config.architectures}: {len(calls)} of {layers} layers use plain attention; such models are not served"
+                f"{config.architectures}: {len(calls)} of {layers} layers use plain attention; it cannot be served"
             )
         shapes = {(call.num_kv_heads, call.head_dim) for call in calls}
         if len(shapes) != 1:
@@ -321,7 +322,11 @@ def _pack_linears(model: nn.Module, ops: Ops) -> None:
             if type(child) is nn.Linear:
                 setattr(parent, name, _PackedLinear(ops, child.weight, child.bias))
             elif type(child) is Conv1D:
-                setattr(parent, name, _PackedLinear(ops, child.weight.t(), child.bias))
+                setattr(
+                    parent,
+                    name,
+                    _PackedLinear(ops, torch.t(child.get_parameter("weight")), child.get_parameter("bias")),
+                )
 
 
 def _probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
