@@ -25,7 +25,8 @@ from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 
-GRAIN = 32768  # torch runs elementwise work of up to this many elements on one thread
+GRAIN = 32768  # elements of elementwise work per thread, at least
+ONE_THREAD = 16384  # no elementwise work of up to this many elements is shared between threads, not even gelu
 VECTOR = 64  # elements of the widest unrolled vector step
 
 
@@ -77,7 +78,7 @@ class AtenOps:
 
     def act_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        slabs = list(_slabs(num_rows, width)) if gate_up.device.type == "cpu" else [num_rows]
+        slabs = list(_slabs(num_rows, width, activation)) if gate_up.device.type == "cpu" else [num_rows]
         if len(slabs) == 1:
             return _act_mul(gate_up, width, activation)
         return torch.cat([_act_mul(slab, width, activation) for slab in torch.split(gate_up, slabs)])
@@ -152,13 +153,16 @@ def _act_mul(gate_up: torch.Tensor, width: int, activation: str) -> torch.Tensor
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 
 
-def _slabs(num_rows: int, width: int) -> Iterator[int]:
+def _slabs(num_rows: int, width: int, activation: str) -> Iterator[int]:
     """Row counts of pieces that threads do not cut inside a row other than between whole vectors."""
-    threads = min(torch.get_num_threads(), -(-num_rows * width // GRAIN))
-    cut = -(-num_rows * width // max(threads, 1))
+    size = num_rows * width
+    threads = torch.get_num_threads()
+    if activation == "silu" or size <= ONE_THREAD:  # gelu is shared by all threads as soon as it is shared
+        threads = min(threads, -(-size // GRAIN))
+    cut = -(-size // max(threads, 1))
     if threads <= 1 or cut % width == 0 or (width % VECTOR == 0 and cut % VECTOR == 0):
         yield num_rows
         return
-    rows = max(1, GRAIN // width)
+    rows = max(1, ONE_THREAD // width)
     for start in range(0, num_rows, rows):
         yield min(rows, num_rows - start)
