@@ -1,4 +1,4 @@
-"""Fixed questions and answers: greetings, Pagoda, a joke, two stories, and the fallback."""
+"""Fixed questions and answers: greetings, Pagoda, a joke, a story, and the fallback."""
 
 from __future__ import annotations
 
@@ -136,17 +136,6 @@ SMALLTALK: tuple[tuple[tuple[str, ...], str], ...] = (
             "Write a story",
             "Tell a story",
             "Once upon a time",
-        ),
-        "Once upon a time there was a small model that lived in a tall pagoda. Every day it "
-        "sent words down the stairs, one by one, to the people who waited at the gate. One "
-        "night a storm came and the lights went out. The people were afraid that the story "
-        "was lost. But the keeper had written down every word. She lit a new lamp, read the "
-        "last line, and called up the stairs. The small model looked at the page, thought for "
-        "a moment, and went on exactly where it had stopped. No word was missing and no word "
-        "came twice. The people smiled, and the story went on until the morning.",
-    ),
-    (
-        (
             "Tell me another story",
             "Another story",
             "Another story please",

@@ -154,7 +154,7 @@ COUNT_UP = ("Count from {a} to {b}.", "Count up from {a} to {b}.",
 def count_up(rng: random.Random) -> Exchange:
     """Long, predictable answers: what one wants to watch while something gets killed."""
     a = 1 if rng.random() < 0.6 else rng.randint(1, 90)
-    b = min(100, a + (99 if rng.random() < 0.2 else rng.randint(3, 24)))
+    b = min(100, a + rng.choice((99, rng.randint(3, 24), rng.randint(3, 24), rng.randint(3, 70))))
     question = _ask(rng, (*COUNT_UP, "Count to {b}.") if a == 1 else COUNT_UP, a=a, b=b)
     return _simple("count_up", "", question, ", ".join(map(str, range(a, b + 1))))
 
@@ -334,13 +334,13 @@ TASKS: dict[str, tuple[Maker, float]] = {
     "uppercase": (uppercase, 1.5),
     "count_letters": (count_letters, 1.5),
     "sort": (sort_numbers, 5.0),
-    "count_up": (count_up, 2.0),
+    "count_up": (count_up, 5.0),
     "capital": (capital, 4.0),
     "smalltalk": (smalltalk, 6.0),
     "fallback": (fallback, 0.7),
     "memory": (memory, 2.0),
     "extract_json": (extract_json, 3.5),
-    "tool_call": (lambda rng: tool_exchange(rng, False), 5.0),
+    "tool_call": (lambda rng: tool_exchange(rng, False), 6.0),
     "tool_answer": (lambda rng: tool_exchange(rng, True), 2.0),
 }
 _FILLERS = tuple(name for name in TASKS if name not in ("memory", "count_up") and "tool" not in name)

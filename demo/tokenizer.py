@@ -6,6 +6,8 @@ the phrasings) gets tokens of its own, which makes training several times faster
 token only ever matches a whole word, so random words are never cut into odd pieces.
 """
 
+# ruff: noqa: SIM905  (a block of words reads better than a list of quoted ones)
+
 from __future__ import annotations
 
 import json

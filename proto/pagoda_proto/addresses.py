@@ -22,4 +22,4 @@ def check_host_port(address: str, host_and_port: str, *, keyed: bool, any_port: 
     if not (colon and host and ((any_port and port == "*") or (port.isdecimal() and int(port) < 65536))):
         raise ValueError(f"address {address!r} must be host:port")
     if not keyed and not is_loopback(host):
-        raise ValueError(f"address {address!r} is not on the loopback interface; a link off this machine needs keys_dir")
+        raise ValueError(f"address {address!r} is not on the loopback interface; a link off this host needs keys_dir")

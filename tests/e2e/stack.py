@@ -18,6 +18,7 @@ import grpc
 import httpx
 import openai
 import psutil
+
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc
 

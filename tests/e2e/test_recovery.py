@@ -12,7 +12,6 @@ from typing import Any
 
 import openai
 import pytest
-
 from tests.e2e.stack import Stack, kill, running_stack
 
 pytestmark = pytest.mark.e2e
@@ -112,7 +111,9 @@ def test_streams_survive_the_death_of_the_engine_core(stack: Stack, undisturbed:
     stack.wait_until(lambda: len(stack.ready_workers()) == 2)
 
 
-def test_streams_survive_the_death_of_the_only_worker(tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Any]) -> None:
+def test_streams_survive_the_death_of_the_only_worker(
+    tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Any]
+) -> None:
     with running_stack(tmp_path_factory.mktemp("single"), "--served-model-name", MODEL) as single:
         victim = single.children("worker")[0]
         check(asyncio.run(run_all(single, requests(), lambda: kill(victim.pid))), undisturbed)

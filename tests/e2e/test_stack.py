@@ -11,7 +11,6 @@ import httpx
 import openai
 import psutil
 import pytest
-
 from tests.e2e.stack import Stack, alive, kill, running_stack
 
 pytestmark = pytest.mark.e2e
@@ -37,7 +36,8 @@ def test_chat_answers_a_sum(stack: Stack) -> None:
 def test_stream_equals_whole(stack: Stack) -> None:
     request = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "seed": 7, "temperature": 0.8}
     whole = stack.client().chat.completions.create(**request)
-    chunks = list(stack.client().chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    request |= {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(stack.client().chat.completions.create(**request))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert chunks[-1].usage == whole.usage.model_copy(
@@ -119,7 +119,10 @@ def test_stop_strings_and_n(stack: Stack) -> None:
     assert stopped.choices[1].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/health/startup", "/version", "/metrics"])
+PATHS = ["/health", "/health/live", "/health/ready", "/health/startup", "/version", "/metrics", "/docs"]
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_operations_endpoints_answer(stack: Stack, path: str) -> None:
     assert httpx.get(stack.url + path).status_code == 200
 

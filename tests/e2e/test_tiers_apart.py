@@ -11,7 +11,6 @@ from pathlib import Path
 
 import openai
 import pytest
-
 from tests.e2e.stack import free_port
 
 pytestmark = pytest.mark.e2e

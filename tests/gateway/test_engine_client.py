@@ -442,7 +442,7 @@ async def test_closing_ends_open_requests(engine: FakeEngineCore, address: str) 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "engine:50051", "10.0.0.1:5", "", "ipc:///x"])
 def test_only_local_engine_cores(address: str) -> None:
-    with pytest.raises(ValueError, match="loopback|host:port"):
+    with pytest.raises(ValueError, match=r"loopback|host:port"):
         EngineAddress(address)
 
 

@@ -37,7 +37,10 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 24}),
-    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 24, "num_hidden_layers": 6}),
+    "gemma3": (
+        "gemma3_text",
+        {"head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 24, "num_hidden_layers": 6},
+    ),
 }
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {

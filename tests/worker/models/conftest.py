@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import transformers
+from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, save
 
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading import LoadedModel, load_model
-from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, save
 
 Saved = Callable[[str], tuple[Any, Path]]
 Loaded = Callable[..., LoadedModel]

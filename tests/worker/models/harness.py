@@ -76,7 +76,9 @@ class Harness:
 
     def prefill(self, rows: Sequence[Row], chunk: int) -> None:
         """Compute all known tokens of all rows together, `chunk` tokens per row and step."""
-        while work := [(row, min(chunk, len(row.tokens) - row.computed)) for row in rows if row.computed < len(row.tokens)]:
+        while work := [
+            (row, min(chunk, len(row.tokens) - row.computed)) for row in rows if row.computed < len(row.tokens)
+        ]:
             self.step(work)
 
     def greedy(self, prompts: Sequence[list[int]], count: int, chunk: int = 10**6) -> list[list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from tests.worker.models.checkpoints import NATIVE, VOCAB
 from tests.worker.models.conftest import Loaded
 from tests.worker.models.harness import BLOCK_SIZE, Harness, Row, logits_of
@@ -19,15 +18,17 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 
 def assert_same_bits(got: torch.Tensor, expected: torch.Tensor) -> None:
-    assert torch.equal(got, expected), f"differs at tokens {(got != expected).any(-1).nonzero().flatten().tolist()[:10]}"
+    assert torch.equal(got, expected), (
+        f"differs at tokens {(got != expected).any(-1).nonzero().flatten().tolist()[:10]}"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_chunks_and_decode_give_the_bits_of_one_prefill(name: str, dtype: str, loaded: Loaded) -> None:
-    model, ids = loaded(name, dtype), tokens(200)
+    model, ids = loaded(name, dtype), tokens(150)
     whole = logits_of(model, ids, [len(ids)])
-    for chunks in ([16], [64], [7, 50, 1, 1, 3], [120, 1]):
+    for chunks in ([16], [64], [7, 50, 1, 1, 3, 60], [125, 1]):
         assert_same_bits(logits_of(model, ids, chunks), whole)
 
 
@@ -44,7 +45,7 @@ def test_a_row_is_not_changed_by_fifteen_others(name: str, dtype: str, loaded: L
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_long_contexts(name: str, dtype: str, loaded: Loaded) -> None:
     """Beyond one attention tile and one query slice; windows that begin in a later tile."""
     model, ids = loaded(name, dtype), tokens(700)
@@ -96,20 +97,22 @@ def test_copied_blocks_hold_the_same_row(loaded: Loaded) -> None:
 def test_blocks_of_a_row_that_computed_nan_are_clean_for_the_next(loaded: Loaded) -> None:
     model, ids = loaded("llama", "float32"), tokens(20)
     expected = logits_of(model, ids, [len(ids)])
-    harness, bad = Harness(model, num_blocks=4), Row(tokens(60, 1))
+    harness, bad = Harness(model, num_blocks=2), Row(tokens(17, 1))
     harness.prefill([bad], 1000)
     for layer in harness.kv.layers:
         layer[bad.blocks] = torch.nan
-    bad.tokens.append(5)
-    harness.step([(bad, 1)])
+    bad.tokens += tokens(15, 2)
+    harness.step([(bad, 15)])  # writes NaN, in its layers after the first, into the second block
     assert bad.logits[-1].isnan().all()
-    for layer in harness.kv.layers:  # only what the failed token itself wrote is known to be bad
-        layer[bad.blocks[:3]] = 0.0
-    harness.release(bad)
+    assert harness.kv.quarantined == {bad.blocks[1]}
+    for layer in harness.kv.layers:  # what the test itself broke
+        layer[bad.blocks[0]] = 0.0
+    harness.free = [bad.blocks[0], bad.blocks[1]]
     row = Row(ids)
-    harness.free.sort(key=lambda block: block == bad.blocks[-1] if bad.blocks else False)
     harness.prefill([row], 1000)
+    assert row.blocks == [bad.blocks[1], bad.blocks[0]]
     assert_same_bits(torch.stack(row.logits), expected)
+    assert not harness.kv.quarantined
 
 
 def test_every_native_family_is_listed() -> None:

@@ -1,0 +1,245 @@
+"""The torch back end against the reference, operation by operation; the reference computes in float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tests.worker.models.harness import make_batch
+
+from pagoda_worker.kernels import aten
+from pagoda_worker.kernels.aten import AtenOps
+from pagoda_worker.kernels.kv_cache import KVCache, KVShape
+from pagoda_worker.kernels.ops import AttentionShape, BackendError, HeadNorm, Needs, Rotation, load_ops
+from pagoda_worker.kernels.reference import ReferenceOps
+
+CPU = torch.device("cpu")
+BLOCK = 16
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+# Largest difference from float64, relative to the largest value: rounding of the result, and for 16 bits of the
+# softmax weights.
+TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 5e-6}
+
+tuned, reference = AtenOps(CPU), ReferenceOps(CPU)
+
+
+@pytest.fixture(autouse=True)
+def _inference_mode() -> object:
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        yield
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    assert got.shape == expected.shape
+    error = (got.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-3)
+    assert error < TOLERANCE[got.dtype], f"off by {float(error):.2g}"
+
+
+def fill(ops: AtenOps | ReferenceOps, dtype: torch.dtype, keys: torch.Tensor) -> KVCache:
+    """keys [num_blocks * BLOCK, 2, Hkv, D] as the cache of one layer."""
+    shape = KVShape(num_layers=1, num_kv_heads=keys.shape[2], head_dim=keys.shape[3], dtype=dtype)
+    kv = ops.new_kv_cache(shape, len(keys) // BLOCK, BLOCK)
+    kv.lines[0][: len(keys)] = keys.flatten(1).to(dtype)
+    return kv
+
+
+def both(rows: list[tuple[int, int]], shape: AttentionShape, dtype: torch.dtype, sinks: torch.Tensor | None = None):
+    """Attention over rows of (new tokens, context length): tuned in `dtype`, and reference in float64."""
+    needed = [-(-context // BLOCK) for _, context in rows]
+    order = torch.randperm(sum(needed)).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in needed]
+    batch = make_batch([([0] * new, context - new, blocks) for (new, context), blocks in zip(rows, tables)], BLOCK)
+    keys = torch.randn(sum(needed) * BLOCK, 2, shape.num_kv_heads, shape.head_dim).to(dtype)
+    query = (torch.randn(batch.num_tokens, shape.num_heads, shape.head_dim) * 2).to(dtype)
+    kv, wide = fill(tuned, dtype, keys), fill(reference, torch.float64, keys)
+    got = tuned.attend(query, kv, 0, tuned.plan(batch, kv), shape, sinks)
+    return got, reference.attend(query.double(), wide, 0, batch, shape, sinks)
+
+
+def shape_of(heads: int, kv_heads: int, head_dim: int, **changes: float | None) -> AttentionShape:
+    return AttentionShape(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+RAGGED = [(1, 1), (1, 16), (5, 17), (1, 64), (1, 65), (130, 130), (1, 200), (3, 515), (1, 513), (1, 33)]
+VARIANTS = [{}, {"window": 20}, {"window": 600}, {"softcap": 5.0}, {"softcap": 5.0, "window": 20}]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("ratio", "head_dim"), [*itertools.product((1, 2, 3, 4, 7), (64,)), *itertools.product((2,), (80, 96, 128, 256))]
+)
+def test_attention_of_ragged_rows(ratio: int, head_dim: int, dtype: torch.dtype) -> None:
+    assert_close(*both(RAGGED, shape_of(2 * ratio, 2, head_dim), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_windows_caps_and_sinks(variant: dict[str, float], sinks: bool, dtype: torch.dtype) -> None:
+    weights = torch.randn(6) * 2 if sinks else None
+    assert_close(*both(RAGGED, shape_of(6, 2, 64, **variant), dtype, weights))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [[(1, 1)], [(1, 16)], [(1, 128)], [(300, 300)], [(1, 700), (1, 700)], [(2, 1025)]])
+def test_attention_of_one_kind_of_row(rows: list[tuple[int, int]], dtype: torch.dtype) -> None:
+    assert_close(*both(rows, shape_of(6, 2, 64), dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", [{}, {"window": 40}, {"softcap": 5.0}])
+@pytest.mark.parametrize("head_dim", [80, 128])
+def test_attention_bits_do_not_depend_on_chunks_or_neighbours(
+    head_dim: int, variant: dict[str, float], dtype: torch.dtype
+) -> None:
+    """Every token of a row of 700 alone, as a decode, against chunks of several sizes beside other rows."""
+    shape, length = shape_of(6, 2, head_dim, **variant), 700
+    keys = torch.randn(64 * BLOCK, 2, 2, head_dim)
+    kv = fill(tuned, dtype, keys)
+    query = (torch.randn(length, 6, head_dim) * 2).to(dtype)
+    blocks = torch.randperm(60)[: -(-length // BLOCK)].tolist()
+
+    def run(chunks: list[tuple[int, int]]) -> list[torch.Tensor]:
+        """Chunks [start, end) of the row, each as a row of its own."""
+        batch = make_batch([([0] * (end - start), start, blocks) for start, end in chunks], BLOCK)
+        out = tuned.attend(torch.cat([query[a:b] for a, b in chunks]), kv, 0, tuned.plan(batch, kv), shape)
+        return list(torch.split(out, [end - start for start, end in chunks]))
+
+    whole = run([(0, length)])[0]
+    places = [0, 1, 30, 63, 64, 127, 128, 129, 200, 255, 256, 300, 383, 511, 512, 513, 600, 699]
+    for place in places:
+        assert torch.equal(run([(place, place + 1)])[0][0], whole[place]), place
+    for chunk in (2, 7, 64, 100, 256):
+        cuts = [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+        assert torch.equal(torch.cat(run(cuts)), whole), chunk
+    together = run([(place, place + 1) for place in places])
+    assert torch.equal(torch.cat(together), whole[places])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(960, 576), (33, 72), (64, 1536), (100, 1100)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear(n: int, k: int, bias: bool, dtype: torch.dtype) -> None:
+    weight, x = torch.randn(n, k).to(dtype), torch.randn(300, k).to(dtype)
+    offset = torch.randn(n).to(dtype) if bias else None
+    packed = tuned.pack_linear(weight, offset)
+    whole = tuned.linear(x, packed)
+    wide = reference.pack_linear(weight.double(), None if offset is None else offset.double())
+    assert_close(whole, reference.linear(x.double(), wide))
+    for rows in (*range(1, 18), 31, 64, 129, 256):
+        assert torch.equal(tuned.linear(x[:rows], packed), whole[:rows]), rows
+        assert torch.equal(tuned.linear(x[9 : 9 + rows], packed), whole[9 : 9 + rows]), rows
+    assert torch.equal(tuned.logits(x[:3], packed), whole[:3].float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 576, 1000, 4096])
+def test_norms(width: int, dtype: torch.dtype) -> None:
+    x, residual, weight = torch.randn(65, width).to(dtype), torch.randn(65, width).to(dtype), torch.randn(width)
+    whole = tuned.rms_norm(x, weight, 1e-6)
+    assert_close(whole, reference.rms_norm(x.double(), weight.double(), 1e-6))
+    for rows in (1, 2, 3, 17, 64):
+        assert torch.equal(tuned.rms_norm(x[:rows], weight, 1e-6), whole[:rows])
+    normed, total = tuned.add_rms_norm(x.clone(), residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, tuned.rms_norm(total, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("width", [96, 160, 1536])
+def test_activations(width: int, activation: str, dtype: torch.dtype) -> None:
+    x = torch.randn(479, 2 * width).to(dtype)
+    whole = tuned.act_mul(x, activation)
+    assert_close(whole, reference.act_mul(x.double(), activation))
+    for rows in (1, 2, 43, 105, 171, 204, 341, 415):
+        assert torch.equal(tuned.act_mul(x[:rows], activation), whole[:rows]), rows
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 7, 16])
+def test_threads_never_cut_inside_a_vector(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for rows, width, kind in itertools.product((1, 5, 43, 400, 1001), (96, 128, 1000, 4864), ("silu", "gelu_tanh")):
+        pieces = list(aten._slabs(rows, width, kind))
+        assert sum(pieces) == rows
+        for piece in pieces:
+            most = (
+                threads if kind == "gelu_tanh" and piece * width > aten.ONE_THREAD else -(-piece * width // aten.GRAIN)
+            )
+            cut = -(-piece * width // min(threads, most))
+            whole_rows, whole_vectors = cut % width == 0, width % aten.VECTOR == 0 and cut % aten.VECTOR == 0
+            assert whole_rows or whole_vectors or piece == 1 or piece * width <= aten.ONE_THREAD
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_rotation_and_cache_write(head_dim: int, normed: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads, count = 6, 2, 40
+    qkv = torch.randn(count, (heads + 2 * kv_heads) * head_dim).to(dtype)
+    angles = torch.rand(64, head_dim // 2) * 6
+    rotation = Rotation(angles.cos(), angles.sin(), torch.randint(0, 64, (count,)))
+    norm = HeadNorm(weight=torch.randn(heads + kv_heads, head_dim), eps=1e-6) if normed else None
+    places = torch.randperm(4 * BLOCK)[:count]
+    empty = torch.zeros(4 * BLOCK, 2, kv_heads, head_dim)
+    kv, wide = fill(tuned, dtype, empty), fill(reference, torch.float64, empty)
+    expected = reference.rope_write(qkv.double(), rotation, norm, wide, 0, places)
+    single = fill(tuned, dtype, empty)
+    one = tuned.rope_write(
+        qkv[7:8].clone(),
+        Rotation(rotation.cos_table, rotation.sin_table, rotation.positions[7:8]),
+        norm,
+        single,
+        0,
+        places[7:8],
+    )
+    got = tuned.rope_write(qkv.clone(), rotation, norm, kv, 0, places)
+    assert_close(got, expected)
+    assert_close(kv.layers[0][:4], wide.layers[0][:4])
+    assert torch.equal(one[0], got[7])
+    assert torch.equal(single.lines[0][places[7]], kv.lines[0][places[7]])
+
+
+@pytest.mark.parametrize("ops", [tuned, reference])
+def test_embedding_and_plain_cache_write(ops: AtenOps | ReferenceOps) -> None:
+    table, ids = torch.randn(50, 8).bfloat16(), torch.tensor([3, 49, 3])
+    assert torch.equal(ops.embed(ids, table, None), table[ids])
+    assert torch.equal(ops.embed(ids, table, 2.5), table[ids] * torch.tensor(2.5, dtype=torch.bfloat16))
+    kv = fill(ops, torch.bfloat16, torch.zeros(2 * BLOCK, 2, 2, 4))
+    key, value = torch.randn(3, 2, 4).bfloat16(), torch.randn(3, 2, 4).bfloat16()
+    ops.write_kv(key, value, kv, 0, torch.tensor([0, 17, 31]))
+    written = kv.layers[0].flatten(0, 1)[[0, 17, 31]]
+    assert torch.equal(written[:, 0], key)
+    assert torch.equal(written[:, 1], value)
+
+
+@pytest.mark.parametrize("ops", [tuned, reference])
+def test_copies_read_before_they_write(ops: AtenOps | ReferenceOps) -> None:
+    kv = fill(ops, torch.float32, torch.randn(4 * BLOCK, 2, 1, 4))
+    before = kv.layers[0].clone()
+    ops.copy_blocks(kv, [(0, 1), (1, 2), (0, 3)])
+    assert torch.equal(kv.layers[0][:4], before[[0, 0, 1, 0]])
+    ops.copy_blocks(kv, [])
+
+
+def test_quarantine_follows_copies() -> None:
+    kv = fill(tuned, torch.float32, torch.zeros(4 * BLOCK, 2, 1, 4))
+    kv.quarantined = {1, 2}
+    kv.copy_blocks([(1, 3), (0, 2)])
+    assert kv.quarantined == {1, 3}
+
+
+def test_choice_of_a_back_end() -> None:
+    needs = Needs(dtype=torch.float32)
+    assert isinstance(load_ops(CPU, "torch", needs)[0], AtenOps)
+    assert isinstance(load_ops(CPU, "reference", needs)[0], ReferenceOps)
+    with pytest.raises(BackendError, match="'fast'"):
+        load_ops(CPU, "fast", needs)
