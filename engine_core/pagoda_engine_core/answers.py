@@ -42,6 +42,9 @@ class Observer(Protocol):
 
     def planned(self, num_tokens: int) -> None: ...
 
+    def stepped(self, elapsed_s: float, forward_s: float) -> None:
+        """A worker spent `elapsed_s` on a step, `forward_s` of it in model and sampler."""
+
 
 class NoObserver:
     def ended(self, delta: Delta, first_token_s: float | None, latency_s: float) -> None: ...
@@ -49,6 +52,8 @@ class NoObserver:
     def rejected(self, code: ErrorCode) -> None: ...
 
     def planned(self, num_tokens: int) -> None: ...
+
+    def stepped(self, elapsed_s: float, forward_s: float) -> None: ...
 
 
 class Submission(NamedTuple):

@@ -270,6 +270,7 @@ class EngineCore:
             return
         self._progress_at = now
         self._totals["steps"] += 1
+        self._observer.stepped(event.result.elapsed_s, event.result.forward_s)
         self._answers.emit(self._router.ended(group, deltas), now)
 
     def _join(self, event: WorkerJoined, now: float) -> None:

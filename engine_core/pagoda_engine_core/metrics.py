@@ -53,6 +53,8 @@ class Metrics:
         self._decode = self._histogram("request_decode_time_seconds", "Time in decode", LATENCY_BUCKETS_S)
         self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
         self._generation = self._histogram("request_generation_tokens", "Tokens generated for a request", TOKEN_BUCKETS)
+        self._step_s = Counter("pagoda_step_seconds", "Time workers spent on steps", registry=self.registry)
+        self._forward_s = Counter("pagoda_forward_seconds", "Of it, time in model and sampler", registry=self.registry)
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step", STEP_TOKEN_BUCKETS)
 
     def watch(self, stats: Callable[[], Stats]) -> None:
@@ -76,6 +78,10 @@ class Metrics:
 
     def planned(self, num_tokens: int) -> None:
         self._step_tokens.observe(num_tokens)
+
+    def stepped(self, elapsed_s: float, forward_s: float) -> None:
+        self._step_s.inc(elapsed_s)
+        self._forward_s.inc(forward_s)
 
     def _histogram(self, stem: str, help: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"pagoda_{stem}", help, buckets=buckets, registry=self.registry)

@@ -430,6 +430,7 @@ async def test_tcp_on_loopback_reports_its_port_and_metrics_their_page(socket_di
     assert "pagoda_generation_tokens_total 5.0" in page
     assert 'pagoda_request_success_total{finished_reason="length"} 1.0' in page
     assert "pagoda_num_workers 1.0" in page
+    assert "pagoda_step_seconds_total" in page
     stop.set()
     await task
 

@@ -22,7 +22,9 @@ STEADY = ["ready", "linger"]
 
 
 class Running:
-    """A supervisor process; `event` reads its events one by one."""
+    """A supervisor process; `event` reads its events one by one. A child's lines and events come by different pipes,
+    so only those of one kind have an order.
+    """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -140,8 +142,12 @@ def test_a_silent_child_is_killed_and_started_again() -> None:
 
 def test_words_of_children_are_passed_on_whole() -> None:
     text = "é" * 40_000  # more bytes than one read takes
-    with supervise(one=["garbage", "say=40000", *STEADY]) as running:
+    with supervise(one=["say=40000", *STEADY]) as running:
         assert running.event(event="line")["line"] == text
+
+
+def test_garbage_on_the_status_pipe_is_passed_over() -> None:
+    with supervise(one=["garbage", *STEADY]) as running:
         running.event(event="ready")
 
 

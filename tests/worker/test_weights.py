@@ -128,7 +128,7 @@ def test_a_file_too_short_for_a_header(tmp_path: Path) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_damage_is_refused_or_harmless(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Whatever one byte of the header becomes, opening either fails with CheckpointError or every tensor is readable."""
+    """Whatever one byte of the header becomes: CheckpointError, or every tensor is readable."""
     path = tmp_path_factory.mktemp("damaged")
     save_file(tensors(), path / "model.safetensors")
     raw = bytearray((path / "model.safetensors").read_bytes())

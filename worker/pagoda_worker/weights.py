@@ -240,7 +240,7 @@ def _entry(file: Path, value: Any, start: int) -> Entry | None:
     numbers = [*shape, begin, end] if isinstance(shape, list) else [None]
     if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
         return None
-    if dtype not in DTYPES or end - begin != prod(shape) * DTYPES[dtype].itemsize:
+    if not isinstance(dtype, str) or dtype not in DTYPES or end - begin != prod(shape) * DTYPES[dtype].itemsize:
         return None
     return Entry(file, dtype, tuple(shape), start + begin, start + end)
 

@@ -50,7 +50,8 @@ def both(rows: list[tuple[int, int]], shape: AttentionShape, dtype: torch.dtype,
     needed = [-(-context // BLOCK) for _, context in rows]
     order = torch.randperm(sum(needed)).tolist()
     tables = [[order.pop() for _ in range(count)] for count in needed]
-    batch = make_batch([([0] * new, context - new, blocks) for (new, context), blocks in zip(rows, tables)], BLOCK)
+    parts = zip(rows, tables, strict=True)
+    batch = make_batch([([0] * new, context - new, blocks) for (new, context), blocks in parts], BLOCK)
     keys = torch.randn(sum(needed) * BLOCK, 2, shape.num_kv_heads, shape.head_dim).to(dtype)
     query = (torch.randn(batch.num_tokens, shape.num_heads, shape.head_dim) * 2).to(dtype)
     kv, wide = fill(tuned, dtype, keys), fill(reference, torch.float64, keys)

@@ -24,7 +24,7 @@ DENSE = ["gpt2", "gpt_neox", "stablelm", "olmo2", "cohere2"]
 def test_greedy_tokens_are_those_of_transformers(name: str, saved: Saved, loaded: Loaded) -> None:
     model, together = loaded(name), prompts()
     assert not model.native
-    answers = Harness(model, num_blocks=128).greedy(together, 16, chunk=40)
+    answers = Harness(model, num_blocks=128).greedy(together, 8, chunk=40)
     for prompt, answer in zip(together, answers, strict=True):
         assert choices_of(saved(name)[0], prompt, answer) == answer
 
@@ -35,7 +35,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str, saved: Saved, loaded
 def test_bits_do_not_depend_on_chunks(name: str, dtype: str, loaded: Loaded) -> None:
     model, ids = loaded(name, dtype), prompts()[-1]
     whole = logits_of(model, ids, [len(ids)])
-    for chunks in ([16], [60, 1]):
+    for chunks in ([16], [80, 1]):
         assert torch.equal(logits_of(model, ids, chunks), whole)
 
 

@@ -1,7 +1,7 @@
 """Native models against transformers: the same greedy tokens in float32, close log-probabilities in bfloat16.
 
-Greedy tokens are compared by showing transformers our continuation: its choice after every prefix must be the token that
-follows, which is what generating one by one with it would give.
+Greedy tokens are compared by showing transformers our continuation: its choice after every prefix must be the token
+that follows, which is what generating one by one with it would give.
 """
 
 from __future__ import annotations
