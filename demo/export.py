@@ -35,6 +35,7 @@ def export_model(model: TinyLlama, tokenizer: Tokenizer, out: Path) -> None:
     # Tied: the embedding is stored once, lm_head is left out.
     weights = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # it is written readable by its owner only
     export_tokenizer(tokenizer, out, model.config.max_positions)
 
 

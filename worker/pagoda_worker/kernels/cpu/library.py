@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -86,6 +87,9 @@ class Library:
         cpus: The processors to compute on, one thread each; the calling thread stands for the first.
         level: A name of LEVELS, or "" for the highest this machine can run.
 
+    Attributes:
+        close: Ends the threads; nothing may be run after. It happens by itself when the library is let go of.
+
     Raises:
         LibraryError: it is missing, of another build, or cannot run the level here.
     """
@@ -101,6 +105,7 @@ class Library:
         self._level = LEVELS.index(self.level)
         self.num_threads = len(cpus)
         self._pool = self._library.pagoda_pool_new((ctypes.c_int * len(cpus))(*cpus), len(cpus))
+        self.close = weakref.finalize(self, self._library.pagoda_pool_free, self._pool)
 
     def run(self, ops: ctypes.Array[Op], step: Step) -> None:
         """Run a program of operations in order. One call at a time."""
@@ -112,12 +117,6 @@ class Library:
         packed = torch.empty(-(-n // PANEL), k // 2, PANEL, dtype=torch.int32)
         self._library.pagoda_pack(self._pool, self._level, weight.data_ptr(), n, k, packed.data_ptr())
         return packed
-
-    def close(self) -> None:
-        """End the threads. Nothing may be run after."""
-        if self._pool:
-            self._library.pagoda_pool_free(self._pool)
-            self._pool = None
 
 
 def _open(path: Path) -> ctypes.CDLL:
