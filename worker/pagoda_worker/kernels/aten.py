@@ -121,7 +121,7 @@ class AtenOps:
         shape: AttentionShape,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return PagedAttention(shape, sinks).attend(query, kv.blocks[layer], plan)
+        return PagedAttention(shape, sinks).attend(query, layer, plan)
 
     def record(self, forward: Forward, kv: KVCache, max_tokens: int) -> None:
         return None

@@ -47,10 +47,22 @@ class KVCache:
     lines: list[torch.Tensor] = field(init=False)  # [(num_blocks + 1) * block_size, 2 * Hkv * D]
     blocks: list[torch.Tensor] = field(init=False)  # [num_blocks + 1, block_size * 2 * Hkv * D]
     quarantined: set[int] = field(default_factory=set)
+    _gathered: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.lines = [layer.flatten(2).flatten(0, 1) for layer in self.layers]
         self.blocks = [layer.flatten(1) for layer in self.layers]
+        self._gathered = self.blocks[0].new_empty((0, self.blocks[0].shape[1]))
+
+    def gather(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
+        """Copies of blocks [n, block_size * 2 * Hkv * D], valid until the next call.
+
+        They share one buffer that lives as long as the cache: fresh memory of this size would come from the kernel,
+        page by page, in every layer.
+        """
+        if len(self._gathered) < len(block_ids):
+            self._gathered = self._gathered.new_empty((len(block_ids), self._gathered.shape[1]))
+        return torch.index_select(self.blocks[layer], 0, block_ids, out=self._gathered[: len(block_ids)])
 
     @property
     def empty_block(self) -> int:

@@ -26,6 +26,7 @@ QUERY_SLICE = 256
 LINES = 4  # query lines come in multiples of this
 TILE = 512
 SMALL_TILES = (64, 128)
+GATHERED_BYTES = 4 * 2**20  # keys and values of the rows of one call: what a cache holds between write and read
 SUM_TILE = 128  # keys per product with V where softmax is not fused
 
 
@@ -130,7 +131,11 @@ def make_plan(batch: Batch, kv: KVCache) -> Plan:
             decodes.setdefault(padded_keys(batch.context_lens[row]), []).append(row)
         else:
             prefills.append(row)
-    return Plan(batch, kv, list(decodes.values()), prefills)
+    groups = []
+    for keys, rows in decodes.items():
+        most = max(1, GATHERED_BYTES // (keys * kv.shape.bytes_per_token // kv.shape.num_layers))
+        groups += [rows[start : start + most] for start in range(0, len(rows), most)]
+    return Plan(batch, kv, groups, prefills)
 
 
 class PagedAttention:
@@ -140,10 +145,10 @@ class PagedAttention:
         self.shape = shape
         self.sinks = sinks
 
-    def attend(self, query: torch.Tensor, blocks: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """query [T, Hq, D], blocks [num_blocks + 1, block_size * 2 * Hkv * D] -> [T, Hq * D]."""
+    def attend(self, query: torch.Tensor, layer: int, plan: Plan) -> torch.Tensor:
+        """query [T, Hq, D] -> [T, Hq * D]."""
         out: torch.Tensor | None = None
-        for tokens, part in self._parts(query, blocks, plan):
+        for tokens, part in self._parts(query, layer, plan):
             if tokens is None:
                 return part
             if out is None:
@@ -155,11 +160,11 @@ class PagedAttention:
         return query.new_empty(0, self.shape.num_heads * self.shape.head_dim) if out is None else out
 
     def _parts(
-        self, query: torch.Tensor, blocks: torch.Tensor, plan: Plan
+        self, query: torch.Tensor, layer: int, plan: Plan
     ) -> Iterator[tuple[slice | torch.Tensor | None, torch.Tensor]]:
         shape = self.shape
         for group in plan.of(shape.window):
-            gathered = blocks.index_select(0, group.blocks)
+            gathered = plan.kv.gather(layer, group.blocks)
             keys = gathered.view(group.num_rows, -1, 2, shape.num_kv_heads, shape.head_dim)
             for part in group.slices:
                 seen = keys[:, part.first - group.first : part.last - group.first]

@@ -84,7 +84,7 @@ class Library:
     """The loaded library at one instruction set level, with its pool of threads.
 
     Args:
-        cpus: The processors to compute on, one thread each; the calling thread stands for the first.
+        cpus: The processors to compute on, one thread each (-1: any); the calling thread has the first while it runs.
         level: A name of LEVELS, or "" for the highest this machine can run.
 
     Attributes:

@@ -82,7 +82,7 @@ void pagoda_sizes(int* op, int* step) {
 // 0 base, 1 AVX2, 2 AVX-512, 3 AVX-512 BF16.
 int pagoda_supports(int level) { return level >= 0 && level < 4 && supported(level); }
 
-// One thread per entry of cpus, pinned to it unless it is -1; entry 0 stands for the calling thread, which is left alone.
+// One thread per entry of cpus, pinned to it unless it is -1; entry 0 is for the calling thread, while it computes.
 void* pagoda_pool_new(const int* cpus, int count) { return new Pool(std::vector<int>(cpus, cpus + count)); }
 
 void pagoda_pool_free(void* pool) { delete (Pool*)pool; }

@@ -1,6 +1,7 @@
 // Threads that compute one step together and sleep between steps.
 //
-// The caller is thread 0. Within a step threads meet at a barrier after every operation; a waiting thread spins for a
+// The caller is thread 0, and on its own core for the length of a step: two threads on one core would spin in each
+// other's way. Within a step threads meet at a barrier after every operation; a waiting thread spins for a
 // short while, because the others are about to arrive, and then sleeps on a futex, because the machine may be busy with
 // something else. Nothing of this spins once the step is over.
 #pragma once
@@ -19,7 +20,7 @@
 
 class Pool {
  public:
-  explicit Pool(const std::vector<int>& cpus) : size_((int)cpus.size()) {
+  explicit Pool(const std::vector<int>& cpus) : size_((int)cpus.size()), caller_cpu_(cpus[0]) {
     for (int t = 1; t < size_; ++t)
       threads_.emplace_back([this, t, cpu = cpus[t]] {
         pin(cpu);
@@ -39,12 +40,16 @@ class Pool {
   // body(thread) on every thread; returns when all are done. One call at a time.
   template <typename F>
   void run(F& body) {
+    cpu_set_t before;
+    bool moved = size_ > 1 && caller_cpu_ >= 0 && pthread_getaffinity_np(pthread_self(), sizeof before, &before) == 0;
+    if (moved) pin(caller_cpu_);
     call_ = [](void* f, int thread) { (*(F*)f)(thread); };
     argument_ = &body;
     start_.fetch_add(1, std::memory_order_release);
     if (size_ > 1) wake(start_);
     body(0);
     barrier();
+    if (moved) pthread_setaffinity_np(pthread_self(), sizeof before, &before);
   }
 
   // All threads of a `run` meet here.
@@ -113,6 +118,7 @@ class Pool {
   }
 
   const int size_;
+  const int caller_cpu_;
   std::vector<std::thread> threads_;
   void (*call_)(void*, int) = nullptr;
   void* argument_ = nullptr;
