@@ -27,8 +27,9 @@ WORKER_SILENCE_S = 60.0  # loading may keep a worker's threads from running for 
 STOP_MARGIN_S = 5.0
 ENGINE_STOP_S = 12.0
 WORKER_STOP_S = 8.0
-# A compute thread that waits must sleep: a spinning one takes the core from the gateway, or from another worker.
-QUIET_THREADS = {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0", "GOMP_SPINCOUNT": "0"}
+# torch's threads spin this many rounds, some tens of microseconds, and then sleep: a spinning thread takes the core from
+# the gateway or another worker, one that sleeps at once makes every operation wait for its waking.
+QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 
 log = logging.getLogger(__name__)
 
