@@ -27,8 +27,8 @@ WORKER_SILENCE_S = 60.0  # loading may keep a worker's threads from running for 
 STOP_MARGIN_S = 5.0
 ENGINE_STOP_S = 12.0
 WORKER_STOP_S = 8.0
-# torch's threads spin this many rounds, some tens of microseconds, and then sleep: a spinning thread takes the core from
-# the gateway or another worker, one that sleeps at once makes every operation wait for its waking.
+# torch's threads spin this many rounds, some tens of microseconds, and then sleep: a spinning thread takes the core
+# from the gateway or another worker, one that sleeps at once makes every operation wait for its waking.
 QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
 
 log = logging.getLogger(__name__)

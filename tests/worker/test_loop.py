@@ -555,3 +555,30 @@ def test_a_process_that_was_stopped_past_its_lease_emits_nothing_of_its_old_life
     engine.welcome()
     engine.send(next_plan(1))
     assert "unknown" in engine.result().errors[0].message
+
+
+STUCK = """
+import sys, threading, time
+from pagoda_worker import control
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.loop import serve
+from tests.worker.fakes_model import fake_runner
+
+control.STUCK_S = 0.5
+runner = fake_runner()
+runner.execute = lambda plan: time.sleep(1000)
+serve(runner, WorkerConfig(engine=sys.argv[1], worker_id="w-1"), lambda event: None, threading.Event())
+"""
+
+
+@pytest.mark.e2e
+def test_a_process_stuck_in_a_step_nobody_waits_for_ends_itself(engine: FakeEngine, endpoint: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", STUCK, endpoint], cwd=Path(__file__).parents[2]) as process:
+        try:
+            engine.admit(lease_s=1.0)
+            engine.until(Beat)
+            engine.send(first_plan())
+            engine.answer_beats = False
+            assert process.wait(WAIT_S) == 1
+        finally:
+            process.kill()

@@ -8,6 +8,7 @@ its membership lost before it reads what has waited for it meanwhile.
 from __future__ import annotations
 
 import logging
+import os
 import resource
 import threading
 import time
@@ -24,6 +25,9 @@ from pagoda_worker.wire import Link, Wire
 log = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 0.5
+# A step that runs on so long after the engine core gave this worker up will not end; only a new process helps.
+STUCK_S = 20.0
+STUCK_EXIT_CODE = 1
 IDLE_INTERVAL_S = 0.1  # how soon the thread notices that a membership began, or that it shall end
 
 
@@ -89,9 +93,13 @@ class Progress:
     steps_done: int = 0
     busy_since: float | None = None
 
-    def beat(self, now: float) -> Beat:
+    def busy_s(self, now: float) -> float:
+        """How long the step now running has run; 0 when idle."""
         since = self.busy_since
-        return Beat(steps_done=self.steps_done, busy_s=0.0 if since is None else now - since, rss_bytes=_rss_bytes())
+        return 0.0 if since is None else now - since
+
+    def beat(self, now: float) -> Beat:
+        return Beat(steps_done=self.steps_done, busy_s=self.busy_s(now), rss_bytes=_rss_bytes())
 
 
 class Control:
@@ -161,6 +169,9 @@ class Control:
             standing = self._membership.standing(time.monotonic())
             if frame is not None and standing is not None:
                 self._receive(wire, standing, *frame)
+            if standing is None and self._progress.busy_s(time.monotonic()) > STUCK_S:
+                log.critical("a step of a lost membership has run for %.0f s; ending the process", STUCK_S)
+                os._exit(STUCK_EXIT_CODE)
 
     def _receive(self, wire: Wire, standing: Standing, envelope: Envelope, payload: bytes) -> None:
         if not standing.covers(envelope) and envelope.epoch != 0:

@@ -1,0 +1,65 @@
+"""The whole offline path against transformers: scheduler, blocks, prefix cache, chunks, sampler, every native family.
+
+Greedy, float32. transformers is shown our continuation and must choose each of its tokens after what precedes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.gateway.model_dir import byte_level_tokenizer
+from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
+
+from pagoda import LLM, SamplingParams
+
+NEW_TOKENS = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+Saved = Callable[[str], tuple[Any, Path]]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    @cache
+    def make(name: str) -> tuple[Any, Path]:
+        model, path = make_model(*NATIVE[name]), tmp_path_factory.mktemp(name)
+        byte_level_tokenizer().save(str(path / "tokenizer.json"))  # every model directory has one; prompts are ids here
+        return model, save(model, path)
+
+    return make
+
+
+def agrees(model: Any, prompt: list[int], continuation: list[int]) -> bool:
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + continuation[:-1]])).logits[0]
+    return logits[len(prompt) - 1 :].argmax(-1).tolist() == continuation
+
+
+def continuations(llm: LLM, given: list[list[int]]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(given, GREEDY, use_tqdm=False)]
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "prefix_cache"), [(16, True), (16, False), (64, True), (2048, True), (2048, False)]
+)
+@pytest.mark.parametrize("name", NATIVE)
+def test_greedy_tokens_are_those_of_transformers(name: str, chunk_size: int, prefix_cache: bool, saved: Saved) -> None:
+    model, path = saved(name)
+    options = {
+        "dtype": "float32",
+        "chunk_size": chunk_size,
+        "prefix_cache": prefix_cache,
+        "num_blocks": 256,
+        "threads": 1,
+    }
+    with LLM(str(path), **options) as llm:
+        together = continuations(llm, prompts())
+        for prompt, continuation in zip(prompts(), together, strict=True):
+            assert len(continuation) == NEW_TOKENS
+            assert agrees(model, prompt, continuation)
+        assert continuations(llm, prompts()) == together  # with the prefixes cached, where there is a cache
+        assert continuations(llm, [prompts()[-1]]) == [together[-1]]
