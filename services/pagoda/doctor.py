@@ -18,6 +18,7 @@ from pagoda.machine import available_cores, cpu_flags, cpu_quota, memory_info, m
 from pagoda.rundir import runtime_dir
 from pagoda.settings import ConfigError, environment_value
 from pagoda.version import version_of
+from pagoda_worker.kernels.cpu.build import LIBRARY
 
 GIB = 1024**3
 LEAST_FILES = 4096
@@ -52,7 +53,7 @@ def main(arguments: argparse.Namespace) -> int:
 def examine(port: int) -> Iterator[Finding]:
     """Every check in turn."""
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _cores, _instructions, _memory, _files, _shared_memory, _compiler, _torch,
+        _python, _cores, _instructions, _memory, _files, _shared_memory, _kernels, _torch,
         lambda: _port(port), _hub_cache, _runtime_directory,
     )  # fmt: skip
     for check in checks:
@@ -104,11 +105,12 @@ def _shared_memory() -> Finding:
     return Finding("ok", f"/dev/shm has {free / GIB:.1f} GiB free")
 
 
-def _compiler() -> Finding:
+def _kernels() -> Finding:
+    if LIBRARY.exists():
+        return Finding("ok", "native CPU kernels are built")
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if found:
-        return Finding("ok", f"C++ compiler {found}")
-    return Finding("warn", "no C++ compiler", "prebuilt kernels or the torch back end are used")
+    mend = "install Pagoda again to build them" if found else "install g++, then Pagoda again; until then torch serves"
+    return Finding("warn", "native CPU kernels are not built", mend)
 
 
 def _torch() -> Finding:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import NamedTuple
 
 import zmq
 
+from pagoda_proto.addresses import MAX_SOCKET_PATH_BYTES, check_host_port
 from pagoda_proto.channel import MAX_FRAME_BYTES, Envelope, FrameError, encode, open_envelope
 from pagoda_proto.keys import CurveKeys, load_curve
 from pagoda_proto.steps import Message
@@ -17,7 +17,6 @@ from pagoda_proto.steps import Message
 log = logging.getLogger(__name__)
 
 ENGINE_CORE_KEY = "engine-core.public"
-MAX_SOCKET_PATH_BYTES = 107  # sizeof(sockaddr_un.sun_path) less the closing zero, on Linux
 SOCKET_OPTIONS = {
     zmq.LINGER: 0,
     zmq.SNDHWM: 100,
@@ -51,21 +50,13 @@ def local_or_encrypted(endpoint: str, worker_id: str, keys_dir: str = "") -> Lin
         if len(os.fsencode(rest)) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(f"engine: the socket path is longer than {MAX_SOCKET_PATH_BYTES} bytes: {endpoint!r}")
         return Link(endpoint, worker_id)
-    host, colon, port = rest.rpartition(":")
-    if scheme != "tcp" or not colon or not (port.isdecimal() and 0 < int(port) < 65536):
+    if scheme != "tcp" or rest.endswith(":0"):
         raise ValueError(f"engine: must be ipc:///path or tcp://host:port, got {endpoint!r}")
-    if keys_dir:
-        return Link(endpoint, worker_id, load_curve(keys_dir, ENGINE_CORE_KEY))
-    if not _is_loopback(host.strip("[]")):
-        raise ValueError(f"engine: {endpoint!r} is not on the loopback interface, so keys_dir is needed to encrypt it")
-    return Link(endpoint, worker_id)
-
-
-def _is_loopback(host: str) -> bool:
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+        check_host_port(endpoint, rest, keyed=bool(keys_dir))
+    except ValueError as error:
+        raise ValueError(f"engine: {error}") from None
+    return Link(endpoint, worker_id, load_curve(keys_dir, ENGINE_CORE_KEY) if keys_dir else None)
 
 
 class Wire:

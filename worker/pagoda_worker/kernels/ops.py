@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
+
+if TYPE_CHECKING:
+    from pagoda_worker.kernels.cpu.native import NativeOps
 
 BACKENDS = ("reference", "torch", "native")
 
@@ -200,7 +203,7 @@ def load_ops(device: torch.device, choice: str, needs: Needs) -> tuple[Ops, str]
         from pagoda_worker.kernels.cpu.native import load_native
 
         try:
-            return load_native(device, needs), reason
+            return _checked(load_native(device, needs)), reason
         except BackendError as error:
             if choice == "native":
                 raise
@@ -208,3 +211,13 @@ def load_ops(device: torch.device, choice: str, needs: Needs) -> tuple[Ops, str]
     from pagoda_worker.kernels.aten import AtenOps
 
     return AtenOps(device), reason
+
+
+def _checked(native: NativeOps) -> Ops:
+    """Raises BackendError when the kernels compute something wrong on this machine."""
+    from pagoda_worker.kernels.cpu.selfcheck import problem
+
+    found = problem(native)
+    if found:
+        raise BackendError(f"kernels: native failed its self-check: {found}")
+    return native
