@@ -27,7 +27,8 @@ from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowOutput, StepPlan
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.kernels.ops import Needs, load_ops
+from pagoda_worker.kernels.choose import load_ops
+from pagoda_worker.kernels.ops import Needs
 from pagoda_worker.layers.rope import RopeShape
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.models.decoder import Decoder

@@ -13,8 +13,9 @@ import torch
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import Cache, Needs, Ops, load_ops
+from pagoda_worker.kernels.ops import Cache, Needs, Ops
 from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.config_reader import ConfigReader, UnsupportedConfig
 from pagoda_worker.models.decoder import Decoder

@@ -10,8 +10,9 @@ from tests.worker.models.harness import make_batch
 
 from pagoda_worker.kernels import aten
 from pagoda_worker.kernels.aten import AtenOps
+from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape
-from pagoda_worker.kernels.ops import AttentionShape, BackendError, HeadNorm, Needs, Rotation, load_ops
+from pagoda_worker.kernels.ops import AttentionShape, BackendError, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.reference import ReferenceOps
 
 CPU = torch.device("cpu")

@@ -8,10 +8,11 @@ import pytest
 import torch
 from tests.worker.kernels.test_cpu_library import levels
 
+from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps, load_native
 from pagoda_worker.kernels.cpu.selfcheck import problem
-from pagoda_worker.kernels.ops import BackendError, Needs, load_ops
+from pagoda_worker.kernels.ops import BackendError, Needs
 
 NEEDS = Needs(dtype=torch.bfloat16, hidden_size=64, head_dim=16)
 pytestmark = pytest.mark.skipif(not levels(), reason="no C++ compiler here; the torch back end serves")

@@ -12,15 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
-
-if TYPE_CHECKING:
-    from pagoda_worker.kernels.cpu.native import NativeOps
 
 BACKENDS = ("reference", "torch", "native")
 
@@ -179,45 +176,3 @@ class Needs:
     head_dim: int = 0
     num_threads: int = 0  # 0: as many as this process may use
     instruction_set: str = ""  # "" is the best this machine has
-
-
-def load_ops(device: torch.device, choice: str, needs: Needs) -> tuple[Ops, str]:
-    """The back end for `device`, and why it was chosen (for the log).
-
-    Args:
-        device: Where tensors live.
-        choice: "auto" or a name of BACKENDS.
-        needs: What it must be able to do.
-
-    Raises:
-        BackendError: `choice` is not known, or was named and cannot run here.
-    """
-    if choice not in ("auto", *BACKENDS):
-        raise BackendError(f"kernels: must be auto or one of {', '.join(BACKENDS)}, got {choice!r}")
-    if choice == "reference":
-        from pagoda_worker.kernels.reference import ReferenceOps
-
-        return ReferenceOps(device), "named in the configuration"
-    reason = "named in the configuration" if choice != "auto" else f"the best for {device.type}"
-    if choice == "native" or (choice == "auto" and device.type == "cpu"):
-        from pagoda_worker.kernels.cpu.native import load_native
-
-        try:
-            return _checked(load_native(device, needs)), reason
-        except BackendError as error:
-            if choice == "native":
-                raise
-            reason = f"native kernels cannot serve: {error}"
-    from pagoda_worker.kernels.aten import AtenOps
-
-    return AtenOps(device), reason
-
-
-def _checked(native: NativeOps) -> Ops:
-    """Raises BackendError when the kernels compute something wrong on this machine."""
-    from pagoda_worker.kernels.cpu.selfcheck import problem
-
-    found = problem(native)
-    if found:
-        raise BackendError(f"kernels: native failed its self-check: {found}")
-    return native

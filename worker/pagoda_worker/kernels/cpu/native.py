@@ -17,6 +17,7 @@ import torch
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu import library as lib
+from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 
@@ -97,9 +98,9 @@ class NativeOps:
         return f"{self.library.level} split {ATTENTION_SPLIT}"
 
     def record(self, forward: Forward, kv: NativeKVCache, max_tokens: int) -> Callable[[Batch], torch.Tensor]:
-        from pagoda_worker.kernels.cpu.program import Program
-
-        return Program(self, forward, kv, max_tokens).run
+        tape = Recording(max_tokens)
+        hidden = forward(self.on(tape), blank_batch(max_tokens), kv)
+        return Program(self.library, lambda batch: self.plan(batch, kv)._asdict(), tape, hidden, (forward, kv)).run
 
     def on(self, tape: Tape) -> NativeOps:
         """The same operations on another tape."""

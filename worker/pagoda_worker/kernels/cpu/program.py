@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu import library as lib
-from pagoda_worker.kernels.cpu.native import NativeKVCache, NativeOps
-from pagoda_worker.kernels.ops import Forward
 
 
 class Recording:
@@ -50,38 +48,44 @@ class Program:
     """One model's forward pass over one cache.
 
     Args:
-        ops: The back end the model was loaded with.
-        forward: The model's forward pass, given back end, batch and cache.
-        kv: The cache it reads and writes.
-        max_tokens: Most tokens of a step.
+        library: What runs it.
+        plan: What a back end prepares of a batch before attention, as tensors by the names of `lib.Step`.
+        tape: What `forward` was recorded on.
+        hidden: The buffer in which its result lies.
+        owner: Kept alive as long as the program, because it owns weights and cache.
     """
 
-    def __init__(self, ops: NativeOps, forward: Forward, kv: NativeKVCache, max_tokens: int) -> None:
-        self._library = ops.library
-        self._plan = ops.plan
-        self._kv = kv
-        tape = Recording(max_tokens)
-        self._hidden = forward(ops.on(tape), _blank_batch(max_tokens), kv)
-        self._operands = (tape.operands, forward)
+    def __init__(
+        self,
+        library: lib.Library,
+        plan: Callable[[Batch], dict[str, torch.Tensor]],
+        tape: Recording,
+        hidden: torch.Tensor,
+        owner: object,
+    ) -> None:
+        self._library = library
+        self._plan = plan
+        self._hidden = hidden
+        self._kept = (tape.operands, owner)
         self._ops = (lib.Op * len(tape.ops))(*tape.ops)
 
     def run(self, batch: Batch) -> torch.Tensor:
         """Hidden states [T, H] of the batch; valid until the next run."""
-        plan = self._plan(batch, self._kv)
+        plan = self._plan(batch)
         step = lib.make_step(
             num_tokens=batch.num_tokens,
             num_rows=batch.num_rows,
-            max_blocks=plan.block_tables.shape[1],
+            max_blocks=plan["block_tables"].shape[1],
             token_ids=batch.token_ids,
             positions=batch.positions,
             kv_indices=batch.kv_indices,
-            **plan._asdict(),
+            **plan,
         )
         self._library.run(self._ops, step)
         return self._hidden[: batch.num_tokens]
 
 
-def _blank_batch(num_tokens: int) -> Batch:
+def blank_batch(num_tokens: int) -> Batch:
     """Stands in for the batches to come; only its length is looked at."""
     zeros = torch.zeros(num_tokens, dtype=torch.int64)
     return Batch(
