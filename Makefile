@@ -25,7 +25,7 @@ run: $(VENV)/.installed  ## serve the bundled demo model; ARGS="MODEL --port 900
 	$(BIN)/pagoda serve $(ARGS)
 
 test: $(VENV)/.installed-dev  ## the whole test suite; ARGS="-k name" for a part
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
 
 check: lint types arch proto-check test  ## everything that must pass before a change goes in
 
