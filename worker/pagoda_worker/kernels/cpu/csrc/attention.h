@@ -62,10 +62,9 @@ static void split_scores(const AttentionArgs& a, const Lines& l, const int32_t* 
       size_t block = (size_t)table[token / a.block_size];
       groups[g] = a.k_cache + (block * a.kv_heads + head) * head_words + (size_t)(token % a.block_size) / 16 * group_words;
     }
-    const uint32_t* const fixed[2] = {groups[0], groups[1]};
     f16 acc[ROWS][2];
     for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
-    tile<ROWS, 2>(&l.q[0][0], 256, fixed, 16, a.dim / 2, acc);
+    tile<ROWS, 2>(&l.q[0][0], 256, groups, 16, a.dim / 2, acc);
     for (int r = 0; r < ROWS; ++r)
       for (int g = 0; g < 2; ++g) {
         int first = t + 16 * g;
@@ -93,17 +92,27 @@ static bool split_softmax(AttentionScratch& s, int r, int width, float& top, flo
   return true;
 }
 
-template <int ROWS>
+// Probabilities of a split times its values, for GROUPS x 16 dims from `dim_first` on, into the running accumulators.
+template <int ROWS, int GROUPS>
 static void split_values(const AttentionArgs& a, const int32_t* table, int head, int from, int tokens, int dim_first,
-                         AttentionScratch& s, f16 (&acc)[ROWS][2]) {
-  for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
+                         const float (&scale_old)[ROWS], const float (&scale_new)[ROWS], AttentionScratch& s) {
+  f16 acc[ROWS][GROUPS];
+  for (int r = 0; r < ROWS; ++r)
+    for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
   for (int t = from; t < from + tokens; t += a.block_size) {
     int pairs_here = (from + tokens - t < a.block_size ? from + tokens - t + 1 : a.block_size) / 2;
     size_t block = (size_t)table[t / a.block_size];
     const uint32_t* v = a.v_cache + ((block * a.kv_heads + head) * (a.block_size / 2)) * a.dim + dim_first;
-    const uint32_t* const groups[2] = {v, v + (dim_first + 16 < a.dim ? 16 : 0)};
-    tile<ROWS, 2>(&s.probs[0][t - from], SPLIT, groups, (size_t)a.dim, pairs_here, acc);
+    const uint32_t* groups[GROUPS];
+    for (int g = 0; g < GROUPS; ++g) groups[g] = v + (dim_first + 16 * g < a.dim ? 16 * g : 0);
+    tile<ROWS, GROUPS>(&s.probs[0][t - from], SPLIT, groups, (size_t)a.dim, pairs_here, acc);
   }
+  for (int r = 0; r < ROWS; ++r)
+    for (int g = 0; g < GROUPS; ++g)
+      if (dim_first + 16 * g < a.dim) {
+        float* run = &s.acc[r][dim_first + 16 * g];
+        store(run, load(run) * set1(scale_old[r]) + acc[r][g] * set1(scale_new[r]));
+      }
 }
 
 template <int ROWS>
@@ -128,16 +137,15 @@ static void attend_split(const AttentionArgs& a, const Lines& l, const int32_t* 
     s.top[r] = merged;
     s.sum[r] = s.sum[r] * both[0] + total * both[1];
   }
-  for (int d = 0; d < a.dim; d += 32) {
-    f16 acc[ROWS][2];
-    split_values<ROWS>(a, table, head, from, to - from, d, s, acc);
-    for (int r = 0; r < ROWS; ++r)
-      for (int g = 0; g < 2; ++g)
-        if (d + 16 * g < a.dim) {
-          float* run = &s.acc[r][d + 16 * g];
-          store(run, load(run) * set1(scale_old[r]) + acc[r][g] * set1(scale_new[r]));
-        }
-  }
+  // Few rows leave registers for wide tiles, which read values as one stream instead of in several passes.
+  int tokens = to - from, d = 0;
+  if constexpr (ROWS * 8 <= 2 * MAX_ROWS)
+    for (; d + 128 <= a.dim; d += 128)
+      split_values<ROWS, 8>(a, table, head, from, tokens, d, scale_old, scale_new, s);
+  if constexpr (ROWS * 4 <= 2 * MAX_ROWS)
+    for (; d + 64 <= a.dim; d += 64)
+      split_values<ROWS, 4>(a, table, head, from, tokens, d, scale_old, scale_new, s);
+  for (; d < a.dim; d += 32) split_values<ROWS, 2>(a, table, head, from, tokens, d, scale_old, scale_new, s);
 }
 
 // One item of work: up to MAX_ROWS lines of one row and one kv head, over the whole context they see.

@@ -11,7 +11,7 @@ namespace PAGODA_NS {
 
 // b[g] points at the first pair row of group g; the next pair row is `stride` words on.
 template <int ROWS, int GROUPS>
-PAGODA_INLINE void tile(const uint16_t* a, size_t lda, const uint32_t* const (&b)[GROUPS], size_t stride, int num_pairs,
+PAGODA_INLINE void tile(const uint16_t* a, size_t lda, const uint32_t* const* b, size_t stride, int num_pairs,
                         f16 (&acc)[ROWS][GROUPS]) {
   for (int k = 0; k < num_pairs; ++k) {
     pairs column[GROUPS];
