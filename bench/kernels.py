@@ -43,7 +43,7 @@ def linear(library: lib.Library, rows: int, n: int, k: int) -> tuple[float, floa
 def attention(library: lib.Library, rows: int, query: int, context: int) -> tuple[float, float]:
     """(bytes of K and V per second, operations per second) for rows with `query` new tokens each."""
     blocks = -(-context // BLOCK)
-    cells = [torch.randn(rows * blocks, KV_HEADS * BLOCK * DIM).bfloat16() for _ in range(2)]
+    cells = [lib.pages(rows * blocks, KV_HEADS * BLOCK * DIM, dtype=torch.bfloat16).normal_() for _ in range(2)]
     tables = torch.arange(rows * blocks, dtype=torch.int32).view(rows, blocks)
     starts = torch.arange(rows + 1, dtype=torch.int32) * query
     contexts = torch.full((rows,), context, dtype=torch.int32)

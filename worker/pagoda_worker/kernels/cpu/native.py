@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from pagoda_worker.batch import Batch
@@ -225,9 +224,8 @@ class NativeOps:
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> NativeKVCache:
         width = shape.num_kv_heads * block_size * shape.head_dim
 
-        def layers() -> list[torch.Tensor]:  # numpy's zeros are pages that cost nothing until they are written
-            cells = (np.zeros((num_blocks, width), np.uint16) for _ in range(shape.num_layers))
-            return [torch.from_numpy(each).view(torch.bfloat16) for each in cells]
+        def layers() -> list[torch.Tensor]:
+            return [lib.pages(num_blocks, width, dtype=torch.bfloat16) for _ in range(shape.num_layers)]
 
         return NativeKVCache(shape, num_blocks, block_size, layers(), layers())
 

@@ -15,6 +15,7 @@ namespace PAGODA_NS {
 
 constexpr int SPLIT = 256;
 constexpr float MASKED = -1e30f;
+constexpr int FEW_ROWS = 4;  // up to so many lines a tile waits for memory rather than for arithmetic
 
 struct AttentionArgs {
   const uint16_t* q;  // [tokens, heads, dim]
@@ -44,6 +45,15 @@ struct Lines {
   int count;
 };
 
+// One block's keys (or values) of one head, `words` long. Blocks lie anywhere, so the hardware cannot foresee the next one.
+PAGODA_INLINE const uint32_t* chunk(const uint32_t* cache, const AttentionArgs& a, const int32_t* table, int head, int token,
+                                    size_t words) {
+  return cache + ((size_t)table[token / a.block_size] * a.kv_heads + head) * words;
+}
+PAGODA_INLINE void fetch_ahead(const uint32_t* from, size_t words) {
+  for (size_t i = 0; i < words; i += 16) prefetch(from + i);
+}
+
 PAGODA_INLINE f16 shaped(f16 s, const AttentionArgs& a) {
   s = s * set1(a.scale);
   if (a.softcap != 0.0f) s = tanh(s * set1(1.0f / a.softcap)) * set1(a.softcap);
@@ -56,11 +66,14 @@ static void split_scores(const AttentionArgs& a, const Lines& l, const int32_t* 
   const size_t group_words = (size_t)a.dim / 2 * 16;
   const size_t head_words = (size_t)a.block_size / 16 * group_words;
   for (int t = from; t < to; t += 32) {
+    if (ROWS <= FEW_ROWS)
+      fetch_ahead(t + 32 < to ? chunk(a.k_cache, a, table, head, t + 32, head_words)
+                              : chunk(a.v_cache, a, table, head, from, head_words),
+                  head_words);
     const uint32_t* groups[2];
     for (int g = 0; g < 2; ++g) {
       int token = t + 16 * g < to ? t + 16 * g : t;  // past the end: any readable group, masked below
-      size_t block = (size_t)table[token / a.block_size];
-      groups[g] = a.k_cache + (block * a.kv_heads + head) * head_words + (size_t)(token % a.block_size) / 16 * group_words;
+      groups[g] = chunk(a.k_cache, a, table, head, token, head_words) + (size_t)(token % a.block_size) / 16 * group_words;
     }
     f16 acc[ROWS][2];
     for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
@@ -101,8 +114,10 @@ static void split_values(const AttentionArgs& a, const int32_t* table, int head,
     for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
   for (int t = from; t < from + tokens; t += a.block_size) {
     int pairs_here = (from + tokens - t < a.block_size ? from + tokens - t + 1 : a.block_size) / 2;
-    size_t block = (size_t)table[t / a.block_size];
-    const uint32_t* v = a.v_cache + ((block * a.kv_heads + head) * (a.block_size / 2)) * a.dim + dim_first;
+    const size_t head_words = (size_t)a.block_size / 2 * a.dim;
+    const uint32_t* v = chunk(a.v_cache, a, table, head, t, head_words) + dim_first;
+    if (ROWS <= FEW_ROWS && dim_first == 0 && t + a.block_size < from + tokens)
+      fetch_ahead(chunk(a.v_cache, a, table, head, t + a.block_size, head_words), head_words);
     const uint32_t* groups[GROUPS];
     for (int g = 0; g < GROUPS; ++g) groups[g] = v + (dim_first + 16 * g < a.dim ? 16 * g : 0);
     tile<ROWS, GROUPS>(&s.probs[0][t - from], SPLIT, groups, (size_t)a.dim, pairs_here, acc);
