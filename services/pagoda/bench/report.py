@@ -53,11 +53,7 @@ def summarise(result: LoadResult, *, exact_prompts: bool, limits_ms: dict[str, f
         "completed": len(good),
         "errors": dict(errors),
         "wrong_output_length": sum(one.timing.output_tokens != one.row.output_tokens for one in sent),
-        "wrong_prompt_length": sum(
-            one.row.prompt is None and _prompt_tokens(one) != one.row.prompt_tokens for one in sent
-        )
-        if exact_prompts
-        else 0,
+        "wrong_prompt_length": sum(map(_wrong_prompt, sent)) if exact_prompts else 0,
         "wall_s": wall_s,
         "peak_in_flight": result.peak_in_flight,
         "prompt_tokens": prompt_tokens,

@@ -20,7 +20,7 @@ LEVELS = ("base", "avx2", "avx512", "avx512bf16")
 PANEL = 32  # columns of a packed panel
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
-EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, ACT_MUL, GATHER, SOFTCAP = range(8)
+EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, ACT_MUL = range(6)
 
 
 class Op(ctypes.Structure):
@@ -28,7 +28,7 @@ class Op(ctypes.Structure):
 
     _fields_: ClassVar = [
         ("kind", ctypes.c_int32),
-        ("of_logits", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
         ("p", ctypes.c_void_p * 10),
         ("i", ctypes.c_int32 * 10),
         ("f", ctypes.c_float * 4),
@@ -41,12 +41,11 @@ class Step(ctypes.Structure):
     _fields_: ClassVar = [
         ("num_tokens", ctypes.c_int32),
         ("num_rows", ctypes.c_int32),
-        ("num_logits", ctypes.c_int32),
         ("max_blocks", ctypes.c_int32),
+        ("unused", ctypes.c_int32),
         ("token_ids", ctypes.c_void_p),
         ("positions", ctypes.c_void_p),
         ("kv_indices", ctypes.c_void_p),
-        ("logit_indices", ctypes.c_void_p),
         ("block_tables", ctypes.c_void_p),
         ("query_starts", ctypes.c_void_p),
         ("context_lens", ctypes.c_void_p),
@@ -58,11 +57,9 @@ def make_op(
     tensors: Sequence[torch.Tensor | None],
     ints: Sequence[int],
     floats: Sequence[float] = (),
-    *,
-    of_logits: bool = False,
 ) -> Op:
     """An operation on these tensors. They must be contiguous and outlive it."""
-    op = Op(kind=kind, of_logits=of_logits)
+    op = Op(kind=kind)
     for index, tensor in enumerate(tensors):
         op.p[index] = None if tensor is None else tensor.data_ptr()
     op.i[: len(ints)] = list(ints)

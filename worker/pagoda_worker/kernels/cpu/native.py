@@ -110,18 +110,18 @@ class NativeOps:
         return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k)
 
     def linear(self, x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
-        return self._linear(x, packed, torch.bfloat16, of_logits=False)
+        return self._linear(x, packed, torch.bfloat16)
 
     def logits(self, hidden: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
         """float32 straight from the accumulators."""
-        return self._linear(hidden, packed, torch.float32, of_logits=True)
+        return self._linear(hidden, packed, torch.float32)
 
-    def _linear(self, x: torch.Tensor, packed: NativeLinear, dtype: torch.dtype, *, of_logits: bool) -> torch.Tensor:
+    def _linear(self, x: torch.Tensor, packed: NativeLinear, dtype: torch.dtype) -> torch.Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], packed.n, dtype)
         ints = [packed.n, packed.k, 0, int(dtype == torch.float32)]
-        op = lib.make_op(lib.LINEAR, [x, packed.panels, y, packed.bias], ints, of_logits=of_logits)
-        self._tape.take(op, (x, packed, y), num_tokens=x.shape[0], num_logits=x.shape[0])
+        op = lib.make_op(lib.LINEAR, [x, packed.panels, y, packed.bias], ints)
+        self._tape.take(op, (x, packed, y), num_tokens=x.shape[0])
         return y
 
     def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:

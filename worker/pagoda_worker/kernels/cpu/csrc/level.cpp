@@ -8,8 +8,6 @@
 
 namespace PAGODA_NS {
 
-static int rows_of(const Op& op, const Step& s) { return op.of_logits ? s.num_logits : s.num_tokens; }
-
 // --- linear: p = x, panels, y, bias, residual; i = n, k, activation, out_f32 -------------------------------------------
 
 // Rows of x that stay in half of a 1 MiB L2 while all panels pass.
@@ -20,12 +18,12 @@ static int block_rows(int k) {
 static int num_panels(const Op& op) { return (op.i[0] + PANEL - 1) / PANEL; }
 static int num_blocks(const Op& op, const Step& s) {
   int size = block_rows(op.i[1]);
-  return (rows_of(op, s) + size - 1) / size;
+  return (s.num_tokens + size - 1) / size;
 }
 
 static void run_linear(const Op& op, const Step& s, int first, int last) {
   const Epilogue e{(const uint16_t*)op.p[3], (const uint16_t*)op.p[4], op.i[2], op.i[3]};
-  int n = op.i[0], k = op.i[1], panels = num_panels(op), rows = rows_of(op, s), blocks = num_blocks(op, s);
+  int n = op.i[0], k = op.i[1], panels = num_panels(op), rows = s.num_tokens, blocks = num_blocks(op, s);
   for (int item = first; item < last; ++item) {
     int block = item / panels, panel = item % panels;
     int from = (int)((long)rows * block / blocks), to = (int)((long)rows * (block + 1) / blocks);
@@ -85,22 +83,6 @@ static void run_row(const Op& op, const Step& s, int r) {
       act_mul_row(gate, gate + op.i[0], (uint16_t*)op.p[1] + row * op.i[0], op.i[0], op.i[1]);
       break;
     }
-    case GATHER:  // p = x, y; i = dim
-      memcpy((uint16_t*)op.p[1] + row * op.i[0], (const uint16_t*)op.p[0] + (size_t)s.logit_indices[row] * op.i[0],
-             2 * (size_t)op.i[0]);
-      break;
-    case SOFTCAP: {  // p = logits (float, in place); i = width; f = cap
-      float* x = (float*)op.p[0] + row * op.i[0];
-      f16 cap = set1(op.f[0]), inverse = set1(1.0f / op.f[0]);
-      for (int d = 0; d < op.i[0]; d += 16) {
-        float t[16] = {};
-        int n = op.i[0] - d < 16 ? op.i[0] - d : 16;
-        memcpy(t, x + d, 4 * (size_t)n);
-        store(t, tanh(load(t) * inverse) * cap);
-        memcpy(x + d, t, 4 * (size_t)n);
-      }
-      break;
-    }
     default:
       break;
   }
@@ -114,7 +96,7 @@ static int items(const Op& op, const Step& s) {
     for (int row = 0; row < s.num_rows; ++row) total += row_items(a, row);
     return total;
   }
-  return op.kind == GATHER ? s.num_logits : rows_of(op, s);
+  return s.num_tokens;
 }
 
 static void run(const Op& op, const Step& s, int first, int last) {

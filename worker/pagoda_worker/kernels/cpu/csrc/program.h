@@ -5,23 +5,22 @@
 
 #include <cstdint>
 
-enum Kind : int32_t { EMBED = 0, RMS_NORM = 1, LINEAR = 2, ROPE_KV = 3, ATTENTION = 4, ACT_MUL = 5, GATHER = 6, SOFTCAP = 7 };
+enum Kind : int32_t { EMBED = 0, RMS_NORM = 1, LINEAR = 2, ROPE_KV = 3, ATTENTION = 4, ACT_MUL = 5 };
 
 // What each operation reads from the generic fields is said in level.cpp, next to the code that does.
 struct Op {
   int32_t kind;
-  int32_t of_logits;  // rows are the tokens whose logits are wanted, not all tokens
+  int32_t unused;  // keeps the pointers aligned
   void* p[10];
   int32_t i[10];
   float f[4];
 };
 
 struct Step {
-  int32_t num_tokens, num_rows, num_logits, max_blocks;
+  int32_t num_tokens, num_rows, max_blocks, unused;
   const int64_t* token_ids;      // [num_tokens]
   const int64_t* positions;      // [num_tokens]
   const int64_t* kv_indices;     // [num_tokens]
-  const int64_t* logit_indices;  // [num_logits]
   const int32_t* block_tables;   // [num_rows, max_blocks]
   const int32_t* query_starts;   // [num_rows + 1]
   const int32_t* context_lens;   // [num_rows]
