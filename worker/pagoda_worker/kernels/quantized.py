@@ -1,0 +1,83 @@
+"""Weights as small whole numbers: what every format, ours or a checkpoint's, comes down to.
+
+    w[n, k] = (levels[n, k] - zeros[n, g]) * scales[n, g]        g = k // group
+
+With `activation_bits` 8 the layer's input is rounded too, each token's by itself and as it arrives:
+
+    a[t, k] = round(x[t, k] / s[t, g])        s[t, g] = max |x[t, group g]| / 127
+
+so that y[t, n] = sum over g of s[t, g] * scales[n, g] * sum over k of (levels - zeros) * a, whose inner sum is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_ACTIVATION = 127
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How a matrix is stored. `group`: inputs that share a scale; 0 is all of them."""
+
+    bits: int
+    group: int
+    activation_bits: int
+
+
+FORMATS = {
+    "int8": Format(bits=8, group=0, activation_bits=8),
+    "int4": Format(bits=4, group=64, activation_bits=8),
+    "int4a16": Format(bits=4, group=64, activation_bits=16),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedWeight:
+    """A matrix [N, K] in levels 0 .. 2**bits - 1. `zeros` None: the middle level, 2**(bits - 1), everywhere."""
+
+    levels: torch.Tensor  # [N, K] uint8
+    scales: torch.Tensor  # [N, K / group] float32
+    zeros: torch.Tensor | None  # [N, K / group] uint8
+    bits: int
+    activation_bits: int
+
+    @property
+    def group(self) -> int:
+        return self.levels.shape[1] // self.scales.shape[1]
+
+
+def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
+    """weight [N, K] -> its nearest levels, symmetric around zero. K must be a multiple of the group.
+
+    The scale of a group maps its largest magnitude to the last level above the middle.
+    """
+    group = form.group or weight.shape[1]
+    middle = 1 << form.bits - 1
+    grouped = weight.float().unflatten(1, (-1, group))
+    scales = (grouped.abs().amax(-1) / (middle - 1)).clamp_(min=torch.finfo(torch.float16).tiny)
+    levels = (grouped / scales.unsqueeze(-1)).round_().clamp_(-middle, middle - 1).add_(middle)
+    return QuantizedWeight(
+        levels=levels.to(torch.uint8).flatten(1),
+        scales=scales,
+        zeros=None,
+        bits=form.bits,
+        activation_bits=form.activation_bits,
+    )
+
+
+def dequantize(weight: QuantizedWeight) -> torch.Tensor:
+    """[N, K] float32"""
+    zeros = 1 << weight.bits - 1 if weight.zeros is None else weight.zeros.float().unsqueeze(-1)
+    grouped = weight.levels.unflatten(1, (-1, weight.group)).float()
+    return ((grouped - zeros) * weight.scales.unsqueeze(-1)).flatten(1)
+
+
+def round_activations(x: torch.Tensor, group: int) -> torch.Tensor:
+    """x [T, K] as the layer sees it with `activation_bits` 8: scale * whole number, float32."""
+    grouped = x.float().unflatten(1, (-1, group))
+    scales = grouped.abs().amax(-1, keepdim=True) / MAX_ACTIVATION
+    whole = torch.where(scales > 0, grouped / scales, 0).round_()
+    return (whole * scales).flatten(1)
