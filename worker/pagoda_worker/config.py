@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagoda_proto.options import option
+from pagoda_worker.kernel_choice import parse_choice
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-KERNELS = ("auto", "reference", "torch", "native")
 INSTRUCTION_SETS = ("", "base", "avx2", "avx512", "avx512bf16")
 
 
@@ -20,7 +20,9 @@ class WorkerConfig:
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
     device: str = option("cpu", "cpu or cuda:N")
     dtype: str = option("auto", "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU")
-    kernels: str = option("auto", "kernel back end: auto, reference, torch or native")
+    kernels: str = option(
+        "auto", "kernel back end: auto, reference, torch, native; or one with exceptions: native,attention=torch"
+    )
     instruction_set: str = option("", "level of the native kernels: base, avx2, avx512, avx512bf16; empty: the best")
     threads: int = option(0, "compute threads; 0 takes every core this process may use")
     block_size: int = option(32, "tokens per KV block")
@@ -35,8 +37,10 @@ class WorkerConfig:
         problems = []
         if self.dtype not in DTYPES:
             problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.kernels not in KERNELS:
-            problems.append(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
+        try:
+            parse_choice(self.kernels)
+        except ValueError as error:
+            problems.append(str(error))
         if self.instruction_set not in INSTRUCTION_SETS:
             known = ", ".join(filter(None, INSTRUCTION_SETS))
             problems.append(f"instruction_set must be one of {known}, got {self.instruction_set!r}")

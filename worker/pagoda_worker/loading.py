@@ -112,8 +112,10 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
 def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> Ops:
     sizes = {} if spec is None else {"hidden_size": spec.hidden_size, "head_dim": spec.head_dim}
     needs = Needs(dtype=dtype, num_threads=config.threads, instruction_set=config.instruction_set, **sizes)
-    ops, reason = load_ops(device, config.kernels, needs)
-    log.info("kernels: %s (%s)", ops.name, reason)
+    ops, remarks = load_ops(device, config.kernels, needs)
+    for remark in remarks:
+        log.warning(remark)
+    log.info("kernels: %s", ops.name)
     return ops
 
 

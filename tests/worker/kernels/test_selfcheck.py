@@ -8,19 +8,21 @@ import pytest
 import torch
 from tests.worker.kernels.test_cpu_library import levels
 
+from pagoda_worker.kernel_choice import FAMILIES
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps, load_native
-from pagoda_worker.kernels.cpu.selfcheck import problem
+from pagoda_worker.kernels.cpu.selfcheck import problems
 from pagoda_worker.kernels.ops import BackendError, Needs
 
+CPU = torch.device("cpu")
 NEEDS = Needs(dtype=torch.bfloat16, hidden_size=64, head_dim=16)
 pytestmark = pytest.mark.skipif(not levels(), reason="no C++ compiler here; the torch back end serves")
 
 
 @pytest.mark.parametrize("level", levels())
 def test_working_kernels_pass_at_every_level(level: str) -> None:
-    assert problem(NativeOps(Library([-1, -1], level))) is None
+    assert not problems(NativeOps(Library([-1, -1], level)))
 
 
 class Wrong(NativeOps):
@@ -49,25 +51,37 @@ class Wrong(NativeOps):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "family", "words"),
     [
-        ("linear", "linear layers are wrong"),
-        ("neighbours", "depends on its neighbours"),
-        ("norm", "norms are wrong"),
-        ("attention", "attention is wrong"),
-        ("cut", "depends on how a prompt is cut"),
+        ("linear", "linear", "linear layers are wrong"),
+        ("neighbours", "linear", "depends on its neighbours"),
+        ("norm", "pointwise", "norms are wrong"),
+        ("attention", "attention", "attention is wrong"),
+        ("cut", "attention", "depends on how a prompt is cut"),
     ],
 )
-def test_a_fault_is_found_and_named(fault: str, words: str) -> None:
-    ops = Wrong(load_native(torch.device("cpu"), NEEDS).library)
+def test_a_fault_is_found_and_named(fault: str, family: str, words: str) -> None:
+    ops = Wrong(load_native(CPU, NEEDS).library)
     ops.fault = fault
-    assert words in (problem(ops) or "")
+    found = problems(ops)
+    assert list(found) == [family]
+    assert words in found[family]
 
 
 def test_kernels_that_fail_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda_worker.kernels.cpu.selfcheck.problem", lambda ops: "all is wrong")
+    monkeypatch.setattr(
+        "pagoda_worker.kernels.cpu.selfcheck.problems", lambda ops: dict.fromkeys(FAMILIES, "all is wrong")
+    )
     with pytest.raises(BackendError, match="all is wrong"):
-        load_ops(torch.device("cpu"), "native", NEEDS)
-    ops, reason = load_ops(torch.device("cpu"), "auto", NEEDS)
+        load_ops(CPU, "native", NEEDS)
+    ops, remarks = load_ops(CPU, "auto", NEEDS)
     assert ops.name == "torch"
-    assert "all is wrong" in reason
+    assert len(remarks) == len(FAMILIES)
+    assert "all is wrong" in remarks[0]
+
+
+def test_a_family_that_fails_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagoda_worker.kernels.cpu.selfcheck.problems", lambda ops: {"attention": "it is wrong"})
+    ops, remarks = load_ops(CPU, "auto", NEEDS)
+    assert ops.name == "linear native, pointwise native, attention torch"
+    assert remarks == ["attention by torch: the native kernels failed their check: it is wrong"]

@@ -11,6 +11,7 @@ from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
 from tests.worker.models.harness import Harness, Row, logits_of
 
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernel_choice import FAMILIES
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.loading import LoadedModel, load_model
@@ -89,3 +90,17 @@ def test_what_the_kernels_cannot_do_is_an_error_when_named_and_a_fallback_otherw
         load(path, kernels="native", dtype="float32")
     assert load(path, dtype="float32").ops.name == "torch"
     assert load(path).ops.name == "native"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("other", ["torch", "reference"])
+def test_any_family_by_another_back_end(path: Path, native: LoadedModel, family: str, other: str) -> None:
+    """Whatever is not native is named, computes the same model, and keeps a row's bits its own (reference does not)."""
+    tokens = prompts(longest=120)[-1]
+    mixed = load(path, kernels=f"native,{family}={other}")
+    assert f"{family} {other}" in mixed.ops.name
+    assert mixed.numerics_id != native.numerics_id
+    difference = log_probabilities(mixed, tokens) - log_probabilities(native, tokens)
+    assert difference.abs().mean() < TOLERANCE
+    if other == "torch":
+        assert torch.equal(logits_of(mixed, tokens, [16]), logits_of(mixed, tokens, [10**6]))

@@ -2,48 +2,86 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from pagoda_worker.kernels.ops import BACKENDS, BackendError, Needs, Ops
+from pagoda_worker.kernel_choice import AUTO, FAMILIES, parse_choice
+from pagoda_worker.kernels.mixed import mix
+from pagoda_worker.kernels.ops import BackendError, Needs, Ops
 
 
-def load_ops(device: torch.device, choice: str, needs: Needs) -> tuple[Ops, str]:
-    """The back end for `device`, and why it was chosen (for the log).
+def load_ops(device: torch.device, choice: str, needs: Needs) -> tuple[Ops, list[str]]:
+    """The operations for `device`, and what there is to say about the choice (for the log).
 
     Args:
         device: Where tensors live.
-        choice: "auto" or a name of BACKENDS.
-        needs: What it must be able to do.
+        choice: See `kernel_choice`.
+        needs: What they must be able to do.
 
     Raises:
-        BackendError: `choice` is not known, or was named and cannot run here.
+        BackendError: `choice` is not known, or something that was named cannot run here.
     """
-    if choice not in ("auto", *BACKENDS):
-        raise BackendError(f"kernels: must be auto or one of {', '.join(BACKENDS)}, got {choice!r}")
-    if choice == "reference":
-        from pagoda_worker.kernels.reference import ReferenceOps
+    try:
+        chosen = parse_choice(choice)
+    except ValueError as error:
+        raise BackendError(str(error)) from error
+    parts, remarks = _automatic(device, needs) if chosen.base == AUTO else (_everything(chosen.base, device, needs), [])
+    loaded = {ops.name: ops for ops in parts.values()}
+    for family, name in chosen.overrides.items():
+        if name not in loaded:
+            loaded[name] = LOADERS[name](device, needs)
+        parts[family] = loaded[name]
+    return mix(parts), remarks
 
-        return ReferenceOps(device), "named in the configuration"
-    reason = "named in the configuration" if choice != "auto" else f"the best for {device.type}"
-    if choice == "native" or (choice == "auto" and device.type == "cpu"):
-        try:
-            return _native(device, needs), reason
-        except BackendError as error:
-            if choice == "native":
-                raise
-            reason = f"native kernels cannot serve: {error}"
+
+def _everything(name: str, device: torch.device, needs: Needs) -> dict[str, Ops]:
+    return dict.fromkeys(FAMILIES, LOADERS[name](device, needs))
+
+
+def _automatic(device: torch.device, needs: Needs) -> tuple[dict[str, Ops], list[str]]:
+    """The fastest that works: a family that fails its check here is left to torch."""
+    if device.type != "cpu":
+        return _everything("torch", device, needs), []
+    from pagoda_worker.kernels.cpu.native import load_native
+    from pagoda_worker.kernels.cpu.selfcheck import problems
+
+    try:
+        native = load_native(device, needs)
+    except BackendError as error:
+        return _everything("torch", device, needs), [f"native kernels cannot serve: {error}"]
+    found = problems(native)
+    torch_ops = _torch(device, needs) if found else native
+    parts = {family: torch_ops if family in found else native for family in FAMILIES}
+    return parts, [f"{family} by torch: the native kernels failed their check: {why}" for family, why in found.items()]
+
+
+def _reference(device: torch.device, needs: Needs) -> Ops:
+    from pagoda_worker.kernels.reference import ReferenceOps
+
+    return ReferenceOps(device)
+
+
+def _torch(device: torch.device, needs: Needs) -> Ops:
     from pagoda_worker.kernels.aten import AtenOps
 
-    return AtenOps(device), reason
+    return AtenOps(device)
 
 
 def _native(device: torch.device, needs: Needs) -> Ops:
     """Raises BackendError when they cannot serve here, or compute something wrong on this machine."""
     from pagoda_worker.kernels.cpu.native import load_native
-    from pagoda_worker.kernels.cpu.selfcheck import problem
+    from pagoda_worker.kernels.cpu.selfcheck import problems
 
     native = load_native(device, needs)
-    found = problem(native)
+    found = problems(native)
     if found:
-        raise BackendError(f"kernels: native failed its self-check: {found}")
+        raise BackendError(f"kernels: native failed its self-check: {'; '.join(found.values())}")
     return native
+
+
+LOADERS: dict[str, Callable[[torch.device, Needs], Ops]] = {
+    "reference": _reference,
+    "torch": _torch,
+    "native": _native,
+}

@@ -56,7 +56,7 @@ def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
     """
     group = form.group or weight.shape[1]
     middle = 1 << form.bits - 1
-    grouped = weight.float().unflatten(1, (-1, group))
+    grouped = _grouped(weight.float(), group)
     scales = (grouped.abs().amax(-1) / (middle - 1)).clamp_(min=torch.finfo(torch.float16).tiny)
     levels = (grouped / scales.unsqueeze(-1)).round_().clamp_(-middle, middle - 1).add_(middle)
     return QuantizedWeight(
@@ -71,13 +71,18 @@ def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     """[N, K] float32"""
     zeros = 1 << weight.bits - 1 if weight.zeros is None else weight.zeros.float().unsqueeze(-1)
-    grouped = weight.levels.unflatten(1, (-1, weight.group)).float()
+    grouped = _grouped(weight.levels, weight.group).float()
     return ((grouped - zeros) * weight.scales.unsqueeze(-1)).flatten(1)
 
 
 def round_activations(x: torch.Tensor, group: int) -> torch.Tensor:
     """x [T, K] as the layer sees it with `activation_bits` 8: scale * whole number, float32."""
-    grouped = x.float().unflatten(1, (-1, group))
+    grouped = _grouped(x.float(), group)
     scales = grouped.abs().amax(-1, keepdim=True) / MAX_ACTIVATION
     whole = torch.where(scales > 0, grouped / scales, 0).round_()
     return (whole * scales).flatten(1)
+
+
+def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
+    """[N, K] -> [N, K / group, group]"""
+    return x.reshape(x.shape[0], -1, group)

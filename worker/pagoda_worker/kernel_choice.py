@@ -1,0 +1,47 @@
+"""What `--kernels` says: a back end, and for some families of operations another one.
+
+    native                     everything by the native kernels
+    native,attention=torch     the same, but attention and its cache by torch
+
+A family is what must come from one back end, because its operations share packed weights or a cache. No torch here:
+the configuration is checked before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AUTO = "auto"
+BACKENDS = ("reference", "torch", "native")
+FAMILIES = {
+    "linear": ("pack_linear", "linear", "logits"),
+    "pointwise": ("embed", "rms_norm", "add_rms_norm", "act_mul"),
+    "attention": ("new_kv_cache", "copy_blocks", "rope_write", "write_kv", "plan", "attend"),
+}
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """`overrides` names a back end per family; `base` (or "auto") serves the others."""
+
+    base: str
+    overrides: dict[str, str]
+
+
+def parse_choice(text: str) -> KernelChoice:
+    """Read the option `kernels`.
+
+    Raises:
+        ValueError: it names a back end or a family that does not exist, or a family twice.
+    """
+    base, *rest = text.split(",")
+    if base not in (AUTO, *BACKENDS):
+        raise ValueError(f"kernels must be {AUTO} or one of {', '.join(BACKENDS)}, got {base!r}")
+    overrides: dict[str, str] = {}
+    for entry in rest:
+        family, _, name = entry.partition("=")
+        if family not in FAMILIES or name not in BACKENDS or family in overrides:
+            families, names = ", ".join(FAMILIES), ", ".join(BACKENDS)
+            raise ValueError(f"kernels: {entry!r} must name one of {families} once, then = and one of {names}")
+        overrides[family] = name
+    return KernelChoice(base, overrides)
