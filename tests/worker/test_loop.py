@@ -447,7 +447,7 @@ def test_stop_while_no_engine_core_is_there(worker: Worker) -> None:
 
 def test_a_step_that_breaks_the_runner_ends_the_process_without_a_goodbye(engine: FakeEngine, start: Start) -> None:
     worker = start()
-    worker.runner.execute = broken  # type: ignore[method-assign]
+    worker.runner.launch = broken  # type: ignore[method-assign]
     engine.admit()
     engine.send(first_plan())
     worker.join()
@@ -566,7 +566,7 @@ from tests.worker.fakes_model import fake_runner
 
 control.STUCK_S = 0.5
 runner = fake_runner()
-runner.execute = lambda plan: time.sleep(1000)
+runner.launch = lambda plan: time.sleep(1000)
 serve(runner, WorkerConfig(engine=sys.argv[1], worker_id="w-1"), lambda event: None, threading.Event())
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -31,6 +32,14 @@ class Batch:
     query_lens: list[int]  # [B]
     context_lens: list[int]  # [B], tokens in the KV cache after this step's are written
     logit_indices: torch.Tensor  # [R] int64, tokens whose logits are wanted, in row order
+    device_lengths: torch.Tensor | None = None  # see `lengths`; given where the device has them already
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """[B] int32: `context_lens` where the tokens are. A step that is recorded reads these and not the list."""
+        if self.device_lengths is not None:
+            return self.device_lengths
+        return torch.tensor(self.context_lens, dtype=torch.int32, device=self.token_ids.device)
 
     @property
     def num_rows(self) -> int:

@@ -13,6 +13,7 @@ import platform
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -34,7 +35,8 @@ from pagoda_proto.steps import (
 )
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.control import Control, Membership, Progress, Standing
-from pagoda_worker.runner import ModelRunner
+from pagoda_worker.pending import Pending
+from pagoda_worker.runner import MAX_PENDING, ModelRunner
 from pagoda_worker.table import RunnerFacts
 from pagoda_worker.wire import Wire, local_or_encrypted
 
@@ -43,6 +45,7 @@ log = logging.getLogger(__name__)
 Report = Callable[[dict[str, object]], None]
 
 POLL_S = 0.1  # how soon a loop that waits notices stop, drain and a lost lease
+PENDING_POLL_S = 0.001  # how soon it notices that a step on a device is over
 HELLO_INTERVAL_S = 1.0
 MAX_HELLO_INTERVAL_S = 10.0
 SEND_TIMEOUT_S = 1.0
@@ -151,6 +154,7 @@ class StepLoop:
         self._membership = membership
         self._progress = progress
         self._control = control
+        self._pending: deque[Pending] = deque()  # launched and not answered, oldest first
 
     def run(self, report: Report, stop: threading.Event) -> None:
         def leaving() -> bool:
@@ -163,11 +167,11 @@ class StepLoop:
                 report({"event": "registering"})
                 welcome = self._register(leaving)
                 continue
-            self._runner.reset()
             standing = self._membership.admit(welcome, time.monotonic())
             log.info("registered as epoch %d of engine core %s", *reversed(standing))
             report({"event": "ready", "epoch": standing.epoch})
             welcome = self._serve(standing, leaving)
+            self._forget()
         self._say_goodbye("drained" if self._control.drain.is_set() else "stopped")
 
     def _register(self, leaving: Callable[[], bool]) -> Welcome | None:
@@ -192,16 +196,23 @@ class StepLoop:
         return None
 
     def _serve(self, standing: Standing, leaving: Callable[[], bool]) -> Welcome | None:
-        """Execute plans until this standing is over; a newer Welcome that came without being asked for is returned."""
+        """Execute plans until this standing is over; a newer Welcome that came without being asked for is returned.
+
+        A step that is over is answered before anything else. While one is under way on a device the next is launched
+        as soon as its plan comes, so that the device does not wait for the host.
+        """
         expected = 1
         while not leaving():
             if self._membership.standing(time.monotonic()) != standing:
                 log.warning("forgetting all rows and registering anew: %s", self._membership.why_lost)
                 return None
-            match self._next_message(standing):
+            if self._pending and (self._pending[0].done or len(self._pending) == MAX_PENDING):
+                self._answer(standing)
+                continue
+            match self._next_message(standing, PENDING_POLL_S if self._pending else POLL_S):
                 case StepPlan() as plan if plan.step == expected:
-                    if self._execute(plan, standing):
-                        expected += 1
+                    expected += 1
+                    self._launch(plan)
                 case StepPlan() as plan:
                     self._membership.lose(standing, f"step {plan.step} came when {expected} was due")
                 case Welcome() as welcome:
@@ -212,11 +223,13 @@ class StepLoop:
                     self._control.drain.set()
                 case Refused() as refused:
                     self._membership.lose(standing, f"refused: {refused.reason}")
+        while self._pending:
+            self._answer(standing)
         return None
 
-    def _next_message(self, standing: Standing) -> ToWorker | None:
+    def _next_message(self, standing: Standing, timeout_s: float) -> ToWorker | None:
         """The next frame of this standing, or a Welcome of a later one; everything else is dropped undecoded."""
-        frame = self._wire.receive(POLL_S)
+        frame = self._wire.receive(timeout_s)
         if frame is None:
             return None
         envelope, payload = frame
@@ -234,20 +247,27 @@ class StepLoop:
         self._wire.drop(f"it is of epoch {envelope.epoch} of engine core {envelope.engine_boot_id!r}, not {standing}")
         return None
 
-    def _execute(self, plan: StepPlan, standing: Standing) -> bool:
-        """Execute and answer. The answer is discarded, and the standing over, if the lease ran out meanwhile."""
-        self._progress.busy_since = time.monotonic()
-        try:
-            result = self._runner.execute(plan)
-        finally:
-            self._progress.busy_since = None
+    def _launch(self, plan: StepPlan) -> None:
+        if not self._pending:
+            self._progress.busy_since = time.monotonic()
+        self._pending.append(self._runner.launch(plan))
+
+    def _answer(self, standing: Standing) -> None:
+        """Answer the oldest step. The answer is discarded if the lease ran out meanwhile, and the standing is over."""
+        result = self._runner.collect(self._pending.popleft())
+        now = time.monotonic()
+        self._progress.busy_since = now if self._pending else None
         self._progress.steps_done += 1
-        if self._membership.standing(time.monotonic()) != standing:
-            return False
+        if self._membership.standing(now) != standing:
+            return
         if not self._wire.send(result, *standing, timeout_s=SEND_TIMEOUT_S):
-            self._membership.lose(standing, f"the result of step {plan.step} could not be sent")
-            return False
-        return True
+            self._membership.lose(standing, f"the result of step {result.step} could not be sent")
+
+    def _forget(self) -> None:
+        """Drop all rows and the steps under way; a device that never ends them leaves us busy, which ends the process."""
+        self._pending.clear()
+        self._runner.reset()
+        self._progress.busy_since = None
 
     def _decode(self, payload: bytes) -> ToWorker | None:
         try:

@@ -105,3 +105,14 @@ class Row:
         self.tokens.append(token)
         if self.processing is not None:
             self.processing.count(token)
+
+    def promise(self) -> int:
+        """Make room for an output that the host does not know yet, and return its place among the tokens."""
+        self.tokens.append(0)
+        return len(self.tokens) - 1
+
+    def fulfil(self, place: int, token: int) -> None:
+        """The output that was promised at `place`."""
+        self.tokens.array[place] = token
+        if self.processing is not None:
+            self.processing.count(token)

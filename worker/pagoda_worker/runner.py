@@ -1,5 +1,9 @@
 """A step is: take the plan's changes, compute one batch, sample the rows that ask, and answer for every row.
 
+`launch` does all of it that needs no token of this step on the host, `collect` the rest. Where an accelerator computes
+and chooses the tokens, the next step may be launched in between: it reads those tokens on the device. Everywhere else
+the next launch begins by finishing the step before it, so a step never sees a token that is not there.
+
 Rows are independent: whatever goes wrong with one (a claim that does not hold, logits that are no numbers) ends that
 row and no other. A failure of the forward pass itself ends the rows of that step, and the runner goes on.
 """
@@ -8,32 +12,51 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.steps import Chunk, NewRow, RowOutput, StepPlan, StepResult, TopLogprobs
-from pagoda_worker.batch import build_batch
+from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult, TopLogprobs
+from pagoda_worker.accelerator import Accelerator
+from pagoda_worker.batch import Batch, build_batch
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device_sampler import NO_TOKEN, DeviceSampler, GreedySampler
+from pagoda_worker.feeding import feed, uploaded
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.logprobs import RawLogprobs
+from pagoda_worker.pending import OnDevice, OnHost, Pending, Work
 from pagoda_worker.rows import Row
 from pagoda_worker.sampler import NOT_A_NUMBER, Fault, Sample, sample
-from pagoda_worker.table import RowTable, RunnerFacts
+from pagoda_worker.table import UNKNOWN_ROW, RowTable, RunnerFacts
 
 log = logging.getLogger(__name__)
 
-Work = Sequence[tuple[Row, Chunk]]
+T = TypeVar("T")
+
+HOST = torch.device("cpu")
+MAX_PENDING = 2  # launched and not answered: one computes, one waits behind it
 # Logits of prompt tokens are wanted for every position; this many rows of them exist at once.
 PROMPT_LOGIT_ROWS = 64
 
 
 class ModelRunner:
-    """Executes step plans on one model replica. Not thread-safe; one thread at a time calls it."""
+    """Executes step plans on one model replica. Not thread-safe; one thread at a time calls it.
 
-    def __init__(self, loaded: LoadedModel, num_blocks: int, config: WorkerConfig) -> None:
+    `accelerator` is that of the model's device, None on a CPU; `sampler` chooses tokens there.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        config: WorkerConfig,
+        accelerator: Accelerator | None = None,
+        sampler: DeviceSampler | None = None,
+    ) -> None:
         self.facts = RunnerFacts(
             model_fingerprint=loaded.fingerprint,
             numerics_id=loaded.numerics_id,
@@ -48,12 +71,22 @@ class ModelRunner:
         self._model = loaded.model
         self._ops = loaded.ops
         self._device = loaded.device
+        self._accelerator = accelerator
+        self._sampler = sampler or GreedySampler()
         self._kv = loaded.new_kv_cache(num_blocks, config.block_size)
         self._table = RowTable(self.facts)
+        self._pending: deque[Pending] = deque()
+        self._settled_at = 0.0
         self._last_failure = ""
 
     def reset(self) -> None:
-        """Forget all rows. The cache keeps its bytes, which no later row reads before writing them."""
+        """Forget all rows and every step that was not answered, once the device is done with them.
+
+        The cache keeps its bytes, which no later row reads before writing them.
+        """
+        if self._pending and self._accelerator is not None:
+            self._accelerator.synchronize()
+        self._pending.clear()
         self._table.clear()
 
     def warm_up(self) -> None:
@@ -82,35 +115,116 @@ class ModelRunner:
         Raises:
             torch.AcceleratorError: the device is lost, and this process with it.
         """
-        started = time.perf_counter()
+        return self.collect(self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Take a plan and set its computation going; on a CPU the forward pass is over on return.
+
+        Earlier steps are finished first where this one cannot begin without: their tokens are the host's to choose,
+        or enough steps are under way.
+
+        Raises:
+            torch.AcceleratorError: the device is lost, and this process with it.
+        """
+        began = time.perf_counter()
+        while self._pending and (isinstance(self._pending[-1].launched, OnHost) or len(self._pending) >= MAX_PENDING):
+            self._settle(self._pending.popleft())
         copies = self._table.apply(plan)
         work = self._table.accept(plan.chunks)
-        computing = time.perf_counter()
-        outputs = self._guarded(copies, work)
-        done = time.perf_counter()
-        return StepResult(
-            step=plan.step,
-            outputs=outputs,
-            errors=self._table.take_errors(),
-            elapsed_s=done - started,
-            forward_s=done - computing,
-        )
+        pending = Pending(step=plan.step, work=work, began=began, computing=time.perf_counter())
+        pending.launched = self._guarded(lambda: self._start(copies, work), work, copies)
+        if pending.launched is None:
+            pending.work = []  # its rows, if any, have ended
+        pending.errors = self._table.take_errors()
+        self._pending.append(pending)
+        return pending
 
-    def _guarded(self, copies: list[tuple[int, int]], work: Work) -> list[RowOutput]:
+    def collect(self, pending: Pending) -> StepResult:
+        """The answer to a launched plan, as `execute` gives it; waits for the device if need be.
+
+        Raises:
+            torch.AcceleratorError: the device is lost, and this process with it.
+        """
+        while pending.result is None:
+            self._settle(self._pending.popleft())
+        return pending.result
+
+    def _start(self, copies: list[tuple[int, int]], work: Work) -> OnDevice | OnHost | None:
+        if copies:
+            self._ops.copy_blocks(self._kv, copies)
+        if not work:
+            return None
+        batch = self._batch(work)
+        hidden = self._model.forward(batch, self._kv)
+        rows = [row for row, chunk in work if chunk.sample]
+        logits = self._model.logits(hidden[batch.logit_indices]) if rows else None
+        for row, chunk in work:
+            row.num_computed = chunk.start + chunk.num_tokens
+        if self._accelerator is None or not self._device_chooses(work, rows):
+            return OnHost(starts=batch.query_starts, hidden=hidden, logits=logits)
+        ids = batch.token_ids[:0] if logits is None else self._sampler.sample(logits, rows)
+        fetch = self._accelerator.fetch(ids)
+        promised = {row.row_id: (index, row.promise()) for index, row in enumerate(rows)}
+        return OnDevice(ids=ids, fetch=fetch, promised=promised)
+
+    def _device_chooses(self, work: Work, rows: list[Row]) -> bool:
+        return self._sampler.takes(rows) and all(row.params.prompt_logprobs is None for row, _ in work)
+
+    def _batch(self, work: Work) -> Batch:
+        """The step's batch on the device; tokens that only the device knows are put in there."""
+        if self._accelerator is None:
+            return build_batch(work, self.facts.block_size, self._device)
+        batch = uploaded(build_batch(work, self.facts.block_size, HOST), self._accelerator)
+        for earlier in self._pending:
+            if isinstance(earlier.launched, OnDevice):
+                promised = earlier.launched.promised
+                fed = [(batch.query_starts[i + 1] - 1, row.row_id) for i, (row, _) in enumerate(work)]
+                fed = [(place, row_id) for place, row_id in fed if row_id in promised]
+                sources = [promised[row_id][0] for _, row_id in fed]
+                feed(batch, [place for place, _ in fed], sources, earlier.launched.ids, self._accelerator)
+        return batch
+
+    def _settle(self, pending: Pending) -> None:
+        """Make the answer of the oldest pending step."""
+        launched, outputs = pending.launched, None
+        if launched is not None:
+            alive = [(row, chunk) for row, chunk in pending.work if row.row_id not in pending.lost]
+            outputs = self._guarded(lambda: self._finish(launched, pending), alive)
+        lost = [RowError(row_id, ErrorCode.PROTOCOL_ERROR.value, UNKNOWN_ROW) for row_id in sorted(pending.lost)]
+        failed = self._table.take_errors()
+        for later in self._pending:
+            later.lose(error.row_id for error in failed)
+        done = time.perf_counter()
+        pending.result = StepResult(
+            step=pending.step,
+            outputs=outputs or [],
+            errors=pending.errors + lost + failed,
+            elapsed_s=done - max(pending.began, self._settled_at),
+            forward_s=done - max(pending.computing, self._settled_at),
+        )
+        self._settled_at = done
+
+    def _guarded(self, do: Callable[[], T], work: Work, copies: list[tuple[int, int]] | None = None) -> T | None:
+        """What `do` returns. None when it failed: these rows have ended, and holders of half-made copies too."""
         try:
             with torch.inference_mode():
-                if copies:
-                    self._ops.copy_blocks(self._kv, copies)
-                return self._compute(work) if work else []
+                return do()
         except torch.AcceleratorError:
             raise
+        except torch.OutOfMemoryError as error:
+            self._log_failure(error)
+            log.error("a lower gpu_memory_utilization, max_tokens_per_step or max_rows leaves more room")
+            tokens = sum(chunk.num_tokens for _, chunk in work)
+            message = f"the device ran out of memory in a step of {len(work)} rows and {tokens} tokens"
         except Exception as error:  # noqa: BLE001 - whatever the model raises ends these rows, never the process
             self._log_failure(error)
             message = f"the step failed: {type(error).__name__}"
-            for row, _ in work:
-                self._table.fail(row.row_id, ErrorCode.INTERNAL, message)
-            self._table.fail_holders((target for _, target in copies), ErrorCode.INTERNAL, message)
-            return []
+        for row, _ in work:
+            self._table.fail(row.row_id, ErrorCode.INTERNAL, message)
+        self._table.fail_holders((target for _, target in copies or ()), ErrorCode.INTERNAL, message)
+        if self._accelerator is not None:  # the failed step's tensors are let go of only now that its error is
+            self._accelerator.empty_cache()
+        return None
 
     def _log_failure(self, error: Exception) -> None:
         """Trace a failure when it first appears; repetitions of it get one line each."""
@@ -118,34 +232,53 @@ class ModelRunner:
         log.error("step failed: %s", failure, exc_info=error if failure != self._last_failure else None)
         self._last_failure = failure
 
-    def _compute(self, work: Work) -> list[RowOutput]:
-        batch = build_batch(work, self.facts.block_size, self._device)
-        hidden = self._model.forward(batch, self._kv)
-        rows = [row for row, chunk in work if chunk.sample]
-        samples: dict[int, Sample | Fault] = {}
-        if rows:
-            logits = self._model.logits(hidden[batch.logit_indices])
-            samples = {row.row_id: one for row, one in zip(rows, sample(logits, rows), strict=True)}
-        prompt = {
-            row.row_id: self._prompt_logprobs(row, chunk, hidden[start : start + chunk.num_tokens])
-            for (row, chunk), start in zip(work, batch.query_starts, strict=False)
-            if row.params.prompt_logprobs is not None
-        }
-        answers = (self._answer(row, chunk, samples.get(row.row_id), prompt.get(row.row_id)) for row, chunk in work)
+    def _finish(self, launched: OnDevice | OnHost, pending: Pending) -> list[RowOutput]:
+        work, prompt = pending.work, {}
+        if isinstance(launched, OnDevice):
+            samples = self._fetched(launched, work)
+        else:
+            samples = self._chosen(launched, work)
+            prompt = {
+                row.row_id: self._prompt_logprobs(row, chunk, launched.hidden[start : start + chunk.num_tokens])
+                for (row, chunk), start in zip(work, launched.starts, strict=False)
+                if row.params.prompt_logprobs is not None
+            }
+        rows = [row for row, _ in work if row.row_id not in pending.lost]
+        answers = (self._answer(row, samples.get(row.row_id), prompt.get(row.row_id)) for row in rows)
         return [answer for answer in answers if answer is not None]
 
+    def _fetched(self, launched: OnDevice, work: Work) -> dict[int, Sample | Fault]:
+        """What the device chose, taken by the rows it was promised to."""
+        ids = launched.fetch.wait()
+        samples: dict[int, Sample | Fault] = {}
+        for row, chunk in work:
+            if chunk.sample:
+                index, place = launched.promised[row.row_id]
+                samples[row.row_id] = NOT_A_NUMBER if ids[index] == NO_TOKEN else Sample(ids[index], None)
+                row.fulfil(place, max(0, ids[index]))
+        return samples
+
+    def _chosen(self, launched: OnHost, work: Work) -> dict[int, Sample | Fault]:
+        """What the host chooses, taken by the rows."""
+        rows = [row for row, chunk in work if chunk.sample]
+        if launched.logits is None:
+            return {}
+        samples = dict(zip((row.row_id for row in rows), sample(launched.logits, rows), strict=True))
+        for row in rows:
+            if isinstance(sampled := samples[row.row_id], Sample):
+                row.append(sampled.token_id)
+        return samples
+
     def _answer(
-        self, row: Row, chunk: Chunk, sampled: Sample | Fault | None, prompt: list[TopLogprobs] | Fault | None
+        self, row: Row, sampled: Sample | Fault | None, prompt: list[TopLogprobs] | Fault | None
     ) -> RowOutput | None:
-        """Advance the row by its chunk and say what came of it; None when there is nothing to say."""
+        """What came of a row's chunk; None when there is nothing to say."""
         for outcome in (prompt, sampled):
             if isinstance(outcome, Fault):
                 self._table.fail(row.row_id, outcome.code, outcome.message)
                 return None
-        row.num_computed = chunk.start + chunk.num_tokens
         tokens, logprobs = [], None
         if isinstance(sampled, Sample):
-            row.append(sampled.token_id)
             tokens = [sampled.token_id]
             logprobs = None if sampled.logprobs is None else [sampled.logprobs]
         prompt_logprobs = prompt if isinstance(prompt, list) and prompt else None

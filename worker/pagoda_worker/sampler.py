@@ -61,26 +61,10 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
         logits: [R, V] float32, raw; overwritten.
         rows: The R rows; they are read, and the caller appends the tokens.
     """
-    if logits.device.type != "cpu" and all(_plain_greedy(row) for row in rows):
-        return argmax_on_device(logits)
     host: Logits = logits.cpu().numpy()
     best = host.argmax(axis=-1)  # the first of equals; a NaN counts as the highest
     draws = _draws(rows)
     return [_sample_row(host[i], int(best[i]), row, draws[i]) for i, row in enumerate(rows)]
-
-
-def _plain_greedy(row: Row) -> bool:
-    processed = row.processing is not None and row.processing.applies(row.num_outputs)
-    return row.params.greedy and not processed and row.params.logprobs is None
-
-
-def argmax_on_device(logits: torch.Tensor) -> list[Sample | Fault]:
-    """Greedy rows without fetching their logits to the host; torch too returns the first of equals, or a NaN."""
-    best = logits.argmax(dim=-1)
-    finite = logits.gather(-1, best[:, None]).isfinite()[:, 0]
-    return [
-        Sample(token, None) if ok else NOT_A_NUMBER for token, ok in zip(best.tolist(), finite.tolist(), strict=True)
-    ]
 
 
 def _draws(rows: Sequence[Row]) -> NDArray[np.float64]:

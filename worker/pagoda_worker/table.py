@@ -19,6 +19,7 @@ from pagoda_worker.rows import Ids, Row
 
 MAX_CHOICE = 2**32 - 1
 MAX_SEED = 2**64 - 1
+UNKNOWN_ROW = "the row is unknown to this worker"
 
 C = TypeVar("C")
 
@@ -119,7 +120,7 @@ class RowTable:
     def _row(self, row_id: int) -> Row:
         row = self._rows.get(row_id)
         if row is None:
-            raise BadClaim("the row is unknown to this worker")
+            raise BadClaim(UNKNOWN_ROW)
         return row
 
     def _add(self, new: NewRow) -> None:

@@ -1,0 +1,46 @@
+"""How a step's inputs reach a device: what the host knows in two copies, what only the device knows not at all.
+
+A row's newest token may have been chosen on the device by the step before. The host then packs a placeholder, and the
+id is put in its place on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from pagoda_worker.accelerator import Accelerator
+from pagoda_worker.batch import Batch
+
+
+def uploaded(batch: Batch, accelerator: Accelerator) -> Batch:
+    """`batch`, built on the host, on the device: one copy for its int64 tensors and one for its int32 tensors."""
+    parts = (batch.token_ids, batch.positions, batch.kv_indices, batch.logit_indices)
+    token_ids, positions, kv_indices, logit_indices = accelerator.upload(torch.cat(parts)).split(
+        [len(part) for part in parts]
+    )
+    small = accelerator.upload(torch.cat((batch.lengths, batch.block_tables.flatten())))
+    return replace(
+        batch,
+        token_ids=token_ids,
+        positions=positions,
+        kv_indices=kv_indices,
+        logit_indices=logit_indices,
+        block_tables=small[batch.num_rows :].view(batch.block_tables.shape),
+        device_lengths=small[: batch.num_rows],
+    )
+
+
+def feed(
+    batch: Batch, places: Sequence[int], sources: Sequence[int], ids: torch.Tensor, accelerator: Accelerator
+) -> None:
+    """Put `ids[sources[i]]` at place `places[i]` of the batch's tokens.
+
+    Nothing to put costs nothing. An id that is none becomes 0, which any model can compute; whoever reads the ids on the host ends the row.
+    """
+    if not places:
+        return
+    target, source = accelerator.upload(torch.tensor([places, sources])).unbind()
+    batch.token_ids.index_copy_(0, target, ids.index_select(0, source).clamp_(min=0))
