@@ -13,6 +13,7 @@ import torch
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, StepPlan, StepResult
+from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.runner import ModelRunner
@@ -20,6 +21,8 @@ from pagoda_worker.runner import ModelRunner
 VOCAB = 512
 POISON = 500  # a context with this token has NaN logits
 BOMB = 501  # a batch with this token makes the forward pass raise
+HUGE = 503  # a batch with this token takes more memory than there is
+GONE = 504  # a batch with this token loses the device
 INFINITE = 502  # a context with this token has an infinite logit
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -46,6 +49,10 @@ class FakeModel:
             raise RuntimeError("nobody opened the gate")
         if BOMB in batch.token_ids.tolist():
             raise RuntimeError("boom")
+        if HUGE in batch.token_ids.tolist():
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        if GONE in batch.token_ids.tolist():
+            raise torch.AcceleratorError("unspecified launch failure")
         kv.view(-1)[batch.kv_indices] = batch.token_ids
         hidden = []
         for i in range(batch.num_rows):
@@ -86,9 +93,11 @@ class FakeLoaded:
         return torch.full((num_blocks, block_size), -1, dtype=torch.int64)
 
 
-def fake_runner(model: FakeModel | None = None, **changes: int) -> ModelRunner:
+def fake_runner(
+    model: FakeModel | None = None, accelerator: Accelerator | None = None, **changes: int
+) -> ModelRunner:
     config = WorkerConfig(block_size=BLOCK_SIZE, **changes)
-    return ModelRunner(FakeLoaded(model or FakeModel()), NUM_BLOCKS, config)  # type: ignore[arg-type]
+    return ModelRunner(FakeLoaded(model or FakeModel()), NUM_BLOCKS, config, accelerator)  # type: ignore[arg-type]
 
 
 def new_row(row_id: int, token_ids: list[int], blocks: list[int], **changes: object) -> NewRow:
@@ -126,6 +135,9 @@ class Driver:
         return [self.free.pop(0) for _ in range(count)]
 
     def run(self, new: list[NewRow], chunk_tokens: int = 10**6) -> StepResult:
+        return self.runner.execute(self.plan(new, chunk_tokens))
+
+    def plan(self, new: list[NewRow], chunk_tokens: int = 10**6) -> StepPlan:
         """One step in which every row computes up to `chunk_tokens` tokens."""
         chunks, append = [], []
         for row_id, known in self.known.items():
@@ -140,7 +152,7 @@ class Driver:
             self.computed[row_id] += count
             self.known[row_id] += sample
         self.step += 1
-        return self.runner.execute(StepPlan(step=self.step, new_rows=new, append_blocks=append, chunks=chunks))
+        return StepPlan(step=self.step, new_rows=new, append_blocks=append, chunks=chunks)
 
     def finish(self, row_id: int) -> None:
         for held in (self.known, self.computed, self.held):

@@ -31,6 +31,7 @@ from pagoda_proto.steps import (
     StepResult,
     Welcome,
 )
+from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loop import run, serve
 
@@ -123,13 +124,15 @@ class FakeEngine:
 class Worker:
     """The loop in a thread, as the process would run it; with a fake model unless the configuration names one."""
 
-    def __init__(self, config: WorkerConfig, model: FakeModel | None = None) -> None:
+    def __init__(
+        self, config: WorkerConfig, model: FakeModel | None = None, accelerator: Accelerator | None = None
+    ) -> None:
         self.stop = threading.Event()
         self.error: BaseException | None = None
         self.events: SimpleQueue[dict[str, object]] = SimpleQueue()
         self.config = config
         self.model = model or FakeModel()
-        self.runner = fake_runner(self.model)
+        self.runner = fake_runner(self.model, accelerator)
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
