@@ -36,6 +36,10 @@ class HeldFetch:
         return values
 
 
+aten = torch.ops.aten
+READS_BACK = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default)
+
+
 class Recorder(TorchDispatchMode):
     """Runs operations and remembers them."""
 
@@ -44,7 +48,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        if func in READS_BACK:
             raise RuntimeError("operation not permitted when stream is capturing")
         out = func(*args, **(kwargs or {}))
         self.calls.append((func, args, kwargs or {}, out))
@@ -53,12 +57,15 @@ class Recorder(TorchDispatchMode):
     def replay(self) -> None:
         """The same operations into the tensors that the recording made; a view or an operand is there already."""
         for func, args, kwargs, old in self.calls:
-            operands = {x.data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)}
+            operands = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
             new = func(*args, **kwargs)
-            for target, value in zip(tree_flatten(old)[0], tree_flatten(new)[0], strict=True):
-                shares = isinstance(target, torch.Tensor) and target.untyped_storage().data_ptr() in operands
-                if isinstance(target, torch.Tensor) and target.numel() and not shares and not func.is_view:
+            for target, value in zip(_tensors(old), _tensors(new), strict=True):
+                if target.numel() and target.untyped_storage().data_ptr() not in operands:
                     target.copy_(value)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor) and not value.is_mkldnn]
 
 
 @dataclass

@@ -93,9 +93,7 @@ class FakeLoaded:
         return torch.full((num_blocks, block_size), -1, dtype=torch.int64)
 
 
-def fake_runner(
-    model: FakeModel | None = None, accelerator: Accelerator | None = None, **changes: int
-) -> ModelRunner:
+def fake_runner(model: FakeModel | None = None, accelerator: Accelerator | None = None, **changes: int) -> ModelRunner:
     config = WorkerConfig(block_size=BLOCK_SIZE, **changes)
     return ModelRunner(FakeLoaded(model or FakeModel()), NUM_BLOCKS, config, accelerator)  # type: ignore[arg-type]
 

@@ -40,6 +40,7 @@ class Packed(NamedTuple):
 
 class AtenOps:
     name = "torch"
+    capturable = False
     numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}"
 
     def __init__(self, device: torch.device) -> None:

@@ -19,6 +19,7 @@ class _Mixed:
         used = {ops.name: ops for ops in parts.values()}
         self.name = ", ".join(f"{family} {ops.name}" for family, ops in parts.items())
         self.device = next(iter(used.values())).device
+        self.capturable = all(ops.capturable for ops in used.values())
         self.numerics = "; ".join(ops.numerics for ops in used.values())
         for family, operations in FAMILIES.items():
             for operation in operations:

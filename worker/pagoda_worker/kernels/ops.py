@@ -85,6 +85,10 @@ class Ops(Protocol):
 
     name: str
     device: torch.device
+    capturable: bool
+    """Whether a device can record a decode step of these operations and replay it with other contents of the batch's
+    tensors: every operation then asks only for work on the device, reads lengths from `Batch.lengths`, takes
+    `context_lens` for bounds, and a plan, once made, serves all steps of its number of rows."""
 
     @property
     def numerics(self) -> str:

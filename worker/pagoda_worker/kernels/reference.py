@@ -20,6 +20,7 @@ class Plain(NamedTuple):
 
 class ReferenceOps:
     name = "reference"
+    capturable = False
     numerics = ""
 
     def __init__(self, device: torch.device) -> None:

@@ -67,10 +67,14 @@ class Decoder:
         other.ops = ops
         return other
 
-    def forward(self, batch: Batch, kv: Cache) -> torch.Tensor:
+    def plan(self, batch: Batch, kv: Cache) -> Any:
+        """What `forward` makes for itself when it is given none."""
+        return self.ops.plan(batch, kv)
+
+    def forward(self, batch: Batch, kv: Cache, plan: Any = None) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
         kv.admit(batch)
-        plan = self.ops.plan(batch, kv)
+        plan = self.plan(batch, kv) if plan is None else plan
         rotations = [table.at(batch.positions) for table in self._ropes]
         stream = self.ops.embed(batch.token_ids, self._embed, self.spec.embed_scale)
         run = self._branch_normed if self.spec.branch_norms else self._plain

@@ -86,6 +86,7 @@ class NativeOps:
     """See `Ops`. `library` packs weights; `tape` takes operations."""
 
     name = "native"
+    capturable = False
     device = torch.device("cpu")
 
     def __init__(self, library: lib.Library, tape: Tape | None = None) -> None:
