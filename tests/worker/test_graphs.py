@@ -229,7 +229,7 @@ def test_what_the_host_says_is_not_read_again() -> None:
 
 
 def test_a_step_that_waits_for_the_device_is_refused_with_the_way_out() -> None:
-    with pytest.raises(RuntimeError, match="11 rows cannot be recorded .*capturing.*enforce_eager"):
+    with pytest.raises(RuntimeError, match=r"11 rows cannot be recorded .*capturing.*enforce_eager"):
         Case(Waits(CPU), FakeAccelerator()).captured()
 
 

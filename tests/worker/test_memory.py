@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -11,17 +11,17 @@ import torch
 from pagoda_worker import memory
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.memory import GIB, NotEnoughMemory, host_available_bytes, num_kv_blocks, usable_bytes
+from pagoda_worker.memory import GIB, DeviceUse, NotEnoughMemory, host_available_bytes, num_kv_blocks, usable_bytes
 
 SHAPE = KVShape(num_layers=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)  # 2 KiB per token
-CPU = torch.device("cpu")
+BLOCK_BYTES = 32 * 2048
+USE = DeviceUse(total=80 * GIB, in_use=16 * GIB, step=3 * GIB, graphs=GIB)
 
 
 @dataclass
 class Needs:
     kv_shape: KVShape = SHAPE
     max_model_len: int = 1024
-    device: torch.device = field(default=CPU)
 
 
 def test_bytes_of_a_token() -> None:
@@ -64,11 +64,43 @@ def test_automatic_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("available", "usable"), [(2, 1.2), (8, 4), (16, 4), (64, 16)])
 def test_share_of_a_cpu_machine(available: float, usable: float) -> None:
-    assert usable_bytes(int(available * GIB), CPU) == int(usable * GIB)
+    assert usable_bytes(int(available * GIB)) == int(usable * GIB)
 
 
-def test_share_of_a_gpu() -> None:
-    assert usable_bytes(100 * GIB, torch.device("cuda:0")) == 60 * GIB
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_s_cache_takes_what_the_rest_leaves() -> None:
+    config = WorkerConfig(max_rows=10**6)
+    assert num_kv_blocks(config, Needs(), USE) == (72 - 16 - 3 - 1) * GIB // BLOCK_BYTES
+    assert num_kv_blocks(config, Needs(), USE, spare=1) == 52 * GIB // BLOCK_BYTES - 1
+
+
+def test_a_gpu_s_share_is_an_option() -> None:
+    config = WorkerConfig(max_rows=10**6, gpu_memory_utilization=0.5)
+    assert num_kv_blocks(config, Needs(), USE) == 20 * GIB // BLOCK_BYTES
+
+
+def test_a_gpu_s_cache_is_no_larger_than_rows_can_use() -> None:
+    assert num_kv_blocks(WorkerConfig(max_rows=4), Needs(), USE) == 4 * 1024 // 32
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks"),
+    [(WorkerConfig(num_blocks=50), 50), (WorkerConfig(kv_cache_gib=0.5), GIB // 2 // BLOCK_BYTES)],
+)
+def test_what_was_configured_holds_on_a_gpu(config: WorkerConfig, blocks: int) -> None:
+    assert num_kv_blocks(config, Needs(), USE) == blocks
+
+
+def test_a_gpu_with_too_little_left_says_where_the_rest_went() -> None:
+    full = USE._replace(in_use=70 * GIB)
+    message = r"0.00 GiB, being 0.9 of the GPU's 80.00 GiB less 70.00 in use, 3.00 for a step, 1.00 for graphs"
+    with pytest.raises(NotEnoughMemory, match=message + ".*raise gpu_memory_utilization, kv_cache_gib or num_blocks"):
+        num_kv_blocks(WorkerConfig(), Needs(), full)
+
+
+# --- of a host --------------------------------------------------------------------------------------------------------
 
 
 def files(root: Path, contents: dict[str, str]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagoda_proto.options import option
+from pagoda_worker.device_choice import parse_device
 from pagoda_worker.kernel_choice import parse_choice
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -18,7 +19,7 @@ class WorkerConfig:
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     worker_id: str = option("", "stable name of this worker; made from host and process id when empty")
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
-    device: str = option("cpu", "cpu or cuda:N")
+    device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU if a usable one is there, else the CPU")
     dtype: str = option("auto", "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU")
     kernels: str = option(
         "auto", "kernel back end: auto, reference, torch, native; or one with exceptions: native,attention=torch"
@@ -28,6 +29,8 @@ class WorkerConfig:
     block_size: int = option(32, "tokens per KV block")
     kv_cache_gib: float = option(0.0, "memory for the KV cache; 0 sizes it from what the machine has free")
     num_blocks: int = option(0, "KV blocks, instead of kv_cache_gib; 0 means by memory")
+    gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that may be in use; sizes the KV cache there")
+    enforce_eager: bool = option(False, "on a GPU, launch every operation of a decode step instead of recorded graphs")
     max_model_len: int = option(0, "longest prompt plus output; 0 takes the model's own limit")
     max_rows: int = option(256, "most choices at once")
     max_tokens_per_step: int = option(8192, "most tokens one step may compute")
@@ -37,10 +40,15 @@ class WorkerConfig:
         problems = []
         if self.dtype not in DTYPES:
             problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        try:
-            parse_choice(self.kernels)
-        except ValueError as error:
-            problems.append(str(error))
+        for parse, value in ((parse_choice, self.kernels), (parse_device, self.device)):
+            try:
+                parse(value)
+            except ValueError as error:
+                problems.append(str(error))
+        if not 0 < self.gpu_memory_utilization <= 1:
+            problems.append(
+                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization:g}"
+            )
         if self.instruction_set not in INSTRUCTION_SETS:
             known = ", ".join(filter(None, INSTRUCTION_SETS))
             problems.append(f"instruction_set must be one of {known}, got {self.instruction_set!r}")

@@ -18,9 +18,8 @@ from pagoda_worker.batch import Batch
 def uploaded(batch: Batch, accelerator: Accelerator) -> Batch:
     """`batch`, built on the host, on the device: one copy for its int64 tensors and one for its int32 tensors."""
     parts = (batch.token_ids, batch.positions, batch.kv_indices, batch.logit_indices)
-    token_ids, positions, kv_indices, logit_indices = accelerator.upload(torch.cat(parts)).split(
-        [len(part) for part in parts]
-    )
+    wide = torch.split(accelerator.upload(torch.cat(parts)), [len(part) for part in parts])
+    token_ids, positions, kv_indices, logit_indices = wide
     small = accelerator.upload(torch.cat((batch.lengths, batch.block_tables.flatten())))
     return replace(
         batch,
@@ -36,9 +35,9 @@ def uploaded(batch: Batch, accelerator: Accelerator) -> Batch:
 def feed(
     batch: Batch, places: Sequence[int], sources: Sequence[int], ids: torch.Tensor, accelerator: Accelerator
 ) -> None:
-    """Put `ids[sources[i]]` at place `places[i]` of the batch's tokens.
+    """Put `ids[sources[i]]` at place `places[i]` of the batch's tokens; nothing to put costs nothing.
 
-    Nothing to put costs nothing. An id that is none becomes 0, which any model can compute; whoever reads the ids on the host ends the row.
+    An id that is none becomes 0, which any model can compute; whoever reads the ids on the host ends the row.
     """
     if not places:
         return

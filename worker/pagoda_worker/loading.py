@@ -13,6 +13,7 @@ import torch
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.devices import choose_device
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Cache, Needs, Ops
@@ -52,13 +53,14 @@ class LoadedModel:
     fingerprint: str  # which weights: over config.json and the headers of the files
     numerics_id: str
     native: bool
+    spare_blocks: int = 0  # of the KV cache, beyond those that rows are given: their ids follow
 
     @property
     def kv_shape(self) -> KVShape:
         return self.model.kv_shape
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> Cache:
-        cache: Cache = self.ops.new_kv_cache(self.kv_shape, num_blocks, block_size)
+        cache: Cache = self.ops.new_kv_cache(self.kv_shape, num_blocks + self.spare_blocks, block_size)
         return cache
 
 
@@ -75,7 +77,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
     path = Path(config.model)
     fields = read_json(path / "config.json")
     _refuse_hopeless(fields)
-    device = torch.device(config.device)
+    device = choose_device(config.device)
     _set_threads(config.threads)
     spec = _native_spec(fields, config.fallback)
     with open_checkpoint(path, progress) as checkpoint:
@@ -95,7 +97,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
             max_len, vocab = _model_len(config.max_model_len, spec.max_positions), spec.vocab_size
             with torch.inference_mode():
                 decoder = Decoder(spec, ops, lambda name: checkpoint.get(name, dtype, device), dtype, max_len)
-                model = Recorded(decoder, config.max_tokens_per_step)
+                model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step)
     return LoadedModel(
         model=model,
         ops=ops,

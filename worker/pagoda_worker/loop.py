@@ -87,8 +87,9 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
 
     Args:
         config: What to serve and for whom.
-        report: Called with events: {"event": "loading", "bytes", "of"}, {"event": "loaded", "seconds", "num_blocks"},
-            {"event": "registering"} when no engine core knows this worker, {"event": "ready", "epoch"} when one does.
+        report: Called with events: {"event": "loading", "bytes", "of"}, {"event": "recording", "graphs", "of"} on a
+            GPU, {"event": "loaded", "seconds", "num_blocks"}, {"event": "registering"} when no engine core
+            knows this worker, {"event": "ready", "epoch"} when one does.
         stop: Once it is set the worker ends the step it is in, says Goodbye and returns.
 
     Raises:
@@ -106,8 +107,13 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
             raise _StoppedError
         report({"event": "loading", "bytes": done, "of": total})
 
+    def recording(done: int, of: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+        report({"event": "recording", "graphs": done, "of": of})
+
     try:
-        runner = load_runner(config, progress)
+        runner = load_runner(config, progress, recording)
     except _StoppedError:
         return
     report({"event": "loaded", "seconds": time.monotonic() - started, "num_blocks": runner.facts.num_blocks})
@@ -154,6 +160,7 @@ class StepLoop:
         self._membership = membership
         self._progress = progress
         self._control = control
+        self._next_step = 1
         self._pending: deque[Pending] = deque()  # launched and not answered, oldest first
 
     def run(self, report: Report, stop: threading.Event) -> None:
@@ -201,7 +208,7 @@ class StepLoop:
         A step that is over is answered before anything else. While one is under way on a device the next is launched
         as soon as its plan comes, so that the device does not wait for the host.
         """
-        expected = 1
+        self._next_step = 1
         while not leaving():
             if self._membership.standing(time.monotonic()) != standing:
                 log.warning("forgetting all rows and registering anew: %s", self._membership.why_lost)
@@ -209,23 +216,27 @@ class StepLoop:
             if self._pending and (self._pending[0].done or len(self._pending) == MAX_PENDING):
                 self._answer(standing)
                 continue
-            match self._next_message(standing, PENDING_POLL_S if self._pending else POLL_S):
-                case StepPlan() as plan if plan.step == expected:
-                    expected += 1
-                    self._launch(plan)
-                case StepPlan() as plan:
-                    self._membership.lose(standing, f"step {plan.step} came when {expected} was due")
-                case Welcome() as welcome:
-                    return welcome
-                case ResetWorker():
-                    self._membership.lose(standing, "reset by the engine core")
-                case Drain():
-                    self._control.drain.set()
-                case Refused() as refused:
-                    self._membership.lose(standing, f"refused: {refused.reason}")
+            message = self._next_message(standing, PENDING_POLL_S if self._pending else POLL_S)
+            if isinstance(message, Welcome):
+                return message
+            self._take(message, standing)
         while self._pending:
             self._answer(standing)
         return None
+
+    def _take(self, message: ToWorker | None, standing: Standing) -> None:
+        match message:
+            case StepPlan() as plan if plan.step == self._next_step:
+                self._next_step += 1
+                self._launch(plan)
+            case StepPlan() as plan:
+                self._membership.lose(standing, f"step {plan.step} came when {self._next_step} was due")
+            case ResetWorker():
+                self._membership.lose(standing, "reset by the engine core")
+            case Drain():
+                self._control.drain.set()
+            case Refused() as refused:
+                self._membership.lose(standing, f"refused: {refused.reason}")
 
     def _next_message(self, standing: Standing, timeout_s: float) -> ToWorker | None:
         """The next frame of this standing, or a Welcome of a later one; everything else is dropped undecoded."""
@@ -264,7 +275,7 @@ class StepLoop:
             self._membership.lose(standing, f"the result of step {result.step} could not be sent")
 
     def _forget(self) -> None:
-        """Drop all rows and the steps under way; a device that never ends them leaves us busy, which ends the process."""
+        """Drop all rows and the steps under way. A device that never ends them leaves us busy: the process ends."""
         self._pending.clear()
         self._runner.reset()
         self._progress.busy_since = None

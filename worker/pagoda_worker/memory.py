@@ -1,17 +1,15 @@
 """How many KV blocks a worker has.
 
-`num_blocks` decides if given, else `kv_cache_gib`, else the machine: 60 % of what is available once the weights are
-loaded, but on CPU no more than 4 GiB (a quarter of what is available, where that is more), and nowhere more than
-`max_rows` requests of `max_model_len` tokens can use. Available is the least of free memory and of what the control
-group leaves.
+`num_blocks` decides if given, else `kv_cache_gib`, else the machine: on CPU 60 % of what is available once the weights
+are loaded, but no more than 4 GiB (a quarter of what is available, where that is more); on a GPU what
+`gpu_memory_utilization` leaves beside everything else that was measured there. Nowhere more than `max_rows` requests of
+`max_model_len` tokens can use. Available is the least of free memory and of what the control group leaves.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
-
-import torch
+from typing import NamedTuple, Protocol
 
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.kv_cache import KVShape
@@ -30,16 +28,26 @@ class MemoryNeeds(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    @property
-    def device(self) -> torch.device: ...
+
+class DeviceUse(NamedTuple):
+    """Bytes of a GPU, measured with the weights loaded and without a KV cache (see `profiling`)."""
+
+    total: int
+    in_use: int  # weights, CUDA itself, and what other processes have
+    step: int  # what the largest step takes on top
+    graphs: int  # what recorded steps will take on top
+
+    def for_kv_cache(self, utilization: float) -> int:
+        """Bytes left for a KV cache if no more than this share of the device shall ever be in use."""
+        return max(0, int(self.total * utilization) - self.in_use - self.step - self.graphs)
 
 
 class NotEnoughMemory(ValueError):
-    """The KV cache would not hold one request of the longest allowed length."""
+    """A step does not fit, or the KV cache would not hold one request of the longest allowed length."""
 
 
-def num_kv_blocks(config: WorkerConfig, loaded: MemoryNeeds) -> int:
-    """KV blocks for this worker.
+def num_kv_blocks(config: WorkerConfig, loaded: MemoryNeeds, use: DeviceUse | None = None, spare: int = 0) -> int:
+    """KV blocks for this worker, `use` being that of its GPU; None on a CPU. `spare` blocks are kept beside them.
 
     Raises:
         NotEnoughMemory: not even one request of max_model_len tokens would fit; the message names the options.
@@ -51,31 +59,33 @@ def num_kv_blocks(config: WorkerConfig, loaded: MemoryNeeds) -> int:
     elif config.kv_cache_gib:
         blocks, source = int(config.kv_cache_gib * GIB) // bytes_per_block, f"kv_cache_gib={config.kv_cache_gib:g}"
     else:
-        available = available_bytes(loaded.device)
-        usable = usable_bytes(available, loaded.device)
-        blocks = min(usable // bytes_per_block, config.max_rows * blocks_per_request)
-        source = f"{usable / GIB:.2f} GiB usable of {available / GIB:.2f} GiB available"
+        usable, source = _usable(config, use)
+        blocks = max(0, min(usable // bytes_per_block - spare, config.max_rows * blocks_per_request))
     if blocks < blocks_per_request:
         raise NotEnoughMemory(
             f"the KV cache holds {blocks * config.block_size} tokens ({source}, "
             f"{bytes_per_block / config.block_size / 1024:.1f} KiB per token), but max_model_len is "
-            f"{loaded.max_model_len}: lower max_model_len, or raise kv_cache_gib or num_blocks"
+            f"{loaded.max_model_len}: lower max_model_len, or raise "
+            f"{'gpu_memory_utilization, ' if use else ''}kv_cache_gib or num_blocks"
         )
     return blocks
 
 
-def usable_bytes(available: int, device: torch.device) -> int:
-    """The share of the available memory that the cache takes when nothing was configured."""
-    if device.type != "cpu":
-        return int(available * SHARE)
+def _usable(config: WorkerConfig, use: DeviceUse | None) -> tuple[int, str]:
+    """Bytes for the cache when nothing was configured, and how they came about."""
+    if use is None:
+        available = host_available_bytes(Path("/"))
+        usable = usable_bytes(available)
+        return usable, f"{usable / GIB:.2f} GiB usable of {available / GIB:.2f} GiB available"
+    usable = use.for_kv_cache(config.gpu_memory_utilization)
+    share = f"{config.gpu_memory_utilization:g} of the GPU's {use.total / GIB:.2f} GiB"
+    taken = f"{use.in_use / GIB:.2f} in use, {use.step / GIB:.2f} for a step, {use.graphs / GIB:.2f} for graphs"
+    return usable, f"{usable / GIB:.2f} GiB, being {share} less {taken}"
+
+
+def usable_bytes(available: int) -> int:
+    """The share of a host's available memory that the cache takes."""
     return int(min(available * SHARE, max(CPU_CAP_BYTES, available / 4)))
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory a new allocation on `device` may take now."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return host_available_bytes(Path("/"))
 
 
 def host_available_bytes(root: Path) -> int:

@@ -26,6 +26,7 @@ from pagoda_worker.batch import Batch, build_batch
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device_sampler import NO_TOKEN, DeviceSampler, GreedySampler
 from pagoda_worker.feeding import feed, uploaded
+from pagoda_worker.kernels.ops import Cache
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.logprobs import RawLogprobs
 from pagoda_worker.pending import OnDevice, OnHost, Pending, Work
@@ -78,6 +79,10 @@ class ModelRunner:
         self._pending: deque[Pending] = deque()
         self._settled_at = 0.0
         self._last_failure = ""
+
+    @property
+    def kv_cache(self) -> Cache:
+        return self._kv
 
     def reset(self) -> None:
         """Forget all rows and every step that was not answered, once the device is done with them.

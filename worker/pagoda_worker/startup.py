@@ -3,25 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import torch
+
+from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.loading import load_model
+from pagoda_worker.graphs import DecodeBuffers, Graphed, ladder, reserve_for
+from pagoda_worker.loading import LoadedModel, load_model
 from pagoda_worker.memory import num_kv_blocks
+from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.profiling import device_use
 from pagoda_worker.runner import ModelRunner
 
+Progress = Callable[[int, int], None]
 
-def load_runner(config: WorkerConfig, progress: Callable[[int, int], None]) -> ModelRunner:
+
+def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = lambda done, of: None) -> ModelRunner:
     """Load the model, make its KV cache and warm it up.
 
     Args:
         config: Which model, where and how.
         progress: Called with bytes loaded and bytes in all; what it raises ends the loading.
+        recording: Called with decode steps recorded and steps in all, on a device that records.
 
     Raises:
         ValueError: the model or the configuration cannot be used.
         RuntimeError: the model fails on its first token.
     """
     loaded = load_model(config, progress)
-    runner = ModelRunner(loaded, num_kv_blocks(config, loaded), config)
+    if loaded.device.type == "cpu":
+        runner = ModelRunner(loaded, num_kv_blocks(config, loaded), config)
+    else:
+        runner = runner_on_device(loaded, config, accelerator_of, recording)
     runner.warm_up()
     return runner
+
+
+def runner_on_device(
+    loaded: LoadedModel,
+    config: WorkerConfig,
+    make_accelerator: Callable[[torch.device], Accelerator],
+    recording: Progress,
+) -> ModelRunner:
+    """A runner whose cache takes what the device has left, and which records its decode steps where it can.
+
+    Raises:
+        NotEnoughMemory: the device has too little left.
+        RuntimeError: the device cannot record a decode step.
+    """
+    decoder = loaded.model
+    if config.enforce_eager or not (isinstance(decoder, Decoder) and loaded.ops.capturable):
+        num_blocks = _num_blocks(loaded, config, make_accelerator, lambda: 0)
+        return ModelRunner(loaded, num_blocks, config, make_accelerator(loaded.device))
+    loaded = replace(loaded, spare_blocks=1)  # for padding
+    sizes = ladder(config.max_rows)
+
+    def graphs() -> int:
+        probe = _graphed(decoder, loaded, config, make_accelerator(loaded.device), num_blocks=1)
+        return reserve_for(sizes, probe.captured(loaded.new_kv_cache(1, config.block_size)))
+
+    num_blocks = _num_blocks(loaded, config, make_accelerator, graphs)
+    accelerator = make_accelerator(loaded.device)
+    graphed = _graphed(decoder, loaded, config, accelerator, num_blocks)
+    runner = ModelRunner(replace(loaded, model=graphed), num_blocks, config, accelerator)
+    graphed.capture(runner.kv_cache, recording)
+    return runner
+
+
+def _num_blocks(
+    loaded: LoadedModel,
+    config: WorkerConfig,
+    make_accelerator: Callable[[torch.device], Accelerator],
+    graphs: Callable[[], int],
+) -> int:
+    if config.num_blocks or config.kv_cache_gib:
+        return num_kv_blocks(config, loaded)
+    use = device_use(loaded, config, make_accelerator(loaded.device), graphs)
+    return num_kv_blocks(config, loaded, use, loaded.spare_blocks)
+
+
+def _graphed(
+    decoder: Decoder, loaded: LoadedModel, config: WorkerConfig, accelerator: Accelerator, num_blocks: int
+) -> Graphed:
+    """Its padding goes to the block after the last that rows are given."""
+    sizes = ladder(config.max_rows)
+    buffers = DecodeBuffers(
+        max_rows=sizes[-1],
+        max_len=loaded.max_model_len,
+        block_size=config.block_size,
+        scratch_block=num_blocks,
+        device=loaded.device,
+    )
+    return Graphed(decoder, accelerator, sizes, buffers)
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    from pagoda_worker.cuda import CudaAccelerator
+
+    return CudaAccelerator(device)

@@ -1,0 +1,78 @@
+"""`accelerator.Accelerator` by torch.cuda. Nothing is decided here, because nothing here runs without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pagoda_worker.accelerator import Memory
+
+WARM_UPS = 2  # calls before a recording: a library's first call may allocate, a kernel's first call compiles
+
+
+class CudaFetch:
+    """Waits for its own event and for nothing that was asked of the device later."""
+
+    def __init__(self, ids: torch.Tensor, copies: torch.cuda.Stream) -> None:
+        self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        copies.wait_stream(torch.cuda.current_stream(ids.device))
+        with torch.cuda.stream(copies):
+            self._host.copy_(ids, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record(copies)
+        ids.record_stream(copies)  # its memory is not given to a later tensor before the copy is made
+
+    def done(self) -> bool:
+        return bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> list[int]:
+        self._arrived.synchronize()
+        values: list[int] = self._host.tolist()
+        return values
+
+
+class CudaAccelerator:
+    """One device. `torch.cuda.current_stream` carries its work; ids are copied on a stream beside it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.set_device(device)
+        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._recording = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        # Pageable memory would make the host wait for the device. torch reuses a pinned block once it was copied.
+        return host.pin_memory().to(self._device, non_blocking=True)
+
+    def fetch(self, ids: torch.Tensor) -> CudaFetch:
+        return CudaFetch(ids, self._copies)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def memory(self) -> Memory:
+        return Memory(*torch.cuda.mem_get_info(self._device))
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def peak_of(self, run: Callable[[], object]) -> int:
+        self.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        run()
+        self.synchronize()
+        return int(torch.cuda.max_memory_reserved(self._device)) - int(before)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        self._recording.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._recording):
+            for _ in range(WARM_UPS):
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(self._recording)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._recording):
+            run()
+        return graph.replay
