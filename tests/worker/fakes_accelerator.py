@@ -70,11 +70,12 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 @dataclass
 class FakeAccelerator:
-    """`free` and `total` are what `memory` says; every capture takes `bytes_per_capture` of `free`."""
+    """`free` and `total` are what `memory` says; a capture takes `bytes_per_capture` (of its number) of `free`."""
 
     free: int = 2**30
     total: int = 2**31
     bytes_per_capture: Callable[[int], int] = lambda number: 0
+    bytes_per_step: int = 0  # what `peak_of` finds
     journal: list[str] = field(default_factory=list)
     fetches: list[HeldFetch] = field(default_factory=list)
     captures: int = 0
@@ -98,7 +99,7 @@ class FakeAccelerator:
 
     def peak_of(self, run: Callable[[], object]) -> int:
         run()
-        return 0
+        return self.bytes_per_step
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         run()  # as on a device: once for what happens at a first call, then recorded

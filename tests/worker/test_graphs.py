@@ -4,68 +4,24 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.worker.fakes_accelerator import FakeAccelerator
+from tests.worker.fakes_capturable import BLOCK, MAX_LEN, VOCAB, WIDTH, CapturableOps, decoder
 from tests.worker.models.harness import make_batch
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.graphs import DecodeBuffers, Graphed, ladder, reserve_for, rung
 from pagoda_worker.kernels.aten import AtenOps
-from pagoda_worker.kernels.kv_cache import KVCache, KVShape
-from pagoda_worker.kernels.ops import AttentionShape
-from pagoda_worker.layers.rope import RopeShape
-from pagoda_worker.models.decoder import Decoder
-from pagoda_worker.models.spec import DecoderSpec, expected_tensors
 
-BLOCK, MAX_LEN, MAX_ROWS, VOCAB = 16, 96, 11, 64
+MAX_ROWS = 11
 SIZES = ladder(MAX_ROWS)
-WIDTH = MAX_LEN // BLOCK
 NUM_BLOCKS = MAX_ROWS * WIDTH
 SCRATCH = NUM_BLOCKS
 CPU = torch.device("cpu")
-
-
-class QuietCache(KVCache):
-    """One that reads nothing back from the device."""
-
-    def admit(self, batch: Batch) -> None: ...
-
-    def inspect(self, batch: Batch, hidden: torch.Tensor) -> None: ...
-
-
-class CapturableOps(AtenOps):
-    """Attention of one new token per row that knows lengths and blocks from tensors alone, as a device's does."""
-
-    capturable = True
-
-    def plan(self, batch: Batch, kv: KVCache) -> Any:
-        return batch
-
-    def lengths(self, batch: Batch) -> torch.Tensor:
-        return batch.lengths
-
-    def attend(
-        self, query: torch.Tensor, kv: KVCache, layer: int, plan: Any, shape: AttentionShape, sinks: Any = None
-    ) -> torch.Tensor:
-        if plan.num_tokens != plan.num_rows:
-            return super().attend(query, kv, layer, super().plan(plan, kv), shape, sinks)
-        tables = plan.block_tables.long()
-        tables = torch.nn.functional.pad(tables, (0, WIDTH - tables.shape[1]))
-        lines = kv.layers[layer][tables].flatten(1, 2).repeat_interleave(shape.num_heads // shape.num_kv_heads, 3)
-        key, value = lines.float().unbind(2)  # [B, WIDTH * BLOCK, Hq, D]
-        scores = (query.float()[:, None] * key).sum(-1) * shape.scale
-        hidden = torch.arange(WIDTH * BLOCK)[None, :] >= self.lengths(plan)[:, None]
-        weights = scores.masked_fill(hidden[..., None], -torch.inf).softmax(1)
-        return (weights[..., None] * value).sum(1).flatten(1).to(query.dtype)
-
-    def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
-        plain = super().new_kv_cache(shape, num_blocks, block_size)
-        return QuietCache(shape=shape, num_blocks=num_blocks, block_size=block_size, layers=plain.layers)
 
 
 class ReadsTheHost(CapturableOps):
@@ -76,30 +32,6 @@ class ReadsTheHost(CapturableOps):
 class Waits(CapturableOps):
     def lengths(self, batch: Batch) -> torch.Tensor:
         return batch.lengths + int(batch.lengths.max().item()) * 0
-
-
-def decoder(ops: AtenOps) -> Decoder:
-    spec = DecoderSpec(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        norm_eps=1e-6,
-        max_positions=MAX_LEN,
-        ropes=(RopeShape(theta=10_000.0, head_dim=8),),
-        rope_of_layer=(0, 0),
-        windows=(None, None),
-        attention_scale=0.35,
-        tied=True,
-    )
-    generator = torch.Generator().manual_seed(3)
-    weights = {
-        name: torch.randn(shape, generator=generator) * 0.3 if len(shape) == 2 else torch.ones(shape)
-        for name, shape in expected_tensors(spec).items()
-    }
-    return Decoder(spec, ops, lambda name: weights[name].bfloat16(), torch.bfloat16, MAX_LEN)
 
 
 @dataclass

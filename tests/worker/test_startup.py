@@ -1,0 +1,157 @@
+"""From a loaded model to a runner on a device: what is measured, what the cache gets, what is recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.worker.fakes_accelerator import FakeAccelerator
+from tests.worker.fakes_capturable import BLOCK, MAX_LEN, VOCAB, CapturableOps, decoder
+from tests.worker.fakes_model import Driver
+
+from pagoda_proto.params import SamplingParams
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.graphs import ladder
+from pagoda_worker.kernels.aten import AtenOps
+from pagoda_worker.loading import LoadedModel
+from pagoda_worker.memory import GIB, NotEnoughMemory
+from pagoda_worker.profiling import device_use, largest_steps
+from pagoda_worker.runner import ModelRunner
+from pagoda_worker.startup import runner_on_device
+
+CPU = torch.device("cpu")
+MANNERS = [{"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.8}]
+
+
+def loaded_by(ops: AtenOps) -> LoadedModel:
+    return LoadedModel(
+        model=decoder(ops), ops=ops, dtype=torch.bfloat16, device=CPU, vocab_size=VOCAB, max_model_len=MAX_LEN,
+        fingerprint="tiny", numerics_id="tiny", native=True,
+    )  # fmt: skip
+
+
+def config(**changes: Any) -> WorkerConfig:
+    values: dict[str, Any] = {"block_size": BLOCK, "max_rows": 5, "max_tokens_per_step": 40}
+    return WorkerConfig(**(values | changes))
+
+
+class Device:
+    """Makes accelerators of one fake device and counts them."""
+
+    def __init__(self, **facts: Any) -> None:
+        self.facts = facts
+        self.made: list[FakeAccelerator] = []
+
+    def __call__(self, device: torch.device) -> FakeAccelerator:
+        self.made.append(FakeAccelerator(**self.facts))
+        return self.made[-1]
+
+
+def start(device: Device, ops: AtenOps, the_config: WorkerConfig) -> tuple[ModelRunner, list[tuple[int, int]]]:
+    told: list[tuple[int, int]] = []
+    return runner_on_device(loaded_by(ops), the_config, device, lambda done, of: told.append((done, of))), told
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "max_len", "sizes"),
+    [
+        (40, 5, 96, [[8] * 5, [40]]),
+        (41, 5, 20, [[9, 8, 8, 8, 8], [14, 14, 13]]),
+        (3, 5, 96, [[1, 1, 1], [3]]),
+        (8192, 2, 20, [[20, 20]]),
+    ],
+)
+def test_the_largest_steps(tokens: int, rows: int, max_len: int, sizes: list[list[int]]) -> None:
+    batches = list(largest_steps(config(max_tokens_per_step=tokens, max_rows=rows), max_len))
+    assert [batch.query_lens for batch in batches] == sizes
+    for batch in batches:
+        assert len(batch.logit_indices) == batch.num_rows
+        assert int(batch.kv_indices.max()) < BLOCK
+
+
+def test_what_is_measured() -> None:
+    accelerator = FakeAccelerator(free=60, total=80, bytes_per_step=7)
+    use = device_use(loaded_by(AtenOps(CPU)), config(), accelerator, lambda: 5)
+    assert use == (80, 20, 7, 5)
+    assert accelerator.journal == ["synchronized", "emptied"]  # what is in use is looked at when steps hold nothing
+
+
+def test_a_step_that_does_not_fit_names_the_options() -> None:
+    class Small(FakeAccelerator):
+        def peak_of(self, run: Any) -> int:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    message = "max_tokens_per_step=40 tokens and max_rows=5 rows does not fit"
+    with pytest.raises(NotEnoughMemory, match=message):
+        device_use(loaded_by(AtenOps(CPU)), config(), Small(), lambda: 0)
+
+
+def test_the_cache_takes_what_step_and_graphs_leave() -> None:
+    bytes_per_block = loaded_by(AtenOps(CPU)).kv_shape.bytes_per_block(BLOCK)
+    graphs = [1000, 100]
+    facts = {"free": 14 * bytes_per_block, "total": 14 * bytes_per_block, "bytes_per_step": 500}
+    whole = int(14 * bytes_per_block * 0.9)
+
+    device = Device(**facts, bytes_per_capture=lambda number: graphs[min(number, 1)])
+    runner, told = start(device, CapturableOps(CPU), config())
+    reserve = 1000 + 100 * (len(ladder(5)) - 1)
+    assert runner.facts.num_blocks == (whole - 500 - reserve) // bytes_per_block - 1  # one for padding
+    assert runner.kv_cache.num_blocks == runner.facts.num_blocks + 1  # type: ignore[attr-defined]
+    assert told == [(number, len(ladder(5))) for number in range(1, len(ladder(5)) + 1)]
+
+    eager, told = start(Device(**facts), CapturableOps(CPU), config(enforce_eager=True))
+    assert eager.facts.num_blocks == (whole - 500) // bytes_per_block
+    assert told == []
+
+
+def test_nothing_is_measured_for_a_cache_of_a_given_size() -> None:
+    device = Device(free=0, total=GIB)
+    runner, _ = start(device, CapturableOps(CPU), config(num_blocks=30))
+    assert runner.facts.num_blocks == 30
+    assert len(device.made) == 1
+
+
+def test_operations_that_cannot_be_recorded_are_launched_one_by_one() -> None:
+    device = Device()
+    _, told = start(device, AtenOps(CPU), config())
+    assert told == []
+    assert sum(accelerator.captures for accelerator in device.made) == 0
+
+
+def streams(runner: ModelRunner, ahead: int) -> dict[int, list[int]]:
+    """Tokens of rows that begin one after the other; so many steps are launched `ahead` of the answered one."""
+    driver, found, pending = Driver(runner), {}, []
+    for step in range(14):
+        new = []
+        if step < 5:
+            params = SamplingParams(**MANNERS[step % 3])
+            new = [driver.add(step, [(7 * step + i) % VOCAB for i in range(3 + 5 * step)], params=params, seed=step)]
+            found[step] = []
+        plan = driver.plan(new, chunk_tokens=9)
+        pending.append(runner.launch(plan))
+        while len(pending) > ahead:
+            result = runner.collect(pending.pop(0))
+            assert result.errors == []
+            for output in result.outputs:
+                found[output.row_id] += output.token_ids
+    return found
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_tokens_are_those_of_a_host(enforce_eager: bool, ahead: int) -> None:
+    device = Device()
+    runner, _ = start(device, CapturableOps(CPU), config(enforce_eager=enforce_eager))
+    plain = ModelRunner(loaded_by(CapturableOps(CPU)), 60, config())
+    found, expected = streams(runner, ahead), streams(plain, 0)
+    assert {row: tokens for row, tokens in found.items() if tokens} == {
+        row: tokens[: len(found[row])] for row, tokens in expected.items()
+    }
+    assert (device.made[-1].replays > 0) is not enforce_eager
+
+
+def test_warm_up_leaves_no_row() -> None:
+    runner, _ = start(Device(), CapturableOps(CPU), config())
+    runner.warm_up()
+    assert streams(runner, 1) == streams(start(Device(), CapturableOps(CPU), config())[0], 1)
