@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from pagoda.machine import available_cores, cpu_flags, cpu_quota, memory_info, memory_limit
+from pagoda.machine import available_cores, cpu_flags, cpu_quota, has_nvidia_device, memory_info, memory_limit
 from pagoda.rundir import runtime_dir
 from pagoda.settings import ConfigError, environment_value
 from pagoda.version import version_of
@@ -24,6 +25,8 @@ GIB = 1024**3
 LEAST_FILES = 4096
 LEAST_MEMORY = 2 * GIB
 FAST_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "i8mm")
+GPU_TIMEOUT_S = 60.0
+ASK_TORCH = "from pagoda_worker.devices import describe_gpus; print(*describe_gpus(), sep='\\n')"
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
 
 
@@ -53,7 +56,7 @@ def main(arguments: argparse.Namespace) -> int:
 def examine(port: int) -> Iterator[Finding]:
     """Every check in turn."""
     checks: tuple[Callable[[], Finding], ...] = (
-        _python, _cores, _instructions, _memory, _files, _shared_memory, _kernels, _torch,
+        _python, _cores, _instructions, _memory, _files, _shared_memory, _kernels, _torch, _gpus,
         lambda: _port(port), _hub_cache, _runtime_directory,
     )  # fmt: skip
     for check in checks:
@@ -118,6 +121,23 @@ def _torch() -> Finding:
     if version == "not installed":
         return Finding("warn", "torch is not installed", "pip install 'pagoda-serve[worker]' where workers run")
     return Finding("ok", f"torch {version}")
+
+
+def _gpus() -> Finding:
+    """torch is asked only where there is a device to ask about, and in a process of its own: a driver may hang."""
+    if not has_nvidia_device():
+        return Finding("ok", "no NVIDIA GPU: workers compute on the CPU")
+    advice = "workers compute on the CPU until a CUDA build of torch that fits the driver is installed"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=GPU_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("warn", f"the GPU driver did not answer within {GPU_TIMEOUT_S:g} s", advice)
+    last = (done.stderr.strip().splitlines() or ["torch could not be asked"])[-1]
+    if done.returncode:
+        return Finding("warn", f"a GPU that torch does not use: {last.split('Error: ', 1)[-1]}", advice)
+    return Finding("ok", f"GPUs: {'; '.join(done.stdout.splitlines())}")
 
 
 def _port(port: int) -> Finding:

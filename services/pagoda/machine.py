@@ -1,4 +1,4 @@
-"""What this process may use of the machine: cores and memory, as limited by affinity and control groups (v1 and v2)."""
+"""What this process may use of the machine: cores and memory, as limited by affinity and control groups, and GPUs."""
 
 from __future__ import annotations
 
@@ -46,6 +46,11 @@ def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
         if line.startswith(("flags", "Features")):
             return set(line.split(":", 1)[1].split())
     return set()
+
+
+def has_nvidia_device(devices: Path = Path("/dev")) -> bool:
+    """Whether a driver offers an NVIDIA GPU here; under WSL it has a file of another name."""
+    return any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()
 
 
 def _text(path: Path) -> str:

@@ -22,7 +22,7 @@ class CommonConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    workers: int = option(1, "worker processes on this machine; they share its cores and the KV memory")
+    workers: int = option(1, "worker processes on this machine; they share its cores, and each takes a GPU of its own")
     data_dir: str = option("", "directory for run-time files (sockets); the user's runtime directory when empty")
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from pagoda.supervisor import ChildSpec, Supervisor, python_command
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device_choice import device_of_worker
 
 SILENCE_S = 20.0  # an event loop that did not beat for this long is stuck
 WORKER_SILENCE_S = 60.0  # loading may keep a worker's threads from running for long
@@ -78,11 +79,16 @@ class Tower:
         self.view = StartupView(plain=self._common.log_json)
 
     def _worker_configs(self, model_dir: str, address: str) -> list[WorkerConfig]:
-        count = self._settings.build(ServeConfig).workers
-        threads = self._settings.build(WorkerConfig).threads or max(1, available_cores() // count)
+        count, given = self._settings.build(ServeConfig).workers, self._settings.build(WorkerConfig)
+        threads = given.threads or max(1, available_cores() // count)
         return [
             self._settings.build(
-                WorkerConfig, model=model_dir, engine=address, worker_id=f"worker-{index}", threads=threads
+                WorkerConfig,
+                model=model_dir,
+                engine=address,
+                worker_id=f"worker-{index}",
+                threads=threads,
+                device=device_of_worker(given.device, index),
             )
             for index in range(count)
         ]

@@ -56,6 +56,20 @@ def test_workers_share_the_cores() -> None:
     assert {config.threads for config in own.workers} == {5}
 
 
+@pytest.mark.parametrize(
+    ("flags", "devices"),
+    [
+        ({}, ["auto", "auto:1", "auto:2"]),
+        ({"device": "cuda"}, ["cuda", "cuda:1", "cuda:2"]),
+        ({"device": "cuda:1"}, ["cuda:1"] * 3),
+        ({"device": "cpu"}, ["cpu"] * 3),
+    ],
+)
+def test_every_worker_takes_a_gpu_of_its_own(flags: dict[str, str], devices: list[str]) -> None:
+    found = configs(tower(workers="3", **flags))
+    assert [found[f"worker-{index}"].device for index in range(3)] == devices
+
+
 def test_the_gateway_stops_first_and_the_workers_last() -> None:
     order = {spec.name: spec.stop_order for spec in tower().children()}
     assert order["gateway"] < order["engine-core"] < order["worker-0"]
