@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,13 @@ from pagoda_worker.config import WorkerConfig
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 DOCKERFILES = {"gateway": GatewayConfig, "engine_core": EngineConfig, "worker": WorkerConfig}
+# Every image, and the extras that it installs.
+IMAGES = {
+    "gateway/Dockerfile": "gateway",
+    "engine_core/Dockerfile": "engine-core",
+    "worker/Dockerfile": "worker",
+    "worker/Dockerfile.cuda": "worker,gpu",
+}
 MANIFESTS = sorted(path for path in (ROOT / "deploy/k8s").rglob("*.yaml") if path.name != "kustomization.yaml")
 
 
@@ -36,17 +44,26 @@ def test_compose_file_follows_the_compose_specification() -> None:
     run(BIN / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", "docker-compose.yml")
 
 
-@pytest.mark.parametrize("tier", DOCKERFILES)
-def test_dockerfile_passes_the_linter(tier: str) -> None:
-    run(BIN / "hadolint", f"{tier}/Dockerfile")
+@pytest.mark.parametrize("dockerfile", IMAGES)
+def test_dockerfile_passes_the_linter(dockerfile: str) -> None:
+    run(BIN / "hadolint", dockerfile)
 
 
-@pytest.mark.parametrize("tier", DOCKERFILES)
-def test_image_runs_unprivileged_with_a_healthcheck_and_only_its_own_extra(tier: str) -> None:
-    text = (ROOT / tier / "Dockerfile").read_text()
+def test_every_dockerfile_is_looked_at() -> None:
+    assert {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*/Dockerfile*")} == set(IMAGES)
+
+
+@pytest.mark.parametrize("dockerfile", IMAGES)
+def test_image_runs_unprivileged_with_a_healthcheck_and_only_its_own_extra(dockerfile: str) -> None:
+    text = (ROOT / dockerfile).read_text()
     assert re.search(r"^USER 10001$", text, re.M)
     assert re.search(r"^HEALTHCHECK .*pagoda.*ping", text, re.M)
-    assert re.findall(r"'\.\[(.+)\]'", text) == [tier.replace("_", "-")]
+    assert re.findall(r"'\.\[(.+)\]'", text) == [IMAGES[dockerfile]]
+
+
+def test_extras_of_images_exist() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {extra for names in IMAGES.values() for extra in names.split(",")} <= set(extras)
 
 
 @pytest.mark.parametrize("service", ["gateway", "engine-core", "worker", "worker-gpu"])
@@ -54,6 +71,18 @@ def test_compose_environment_names_real_options(service: str) -> None:
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     config = DOCKERFILES[service.removesuffix("-gpu").replace("-", "_")]
     assert set(services[service]["environment"]) <= environment_names(config)
+
+
+def test_compose_gives_the_gpu_worker_a_gpu_only_when_asked() -> None:
+    service = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["worker-gpu"]
+    assert service["profiles"] == ["gpu"]
+    assert service["build"]["dockerfile"] == "worker/Dockerfile.cuda"
+    assert set(service["build"]["args"]) <= set(
+        re.findall(r"^ARG (\w+)", (ROOT / "worker/Dockerfile.cuda").read_text(), re.M)
+    )
+    [device] = service["deploy"]["resources"]["reservations"]["devices"]
+    assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+    assert service["tmpfs"] == ["/tmp:exec"]  # compiled kernels are loaded from there
 
 
 def test_compose_publishes_only_the_gateway_and_only_on_loopback() -> None:
@@ -92,3 +121,23 @@ def test_kustomization_renders_every_manifest() -> None:
     for path in MANIFESTS:
         for document in yaml.safe_load_all(path.read_text()):
             assert (document["kind"], document["metadata"]["name"]) in names
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the kustomization; it is not installed")
+def test_the_gpu_overlay_changes_the_workers_and_nothing_else(tmp_path: Path) -> None:
+    base, gpu = (
+        {(document["kind"], document["metadata"]["name"]): document for document in yaml.safe_load_all(rendered)}
+        for rendered in (run("kubectl", "kustomize", f"deploy/k8s/{name}") for name in ("base", "overlays/gpu"))
+    )
+    changed = {name for name in base | gpu if base.get(name) != gpu.get(name)}
+    assert changed == {("Deployment", "pagoda-worker")}
+    pod = gpu["Deployment", "pagoda-worker"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert container["image"] == "pagoda-worker-cuda:0.1.0"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert [toleration["key"] for toleration in pod["tolerations"]] == ["nvidia.com/gpu"]
+    assert {entry["name"] for entry in container["env"]} <= environment_names(WorkerConfig)
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    manifest = tmp_path / "worker.yaml"
+    manifest.write_text(yaml.safe_dump(gpu["Deployment", "pagoda-worker"]))
+    run(BIN / "kubernetes-validate", "--strict", manifest)
