@@ -130,6 +130,8 @@ class Tower:
         kind = event["event"]
         if kind == "loading":
             self.view.loading(child, event["bytes"], event["of"])
+        elif kind == "recording":
+            self.view.recording(child, event["graphs"], event["of"])
         elif kind == "loaded":
             self.view.loaded(child)
         elif child == "gateway" and kind == "listening":

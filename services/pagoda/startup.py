@@ -72,6 +72,16 @@ class StartupView:
             self._logged_at[child] = now
             log.info("%s: loading weights, %d of %d MiB", child, num_bytes // MIB, of // MIB)
 
+    def recording(self, child: str, graphs: int, of: int) -> None:
+        """Show how many decode steps a worker has recorded on its device."""
+        now = time.monotonic()
+        if child in self._tasks:
+            text = escape(f"[{child}] recording decode graphs, {graphs} of {of}")
+            self._progress.update(self._tasks[child], description=text)
+        elif graphs == of or now - self._logged_at.get(child, 0.0) >= LOG_EVERY_S:
+            self._logged_at[child] = now
+            log.info("%s: recorded %d of %d decode graphs", child, graphs, of)
+
     def loaded(self, child: str) -> None:
         task = self._tasks.pop(child, None)
         if task is not None:

@@ -94,6 +94,16 @@ def test_readiness_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None
     assert "curl http://127.0.0.1:4567/v1/chat/completions" in printed
 
 
+def test_recording_is_told_of_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    one = tower()
+    with caplog.at_level(logging.INFO):
+        for done in range(1, 36):
+            one.on_event("worker-0", {"event": "recording", "graphs": done, "of": 35})
+    told = [record.getMessage() for record in caplog.records]
+    assert told[-1] == "worker-0: recorded 35 of 35 decode graphs"
+    assert len(told) < 5
+
+
 def test_the_announced_python_compiles() -> None:
     text = announcement("http://h:1", "m", 1.0)
     lines = [line.strip() for line in text.splitlines() if line.startswith("  ")]

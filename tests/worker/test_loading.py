@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.worker.fakes_capturable import CapturableOps
 from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
 from tests.worker.models.harness import logits_of
 
@@ -17,6 +18,8 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading import LoadedModel, load_model
 from pagoda_worker.memory import num_kv_blocks
 from pagoda_worker.models.config_reader import UnsupportedConfig
+from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.weights import CheckpointError
 
 
@@ -140,3 +143,16 @@ def test_refusals(config: WorkerConfig, path: Path, tmp_path: Path, changes: dic
 def test_no_configuration(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: No such file"):
         load_model(WorkerConfig(model=str(tmp_path)))
+
+
+def test_a_back_end_that_a_device_can_record_gets_the_decoder_itself(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(load_model(config).model, Recorded)
+    monkeypatch.setattr("pagoda_worker.loading.load_ops", lambda *_: (CapturableOps(torch.device("cpu")), []))
+    assert isinstance(load_model(config).model, Decoder)
+
+
+def test_spare_blocks_lie_behind_those_of_rows(config: WorkerConfig) -> None:
+    loaded = replace(load_model(replace(config, kernels="torch")), spare_blocks=2)
+    assert loaded.new_kv_cache(5, 16).num_blocks == 7  # type: ignore[attr-defined]
