@@ -154,8 +154,10 @@ def test_launching_ahead_changes_no_answer(seed: int, given_manners: list[dict[s
 
 
 def test_a_row_that_ends_in_one_step_is_unknown_in_the_next() -> None:
-    runner = fake_runner(accelerator=FakeAccelerator())
+    model = FakeModel()
+    runner = fake_runner(model, accelerator=FakeAccelerator())
     one, two = runner.launch(first([5, 6], [POISON])), runner.launch(then(2, 2, 1))
+    assert model.batches[1].token_ids.tolist() == [*alone([5, 6], 1), 0]  # no id that no table has
     assert [(error.row_id, error.code) for error in runner.collect(one).errors] == [(1, ErrorCode.NUMERICAL_ERROR)]
     second = runner.collect(two)
     assert [(error.row_id, error.code) for error in second.errors] == [(1, ErrorCode.PROTOCOL_ERROR)]
