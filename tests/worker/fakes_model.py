@@ -13,6 +13,7 @@ import torch
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, StepPlan, StepResult
+from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.runner import ModelRunner
@@ -31,6 +32,9 @@ class FakeOps:
     def copy_blocks(self, kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         source, target = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
         kv[target] = kv[source].clone()
+
+    sample = staticmethod(sampler.sample)
+    report = staticmethod(logprobs.report)
 
 
 @dataclass

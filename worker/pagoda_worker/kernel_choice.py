@@ -17,6 +17,7 @@ FAMILIES = {
     "linear": ("pack_linear", "linear", "logits"),
     "pointwise": ("embed", "rms_norm", "add_rms_norm", "act_mul"),
     "attention": ("new_kv_cache", "copy_blocks", "rope_write", "write_kv", "plan", "attend"),
+    "sampling": ("sample", "report"),
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -18,9 +18,8 @@ from pagoda_proto.steps import Chunk, NewRow, RowOutput, StepPlan, StepResult, T
 from pagoda_worker.batch import build_batch
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading import LoadedModel
-from pagoda_worker.logprobs import RawLogprobs
 from pagoda_worker.rows import Row
-from pagoda_worker.sampler import NOT_A_NUMBER, Fault, Sample, sample
+from pagoda_worker.sampler import NOT_A_NUMBER, Fault, Sample
 from pagoda_worker.table import RowTable, RunnerFacts
 
 log = logging.getLogger(__name__)
@@ -125,7 +124,7 @@ class ModelRunner:
         samples: dict[int, Sample | Fault] = {}
         if rows:
             logits = self._model.logits(hidden[batch.logit_indices])
-            samples = {row.row_id: one for row, one in zip(rows, sample(logits, rows), strict=True)}
+            samples = {row.row_id: one for row, one in zip(rows, self._ops.sample(logits, rows), strict=True)}
         prompt = {
             row.row_id: self._prompt_logprobs(row, chunk, hidden[start : start + chunk.num_tokens])
             for (row, chunk), start in zip(work, batch.query_starts, strict=False)
@@ -161,15 +160,5 @@ class ModelRunner:
         for start in range(0, len(targets), PROMPT_LOGIT_ROWS):
             part = targets[start : start + PROMPT_LOGIT_ROWS].tolist()
             logits = self._model.logits(hidden[start : start + len(part)])
-            reports.extend(_reports(logits, part, row.params.prompt_logprobs or 0))
+            reports += self._ops.report(logits, part, row.params.prompt_logprobs or 0)
         return reports if len(reports) == len(targets) else NOT_A_NUMBER
-
-
-def _reports(logits: torch.Tensor, targets: list[int], num_top: int) -> Iterator[TopLogprobs]:
-    """One report per row of `logits` [n, V], up to the first whose logits are not finite."""
-    host = logits.cpu().numpy()
-    tops = host.max(axis=-1)
-    for values, top, target in zip(host, tops.tolist(), targets, strict=True):
-        if not float("-inf") < top < float("inf"):
-            return
-        yield RawLogprobs(values, top, num_top).of(target)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.worker.kernels.test_cpu_library import levels
 
+from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.kernel_choice import FAMILIES
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.library import Library
@@ -49,6 +50,14 @@ class Wrong(NativeOps):
             out[0, 0] += 0.01
         return out
 
+    def sample(self, logits: torch.Tensor, rows: Any) -> Any:
+        samples = super().sample(logits, rows)
+        if self.fault == "token" or (self.fault == "company" and len(rows) == 1):
+            samples[0] = samples[0]._replace(token_id=17)
+        elif self.fault == "logprob":
+            samples[2] = samples[2]._replace(logprobs=TopLogprobs(-1.0, samples[2].logprobs.rank, [], []))
+        return samples
+
 
 @pytest.mark.parametrize(
     ("fault", "family", "words"),
@@ -58,6 +67,9 @@ class Wrong(NativeOps):
         ("norm", "pointwise", "norms are wrong"),
         ("attention", "attention", "attention is wrong"),
         ("cut", "attention", "depends on how a prompt is cut"),
+        ("token", "sampling", "sampling is wrong"),
+        ("logprob", "sampling", "sampling is wrong"),
+        ("company", "sampling", "sampling a row depends on its neighbours"),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, family: str, words: str) -> None:

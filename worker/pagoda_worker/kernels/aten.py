@@ -19,11 +19,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pagoda_proto.steps import TopLogprobs
+from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
+from pagoda_worker.sampler import Fault, RowState, Sample
 
 GRAIN = 32768  # elements of elementwise work per thread, at least
 ONE_THREAD = 16384  # no elementwise work of up to this many elements is shared between threads, not even gelu
@@ -131,6 +134,12 @@ class AtenOps:
 
     def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         kv.copy_blocks(pairs)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+        return sampler.sample(logits, rows)
+
+    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+        return logprobs.report(logits, tokens, num_top)
 
 
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default

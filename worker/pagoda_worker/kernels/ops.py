@@ -16,8 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
+from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.sampler import Fault, RowState, Sample
 
 Forward = Callable[["Ops", Batch, Any], torch.Tensor]
 """A model's forward pass by the given back end: (ops, batch, cache) -> hidden states [T, H]."""
@@ -159,6 +161,19 @@ class Ops(Protocol):
 
     def copy_blocks(self, kv: Any, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, destination) in all layers; every source is read before any destination is written."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+        """logits [R, V] float32, which may be overwritten, and the R rows they are of -> the next token of each.
+
+        What a token is chosen by is said in `sampler`. A back end may round weights in its own way, so that tokens
+        differ from another's where a draw falls on a border; that is part of `numerics`.
+        """
+
+    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+        """Log-probabilities of `tokens[i]` and of the `num_top` likeliest, by row i of logits [R, V] float32.
+
+        Stops before the first row whose logits are not finite.
+        """
 
 
 class BackendError(ValueError):

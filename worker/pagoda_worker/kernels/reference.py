@@ -8,9 +8,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pagoda_proto.steps import TopLogprobs
+from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
+from pagoda_worker.sampler import Fault, RowState, Sample
 
 
 class Plain(NamedTuple):
@@ -117,6 +120,12 @@ class ReferenceOps:
 
     def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         kv.copy_blocks(pairs)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+        return sampler.sample(logits, rows)
+
+    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+        return logprobs.report(logits, tokens, num_top)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 
+from pagoda_proto.params import MAX_LOGPROBS
 from pagoda_worker.kernels.cpu.build import LIBRARY
 
-ABI = 1
+ABI = 2
 LEVELS = ("base", "avx2", "avx512", "avx512bf16")
 PANEL = 32  # columns of a packed panel
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -50,6 +52,28 @@ class Step(ctypes.Structure):
         ("query_starts", ctypes.c_void_p),
         ("context_lens", ctypes.c_void_p),
     ]
+
+
+# See `SampleRow` and `SampleResult` in csrc/sample_call.h. Addresses are of arrays that the caller keeps.
+SAMPLE_ROW = np.dtype(
+    [
+        *((name, np.uint64) for name in ("allowed", "masked", "bias_ids", "seen", "times", "bias")),
+        *((name, np.int32) for name in ("num_allowed", "num_masked", "num_bias", "num_seen")),
+        *((name, np.float32) for name in ("repetition", "frequency", "presence")),
+        *((name, np.uint32) for name in ("choice", "position")),
+        *((name, np.int32) for name in ("top_k", "num_top", "given")),
+        ("seed", np.uint64),
+        *((name, np.float64) for name in ("temperature", "top_p", "min_p")),
+    ]
+)
+SAMPLE_RESULT = np.dtype(
+    [
+        *((name, np.int32) for name in ("token", "status", "rank")),
+        ("logprob", np.float32),
+        ("top_ids", np.int32, MAX_LOGPROBS),
+        ("top_logprobs", np.float32, MAX_LOGPROBS),
+    ]
+)
 
 
 def make_op(
@@ -127,6 +151,11 @@ class Library:
         """Run a program of operations in order. One call at a time."""
         self._library.pagoda_run(self._pool, self._level, ops, len(ops), ctypes.byref(step))
 
+    def sample(self, logits: torch.Tensor, rows: int, results: int) -> None:
+        """logits [R, V] float32, contiguous, overwritten; addresses of R `SAMPLE_ROW` and of R `SAMPLE_RESULT`."""
+        shape = logits.shape
+        self._library.pagoda_sample(self._pool, self._level, logits.data_ptr(), shape[0], shape[1], rows, results)
+
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """weight: [n, k] bf16, k even -> [ceil(n / 32), k / 2, 32] int32 pairs."""
         n, k = weight.shape
@@ -142,10 +171,11 @@ def _open(path: Path) -> ctypes.CDLL:
     library.pagoda_pool_free.argtypes = [pointer]
     library.pagoda_run.argtypes = [pointer, number, pointer, number, pointer]
     library.pagoda_pack.argtypes = [pointer, number, pointer, number, number, pointer]
-    op_bytes, step_bytes = number(), number()
-    library.pagoda_sizes(ctypes.byref(op_bytes), ctypes.byref(step_bytes))
-    found = library.pagoda_abi(), op_bytes.value, step_bytes.value
-    expected = ABI, ctypes.sizeof(Op), ctypes.sizeof(Step)
+    sizes = [number() for _ in range(4)]
+    library.pagoda_sizes(*map(ctypes.byref, sizes))
+    found = library.pagoda_abi(), *(size.value for size in sizes)
+    expected = ABI, ctypes.sizeof(Op), ctypes.sizeof(Step), SAMPLE_ROW.itemsize, SAMPLE_RESULT.itemsize
     if found != expected:
-        raise LibraryError(f"{path} is of another build: (abi, op, step) {found}, expected {expected}; install again")
+        raise LibraryError(f"{path} is of another build: (abi, sizes) {found}, expected {expected}; install again")
+    library.pagoda_sample.argtypes = [pointer, number, pointer, number, number, pointer, pointer]
     return library

@@ -14,11 +14,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu import library as lib
+from pagoda_worker.kernels.cpu import sampling
 from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
+from pagoda_worker.sampler import Fault, RowState, Sample
 
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
 MAX_HEAD_DIM = 256
@@ -94,7 +97,7 @@ class NativeOps:
 
     @property
     def numerics(self) -> str:
-        return f"{self.library.level} split {ATTENTION_SPLIT}"
+        return f"{self.library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
 
     def record(self, forward: Forward, kv: NativeKVCache, max_tokens: int) -> Callable[[Batch], torch.Tensor]:
         tape = Recording(max_tokens)
@@ -233,6 +236,12 @@ class NativeOps:
         sources, destinations = torch.tensor(pairs).unbind(1)
         for layer in (*kv.keys, *kv.values):
             layer.index_copy_(0, destinations, layer.index_select(0, sources))
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+        return sampling.sample(self.library, logits, rows)
+
+    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+        return sampling.report(self.library, logits, tokens, num_top)
 
 
 def load_native(device: torch.device, needs: Needs) -> NativeOps:

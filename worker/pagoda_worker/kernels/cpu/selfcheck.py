@@ -6,22 +6,42 @@ reference back end in float64; invariance is checked bit by bit.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
+from pagoda_proto.params import SamplingParams
+from pagoda_worker import sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu.native import NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation
 from pagoda_worker.kernels.reference import ReferenceOps
+from pagoda_worker.order import Ids
+from pagoda_worker.penalties import Processing
 
 ROWS, HIDDEN, OUT, BLOCK = 13, 96, 80, 16
 HEADS, KV_HEADS, DIM = 6, 2, 32
 TOLERANCE = 0.03  # bfloat16 results of magnitude about 1
+VOCAB = 3001
+MANNERS = (
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.2, top_p=0.9, logprobs=0),
+    SamplingParams(temperature=0.9, top_k=40, min_p=0.01),
+    SamplingParams(temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={7: 4.0}, logprobs=2),
+)
 
 
 def problems(ops: NativeOps) -> dict[str, str]:
     """What is wrong with these kernels on this machine, by the family of operations it is wrong with."""
-    checks = {"linear": _linear_problem, "pointwise": _pointwise_problem, "attention": _attention_problem}
+    checks = {
+        "linear": _linear_problem,
+        "pointwise": _pointwise_problem,
+        "attention": _attention_problem,
+        "sampling": _sampling_problem,
+    }
     with torch.inference_mode():
         found = {family: check(ops, torch.Generator().manual_seed(1)) for family, check in checks.items()}
     return {family: problem for family, problem in found.items() if problem}
@@ -57,6 +77,44 @@ def _attention_problem(ops: NativeOps, generator: torch.Generator) -> str | None
     if not torch.equal(_attend(ops, qkv, [BLOCK + 3] + [1] * (length - BLOCK - 3)), together):
         return "attention depends on how a prompt is cut"
     return None
+
+
+class Drawn(NamedTuple):
+    """A row to sample, as `sampler.RowState` has it."""
+
+    params: SamplingParams
+    seed: int
+    outputs: Ids
+    processing: Processing | None
+    choice: int = 0
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.outputs)
+
+
+def _sampling_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
+    logits = torch.randn(len(MANNERS), VOCAB, generator=generator) * 3
+    outputs = np.arange(5, 30)
+    rows = [Drawn(p, seed, outputs, Processing.of(p, (), outputs, 0)) for seed, p in enumerate(MANNERS)]
+    together = ops.sample(logits.clone(), rows)
+    for row, got, expected in zip(rows, together, sampler.sample(logits.clone(), rows), strict=True):
+        if not _same_sample(got, expected):
+            return f"sampling is wrong: {got}, not {expected}, for {row.params}"
+    if [ops.sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)] != together:
+        return "sampling a row depends on its neighbours"
+    return None
+
+
+def _same_sample(got: sampler.Sample | sampler.Fault, expected: sampler.Sample | sampler.Fault) -> bool:
+    if isinstance(got, sampler.Fault) or isinstance(expected, sampler.Fault):
+        return got == expected
+    if got.logprobs is None or expected.logprobs is None:
+        return got == expected
+    ours, theirs = got.logprobs, expected.logprobs
+    values = [ours.logprob, *ours.top_logprobs], [theirs.logprob, *theirs.top_logprobs]
+    whole = (got.token_id, ours.rank, ours.top_ids) == (expected.token_id, theirs.rank, theirs.top_ids)
+    return whole and bool(np.allclose(*values, rtol=0, atol=1e-5))
 
 
 def _attend(ops: Ops, qkv: torch.Tensor, chunks: list[int]) -> torch.Tensor:

@@ -2,6 +2,7 @@
 // GIL for the length of a call.
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "pool.h"
 #include "program.h"
@@ -49,19 +50,38 @@ struct Counter {
   alignas(64) std::atomic<int> next{0};
 };
 
+// Work on `total` pieces until none is left; every thread of the pool calls this.
+template <typename F>
+void take_pieces(const Pool& pool, Counter& counter, int total, F work) {
+  int run = total / (pool.size() * 8);
+  run = run < 1 ? 1 : run;
+  for (;;) {
+    int first = counter.next.fetch_add(run, std::memory_order_relaxed);
+    if (first >= total) return;
+    work(first, first + run < total ? first + run : total);
+  }
+}
+
 void run_program(Pool& pool, const Level& level, const Op* ops, int num_ops, const Step& step, Counter* counters) {
   auto body = [&](int) {
     for (int o = 0; o < num_ops; ++o) {
       const Op& op = ops[o];
-      int total = level.items(op, step);
-      int run = total / (pool.size() * 8);
-      run = run < 1 ? 1 : run;
-      for (;;) {
-        int first = counters[o].next.fetch_add(run, std::memory_order_relaxed);
-        if (first >= total) break;
-        level.run(op, step, first, first + run < total ? first + run : total);
-      }
+      take_pieces(pool, counters[o], level.items(op, step),
+                  [&](int first, int last) { level.run(op, step, first, last); });
       if (o + 1 < num_ops) pool.barrier();
+    }
+  };
+  pool.run(body);
+}
+
+void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
+  Counter counters[SAMPLE_PHASES];
+  auto body = [&](int) {
+    for (int phase = 0; phase < SAMPLE_PHASES; ++phase) {
+      int pieces = sample_items(call, phase);
+      if (pieces == 0) continue;
+      take_pieces(pool, counters[phase], pieces, [&](int first, int last) { level.sample(call, phase, first, last); });
+      if (phase != CHOOSE) pool.barrier();
     }
   };
   pool.run(body);
@@ -71,11 +91,13 @@ void run_program(Pool& pool, const Level& level, const Op* ops, int num_ops, con
 
 extern "C" {
 
-int pagoda_abi() { return 1; }
+int pagoda_abi() { return 2; }
 
-void pagoda_sizes(int* op, int* step) {
+void pagoda_sizes(int* op, int* step, int* row, int* result) {
   *op = (int)sizeof(Op);
   *step = (int)sizeof(Step);
+  *row = (int)sizeof(SampleRow);
+  *result = (int)sizeof(SampleResult);
 }
 
 // Whether this library has the level and this processor and operating system can run it:
@@ -100,6 +122,30 @@ void pagoda_pack(void* pool_, int level, const uint16_t* w, int n, int k, uint32
 void pagoda_run(void* pool, int level, const Op* ops, int num_ops, const Step* step) {
   std::unique_ptr<Counter[]> counters(new Counter[num_ops]);
   run_program(*(Pool*)pool, *LEVELS[level], ops, num_ops, *step, counters.get());
+}
+
+// Choose the next token of each row of logits [num_rows, vocab], vocab < 2^20. The logits are overwritten.
+void pagoda_sample(void* pool, int level, float* logits, int num_rows, int vocab, const SampleRow* rows,
+                   SampleResult* results) {
+  SampleCall call{logits, num_rows, vocab, rows, results, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  size_t count = (size_t)num_rows, slices = (size_t)num_slices(call);
+  std::vector<float> maxima(2 * count * slices);
+  std::vector<uint64_t> masses(2 * count);
+  std::vector<Bucket> buckets(count * BUCKETS);
+  std::vector<std::unique_ptr<float[]>> copies(count);
+  std::vector<float*> raw(count, nullptr);
+  for (size_t r = 0; r < count; ++r)
+    if (keeps_raw(rows[r])) {
+      copies[r].reset(new float[(size_t)vocab]);
+      raw[r] = copies[r].get();
+    }
+  call.raw_maxima = maxima.data();
+  call.maxima = maxima.data() + count * slices;
+  call.raw_mass = masses.data();
+  call.total = masses.data() + count;
+  call.buckets = buckets.data();
+  call.raw = raw.data();
+  run_sampling(*(Pool*)pool, *LEVELS[level], call);
 }
 
 }  // extern "C"

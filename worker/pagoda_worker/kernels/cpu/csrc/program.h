@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "sample_call.h"
+
 enum Kind : int32_t { EMBED = 0, RMS_NORM = 1, LINEAR = 2, ROPE_KV = 3, ATTENTION = 4, ACT_MUL = 5 };
 
 // What each operation reads from the generic fields is said in level.cpp, next to the code that does.
@@ -27,11 +29,12 @@ struct Step {
 };
 
 // One instruction set level. `items` says into how many independent pieces an operation falls for this step; `run` does
-// pieces [first, last) and may be called from any thread.
+// pieces [first, last) and may be called from any thread. `sample` does pieces of one phase of sampling.
 struct Level {
   int (*items)(const Op&, const Step&);
   void (*run)(const Op&, const Step&, int first, int last);
   void (*pack_panel)(const uint16_t* w, int n, int k, int panel, uint32_t* out);
+  void (*sample)(const SampleCall&, int phase, int first, int last);
 };
 
 extern const Level pagoda_level_base, pagoda_level_avx2, pagoda_level_avx512, pagoda_level_avx512bf16;
