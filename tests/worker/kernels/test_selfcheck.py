@@ -95,5 +95,5 @@ def test_kernels_that_fail_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_family_that_fails_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda_worker.kernels.cpu.selfcheck.problems", lambda ops: {"attention": "it is wrong"})
     ops, remarks = load_ops(CPU, "auto", NEEDS)
-    assert ops.name == "linear native, pointwise native, attention torch"
+    assert ops.name == "linear native, pointwise native, attention torch, sampling native"
     assert remarks == ["attention by torch: the native kernels failed their check: it is wrong"]
