@@ -15,7 +15,7 @@ from pagoda_engine_core.request import Choice
 
 
 def may_draft(running: OrderedChoices, waiting: OrderedChoices, max_tokens: int) -> bool:
-    """Whether a step of all running rows has room for drafts (up to `max_tokens` in all), and a row has use for them."""
+    """Whether a step of all running rows leaves room for drafts, up to `max_tokens` in all, and a row would use it."""
     if waiting or len(running) >= max_tokens:
         return False
     return any(choice.draft_room for choice in running) and all(choice.distance <= 1 for choice in running)

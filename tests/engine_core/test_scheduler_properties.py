@@ -60,9 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         eos_at=st.sampled_from([None, 2]),
         speculation_tokens=st.sampled_from([0, 2, 5, 16]),
     )
-    def start(
-        self, depth, chunk_size, max_tokens, max_rows, prefix_cache, policy, eos_at, speculation_tokens
-    ) -> None:
+    def start(self, depth, chunk_size, max_tokens, max_rows, prefix_cache, policy, eos_at, speculation_tokens) -> None:
         self.depth = depth
         self.harness = Harness(
             num_blocks=NUM_BLOCKS,
