@@ -81,13 +81,15 @@ def build_batch(
         query_starts=starts.tolist(),
         query_lens=lens,
         context_lens=context_lens,
-        logit_indices=torch.from_numpy(_logit_indices(work, starts)).to(device),
+        logit_indices=torch.from_numpy(_logit_indices(work, starts, bool(drafts))).to(device),
     )
 
 
-def _logit_indices(work: Sequence[tuple[Row, Chunk]], starts: Ids) -> Ids:
+def _logit_indices(work: Sequence[tuple[Row, Chunk]], starts: Ids, drafted: bool) -> Ids:
     """The last known token of each chunk that samples, and the drafts behind it."""
     sampled = np.array([chunk.sample for _, chunk in work])
+    if not drafted:
+        return starts[1:][sampled] - 1
     firsts = starts[:-1] + np.fromiter((chunk.num_tokens for _, chunk in work), np.int64, len(work)) - 1
     counts = (starts[1:] - firsts)[sampled]
     places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
