@@ -380,7 +380,8 @@ def test_a_long_prompt_from_the_cache_is_indexed_in_steps(monkeypatch: pytest.Mo
     monkeypatch.setattr("pagoda_worker.drafting.INDEXED_PER_STEP", 20)
     monkeypatch.setattr("pagoda_worker.drafting.INDEXED_PER_SAMPLE", 16)
     params = SamplingParams(temperature=0.0, allowed_token_ids=(7,))
-    prompt = [random.Random(1).randrange(400) for _ in range(90)] + [7] * 6
+    rng = random.Random(1)
+    prompt = [rng.randrange(400) for _ in range(90)] + [7] * 6
     driver = Allowing(speculating(PromptLookup(8)))
     outputs = driver.decode(1, prompt, 8, params=params, num_computed=95)
     assert [output.num_drafts > 0 for output in outputs] == [False] * 2 + [True] * 7
