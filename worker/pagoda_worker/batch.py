@@ -88,10 +88,11 @@ def build_batch(
 def _logit_indices(work: Sequence[tuple[Row, Chunk]], starts: Ids, drafted: bool) -> Ids:
     """The last known token of each chunk that samples, and the drafts behind it."""
     sampled = np.array([chunk.sample for _, chunk in work])
+    indices: Ids = starts[1:][sampled] - 1
     if not drafted:
-        return starts[1:][sampled] - 1
+        return indices
     firsts = starts[:-1] + np.fromiter((chunk.num_tokens for _, chunk in work), np.int64, len(work)) - 1
     counts = (starts[1:] - firsts)[sampled]
     places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    indices: Ids = np.repeat(firsts[sampled], counts) + places
+    indices = np.repeat(firsts[sampled], counts) + places
     return indices
