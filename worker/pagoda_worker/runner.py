@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import Chunk, NewRow, RowOutput, StepPlan, StepResult, TopLogprobs
-from pagoda_worker.batch import build_batch
+from pagoda_worker.batch import NO_DRAFTS, Batch, build_batch
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.drafting import Drafter, NoDrafts
 from pagoda_worker.loading import LoadedModel
-from pagoda_worker.rows import Row
+from pagoda_worker.rows import Ids, Row
 from pagoda_worker.sampler import NOT_A_NUMBER, Fault, Sample
 from pagoda_worker.table import RowTable, RunnerFacts
+from pagoda_worker.verification import sample_drafted
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +34,9 @@ PROMPT_LOGIT_ROWS = 64
 class ModelRunner:
     """Executes step plans on one model replica. Not thread-safe; one thread at a time calls it."""
 
-    def __init__(self, loaded: LoadedModel, num_blocks: int, config: WorkerConfig) -> None:
+    def __init__(
+        self, loaded: LoadedModel, num_blocks: int, config: WorkerConfig, drafter: Drafter | None = None
+    ) -> None:
         self.facts = RunnerFacts(
             model_fingerprint=loaded.fingerprint,
             numerics_id=loaded.numerics_id,
@@ -48,6 +52,7 @@ class ModelRunner:
         self._ops = loaded.ops
         self._device = loaded.device
         self._kv = loaded.new_kv_cache(num_blocks, config.block_size)
+        self._drafter = drafter or NoDrafts()
         self._table = RowTable(self.facts)
         self._last_failure = ""
 
@@ -100,6 +105,7 @@ class ModelRunner:
             with torch.inference_mode():
                 if copies:
                     self._ops.copy_blocks(self._kv, copies)
+                    self._drafter.copy_blocks(copies)
                 return self._compute(work) if work else []
         except torch.AcceleratorError:
             raise
@@ -118,23 +124,48 @@ class ModelRunner:
         self._last_failure = failure
 
     def _compute(self, work: Work) -> list[RowOutput]:
-        batch = build_batch(work, self.facts.block_size, self._device)
-        hidden = self._model.forward(batch, self._kv)
+        drafts: Mapping[int, Ids] = self._drafter.draft(work)
+        num_drafted = {row_id: len(tokens) for row_id, tokens in drafts.items()}
+        batch, hidden = self._forward(work, drafts)
+        if drafts and not hidden.isfinite().all():  # a draft may be no number, and masks do not hide those
+            self._erase(batch, work)
+            drafts = NO_DRAFTS
+            batch, hidden = self._forward(work, drafts)
         rows = [row for row, chunk in work if chunk.sample]
-        samples: dict[int, Sample | Fault] = {}
+        samples: dict[int, list[Sample] | Fault] = {}
         if rows:
-            logits = self._model.logits(hidden[batch.logit_indices])
-            samples = {row.row_id: one for row, one in zip(rows, self._ops.sample(logits, rows), strict=True)}
+            samples = sample_drafted(self._ops.sample, self._model.logits(hidden[batch.logit_indices]), rows, drafts)
         prompt = {
             row.row_id: self._prompt_logprobs(row, chunk, hidden[start : start + chunk.num_tokens])
             for (row, chunk), start in zip(work, batch.query_starts, strict=False)
             if row.params.prompt_logprobs is not None
         }
-        answers = (self._answer(row, chunk, samples.get(row.row_id), prompt.get(row.row_id)) for row, chunk in work)
+        answers = (
+            self._answer(row, chunk, samples.get(row.row_id), prompt.get(row.row_id), num_drafted.get(row.row_id, 0))
+            for row, chunk in work
+        )
         return [answer for answer in answers if answer is not None]
 
+    def _forward(self, work: Work, drafts: Mapping[int, Ids]) -> tuple[Batch, torch.Tensor]:
+        batch = build_batch(work, self.facts.block_size, self._device, drafts)
+        return batch, self._model.forward(batch, self._kv)
+
+    def _erase(self, batch: Batch, work: Work) -> None:
+        """Make the K and V of a step's drafts zero."""
+        bounds = zip(batch.query_starts, batch.query_starts[1:], work, strict=False)
+        places = [place for start, end, (_, chunk) in bounds for place in range(start + chunk.num_tokens, end)]
+        shape = self._kv.shape
+        zeros = torch.zeros(len(places), shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device)
+        for layer in range(shape.num_layers):
+            self._ops.write_kv(zeros, zeros, self._kv, layer, batch.kv_indices[places])
+
     def _answer(
-        self, row: Row, chunk: Chunk, sampled: Sample | Fault | None, prompt: list[TopLogprobs] | Fault | None
+        self,
+        row: Row,
+        chunk: Chunk,
+        sampled: list[Sample] | Fault | None,
+        prompt: list[TopLogprobs] | Fault | None,
+        num_drafted: int,
     ) -> RowOutput | None:
         """Advance the row by its chunk and say what came of it; None when there is nothing to say."""
         for outcome in (prompt, sampled):
@@ -142,15 +173,15 @@ class ModelRunner:
                 self._table.fail(row.row_id, outcome.code, outcome.message)
                 return None
         row.num_computed = chunk.start + chunk.num_tokens
-        tokens, logprobs = [], None
-        if isinstance(sampled, Sample):
-            row.append(sampled.token_id)
-            tokens = [sampled.token_id]
-            logprobs = None if sampled.logprobs is None else [sampled.logprobs]
         prompt_logprobs = prompt if isinstance(prompt, list) and prompt else None
-        if not tokens and prompt_logprobs is None:
-            return None
-        return RowOutput(row.row_id, tokens, logprobs, prompt_logprobs)
+        if not isinstance(sampled, list):
+            return None if prompt_logprobs is None else RowOutput(row.row_id, [], None, prompt_logprobs)
+        num_accepted = len(sampled) - 1
+        row.num_computed += num_accepted
+        hint = self._drafter.learn(row, num_drafted, num_accepted)
+        tokens = [one.token_id for one in sampled]
+        logprobs = [one.logprobs for one in sampled if one.logprobs is not None] or None
+        return RowOutput(row.row_id, tokens, logprobs, prompt_logprobs, num_drafted, hint)
 
     def _prompt_logprobs(self, row: Row, chunk: Chunk, hidden: torch.Tensor) -> list[TopLogprobs] | Fault:
         """Reports on prompt tokens `chunk.start + 1` onwards, each from the `hidden` [n, H] of the token before it."""

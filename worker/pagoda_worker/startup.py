@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.drafting import check_invariant, load_draft_model, make_drafter
 from pagoda_worker.loading import load_model
 from pagoda_worker.memory import num_kv_blocks
 from pagoda_worker.runner import ModelRunner
 
 
 def load_runner(config: WorkerConfig, progress: Callable[[int, int], None]) -> ModelRunner:
-    """Load the model, make its KV cache and warm it up.
+    """Load the model, and its draft model if there is one, make their KV caches and warm up.
 
     Args:
         config: Which model, where and how.
@@ -22,6 +23,10 @@ def load_runner(config: WorkerConfig, progress: Callable[[int, int], None]) -> M
         RuntimeError: the model fails on its first token.
     """
     loaded = load_model(config, progress)
-    runner = ModelRunner(loaded, num_kv_blocks(config, loaded), config)
+    if config.speculation:
+        check_invariant(loaded)
+    draft = load_draft_model(config, loaded, progress)
+    num_blocks = num_kv_blocks(config, loaded, draft)
+    runner = ModelRunner(loaded, num_blocks, config, make_drafter(config, draft, num_blocks))
     runner.warm_up()
     return runner
