@@ -6,12 +6,15 @@ reference back end in float64; invariance is checked bit by bit.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from pagoda_worker.batch import Batch
-from pagoda_worker.kernels.cpu.native import NativeOps
+from pagoda_worker.kernels.cpu.native import FORMS, GROUP, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation
+from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation, Weight
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
 
 ROWS, HIDDEN, OUT, BLOCK = 13, 96, 80, 16
@@ -26,16 +29,41 @@ def problem(ops: NativeOps) -> str | None:
         x = torch.randn(ROWS, HIDDEN, generator=generator).bfloat16()
         weight = (torch.randn(OUT, HIDDEN, generator=generator) * HIDDEN**-0.5).bfloat16()
         bias = torch.randn(OUT, generator=generator).bfloat16()
-        return _linear_problem(ops, x, weight, bias) or _attention_problem(ops, generator)
+        for name, form in _forms(weight).items():
+            found = _linear_problem(ops, x, form, bias)
+            if found:
+                return f"{found} ({name})"
+        return _norm_problem(ops, x) or _attention_problem(ops, generator)
 
 
-def _linear_problem(ops: NativeOps, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> str | None:
-    packed = ops.pack_linear(weight, bias)
+def _forms(weight: torch.Tensor) -> dict[str, Weight]:
+    """The weight in every form that there are kernels for, with zeros in the middle and elsewhere."""
+    forms: dict[str, Weight] = {"bfloat16": weight}
+    for bits, activation_bits in FORMS:
+        middle = quantize(weight, Format(bits=bits, group=GROUP, activation_bits=activation_bits))
+        zeros = torch.arange(middle.scales.numel()).view_as(middle.scales) % 3 + (1 << bits - 1) - 1
+        name = f"{bits} bits, activations {activation_bits}"
+        forms[name] = middle
+        forms[f"{name}, zeros"] = dataclasses.replace(middle, zeros=zeros.to(torch.uint8))
+    return forms
+
+
+def _linear_problem(ops: NativeOps, x: torch.Tensor, weight: Weight, bias: torch.Tensor) -> str | None:
+    reference = ReferenceOps(ops.device)
+    wide = weight if isinstance(weight, QuantizedWeight) else weight.double()
+    packed, expected = ops.pack_linear(weight, bias), reference.pack_linear(wide, bias.double())
     y = ops.linear(x, packed)
-    if _differs(y, torch.nn.functional.linear(x.double(), weight.double(), bias.double())):
+    if _differs(y, reference.linear(x.double(), expected)):
         return "linear layers are wrong"
     if not torch.equal(torch.cat([ops.linear(row[None], packed) for row in x]), y):
         return "a row of a linear layer depends on its neighbours"
+    gated = ops.gated_linear(x, ops.pack_gated(weight, bias), "silu")
+    if _differs(gated, reference.gated_linear(x.double(), expected, "silu")):
+        return "gated layers are wrong"
+    return None
+
+
+def _norm_problem(ops: NativeOps, x: torch.Tensor) -> str | None:
     norm = torch.linspace(0.5, 1.5, HIDDEN)
     if _differs(ops.rms_norm(x, norm, 1e-5), ReferenceOps(ops.device).rms_norm(x.double(), norm, 1e-5)):
         return "norms are wrong"

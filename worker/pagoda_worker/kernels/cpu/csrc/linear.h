@@ -8,6 +8,7 @@
 namespace PAGODA_NS {
 
 constexpr int PANEL = 32;
+constexpr int FETCH_AHEAD = 8192;  // bytes of a panel between what is multiplied and what is fetched; may reach past its end
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
 static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out) {
@@ -114,7 +115,7 @@ static void linear_panel(const uint16_t* x, int first, int last, int k, const ui
     constexpr int ROWS = decltype(count)::value;
     f16 acc[ROWS][2];
     for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
-    tile<ROWS, 2>(x + (size_t)from * k, (size_t)k, groups, PANEL, k / 2, acc);
+    tile<ROWS, 2, FETCH_AHEAD / 4>(x + (size_t)from * k, (size_t)k, groups, PANEL, k / 2, acc);
     finish_tile(acc, from, column, n, e, y);
   });
 }

@@ -164,12 +164,17 @@ PAGODA_INLINE uint32_t word_at(const void* p) {
   return word;
 }
 
+PAGODA_INLINE quads load_words(const uint8_t* p) {
+  prefetch(p + FETCH_AHEAD);
+  return load_quads(p);
+}
+
 // One group of ROWS rounded rows (the first at `a`) through the words of a panel: whole numbers, exact.
 template <int ROWS, typename FORM>
 PAGODA_INLINE void group_sums(const int8_t* a, size_t stride, const uint8_t* words, int group, ints (&acc)[ROWS][2]) {
   for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = set1(0);
   for (int i = 0; i < group; i += FORM::WORD, words += PANEL * 4) {
-    const quads w[2] = {load_quads(words), load_quads(words + 64)};
+    const quads w[2] = {load_words(words), load_words(words + 64)};
     if constexpr (FORM::BITS == 8) {
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) {
@@ -198,7 +203,7 @@ PAGODA_INLINE void group_sums(const uint16_t* x, size_t stride, const uint8_t* h
     for (int c = 0; c < 2; ++c) z[c] = load_zeros(head + FORM::SCALE_BYTES + 16 * c);
   for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
   for (int i = 0; i < group; i += FORM::WORD, words += PANEL * 4) {
-    const quads w[2] = {load_quads(words), load_quads(words + 64)};
+    const quads w[2] = {load_words(words), load_words(words + 64)};
 #pragma GCC unroll 4
     for (int s = 0; s < 4; ++s) {
       weight_pairs pair[2];
