@@ -17,9 +17,6 @@ PAGODA_INLINE float as_float(uint32_t bits) {
   return f;
 }
 
-// Accumulators have a type of 32-bit lanes. An __m512i is of 64-bit lanes to the compiler, which would copy each
-// accumulator to and fro around every product.
-
 #if PAGODA_LEVEL >= 1
 PAGODA_INLINE uint32_t largest_u16(__m256i a) {  // there is an instruction for the least of eight
   __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
@@ -29,15 +26,16 @@ PAGODA_INLINE uint32_t largest_u16(__m256i a) {  // there is an instruction for 
 
 #if PAGODA_LEVEL >= 2  // AVX-512: one register
 
+// Accumulators have a type of 32-bit lanes. An __m512i is of 64-bit lanes to the compiler, which would copy each
+// accumulator to and fro around every product.
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 struct ints { i32x16 v; };
 struct quads { __m512i v; };        // 16 x 4 unsigned bytes, or 16 x 8 nibbles
 struct zero_points { __m512i v; };  // 16 x 2 equal int16
-typedef pairs weight_pairs;          // see pair_of
+typedef pairs weight_pairs;         // see pair_of
 
 PAGODA_INLINE ints set1(int32_t x) { return {(i32x16)_mm512_set1_epi32(x)}; }
 PAGODA_INLINE ints operator+(ints a, ints b) { return {a.v + b.v}; }
-PAGODA_INLINE ints operator-(ints a, ints b) { return {a.v - b.v}; }
 PAGODA_INLINE ints operator*(ints a, ints b) { return {a.v * b.v}; }
 PAGODA_INLINE int32_t sum(ints a) { return _mm512_reduce_add_epi32((__m512i)a.v); }
 PAGODA_INLINE f16 to_float(ints a) { return {_mm512_cvtepi32_ps((__m512i)a.v)}; }
@@ -56,7 +54,8 @@ PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) { return dot4(acc
 // Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: the instruction for bytes would saturate.
 PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
   __m512i x = _mm512_set1_epi32((int)a);
-  __m512i even = _mm512_madd_epi16(_mm512_and_si512(w.v, _mm512_set1_epi16(255)), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
+  __m512i a_even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8);
+  __m512i even = _mm512_madd_epi16(_mm512_and_si512(w.v, _mm512_set1_epi16(255)), a_even);
   __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w.v, 8), _mm512_srai_epi16(x, 8));
   return {acc.v + (i32x16)even + (i32x16)odd};
 }
@@ -73,15 +72,19 @@ PAGODA_INLINE zero_points load_zeros(const uint8_t* p) {
 // Entry i of 32: the whole number i (below 16) or i - 32, as bf16.
 PAGODA_INLINE __m512i signed_table() {
   alignas(64) static const uint16_t t[32] = {
-      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-      0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+      0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+      0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110,
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
   return _mm512_load_si512(t);
 }
 // Entry i: (i % 16) - 8 as bf16. The fifth bit of an index, the next nibble's first, makes no difference.
 PAGODA_INLINE __m512i middle_table() {
   alignas(64) static const uint16_t t[32] = {
-      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
   return _mm512_load_si512(t);
 }
 PAGODA_INLINE weight_pairs pair_of(quads a, int s) {
@@ -106,13 +109,12 @@ PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
 
 #elif PAGODA_LEVEL == 1  // AVX2 + F16C: two registers
 
-typedef int32_t i32x8 __attribute__((vector_size(32)));
+typedef int32_t i32x8 __attribute__((vector_size(32)));  // as for AVX-512
 struct ints { i32x8 lo, hi; };
 struct quads { __m256i lo, hi; };
 
 PAGODA_INLINE ints set1(int32_t x) { return {(i32x8)_mm256_set1_epi32(x), (i32x8)_mm256_set1_epi32(x)}; }
 PAGODA_INLINE ints operator+(ints a, ints b) { return {a.lo + b.lo, a.hi + b.hi}; }
-PAGODA_INLINE ints operator-(ints a, ints b) { return {a.lo - b.lo, a.hi - b.hi}; }
 PAGODA_INLINE ints operator*(ints a, ints b) { return {a.lo * b.lo, a.hi * b.hi}; }
 PAGODA_INLINE int32_t sum(ints a) {
   __m256i both = (__m256i)(a.lo + a.hi);
@@ -183,7 +185,6 @@ struct quads { u32x16 v; };
 
 PAGODA_INLINE ints set1(int32_t x) { return {i32x16{} + x}; }
 PAGODA_INLINE ints operator+(ints a, ints b) { return {a.v + b.v}; }
-PAGODA_INLINE ints operator-(ints a, ints b) { return {a.v - b.v}; }
 PAGODA_INLINE ints operator*(ints a, ints b) { return {a.v * b.v}; }
 PAGODA_INLINE int32_t sum(ints a) { int32_t r = 0; PAGODA_EACH r += a.v[i]; return r; }
 PAGODA_INLINE f16 to_float(ints a) { f16 r; PAGODA_EACH r.v[i] = (float)a.v[i]; return r; }

@@ -8,7 +8,7 @@
 namespace PAGODA_NS {
 
 constexpr int PANEL = 32;
-constexpr int FETCH_AHEAD = 8192;  // bytes of a panel between what is multiplied and what is fetched; may reach past its end
+constexpr int FETCH_AHEAD = 8192;  // bytes between what is multiplied and what is fetched; may reach past the end
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
 static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out) {

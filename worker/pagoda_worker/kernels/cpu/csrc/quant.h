@@ -7,9 +7,9 @@
 //            4 bits, input rounded to 8: [group/8][32] words, inputs 0..3 in the low nibbles of the bytes, 4..7 in the high
 //            4 bits, input in bf16: [group/8][32] words, even inputs in the nibbles of the low half, odd in the high half
 //
-// Levels are unsigned, because the instruction multiplies unsigned with signed bytes. Zeros come in at the end of a group,
-// where sum((level - zero) * a) = sum(level * a) - zero * sum(a) holds exactly in whole numbers. Groups are added in order,
-// in float32: one chain per output, so that a row's bits depend on nothing but the row.
+// Levels are unsigned, because the instruction multiplies unsigned with signed bytes. What zeros take away is one number per
+// row and group: sum((level - zero) * a) = sum(level * a) - zero * sum(a), exactly, in whole numbers. Groups are added in
+// order, in float32: one chain per output, so that a row's bits depend on nothing but the row.
 #pragma once
 
 #include <cstdlib>
@@ -25,23 +25,28 @@ struct Form {
   static constexpr int BITS = BITS_;
   static constexpr bool ROUNDED = ROUNDED_;  // the input is rounded to 8 bits
   static constexpr bool ZEROS = ZEROS_;      // else the middle level is zero everywhere
-  static constexpr int MIDDLE = 1 << (BITS - 1);
   static constexpr int WORD = 32 / BITS;  // inputs of a word
   static constexpr size_t SCALE_BYTES = PANEL * (BITS == 8 ? 4 : 2);
   static constexpr size_t HEAD_BYTES = SCALE_BYTES + (ZEROS ? PANEL : 0);
 };
 
-// Calls f with the Form of this description.
+// Calls f with the Form that is meant.
 template <typename F>
-PAGODA_INLINE void with_form(const QuantForm& l, F&& f) {
-  if (l.bits == 8) return l.has_zeros ? f(Form<8, true, true>{}) : f(Form<8, true, false>{});
-  if (l.input_bits == 8) return l.has_zeros ? f(Form<4, true, true>{}) : f(Form<4, true, false>{});
-  return l.has_zeros ? f(Form<4, false, true>{}) : f(Form<4, false, false>{});
+PAGODA_INLINE void with_form(const QuantForm& form, F&& f) {
+  if (form.bits == 8) return form.has_zeros ? f(Form<8, true, true>{}) : f(Form<8, true, false>{});
+  if (form.input_bits == 8) return form.has_zeros ? f(Form<4, true, true>{}) : f(Form<4, true, false>{});
+  return form.has_zeros ? f(Form<4, false, true>{}) : f(Form<4, false, false>{});
 }
 
-static size_t quant_panel_bytes(const QuantForm& l, int k) {
-  size_t group = (size_t)PANEL * (l.bits == 8 ? 4 : 2) + (l.has_zeros ? PANEL : 0) + (size_t)PANEL * l.group * l.bits / 8;
-  return (size_t)(k / l.group) * group;
+template <typename FORM>
+static size_t group_bytes(int group) {
+  return FORM::HEAD_BYTES + (size_t)PANEL * group * FORM::BITS / 8;
+}
+
+static size_t quant_panel_bytes(const QuantForm& form, int k) {
+  size_t bytes = 0;
+  with_form(form, [&](auto f) { bytes = k / form.group * group_bytes<decltype(f)>(form.group); });
+  return bytes;
 }
 
 // --- packing ---------------------------------------------------------------------------------------------------------
@@ -62,12 +67,11 @@ static void pack_quant_panel(const QuantSource& w, int panel, uint8_t* out) {
     using FORM = decltype(form);
     constexpr size_t SCALE = FORM::SCALE_BYTES / PANEL;
     const int group = w.form.group, groups = w.k / group;
-    const size_t group_bytes = quant_panel_bytes(w.form, group);
-    memset(out, 0, groups * group_bytes);
+    memset(out, 0, groups * group_bytes<FORM>(group));
     for (int c = 0; c < PANEL && panel * PANEL + c < w.n; ++c) {
       size_t column = (size_t)panel * PANEL + c;
       for (int g = 0; g < groups; ++g) {
-        uint8_t* at = out + g * group_bytes;
+        uint8_t* at = out + g * group_bytes<FORM>(group);
         memcpy(at + c * SCALE, (const uint8_t*)w.scales + (column * groups + g) * SCALE, SCALE);
         if (FORM::ZEROS) at[FORM::SCALE_BYTES + c] = w.zeros[column * groups + g];
         const uint8_t* level = w.levels + column * w.k + (size_t)g * group;
@@ -92,29 +96,30 @@ constexpr float FAINT = 0x1p-100f;
 class RoundedRows {
  public:
   // Rows [first, last) for a matrix of this form. `use` names the operation and the call: see Level in program.h.
-  void take(const uint16_t* x, int first, int last, int k, const QuantForm& l, uint64_t use) {
+  void take(const uint16_t* x, int first, int last, int k, const QuantForm& form, uint64_t use) {
     if (use == use_ && first == first_) return;
     use_ = 0;
-    groups_ = k / l.group;
+    const int groups = k / form.group;
+    rows_ = last - first;
     stride_ = (size_t)k + 64;  // rows at a power of two from each other would share a cache set
-    const int rows = last - first;
-    const size_t level_bytes = ((size_t)rows * stride_ + 63) / 64 * 64;
-    reserve(level_bytes + (size_t)rows * groups_ * 8);
+    const size_t level_bytes = ((size_t)rows_ * stride_ + 63) / 64 * 64;
+    reserve(level_bytes + (size_t)rows_ * groups * 8);
     scales_ = (float*)(memory_ + level_bytes);
-    offsets_ = (int32_t*)(scales_ + (size_t)rows * groups_);
+    offsets_ = (int32_t*)(scales_ + (size_t)rows_ * groups);
     // Where zero is the same level everywhere, its product with the sum is made here.
-    const int32_t zero = l.has_zeros ? 1 : 1 << (l.bits - 1);
-    for (int r = 0; r < rows; ++r)
-      for (int g = 0; g < groups_; ++g) round_group(x + (size_t)(first + r) * k, r, g, l.group, zero);
+    const int32_t zero = form.has_zeros ? 1 : 1 << (form.bits - 1);
+    for (int r = 0; r < rows_; ++r)
+      for (int g = 0; g < groups; ++g) round_group(x + (size_t)(first + r) * k, r, g, form.group, zero);
     first_ = first;
     use_ = use;
   }
 
+  // Of rows from `row` on; those of a group lie side by side.
   const int8_t* levels(int row) const { return (const int8_t*)memory_ + (size_t)(row - first_) * stride_; }
   size_t stride() const { return stride_; }
-  int groups() const { return groups_; }
-  const float* scales(int row) const { return scales_ + (size_t)(row - first_) * groups_; }      // [groups]
-  const int32_t* offsets(int row) const { return offsets_ + (size_t)(row - first_) * groups_; }  // [groups]
+  const float* scales(int row, int group) const { return scales_ + (size_t)group * rows_ + (row - first_); }
+  // What zeros take away: -sum(level), times the middle level if that is zero everywhere.
+  const int32_t* offsets(int row, int group) const { return offsets_ + (size_t)group * rows_ + (row - first_); }
 
   RoundedRows() = default;
   RoundedRows(const RoundedRows&) = delete;
@@ -128,9 +133,9 @@ class RoundedRows {
     const f16 inverse = set1(most >= FAINT ? 127.0f / most : 0.0f);
     ints total = set1(0);
     for (int i = 0; i < size; i += 16) total = total + store_rounded(to + i, load_bf16(from + i) * inverse);
-    const size_t at = (size_t)row * groups_ + group;
+    const size_t at = (size_t)group * rows_ + row;
     scales_[at] = most * (1.0f / 127.0f);  // infinity and NaN stay
-    offsets_[at] = zero * sum(total);
+    offsets_[at] = -zero * sum(total);
   }
 
   // Not std::vector: the linker could give one level another level's copy of its code.
@@ -146,7 +151,7 @@ class RoundedRows {
   size_t size_ = 0, stride_ = 0;
   float* scales_ = nullptr;
   int32_t* offsets_ = nullptr;
-  int groups_ = 0, first_ = -1;
+  int rows_ = 0, first_ = -1;
   uint64_t use_ = 0;
 };
 
@@ -169,10 +174,9 @@ PAGODA_INLINE quads load_words(const uint8_t* p) {
   return load_quads(p);
 }
 
-// One group of ROWS rounded rows (the first at `a`) through the words of a panel: whole numbers, exact.
+// Adds one group of ROWS rounded rows (the first at `a`) through the words of a panel: whole numbers, exact.
 template <int ROWS, typename FORM>
 PAGODA_INLINE void group_sums(const int8_t* a, size_t stride, const uint8_t* words, int group, ints (&acc)[ROWS][2]) {
-  for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = set1(0);
   for (int i = 0; i < group; i += FORM::WORD, words += PANEL * 4) {
     const quads w[2] = {load_words(words), load_words(words + 64)};
     if constexpr (FORM::BITS == 8) {
@@ -234,22 +238,24 @@ template <int ROWS, typename FORM>
 static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const RoundedRows& rounded, int from,
                                                  const uint8_t* panel, int column) {
   const int group = a.form.group, groups = a.k / group;
-  const size_t group_bytes = FORM::HEAD_BYTES + (size_t)PANEL * group * FORM::BITS / 8;
   f16 total[ROWS][2];
   for (int r = 0; r < ROWS; ++r) total[r][0] = total[r][1] = zero();
-  for (int g = 0; g < groups; ++g, panel += group_bytes) {
+  for (int g = 0; g < groups; ++g, panel += group_bytes<FORM>(group)) {
     if constexpr (FORM::ROUNDED) {
+      const float* scales = rounded.scales(from, g);
+      const int32_t* offsets = rounded.offsets(from, g);
       ints acc[ROWS][2];
-      group_sums<ROWS, FORM>(rounded.levels(from) + (size_t)g * group, rounded.stride(), panel + FORM::HEAD_BYTES, group, acc);
+      for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = set1(FORM::ZEROS ? 0 : offsets[r]);
+      const int8_t* levels = rounded.levels(from) + (size_t)g * group;
+      group_sums<ROWS, FORM>(levels, rounded.stride(), panel + FORM::HEAD_BYTES, group, acc);
 #pragma GCC unroll 2
       for (int c = 0; c < 2; ++c) {
         const f16 scale = load_scales<FORM>(panel, 16 * c);
-        const ints zero = FORM::ZEROS ? load_u8(panel + FORM::SCALE_BYTES + 16 * c) : set1(1);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) {
-          const ints offset = set1(rounded.offsets(from + r)[g]);
-          const f16 whole = to_float(acc[r][c] - (FORM::ZEROS ? zero * offset : offset));
-          total[r][c] = fma(whole, scale * set1(rounded.scales(from + r)[g]), total[r][c]);
+          if constexpr (FORM::ZEROS)
+            acc[r][c] = acc[r][c] + load_u8(panel + FORM::SCALE_BYTES + 16 * c) * set1(offsets[r]);
+          total[r][c] = fma(to_float(acc[r][c]), scale * set1(scales[r]), total[r][c]);
         }
       }
     } else {
@@ -267,7 +273,8 @@ static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Round
 }
 
 // Rows [first, last) through one panel.
-static void quant_panel(const QuantArgs& a, const RoundedRows& rounded, int first, int last, const uint8_t* panel, int column) {
+static void quant_panel(const QuantArgs& a, const RoundedRows& rounded, int first, int last, const uint8_t* panel,
+                        int column) {
   with_form(a.form, [&](auto form) {
     in_tiles(first, last, [&](auto count, int from) {
       quant_tile<decltype(count)::value, decltype(form)>(a, rounded, from, panel, column);
