@@ -1,4 +1,4 @@
-"""Before a worker serves: do the kernels compute here what they should? A few milliseconds on one odd shape each.
+"""Before a worker serves: do the kernels compute here what they should? Tens of milliseconds, one odd shape each.
 
 A processor, compiler or library that breaks them would otherwise show as slightly wrong answers. The yardstick is the
 reference back end in float64; invariance is checked bit by bit.
