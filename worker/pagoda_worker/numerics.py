@@ -13,20 +13,21 @@ from pagoda_worker.kernels.ops import Ops
 KERNEL_ABI = 1
 
 
-def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str) -> str:
+def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str, weights: str = "as stored") -> str:
     """A hash of everything that decides rounding, besides the weights.
 
     Args:
         ops: The back end.
         dtype: What the model computes in.
         implementation: Which code runs the model: "native" or "transformers <version>".
+        weights: What they were rounded to when they were loaded: "as stored" or the name of a format.
     """
     parts = (
         f"abi {KERNEL_ABI}",
         f"torch {torch.__version__}",
         f"{ops.name} on {ops.device.type}",
         instruction_set(ops.device),
-        f"{dtype} weights as stored",
+        f"{dtype} weights {weights}",
         ops.numerics,
         implementation,
     )

@@ -14,7 +14,7 @@ from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps, load_native
 from pagoda_worker.kernels.cpu.selfcheck import problems
-from pagoda_worker.kernels.ops import BackendError, Needs
+from pagoda_worker.kernels.ops import BackendError, Needs, Weight
 
 CPU = torch.device("cpu")
 NEEDS = Needs(dtype=torch.bfloat16, hidden_size=64, head_dim=16)
@@ -38,6 +38,15 @@ class Wrong(NativeOps):
         elif self.fault == "neighbours" and x.shape[0] > 1:
             y[0, 0] = torch.nextafter(y[0, 0].float(), torch.tensor(100.0)).bfloat16() + 0.01
         return y
+
+    def gated_linear(self, x: torch.Tensor, packed: NativeLinear, activation: str) -> torch.Tensor:
+        return super().gated_linear(x, packed, activation) * (1.5 if self.fault == "gated" else 1)
+
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> NativeLinear:
+        packed = super().pack_linear(weight, bias)
+        if self.fault == "scales" and packed.form == (4, 16, 32, 1):
+            packed.panels[0, 0] ^= 64
+        return packed
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return super().rms_norm(x, weight, eps) * (2 if self.fault == "norm" else 1)
@@ -64,6 +73,8 @@ class Wrong(NativeOps):
     [
         ("linear", "linear", "linear layers are wrong"),
         ("neighbours", "linear", "depends on its neighbours"),
+        ("gated", "linear", "gated layers are wrong"),
+        ("scales", "linear", "linear layers are wrong (4 bits, activations 16, zeros)"),
         ("norm", "pointwise", "norms are wrong"),
         ("attention", "attention", "attention is wrong"),
         ("cut", "attention", "depends on how a prompt is cut"),

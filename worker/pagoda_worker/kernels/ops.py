@@ -19,7 +19,10 @@ import torch
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.quantized import QuantizedWeight
 from pagoda_worker.sampler import Fault, RowState, Sample
+
+Weight = torch.Tensor | QuantizedWeight
 
 Forward = Callable[["Ops", Batch, Any], torch.Tensor]
 """A model's forward pass by the given back end: (ops, batch, cache) -> hidden states [T, H]."""
@@ -98,11 +101,23 @@ class Ops(Protocol):
         The hidden states it returns are valid until the next call. None: this back end records nothing.
         """
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        """weight [N, K] and bias [N] in the run dtype -> a packed form; the arguments may be freed afterwards."""
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Any:
+        """weight [N, K] and bias [N] in the run dtype -> a packed form; the arguments may be freed afterwards.
+
+        A back end without kernels for a quantised weight computes with its values, and with inputs as they are.
+        """
+
+    def pack_gated(self, weight: Weight, bias: torch.Tensor | None = None) -> Any:
+        """weight [2 I, K] and bias [2 I], gate above up -> a packed form for `gated_linear`."""
 
     def linear(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
         """x [T, K] -> [T, N] in the dtype of x."""
+
+    def gated_linear(self, x: torch.Tensor, packed: Any, activation: str) -> torch.Tensor:
+        """x [T, K] -> act(gate) * up [T, I]; activation is "silu" or "gelu_tanh".
+
+        Gate, up and act(gate) are rounded to the dtype of x where separate operations would round them.
+        """
 
     def logits(self, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
         """hidden [R, H] -> [R, V] float32, rounded to the run dtype first where the hardware accumulates into it."""
@@ -117,9 +132,6 @@ class Ops(Protocol):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(rms_norm(x + residual), x + residual); x [T, H] may be overwritten."""
-
-    def act_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """gate_up [T, 2 I] -> act(gate) * up [T, I]; activation is "silu" or "gelu_tanh"."""
 
     def rope_write(
         self,

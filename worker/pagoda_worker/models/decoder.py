@@ -122,7 +122,7 @@ class Decoder:
 
     def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
         ops = self.ops
-        return ops.linear(ops.act_mul(ops.linear(x, layer.gate_up), self.spec.activation), layer.down)
+        return ops.linear(ops.gated_linear(x, layer.gate_up, self.spec.activation), layer.down)
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def _load_layer(spec: DecoderSpec, ops: Ops, take: Take, layer: int) -> Layer:
-    def pack(parts: tuple[str, ...], biased: bool) -> Any:
+    def pack(parts: tuple[str, ...], biased: bool, packed: Callable[..., Any] = ops.pack_linear) -> Any:
         weights = [take(layer_name(layer, f"{part}.weight")) for part in parts]
         biases = [take(layer_name(layer, f"{part}.bias")) for part in parts] if biased else []
-        return ops.pack_linear(_joined(weights), _joined(biases) if biases else None)
+        return packed(_joined(weights), _joined(biases) if biases else None)
 
     def norm(part: str) -> torch.Tensor:
         return take(layer_name(layer, part)).float() + spec.norm_offset
@@ -155,7 +155,7 @@ def _load_layer(spec: DecoderSpec, ops: Ops, take: Take, layer: int) -> Layer:
     return Layer(
         qkv=pack(QKV, spec.qkv_bias),
         out=pack(OUT, spec.out_bias),
-        gate_up=pack(GATE_UP, spec.mlp_bias),
+        gate_up=pack(GATE_UP, spec.mlp_bias, ops.pack_gated),
         down=pack(DOWN, spec.mlp_bias),
         norms={role: norm(part) for role, part in norm_parts(spec).items()},
         head_norm=_head_norm(spec, norm) if spec.head_norms else None,

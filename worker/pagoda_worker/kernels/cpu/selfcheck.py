@@ -1,4 +1,4 @@
-"""Before a worker serves: do the kernels compute here what they should? A few milliseconds on one odd shape each.
+"""Before a worker serves: do the kernels compute here what they should? Tens of milliseconds, one odd shape each.
 
 A processor, compiler or library that breaks them would otherwise show as slightly wrong answers. The yardstick is the
 reference back end in float64; invariance is checked bit by bit.
@@ -6,6 +6,7 @@ reference back end in float64; invariance is checked bit by bit.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
@@ -14,9 +15,10 @@ import torch
 from pagoda_proto.params import SamplingParams
 from pagoda_worker import sampler
 from pagoda_worker.batch import Batch
-from pagoda_worker.kernels.cpu.native import NativeOps
+from pagoda_worker.kernels.cpu.native import FORMS, GROUP, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation
+from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation, Weight
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.order import Ids
 from pagoda_worker.penalties import Processing
@@ -51,12 +53,34 @@ def _linear_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
     x = torch.randn(ROWS, HIDDEN, generator=generator).bfloat16()
     weight = (torch.randn(OUT, HIDDEN, generator=generator) * HIDDEN**-0.5).bfloat16()
     bias = torch.randn(OUT, generator=generator).bfloat16()
-    packed = ops.pack_linear(weight, bias)
+    found = ((name, _form_problem(ops, x, form, bias)) for name, form in _forms(weight).items())
+    return next((f"{problem} ({name})" for name, problem in found if problem), None)
+
+
+def _forms(weight: torch.Tensor) -> dict[str, Weight]:
+    """The weight in every form that there are kernels for, with zeros in the middle and elsewhere."""
+    forms: dict[str, Weight] = {"bfloat16": weight}
+    for bits, activation_bits in FORMS:
+        middle = quantize(weight, Format(bits=bits, group=GROUP, activation_bits=activation_bits))
+        zeros = torch.arange(middle.scales.numel()).view_as(middle.scales) % 3 + (1 << bits - 1) - 1
+        name = f"{bits} bits, activations {activation_bits}"
+        forms[name] = middle
+        forms[f"{name}, zeros"] = dataclasses.replace(middle, zeros=zeros.to(torch.uint8))
+    return forms
+
+
+def _form_problem(ops: NativeOps, x: torch.Tensor, weight: Weight, bias: torch.Tensor) -> str | None:
+    reference = ReferenceOps(ops.device)
+    wide = weight if isinstance(weight, QuantizedWeight) else weight.double()
+    packed, expected = ops.pack_linear(weight, bias), reference.pack_linear(wide, bias.double())
     y = ops.linear(x, packed)
-    if _differs(y, torch.nn.functional.linear(x.double(), weight.double(), bias.double())):
+    if _differs(y, reference.linear(x.double(), expected)):
         return "linear layers are wrong"
     if not torch.equal(torch.cat([ops.linear(row[None], packed) for row in x]), y):
         return "a row of a linear layer depends on its neighbours"
+    gated = ops.gated_linear(x, ops.pack_gated(weight, bias), "silu")
+    if _differs(gated, reference.gated_linear(x.double(), expected, "silu")):
+        return "gated layers are wrong"
     return None
 
 

@@ -4,6 +4,10 @@
 #include <memory>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "pool.h"
 #include "program.h"
 
@@ -27,17 +31,25 @@ namespace {
 #endif
 const Level* const LEVELS[] = {&pagoda_level_base, PAGODA_AVX2, PAGODA_AVX512, PAGODA_AVX512BF16};
 
+#if defined(__x86_64__)
+bool f16c() {  // not every compiler's __builtin_cpu_supports knows it
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 bool supported(int level) {
   if (LEVELS[level] == nullptr) return false;
 #if defined(__x86_64__)
   __builtin_cpu_init();  // its tests include the operating system's part (XGETBV)
   switch (level) {
     case 0: return true;
-    case 1: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case 1: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c();
     case 2: return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    case 3: return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    case 3: return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                   __builtin_cpu_supports("avx512dq");
     default: return false;
   }
 #else
@@ -63,11 +75,13 @@ void take_pieces(const Pool& pool, Counter& counter, int total, F work) {
 }
 
 void run_program(Pool& pool, const Level& level, const Op* ops, int num_ops, const Step& step, Counter* counters) {
+  static std::atomic<uint64_t> uses{1};
+  const uint64_t use = uses.fetch_add((uint64_t)num_ops, std::memory_order_relaxed);
   auto body = [&](int) {
     for (int o = 0; o < num_ops; ++o) {
       const Op& op = ops[o];
       take_pieces(pool, counters[o], level.items(op, step),
-                  [&](int first, int last) { level.run(op, step, first, last); });
+                  [&](int first, int last) { level.run(op, step, use + (uint64_t)o, first, last); });
       if (o + 1 < num_ops) pool.barrier();
     }
   };
@@ -93,11 +107,12 @@ extern "C" {
 
 int pagoda_abi() { return 2; }
 
-void pagoda_sizes(int* op, int* step, int* row, int* result) {
-  *op = (int)sizeof(Op);
-  *step = (int)sizeof(Step);
-  *row = (int)sizeof(SampleRow);
-  *result = (int)sizeof(SampleResult);
+void pagoda_sizes(int* sizes) {
+  sizes[0] = (int)sizeof(Op);
+  sizes[1] = (int)sizeof(Step);
+  sizes[2] = (int)sizeof(QuantSource);
+  sizes[3] = (int)sizeof(SampleRow);
+  sizes[4] = (int)sizeof(SampleResult);
 }
 
 // Whether this library has the level and this processor and operating system can run it:
@@ -115,6 +130,19 @@ void pagoda_pack(void* pool_, int level, const uint16_t* w, int n, int k, uint32
   int panels = (n + 31) / 32;
   auto body = [&](int thread) {
     for (int p = thread; p < panels; p += pool.size()) LEVELS[level]->pack_panel(w, n, k, p, out + (size_t)p * (k / 2) * 32);
+  };
+  pool.run(body);
+}
+
+size_t pagoda_quant_panel_bytes(const QuantForm* form, int k) { return pagoda_level_base.quant_panel_bytes(*form, k); }
+
+// -> ceil(n/32) panels of pagoda_quant_panel_bytes each.
+void pagoda_pack_quantized(void* pool_, int level, const QuantSource* w, uint8_t* out) {
+  Pool& pool = *(Pool*)pool_;
+  int panels = (w->n + 31) / 32;
+  size_t bytes = pagoda_quant_panel_bytes(&w->form, w->k);
+  auto body = [&](int thread) {
+    for (int p = thread; p < panels; p += pool.size()) LEVELS[level]->pack_quant_panel(*w, p, out + (size_t)p * bytes);
   };
   pool.run(body);
 }
