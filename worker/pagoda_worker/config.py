@@ -8,6 +8,7 @@ from pagoda_proto.options import option
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 KERNELS = ("auto", "reference", "torch", "native")
+QUANTIZATIONS = ("", "int8", "int4", "int4a16")
 INSTRUCTION_SETS = ("", "base", "avx2", "avx512", "avx512bf16")
 
 
@@ -20,6 +21,9 @@ class WorkerConfig:
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
     device: str = option("cpu", "cpu or cuda:N")
     dtype: str = option("auto", "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU")
+    quantization: str = option(
+        "", "weights as int8, int4 or int4a16 (16-bit activations); empty: as the checkpoint has them"
+    )
     kernels: str = option("auto", "kernel back end: auto, reference, torch or native")
     instruction_set: str = option("", "level of the native kernels: base, avx2, avx512, avx512bf16; empty: the best")
     threads: int = option(0, "compute threads; 0 takes every core this process may use")
@@ -35,6 +39,9 @@ class WorkerConfig:
         problems = []
         if self.dtype not in DTYPES:
             problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            known = ", ".join(filter(None, QUANTIZATIONS))
+            problems.append(f"quantization must be empty or one of {known}, got {self.quantization!r}")
         if self.kernels not in KERNELS:
             problems.append(f"kernels must be one of {', '.join(KERNELS)}, got {self.kernels!r}")
         if self.instruction_set not in INSTRUCTION_SETS:

@@ -13,12 +13,13 @@ from pagoda_worker.kernels.ops import Ops
 KERNEL_ABI = 1
 
 
-def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str) -> str:
+def numerics_id(ops: Ops, dtype: torch.dtype, weights: str, implementation: str) -> str:
     """A hash of everything that decides rounding, besides the weights.
 
     Args:
         ops: The back end.
         dtype: What the model computes in.
+        weights: The format the weights have once they are loaded: "as stored", "int4 group 64, activations int8", ..
         implementation: Which code runs the model: "native" or "transformers <version>".
     """
     parts = (
@@ -26,7 +27,7 @@ def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str) -> str:
         f"torch {torch.__version__}",
         f"{ops.name} on {ops.device.type}",
         instruction_set(ops.device),
-        f"{dtype} weights as stored",
+        f"{dtype} weights {weights}",
         ops.numerics,
         implementation,
     )

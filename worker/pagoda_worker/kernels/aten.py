@@ -24,6 +24,7 @@ from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
+from pagoda_worker.kernels.quantized import QuantizedWeight, dequantize
 
 GRAIN = 32768  # elements of elementwise work per thread, at least
 ONE_THREAD = 16384  # no elementwise work of up to this many elements is shared between threads, not even gelu
@@ -42,11 +43,15 @@ class AtenOps:
     name = "torch"
     numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        """dtype: what quantised weights are widened to."""
         self.device = device
+        self._dtype = dtype
         self._prepackable = _prepackable(device)
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
+    def pack_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Packed:
+        if isinstance(weight, QuantizedWeight):
+            return self.pack_linear(dequantize(weight).to(self._dtype), bias)
         if weight.dtype not in self._prepackable:
             return Packed(weight.contiguous(), bias, False)
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias, True)

@@ -34,7 +34,7 @@ def load_ops(device: torch.device, choice: str, needs: Needs) -> tuple[Ops, str]
             reason = f"native kernels cannot serve: {error}"
     from pagoda_worker.kernels.aten import AtenOps
 
-    return AtenOps(device), reason
+    return AtenOps(device, needs.dtype), reason
 
 
 def _native(device: torch.device, needs: Needs) -> Ops:

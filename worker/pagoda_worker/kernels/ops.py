@@ -18,6 +18,7 @@ import torch
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.quantized import QuantizedWeight
 
 BACKENDS = ("reference", "torch", "native")
 
@@ -98,8 +99,11 @@ class Ops(Protocol):
         The hidden states it returns are valid until the next call. None: this back end records nothing.
         """
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        """weight [N, K] and bias [N] in the run dtype -> a packed form; the arguments may be freed afterwards."""
+    def pack_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Any:
+        """weight [N, K], quantised or in the run dtype, and bias [N] in the run dtype -> a packed form.
+
+        The arguments may be freed afterwards. A back end without integer arithmetic widens a quantised weight.
+        """
 
     def linear(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
         """x [T, K] -> [T, N] in the dtype of x."""

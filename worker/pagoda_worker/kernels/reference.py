@@ -11,11 +11,15 @@ import torch.nn.functional as F
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
+from pagoda_worker.kernels.quantized import QuantizedWeight, dequantize, round_activations
 
 
 class Plain(NamedTuple):
+    """`group`: inputs that are rounded together; 0: they are not rounded."""
+
     weight: torch.Tensor
     bias: torch.Tensor | None
+    group: int = 0
 
 
 class ReferenceOps:
@@ -25,11 +29,16 @@ class ReferenceOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Plain:
-        return Plain(weight, bias)
+    def pack_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> Plain:
+        if isinstance(weight, torch.Tensor):
+            return Plain(weight, bias)
+        return Plain(dequantize(weight), bias, weight.group if weight.activation_bits == 8 else 0)
 
     def linear(self, x: torch.Tensor, packed: Plain) -> torch.Tensor:
-        return F.linear(x, packed.weight, packed.bias)
+        if packed.weight.dtype == x.dtype and not packed.group:
+            return F.linear(x, packed.weight, packed.bias)
+        wide = round_activations(x, packed.group) if packed.group else x.float()
+        return F.linear(wide, packed.weight, None if packed.bias is None else packed.bias.float()).to(x.dtype)
 
     def logits(self, hidden: torch.Tensor, packed: Plain) -> torch.Tensor:
         return self.linear(hidden, packed).float()

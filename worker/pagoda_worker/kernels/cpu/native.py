@@ -19,6 +19,7 @@ from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.quantized import QuantizedWeight, dequantize
 
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
 MAX_HEAD_DIM = 256
@@ -105,7 +106,9 @@ class NativeOps:
         """The same operations on another tape."""
         return NativeOps(self.library, tape)
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+    def pack_linear(self, weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None = None) -> NativeLinear:
+        if isinstance(weight, QuantizedWeight):
+            weight = dequantize(weight).bfloat16()
         n, k = weight.shape
         return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k)
 
