@@ -76,6 +76,7 @@ def read_awq(fields: dict[str, Any], where: str) -> Layout:
     }  # fmt: skip
     lowered = {name: value.lower() if isinstance(value, str) else value for name, value in fields.items()}
     reader = ConfigReader(lowered, where, HARMLESS, must_be)
+    reader.choice("method", "awq")
     reader.choice("bits", BITS)
     for name in ("version", "format", "checkpoint_format"):
         reader.choice(name, "gemm")

@@ -86,6 +86,7 @@ def read_gptq(fields: dict[str, Any], where: str) -> Layout:
     """Raises UnsupportedConfig: a field with a meaning that is not implemented."""
     must_be = {"is_marlin_format": (None, False), "dynamic": (None, {}), "pack_dtype": (None, "int32")}
     reader = ConfigReader(fields, where, HARMLESS, must_be)
+    reader.choice("method", "gptq")
     bits, group = reader.size("bits"), reader.take("group_size", int)
     if bits not in ONES:
         raise UnsupportedConfig(f"{where}: bits={bits} is not one of 4, 8")
