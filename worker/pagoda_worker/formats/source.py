@@ -17,7 +17,7 @@ from pagoda_worker.weights import Checkpoint, CheckpointError, Wanted
 # At 4 bits the output matrix costs more accuracy than its bytes are worth: its errors go straight into the logits.
 # llama.cpp keeps it wider than the layers, too.
 HEAD_FORMAT = FORMATS["int8"]
-ROUNDED_AT_ONCE = 1 << 22  # elements of a matrix that are quantised together; bounds what is held in float32
+ROUNDED_AT_ONCE = 1 << 19  # elements of a matrix that are quantised together: as many as a cache holds in float32
 
 
 @dataclass(frozen=True, kw_only=True)
