@@ -108,7 +108,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
         max_model_len=max_len,
         fingerprint=fingerprint,
         numerics_id=numerics_id(
-            ops, dtype, formats.description, "native" if spec is not None else fallback.implementation
+            ops, dtype, "native" if spec is not None else fallback.implementation, formats.description
         ),
         native=spec is not None,
     )

@@ -13,14 +13,14 @@ from pagoda_worker.kernels.ops import Ops
 KERNEL_ABI = 1
 
 
-def numerics_id(ops: Ops, dtype: torch.dtype, weights: str, implementation: str) -> str:
+def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str, weights: str = "as stored") -> str:
     """A hash of everything that decides rounding, besides the weights.
 
     Args:
         ops: The back end.
         dtype: What the model computes in.
-        weights: The format the weights have once they are loaded: "as stored", "int4 group 64, activations int8", ..
         implementation: Which code runs the model: "native" or "transformers <version>".
+        weights: Their format once they are loaded: "as stored", "int4 group 64, activations int8", ..
     """
     parts = (
         f"abi {KERNEL_ABI}",
