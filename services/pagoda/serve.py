@@ -123,7 +123,10 @@ class Tower:
     def on_event(self, child: str, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "loading":
-            self.view.loading(child, event["bytes"], event["of"])
+            form = self.workers[0].quantization
+            self.view.loading(
+                child, event["bytes"], event["of"], f"quantising to {form}" if form else "loading weights"
+            )
         elif kind == "loaded":
             self.view.loaded(child)
         elif child == "gateway" and kind == "listening":

@@ -22,6 +22,7 @@ from tests.worker.fakes_model import (
     fake_runner,
     new_row,
 )
+from tests.worker.formats.sources import PlainSource
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
@@ -72,7 +73,7 @@ def tiny_llama(kernels: str = "torch") -> ModelRunner:
         for name, shape in expected_tensors(spec).items()
     }
     loaded = LoadedModel(
-        model=Decoder(spec, ops, lambda name: weights[name].bfloat16(), torch.bfloat16, MAX_MODEL_LEN),
+        model=Decoder(spec, ops, PlainSource(lambda name: weights[name].bfloat16()), torch.bfloat16, MAX_MODEL_LEN),
         ops=ops,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),

@@ -10,6 +10,7 @@ from pagoda_worker.kernel_choice import parse_choice
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SPECULATION = ("", "ngram", "draft-model")
+QUANTIZATIONS = ("", "int8", "int4", "int4a16")
 INSTRUCTION_SETS = ("", "base", "avx2", "avx512", "avx512bf16")
 
 
@@ -22,6 +23,9 @@ class WorkerConfig:
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
     device: str = option("cpu", "cpu or cuda:N")
     dtype: str = option("auto", "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU")
+    quantization: str = option(
+        "", "weights as int8, int4 or int4a16 (16-bit activations); empty: as the checkpoint has them"
+    )
     kernels: str = option(
         "auto", "kernel back end: auto, reference, torch, native; or one with exceptions: native,attention=torch"
     )
@@ -42,6 +46,9 @@ class WorkerConfig:
         problems = []
         if self.dtype not in DTYPES:
             problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            known = ", ".join(filter(None, QUANTIZATIONS))
+            problems.append(f"quantization must be empty or one of {known}, got {self.quantization!r}")
         try:
             parse_choice(self.kernels)
         except ValueError as error:

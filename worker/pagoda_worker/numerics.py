@@ -20,7 +20,7 @@ def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str, weights: str 
         ops: The back end.
         dtype: What the model computes in.
         implementation: Which code runs the model: "native" or "transformers <version>".
-        weights: What they were rounded to when they were loaded: "as stored" or the name of a format.
+        weights: Their format once they are loaded: "as stored", "int4 group 64, activations int8"
     """
     parts = (
         f"abi {KERNEL_ABI}",

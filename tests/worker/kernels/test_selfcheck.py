@@ -14,7 +14,8 @@ from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps, load_native
 from pagoda_worker.kernels.cpu.selfcheck import problems
-from pagoda_worker.kernels.ops import BackendError, Needs, Weight
+from pagoda_worker.kernels.ops import BackendError, Needs
+from pagoda_worker.kernels.quantized import Weight
 
 CPU = torch.device("cpu")
 NEEDS = Needs(dtype=torch.bfloat16, hidden_size=64, head_dim=16)

@@ -27,9 +27,9 @@ from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
-from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation, Weight
+from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
-from pagoda_worker.kernels.quantized import QuantizedWeight, dequantize
+from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.sampler import Fault, RowState, Sample
 
 GRAIN = 32768  # elements of elementwise work per thread, at least

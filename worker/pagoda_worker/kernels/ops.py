@@ -19,10 +19,8 @@ import torch
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.quantized import QuantizedWeight
+from pagoda_worker.kernels.quantized import Weight
 from pagoda_worker.sampler import Fault, RowState, Sample
-
-Weight = torch.Tensor | QuantizedWeight
 
 Forward = Callable[["Ops", Batch, Any], torch.Tensor]
 """A model's forward pass by the given back end: (ops, batch, cache) -> hidden states [T, H]."""

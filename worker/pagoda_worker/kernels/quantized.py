@@ -57,6 +57,9 @@ class QuantizedWeight:
         return self.levels.shape[1] // self.scales.shape[1]
 
 
+Weight = torch.Tensor | QuantizedWeight
+
+
 def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
     """weight [N, K] -> its nearest levels, symmetric around zero. K must be a multiple of the group.
 

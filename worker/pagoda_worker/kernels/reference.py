@@ -12,8 +12,8 @@ from pagoda_proto.steps import TopLogprobs
 from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
-from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation, Weight
-from pagoda_worker.kernels.quantized import dequantize, round_activations
+from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
+from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
 from pagoda_worker.sampler import Fault, RowState, Sample
 
 

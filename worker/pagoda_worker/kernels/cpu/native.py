@@ -21,8 +21,8 @@ from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu import sampling
 from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation, Weight
-from pagoda_worker.kernels.quantized import QuantizedWeight, dequantize
+from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.sampler import Fault, RowState, Sample
 
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it

@@ -17,8 +17,8 @@ from pagoda_worker import sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu.native import FORMS, GROUP, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation, Weight
-from pagoda_worker.kernels.quantized import Format, QuantizedWeight, quantize
+from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.order import Ids
 from pagoda_worker.penalties import Processing
