@@ -16,7 +16,7 @@ wrong tokens from then on: whoever used those would not get the reference.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, Ste
 MASK64 = 2**64 - 1
 EMPTY_PREFIX = 0x9E3779B97F4A7C15
 TAINTED = -1
+REJECTED = -2
 _ids = itertools.count()
 
 
@@ -98,6 +99,9 @@ class FakeRow:
 class FakeRunner:
     """Executes plans in order. Poisoned rows (`poison_token_id` in the prompt) fail with RowError(`poison_code`) once
     they have `poison_at` outputs. `verify=False` skips the KV comparison, for measurements.
+
+    `hint` says how many drafts a row would have; of n that it is allowed `accept` of them hold. The others leave cells
+    that nobody must ever take for computed.
     """
 
     num_blocks: int = 64
@@ -109,6 +113,8 @@ class FakeRunner:
     poison_code: str = ErrorCode.NUMERICAL_ERROR.value
     poison_at: int = 0
     verify: bool = True
+    hint: Callable[[FakeRow], int] = lambda row: 0
+    accept: Callable[[FakeRow, int], int] = lambda row, allowed: 0
     rows: dict[int, FakeRow] = field(default_factory=dict)
     failed_rows: dict[int, FakeRow] = field(default_factory=dict)
     steps_done: int = 0
@@ -185,9 +191,11 @@ class FakeRunner:
     def _write(self, chunk: Chunk) -> None:
         row = self._row(chunk.row_id)
         end = chunk.start + chunk.num_tokens
+        last = end + chunk.num_drafts
         self._require(chunk.num_tokens > 0, f"row {chunk.row_id}: empty chunk")
         self._require(chunk.start == row.num_computed, f"row {chunk.row_id}: chunk at {chunk.start}")
-        self._require(end <= len(row.block_ids) * self.block_size, f"row {chunk.row_id}: chunk beyond its blocks")
+        self._require(last <= len(row.block_ids) * self.block_size, f"row {chunk.row_id}: chunk beyond its blocks")
+        self._require(chunk.sample or not chunk.num_drafts, f"row {chunk.row_id}: drafts without a sample")
         if chunk.row_id not in self.failed_rows:
             self._require(end <= len(row.token_ids), f"row {chunk.row_id}: chunk beyond the known tokens")
             self._require(not chunk.sample or end == len(row.token_ids), f"row {chunk.row_id}: sampling too early")
@@ -196,6 +204,10 @@ class FakeRunner:
             block = row.block_ids[position // self.block_size]
             value = TAINTED if row.tainted else row.hashes[position]
             self._cells[block * self.block_size + position % self.block_size] = value
+        for position in range(end, last):
+            self._cells[row.block_ids[position // self.block_size] * self.block_size + position % self.block_size] = (
+                REJECTED
+            )
         row.num_computed = end
 
     def _check_prefix(self, chunk: Chunk) -> None:
@@ -214,14 +226,25 @@ class FakeRunner:
         prompt_logprobs = self._prompt_logprobs(row, chunk)
         if not chunk.sample:
             return None if prompt_logprobs is None else RowOutput(chunk.row_id, [], None, prompt_logprobs)
-        prefix = row.hashes[-1]
-        token = self.model.next_token(prefix, row.new, row.num_outputs)
-        if row.tainted:
-            token = (token + 1) % self.model.vocab_size
-        count = row.new.params.logprobs
-        logprobs = None if count is None else [self.model.logprobs(prefix, token, count)]
-        row.append(token)
-        return RowOutput(chunk.row_id, [token], logprobs, prompt_logprobs)
+        accepted = self.accept(row, chunk.num_drafts)
+        self._require(0 <= accepted <= chunk.num_drafts, "the test accepts drafts that there are not")
+        count, tokens, logprobs = row.new.params.logprobs, [], []
+        for _ in range(1 + accepted):
+            prefix = row.hashes[-1]
+            token = self.model.next_token(prefix, row.new, row.num_outputs)
+            if row.tainted:
+                token = (token + 1) % self.model.vocab_size
+            tokens.append(token)
+            if count is not None:
+                logprobs.append(self.model.logprobs(prefix, token, count))
+            row.append(token)
+        for position in range(row.num_computed, row.num_computed + accepted):
+            block = row.block_ids[position // self.block_size]
+            value = TAINTED if row.tainted else row.hashes[position]
+            self._cells[block * self.block_size + position % self.block_size] = value
+        row.num_computed += accepted
+        reported = None if count is None else logprobs
+        return RowOutput(chunk.row_id, tokens, reported, prompt_logprobs, chunk.num_drafts, self.hint(row))
 
     def _prompt_logprobs(self, row: FakeRow, chunk: Chunk) -> list[TopLogprobs] | None:
         count = row.new.params.prompt_logprobs

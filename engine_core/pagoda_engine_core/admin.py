@@ -19,6 +19,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 ANSWER_WITHIN_S = 5.0
 _TOTALS = (
     "prompt_tokens", "cached_prompt_tokens", "output_tokens", "preemptions", "replays", "worker_deaths", "steps",
+    "draft_tokens", "accepted_draft_tokens",
 )  # fmt: skip
 
 T = TypeVar("T")

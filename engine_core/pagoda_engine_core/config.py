@@ -16,6 +16,7 @@ class EngineConfig:
     max_tokens_per_step: int = option(2048, "most tokens computed in one step of a worker")
     max_rows: int = option(256, "most choices running at once on a worker")
     chunk_size: int = option(512, "most prompt tokens of one choice computed in one step")
+    speculation_tokens: int = option(16, "steps are filled with drafts up to this many tokens; 0 allows no drafts")
     prefix_cache: bool = option(True, "reuse the KV blocks of equal prefixes")
     policy: str = option("fcfs", "order of waiting requests: fcfs or priority")
     max_steps_in_flight: int = option(2, "plans sent to a worker before the first result is back")
@@ -34,6 +35,8 @@ class EngineConfig:
         for name in ("max_tokens_per_step", "max_rows", "chunk_size", "max_steps_in_flight", "max_attempts"):
             if getattr(self, name) < 1:
                 problems.append(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.speculation_tokens < 0:
+            problems.append(f"speculation_tokens must not be negative, got {self.speculation_tokens}")
         if self.policy not in ("fcfs", "priority"):
             problems.append(f"policy must be fcfs or priority, got {self.policy!r}")
         if problems:

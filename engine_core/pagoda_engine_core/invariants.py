@@ -65,10 +65,14 @@ def _check_row(choice: Choice, block_size: int) -> None:
 
 def _check_flights(flights: Iterable[Flight], running: OrderedChoices) -> None:
     pending: Counter[int] = Counter()
+    drafting: Counter[int] = Counter()
     for flight in flights:
         for choice, chunk in flight.chunks:
             if choice.row_id == chunk.row_id:
+                require(not drafting[chunk.row_id], "a row was planned before its drafts were judged")
                 pending[chunk.row_id] += chunk.sample
+                drafting[chunk.row_id] += chunk.num_drafts
     require(
         all(choice.num_pending == pending[choice.row_id] for choice in running), "pending tokens != plans in flight"
     )
+    require(all(choice.num_drafting == drafting[choice.row_id] for choice in running), "drafts != plans in flight")

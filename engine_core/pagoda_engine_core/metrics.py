@@ -24,6 +24,8 @@ _TOTALS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that began"),
     "cached_prompt_tokens": ("prompt_tokens_cached", "Prompt tokens served from the prefix cache"),
     "output_tokens": ("generation_tokens", "Tokens generated"),
+    "draft_tokens": ("draft_tokens", "Guessed tokens that were verified"),
+    "accepted_draft_tokens": ("accepted_draft_tokens", "Guessed tokens that became output"),
     "preemptions": ("num_preemptions", "Rows that gave up their KV blocks"),
     "replays": ("requests_replayed", "Requests that lost their worker after they had begun"),
     "worker_deaths": ("worker_deaths", "Workers that died or hung"),

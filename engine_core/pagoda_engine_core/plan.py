@@ -41,6 +41,10 @@ class Budget:
         """As much of `wanted` as fits: at most one chunk."""
         return self._take(min(wanted, self._chunk_size, self.left))
 
+    def grant_drafts(self, count: int) -> None:
+        """The caller has seen that so many are `left`."""
+        self._take(count)
+
     def _take(self, tokens: int) -> int:
         self._tokens -= tokens
         return tokens
@@ -68,12 +72,17 @@ class Flight(NamedTuple):
 
 def _check_output(choice: Choice, chunk: Chunk, output: RowOutput | None) -> None:
     token_ids = output.token_ids if output is not None else []
-    if len(token_ids) != chunk.sample or (token_ids and token_ids[0] < 0):
-        raise _protocol_error(f"row {chunk.row_id} must yield {int(chunk.sample)} tokens, got {token_ids}")
+    num_drafted = output.num_drafted if output is not None else 0
+    fits = chunk.sample <= len(token_ids) <= chunk.sample * (1 + num_drafted) and num_drafted <= chunk.num_drafts
+    if not fits or (token_ids and min(token_ids) < 0):
+        asked = f"{int(chunk.sample)} tokens" + f" and up to {chunk.num_drafts} drafts" * (chunk.num_drafts > 0)
+        raise _protocol_error(f"row {chunk.row_id} must yield {asked}, got {token_ids}, {num_drafted} of them drafted")
     if not chunk.sample or output is None:
         return
+    if output.num_drafts < 0:
+        raise _protocol_error(f"row {chunk.row_id} has {output.num_drafts} drafts")
     wants = choice.request.record.params.logprobs is not None
-    if wants and (output.logprobs is None or len(output.logprobs) != 1):
+    if wants and (output.logprobs is None or len(output.logprobs) != len(token_ids)):
         raise _protocol_error(f"row {chunk.row_id} must yield log-probabilities")
     if choice.owes_prompt_logprobs:
         num_known = len(choice.request.prompt_logprobs) + len(output.prompt_logprobs or ())
@@ -103,6 +112,11 @@ class PlanBuilder:
     def empty(self) -> bool:
         return not (self._decodes or self._prefills)
 
+    @property
+    def decodes(self) -> list[Choice]:
+        """The rows that compute one token."""
+        return [choice for choice, _ in self._decodes]
+
     def start_row(self, choice: Choice, growth: Growth) -> None:
         """`choice` becomes a row. Its whole block table travels with it, so of its growth only copies remain to do."""
         self._block_copies += growth.copies
@@ -120,6 +134,13 @@ class PlanBuilder:
         chunk = Chunk(choice.row_id, choice.num_computed, num_tokens, num_tokens == distance)
         (self._decodes if distance == 1 else self._prefills).append((choice, chunk))
 
+    def allow_drafts(self, choice: Choice, num_drafts: int) -> None:
+        """Let a row among `decodes`, grown to hold them, try so many drafts."""
+        index = self.decodes.index(choice)
+        chunk = msgspec.structs.replace(self._decodes[index][1], num_drafts=num_drafts)
+        self._decodes[index] = (choice, chunk)
+        self.budget.grant_drafts(num_drafts)
+
     def launch(self, step: int, finished_rows: list[int]) -> tuple[StepPlan, Flight]:
         """The plan is final: move its choices to where they will be once it is done."""
         flight = Flight(step, self._decodes + self._prefills)
@@ -127,6 +148,7 @@ class PlanBuilder:
             choice.launched = True
             choice.num_computed += chunk.num_tokens
             choice.num_pending += chunk.sample
+            choice.num_drafting += chunk.num_drafts
         plan = StepPlan(
             step=step,
             finished_rows=finished_rows,

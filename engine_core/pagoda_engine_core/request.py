@@ -39,12 +39,13 @@ class Ending(NamedTuple):
 
 class Choice:
     """One continuation. `num_computed` counts tokens whose KV is computed once all plans in flight are done;
-    `num_pending` tokens those plans will sample. Scheduler and KvCache write what follows `order`.
+    `num_pending` tokens those plans will sample. With drafts in flight both are known from below only, so the choice
+    waits for the result. Scheduler and KvCache write what follows `order`.
     """
 
     __slots__ = (
-        "block_ids", "chain", "finish_reason", "index", "launched", "num_computed", "num_pending", "num_registered",
-        "order", "output_ids", "request", "row_id", "state",
+        "block_ids", "chain", "finish_reason", "index", "launched", "num_computed", "num_drafting", "num_drafts",
+        "num_pending", "num_registered", "order", "output_ids", "request", "row_id", "state",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int) -> None:
@@ -59,6 +60,8 @@ class Choice:
         self.block_ids: list[int] = []
         self.num_computed = 0
         self.num_pending = 0
+        self.num_drafts = 0  # what the worker last said it would try
+        self.num_drafting = 0  # drafts that the plan in flight allows
         self.num_registered = 0  # leading blocks offered to the prefix cache
         self.chain: HashChain | None = None
 
@@ -73,12 +76,19 @@ class Choice:
 
     @property
     def distance(self) -> int:
-        """Tokens to compute before the next can be sampled; 0 while the last one it may have is being sampled."""
+        """Tokens to compute before the next can be sampled; 0 while the last one it may have is being sampled, or
+        nobody knows how many are."""
         request = self.request
         num_outputs = len(self.output_ids) + self.num_pending
-        if num_outputs >= request.max_output_tokens:
+        if num_outputs >= request.max_output_tokens or self.num_drafting:
             return 0
         return request.num_prompt_tokens + num_outputs - self.num_computed
+
+    @property
+    def draft_room(self) -> int:
+        """Drafts that the worker would try with the next token to be planned, and that the choice could keep."""
+        num_outputs = len(self.output_ids) + self.num_pending
+        return max(0, min(self.num_drafts, self.request.max_output_tokens - num_outputs - 1))
 
     @property
     def owes_prompt_logprobs(self) -> bool:
@@ -92,13 +102,20 @@ class Choice:
             return prompt[start:end]
         return prompt[start:] + self.output_ids[max(0, start - num_prompt) : end - num_prompt]
 
+    def sampled(self, num_kept: int, num_drafts: int) -> None:
+        """A step in flight has yielded `num_kept` tokens: the KV of all but the last is computed."""
+        self.num_pending -= 1
+        self.num_computed += num_kept - 1
+        self.num_drafting = 0
+        self.num_drafts = num_drafts
+
     def leave_worker(self, state: ChoiceState) -> None:
         """Forget everything that a worker would have to hold; the blocks have been freed."""
         self.state = state
         self.row_id = NO_ROW
         self.launched = False
         self.block_ids = []
-        self.num_computed = self.num_pending = self.num_registered = 0
+        self.num_computed = self.num_pending = self.num_registered = self.num_drafts = self.num_drafting = 0
         if self.owes_prompt_logprobs:
             self.request.prompt_logprobs.clear()
 
@@ -163,18 +180,28 @@ class Request:
             deltas = [self.finish(last, self._ending_of_finished(last), now)]
         return deltas
 
-    def add_token(self, choice: Choice, token_id: int, logprobs: list[TopLogprobs] | None, now: float) -> Delta:
-        """Append a sampled token; the delta that tells of it (`finish` it if `ending_of` says so)."""
+    def add_tokens(
+        self, choice: Choice, token_ids: Sequence[int], logprobs: list[TopLogprobs] | None, now: float
+    ) -> tuple[Delta, Ending | None]:
+        """Append sampled tokens up to the first that ends the choice; what follows it is dropped.
+
+        The delta that tells of them, and the ending, with which it is to be finished.
+        """
         delta = self._delta(choice)
         if choice.owes_prompt_logprobs:
             delta.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
-        delta.token_ids.append(token_id)
-        if self.record.params.logprobs is not None:
-            delta.logprobs = logprobs
-        choice.output_ids.append(token_id)
+        ending = None
+        for token_id in token_ids:
+            choice.output_ids.append(token_id)
+            delta.token_ids.append(token_id)
+            ending = self.ending_of(choice)
+            if ending:
+                break
+        if self.record.params.logprobs is not None and logprobs is not None:
+            delta.logprobs = logprobs[: len(delta.token_ids)]
         if self.ledger.cause is not Cause.DECODE:
             self.ledger.enter(Cause.DECODE, now)
-        return delta
+        return delta, ending
 
     def ending_of(self, choice: Choice) -> Ending | None:
         """How the tokens of `choice` end it, if they do. A stop token at output position < min_tokens does not."""

@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.counters import TOTALS, Totals
 from pagoda_engine_core.executor import LeaveCause, WorkerState
 from pagoda_engine_core.ledger import Cause
 from pagoda_engine_core.policy import load_policy
 from pagoda_engine_core.request import Request
-from pagoda_engine_core.scheduler import Counters, Scheduler
+from pagoda_engine_core.scheduler import Scheduler
 from pagoda_engine_core.waiting import Rank, WaitingQueue
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 RUNNING_REQUEST_COST_TOKENS = 32
 """How many prompt tokens a running request weighs when groups are compared."""
 SUSPECT_DEATHS = 2
-_TOTALS = ("prompt_tokens", "cached_prompt_tokens", "output_tokens", "preemptions")
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Router:
         self._policy = load_policy(config.policy)
         self._row_ids: Iterator[int] = itertools.count(1)
         self._queue = WaitingQueue(self._policy.key)
-        self._gone: list[Counters] = []
+        self._gone: list[Totals] = []
         self._replays = 0
         self.groups: dict[int, Group] = {}
 
@@ -87,7 +87,7 @@ class Router:
         group = self.groups.pop(epoch, None)
         if group is None:
             return []
-        self._gone.append(group.scheduler.counters)
+        self._gone.append(group.scheduler.counters.totals)
         blamed = cause is not LeaveCause.LEFT
         running = {request.request_id for request in group.requests.values() if request.num_rows}
         deltas = []
@@ -143,7 +143,7 @@ class Router:
         """Every live request, for good: neither they nor the groups are here afterwards."""
         requests = self._queue.take_all()
         for group in self.groups.values():
-            self._gone.append(group.scheduler.counters)
+            self._gone.append(group.scheduler.counters.totals)
             requests += group.scheduler.take_back(now)
         self.groups.clear()
         return requests
@@ -236,8 +236,8 @@ class Router:
 
     def totals(self) -> Counter[str]:
         """What all groups have done since the start, those included that are gone."""
-        everything = (*self._gone, *(group.scheduler.counters for group in self.groups.values()))
-        totals = Counter({name: sum(getattr(c, name) for c in everything) for name in _TOTALS})
+        everything = (*self._gone, *(group.scheduler.counters.totals for group in self.groups.values()))
+        totals = Counter({name: sum(getattr(one, name) for one in everything) for name in TOTALS})
         return totals + Counter(replays=self._replays)
 
     def check_fits(self, request: Request) -> None:

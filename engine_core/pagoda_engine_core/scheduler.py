@@ -11,32 +11,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from heapq import heappop, heappush
-from typing import NamedTuple
 
 from pagoda_engine_core.blocks import BlockPool, require
 from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.counters import Counters, Totals
 from pagoda_engine_core.invariants import check_books
 from pagoda_engine_core.kv_cache import KvCache, Prefix, fork_source
 from pagoda_engine_core.ledger import Cause
 from pagoda_engine_core.plan import Budget, Flight, PlanBuilder
 from pagoda_engine_core.policy import OrderedChoices, Policy
 from pagoda_engine_core.request import Choice, ChoiceState, Request
+from pagoda_engine_core.speculation import grant_drafts, may_draft
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta
 from pagoda_proto.steps import Chunk, RowError, RowOutput, StepPlan, StepResult
-
-
-class Counters(NamedTuple):
-    """Totals since the scheduler was made, and blocks of the moment."""
-
-    prompt_tokens: int
-    cached_prompt_tokens: int
-    output_tokens: int
-    preemptions: int
-    blocks_total: int
-    blocks_used: int
-    blocks_cached: int
 
 
 class Scheduler:
@@ -72,7 +62,7 @@ class Scheduler:
         self._num_active = 0  # requests with a row
         self._queued_tokens = 0  # prompt tokens of the others
         self._step = 0
-        self._prompt_tokens = self._cached_prompt_tokens = self._output_tokens = self._preemptions = 0
+        self._totals = Totals()
 
     # --- what others may ask -----------------------------------------------------------------------------------------
 
@@ -111,8 +101,7 @@ class Scheduler:
 
     @property
     def counters(self) -> Counters:
-        totals = self._prompt_tokens, self._cached_prompt_tokens, self._output_tokens, self._preemptions
-        return Counters(*totals, self._pool.num_blocks, self._pool.num_used, self._pool.num_cached)
+        return Counters(replace(self._totals), self._pool.num_blocks, self._pool.num_used, self._pool.num_cached)
 
     def fits(self, request: Request) -> bool:
         """Whether one choice at its longest fits into all blocks. The last token sampled needs no KV."""
@@ -203,16 +192,22 @@ class Scheduler:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step; None when there is nothing to compute and no row to drop.
+        """Plan the next step; None when there is nothing to compute and no row to drop, or when it is better planned
+        after the results in flight.
 
         At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL).
         """
         if len(self._in_flight) >= self._config.max_steps_in_flight:
             raise PagodaError(ErrorCode.INTERNAL, f"{len(self._in_flight)} steps are in flight already")
+        drafting = may_draft(self._running, self._waiting, self._config.speculation_tokens)
+        if drafting and self._in_flight:
+            return None
         num_decodes = sum(choice.distance == 1 for choice in self._running)
         builder = PlanBuilder(Budget(self._max_tokens_per_step, self._config.chunk_size, num_decodes))
         preempted = self._plan_running(builder, now)
         self._plan_waiting(builder, preempted, now)
+        if drafting and not preempted:
+            grant_drafts(builder, self._kv, self._config.speculation_tokens)
         if builder.empty and not self._dropped_rows:
             return None
         self._step += 1
@@ -242,7 +237,7 @@ class Scheduler:
 
     def _plan_running(self, builder: PlanBuilder, now: float) -> bool:
         """Let rows catch up, in order; whether any was preempted. Victims are never rows that this step has planned."""
-        budget, num_preempted, index = builder.budget, self._preemptions, 0
+        budget, num_preempted, index = builder.budget, self._totals.preemptions, 0
         while index < len(self._running):
             choice = self._running[index]
             distance = choice.distance
@@ -253,7 +248,7 @@ class Scheduler:
                 if distance > 1:
                     self._reserve(choice, builder)
             index += 1
-        return self._preemptions != num_preempted
+        return self._totals.preemptions != num_preempted
 
     def _extend(self, choice: Choice, index: int, num_tokens: int, builder: PlanBuilder, now: float) -> bool:
         target = choice.num_computed + num_tokens
@@ -307,8 +302,8 @@ class Scheduler:
         growth = self._kv.grow(choice, choice.num_computed + num_tokens)
         cached = min(prefix.num_tokens, request.num_prompt_tokens)
         if not request.started:
-            self._prompt_tokens += request.num_prompt_tokens
-            self._cached_prompt_tokens += cached
+            self._totals.prompt_tokens += request.num_prompt_tokens
+            self._totals.cached_prompt_tokens += cached
         request.note_row(cached, now)
         choice.row_id, choice.state = next(self._row_ids), ChoiceState.RUNNING
         self._running.add(choice)
@@ -327,7 +322,7 @@ class Scheduler:
         """Recompute later: cheap where the prefix cache still holds the blocks given up here."""
         self._leave(choice, ChoiceState.PREEMPTED, now)
         self._waiting.add(choice)
-        self._preemptions += 1
+        self._totals.preemptions += 1
         choice.request.preemptions += 1
 
     def _apply_errors(self, errors: dict[int, RowError], now: float) -> list[Delta]:
@@ -341,15 +336,18 @@ class Scheduler:
 
     def _apply_row(self, choice: Choice, chunk: Chunk, output: RowOutput | None, now: float) -> list[Delta]:
         request = choice.request
-        self._kv.commit(choice, chunk.start + chunk.num_tokens)
         if output is not None and output.prompt_logprobs and choice.owes_prompt_logprobs:
             request.prompt_logprobs += output.prompt_logprobs
         if output is None or not chunk.sample:
+            self._kv.commit(choice, chunk.start + chunk.num_tokens)
             return []
-        choice.num_pending -= 1
-        self._output_tokens += 1
-        delta = request.add_token(choice, output.token_ids[0], output.logprobs, now)
-        ending = request.ending_of(choice)
+        delta, ending = request.add_tokens(choice, output.token_ids, output.logprobs, now)
+        num_kept = len(delta.token_ids)
+        choice.sampled(num_kept, output.num_drafts)
+        self._kv.commit(choice, chunk.start + chunk.num_tokens + num_kept - 1)
+        self._totals.output_tokens += num_kept
+        self._totals.draft_tokens += output.num_drafted
+        self._totals.accepted_draft_tokens += num_kept - 1
         if not ending:
             return [delta]
         self._withdraw(choice, now)

@@ -9,6 +9,9 @@ a block given to another row in plan n+1 is written there only after plan n is d
              result for a row that has since been finished, preempted or replayed is recognised and dropped.
     chunk    a run of a row's tokens to compute in this step. One rule covers prefill, chunked prefill, prefix hit,
              decode and resume: computed tokens chase total tokens.
+    draft    a guess at a row's next token. The worker makes it, computes it behind the chunk's own tokens and keeps it
+             only if the token sampled in its place is the same, so drafts change how many tokens a step yields and
+             never which. The engine core says how many a chunk may carry and sees none of them.
 
 Within a step a worker does, in order: drop `finished_rows`, add `new_rows`, append blocks, copy blocks, compute chunks
 (KV is written first, then attended), sample the rows whose chunk says so.
@@ -20,7 +23,7 @@ import msgspec
 
 from pagoda_proto.params import SamplingParams
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -53,13 +56,16 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """Compute tokens [start, start + num_tokens) of a row; if `sample`, sample the token after the last of them.
 
-    The token at `start` may be one the engine core has not seen yet: the worker's own last sample.
+    The token at `start` may be one the engine core has not seen yet: the worker's own last sample. A chunk that
+    samples may carry up to `num_drafts` drafts, for which the row has blocks; until its result is in, nothing can be
+    planned for the row.
     """
 
     row_id: int
     start: int
     num_tokens: int
     sample: bool
+    num_drafts: int = 0
 
 
 class AppendBlocks(msgspec.Struct, frozen=True, array_like=True):
@@ -90,7 +96,8 @@ class StepPlan(Message, frozen=True, tag="plan"):
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        """Tokens to compute, with as many drafts as are allowed."""
+        return sum(chunk.num_tokens + chunk.num_drafts for chunk in self.chunks)
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -157,12 +164,17 @@ class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step yields for one row: sampled tokens in order (one, unless speculation verified several)."""
+    """What a step yields for one row: one sampled token for a chunk that samples, and one more per draft that held.
+
+    The K and V of all `token_ids` but the last are computed.
+    """
 
     row_id: int
     token_ids: list[int]
     logprobs: list[TopLogprobs] | None = None  # one per token, if the row asked
     prompt_logprobs: list[TopLogprobs] | None = None  # for prompt tokens start+1 .. of this chunk, if the row asked
+    num_drafted: int = 0  # drafts that were tried in this step
+    num_drafts: int = 0  # drafts that the worker would try with the row's next token
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):

@@ -129,7 +129,9 @@ class Tower:
     def on_event(self, child: str, event: dict[str, Any]) -> None:
         kind = event["event"]
         if kind == "loading":
-            self.view.loading(child, event["bytes"], event["of"])
+            form = self.workers[0].quantization
+            what = f"quantising to {form}" if form else "loading weights"
+            self.view.loading(child, event["bytes"], event["of"], what)
         elif kind == "recording":
             self.view.recording(child, event["graphs"], event["of"])
         elif kind == "loaded":

@@ -55,22 +55,22 @@ class StartupView:
             colour = _COLOURS.get(child) or _WORKER_COLOURS[sum(child.encode()) % len(_WORKER_COLOURS)]
             self._console.print(Text.assemble((f"[{child}] ", colour), Text.from_ansi(line)))
 
-    def loading(self, child: str, num_bytes: int, of: int) -> None:
+    def loading(self, child: str, num_bytes: int, of: int, what: str = "loading weights") -> None:
         """Show how far a worker's weights have come."""
         if self._plain:
-            self._log_loading(child, num_bytes, of)
+            self._log_loading(child, num_bytes, of, what)
             return
         if child not in self._tasks:
             if not self._tasks:
                 self._progress.start()
-            self._tasks[child] = self._progress.add_task(escape(f"[{child}] loading weights"), total=of)
+            self._tasks[child] = self._progress.add_task(escape(f"[{child}] {what}"), total=of)
         self._progress.update(self._tasks[child], completed=num_bytes, total=of)
 
-    def _log_loading(self, child: str, num_bytes: int, of: int) -> None:
+    def _log_loading(self, child: str, num_bytes: int, of: int, what: str) -> None:
         now = time.monotonic()
         if now - self._logged_at.setdefault(child, now) >= LOG_EVERY_S:
             self._logged_at[child] = now
-            log.info("%s: loading weights, %d of %d MiB", child, num_bytes // MIB, of // MIB)
+            log.info("%s: %s, %d of %d MiB", child, what, num_bytes // MIB, of // MIB)
 
     def recording(self, child: str, graphs: int, of: int) -> None:
         """Show how many decode steps a worker has recorded on its device."""

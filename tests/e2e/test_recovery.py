@@ -126,3 +126,15 @@ def test_a_tiny_block_pool_changes_nothing(tmp_path_factory: pytest.TempPathFact
         check(asyncio.run(run_all(tiny, requests())), undisturbed)
         assert tiny.stats().preemptions > 0
         assert tiny.stats().blocks_used == 0
+
+
+def test_speculation_changes_nothing_also_when_a_worker_dies(
+    tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Any]
+) -> None:
+    arguments = ("--served-model-name", MODEL, "--speculation", "ngram", "--speculation-tokens", "64")
+    with running_stack(tmp_path_factory.mktemp("drafts"), *arguments) as drafting:
+        victim = drafting.children("worker")[0]
+        check(asyncio.run(run_all(drafting, requests(), lambda: kill(victim.pid))), undisturbed)
+        stats = drafting.stats()
+        assert stats.draft_tokens >= stats.accepted_draft_tokens > 0
+        assert stats.worker_deaths == 1

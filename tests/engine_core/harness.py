@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tests.fakes import FakeModel, FakeRunner, ManualClock, prefix_hashes, reference_outputs
+from tests.fakes import FakeModel, FakeRow, FakeRunner, ManualClock, prefix_hashes, reference_outputs
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.policy import load_policy
@@ -88,6 +88,8 @@ class Harness:
         model: FakeModel | None = None,
         poison_token_id: int | None = None,
         poison_at: int = 0,
+        hint: Callable[[FakeRow], int] = lambda row: 0,
+        accept: Callable[[FakeRow, int], int] = lambda row, allowed: 0,
         **config: Any,
     ) -> None:
         self.model = model or FakeModel()
@@ -97,7 +99,9 @@ class Harness:
         self.clock = ManualClock()
         self.clients: dict[str, Client] = {}
         self.plans: list[StepPlan] = []
-        self._poison = {"poison_token_id": poison_token_id, "poison_at": poison_at}
+        self._behaviour: dict[str, Any] = {
+            "poison_token_id": poison_token_id, "poison_at": poison_at, "hint": hint, "accept": accept,
+        }  # fmt: skip
         self._row_ids: Iterator[int] = itertools.count()
         self.results: deque[StepResult] = deque()
         self.new_worker()
@@ -109,7 +113,7 @@ class Harness:
             self.model,
             max_rows=self.config.max_rows,
             max_tokens_per_step=self.config.max_tokens_per_step,
-            **self._poison,
+            **self._behaviour,
         )
         self.scheduler = Scheduler(
             self.config,

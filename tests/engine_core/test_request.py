@@ -27,8 +27,7 @@ def make(
 def emit(request: Request, *tokens: int, choice: int = 0, now: float = 11.0) -> Delta:
     """Feed tokens until one ends the choice; the last delta."""
     for token in tokens:
-        delta = request.add_token(request.choices[choice], token, None, now)
-        ending = request.ending_of(request.choices[choice])
+        delta, ending = request.add_tokens(request.choices[choice], [token], None, now)
         if ending:
             request.finish(request.choices[choice], ending, now, delta)
     return delta
@@ -236,6 +235,6 @@ def test_the_ledger_names_the_most_advanced_choice() -> None:
 
 def test_endings_can_be_told_in_a_token_s_own_delta() -> None:
     request = make()
-    delta = request.add_token(request.choices[0], 9, None, 11.0)
+    delta, _ = request.add_tokens(request.choices[0], [9], None, 11.0)
     assert request.finish(request.choices[0], Ending(FinishReason.ABORT), 11.0, delta) is delta
     assert (delta.token_ids, delta.finish_reason) == ([9], FinishReason.ABORT)

@@ -33,7 +33,7 @@ def test_the_last_in_order_is_preempted_and_its_tokens_do_not_change() -> None:
     harness.check_all()
     usages = [harness.clients[record.request_id].last.usage for record in (first, second)]  # type: ignore[union-attr]
     assert [usage.preemptions for usage in usages] == [0, 1]
-    assert harness.scheduler.counters.preemptions == 1
+    assert harness.scheduler.counters.totals.preemptions == 1
     (resumed,) = [new for plan in harness.plans[1:] for new in plan.new_rows]
     assert len(resumed.token_ids) > 9, "it brings its output along"
     assert resumed.row_id == 2, "and is a new row"
@@ -61,7 +61,7 @@ def test_a_policy_may_choose_another_victim() -> None:
         harness.add(make_record(prompt, max_tokens=max_tokens))
     harness.drain()
     harness.check_all()
-    assert harness.scheduler.counters.preemptions > 0
+    assert harness.scheduler.counters.totals.preemptions > 0
 
 
 def test_nothing_is_started_in_a_step_that_preempts() -> None:
@@ -69,7 +69,7 @@ def test_nothing_is_started_in_a_step_that_preempts() -> None:
     for _ in range(2):
         harness.add(make_record([1] * 9, max_tokens=16))
     waiting = make_record([3], max_tokens=2)
-    while harness.scheduler.counters.preemptions == 0:
+    while harness.scheduler.counters.totals.preemptions == 0:
         harness.step()
         if harness.plans[-1].step == 3:
             harness.add(waiting)
@@ -86,7 +86,7 @@ def test_a_start_leaves_room_for_what_runs() -> None:
     assert len(harness.step().new_rows) == 1
     harness.drain()
     harness.check_all()
-    assert harness.scheduler.counters.preemptions == 0
+    assert harness.scheduler.counters.totals.preemptions == 0
 
 
 def test_the_first_in_line_is_not_overtaken() -> None:
@@ -110,8 +110,8 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     assert new.num_computed == 8
     harness.drain()
     harness.check_all()
-    counters = harness.scheduler.counters
-    assert (counters.prompt_tokens, counters.cached_prompt_tokens, counters.output_tokens) == (22, 8, 4)
+    counters, totals = harness.scheduler.counters, harness.scheduler.counters.totals
+    assert (totals.prompt_tokens, totals.cached_prompt_tokens, totals.output_tokens) == (22, 8, 4)
     assert harness.clients[second.request_id].last.usage.cached_prompt_tokens == 8  # type: ignore[union-attr]
     assert harness.scheduler.reset_prefix_cache() == counters.blocks_cached > 0
     assert harness.scheduler.matched_tokens(request) == 0

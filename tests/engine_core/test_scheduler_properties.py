@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.engine_core.harness import Harness
-from tests.fakes import FakeModel, make_record
+from tests.fakes import FakeModel, FakeRow, make_record, mix
 
 from pagoda_proto.records import RequestRecord
 
@@ -41,6 +41,14 @@ def records(draw: st.DrawFn) -> RequestRecord:
     )
 
 
+def sometimes_hint(row: FakeRow) -> int:
+    return max(0, mix(row.hashes[-1], 5) % 9 - 2)
+
+
+def sometimes_accept(row: FakeRow, allowed: int) -> int:
+    return min(allowed, mix(row.hashes[-1], 6) % 7)
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.integers(1, 3),
@@ -50,8 +58,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
         eos_at=st.sampled_from([None, 2]),
+        speculation_tokens=st.sampled_from([0, 2, 5, 16]),
     )
-    def start(self, depth, chunk_size, max_tokens, max_rows, prefix_cache, policy, eos_at) -> None:
+    def start(self, depth, chunk_size, max_tokens, max_rows, prefix_cache, policy, eos_at, speculation_tokens) -> None:
         self.depth = depth
         self.harness = Harness(
             num_blocks=NUM_BLOCKS,
@@ -59,6 +68,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             model=FakeModel(vocab_size=32, eos_at=eos_at),
             poison_token_id=16,
             poison_at=2,
+            hint=sometimes_hint,
+            accept=sometimes_accept,
+            speculation_tokens=speculation_tokens,
             max_steps_in_flight=depth,
             chunk_size=chunk_size,
             max_tokens_per_step=max_tokens,

@@ -22,6 +22,7 @@ from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Delta, FinishReason, RequestRecord
+from pagoda_proto.steps import Hello
 
 WAIT_S = 30
 
@@ -420,7 +421,11 @@ async def test_tcp_on_loopback_reports_its_port_and_metrics_their_page(socket_di
     config = EngineConfig(listen="127.0.0.1:0", worker_endpoint="tcp://127.0.0.1:0", metrics_port=0)
     task = asyncio.create_task(serve(config, events.put_nowait, stop))
     event = await events.get()
-    with FakeWorker(str(event["worker_endpoint"])):
+
+    def drafting(hello: Hello) -> FakeRunner:
+        return FakeRunner(hello.num_blocks, hello.block_size, hint=lambda row: 2, accept=lambda row, allowed: allowed)
+
+    with FakeWorker(str(event["worker_endpoint"]), runner=drafting):
         assert (await events.get()) == {"event": "workers", "ready": 1}
         async with grpc.aio.insecure_channel(str(event["address"])) as channel:
             record = convert.record_to_pb(make_record(max_tokens=5))
@@ -430,6 +435,8 @@ async def test_tcp_on_loopback_reports_its_port_and_metrics_their_page(socket_di
     assert "pagoda_generation_tokens_total 5.0" in page
     assert 'pagoda_request_success_total{finished_reason="length"} 1.0' in page
     assert "pagoda_num_workers 1.0" in page
+    assert "pagoda_draft_tokens_total 2.0" in page, "after the first two tokens there is room for two"
+    assert "pagoda_accepted_draft_tokens_total 2.0" in page
     assert "pagoda_step_seconds_total" in page
     stop.set()
     await task

@@ -104,6 +104,18 @@ def test_recording_is_told_of_now_and_then(caplog: pytest.LogCaptureFixture) -> 
     assert len(told) < 5
 
 
+@pytest.mark.parametrize(
+    ("options", "what"), [({}, "loading weights"), ({"quantization": "int4"}, "quantising to int4")]
+)
+def test_progress_says_what_is_done(
+    options: dict[str, str], what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.startup.LOG_EVERY_S", 0.0)
+    caplog.set_level(logging.INFO, "pagoda.startup")
+    tower(**options).on_event("worker-0", {"event": "loading", "bytes": 3 << 20, "of": 5 << 20})
+    assert caplog.messages == [f"worker-0: {what}, 3 of 5 MiB"]
+
+
 def test_the_announced_python_compiles() -> None:
     text = announcement("http://h:1", "m", 1.0)
     lines = [line.strip() for line in text.splitlines() if line.startswith("  ")]

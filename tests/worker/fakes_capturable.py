@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from tests.worker.formats.sources import PlainSource
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.aten import AtenOps
@@ -77,4 +78,5 @@ def decoder(ops: AtenOps) -> Decoder:
         name: torch.randn(shape, generator=generator) * 0.3 if len(shape) == 2 else torch.ones(shape)
         for name, shape in expected_tensors(spec).items()
     }
-    return Decoder(spec, ops, lambda name: weights[name].bfloat16(), torch.bfloat16, MAX_LEN)
+    source = PlainSource(lambda name: weights[name].bfloat16())
+    return Decoder(spec, ops, source, torch.bfloat16, MAX_LEN)

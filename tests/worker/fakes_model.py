@@ -13,6 +13,7 @@ import torch
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, StepPlan, StepResult
+from pagoda_worker import logprobs, sampler
 from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
@@ -34,6 +35,9 @@ class FakeOps:
     def copy_blocks(self, kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         source, target = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
         kv[target] = kv[source].clone()
+
+    sample = staticmethod(sampler.sample)
+    report = staticmethod(logprobs.report)
 
 
 @dataclass
@@ -95,7 +99,7 @@ class FakeLoaded:
 
 def fake_runner(model: FakeModel | None = None, accelerator: Accelerator | None = None, **changes: int) -> ModelRunner:
     config = WorkerConfig(block_size=BLOCK_SIZE, **changes)
-    return ModelRunner(FakeLoaded(model or FakeModel()), NUM_BLOCKS, config, accelerator)  # type: ignore[arg-type]
+    return ModelRunner(FakeLoaded(model or FakeModel()), NUM_BLOCKS, config, accelerator=accelerator)  # type: ignore[arg-type]
 
 
 def new_row(row_id: int, token_ids: list[int], blocks: list[int], **changes: object) -> NewRow:

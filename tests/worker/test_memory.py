@@ -72,17 +72,23 @@ def test_share_of_a_cpu_machine(available: float, usable: float) -> None:
 
 def test_a_gpu_s_cache_takes_what_the_rest_leaves() -> None:
     config = WorkerConfig(max_rows=10**6)
-    assert num_kv_blocks(config, Needs(), USE) == (72 - 16 - 3 - 1) * GIB // BLOCK_BYTES
-    assert num_kv_blocks(config, Needs(), USE, spare=1) == 52 * GIB // BLOCK_BYTES - 1
+    assert num_kv_blocks(config, Needs(), use=USE) == (72 - 16 - 3 - 1) * GIB // BLOCK_BYTES
+    assert num_kv_blocks(config, Needs(), use=USE, spare=1) == 52 * GIB // BLOCK_BYTES - 1
+
+
+def test_a_draft_model_on_a_gpu_pays_for_its_blocks() -> None:
+    config = WorkerConfig(max_rows=10**6)
+    half = Needs(KVShape(num_layers=2, num_kv_heads=SHAPE.num_kv_heads, head_dim=SHAPE.head_dim, dtype=SHAPE.dtype))
+    assert num_kv_blocks(config, Needs(), half, use=USE, spare=1) == 52 * GIB // (BLOCK_BYTES * 3 // 2) - 1
 
 
 def test_a_gpu_s_share_is_an_option() -> None:
     config = WorkerConfig(max_rows=10**6, gpu_memory_utilization=0.5)
-    assert num_kv_blocks(config, Needs(), USE) == 20 * GIB // BLOCK_BYTES
+    assert num_kv_blocks(config, Needs(), use=USE) == 20 * GIB // BLOCK_BYTES
 
 
 def test_a_gpu_s_cache_is_no_larger_than_rows_can_use() -> None:
-    assert num_kv_blocks(WorkerConfig(max_rows=4), Needs(), USE) == 4 * 1024 // 32
+    assert num_kv_blocks(WorkerConfig(max_rows=4), Needs(), use=USE) == 4 * 1024 // 32
 
 
 @pytest.mark.parametrize(
@@ -90,14 +96,14 @@ def test_a_gpu_s_cache_is_no_larger_than_rows_can_use() -> None:
     [(WorkerConfig(num_blocks=50), 50), (WorkerConfig(kv_cache_gib=0.5), GIB // 2 // BLOCK_BYTES)],
 )
 def test_what_was_configured_holds_on_a_gpu(config: WorkerConfig, blocks: int) -> None:
-    assert num_kv_blocks(config, Needs(), USE) == blocks
+    assert num_kv_blocks(config, Needs(), use=USE) == blocks
 
 
 def test_a_gpu_with_too_little_left_says_where_the_rest_went() -> None:
     full = USE._replace(in_use=70 * GIB)
     message = r"0.00 GiB, being 0.9 of the GPU's 80.00 GiB less 70.00 in use, 3.00 for a step, 1.00 for graphs"
     with pytest.raises(NotEnoughMemory, match=message + ".*raise gpu_memory_utilization, kv_cache_gib or num_blocks"):
-        num_kv_blocks(WorkerConfig(), Needs(), full)
+        num_kv_blocks(WorkerConfig(), Needs(), use=full)
 
 
 # --- of a host --------------------------------------------------------------------------------------------------------

@@ -22,12 +22,14 @@ from tests.worker.fakes_model import (
     fake_runner,
     new_row,
 )
+from tests.worker.formats.sources import PlainSource
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowOutput, StepPlan
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.choose import load_ops
+from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.ops import Needs
 from pagoda_worker.layers.rope import RopeShape
 from pagoda_worker.loading import LoadedModel
@@ -47,7 +49,7 @@ MANNERS: list[dict[str, Any]] = [
 ]
 
 
-def tiny_llama() -> ModelRunner:
+def tiny_llama(kernels: str = "torch") -> ModelRunner:
     """The real thing in small: random weights of a llama with two layers, in bfloat16."""
     spec = DecoderSpec(
         vocab_size=VOCAB,
@@ -64,14 +66,14 @@ def tiny_llama() -> ModelRunner:
         attention_scale=0.25,
         tied=True,
     )
-    ops, _ = load_ops(torch.device("cpu"), "torch", Needs(dtype=torch.bfloat16))
+    ops, _ = load_ops(torch.device("cpu"), kernels, Needs(dtype=torch.bfloat16, hidden_size=64, head_dim=16))
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.randn(shape, generator=generator) * 0.2 if len(shape) == 2 else torch.ones(shape)
         for name, shape in expected_tensors(spec).items()
     }
     loaded = LoadedModel(
-        model=Decoder(spec, ops, lambda name: weights[name].bfloat16(), torch.bfloat16, MAX_MODEL_LEN),
+        model=Decoder(spec, ops, PlainSource(lambda name: weights[name].bfloat16()), torch.bfloat16, MAX_MODEL_LEN),
         ops=ops,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
@@ -84,7 +86,15 @@ def tiny_llama() -> ModelRunner:
     return ModelRunner(loaded, NUM_BLOCKS, WorkerConfig(block_size=16))
 
 
-@pytest.fixture(params=[fake_runner, tiny_llama], ids=["fake", "llama"])
+def native_llama() -> ModelRunner:
+    """The same on the native kernels, which sample in their own way."""
+    return tiny_llama("native")
+
+
+RUNNERS = {"fake": fake_runner, "llama": tiny_llama} | ({"native": native_llama} if LIBRARY.exists() else {})
+
+
+@pytest.fixture(params=RUNNERS.values(), ids=RUNNERS)
 def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
     made: MakeRunner = request.param
     return made

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.worker.fakes_accelerator import FakeAccelerator
 from tests.worker.fakes_capturable import BLOCK, MAX_LEN, VOCAB, CapturableOps, decoder
-from tests.worker.fakes_model import Driver
+from tests.worker.fakes_model import Driver, new_row
 
 from pagoda_proto.params import SamplingParams
+from pagoda_proto.steps import Chunk, StepPlan
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.graphs import ladder
 from pagoda_worker.kernels.aten import AtenOps
@@ -48,9 +50,11 @@ class Device:
         return self.made[-1]
 
 
-def start(device: Device, ops: AtenOps, the_config: WorkerConfig) -> tuple[ModelRunner, list[tuple[int, int]]]:
+def start(
+    device: Device, ops: AtenOps, the_config: WorkerConfig, draft: LoadedModel | None = None
+) -> tuple[ModelRunner, list[tuple[int, int]]]:
     told: list[tuple[int, int]] = []
-    return runner_on_device(loaded_by(ops), the_config, device, lambda done, of: told.append((done, of))), told
+    return runner_on_device(loaded_by(ops), draft, the_config, device, lambda done, of: told.append((done, of))), told
 
 
 @pytest.mark.parametrize(
@@ -70,9 +74,18 @@ def test_the_largest_steps(tokens: int, rows: int, max_len: int, sizes: list[lis
         assert int(batch.kv_indices.max()) < BLOCK
 
 
+def test_the_largest_steps_want_the_logits_of_drafts() -> None:
+    speculative = config(speculation="ngram", max_drafts=6)
+    wide, long = largest_steps(speculative, 96)
+    assert (wide.query_lens, len(wide.logit_indices)) == ([8] * 5, 5 * 7)
+    assert (long.query_lens, len(long.logit_indices)) == ([40], 7)
+    (short,) = largest_steps(replace(speculative, max_tokens_per_step=1), 96)
+    assert (short.query_lens, len(short.logit_indices)) == ([1], 1)
+
+
 def test_what_is_measured() -> None:
     accelerator = FakeAccelerator(free=60, total=80, bytes_per_step=7)
-    use = device_use(loaded_by(AtenOps(CPU)), config(), accelerator, lambda: 5)
+    use = device_use([loaded_by(AtenOps(CPU))], config(), accelerator, lambda: 5)
     assert use == (80, 20, 7, 5)
     assert accelerator.journal == ["synchronized", "emptied"]  # what is in use is looked at when steps hold nothing
 
@@ -84,7 +97,7 @@ def test_a_step_that_does_not_fit_names_the_options() -> None:
 
     message = "max_tokens_per_step=40 tokens and max_rows=5 rows does not fit"
     with pytest.raises(NotEnoughMemory, match=message):
-        device_use(loaded_by(AtenOps(CPU)), config(), Small(), lambda: 0)
+        device_use([loaded_by(AtenOps(CPU))], config(), Small(), lambda: 0)
 
 
 def test_the_cache_takes_what_step_and_graphs_leave() -> None:
@@ -117,6 +130,33 @@ def test_operations_that_cannot_be_recorded_are_launched_one_by_one() -> None:
     _, told = start(device, AtenOps(CPU), config())
     assert told == []
     assert sum(accelerator.captures for accelerator in device.made) == 0
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_draft_model_on_a_device(enforce_eager: bool) -> None:
+    """It shares the memory, and its guesses, being the model's own, all hold, also after steps that were replayed."""
+    draft = loaded_by(CapturableOps(CPU))
+    bytes_per_block = 2 * draft.kv_shape.bytes_per_block(BLOCK)
+    device = Device(free=20 * bytes_per_block, total=20 * bytes_per_block, bytes_per_step=500)
+    options = config(speculation="draft-model", draft_model="it", enforce_eager=enforce_eager)
+    runner, _ = start(device, CapturableOps(CPU), options, draft)
+    spare = 0 if enforce_eager else 1
+    assert runner.facts.num_blocks == (int(20 * bytes_per_block * 0.9) - 500) // bytes_per_block - spare
+
+    blocks = list(range(MAX_LEN // BLOCK))
+    new = [new_row(1, [3, 1, 4, 1, 5], blocks)]
+    tokens: list[int] = []
+    for step, drafts in enumerate((0, 2, 0, 0, 3, 0, 1), 1):
+        known = 5 + len(tokens)
+        chunk = Chunk(1, known - 1, 1, True, drafts) if tokens else Chunk(1, 0, 5, True)
+        (output,) = runner.execute(StepPlan(step=step, new_rows=new, chunks=[chunk])).outputs
+        assert (output.num_drafted, len(output.token_ids)) == (drafts, 1 + drafts)
+        new, tokens = [], tokens + output.token_ids
+    assert (device.made[-1].replays > 0) is not enforce_eager
+    plain = ModelRunner(loaded_by(CapturableOps(CPU)), 60, config())
+    driver = Driver(plain)
+    results = [driver.run([driver.add(1, [3, 1, 4, 1, 5])])] + [driver.run([]) for _ in tokens[1:]]
+    assert tokens == [result.outputs[0].token_ids[0] for result in results]
 
 
 def streams(runner: ModelRunner, ahead: int) -> dict[int, list[int]]:

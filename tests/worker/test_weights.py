@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from pagoda_worker.weights import CheckpointError, open_checkpoint
+from pagoda_worker.weights import CheckpointError, Wanted, open_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -169,15 +169,25 @@ def test_all_that_is_wrong_is_reported_at_once(tmp_path: Path) -> None:
         "b": torch.zeros(3, dtype=torch.int8),
         "x": torch.zeros(1),
         "old.inv_freq": torch.zeros(1),
+        "packed": torch.zeros(4),
+        "spare": torch.zeros(2),
+    }
+    wanted = {
+        "a": Wanted((3,)),
+        "b": Wanted((3,)),
+        "c": Wanted((1,)),
+        "packed": Wanted((4,), ("I32", "I64")),
+        "spare": Wanted((3,), optional=True),
+        "absent": Wanted((3,), optional=True),
     }
     save_file(found, tmp_path / "model.safetensors")
     with open_checkpoint(tmp_path) as checkpoint, pytest.raises(CheckpointError) as caught:
-        checkpoint.check({"a": (3,), "b": (3,), "c": (1,)}, (".inv_freq",), tied=False)
+        checkpoint.check(wanted, (".inv_freq",), tied=False)
     assert caught.value.problems == [
         "missing tensors: c",
         "unexpected tensors: x",
-        "wrong shapes: a has shape [2], expected [3]",
-        "dtypes other than F64, F32, F16, BF16: b is I8",
+        "wrong shapes: a has shape [2], expected [3], spare has shape [2], expected [3]",
+        "wrong dtypes: b is I8, expected F64 or F32 or F16 or BF16, packed is F32, expected I32 or I64",
     ]
 
 
@@ -186,10 +196,10 @@ def test_a_tied_model_may_carry_its_head(tmp_path: Path, tied: bool) -> None:
     save_file({"a": torch.zeros(2), "lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     with open_checkpoint(tmp_path) as checkpoint:
         if tied:
-            checkpoint.check({"a": (2,)}, (), tied)
+            checkpoint.check({"a": Wanted((2,))}, (), tied)
         else:
             with pytest.raises(CheckpointError, match=r"unexpected tensors: lm_head\.weight"):
-                checkpoint.check({"a": (2,)}, (), tied)
+                checkpoint.check({"a": Wanted((2,))}, (), tied)
 
 
 def test_the_digest_tells_files_apart(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ There is no prefill and no decode: a row has `query_lens[i]` new tokens at the e
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from pagoda_proto.steps import Chunk
-from pagoda_worker.rows import Row
+from pagoda_worker.rows import Ids, Row
+
+NO_DRAFTS: Mapping[int, Ids] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +52,36 @@ class Batch:
         return self.query_starts[-1]
 
 
-def build_batch(work: Sequence[tuple[Row, Chunk]], block_size: int, device: torch.device) -> Batch:
+def build_batch(
+    work: Sequence[tuple[Row, Chunk]],
+    block_size: int,
+    device: torch.device,
+    drafts: Mapping[int, Ids] = NO_DRAFTS,
+) -> Batch:
     """Lay out at least one chunk, each of a different row whose tokens and blocks cover it.
+
+    A row's `drafts` stand behind its chunk; if the chunk samples, their logits are wanted as well.
 
     Python runs once per row and numpy once per batch, which keeps 64 decoding rows to a fraction of a millisecond.
     """
     lens = [chunk.num_tokens for _, chunk in work]
-    context_lens = [chunk.start + chunk.num_tokens for _, chunk in work]
+    parts = [row.tokens.array[c.start : c.start + c.num_tokens] for row, c in work]
+    for i, (row, _) in enumerate(work if drafts else ()):
+        if row.row_id in drafts:
+            parts[i] = np.concatenate((parts[i], drafts[row.row_id]))
+            lens[i] = len(parts[i])
+    context_lens = [chunk.start + length for (_, chunk), length in zip(work, lens, strict=True)]
     starts = np.zeros(len(work) + 1, np.int64)
     np.cumsum(lens, out=starts[1:])
     tables = np.zeros((len(work), -(-max(context_lens) // block_size)), np.int32)
     for i, (row, _) in enumerate(work):
         blocks = row.blocks.array[: -(-context_lens[i] // block_size)]
         tables[i, : len(blocks)] = blocks
-    token_ids = np.concatenate([row.tokens.array[c.start : c.start + c.num_tokens] for row, c in work])
+    token_ids = np.concatenate(parts)
     row_of_token = np.repeat(np.arange(len(work)), lens)
     offsets = np.fromiter((chunk.start for _, chunk in work), np.int64, len(work)) - starts[:-1]
     positions = np.arange(starts[-1]) + offsets[row_of_token]
     blocks_of_token = tables[row_of_token, positions // block_size].astype(np.int64)
-    sampled = [i for i, (_, chunk) in enumerate(work) if chunk.sample]
     return Batch(
         token_ids=torch.from_numpy(token_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
@@ -77,5 +90,18 @@ def build_batch(work: Sequence[tuple[Row, Chunk]], block_size: int, device: torc
         query_starts=starts.tolist(),
         query_lens=lens,
         context_lens=context_lens,
-        logit_indices=torch.from_numpy(starts[1:][sampled] - 1).to(device),
+        logit_indices=torch.from_numpy(_logit_indices(work, starts, bool(drafts))).to(device),
     )
+
+
+def _logit_indices(work: Sequence[tuple[Row, Chunk]], starts: Ids, drafted: bool) -> Ids:
+    """The last known token of each chunk that samples, and the drafts behind it."""
+    sampled = np.array([chunk.sample for _, chunk in work])
+    indices: Ids = starts[1:][sampled] - 1
+    if not drafted:
+        return indices
+    firsts = starts[:-1] + np.fromiter((chunk.num_tokens for _, chunk in work), np.int64, len(work)) - 1
+    counts = (starts[1:] - firsts)[sampled]
+    places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    indices = np.repeat(firsts[sampled], counts) + places
+    return indices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pagoda_proto.options import option
@@ -9,6 +10,8 @@ from pagoda_worker.device_choice import parse_device
 from pagoda_worker.kernel_choice import parse_choice
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+SPECULATION = ("", "ngram", "draft-model")
+QUANTIZATIONS = ("", "int8", "int4", "int4a16")
 INSTRUCTION_SETS = ("", "base", "avx2", "avx512", "avx512bf16")
 
 
@@ -21,6 +24,9 @@ class WorkerConfig:
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU if a usable one is there, else the CPU")
     dtype: str = option("auto", "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU")
+    quantization: str = option(
+        "", "weights as int8, int4 or int4a16 (16-bit activations); empty: as the checkpoint has them"
+    )
     kernels: str = option(
         "auto", "kernel back end: auto, reference, torch, native; or one with exceptions: native,attention=torch"
     )
@@ -34,12 +40,18 @@ class WorkerConfig:
     max_model_len: int = option(0, "longest prompt plus output; 0 takes the model's own limit")
     max_rows: int = option(256, "most choices at once")
     max_tokens_per_step: int = option(8192, "most tokens one step may compute")
+    speculation: str = option("", "guess tokens and verify them: ngram, draft-model; empty: off")
+    draft_model: str = option("", "model directory for draft-model; same vocabulary as the model")
+    max_drafts: int = option(0, "most tokens guessed at once for a choice; 0: 8")
     fallback: bool = option(True, "run architectures without a native implementation through transformers")
 
     def __post_init__(self) -> None:
         problems = []
         if self.dtype not in DTYPES:
             problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            known = ", ".join(filter(None, QUANTIZATIONS))
+            problems.append(f"quantization must be empty or one of {known}, got {self.quantization!r}")
         for parse, value in ((parse_choice, self.kernels), (parse_device, self.device)):
             try:
                 parse(value)
@@ -56,5 +68,18 @@ class WorkerConfig:
             problems.append(f"block_size must be a multiple of 16, got {self.block_size}")
         if self.kv_cache_gib < 0:
             problems.append(f"kv_cache_gib must not be negative, got {self.kv_cache_gib}")
+        problems += _speculation_problems(self)
         if problems:
             raise ValueError("; ".join(problems))
+
+
+def _speculation_problems(config: WorkerConfig) -> Iterator[str]:
+    if config.speculation not in SPECULATION:
+        known = ", ".join(filter(None, SPECULATION))
+        yield f"speculation must be one of {known}, got {config.speculation!r}"
+    if bool(config.draft_model) != (config.speculation == "draft-model"):
+        yield "draft_model and speculation=draft-model go together"
+    if config.max_drafts < 0:
+        yield f"max_drafts must not be negative, got {config.max_drafts}"
+    if config.max_drafts and not config.speculation:
+        yield "max_drafts is given, but speculation is off"

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 AUTO = "auto"
 BACKENDS = ("reference", "torch", "native")
 FAMILIES = {
-    "linear": ("pack_linear", "linear", "logits"),
-    "pointwise": ("embed", "rms_norm", "add_rms_norm", "act_mul"),
+    "linear": ("pack_linear", "pack_gated", "linear", "gated_linear", "logits"),
+    "pointwise": ("embed", "rms_norm", "add_rms_norm"),
     "attention": ("new_kv_cache", "copy_blocks", "rope_write", "write_kv", "plan", "attend"),
+    "sampling": ("sample", "report"),
 }
 
 

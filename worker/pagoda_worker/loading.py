@@ -14,6 +14,8 @@ import torch
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.devices import choose_device
+from pagoda_worker.formats import FIELD, read_layout
+from pagoda_worker.formats.source import Formats, choose_formats, left_alone, open_source
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Cache, Needs, Ops
@@ -21,7 +23,7 @@ from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.config_reader import ConfigReader, UnsupportedConfig
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.recorded import Recorded
-from pagoda_worker.models.spec import IGNORED_SUFFIXES, DecoderSpec, expected_tensors
+from pagoda_worker.models.spec import DecoderSpec
 from pagoda_worker.numerics import numerics_id
 from pagoda_worker.weights import Progress, open_checkpoint, read_json
 
@@ -79,7 +81,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
     _refuse_hopeless(fields)
     device = choose_device(config.device)
     _set_threads(config.threads)
-    spec = _native_spec(fields, config.fallback)
+    spec, formats = _what_to_load(config, fields)
     with open_checkpoint(path, progress) as checkpoint:
         dtype = _run_dtype(config.dtype, fields, checkpoint.dtype(), device)
         ops = _load_ops(config, device, dtype, spec)
@@ -93,10 +95,11 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
             max_len, vocab = _model_len(config.max_model_len, fallback.max_positions), fallback.vocab_size
             model: Model = fallback
         else:
-            checkpoint.check(expected_tensors(spec), IGNORED_SUFFIXES, spec.tied)
+            source = open_source(checkpoint, spec, formats, dtype, device)
+            _tell_formats(ops, dtype, spec, formats)
             max_len, vocab = _model_len(config.max_model_len, spec.max_positions), spec.vocab_size
             with torch.inference_mode():
-                decoder = Decoder(spec, ops, lambda name: checkpoint.get(name, dtype, device), dtype, max_len)
+                decoder = Decoder(spec, ops, source, dtype, max_len)
                 model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step)
     return LoadedModel(
         model=model,
@@ -106,7 +109,9 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
         vocab_size=vocab,
         max_model_len=max_len,
         fingerprint=fingerprint,
-        numerics_id=numerics_id(ops, dtype, "native" if spec is not None else fallback.implementation),
+        numerics_id=numerics_id(
+            ops, dtype, "native" if spec is not None else fallback.implementation, formats.description
+        ),
         native=spec is not None,
     )
 
@@ -123,10 +128,6 @@ def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, sp
 
 def _refuse_hopeless(fields: dict[str, Any]) -> None:
     """What neither the native code nor the fallback can run."""
-    if fields.get("quantization_config"):
-        method = fields["quantization_config"]
-        name = method.get("quant_method", "?") if isinstance(method, dict) else method
-        raise UnsupportedConfig(f"config.json: 'quantization_config' ({name}): quantised checkpoints are not loaded")
     if fields.get("is_encoder_decoder"):
         raise UnsupportedConfig("config.json: 'is_encoder_decoder': only decoder-only models are served")
 
@@ -136,21 +137,42 @@ def _set_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
-def _native_spec(fields: dict[str, Any], fallback: bool) -> DecoderSpec | None:
-    """The spec of a natively supported model, or None if transformers is to run it.
+def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Formats]:
+    """The spec of a natively supported model, or None if transformers is to run it, and the formats of its matrices.
 
     Raises:
-        UnsupportedConfig: there is no native implementation for it and the fallback is off.
+        UnsupportedConfig: there is no native implementation for it, and the fallback is off or would not do.
     """
+    layout = read_layout(fields)
+    fields = {name: value for name, value in fields.items() if name != FIELD}
     names = fields.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     try:
-        return native_spec(name, fields)
+        spec = native_spec(name, fields)
     except UnsupportedConfig as error:
-        if not fallback:
+        if layout is not None or config.quantization:
+            asked = (
+                f"quantization={config.quantization!r}" if layout is None else f"config.json: {FIELD} ({layout.method})"
+            )
+            raise UnsupportedConfig(
+                f"{asked}: only models with a native implementation can be quantised: {error}"
+            ) from error
+        if not config.fallback:
             raise
         log.info("%s runs through transformers, several times slower: %s", name or "the model", error)
-        return None
+        return None, Formats()
+    return spec, choose_formats(spec, layout, config.quantization)
+
+
+def _tell_formats(ops: Ops, dtype: torch.dtype, spec: DecoderSpec, formats: Formats) -> None:
+    if formats == Formats():
+        return
+    log.info("weights: %s", formats.description)
+    if ops.name == "torch":
+        log.info("torch kernels have no integer arithmetic: quantised weights are widened to %s", dtype)
+    alone = left_alone(spec, formats)
+    if alone:
+        log.info("weights: %d matrices stay %s, their inputs do not fill groups: %s, ..", len(alone), dtype, alone[0])
 
 
 def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:

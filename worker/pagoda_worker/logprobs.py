@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker import order
@@ -33,3 +35,14 @@ class RawLogprobs:
     def _values(self, ids: Ids) -> list[float]:
         values: list[float] = (self._logits[ids].astype(np.float64) - self._log_mass).astype(np.float32).tolist()
         return values
+
+
+def report(logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+    """On `tokens[i]` by row i of `logits` [R, V], up to the first row whose logits are not finite."""
+    host: Logits = logits.cpu().numpy()
+    reports: list[TopLogprobs] = []
+    for values, top, token in zip(host, host.max(axis=-1).tolist(), tokens, strict=True):
+        if not -math.inf < top < math.inf:
+            break
+        reports.append(RawLogprobs(values, top, num_top).of(token))
+    return reports

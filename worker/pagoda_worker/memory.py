@@ -46,13 +46,23 @@ class NotEnoughMemory(ValueError):
     """A step does not fit, or the KV cache would not hold one request of the longest allowed length."""
 
 
-def num_kv_blocks(config: WorkerConfig, loaded: MemoryNeeds, use: DeviceUse | None = None, spare: int = 0) -> int:
-    """KV blocks for this worker, `use` being that of its GPU; None on a CPU. `spare` blocks are kept beside them.
+def num_kv_blocks(
+    config: WorkerConfig,
+    loaded: MemoryNeeds,
+    draft: MemoryNeeds | None = None,
+    *,
+    use: DeviceUse | None = None,
+    spare: int = 0,
+) -> int:
+    """KV blocks for this worker; each is one of the model's and, if there is a draft model, one of its own.
+
+    `use` is that of its GPU, None on a CPU; `spare` blocks are kept beside them.
 
     Raises:
         NotEnoughMemory: not even one request of max_model_len tokens would fit; the message names the options.
     """
-    bytes_per_block = loaded.kv_shape.bytes_per_block(config.block_size)
+    models = (loaded,) if draft is None else (loaded, draft)
+    bytes_per_block = sum(model.kv_shape.bytes_per_block(config.block_size) for model in models)
     blocks_per_request = -(-loaded.max_model_len // config.block_size)
     if config.num_blocks:
         blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"

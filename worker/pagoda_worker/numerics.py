@@ -13,20 +13,21 @@ from pagoda_worker.kernels.ops import Ops
 KERNEL_ABI = 1
 
 
-def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str) -> str:
+def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str, weights: str = "as stored") -> str:
     """A hash of everything that decides rounding, besides the weights.
 
     Args:
         ops: The back end.
         dtype: What the model computes in.
         implementation: Which code runs the model: "native" or "transformers <version>".
+        weights: Their format once they are loaded: "as stored", "int4 group 64, activations int8"
     """
     parts = (
         f"abi {KERNEL_ABI}",
         f"torch {torch.__version__}",
         f"{ops.name} on {ops.device.type}",
         instruction_set(ops.device),
-        f"{dtype} weights as stored",
+        f"{dtype} weights {weights}",
         ops.numerics,
         implementation,
     )

@@ -97,15 +97,16 @@ class Processing:
             kept = logits[self.allowed]
             logits.fill(MASKED)
             logits[self.allowed] = kept
-        for word in self.params.bad_words_token_ids:
-            if completes(word, outputs):
-                logits[word[-1]] = MASKED
-        if len(outputs) < self.params.min_tokens:
-            logits[self.ending] = MASKED
+        logits[self.masked(outputs)] = MASKED
         with np.errstate(over="ignore"):  # an overflow is found by whoever takes the maximum
             logits[self.bias_ids] += self.bias
             if self.counts is not None:
                 self._penalise(logits, self.counts)
+
+    def masked(self, outputs: Ids) -> Ids:
+        """The tokens that must not follow `outputs`: they would complete a bad word, or end the row too early."""
+        completing = _ids(tuple(w[-1] for w in self.params.bad_words_token_ids if completes(w, outputs)))
+        return np.concatenate([completing, self.ending]) if len(outputs) < self.params.min_tokens else completing
 
     def _penalise(self, logits: Logits, counts: TokenCounts) -> None:
         """CTRL's repetition penalty (arXiv 1909.05858) over prompt and output, OpenAI's two over the output."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from pagoda_proto.steps import Chunk, RowError, StepResult
 from pagoda_worker.accelerator import Fetch
-from pagoda_worker.rows import Row
+from pagoda_worker.rows import Ids, Row
 
 Work = Sequence[tuple[Row, Chunk]]
 
@@ -28,11 +28,16 @@ class OnDevice:
 
 @dataclass(frozen=True, kw_only=True)
 class OnHost:
-    """Tokens to be chosen by the host from `logits` [R, V]; `hidden` [T, H] is valid until the next forward pass."""
+    """Tokens to be chosen by the host from `logits` [R, V]; `hidden` [T, H] is valid until the next forward pass.
+
+    `drafts` are those that were computed, `num_drafted` how many were tried; both by row id.
+    """
 
     starts: list[int]
     hidden: torch.Tensor
     logits: torch.Tensor | None
+    drafts: Mapping[int, Ids]
+    num_drafted: Mapping[int, int]
 
 
 @dataclass(kw_only=True)

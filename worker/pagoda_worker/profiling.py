@@ -5,7 +5,7 @@ Where K and V lie changes no allocation, so every block table names that one blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from pagoda_proto.steps import Chunk, NewRow
 from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.batch import Batch, build_batch
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.drafting import MAX_DRAFTS
 from pagoda_worker.feeding import uploaded
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.memory import DeviceUse, NotEnoughMemory
@@ -24,15 +25,15 @@ PARAMS = SamplingParams(temperature=0.0)
 
 
 def device_use(
-    loaded: LoadedModel, config: WorkerConfig, accelerator: Accelerator, graphs: Callable[[], int]
+    models: Sequence[LoadedModel], config: WorkerConfig, accelerator: Accelerator, graphs: Callable[[], int]
 ) -> DeviceUse:
-    """Measure; `graphs` returns the bytes that recorded steps will take (0 for none).
+    """Measure models that run in turn; `graphs` returns the bytes that recorded steps will take (0 for none).
 
     Raises:
         NotEnoughMemory: the largest step does not even fit without a cache.
     """
     try:
-        step = accelerator.peak_of(lambda: _run_largest(loaded, config, accelerator))
+        step = accelerator.peak_of(lambda: _run_largest(models, config, accelerator))
     except torch.OutOfMemoryError as error:
         size = f"max_tokens_per_step={config.max_tokens_per_step} tokens and max_rows={config.max_rows} rows"
         raise NotEnoughMemory(f"a step of {size} does not fit beside the weights: lower one of them") from error
@@ -43,29 +44,39 @@ def device_use(
     return DeviceUse(total=total, in_use=total - free, step=step, graphs=recorded)
 
 
-def _run_largest(loaded: LoadedModel, config: WorkerConfig, accelerator: Accelerator) -> None:
-    kv = loaded.new_kv_cache(1, config.block_size)
-    with torch.inference_mode():
+def _run_largest(models: Sequence[LoadedModel], config: WorkerConfig, accelerator: Accelerator) -> None:
+    for loaded in models:
+        kv = loaded.new_kv_cache(1, config.block_size)
         for batch in largest_steps(config, loaded.max_model_len):
-            there = uploaded(batch, accelerator)
-            hidden = loaded.model.forward(there, kv)
-            loaded.model.logits(hidden[there.logit_indices])
+            with torch.inference_mode():
+                there = uploaded(batch, accelerator)
+                hidden = loaded.model.forward(there, kv)
+                loaded.model.logits(hidden[there.logit_indices])
 
 
 def largest_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:
-    """Steps of as many tokens as are allowed: of as many rows as are allowed, and of as few as can have so many."""
+    """Steps of as many tokens as are allowed: of as many rows as are allowed, and of as few as can have so many.
+
+    Logits are wanted for one token of a row and for as many more as may be drafts.
+    """
+    max_drafts = (config.max_drafts or MAX_DRAFTS) if config.speculation else 0
     tokens = min(config.max_tokens_per_step, config.max_rows * max_model_len)
     most = min(config.max_rows, tokens)
     fewest = -(-tokens // max_model_len)
     for num_rows in dict.fromkeys((most, fewest)):
         sizes = [tokens // num_rows + (i < tokens % num_rows) for i in range(num_rows)]
-        work = [(_row(size, config.block_size), Chunk(i, 0, size, True)) for i, size in enumerate(sizes)]
-        yield build_batch(work, config.block_size, torch.device("cpu"))
+        counts = [min(max_drafts, size - 1) for size in sizes]
+        work = [
+            (_row(i, size, config.block_size), Chunk(i, 0, size - count, True))
+            for i, (size, count) in enumerate(zip(sizes, counts, strict=True))
+        ]
+        drafts = {i: np.zeros(count, np.int64) for i, count in enumerate(counts) if count}
+        yield build_batch(work, config.block_size, torch.device("cpu"), drafts)
 
 
-def _row(num_tokens: int, block_size: int) -> Row:
+def _row(row_id: int, num_tokens: int, block_size: int) -> Row:
     tokens, blocks = np.zeros(num_tokens, np.int64), np.zeros(-(-num_tokens // block_size), np.int64)
     new = NewRow(
-        row_id=0, token_ids=[0], num_prompt_tokens=num_tokens, num_computed=0, block_ids=[0], params=PARAMS, seed=0
+        row_id=row_id, token_ids=[0], num_prompt_tokens=num_tokens, num_computed=0, block_ids=[0], params=PARAMS, seed=0
     )
     return Row.of(new, tokens, blocks)

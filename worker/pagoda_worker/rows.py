@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NewRow
+from pagoda_worker.drafts import RowDrafts
 from pagoda_worker.penalties import Processing
 
 Ids = NDArray[np.int64]
@@ -64,6 +65,7 @@ class Row:
         seed: 64-bit key of the random stream.
         choice: Which of the request's choices; keys the random stream too.
         processing: What changes the row's logits before sampling; None for most rows.
+        drafts: The drafter's own; None until it has seen the row.
     """
 
     row_id: int
@@ -75,6 +77,7 @@ class Row:
     seed: int
     choice: int
     processing: Processing | None
+    drafts: RowDrafts | None = None
 
     @classmethod
     def of(cls, new: NewRow, tokens: Ids, blocks: Ids) -> Row:

@@ -13,41 +13,37 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult, TopLogprobs
+from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult
 from pagoda_worker.accelerator import Accelerator
-from pagoda_worker.batch import Batch, build_batch
+from pagoda_worker.compute import Compute
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.device_sampler import NO_TOKEN, DeviceSampler, GreedySampler
-from pagoda_worker.feeding import feed, uploaded
+from pagoda_worker.device_sampler import DeviceSampler
+from pagoda_worker.drafting import Drafter
 from pagoda_worker.kernels.ops import Cache
 from pagoda_worker.loading import LoadedModel
-from pagoda_worker.logprobs import RawLogprobs
 from pagoda_worker.pending import OnDevice, OnHost, Pending, Work
-from pagoda_worker.rows import Row
-from pagoda_worker.sampler import NOT_A_NUMBER, Fault, Sample, sample
+from pagoda_worker.sampler import Fault
 from pagoda_worker.table import UNKNOWN_ROW, RowTable, RunnerFacts
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-HOST = torch.device("cpu")
 MAX_PENDING = 2  # launched and not answered: one computes, one waits behind it
-# Logits of prompt tokens are wanted for every position; this many rows of them exist at once.
-PROMPT_LOGIT_ROWS = 64
 
 
 class ModelRunner:
     """Executes step plans on one model replica. Not thread-safe; one thread at a time calls it.
 
-    `accelerator` is that of the model's device, None on a CPU; `sampler` chooses tokens there.
+    `drafter` guesses tokens, None if nobody does; `accelerator` is that of the model's device, None on a CPU; `sampler`
+    chooses tokens there.
     """
 
     def __init__(
@@ -55,6 +51,7 @@ class ModelRunner:
         loaded: LoadedModel,
         num_blocks: int,
         config: WorkerConfig,
+        drafter: Drafter | None = None,
         accelerator: Accelerator | None = None,
         sampler: DeviceSampler | None = None,
     ) -> None:
@@ -69,12 +66,8 @@ class ModelRunner:
             max_rows=config.max_rows,
             max_tokens_per_step=config.max_tokens_per_step,
         )
-        self._model = loaded.model
-        self._ops = loaded.ops
-        self._device = loaded.device
         self._accelerator = accelerator
-        self._sampler = sampler or GreedySampler()
-        self._kv = loaded.new_kv_cache(num_blocks, config.block_size)
+        self._compute = Compute(loaded, num_blocks, config, drafter, accelerator, sampler)
         self._table = RowTable(self.facts)
         self._pending: deque[Pending] = deque()
         self._settled_at = 0.0
@@ -82,7 +75,7 @@ class ModelRunner:
 
     @property
     def kv_cache(self) -> Cache:
-        return self._kv
+        return self._compute.kv
 
     def reset(self) -> None:
         """Forget all rows and every step that was not answered, once the device is done with them.
@@ -137,7 +130,8 @@ class ModelRunner:
         copies = self._table.apply(plan)
         work = self._table.accept(plan.chunks)
         pending = Pending(step=plan.step, work=work, began=began, computing=time.perf_counter())
-        pending.launched = self._guarded(lambda: self._start(copies, work), work, copies)
+        earlier = [step.launched for step in self._pending if isinstance(step.launched, OnDevice)]
+        pending.launched = self._guarded(lambda: self._compute.start(copies, work, earlier), work, copies)
         if pending.launched is None:
             pending.work = []  # its rows, if any, have ended
         pending.errors = self._table.take_errors()
@@ -154,47 +148,9 @@ class ModelRunner:
             self._settle(self._pending.popleft())
         return pending.result
 
-    def _start(self, copies: list[tuple[int, int]], work: Work) -> OnDevice | OnHost | None:
-        if copies:
-            self._ops.copy_blocks(self._kv, copies)
-        if not work:
-            return None
-        batch = self._batch(work)
-        hidden = self._model.forward(batch, self._kv)
-        rows = [row for row, chunk in work if chunk.sample]
-        logits = self._model.logits(hidden[batch.logit_indices]) if rows else None
-        for row, chunk in work:
-            row.num_computed = chunk.start + chunk.num_tokens
-        if self._accelerator is None or not self._device_chooses(work, rows):
-            return OnHost(starts=batch.query_starts, hidden=hidden, logits=logits)
-        ids = batch.token_ids[:0] if logits is None else self._sampler.sample(logits, rows)
-        fetch = self._accelerator.fetch(ids)
-        promised = {row.row_id: (index, row.promise()) for index, row in enumerate(rows)}
-        return OnDevice(ids=ids, fetch=fetch, promised=promised)
-
-    def _device_chooses(self, work: Work, rows: list[Row]) -> bool:
-        return self._sampler.takes(rows) and all(row.params.prompt_logprobs is None for row, _ in work)
-
-    def _batch(self, work: Work) -> Batch:
-        """The step's batch on the device; tokens that only the device knows are put in there."""
-        if self._accelerator is None:
-            return build_batch(work, self.facts.block_size, self._device)
-        batch = uploaded(build_batch(work, self.facts.block_size, HOST), self._accelerator)
-        for earlier in self._pending:
-            if isinstance(earlier.launched, OnDevice):
-                promised = earlier.launched.promised
-                fed = [(batch.query_starts[i + 1] - 1, row.row_id) for i, (row, _) in enumerate(work)]
-                fed = [(place, row_id) for place, row_id in fed if row_id in promised]
-                sources = [promised[row_id][0] for _, row_id in fed]
-                feed(batch, [place for place, _ in fed], sources, earlier.launched.ids, self._accelerator)
-        return batch
-
     def _settle(self, pending: Pending) -> None:
         """Make the answer of the oldest pending step."""
-        launched, outputs = pending.launched, None
-        if launched is not None:
-            alive = [(row, chunk) for row, chunk in pending.work if row.row_id not in pending.lost]
-            outputs = self._guarded(lambda: self._finish(launched, pending), alive)
+        outputs = self._outputs(pending)
         lost = [RowError(row_id, ErrorCode.PROTOCOL_ERROR.value, UNKNOWN_ROW) for row_id in sorted(pending.lost)]
         failed = self._table.take_errors()
         for later in self._pending:
@@ -202,12 +158,28 @@ class ModelRunner:
         done = time.perf_counter()
         pending.result = StepResult(
             step=pending.step,
-            outputs=outputs or [],
+            outputs=outputs,
             errors=pending.errors + lost + failed,
             elapsed_s=done - max(pending.began, self._settled_at),
             forward_s=done - max(pending.computing, self._settled_at),
         )
         self._settled_at = done
+
+    def _outputs(self, pending: Pending) -> list[RowOutput]:
+        """Finish a step; rows it has no token for end here, and those that ended before are passed over."""
+        launched = pending.launched
+        if launched is None:
+            return []
+        alive = [(row, chunk) for row, chunk in pending.work if row.row_id not in pending.lost]
+        answers = self._guarded(lambda: self._compute.finish(launched, pending.work), alive) or {}
+        outputs = []
+        for row, _ in alive:
+            match answers.get(row.row_id):
+                case Fault(code, message):
+                    self._table.fail(row.row_id, code, message)
+                case RowOutput() as output:
+                    outputs.append(output)
+        return outputs
 
     def _guarded(self, do: Callable[[], T], work: Work, copies: list[tuple[int, int]] | None = None) -> T | None:
         """What `do` returns. None when it failed: these rows have ended, and holders of half-made copies too."""
@@ -236,78 +208,3 @@ class ModelRunner:
         failure = f"{type(error).__name__}: {error}"
         log.error("step failed: %s", failure, exc_info=error if failure != self._last_failure else None)
         self._last_failure = failure
-
-    def _finish(self, launched: OnDevice | OnHost, pending: Pending) -> list[RowOutput]:
-        work, prompt = pending.work, {}
-        if isinstance(launched, OnDevice):
-            samples = self._fetched(launched, work)
-        else:
-            samples = self._chosen(launched, work)
-            prompt = {
-                row.row_id: self._prompt_logprobs(row, chunk, launched.hidden[start : start + chunk.num_tokens])
-                for (row, chunk), start in zip(work, launched.starts, strict=False)
-                if row.params.prompt_logprobs is not None
-            }
-        rows = [row for row, _ in work if row.row_id not in pending.lost]
-        answers = (self._answer(row, samples.get(row.row_id), prompt.get(row.row_id)) for row in rows)
-        return [answer for answer in answers if answer is not None]
-
-    def _fetched(self, launched: OnDevice, work: Work) -> dict[int, Sample | Fault]:
-        """What the device chose, taken by the rows it was promised to."""
-        ids = launched.fetch.wait()
-        samples: dict[int, Sample | Fault] = {}
-        for row, chunk in work:
-            if chunk.sample:
-                index, place = launched.promised[row.row_id]
-                samples[row.row_id] = NOT_A_NUMBER if ids[index] == NO_TOKEN else Sample(ids[index], None)
-                row.fulfil(place, max(0, ids[index]))
-        return samples
-
-    def _chosen(self, launched: OnHost, work: Work) -> dict[int, Sample | Fault]:
-        """What the host chooses, taken by the rows."""
-        rows = [row for row, chunk in work if chunk.sample]
-        if launched.logits is None:
-            return {}
-        samples = dict(zip((row.row_id for row in rows), sample(launched.logits, rows), strict=True))
-        for row in rows:
-            if isinstance(sampled := samples[row.row_id], Sample):
-                row.append(sampled.token_id)
-        return samples
-
-    def _answer(
-        self, row: Row, sampled: Sample | Fault | None, prompt: list[TopLogprobs] | Fault | None
-    ) -> RowOutput | None:
-        """What came of a row's chunk; None when there is nothing to say."""
-        for outcome in (prompt, sampled):
-            if isinstance(outcome, Fault):
-                self._table.fail(row.row_id, outcome.code, outcome.message)
-                return None
-        tokens, logprobs = [], None
-        if isinstance(sampled, Sample):
-            tokens = [sampled.token_id]
-            logprobs = None if sampled.logprobs is None else [sampled.logprobs]
-        prompt_logprobs = prompt if isinstance(prompt, list) and prompt else None
-        if not tokens and prompt_logprobs is None:
-            return None
-        return RowOutput(row.row_id, tokens, logprobs, prompt_logprobs)
-
-    def _prompt_logprobs(self, row: Row, chunk: Chunk, hidden: torch.Tensor) -> list[TopLogprobs] | Fault:
-        """Reports on prompt tokens `chunk.start + 1` onwards, each from the `hidden` [n, H] of the token before it."""
-        count = min(chunk.num_tokens, row.num_prompt_tokens - 1 - chunk.start)
-        targets = row.tokens.array[chunk.start + 1 : chunk.start + 1 + max(0, count)]
-        reports: list[TopLogprobs] = []
-        for start in range(0, len(targets), PROMPT_LOGIT_ROWS):
-            part = targets[start : start + PROMPT_LOGIT_ROWS].tolist()
-            logits = self._model.logits(hidden[start : start + len(part)])
-            reports.extend(_reports(logits, part, row.params.prompt_logprobs or 0))
-        return reports if len(reports) == len(targets) else NOT_A_NUMBER
-
-
-def _reports(logits: torch.Tensor, targets: list[int], num_top: int) -> Iterator[TopLogprobs]:
-    """One report per row of `logits` [n, V], up to the first whose logits are not finite."""
-    host = logits.cpu().numpy()
-    tops = host.max(axis=-1)
-    for values, top, target in zip(host, tops.tolist(), targets, strict=True):
-        if not float("-inf") < top < float("inf"):
-            return
-        yield RawLogprobs(values, top, num_top).of(target)

@@ -5,15 +5,16 @@ exp(logit / temperature), top_k, top_p (over what top_k left), min_p, and the in
 u = philox(seed, choice, output position). Tokens stand in the order of `order` throughout, so that the survivors of all
 three filters are its first tokens, and the token is the first whose cumulative weight exceeds u times the survivors'.
 
-Rows are sampled one by one on the host: numpy passes over 150 000 logits in tens of microseconds, and a row's result
-cannot depend on its neighbours. Rows that ask for no processing cost one pass in search of the highest logit.
+Here rows are sampled one by one on the host, in float64 by numpy, so that a row's result cannot depend on its
+neighbours. Rows that ask for no processing cost one pass in search of the highest logit. This is what back ends sample
+with that have nothing faster, and the oracle of those that have.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,13 +26,33 @@ from pagoda_proto.steps import TopLogprobs
 from pagoda_worker import order
 from pagoda_worker.logprobs import RawLogprobs
 from pagoda_worker.order import Ids, Logits, Weights
+from pagoda_worker.penalties import Processing
 from pagoda_worker.philox import uniform
-from pagoda_worker.rows import Row
 
 # How far below the best token to look, in temperatures, until the tokens seen hold the mass that is asked for. A look
 # costs a fiftieth of sorting the vocabulary, and a typical row sorts the few hundred tokens of the first or second.
 LOOKS = (3.0, 6.0, 8.0, 9.0, 10.0, 11.0, 12.0, 14.0, 16.0, math.inf)
 SLACK = 1.0 + 1e-9  # the same mass summed in another order differs by less
+
+
+class RowState(Protocol):
+    """What sampling reads of a row for the one token that follows `outputs`. `rows.Row` says it of its next token."""
+
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def choice(self) -> int: ...
+    @property
+    def outputs(self) -> Ids: ...
+    @property
+    def num_outputs(self) -> int:
+        """How many `outputs` there are, which is the token's position in the random stream."""
+
+    @property
+    def processing(self) -> Processing | None:
+        """What changes the logits; its counts are those of prompt and `outputs`."""
 
 
 class Sample(NamedTuple):
@@ -54,12 +75,12 @@ NOTHING_ALLOWED = Fault(
 )
 
 
-def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
+def sample(logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
     """Choose the next token of each row.
 
     Args:
         logits: [R, V] float32, raw; overwritten.
-        rows: The R rows; they are read, and the caller appends the tokens.
+        rows: The R rows as they are before this token; the caller appends it.
     """
     host: Logits = logits.cpu().numpy()
     best = host.argmax(axis=-1)  # the first of equals; a NaN counts as the highest
@@ -67,7 +88,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
     return [_sample_row(host[i], int(best[i]), row, draws[i]) for i, row in enumerate(rows)]
 
 
-def _draws(rows: Sequence[Row]) -> NDArray[np.float64]:
+def _draws(rows: Sequence[RowState]) -> NDArray[np.float64]:
     if all(row.params.greedy for row in rows):
         return np.zeros(len(rows))
     return uniform(
@@ -77,7 +98,7 @@ def _draws(rows: Sequence[Row]) -> NDArray[np.float64]:
     )
 
 
-def _sample_row(logits: Logits, best: int, row: Row, draw: float) -> Sample | Fault:
+def _sample_row(logits: Logits, best: int, row: RowState, draw: float) -> Sample | Fault:
     if not math.isfinite(logits[best]):
         return NOT_A_NUMBER
     processed = row.processing is not None and row.processing.applies(row.num_outputs)

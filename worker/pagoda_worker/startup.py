@@ -9,6 +9,7 @@ import torch
 
 from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.drafting import check_invariant, load_draft_model, make_drafter
 from pagoda_worker.graphs import DecodeBuffers, Graphed, ladder, reserve_for
 from pagoda_worker.loading import LoadedModel, load_model
 from pagoda_worker.memory import num_kv_blocks
@@ -17,10 +18,11 @@ from pagoda_worker.profiling import device_use
 from pagoda_worker.runner import ModelRunner
 
 Progress = Callable[[int, int], None]
+MakeAccelerator = Callable[[torch.device], Accelerator]
 
 
 def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = lambda done, of: None) -> ModelRunner:
-    """Load the model, make its KV cache and warm it up.
+    """Load the model, and its draft model if there is one, make their KV caches and warm up.
 
     Args:
         config: Which model, where and how.
@@ -32,21 +34,26 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
         RuntimeError: the model fails on its first token.
     """
     loaded = load_model(config, progress)
+    if config.speculation:
+        check_invariant(loaded)
+    draft = load_draft_model(config, loaded, progress)
     if loaded.device.type == "cpu":
-        runner = ModelRunner(loaded, num_kv_blocks(config, loaded), config)
+        num_blocks = num_kv_blocks(config, loaded, draft)
+        runner = ModelRunner(loaded, num_blocks, config, make_drafter(config, draft, num_blocks))
     else:
-        runner = runner_on_device(loaded, config, accelerator_of, recording)
+        runner = runner_on_device(loaded, draft, config, accelerator_of, recording)
     runner.warm_up()
     return runner
 
 
 def runner_on_device(
     loaded: LoadedModel,
+    draft: LoadedModel | None,
     config: WorkerConfig,
-    make_accelerator: Callable[[torch.device], Accelerator],
+    make_accelerator: MakeAccelerator,
     recording: Progress,
 ) -> ModelRunner:
-    """A runner whose cache takes what the device has left, and which records its decode steps where it can.
+    """A runner whose caches take what the device has left, and which records its decode steps where it can.
 
     Raises:
         NotEnoughMemory: the device has too little left.
@@ -54,8 +61,9 @@ def runner_on_device(
     """
     decoder = loaded.model
     if config.enforce_eager or not (isinstance(decoder, Decoder) and loaded.ops.capturable):
-        num_blocks = _num_blocks(loaded, config, make_accelerator, lambda: 0)
-        return ModelRunner(loaded, num_blocks, config, make_accelerator(loaded.device))
+        num_blocks = _num_blocks(loaded, draft, config, make_accelerator, lambda: 0)
+        drafter = make_drafter(config, draft, num_blocks)
+        return ModelRunner(loaded, num_blocks, config, drafter, make_accelerator(loaded.device))
     loaded = replace(loaded, spare_blocks=1)  # for padding
     sizes = ladder(config.max_rows)
 
@@ -63,24 +71,27 @@ def runner_on_device(
         probe = _graphed(decoder, loaded, config, make_accelerator(loaded.device), num_blocks=1)
         return reserve_for(sizes, probe.captured(loaded.new_kv_cache(1, config.block_size)))
 
-    num_blocks = _num_blocks(loaded, config, make_accelerator, graphs)
+    num_blocks = _num_blocks(loaded, draft, config, make_accelerator, graphs)
     accelerator = make_accelerator(loaded.device)
     graphed = _graphed(decoder, loaded, config, accelerator, num_blocks)
-    runner = ModelRunner(replace(loaded, model=graphed), num_blocks, config, accelerator)
+    drafter = make_drafter(config, draft, num_blocks)
+    runner = ModelRunner(replace(loaded, model=graphed), num_blocks, config, drafter, accelerator)
     graphed.capture(runner.kv_cache, recording)
     return runner
 
 
 def _num_blocks(
     loaded: LoadedModel,
+    draft: LoadedModel | None,
     config: WorkerConfig,
-    make_accelerator: Callable[[torch.device], Accelerator],
+    make_accelerator: MakeAccelerator,
     graphs: Callable[[], int],
 ) -> int:
     if config.num_blocks or config.kv_cache_gib:
-        return num_kv_blocks(config, loaded)
-    use = device_use(loaded, config, make_accelerator(loaded.device), graphs)
-    return num_kv_blocks(config, loaded, use, loaded.spare_blocks)
+        return num_kv_blocks(config, loaded, draft)
+    models = (loaded,) if draft is None else (loaded, draft)
+    use = device_use(models, config, make_accelerator(loaded.device), graphs)
+    return num_kv_blocks(config, loaded, draft, use=use, spare=loaded.spare_blocks)
 
 
 def _graphed(

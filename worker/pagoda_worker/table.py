@@ -108,7 +108,7 @@ class RowTable:
                 self.fail(chunk.row_id, claim.code, str(claim))
             else:
                 accepted[chunk.row_id] = (row, chunk)
-                budget -= chunk.num_tokens
+                budget -= chunk.num_tokens + chunk.num_drafts
         return list(accepted.values())
 
     def _claim(self, row_id: int, take: Callable[[C], None], claim: C) -> None:
@@ -175,7 +175,11 @@ class RowTable:
             raise BadClaim(f"the context is {self._facts.max_model_len} tokens, not {end}")
         if end > len(row.blocks) * self._facts.block_size:
             raise BadClaim(f"{len(row.blocks)} blocks do not hold {end} tokens")
-        if chunk.num_tokens > budget:
+        if chunk.num_drafts < 0 or (chunk.num_drafts and not chunk.sample):
+            raise BadClaim(f"{chunk.num_drafts} drafts cannot follow a chunk with sample={chunk.sample}")
+        if end + chunk.num_drafts > min(self._facts.max_model_len, len(row.blocks) * self._facts.block_size):
+            raise BadClaim(f"{chunk.num_drafts} drafts after {end} tokens do not fit into context and blocks")
+        if chunk.num_tokens + chunk.num_drafts > budget:
             raise BadClaim(f"a step computes at most {self._facts.max_tokens_per_step} tokens")
 
 

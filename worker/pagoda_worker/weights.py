@@ -57,6 +57,15 @@ class Entry:
         return self.end - self.begin
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """What a model expects of a tensor by its header."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...] = LOADABLE
+    optional: bool = False
+
+
 @dataclass
 class Checkpoint:
     """All tensors of a model directory. Use as a context manager: leaving it gives the mappings back."""
@@ -73,14 +82,19 @@ class Checkpoint:
         return sum(entry.num_bytes for entry in self.entries.values())
 
     def dtype(self) -> torch.dtype | None:
-        """The dtype that most of the weights' bytes have."""
+        """The dtype that most of the weights' bytes have; whole numbers do not count."""
         totals: dict[str, int] = {}
         for entry in self.entries.values():
-            totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.num_bytes
+            if entry.dtype in LOADABLE:
+                totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.num_bytes
         return DTYPES[max(totals, key=lambda name: totals[name])] if totals else None
 
     def get(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor in `dtype` on `device`; a view of the file if nothing has to change. Counts as progress."""
+        return self.stored(name).to(device=device, dtype=dtype)
+
+    def stored(self, name: str) -> torch.Tensor:
+        """A tensor as it is stored, a view of the file. Counts as progress."""
         entry = self.entries[name]
         if entry.num_bytes:
             raw = torch.frombuffer(self._map(entry.file), dtype=torch.uint8, count=entry.num_bytes, offset=entry.begin)
@@ -88,35 +102,39 @@ class Checkpoint:
             raw = torch.empty(0, dtype=torch.uint8)
         if raw.data_ptr() % 8:
             raw = raw.clone()
-        tensor = raw.view(DTYPES[entry.dtype]).view(entry.shape).to(device=device, dtype=dtype)
         self.bytes_read += entry.num_bytes
         if self.progress is not None:
             self.progress(min(self.bytes_read, self.num_bytes), self.num_bytes)
-        return tensor
+        return raw.view(DTYPES[entry.dtype]).view(entry.shape)
 
-    def check(self, expected: Mapping[str, tuple[int, ...]], ignored_suffixes: tuple[str, ...], tied: bool) -> None:
+    def check(self, expected: Mapping[str, Wanted], ignored_suffixes: tuple[str, ...], tied: bool) -> None:
         """Compare names, shapes and dtypes with what the model needs, before anything is loaded.
 
         A tied model may carry a copy of its embedding as `lm_head.weight`.
 
         Raises:
-            CheckpointError: with everything that is missing, unexpected, misshapen or of a dtype that is no weight.
+            CheckpointError: with everything that is missing, unexpected, misshapen or of a dtype it must not have.
         """
         extra = {name for name in self.entries if not name.endswith(ignored_suffixes)} - set(expected)
         if tied:
             extra.discard("lm_head.weight")
         found = {name: self.entries[name] for name in expected if name in self.entries}
+        missing = sorted(name for name, wanted in expected.items() if name not in found and not wanted.optional)
         shapes = [
-            f"{name} has shape {list(entry.shape)}, expected {list(expected[name])}"
+            f"{name} has shape {list(entry.shape)}, expected {list(expected[name].shape)}"
             for name, entry in found.items()
-            if entry.shape != expected[name]
+            if entry.shape != expected[name].shape
         ]
-        dtypes = [f"{name} is {entry.dtype}" for name, entry in found.items() if entry.dtype not in LOADABLE]
+        dtypes = [
+            f"{name} is {entry.dtype}, expected {' or '.join(expected[name].dtypes)}"
+            for name, entry in found.items()
+            if entry.dtype not in expected[name].dtypes
+        ]
         problems = [
-            *_listing("missing tensors", sorted(set(expected) - set(found))),
+            *_listing("missing tensors", missing),
             *_listing("unexpected tensors", sorted(extra)),
             *_listing("wrong shapes", shapes),
-            *_listing(f"dtypes other than {', '.join(LOADABLE)}", dtypes),
+            *_listing("wrong dtypes", dtypes),
         ]
         if problems:
             raise CheckpointError(self.path, problems)

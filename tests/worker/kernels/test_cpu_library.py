@@ -15,6 +15,7 @@ from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.build import LIBRARY, build
 
 BF16_NAN = 0x7FC0
+BF16 = (16, 16, 0, 0)  # the form of weights that are not quantised
 
 
 def levels() -> list[str]:
@@ -47,7 +48,8 @@ def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 def linear(library: lib.Library, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     packed, y = library.pack(w), torch.empty(x.shape[0], w.shape[0])
-    run(library, lib.make_op(lib.LINEAR, [x, packed, y], [w.shape[0], w.shape[1], 0, 1]), num_tokens=x.shape[0])
+    ints = [w.shape[0], w.shape[1], 0, 1, *BF16]
+    run(library, lib.make_op(lib.LINEAR, [x, packed, y], ints), num_tokens=x.shape[0])
     return y
 
 
@@ -68,13 +70,13 @@ def test_linear_in_blocks_of_rows(library: lib.Library) -> None:
     assert torch.equal(torch.cat([linear(library, part.contiguous(), w) for part in x.split(7)]), y)
 
 
-def test_linear_epilogues(library: lib.Library) -> None:
+def test_linear_with_bias(library: lib.Library) -> None:
     rows, n, k = 9, 70, 64
-    x, w, bias, residual = bf16(rows, k, seed=1), bf16(n, k, seed=2, scale=0.1), bf16(n, seed=3), bf16(rows, n, seed=4)
+    x, w, bias = bf16(rows, k, seed=1), bf16(n, k, seed=2, scale=0.1), bf16(96, seed=3)
     packed, y = library.pack(w), torch.empty(rows, n, dtype=torch.bfloat16)
-    run(library, lib.make_op(lib.LINEAR, [x, packed, y, bias, residual], [n, k]), num_tokens=rows)
-    expected = (x.float() @ w.float().T + bias.float()).bfloat16() + residual
-    torch.testing.assert_close(y, expected, rtol=1.6e-2, atol=1e-2)
+    run(library, lib.make_op(lib.LINEAR, [x, packed, y, bias], [n, k, 0, 0, *BF16]), num_tokens=rows)
+    expected = x.float() @ w.float().T + bias[:n].float()
+    torch.testing.assert_close(y.float(), expected, rtol=8e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("activation", [1, 2])
@@ -84,7 +86,7 @@ def test_linear_with_gated_activation(library: lib.Library, activation: int) -> 
     x, gate, up = bf16(rows, k, seed=1), bf16(width, k, seed=2, scale=0.2), bf16(width, k, seed=3, scale=0.2)
     w = torch.stack([gate.view(-1, 16, k), up.view(-1, 16, k)], 1).reshape(2 * width, k).contiguous()
     packed, y = library.pack(w), torch.empty(rows, width, dtype=torch.bfloat16)
-    run(library, lib.make_op(lib.LINEAR, [x, packed, y], [2 * width, k, activation]), num_tokens=rows)
+    run(library, lib.make_op(lib.LINEAR, [x, packed, y], [2 * width, k, activation, 0, *BF16]), num_tokens=rows)
     act = torch.nn.functional.silu if activation == 1 else lambda t: torch.nn.functional.gelu(t, approximate="tanh")
     expected = act((x.float() @ gate.float().T).bfloat16().float()) * (x.float() @ up.float().T).bfloat16().float()
     torch.testing.assert_close(y.float(), expected, rtol=3e-2, atol=2e-2)
@@ -244,13 +246,6 @@ def test_embedding(library: lib.Library) -> None:
     y = torch.empty(3, 48, dtype=torch.bfloat16)
     run(library, lib.make_op(lib.EMBED, [table, y], [48], [2.0]), num_tokens=3, token_ids=ids)
     assert torch.equal(y, table[ids] * 2)
-
-
-def test_gated_activation_alone(library: lib.Library) -> None:
-    x, y = bf16(3, 2, 40, seed=1, scale=3), torch.empty(3, 40, dtype=torch.bfloat16)
-    run(library, lib.make_op(lib.ACT_MUL, [x, y], [40, 1]), num_tokens=3)
-    expected = torch.nn.functional.silu(x[:, 0].float()) * x[:, 1].float()
-    torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 # --- the library ------------------------------------------------------------------------------------------------------

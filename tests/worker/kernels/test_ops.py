@@ -13,6 +13,7 @@ from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.quantized import FORMATS, dequantize, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
 
 CPU = torch.device("cpu")
@@ -159,11 +160,26 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("width", [96, 160, 1536])
 def test_activations(width: int, activation: str, dtype: torch.dtype) -> None:
-    x = torch.randn(479, 2 * width).to(dtype)
-    whole = tuned.act_mul(x, activation)
-    assert_close(whole, reference.act_mul(x.double(), activation))
+    x, same = torch.randn(479, 2 * width).to(dtype), torch.eye(2 * width, dtype=torch.float64)
+    whole = aten.act_mul(x, activation)
+    assert_close(whole, reference.gated_linear(x.double(), reference.pack_gated(same), activation))
     for rows in (1, 2, 43, 105, 171, 204, 341, 415):
-        assert torch.equal(tuned.act_mul(x[:rows], activation), whole[:rows]), rows
+        assert torch.equal(aten.act_mul(x[:rows], activation), whole[:rows]), rows
+
+
+def test_gated_linear() -> None:
+    weight, x, bias = torch.randn(192, 64) / 8, torch.randn(5, 64), torch.randn(192)
+    packed = tuned.pack_gated(weight, bias)
+    assert torch.equal(tuned.gated_linear(x, packed, "silu"), aten.act_mul(tuned.linear(x, packed), "silu"))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_weights_become_the_run_dtype(name: str) -> None:
+    """No integer kernels: the weight's values, and inputs that are not rounded."""
+    weight, x = quantize(torch.randn(96, 128), FORMATS[name]), torch.randn(7, 128).bfloat16()
+    ops = AtenOps(CPU, torch.bfloat16)
+    plain = ops.pack_linear(dequantize(weight).bfloat16())
+    assert torch.equal(ops.linear(x, ops.pack_linear(weight)), ops.linear(x, plain))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7, 16])

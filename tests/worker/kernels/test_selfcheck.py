@@ -8,12 +8,14 @@ import pytest
 import torch
 from tests.worker.kernels.test_cpu_library import levels
 
+from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.kernel_choice import FAMILIES
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps, load_native
 from pagoda_worker.kernels.cpu.selfcheck import problems
 from pagoda_worker.kernels.ops import BackendError, Needs
+from pagoda_worker.kernels.quantized import Weight
 
 CPU = torch.device("cpu")
 NEEDS = Needs(dtype=torch.bfloat16, hidden_size=64, head_dim=16)
@@ -38,6 +40,15 @@ class Wrong(NativeOps):
             y[0, 0] = torch.nextafter(y[0, 0].float(), torch.tensor(100.0)).bfloat16() + 0.01
         return y
 
+    def gated_linear(self, x: torch.Tensor, packed: NativeLinear, activation: str) -> torch.Tensor:
+        return super().gated_linear(x, packed, activation) * (1.5 if self.fault == "gated" else 1)
+
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> NativeLinear:
+        packed = super().pack_linear(weight, bias)
+        if self.fault == "scales" and packed.form == (4, 16, 32, 1):
+            packed.panels[0, 0] ^= 64
+        return packed
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return super().rms_norm(x, weight, eps) * (2 if self.fault == "norm" else 1)
 
@@ -49,15 +60,28 @@ class Wrong(NativeOps):
             out[0, 0] += 0.01
         return out
 
+    def sample(self, logits: torch.Tensor, rows: Any) -> Any:
+        samples = super().sample(logits, rows)
+        if self.fault == "token" or (self.fault == "company" and len(rows) == 1):
+            samples[0] = samples[0]._replace(token_id=17)
+        elif self.fault == "logprob":
+            samples[2] = samples[2]._replace(logprobs=TopLogprobs(-1.0, samples[2].logprobs.rank, [], []))
+        return samples
+
 
 @pytest.mark.parametrize(
     ("fault", "family", "words"),
     [
         ("linear", "linear", "linear layers are wrong"),
         ("neighbours", "linear", "depends on its neighbours"),
+        ("gated", "linear", "gated layers are wrong"),
+        ("scales", "linear", "linear layers are wrong (4 bits, activations 16, zeros)"),
         ("norm", "pointwise", "norms are wrong"),
         ("attention", "attention", "attention is wrong"),
         ("cut", "attention", "depends on how a prompt is cut"),
+        ("token", "sampling", "sampling is wrong"),
+        ("logprob", "sampling", "sampling is wrong"),
+        ("company", "sampling", "sampling a row depends on its neighbours"),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, family: str, words: str) -> None:
@@ -83,5 +107,5 @@ def test_kernels_that_fail_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_family_that_fails_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda_worker.kernels.cpu.selfcheck.problems", lambda ops: {"attention": "it is wrong"})
     ops, remarks = load_ops(CPU, "auto", NEEDS)
-    assert ops.name == "linear native, pointwise native, attention torch"
+    assert ops.name == "linear native, pointwise native, attention torch, sampling native"
     assert remarks == ["attention by torch: the native kernels failed their check: it is wrong"]

@@ -3,6 +3,9 @@
 Linear layers run prepacked through oneDNN where it takes the dtype; attention is `paged.PagedAttention`. Elementwise
 work is spelled in the few torch calls that cost least per layer: a call costs about as much as a row's arithmetic.
 
+There are no integer kernels here: a quantised weight becomes the run dtype when it is packed, and its layer's input is
+taken as it is, also where the format says 8 bits. That costs memory and is nearer to the unquantised model.
+
 What keeps a row's bits its own, measured bit for bit by the tests:
 - oneDNN sums every output over all of K in one order, whatever the number of rows; float32 with one row is the
   exception (a matrix-vector routine), so one row is computed as two.
@@ -19,11 +22,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pagoda_proto.steps import TopLogprobs
+from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
+from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.sampler import Fault, RowState, Sample
 
 GRAIN = 32768  # elements of elementwise work per thread, at least
 ONE_THREAD = 16384  # no elementwise work of up to this many elements is shared between threads, not even gelu
@@ -43,14 +50,20 @@ class AtenOps:
     capturable = False
     numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}"
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype`: what quantised weights become."""
         self.device = device
+        self._dtype = dtype
         self._prepackable = _prepackable(device)
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packed:
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Packed:
+        if isinstance(weight, QuantizedWeight):
+            weight = dequantize(weight).to(self._dtype)
         if weight.dtype not in self._prepackable:
             return Packed(weight.contiguous(), bias, False)
         return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias, True)
+
+    pack_gated = pack_linear
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         if not packed.prepacked:
@@ -59,6 +72,9 @@ class AtenOps:
             return self.linear(x.expand(2, -1).contiguous(), packed)[:1]
         y: torch.Tensor = _linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
         return y
+
+    def gated_linear(self, x: torch.Tensor, packed: Packed, activation: str) -> torch.Tensor:
+        return act_mul(self.linear(x, packed), activation)
 
     def logits(self, hidden: torch.Tensor, packed: Packed) -> torch.Tensor:
         """In the run dtype, then widened: oneDNN's float32 output for bfloat16 operands is not reachable from torch."""
@@ -76,13 +92,6 @@ class AtenOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = x.add_(residual)
         return self.rms_norm(total, weight, eps), total
-
-    def act_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        slabs = list(_slabs(num_rows, width, activation)) if gate_up.device.type == "cpu" else [num_rows]
-        if len(slabs) == 1:
-            return _act_mul(gate_up, width, activation)
-        return torch.cat([_act_mul(slab, width, activation) for slab in torch.split(gate_up, slabs)])
 
     def rope_write(
         self,
@@ -133,6 +142,12 @@ class AtenOps:
     def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         kv.copy_blocks(pairs)
 
+    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+        return sampler.sample(logits, rows)
+
+    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+        return logprobs.report(logits, tokens, num_top)
+
 
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
 
@@ -147,6 +162,15 @@ def _prepackable(device: torch.device) -> tuple[torch.dtype, ...]:
 def _normed(wide: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight)
+
+
+def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """gate_up [T, 2 I] -> act(gate) * up [T, I]"""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    slabs = list(_slabs(num_rows, width, activation)) if gate_up.device.type == "cpu" else [num_rows]
+    if len(slabs) == 1:
+        return _act_mul(gate_up, width, activation)
+    return torch.cat([_act_mul(slab, width, activation) for slab in torch.split(gate_up, slabs)])
 
 
 def _act_mul(gate_up: torch.Tensor, width: int, activation: str) -> torch.Tensor:

@@ -65,7 +65,7 @@ def _reference(device: torch.device, needs: Needs) -> Ops:
 def _torch(device: torch.device, needs: Needs) -> Ops:
     from pagoda_worker.kernels.aten import AtenOps
 
-    return AtenOps(device)
+    return AtenOps(device, needs.dtype)
 
 
 def _native(device: torch.device, needs: Needs) -> Ops:

@@ -16,8 +16,11 @@ from typing import Any, Protocol
 
 import torch
 
+from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.quantized import Weight
+from pagoda_worker.sampler import Fault, RowState, Sample
 
 Forward = Callable[["Ops", Batch, Any], torch.Tensor]
 """A model's forward pass by the given back end: (ops, batch, cache) -> hidden states [T, H]."""
@@ -100,11 +103,23 @@ class Ops(Protocol):
         The hidden states it returns are valid until the next call. None: this back end records nothing.
         """
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-        """weight [N, K] and bias [N] in the run dtype -> a packed form; the arguments may be freed afterwards."""
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Any:
+        """weight [N, K] and bias [N] in the run dtype -> a packed form; the arguments may be freed afterwards.
+
+        A back end without kernels for a quantised weight computes with its values, and with inputs as they are.
+        """
+
+    def pack_gated(self, weight: Weight, bias: torch.Tensor | None = None) -> Any:
+        """weight [2 I, K] and bias [2 I], gate above up -> a packed form for `gated_linear`."""
 
     def linear(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
         """x [T, K] -> [T, N] in the dtype of x."""
+
+    def gated_linear(self, x: torch.Tensor, packed: Any, activation: str) -> torch.Tensor:
+        """x [T, K] -> act(gate) * up [T, I]; activation is "silu" or "gelu_tanh".
+
+        Gate, up and act(gate) are rounded to the dtype of x where separate operations would round them.
+        """
 
     def logits(self, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
         """hidden [R, H] -> [R, V] float32, rounded to the run dtype first where the hardware accumulates into it."""
@@ -119,9 +134,6 @@ class Ops(Protocol):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(rms_norm(x + residual), x + residual); x [T, H] may be overwritten."""
-
-    def act_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        """gate_up [T, 2 I] -> act(gate) * up [T, I]; activation is "silu" or "gelu_tanh"."""
 
     def rope_write(
         self,
@@ -163,6 +175,19 @@ class Ops(Protocol):
 
     def copy_blocks(self, kv: Any, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (source, destination) in all layers; every source is read before any destination is written."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+        """logits [R, V] float32, which may be overwritten, and the R rows they are of -> the next token of each.
+
+        What a token is chosen by is said in `sampler`. A back end may round weights in its own way, so that tokens
+        differ from another's where a draw falls on a border; that is part of `numerics`.
+        """
+
+    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+        """Log-probabilities of `tokens[i]` and of the `num_top` likeliest, by row i of logits [R, V] float32.
+
+        Stops before the first row whose logits are not finite.
+        """
 
 
 class BackendError(ValueError):

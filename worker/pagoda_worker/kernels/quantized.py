@@ -2,11 +2,18 @@
 
     w[n, k] = (levels[n, k] - zeros[n, g]) * scales[n, g]        g = k // group
 
+The scales of 4 bits are float16 numbers: a back end may keep them as such, and rounds what is not.
+
 With `activation_bits` 8 the layer's input is rounded too, each token's by itself and as it arrives:
 
-    a[t, k] = round(x[t, k] / s[t, g])        s[t, g] = max |x[t, group g]| / 127
+    a[t, k] = round(x[t, k] * (127 / m[t, g]))        s[t, g] = m[t, g] * (1 / 127)        m[t, g] = max |x[t, group g]|
 
-so that y[t, n] = sum over g of s[t, g] * scales[n, g] * sum over k of (levels - zeros) * a, whose inner sum is exact.
+in float32, one rounding per operation, halves to even, so that every back end has the same whole numbers; a is 0 where
+m is below FAINT. The layer is then
+
+    y[t, n] = sum over g of s[t, g] * scales[n, g] * sum over k of (levels[n, k] - zeros[n, g]) * a[t, k]
+
+whose inner sum is exact.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ from dataclasses import dataclass
 import torch
 
 MAX_ACTIVATION = 127
+FAINT = 2.0**-100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +57,20 @@ class QuantizedWeight:
         return self.levels.shape[1] // self.scales.shape[1]
 
 
+Weight = torch.Tensor | QuantizedWeight
+
+
 def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
     """weight [N, K] -> its nearest levels, symmetric around zero. K must be a multiple of the group.
 
-    The scale of a group maps its largest magnitude to the last level above the middle.
+    The scale of a group maps its largest magnitude to about the last level above the middle.
     """
     group = form.group or weight.shape[1]
     middle = 1 << form.bits - 1
-    grouped = _grouped(weight.float(), group)
+    grouped = weight.float().reshape(len(weight), -1, group)
     scales = (grouped.abs().amax(-1) / (middle - 1)).clamp_(min=torch.finfo(torch.float16).tiny)
+    if form.bits == 4:
+        scales = scales.half().float()
     levels = (grouped / scales.unsqueeze(-1)).round_().clamp_(-middle, middle - 1).add_(middle)
     return QuantizedWeight(
         levels=levels.to(torch.uint8).flatten(1),
@@ -71,18 +84,14 @@ def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     """[N, K] float32"""
     zeros = 1 << weight.bits - 1 if weight.zeros is None else weight.zeros.float().unsqueeze(-1)
-    grouped = _grouped(weight.levels, weight.group).float()
+    grouped = weight.levels.reshape(len(weight.levels), -1, weight.group).float()
     return ((grouped - zeros) * weight.scales.unsqueeze(-1)).flatten(1)
 
 
 def round_activations(x: torch.Tensor, group: int) -> torch.Tensor:
     """x [T, K] as the layer sees it with `activation_bits` 8: scale * whole number, float32."""
-    grouped = _grouped(x.float(), group)
-    scales = grouped.abs().amax(-1, keepdim=True) / MAX_ACTIVATION
-    whole = torch.where(scales > 0, grouped / scales, 0).round_()
-    return (whole * scales).flatten(1)
-
-
-def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
-    """[N, K] -> [N, K / group, group]"""
-    return x.reshape(x.shape[0], -1, group)
+    grouped = x.float().reshape(len(x), -1, group)
+    most = grouped.abs().amax(-1, keepdim=True)
+    # Not `127 / most`, which torch computes as 127 * (1 / most).
+    inverse = torch.where(most >= FAINT, torch.full_like(most, MAX_ACTIVATION) / most, 0)
+    return ((grouped * inverse).round_() * (most * (1 / MAX_ACTIVATION))).flatten(1)

@@ -8,14 +8,22 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pagoda_proto.steps import TopLogprobs
+from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
+from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
+from pagoda_worker.sampler import Fault, RowState, Sample
 
 
 class Plain(NamedTuple):
+    """A `quantized` weight is float32, whatever the run dtype. `group`: so many inputs share a scale; 0 leaves them."""
+
     weight: torch.Tensor
     bias: torch.Tensor | None
+    quantized: bool = False
+    group: int = 0
 
 
 class ReferenceOps:
@@ -26,11 +34,24 @@ class ReferenceOps:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Plain:
-        return Plain(weight, bias)
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Plain:
+        if isinstance(weight, torch.Tensor):
+            return Plain(weight, bias)
+        return Plain(dequantize(weight), bias, True, weight.group if weight.activation_bits == 8 else 0)
+
+    pack_gated = pack_linear
 
     def linear(self, x: torch.Tensor, packed: Plain) -> torch.Tensor:
-        return F.linear(x, packed.weight, packed.bias)
+        if not packed.quantized:
+            return F.linear(x, packed.weight, packed.bias)
+        wide = _wide(x)
+        seen = round_activations(wide, packed.group).to(wide.dtype) if packed.group else wide
+        bias = None if packed.bias is None else packed.bias.to(wide.dtype)
+        return F.linear(seen, packed.weight.to(wide.dtype), bias).to(x.dtype)
+
+    def gated_linear(self, x: torch.Tensor, packed: Plain, activation: str) -> torch.Tensor:
+        gate, up = self.linear(x, packed).chunk(2, dim=-1)
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def logits(self, hidden: torch.Tensor, packed: Plain) -> torch.Tensor:
         return self.linear(hidden, packed).float()
@@ -48,10 +69,6 @@ class ReferenceOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
-
-    def act_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
     def rope_write(
         self,
@@ -118,6 +135,12 @@ class ReferenceOps:
 
     def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         kv.copy_blocks(pairs)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+        return sampler.sample(logits, rows)
+
+    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+        return logprobs.report(logits, tokens, num_top)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

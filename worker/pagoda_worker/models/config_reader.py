@@ -7,7 +7,7 @@ ones (`rope_theta` and `rope_scaling`, `torch_dtype`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from pagoda_worker.layers.rope import RopeShape
@@ -31,11 +31,19 @@ class UnsupportedConfig(ValueError):
 
 
 class ConfigReader:
-    """Takes fields one by one and remembers which."""
+    """Takes fields one by one and remembers which. `where` names the object in messages."""
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        fields: Mapping[str, Any],
+        where: str = "config.json",
+        harmless: Iterable[str] = HARMLESS,
+        required: Mapping[str, tuple[Any, ...]] = REQUIRED_VALUES,
+    ) -> None:
         self._fields = fields
-        self._taken = HARMLESS | set(REQUIRED_VALUES)
+        self._where = where
+        self._required = required
+        self._taken = set(harmless) | set(required)
 
     def take(self, name: str, kind: type[T], default: T | None = None) -> T:
         """A field that must be there, unless there is a default for its absence (or null).
@@ -46,7 +54,7 @@ class ConfigReader:
         value = self.maybe(name, kind)
         if value is None:
             if default is None:
-                raise UnsupportedConfig(f"config.json: {name!r} is missing")
+                raise UnsupportedConfig(f"{self._where}: {name!r} is missing")
             return default
         return value
 
@@ -57,15 +65,26 @@ class ConfigReader:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
-            raise UnsupportedConfig(f"config.json: {name!r} must be of type {kind.__name__}, got {value!r}")
+            raise UnsupportedConfig(f"{self._where}: {name!r} must be of type {kind.__name__}, got {value!r}")
         return value
 
     def size(self, name: str, default: int | None = None) -> int:
         """A positive integer."""
         value = self.take(name, int, default)
         if value < 1:
-            raise UnsupportedConfig(f"config.json: {name!r} must be at least 1, got {value}")
+            raise UnsupportedConfig(f"{self._where}: {name!r} must be at least 1, got {value}")
         return value
+
+    def choice(self, name: str, *allowed: T) -> T:
+        """A field with one of a few values; the first is the one of its absence (or null)."""
+        self._taken.add(name)
+        value = self._fields.get(name)
+        if value is None:
+            return allowed[0]
+        for one in allowed:
+            if type(value) is type(one) and value == one:
+                return one
+        raise UnsupportedConfig(f"{self._where}: {name}={value!r} is not one of {', '.join(map(str, allowed))}")
 
     def activation(self, *names: str) -> str:
         """The activation under the first of `names` that is given."""
@@ -95,13 +114,13 @@ class ConfigReader:
 
     def finish(self) -> None:
         """Raises UnsupportedConfig when fields with a meaning are left."""
-        for name, allowed in REQUIRED_VALUES.items():
+        for name, allowed in self._required.items():
             if self._fields.get(name) not in allowed:
-                raise UnsupportedConfig(f"config.json: {name}={self._fields[name]!r} is not supported")
+                raise UnsupportedConfig(f"{self._where}: {name}={self._fields.get(name)!r} is not supported")
         left = {name: value for name, value in self._fields.items() if name not in self._taken}
         unknown = sorted(name for name, value in left.items() if value not in (None, False))
         if unknown:
-            raise UnsupportedConfig(f"config.json: not supported natively: {', '.join(unknown)}")
+            raise UnsupportedConfig(f"{self._where}: not supported natively: {', '.join(unknown)}")
 
 
 def rope_shape(parameters: Mapping[str, Any], head_dim: int, theta: float) -> RopeShape:

@@ -16,6 +16,7 @@ from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation
 from pagoda_worker.layers.rope import RotaryTable
+from pagoda_worker.models.source import Source, joined
 from pagoda_worker.models.spec import (
     DOWN,
     EMBED,
@@ -28,8 +29,6 @@ from pagoda_worker.models.spec import (
     layer_name,
     norm_parts,
 )
-
-Take = Callable[[str], torch.Tensor]  # name -> tensor in the run dtype on the device
 
 
 @dataclass(frozen=True)
@@ -49,17 +48,17 @@ class Layer:
 class Decoder:
     """A model as the runner sees it."""
 
-    def __init__(self, spec: DecoderSpec, ops: Ops, take: Take, dtype: torch.dtype, max_positions: int) -> None:
+    def __init__(self, spec: DecoderSpec, ops: Ops, source: Source, dtype: torch.dtype, max_positions: int) -> None:
         self.spec = spec
         self.ops = ops
         self.kv_shape = KVShape(
             num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
         )
         self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
-        self._layers = [_load_layer(spec, ops, take, layer) for layer in range(spec.num_layers)]
-        self._final_norm = take(FINAL_NORM).float() + spec.norm_offset
-        self._embed = take(EMBED)
-        self._head = ops.pack_linear(self._embed if spec.tied else take(HEAD))
+        self._layers = [_load_layer(spec, ops, source, dtype, layer) for layer in range(spec.num_layers)]
+        self._final_norm = source.tensor(FINAL_NORM).float() + spec.norm_offset
+        self._embed = source.tensor(EMBED)
+        self._head = ops.pack_linear(source.tied(self._embed) if spec.tied else source.linear(HEAD))
 
     def on(self, ops: Ops) -> Decoder:
         """The same weights, computed by `ops`, which must be of the back end that packed them."""
@@ -126,7 +125,7 @@ class Decoder:
 
     def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
         ops = self.ops
-        return ops.linear(ops.act_mul(ops.linear(x, layer.gate_up), self.spec.activation), layer.down)
+        return ops.linear(ops.gated_linear(x, layer.gate_up, self.spec.activation), layer.down)
 
 
 @dataclass(frozen=True)
@@ -147,19 +146,19 @@ def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     return logits.mul_(cap)
 
 
-def _load_layer(spec: DecoderSpec, ops: Ops, take: Take, layer: int) -> Layer:
-    def pack(parts: tuple[str, ...], biased: bool) -> Any:
-        weights = [take(layer_name(layer, f"{part}.weight")) for part in parts]
-        biases = [take(layer_name(layer, f"{part}.bias")) for part in parts] if biased else []
-        return ops.pack_linear(_joined(weights), _joined(biases) if biases else None)
+def _load_layer(spec: DecoderSpec, ops: Ops, source: Source, dtype: torch.dtype, layer: int) -> Layer:
+    def pack(parts: tuple[str, ...], biased: bool, packed: Callable[..., Any] = ops.pack_linear) -> Any:
+        weights = [source.linear(layer_name(layer, part)) for part in parts]
+        biases = [source.tensor(layer_name(layer, f"{part}.bias")) for part in parts] if biased else []
+        return packed(joined(weights, dtype), torch.cat(biases) if biases else None)
 
     def norm(part: str) -> torch.Tensor:
-        return take(layer_name(layer, part)).float() + spec.norm_offset
+        return source.tensor(layer_name(layer, part)).float() + spec.norm_offset
 
     return Layer(
         qkv=pack(QKV, spec.qkv_bias),
         out=pack(OUT, spec.out_bias),
-        gate_up=pack(GATE_UP, spec.mlp_bias),
+        gate_up=pack(GATE_UP, spec.mlp_bias, ops.pack_gated),
         down=pack(DOWN, spec.mlp_bias),
         norms={role: norm(part) for role, part in norm_parts(spec).items()},
         head_norm=_head_norm(spec, norm) if spec.head_norms else None,
@@ -173,10 +172,6 @@ def _load_layer(spec: DecoderSpec, ops: Ops, take: Take, layer: int) -> Layer:
         ),
         rope=spec.rope_of_layer[layer],
     )
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _head_norm(spec: DecoderSpec, norm: Callable[[str], torch.Tensor]) -> HeadNorm:

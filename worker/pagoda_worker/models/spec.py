@@ -51,7 +51,7 @@ QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUT = ("self_attn.o_proj",)
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 DOWN = ("mlp.down_proj",)
-EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head"
 # Buffers that older exports carry along; they hold nothing that config.json does not say.
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_attn.bias")
 
@@ -79,17 +79,28 @@ def expected_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
         FINAL_NORM: (spec.hidden_size,),
     }
     if not spec.tied:
-        shapes[HEAD] = (spec.vocab_size, spec.hidden_size)
+        shapes[f"{HEAD}.weight"] = (spec.vocab_size, spec.hidden_size)
     one_layer = _layer_tensors(spec)
     for layer in range(spec.num_layers):
         shapes |= {layer_name(layer, part): shape for part, shape in one_layer.items()}
     return shapes
 
 
-def _layer_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+def linear_layers(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
+    """Name -> (outputs, inputs) of every matrix that may be quantised; a tied head is none of its own."""
+    one_layer = _layer_matrices(spec)
+    shapes = {layer_name(i, part): shape for i in range(spec.num_layers) for part, shape in one_layer.items()}
+    return shapes if spec.tied else shapes | {HEAD: (spec.vocab_size, spec.hidden_size)}
+
+
+def _layer_matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
     hidden, middle, attended = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
     matrices = {part: (heads * spec.head_dim, hidden) for part, heads in zip(QKV, spec.heads_of_qkv, strict=True)}
-    matrices |= {OUT[0]: (hidden, attended), DOWN[0]: (hidden, middle)} | dict.fromkeys(GATE_UP, (middle, hidden))
+    return matrices | {OUT[0]: (hidden, attended), DOWN[0]: (hidden, middle)} | dict.fromkeys(GATE_UP, (middle, hidden))
+
+
+def _layer_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    hidden, matrices = spec.hidden_size, _layer_matrices(spec)
     biased = (QKV if spec.qkv_bias else ()) + (OUT if spec.out_bias else ())
     biased += GATE_UP + DOWN if spec.mlp_bias else ()
     shapes: dict[str, tuple[int, ...]] = {f"{part}.weight": shape for part, shape in matrices.items()}

@@ -322,7 +322,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("load", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "preemptions", "replays", "worker_deaths", "steps")
+    __slots__ = ("load", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "preemptions", "replays", "worker_deaths", "steps", "draft_tokens", "accepted_draft_tokens")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
@@ -334,6 +334,8 @@ class GetStatsResponse(_message.Message):
     REPLAYS_FIELD_NUMBER: _ClassVar[int]
     WORKER_DEATHS_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     load: Load
     blocks_total: int
     blocks_used: int
@@ -345,7 +347,9 @@ class GetStatsResponse(_message.Message):
     replays: int
     worker_deaths: int
     steps: int
-    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., replays: _Optional[int] = ..., worker_deaths: _Optional[int] = ..., steps: _Optional[int] = ...) -> None: ...
+    draft_tokens: int
+    accepted_draft_tokens: int
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., replays: _Optional[int] = ..., worker_deaths: _Optional[int] = ..., steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
     __slots__ = ()

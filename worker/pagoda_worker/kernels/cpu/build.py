@@ -23,9 +23,9 @@ FLAGS = [*OPTIMISE, *WARN]
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma"
 LEVELS = (
     ("base", ""),
-    ("avx2", "-mavx2 -mfma"),
+    ("avx2", "-mavx2 -mfma -mf16c"),
     ("avx512", AVX512),
-    ("avx512bf16", AVX512 + " -mavx512bf16"),
+    ("avx512bf16", AVX512 + " -mavx512bf16 -mavx512vnni"),
 )
 
 

@@ -11,16 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
 
+import numpy as np
 import torch
 
+from pagoda_proto.params import MAX_LOGPROBS
 from pagoda_worker.kernels.cpu.build import LIBRARY
+from pagoda_worker.kernels.quantized import QuantizedWeight
 
-ABI = 1
+ABI = 2
 LEVELS = ("base", "avx2", "avx512", "avx512bf16")
 PANEL = 32  # columns of a packed panel
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
-EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, ACT_MUL = range(6)
+EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION = range(5)
 
 
 class Op(ctypes.Structure):
@@ -50,6 +53,57 @@ class Step(ctypes.Structure):
         ("query_starts", ctypes.c_void_p),
         ("context_lens", ctypes.c_void_p),
     ]
+
+
+# See `SampleRow` and `SampleResult` in csrc/sample_call.h. Addresses are of arrays that the caller keeps.
+SAMPLE_ROW = np.dtype(
+    [
+        *((name, np.uint64) for name in ("allowed", "masked", "bias_ids", "seen", "times", "bias")),
+        *((name, np.int32) for name in ("num_allowed", "num_masked", "num_bias", "num_seen")),
+        *((name, np.float32) for name in ("repetition", "frequency", "presence")),
+        *((name, np.uint32) for name in ("choice", "position")),
+        *((name, np.int32) for name in ("top_k", "num_top", "given")),
+        ("seed", np.uint64),
+        *((name, np.float64) for name in ("temperature", "top_p", "min_p")),
+    ]
+)
+SAMPLE_RESULT = np.dtype(
+    [
+        *((name, np.int32) for name in ("token", "status", "rank")),
+        ("logprob", np.float32),
+        ("top_ids", np.int32, MAX_LOGPROBS),
+        ("top_logprobs", np.float32, MAX_LOGPROBS),
+    ]
+)
+
+
+class QuantForm(ctypes.Structure):
+    """See `QuantForm` in csrc/program.h."""
+
+    _fields_: ClassVar = [
+        ("bits", ctypes.c_int32),
+        ("input_bits", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("has_zeros", ctypes.c_int32),
+    ]
+
+
+class QuantSource(ctypes.Structure):
+    """See `QuantSource` in csrc/program.h."""
+
+    _fields_: ClassVar = [
+        ("form", QuantForm),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("levels", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+    ]
+
+
+def quant_form(weight: QuantizedWeight) -> tuple[int, int, int, int]:
+    """The fields of its `QuantForm`."""
+    return weight.bits, weight.activation_bits, weight.group, int(weight.zeros is not None)
 
 
 def make_op(
@@ -127,11 +181,35 @@ class Library:
         """Run a program of operations in order. One call at a time."""
         self._library.pagoda_run(self._pool, self._level, ops, len(ops), ctypes.byref(step))
 
+    def sample(self, logits: torch.Tensor, rows: int, results: int) -> None:
+        """logits [R, V] float32, contiguous, overwritten; addresses of R `SAMPLE_ROW` and of R `SAMPLE_RESULT`."""
+        shape = logits.shape
+        self._library.pagoda_sample(self._pool, self._level, logits.data_ptr(), shape[0], shape[1], rows, results)
+
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
         """weight: [n, k] bf16, k even -> [ceil(n / 32), k / 2, 32] int32 pairs."""
         n, k = weight.shape
         packed = pages(-(-n // PANEL), k // 2, PANEL, dtype=torch.int32)
         self._library.pagoda_pack(self._pool, self._level, weight.data_ptr(), n, k, packed.data_ptr())
+        return packed
+
+    def pack_quantized(self, weight: QuantizedWeight) -> torch.Tensor:
+        """-> [ceil(n / 32), bytes of a panel] uint8, laid out as csrc/quant.h says."""
+        n, k = weight.levels.shape
+        levels, form = weight.levels.contiguous(), QuantForm(*quant_form(weight))
+        scales = weight.scales.to(torch.float16 if weight.bits == 4 else torch.float32).contiguous()
+        zeros = None if weight.zeros is None else weight.zeros.contiguous()
+        source = QuantSource(
+            form=form,
+            n=n,
+            k=k,
+            levels=levels.data_ptr(),
+            scales=scales.data_ptr(),
+            zeros=None if zeros is None else zeros.data_ptr(),
+        )
+        panel_bytes = self._library.pagoda_quant_panel_bytes(ctypes.byref(form), k)
+        packed = pages(-(-n // PANEL), panel_bytes, dtype=torch.uint8)
+        self._library.pagoda_pack_quantized(self._pool, self._level, ctypes.byref(source), packed.data_ptr())
         return packed
 
 
@@ -142,10 +220,15 @@ def _open(path: Path) -> ctypes.CDLL:
     library.pagoda_pool_free.argtypes = [pointer]
     library.pagoda_run.argtypes = [pointer, number, pointer, number, pointer]
     library.pagoda_pack.argtypes = [pointer, number, pointer, number, number, pointer]
-    op_bytes, step_bytes = number(), number()
-    library.pagoda_sizes(ctypes.byref(op_bytes), ctypes.byref(step_bytes))
-    found = library.pagoda_abi(), op_bytes.value, step_bytes.value
-    expected = ABI, ctypes.sizeof(Op), ctypes.sizeof(Step)
+    library.pagoda_quant_panel_bytes.argtypes = [pointer, number]
+    library.pagoda_quant_panel_bytes.restype = ctypes.c_size_t
+    library.pagoda_pack_quantized.argtypes = [pointer, number, pointer, pointer]
+    library.pagoda_sample.argtypes = [pointer, number, pointer, number, number, pointer, pointer]
+    structs = ctypes.sizeof(Op), ctypes.sizeof(Step), ctypes.sizeof(QuantSource)
+    expected = ABI, *structs, SAMPLE_ROW.itemsize, SAMPLE_RESULT.itemsize
+    sizes = (number * (len(expected) - 1))()
+    library.pagoda_sizes(sizes)
+    found = library.pagoda_abi(), *sizes
     if found != expected:
-        raise LibraryError(f"{path} is of another build: (abi, op, step) {found}, expected {expected}; install again")
+        raise LibraryError(f"{path} is of another build: (abi, sizes) {found}, expected {expected}; install again")
     return library

@@ -9,30 +9,44 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 
+from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu import library as lib
+from pagoda_worker.kernels.cpu import sampling
 from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.sampler import Fault, RowState, Sample
 
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
 MAX_HEAD_DIM = 256
 ATTENTION_SPLIT = 256  # keys that are summed up at a time; see SPLIT in csrc/attention.h
-ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
+FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) that there are kernels for
+GROUP = 32  # inputs that share a scale are a multiple of so many
+MAX_GROUP = 65536  # whole numbers of 8 times 8 bits that can be added up in 32
+BF16_FORM = (16, 16, 0, 0)
 
 
 class NativeLinear(NamedTuple):
-    """Weights [n, k] in panels, as `Library.pack` makes them."""
+    """A matrix of n rows and k columns in panels, as `Library.pack` or `pack_quantized` makes them.
+
+    bias: As long as the panels have columns.
+    form: See `lib.quant_form`; weights of 16 bits are bfloat16.
+    """
 
     panels: torch.Tensor
     bias: torch.Tensor | None
     n: int
     k: int
+    form: tuple[int, int, int, int]
 
 
 class NativePlan(NamedTuple):
@@ -95,7 +109,7 @@ class NativeOps:
 
     @property
     def numerics(self) -> str:
-        return f"{self.library.level} split {ATTENTION_SPLIT}"
+        return f"{self.library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
 
     def record(self, forward: Forward, kv: NativeKVCache, max_tokens: int) -> Callable[[Batch], torch.Tensor]:
         tape = Recording(max_tokens)
@@ -106,21 +120,49 @@ class NativeOps:
         """The same operations on another tape."""
         return NativeOps(self.library, tape)
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> NativeLinear:
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> NativeLinear:
+        """A quantised weight that there is no kernel for is packed as bfloat16."""
+        if isinstance(weight, QuantizedWeight) and not _has_kernel(weight):
+            weight = dequantize(weight).bfloat16()
+        if bias is not None:
+            bias = F.pad(bias, (0, -len(bias) % lib.PANEL))
+        if isinstance(weight, QuantizedWeight):
+            n, k = weight.levels.shape
+            return NativeLinear(self.library.pack_quantized(weight), bias, n, k, lib.quant_form(weight))
         n, k = weight.shape
-        return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k)
+        return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k, BF16_FORM)
+
+    def pack_gated(self, weight: Weight, bias: torch.Tensor | None = None) -> NativeLinear:
+        """Gate and up side by side in every panel, so that both halves of an output meet in one tile's registers."""
+        if isinstance(weight, QuantizedWeight):
+            num_rows = weight.levels.shape[0]
+            weight = replace(
+                weight,
+                levels=_side_by_side(weight.levels),
+                scales=_side_by_side(weight.scales),
+                zeros=None if weight.zeros is None else _side_by_side(weight.zeros),
+            )
+        else:
+            num_rows = weight.shape[0]
+            weight = _side_by_side(weight)
+        return self.pack_linear(weight, None if bias is None else _side_by_side(bias))._replace(n=num_rows)
 
     def linear(self, x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
         return self._linear(x, packed, torch.bfloat16)
+
+    def gated_linear(self, x: torch.Tensor, packed: NativeLinear, activation: str) -> torch.Tensor:
+        return self._linear(x, packed, torch.bfloat16, activation)
 
     def logits(self, hidden: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
         """float32 straight from the accumulators."""
         return self._linear(hidden, packed, torch.float32)
 
-    def _linear(self, x: torch.Tensor, packed: NativeLinear, dtype: torch.dtype) -> torch.Tensor:
+    def _linear(
+        self, x: torch.Tensor, packed: NativeLinear, dtype: torch.dtype, activation: str | None = None
+    ) -> torch.Tensor:
         x = x.contiguous()
-        y = self._tape.buffer(x.shape[0], packed.n, dtype)
-        ints = [packed.n, packed.k, 0, int(dtype == torch.float32)]
+        y = self._tape.buffer(x.shape[0], packed.n if activation is None else packed.n // 2, dtype)
+        ints = [packed.n, packed.k, ACTIVATIONS[activation], int(dtype == torch.float32), *packed.form]
         op = lib.make_op(lib.LINEAR, [x, packed.panels, y, packed.bias], ints)
         self._tape.take(op, (x, packed, y), num_tokens=x.shape[0])
         return y
@@ -147,13 +189,6 @@ class NativeOps:
         y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
         op = lib.make_op(lib.RMS_NORM, [x, residual, weight, y], [x.shape[1]], [eps])
         self._tape.take(op, (x, residual, weight, y), num_tokens=x.shape[0])
-        return y
-
-    def act_mul(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-        width = gate_up.shape[1] // 2
-        y = self._tape.buffer(gate_up.shape[0], width, torch.bfloat16)
-        op = lib.make_op(lib.ACT_MUL, [gate_up, y], [width, ACTIVATIONS[activation]])
-        self._tape.take(op, (gate_up, y), num_tokens=gate_up.shape[0])
         return y
 
     def rope_write(
@@ -191,7 +226,7 @@ class NativeOps:
         op = lib.make_op(lib.ROPE_KV, tensors, [num_heads, num_kv_heads, head_dim, kv.block_size], [eps])
         step = {"num_tokens": qkv.shape[0], "positions": positions, "kv_indices": kv_indices}
         self._tape.take(op, (qkv, q, kv, tables), **step)
-        heads = q.view(-1, num_heads, head_dim)
+        heads = q.view(len(q), num_heads, head_dim)
         heads.buffer_handle = q  # type: ignore[attr-defined]  # a tape counts references to what it handed out
         return heads
 
@@ -234,6 +269,27 @@ class NativeOps:
         sources, destinations = torch.tensor(pairs).unbind(1)
         for layer in (*kv.keys, *kv.values):
             layer.index_copy_(0, destinations, layer.index_select(0, sources))
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+        return sampling.sample(self.library, logits, rows)
+
+    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+        return sampling.report(self.library, logits, tokens, num_top)
+
+
+def _has_kernel(weight: QuantizedWeight) -> bool:
+    known = (weight.bits, weight.activation_bits) in FORMS and weight.group % GROUP == 0 and weight.group <= MAX_GROUP
+    if not known or weight.bits != 4:
+        return known
+    half, largest = torch.finfo(torch.float16), weight.scales.abs().max().item()
+    return half.tiny <= largest <= half.max  # what is subnormal beside a largest that is not is next to nothing
+
+
+def _side_by_side(gate_up: torch.Tensor) -> torch.Tensor:
+    """Lines 0 .. I - 1 gate, I .. 2 I - 1 up -> 16 of gate, the same 16 of up, and so on; zeros after the last."""
+    halves = gate_up.reshape(2, -1, *gate_up.shape[1:])
+    padded = F.pad(halves, (0, 0) * (halves.dim() - 2) + (0, -halves.shape[1] % LANES))
+    return padded.view(2, -1, LANES, *gate_up.shape[1:]).transpose(0, 1).flatten(0, 2)
 
 
 def load_native(device: torch.device, needs: Needs) -> NativeOps:

@@ -1,4 +1,4 @@
-"""Before a worker serves: do the kernels compute here what they should? A few milliseconds on one odd shape each.
+"""Before a worker serves: do the kernels compute here what they should? Tens of milliseconds, one odd shape each.
 
 A processor, compiler or library that breaks them would otherwise show as slightly wrong answers. The yardstick is the
 reference back end in float64; invariance is checked bit by bit.
@@ -6,22 +6,44 @@ reference back end in float64; invariance is checked bit by bit.
 
 from __future__ import annotations
 
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
 import torch
 
+from pagoda_proto.params import SamplingParams
+from pagoda_worker import sampler
 from pagoda_worker.batch import Batch
-from pagoda_worker.kernels.cpu.native import NativeOps
+from pagoda_worker.kernels.cpu.native import FORMS, GROUP, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
+from pagoda_worker.order import Ids
+from pagoda_worker.penalties import Processing
 
 ROWS, HIDDEN, OUT, BLOCK = 13, 96, 80, 16
 HEADS, KV_HEADS, DIM = 6, 2, 32
 TOLERANCE = 0.03  # bfloat16 results of magnitude about 1
+VOCAB = 3001
+MANNERS = (
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=1.2, top_p=0.9, logprobs=0),
+    SamplingParams(temperature=0.9, top_k=40, min_p=0.01),
+    SamplingParams(temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={7: 4.0}, logprobs=2),
+)
 
 
 def problems(ops: NativeOps) -> dict[str, str]:
     """What is wrong with these kernels on this machine, by the family of operations it is wrong with."""
-    checks = {"linear": _linear_problem, "pointwise": _pointwise_problem, "attention": _attention_problem}
+    checks = {
+        "linear": _linear_problem,
+        "pointwise": _pointwise_problem,
+        "attention": _attention_problem,
+        "sampling": _sampling_problem,
+    }
     with torch.inference_mode():
         found = {family: check(ops, torch.Generator().manual_seed(1)) for family, check in checks.items()}
     return {family: problem for family, problem in found.items() if problem}
@@ -31,12 +53,34 @@ def _linear_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
     x = torch.randn(ROWS, HIDDEN, generator=generator).bfloat16()
     weight = (torch.randn(OUT, HIDDEN, generator=generator) * HIDDEN**-0.5).bfloat16()
     bias = torch.randn(OUT, generator=generator).bfloat16()
-    packed = ops.pack_linear(weight, bias)
+    found = ((name, _form_problem(ops, x, form, bias)) for name, form in _forms(weight).items())
+    return next((f"{problem} ({name})" for name, problem in found if problem), None)
+
+
+def _forms(weight: torch.Tensor) -> dict[str, Weight]:
+    """The weight in every form that there are kernels for, with zeros in the middle and elsewhere."""
+    forms: dict[str, Weight] = {"bfloat16": weight}
+    for bits, activation_bits in FORMS:
+        middle = quantize(weight, Format(bits=bits, group=GROUP, activation_bits=activation_bits))
+        zeros = torch.arange(middle.scales.numel()).view_as(middle.scales) % 3 + (1 << bits - 1) - 1
+        name = f"{bits} bits, activations {activation_bits}"
+        forms[name] = middle
+        forms[f"{name}, zeros"] = dataclasses.replace(middle, zeros=zeros.to(torch.uint8))
+    return forms
+
+
+def _form_problem(ops: NativeOps, x: torch.Tensor, weight: Weight, bias: torch.Tensor) -> str | None:
+    reference = ReferenceOps(ops.device)
+    wide = weight if isinstance(weight, QuantizedWeight) else weight.double()
+    packed, expected = ops.pack_linear(weight, bias), reference.pack_linear(wide, bias.double())
     y = ops.linear(x, packed)
-    if _differs(y, torch.nn.functional.linear(x.double(), weight.double(), bias.double())):
+    if _differs(y, reference.linear(x.double(), expected)):
         return "linear layers are wrong"
     if not torch.equal(torch.cat([ops.linear(row[None], packed) for row in x]), y):
         return "a row of a linear layer depends on its neighbours"
+    gated = ops.gated_linear(x, ops.pack_gated(weight, bias), "silu")
+    if _differs(gated, reference.gated_linear(x.double(), expected, "silu")):
+        return "gated layers are wrong"
     return None
 
 
@@ -57,6 +101,44 @@ def _attention_problem(ops: NativeOps, generator: torch.Generator) -> str | None
     if not torch.equal(_attend(ops, qkv, [BLOCK + 3] + [1] * (length - BLOCK - 3)), together):
         return "attention depends on how a prompt is cut"
     return None
+
+
+class Drawn(NamedTuple):
+    """A row to sample, as `sampler.RowState` has it."""
+
+    params: SamplingParams
+    seed: int
+    outputs: Ids
+    processing: Processing | None
+    choice: int = 0
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.outputs)
+
+
+def _sampling_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
+    logits = torch.randn(len(MANNERS), VOCAB, generator=generator) * 3
+    outputs = np.arange(5, 30)
+    rows = [Drawn(p, seed, outputs, Processing.of(p, (), outputs, 0)) for seed, p in enumerate(MANNERS)]
+    together = ops.sample(logits.clone(), rows)
+    for row, got, expected in zip(rows, together, sampler.sample(logits.clone(), rows), strict=True):
+        if not _same_sample(got, expected):
+            return f"sampling is wrong: {got}, not {expected}, for {row.params}"
+    if [ops.sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)] != together:
+        return "sampling a row depends on its neighbours"
+    return None
+
+
+def _same_sample(got: sampler.Sample | sampler.Fault, expected: sampler.Sample | sampler.Fault) -> bool:
+    if isinstance(got, sampler.Fault) or isinstance(expected, sampler.Fault):
+        return got == expected
+    if got.logprobs is None or expected.logprobs is None:
+        return got == expected
+    ours, theirs = got.logprobs, expected.logprobs
+    values = [ours.logprob, *ours.top_logprobs], [theirs.logprob, *theirs.top_logprobs]
+    whole = (got.token_id, ours.rank, ours.top_ids) == (expected.token_id, theirs.rank, theirs.top_ids)
+    return whole and bool(np.allclose(*values, rtol=0, atol=1e-5))
 
 
 def _attend(ops: Ops, qkv: torch.Tensor, chunks: list[int]) -> torch.Tensor:

@@ -5,31 +5,55 @@
 
 #include "attention.h"
 #include "pointwise.h"
+#include "quant.h"
+#include "sampling.h"
 
 namespace PAGODA_NS {
 
-// --- linear: p = x, panels, y, bias, residual; i = n, k, activation, out_f32 -------------------------------------------
+// --- linear: p = x, panels, y, bias; i = n, k, activation, out_f32, weight bits (16: bf16, else a QuantForm), form ------
 
-// Rows of x that stay in half of a 1 MiB L2 while all panels pass.
-static int block_rows(int k) {
-  int rows = (512 << 10) / (2 * k);
+static QuantForm form_of(const Op& op) { return {op.i[4], op.i[5], op.i[6], op.i[7]}; }
+
+// Rows of x, as the tiles read them, that stay in half of a 1 MiB L2 while all panels pass.
+static int block_rows(const Op& op) {
+  int row_bytes = op.i[4] != 16 && op.i[5] == 8 ? op.i[1] : 2 * op.i[1];
+  int rows = (512 << 10) / row_bytes;
   return rows < 4 * MAX_ROWS ? 4 * MAX_ROWS : rows / MAX_ROWS * MAX_ROWS;
 }
 static int num_panels(const Op& op) { return (op.i[0] + PANEL - 1) / PANEL; }
 static int num_blocks(const Op& op, const Step& s) {
-  int size = block_rows(op.i[1]);
+  int size = block_rows(op);
   return (s.num_tokens + size - 1) / size;
 }
 
-static void run_linear(const Op& op, const Step& s, int first, int last) {
-  const Epilogue e{(const uint16_t*)op.p[3], (const uint16_t*)op.p[4], op.i[2], op.i[3]};
-  int n = op.i[0], k = op.i[1], panels = num_panels(op), rows = s.num_tokens, blocks = num_blocks(op, s);
+// Calls f(first row, last row, panel) for each piece.
+template <typename F>
+static void each_linear_item(const Op& op, const Step& s, int first, int last, F&& f) {
+  int panels = num_panels(op), rows = s.num_tokens, blocks = num_blocks(op, s);
   for (int item = first; item < last; ++item) {
-    int block = item / panels, panel = item % panels;
-    int from = (int)((long)rows * block / blocks), to = (int)((long)rows * (block + 1) / blocks);
-    linear_panel((const uint16_t*)op.p[0], from, to, k, (const uint32_t*)op.p[1] + (size_t)panel * (k / 2) * PANEL,
-                 panel * PANEL, n, e, op.p[2]);
+    int block = item / panels;
+    f((int)((long)rows * block / blocks), (int)((long)rows * (block + 1) / blocks), item % panels);
   }
+}
+
+static void run_linear(const Op& op, const Step& s, uint64_t use, int first, int last) {
+  static thread_local RoundedRows rounded;
+  const uint16_t* x = (const uint16_t*)op.p[0];
+  const Epilogue e{(const uint16_t*)op.p[3], op.i[2], op.i[3]};
+  const int n = op.i[0], k = op.i[1];
+  if (op.i[4] == 16) {
+    const size_t words = (size_t)(k / 2) * PANEL;
+    each_linear_item(op, s, first, last, [&](int from, int to, int panel) {
+      linear_panel(x, from, to, k, (const uint32_t*)op.p[1] + panel * words, panel * PANEL, n, e, op.p[2]);
+    });
+    return;
+  }
+  const QuantArgs a{x, op.p[2], k, n, form_of(op), e};
+  const size_t bytes = quant_panel_bytes(a.form, k);
+  each_linear_item(op, s, first, last, [&](int from, int to, int panel) {
+    if (a.form.input_bits == 8) rounded.take(x, from, to, k, a.form, use);
+    quant_panel(a, rounded, from, to, (const uint8_t*)op.p[1] + panel * bytes, panel * PANEL);
+  });
 }
 
 // --- attention: p = q, k_cache, v_cache, out, sinks; i = heads, kv_heads, dim, block_size, window; f = scale, softcap ----
@@ -78,11 +102,6 @@ static void run_row(const Op& op, const Step& s, int r) {
                    op.f[0]);
       break;
     }
-    case ACT_MUL: {  // p = gate and up side by side, y; i = width, activation
-      const uint16_t* gate = (const uint16_t*)op.p[0] + row * 2 * op.i[0];
-      act_mul_row(gate, gate + op.i[0], (uint16_t*)op.p[1] + row * op.i[0], op.i[0], op.i[1]);
-      break;
-    }
     default:
       break;
   }
@@ -99,9 +118,9 @@ static int items(const Op& op, const Step& s) {
   return s.num_tokens;
 }
 
-static void run(const Op& op, const Step& s, int first, int last) {
+static void run(const Op& op, const Step& s, uint64_t use, int first, int last) {
   switch (op.kind) {
-    case LINEAR: run_linear(op, s, first, last); break;
+    case LINEAR: run_linear(op, s, use, first, last); break;
     case ATTENTION: run_attention(op, s, first, last); break;
     case ROPE_KV: run_rope(op, s, first, last); break;
     default:
@@ -113,4 +132,6 @@ static void run(const Op& op, const Step& s, int first, int last) {
 
 #define PAGODA_TABLE_(name) pagoda_level_##name
 #define PAGODA_TABLE(name) PAGODA_TABLE_(name)
-extern const Level PAGODA_TABLE(PAGODA_NS) = {PAGODA_NS::items, PAGODA_NS::run, PAGODA_NS::pack_panel};
+extern const Level PAGODA_TABLE(PAGODA_NS) = {PAGODA_NS::items, PAGODA_NS::run, PAGODA_NS::pack_panel,
+                                              PAGODA_NS::quant_panel_bytes, PAGODA_NS::pack_quant_panel,
+                                              PAGODA_NS::sample};

@@ -8,6 +8,7 @@
 namespace PAGODA_NS {
 
 constexpr int PANEL = 32;
+constexpr int FETCH_AHEAD = 8192;  // bytes between what is multiplied and what is fetched; may reach past the end
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
 static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out) {
@@ -20,10 +21,9 @@ static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out
 }
 
 struct Epilogue {
-  const uint16_t* bias;      // [n] or null
-  const uint16_t* residual;  // [rows, n] or null, added after rounding to bf16 as the op-by-op path does
-  int activation;            // 0 none, 1 silu(gate) * up, 2 gelu_tanh(gate) * up: columns 0..15 gate, 16..31 up
-  int out_f32;               // y is float [rows, n], else bf16
+  const uint16_t* bias;  // as long as the panels have columns, or null
+  int activation;        // 0 none, 1 silu(gate) * up, 2 gelu_tanh(gate) * up: columns 0..15 of a panel gate, 16..31 up
+  int out_f32;           // y is float [rows, n], else bf16
 };
 
 PAGODA_INLINE f16 rounded(f16 a) {
@@ -56,10 +56,11 @@ PAGODA_INLINE f16 load_some(const float* p, int count) {
   return load(t);
 }
 
+// n: the columns of the matrix; panels may have more. With an activation they make n / 2 outputs.
 PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, int n, const Epilogue& e, void* y) {
   if (e.bias) {
-    c0 = c0 + load_some(e.bias + column, n - column);
-    c1 = c1 + load_some(e.bias + column + 16, n - column - 16);
+    c0 = c0 + load_bf16(e.bias + column);
+    c1 = c1 + load_bf16(e.bias + column + 16);
   }
   if (e.activation) {
     f16 gate = rounded(c0), up = rounded(c1);
@@ -76,31 +77,47 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, int n, con
     return;
   }
   uint16_t* out = (uint16_t*)y + row * n + column;
-  if (e.residual) {
-    const uint16_t* res = e.residual + row * n + column;
-    c0 = rounded(c0) + load_some(res, n - column);
-    c1 = rounded(c1) + load_some(res + 16, n - column - 16);
-  }
   store_some(out, c0, n - column);
   store_some(out + 16, c1, n - column - 16);
+}
+
+// The rows of a tile through the epilogue. The accumulators are handed over in memory, once: there is one copy of the
+// epilogue then, and no address of an accumulator is taken, which would keep it out of its register.
+static __attribute__((noinline)) void finish_rows(const float* tile, int rows, int first, int column, int n, const Epilogue& e,
+                                                  void* y) {
+  for (int r = 0; r < rows; ++r, tile += PANEL)
+    finish_row(load(tile), load(tile + 16), (size_t)(first + r), column, n, e, y);
+}
+template <int ROWS>
+PAGODA_INLINE void finish_tile(const f16 (&acc)[ROWS][2], int first, int column, int n, const Epilogue& e, void* y) {
+  alignas(64) float tile[ROWS][PANEL];
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < 2; ++c) store(tile[r] + 16 * c, acc[r][c]);
+  finish_rows(tile[0], ROWS, first, column, n, e, y);
+}
+
+// Calls f(count, from) for tiles of rows that make up [first, last); the count is a constant.
+template <typename F>
+PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
+  int rows = last - first;
+  int tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+  for (int t = 0; t < tiles; ++t) {
+    int from = first + (int)((long)rows * t / tiles), to = first + (int)((long)rows * (t + 1) / tiles);
+    with_rows<MAX_ROWS>(to - from, [&](auto count) { f(count, from); });
+  }
 }
 
 // Rows [first, last) of x [rows, k] through one panel.
 static void linear_panel(const uint16_t* x, int first, int last, int k, const uint32_t* panel, int column, int n,
                          const Epilogue& e, void* y) {
   const uint32_t* const groups[2] = {panel, panel + 16};
-  int rows = last - first;
-  int tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
-  for (int t = 0; t < tiles; ++t) {
-    int from = first + (int)((long)rows * t / tiles), to = first + (int)((long)rows * (t + 1) / tiles);
-    with_rows<MAX_ROWS>(to - from, [&](auto count) {
-      constexpr int ROWS = decltype(count)::value;
-      f16 acc[ROWS][2];
-      for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
-      tile<ROWS, 2>(x + (size_t)from * k, (size_t)k, groups, PANEL, k / 2, acc);
-      for (int r = 0; r < ROWS; ++r) finish_row(acc[r][0], acc[r][1], (size_t)(from + r), column, n, e, y);
-    });
-  }
+  in_tiles(first, last, [&](auto count, int from) {
+    constexpr int ROWS = decltype(count)::value;
+    f16 acc[ROWS][2];
+    for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
+    tile<ROWS, 2, FETCH_AHEAD / 4>(x + (size_t)from * k, (size_t)k, groups, PANEL, k / 2, acc);
+    finish_tile(acc, from, column, n, e, y);
+  });
 }
 
 }  // namespace PAGODA_NS

@@ -2,6 +2,11 @@
 // GIL for the length of a call.
 #include <cstring>
 #include <memory>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "pool.h"
 #include "program.h"
@@ -26,17 +31,25 @@ namespace {
 #endif
 const Level* const LEVELS[] = {&pagoda_level_base, PAGODA_AVX2, PAGODA_AVX512, PAGODA_AVX512BF16};
 
+#if defined(__x86_64__)
+bool f16c() {  // not every compiler's __builtin_cpu_supports knows it
+  unsigned a, b, c, d;
+  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 bool supported(int level) {
   if (LEVELS[level] == nullptr) return false;
 #if defined(__x86_64__)
   __builtin_cpu_init();  // its tests include the operating system's part (XGETBV)
   switch (level) {
     case 0: return true;
-    case 1: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    case 1: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c();
     case 2: return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    case 3: return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    case 3: return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                   __builtin_cpu_supports("avx512dq");
     default: return false;
   }
 #else
@@ -49,19 +62,40 @@ struct Counter {
   alignas(64) std::atomic<int> next{0};
 };
 
+// Work on `total` pieces until none is left; every thread of the pool calls this.
+template <typename F>
+void take_pieces(const Pool& pool, Counter& counter, int total, F work) {
+  int run = total / (pool.size() * 8);
+  run = run < 1 ? 1 : run;
+  for (;;) {
+    int first = counter.next.fetch_add(run, std::memory_order_relaxed);
+    if (first >= total) return;
+    work(first, first + run < total ? first + run : total);
+  }
+}
+
 void run_program(Pool& pool, const Level& level, const Op* ops, int num_ops, const Step& step, Counter* counters) {
+  static std::atomic<uint64_t> uses{1};
+  const uint64_t use = uses.fetch_add((uint64_t)num_ops, std::memory_order_relaxed);
   auto body = [&](int) {
     for (int o = 0; o < num_ops; ++o) {
       const Op& op = ops[o];
-      int total = level.items(op, step);
-      int run = total / (pool.size() * 8);
-      run = run < 1 ? 1 : run;
-      for (;;) {
-        int first = counters[o].next.fetch_add(run, std::memory_order_relaxed);
-        if (first >= total) break;
-        level.run(op, step, first, first + run < total ? first + run : total);
-      }
+      take_pieces(pool, counters[o], level.items(op, step),
+                  [&](int first, int last) { level.run(op, step, use + (uint64_t)o, first, last); });
       if (o + 1 < num_ops) pool.barrier();
+    }
+  };
+  pool.run(body);
+}
+
+void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
+  Counter counters[SAMPLE_PHASES];
+  auto body = [&](int) {
+    for (int phase = 0; phase < SAMPLE_PHASES; ++phase) {
+      int pieces = sample_items(call, phase);
+      if (pieces == 0) continue;
+      take_pieces(pool, counters[phase], pieces, [&](int first, int last) { level.sample(call, phase, first, last); });
+      if (phase != CHOOSE) pool.barrier();
     }
   };
   pool.run(body);
@@ -71,11 +105,14 @@ void run_program(Pool& pool, const Level& level, const Op* ops, int num_ops, con
 
 extern "C" {
 
-int pagoda_abi() { return 1; }
+int pagoda_abi() { return 2; }
 
-void pagoda_sizes(int* op, int* step) {
-  *op = (int)sizeof(Op);
-  *step = (int)sizeof(Step);
+void pagoda_sizes(int* sizes) {
+  sizes[0] = (int)sizeof(Op);
+  sizes[1] = (int)sizeof(Step);
+  sizes[2] = (int)sizeof(QuantSource);
+  sizes[3] = (int)sizeof(SampleRow);
+  sizes[4] = (int)sizeof(SampleResult);
 }
 
 // Whether this library has the level and this processor and operating system can run it:
@@ -97,9 +134,46 @@ void pagoda_pack(void* pool_, int level, const uint16_t* w, int n, int k, uint32
   pool.run(body);
 }
 
+size_t pagoda_quant_panel_bytes(const QuantForm* form, int k) { return pagoda_level_base.quant_panel_bytes(*form, k); }
+
+// -> ceil(n/32) panels of pagoda_quant_panel_bytes each.
+void pagoda_pack_quantized(void* pool_, int level, const QuantSource* w, uint8_t* out) {
+  Pool& pool = *(Pool*)pool_;
+  int panels = (w->n + 31) / 32;
+  size_t bytes = pagoda_quant_panel_bytes(&w->form, w->k);
+  auto body = [&](int thread) {
+    for (int p = thread; p < panels; p += pool.size()) LEVELS[level]->pack_quant_panel(*w, p, out + (size_t)p * bytes);
+  };
+  pool.run(body);
+}
+
 void pagoda_run(void* pool, int level, const Op* ops, int num_ops, const Step* step) {
   std::unique_ptr<Counter[]> counters(new Counter[num_ops]);
   run_program(*(Pool*)pool, *LEVELS[level], ops, num_ops, *step, counters.get());
+}
+
+// Choose the next token of each row of logits [num_rows, vocab], vocab < 2^20. The logits are overwritten.
+void pagoda_sample(void* pool, int level, float* logits, int num_rows, int vocab, const SampleRow* rows,
+                   SampleResult* results) {
+  SampleCall call{logits, num_rows, vocab, rows, results, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  size_t count = (size_t)num_rows, slices = (size_t)num_slices(call);
+  std::vector<float> maxima(2 * count * slices);
+  std::vector<uint64_t> masses(2 * count);
+  std::vector<Bucket> buckets(count * BUCKETS);
+  std::vector<std::unique_ptr<float[]>> copies(count);
+  std::vector<float*> raw(count, nullptr);
+  for (size_t r = 0; r < count; ++r)
+    if (keeps_raw(rows[r])) {
+      copies[r].reset(new float[(size_t)vocab]);
+      raw[r] = copies[r].get();
+    }
+  call.raw_maxima = maxima.data();
+  call.maxima = maxima.data() + count * slices;
+  call.raw_mass = masses.data();
+  call.total = masses.data() + count;
+  call.buckets = buckets.data();
+  call.raw = raw.data();
+  run_sampling(*(Pool*)pool, *LEVELS[level], call);
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// What happens to one token at a time: norms, rotary embedding with the write into the cache, activations, embedding.
+// What happens to one token at a time: norms, rotary embedding with the write into the cache, embedding.
 //
 // Roundings to bf16 stand where the op-by-op path has them, so that both can be compared closely.
 #pragma once
@@ -84,15 +84,6 @@ static void rope_token(const RopeArgs& a, int token) {
       v[2 * d + offset % 2] = row[d];
       if (offset % 2 == 0 && alone) v[2 * d + 1] = 0;
     }
-  }
-}
-
-// gu: [2 * width] gate then up -> y: [width]
-static void act_mul_row(const uint16_t* gate, const uint16_t* up, uint16_t* y, int width, int activation) {
-  for (int i = 0; i < width; i += 16) {
-    int n = width - i < 16 ? width - i : 16;
-    f16 g = load_some(gate + i, n);
-    store_some(y + i, rounded(activation == 1 ? silu(g) : gelu_tanh(g)) * load_some(up + i, n), n);
   }
 }
 

@@ -1,0 +1,69 @@
+"""What quantised weights mean, in numbers one can check by eye, and how far they are from what they stand for."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from pagoda_worker.kernels.quantized import FORMATS, QuantizedWeight, dequantize, quantize, round_activations
+from pagoda_worker.kernels.reference import ReferenceOps
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_is_within_half_a_level(name: str) -> None:
+    form = FORMATS[name]
+    weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(1))
+    quantized = quantize(weight, form)
+    assert quantized.group == (form.group or 256)
+    assert int(quantized.levels.max()) < 1 << form.bits
+    half = quantized.scales.repeat_interleave(quantized.group, 1) * 0.5001
+    # Scales of 4 bits are rounded, so the largest weight of a group may be a little farther than the last level.
+    slack = weight.abs() * 2.0**-11 if form.bits == 4 else 0
+    assert bool(((dequantize(quantized) - weight).abs() <= half + slack).all())
+
+
+@pytest.mark.parametrize("name", ["int4", "int4a16"])
+def test_scales_of_four_bits_are_float16(name: str) -> None:
+    scales = quantize(torch.randn(8, 128) * 1e-3, FORMATS[name]).scales
+    assert torch.equal(scales, scales.half().float())
+
+
+def test_zeros_are_levels_per_group() -> None:
+    weight = QuantizedWeight(
+        levels=torch.tensor([[0, 15, 7, 8]], dtype=torch.uint8),
+        scales=torch.tensor([[2.0, 0.5]]),
+        zeros=torch.tensor([[3, 8]], dtype=torch.uint8),
+        bits=4,
+        activation_bits=16,
+    )
+    assert dequantize(weight).tolist() == [[-6.0, 24.0, -0.5, 0.0]]
+    assert dequantize(dataclasses.replace(weight, zeros=None)).tolist() == [[-16.0, 14.0, -0.5, 0.0]]
+
+
+def test_activations_are_rounded_group_by_group() -> None:
+    x = torch.tensor([[127.0, -2.5, 1.5, 0.4, 0.0, 0.0, 0.0, 0.0]])
+    assert round_activations(x, 4).tolist() == [[127.0, -2.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0]]  # halves to even
+
+
+def test_faint_activations_are_nothing_and_broken_ones_stay_broken() -> None:
+    assert round_activations(torch.full((1, 32), 2.0**-120), 32).abs().max() == 0
+    for broken in (math.nan, math.inf):
+        x = torch.ones(1, 64)
+        x[0, 3] = broken
+        rounded = round_activations(x, 32)
+        assert not rounded[:, :32].isfinite().any()
+        assert torch.equal(rounded[:, 32:], torch.ones(1, 32))
+
+
+def test_the_reference_rounds_activations_only_where_the_format_says() -> None:
+    ops, generator = ReferenceOps(torch.device("cpu")), torch.Generator().manual_seed(2)
+    x, bias = torch.randn(3, 128, generator=generator).double(), torch.randn(16, generator=generator).double()
+    for name, form in FORMATS.items():
+        weight = quantize(torch.randn(16, 128, generator=generator), form)
+        seen = round_activations(x, weight.group).double() if form.activation_bits == 8 else x
+        expected = seen @ dequantize(weight).double().T + bias
+        got = ops.linear(x, ops.pack_linear(weight, bias))
+        torch.testing.assert_close(got, expected, msg=name)

@@ -1,0 +1,230 @@
+"""The kernels for quantised weights at every instruction set level, against the definition, and bit for bit against
+themselves under everything that must not matter."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.worker.kernels.test_cpu_library import levels
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.cpu.library import Library
+from pagoda_worker.kernels.cpu.native import FORMS, NativeOps
+from pagoda_worker.kernels.cpu.program import blank_batch
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import Ops
+from pagoda_worker.kernels.quantized import QuantizedWeight, round_activations
+from pagoda_worker.kernels.reference import ReferenceOps
+
+ROWS = (1, 2, 5, 13, 64, 200)
+SHAPES = ((80, 64, 32), (96, 192, 64), (528, 256, 256), (96, 512, 128), (80, 4096, 64))  # n, k, group
+VARIANTS = list(itertools.product(FORMS, (False, True)))  # (weight bits, activation bits), zeros
+FLOAT32 = 2e-6  # of the largest output: sums of groups in float32, against float64
+
+reference = ReferenceOps(torch.device("cpu"))
+
+
+@pytest.fixture(scope="module", params=levels())
+def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
+    library = Library([-1, -1], request.param)
+    yield NativeOps(library)
+    library.close()
+
+
+@pytest.fixture(autouse=True)
+def _inference_mode() -> Iterator[None]:
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        yield
+
+
+def make(n: int, k: int, group: int, form: tuple[int, int], zeros: bool) -> QuantizedWeight:
+    """Levels over their whole range, the ends included."""
+    bits, activation_bits = form
+    levels = torch.randint(0, 1 << bits, (n, k), dtype=torch.uint8)
+    levels[0], levels[-1] = 0, (1 << bits) - 1
+    return QuantizedWeight(
+        levels=levels,
+        scales=(torch.rand(n, k // group) / (1 << bits) + 1e-4).half().float(),
+        zeros=torch.randint(0, 1 << bits, (n, k // group), dtype=torch.uint8) if zeros else None,
+        bits=bits,
+        activation_bits=activation_bits,
+    )
+
+
+def inputs(rows: int, k: int) -> torch.Tensor:
+    """Rows of very different magnitudes."""
+    return (torch.randn(rows, k) * torch.logspace(-3, 2, rows)[:, None]).bfloat16()
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    """Row by row, relative to the row's largest value."""
+    error = (got.double() - expected).abs().amax(-1) / expected.abs().amax(-1)
+    assert float(error.max()) < tolerance
+
+
+@pytest.mark.parametrize(("form", "zeros"), VARIANTS)
+@pytest.mark.parametrize(("n", "k", "group"), SHAPES)
+def test_against_the_definition(ops: NativeOps, n: int, k: int, group: int, form: tuple[int, int], zeros: bool) -> None:
+    weight, bias = make(n, k, group, form, zeros), torch.randn(n).bfloat16()
+    packed, expected = ops.pack_linear(weight, bias), reference.pack_linear(weight, bias)
+    assert packed.form == (*form, group, int(zeros))
+    for rows in ROWS if k <= 256 else (1, 13):
+        x = inputs(rows, k)
+        y = ops.logits(x, packed)
+        assert_near(y, reference.linear(x.double(), expected), FLOAT32)
+        assert torch.equal(ops.linear(x, packed), y.bfloat16())
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_activations_are_the_very_numbers_of_the_definition(ops: NativeOps, bits: int, zeros: bool) -> None:
+    """Through the identity each output is one rounded activation."""
+    k, group, zero = 128, 32, 3 if zeros else 1 << bits - 1
+    x = inputs(40, k)
+    x[1] = torch.arange(-64, 64) / 2  # halves
+    x[2], x[3, 40:] = 0, 0
+    x[4] *= 2.0**-110
+    weight = QuantizedWeight(
+        levels=(torch.eye(k) + zero).to(torch.uint8),
+        scales=torch.ones(k, k // group),
+        zeros=torch.full((k, k // group), zero, dtype=torch.uint8) if zeros else None,
+        bits=bits,
+        activation_bits=8,
+    )
+    assert torch.equal(ops.logits(x, ops.pack_linear(weight)), round_activations(x, group))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_not_a_number_reaches_the_output(ops: NativeOps, form: tuple[int, int]) -> None:
+    packed = ops.pack_linear(make(96, 128, 64, form, False))
+    x = inputs(3, 128)
+    x[0, 5], x[2, 70] = math.nan, math.inf
+    y = ops.logits(x, packed)
+    assert not y[[0, 2]].isfinite().any()
+    assert torch.equal(y[1], ops.logits(x[1:2], packed)[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_extremes_do_not_saturate(ops: NativeOps, form: tuple[int, int]) -> None:
+    """All levels and all activations at the ends of their ranges."""
+    bits, k = form[0], 2048
+    for level, zero in ((0, (1 << bits) - 1), ((1 << bits) - 1, 0)):
+        weight = QuantizedWeight(
+            levels=torch.full((32, k), level, dtype=torch.uint8),
+            scales=torch.ones(32, 1),
+            zeros=torch.full((32, 1), zero, dtype=torch.uint8),
+            bits=bits,
+            activation_bits=form[1],
+        )
+        for value in (127.0, -127.0):
+            y = ops.logits(torch.full((3, k), value).bfloat16(), ops.pack_linear(weight))
+            assert torch.equal(y, torch.full((3, 32), (level - zero) * value * k))
+
+
+@pytest.mark.parametrize(("form", "zeros"), VARIANTS)
+def test_bits_do_not_depend_on_company_or_threads(ops: NativeOps, form: tuple[int, int], zeros: bool) -> None:
+    """Rows enough for several blocks."""
+    packed, x = ops.pack_linear(make(96, 4096, 64, form, zeros)), inputs(300, 4096)
+    whole = ops.logits(x, packed)
+    for size in (1, 7):
+        parts = x[:29].split(size)
+        assert torch.equal(torch.cat([ops.logits(part, packed) for part in parts]), whole[:29])
+    for threads in (1, 3):
+        library = Library([-1] * threads, ops.library.level)
+        assert torch.equal(NativeOps(library).logits(x, packed), whole)
+        library.close()
+
+
+def test_a_thread_keeps_no_rows_from_an_earlier_call(ops: NativeOps) -> None:
+    """The same memory with other contents, and another matrix that rounds it by other groups."""
+    x, other = inputs(5, 256), inputs(5, 256)
+    first, second = (ops.pack_linear(make(96, 256, group, (8, 8), False)) for group in (256, 32))
+    expected = ops.logits(other, first), ops.logits(other, second)
+    ops.logits(x, first)
+    x.copy_(other)
+    assert torch.equal(ops.logits(x, first), expected[0])
+    assert torch.equal(ops.logits(x, second), expected[1])
+
+
+@pytest.mark.parametrize(("form", "zeros"), VARIANTS)
+def test_levels_of_instruction_sets_agree(form: tuple[int, int], zeros: bool) -> None:
+    """Within a rounding: sums of whole numbers are the same, those in float32 nearly."""
+    weight, x = make(96, 512, 64, form, zeros), inputs(20, 512)
+    outputs = []
+    for level in levels():
+        ops = NativeOps(Library([-1], level))
+        outputs.append(ops.linear(x, ops.pack_linear(weight)).float())
+    for output in outputs[1:]:
+        ulp = torch.exp2(outputs[0].abs().clamp(min=1e-30).log2().floor() - 7)
+        floor = outputs[0].abs().amax(-1, keepdim=True) * FLOAT32  # where a sum all but cancels
+        assert bool(((output - outputs[0]).abs() <= ulp.maximum(floor)).all())
+
+
+GATED: list[tuple[tuple[int, int] | None, bool]] = [(None, False), *VARIANTS]
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("form", "zeros"), GATED)
+@pytest.mark.parametrize("width", [96, 40])
+def test_gated(ops: NativeOps, width: int, form: tuple[int, int] | None, zeros: bool, activation: str) -> None:
+    """The epilogue on the registers rounds as separate operations would."""
+    weight = torch.randn(2 * width, 128).bfloat16() / 11 if form is None else make(2 * width, 128, 32, form, zeros)
+    bias, x = torch.randn(2 * width).bfloat16(), torch.randn(14, 128).bfloat16()
+    fused = ops.gated_linear(x, ops.pack_gated(weight, bias), activation)
+    gate, up = ops.linear(x, ops.pack_linear(weight, bias)).chunk(2, -1)
+    act = F.silu(gate.double()) if activation == "silu" else F.gelu(gate.double(), approximate="tanh")
+    expected = act.bfloat16().double() * up.double()
+    assert fused.shape == (14, width)
+    assert_near(fused, expected, 2.0**-8)
+
+
+UNKNOWN = {
+    "8 bits with activations as they are": ((8, 16), 64),
+    "an odd group": ((4, 16), 48),
+    "an odd group, activations of 8 bits": ((8, 8), 16),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_there_is_no_kernel_for_is_computed_in_bfloat16(ops: NativeOps, name: str) -> None:
+    form, group = UNKNOWN[name]
+    weight, x = make(80, 192, group, form, True), inputs(5, 192)
+    packed = ops.pack_linear(weight)
+    assert packed.form[0] == 16
+    exact = reference.pack_linear(dataclasses.replace(weight, activation_bits=16))
+    assert_near(ops.logits(x, packed), reference.linear(x.double(), exact), 2.0**-8)
+
+
+def test_scales_that_float16_cannot_hold_are_not_packed_as_such(ops: NativeOps) -> None:
+    weight, x = make(32, 64, 32, (4, 16), False), inputs(2, 64)
+    for factor in (1e-9, 1e9):
+        scaled = dataclasses.replace(weight, scales=weight.scales * factor)
+        y = ops.logits(x, ops.pack_linear(scaled))
+        assert_near(y, reference.linear(x.double(), reference.pack_linear(scaled)), 2.0**-8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_recorded_equals_immediate(ops: NativeOps, form: tuple[int, int]) -> None:
+    width = 64
+    up = ops.pack_gated(make(2 * width, width, 32, form, True), torch.randn(2 * width).bfloat16())
+    down, table = ops.pack_linear(make(width, width, 32, form, False)), inputs(50, width)
+    norm = torch.ones(width)
+
+    def forward(ops: Ops, batch: Batch, kv: object) -> torch.Tensor:
+        x = ops.embed(batch.token_ids, table, None)
+        for _ in range(3):  # buffers are used again: the same memory, other rows
+            x = ops.rms_norm(ops.linear(ops.gated_linear(x, up, "silu"), down), norm, 1e-6)
+        return x
+
+    kv = ops.new_kv_cache(KVShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.bfloat16), 2, 16)
+    recorded = ops.record(forward, kv, 40)
+    for count in (1, 13, 40):
+        batch = dataclasses.replace(blank_batch(count), token_ids=torch.randint(0, 50, (count,)))
+        assert torch.equal(recorded(batch), forward(ops, batch, kv))

@@ -1,0 +1,237 @@
+// Sixteen lanes of small whole numbers at a time, at every instruction set level; see simd.h.
+//
+// Sums of products are exact, so they are the same at every level. What there is, besides the arithmetic:
+//   dot4(acc, w, a)          acc + the four unsigned bytes of each lane of w times the four signed bytes of a
+//   pair_of(w, s[, z])       nibbles s and s + 4 of each lane less z (or 8), as what dot2 multiplies with two bf16
+//   largest_magnitude(x, n)  the bits of the largest |x| of n bf16, NaN above all; n is a multiple of 32
+//   store_rounded(p, a)      a to nearest, ties to even, as 16 int8; |a| <= 127
+#pragma once
+
+#include "simd.h"
+
+namespace PAGODA_NS {
+
+PAGODA_INLINE float as_float(uint32_t bits) {
+  float f;
+  memcpy(&f, &bits, 4);
+  return f;
+}
+
+#if PAGODA_LEVEL >= 1
+PAGODA_INLINE uint32_t largest_u16(__m256i a) {  // there is an instruction for the least of eight
+  __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  return 0xffffu & ~(uint32_t)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi32(-1))));
+}
+#endif
+
+#if PAGODA_LEVEL >= 2  // AVX-512: one register
+
+// Accumulators have a type of 32-bit lanes. An __m512i is of 64-bit lanes to the compiler, which would copy each
+// accumulator to and fro around every product.
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+struct ints { i32x16 v; };
+struct quads { __m512i v; };        // 16 x 4 unsigned bytes, or 16 x 8 nibbles
+struct zero_points { __m512i v; };  // 16 x 2 equal int16
+typedef pairs weight_pairs;         // see pair_of
+
+PAGODA_INLINE ints set1(int32_t x) { return {(i32x16)_mm512_set1_epi32(x)}; }
+PAGODA_INLINE ints operator+(ints a, ints b) { return {a.v + b.v}; }
+PAGODA_INLINE ints operator*(ints a, ints b) { return {a.v * b.v}; }
+PAGODA_INLINE int32_t sum(ints a) { return _mm512_reduce_add_epi32((__m512i)a.v); }
+PAGODA_INLINE f16 to_float(ints a) { return {_mm512_cvtepi32_ps((__m512i)a.v)}; }
+PAGODA_INLINE ints load_u8(const uint8_t* p) { return {(i32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
+PAGODA_INLINE f16 load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+PAGODA_INLINE quads load_quads(const void* p) { return {_mm512_loadu_si512(p)}; }
+PAGODA_INLINE quads low_nibbles(quads a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
+PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm512_srli_epi32(a.v, 4)}); }
+
+#if PAGODA_LEVEL >= 3  // VNNI
+PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
+  return {(i32x16)_mm512_dpbusd_epi32((__m512i)acc.v, w.v, _mm512_set1_epi32((int)a))};
+}
+PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) { return dot4(acc, w, a); }
+#else
+// Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: the instruction for bytes would saturate.
+PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
+  __m512i x = _mm512_set1_epi32((int)a);
+  __m512i a_even = _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8);
+  __m512i even = _mm512_madd_epi16(_mm512_and_si512(w.v, _mm512_set1_epi16(255)), a_even);
+  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(w.v, 8), _mm512_srai_epi16(x, 8));
+  return {acc.v + (i32x16)even + (i32x16)odd};
+}
+PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) {  // 2 x 15 x 127 is far from saturating
+  __m512i two = _mm512_maddubs_epi16(w.v, _mm512_set1_epi32((int)a));
+  return {acc.v + (i32x16)_mm512_madd_epi16(two, _mm512_set1_epi16(1))};
+}
+#endif
+
+PAGODA_INLINE zero_points load_zeros(const uint8_t* p) {
+  __m512i z = (__m512i)load_u8(p).v;
+  return {_mm512_or_si512(z, _mm512_slli_epi32(z, 16))};
+}
+// Entry i of 32: the whole number i (below 16) or i - 32, as bf16.
+PAGODA_INLINE __m512i signed_table() {
+  alignas(64) static const uint16_t t[32] = {
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+      0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
+      0xc180, 0xc170, 0xc160, 0xc150, 0xc140, 0xc130, 0xc120, 0xc110,
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
+  return _mm512_load_si512(t);
+}
+// Entry i: (i % 16) - 8 as bf16. The fifth bit of an index, the next nibble's first, makes no difference.
+PAGODA_INLINE __m512i middle_table() {
+  alignas(64) static const uint16_t t[32] = {
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
+      0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80,
+      0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
+  return _mm512_load_si512(t);
+}
+PAGODA_INLINE weight_pairs pair_of(quads a, int s) {
+  return {_mm512_permutexvar_epi16(_mm512_srli_epi32(a.v, 4 * s), middle_table())};
+}
+PAGODA_INLINE weight_pairs pair_of(quads a, int s, zero_points z) {
+  __m512i level = _mm512_and_si512(_mm512_srli_epi32(a.v, 4 * s), _mm512_set1_epi16(15));
+  return {_mm512_permutexvar_epi16(_mm512_sub_epi16(level, z.v), signed_table())};
+}
+
+PAGODA_INLINE uint32_t largest_magnitude(const uint16_t* x, int n) {
+  __m512i most = _mm512_setzero_si512();
+  for (int i = 0; i < n; i += 32)
+    most = _mm512_max_epu16(most, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi16(0x7fff)));
+  return largest_u16(_mm256_max_epu16(_mm512_castsi512_si256(most), _mm512_extracti64x4_epi64(most, 1)));
+}
+PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
+  __m512i whole = _mm512_cvtps_epi32(a.v);
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(whole));
+  return {(i32x16)whole};
+}
+
+#elif PAGODA_LEVEL == 1  // AVX2 + F16C: two registers
+
+typedef int32_t i32x8 __attribute__((vector_size(32)));  // as for AVX-512
+struct ints { i32x8 lo, hi; };
+struct quads { __m256i lo, hi; };
+
+PAGODA_INLINE ints set1(int32_t x) { return {(i32x8)_mm256_set1_epi32(x), (i32x8)_mm256_set1_epi32(x)}; }
+PAGODA_INLINE ints operator+(ints a, ints b) { return {a.lo + b.lo, a.hi + b.hi}; }
+PAGODA_INLINE ints operator*(ints a, ints b) { return {a.lo * b.lo, a.hi * b.hi}; }
+PAGODA_INLINE int32_t sum(ints a) {
+  __m256i both = (__m256i)(a.lo + a.hi);
+  __m128i x = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+PAGODA_INLINE f16 to_float(ints a) { return {_mm256_cvtepi32_ps((__m256i)a.lo), _mm256_cvtepi32_ps((__m256i)a.hi)}; }
+PAGODA_INLINE ints load_u8(const uint8_t* p) {
+  return {(i32x8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+          (i32x8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+PAGODA_INLINE f16 load_half(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+PAGODA_INLINE quads load_quads(const void* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+PAGODA_INLINE quads low_nibbles(quads a) {
+  return {_mm256_and_si256(a.lo, _mm256_set1_epi8(15)), _mm256_and_si256(a.hi, _mm256_set1_epi8(15))};
+}
+PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm256_srli_epi32(a.lo, 4), _mm256_srli_epi32(a.hi, 4)}); }
+
+// Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: the instruction for bytes would saturate.
+PAGODA_INLINE i32x8 dot4_half(i32x8 acc, __m256i w, __m256i a_even, __m256i a_odd) {
+  __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), a_even);
+  return acc + (i32x8)even + (i32x8)_mm256_madd_epi16(_mm256_srli_epi16(w, 8), a_odd);
+}
+PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
+  __m256i x = _mm256_set1_epi32((int)a);
+  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
+  return {dot4_half(acc.lo, w.lo, even, odd), dot4_half(acc.hi, w.hi, even, odd)};
+}
+PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) {  // 2 x 15 x 127 is far from saturating
+  __m256i x = _mm256_set1_epi32((int)a), one = _mm256_set1_epi16(1);
+  return {acc.lo + (i32x8)_mm256_madd_epi16(_mm256_maddubs_epi16(w.lo, x), one),
+          acc.hi + (i32x8)_mm256_madd_epi16(_mm256_maddubs_epi16(w.hi, x), one)};
+}
+
+PAGODA_INLINE f16 nibble(quads a, int s) {  // nibble s of every lane
+  __m256i mask = _mm256_set1_epi32(15);
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a.lo, 4 * s), mask)),
+          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a.hi, 4 * s), mask))};
+}
+
+PAGODA_INLINE __m256i magnitudes(const uint16_t* x) {
+  return _mm256_and_si256(_mm256_loadu_si256((const __m256i*)x), _mm256_set1_epi16(0x7fff));
+}
+PAGODA_INLINE uint32_t largest_magnitude(const uint16_t* x, int n) {
+  __m256i most = _mm256_setzero_si256();
+  for (int i = 0; i < n; i += 16) most = _mm256_max_epu16(most, magnitudes(x + i));
+  return largest_u16(most);
+}
+PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
+  __m256i lo = _mm256_cvtps_epi32(a.lo), hi = _mm256_cvtps_epi32(a.hi);
+  __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(lo, hi), 0xd8);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  return {(i32x8)lo, (i32x8)hi};
+}
+
+#else  // plain C++: what the compiler makes of it
+
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+struct ints { i32x16 v; };
+struct quads { u32x16 v; };
+#define PAGODA_EACH for (int i = 0; i < 16; ++i)
+
+PAGODA_INLINE ints set1(int32_t x) { return {i32x16{} + x}; }
+PAGODA_INLINE ints operator+(ints a, ints b) { return {a.v + b.v}; }
+PAGODA_INLINE ints operator*(ints a, ints b) { return {a.v * b.v}; }
+PAGODA_INLINE int32_t sum(ints a) { int32_t r = 0; PAGODA_EACH r += a.v[i]; return r; }
+PAGODA_INLINE f16 to_float(ints a) { f16 r; PAGODA_EACH r.v[i] = (float)a.v[i]; return r; }
+PAGODA_INLINE ints load_u8(const uint8_t* p) { ints r; PAGODA_EACH r.v[i] = p[i]; return r; }
+// An exponent 112 too small, put right by the product; that holds for subnormal numbers too, but not for infinity.
+PAGODA_INLINE f16 load_half(const uint16_t* p) {
+  f16 r;
+  PAGODA_EACH r.v[i] = as_float((uint32_t)(p[i] & 0x7fff) << 13 | (uint32_t)(p[i] & 0x8000) << 16) * 0x1p112f;
+  return r;
+}
+PAGODA_INLINE quads load_quads(const void* p) { quads r; memcpy(&r.v, p, 64); return r; }
+PAGODA_INLINE quads low_nibbles(quads a) { return {a.v & 0x0f0f0f0f}; }
+PAGODA_INLINE quads high_nibbles(quads a) { return {a.v >> 4 & 0x0f0f0f0f}; }
+PAGODA_INLINE f16 nibble(quads a, int s) { return to_float({(i32x16)(a.v >> (4 * s) & 15)}); }
+PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
+  for (int byte = 0; byte < 32; byte += 8) acc.v += (i32x16)(w.v >> byte & 255) * (int32_t)(int8_t)(a >> byte);
+  return acc;
+}
+PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) { return dot4(acc, w, a); }
+
+PAGODA_INLINE uint32_t largest_magnitude(const uint16_t* x, int n) {
+  uint32_t most = 0;
+  for (int i = 0; i < n; ++i) most = (x[i] & 0x7fffu) > most ? x[i] & 0x7fffu : most;
+  return most;
+}
+PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
+  a = round(min(max(a, set1(-127.0f)), set1(127.0f)));  // a conversion of NaN would be undefined
+  ints r;
+  PAGODA_EACH r.v[i] = (int32_t)a.v[i];
+  PAGODA_EACH p[i] = (int8_t)r.v[i];
+  return r;
+}
+#undef PAGODA_EACH
+
+#endif
+
+#if PAGODA_LEVEL < 2  // a pair is two floats, because that is what dot2 would make of it
+struct zero_points { f16 v; };
+struct weight_pairs { f16 even, odd; };
+
+PAGODA_INLINE zero_points load_zeros(const uint8_t* p) { return {to_float(load_u8(p))}; }
+PAGODA_INLINE weight_pairs pair_of(quads a, int s, zero_points z) { return {nibble(a, s) - z.v, nibble(a, s + 4) - z.v}; }
+PAGODA_INLINE weight_pairs pair_of(quads a, int s) { return pair_of(a, s, zero_points{set1(8.0f)}); }
+PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, weight_pairs b) {
+  acc = fma(set1(as_float(a & 0xffff0000u)), b.odd, acc);
+  return fma(set1(as_float(a << 16)), b.even, acc);
+}
+#endif
+
+}  // namespace PAGODA_NS

@@ -1,0 +1,285 @@
+// y = x W^T for weights of 8 or 4 bits, with the epilogues of linear.h. What the numbers mean: kernels/quantized.py.
+//
+// A panel is one forward stream. For each group of inputs that share scales it holds, for 32 columns:
+//   scales   [32] float32 (8 bits) or float16 (4 bits)
+//   zeros    [32] uint8, if the matrix has any
+//   levels   8 bits: [group/4][32] words, a byte an input
+//            4 bits, input rounded to 8: [group/8][32] words, inputs 0..3 in the low nibbles of the bytes, 4..7 in the high
+//            4 bits, input in bf16: [group/8][32] words, even inputs in the nibbles of the low half, odd in the high half
+//
+// Levels are unsigned, because the instruction multiplies unsigned with signed bytes. What zeros take away is one number per
+// row and group: sum((level - zero) * a) = sum(level * a) - zero * sum(a), exactly, in whole numbers. Groups are added in
+// order, in float32: one chain per output, so that a row's bits depend on nothing but the row.
+#pragma once
+
+#include <cstdlib>
+
+#include "ints.h"
+#include "linear.h"
+#include "program.h"
+
+namespace PAGODA_NS {
+
+template <int BITS_, bool ROUNDED_, bool ZEROS_>
+struct Form {
+  static constexpr int BITS = BITS_;
+  static constexpr bool ROUNDED = ROUNDED_;  // the input is rounded to 8 bits
+  static constexpr bool ZEROS = ZEROS_;      // else the middle level is zero everywhere
+  static constexpr int WORD = 32 / BITS;  // inputs of a word
+  static constexpr size_t SCALE_BYTES = PANEL * (BITS == 8 ? 4 : 2);
+  static constexpr size_t HEAD_BYTES = SCALE_BYTES + (ZEROS ? PANEL : 0);
+};
+
+// Calls f with the Form that is meant.
+template <typename F>
+PAGODA_INLINE void with_form(const QuantForm& form, F&& f) {
+  if (form.bits == 8) return form.has_zeros ? f(Form<8, true, true>{}) : f(Form<8, true, false>{});
+  if (form.input_bits == 8) return form.has_zeros ? f(Form<4, true, true>{}) : f(Form<4, true, false>{});
+  return form.has_zeros ? f(Form<4, false, true>{}) : f(Form<4, false, false>{});
+}
+
+template <typename FORM>
+static size_t group_bytes(int group) {
+  return FORM::HEAD_BYTES + (size_t)PANEL * group * FORM::BITS / 8;
+}
+
+static size_t quant_panel_bytes(const QuantForm& form, int k) {
+  size_t bytes = 0;
+  with_form(form, [&](auto f) { bytes = k / form.group * group_bytes<decltype(f)>(form.group); });
+  return bytes;
+}
+
+// --- packing ---------------------------------------------------------------------------------------------------------
+
+template <typename FORM>
+PAGODA_INLINE uint32_t word_of(const uint8_t* level) {
+  uint32_t word = 0;
+  for (int i = 0; i < FORM::WORD; ++i) {
+    int shift = FORM::BITS == 8 ? 8 * i : FORM::ROUNDED ? i % 4 * 8 + i / 4 * 4 : i % 2 * 16 + i / 2 * 4;
+    word |= (uint32_t)level[i] << shift;
+  }
+  return word;
+}
+
+// Columns past n have scale 0, and with it value 0.
+static void pack_quant_panel(const QuantSource& w, int panel, uint8_t* out) {
+  with_form(w.form, [&](auto form) {
+    using FORM = decltype(form);
+    constexpr size_t SCALE = FORM::SCALE_BYTES / PANEL;
+    const int group = w.form.group, groups = w.k / group;
+    memset(out, 0, groups * group_bytes<FORM>(group));
+    for (int c = 0; c < PANEL && panel * PANEL + c < w.n; ++c) {
+      size_t column = (size_t)panel * PANEL + c;
+      for (int g = 0; g < groups; ++g) {
+        uint8_t* at = out + g * group_bytes<FORM>(group);
+        memcpy(at + c * SCALE, (const uint8_t*)w.scales + (column * groups + g) * SCALE, SCALE);
+        if (FORM::ZEROS) at[FORM::SCALE_BYTES + c] = w.zeros[column * groups + g];
+        const uint8_t* level = w.levels + column * w.k + (size_t)g * group;
+        for (int i = 0; i < group / FORM::WORD; ++i) {
+          uint32_t word = word_of<FORM>(level + i * FORM::WORD);
+          memcpy(at + FORM::HEAD_BYTES + ((size_t)i * PANEL + c) * 4, &word, 4);
+        }
+      }
+    }
+  });
+}
+
+// --- the input, rounded to 8 bits -------------------------------------------------------------------------------------
+
+// Below this a group counts as zeros; 127 / magnitude is finite above.
+constexpr float FAINT = 0x1p-100f;
+
+// Rows of x [rows, k] as level * scale. A row's numbers are a function of that row alone.
+//
+// A thread rounds the rows of a block when it comes to the block, and keeps them while it works through panels. Threads
+// that share a block each round it, which costs less than waiting for each other would.
+class RoundedRows {
+ public:
+  // Rows [first, last) for a matrix of this form. `use` names the operation and the call: see Level in program.h.
+  void take(const uint16_t* x, int first, int last, int k, const QuantForm& form, uint64_t use) {
+    if (use == use_ && first == first_) return;
+    use_ = 0;
+    const int groups = k / form.group;
+    rows_ = last - first;
+    stride_ = (size_t)k + 64;  // rows at a power of two from each other would share a cache set
+    const size_t level_bytes = ((size_t)rows_ * stride_ + 63) / 64 * 64;
+    reserve(level_bytes + (size_t)rows_ * groups * 8);
+    scales_ = (float*)(memory_ + level_bytes);
+    offsets_ = (int32_t*)(scales_ + (size_t)rows_ * groups);
+    // Where zero is the same level everywhere, its product with the sum is made here.
+    const int32_t zero = form.has_zeros ? 1 : 1 << (form.bits - 1);
+    for (int r = 0; r < rows_; ++r)
+      for (int g = 0; g < groups; ++g) round_group(x + (size_t)(first + r) * k, r, g, form.group, zero);
+    first_ = first;
+    use_ = use;
+  }
+
+  // Of rows from `row` on; those of a group lie side by side.
+  const int8_t* levels(int row) const { return (const int8_t*)memory_ + (size_t)(row - first_) * stride_; }
+  size_t stride() const { return stride_; }
+  const float* scales(int row, int group) const { return scales_ + (size_t)group * rows_ + (row - first_); }
+  // What zeros take away: -sum(level), times the middle level if that is zero everywhere.
+  const int32_t* offsets(int row, int group) const { return offsets_ + (size_t)group * rows_ + (row - first_); }
+
+  RoundedRows() = default;
+  RoundedRows(const RoundedRows&) = delete;
+  ~RoundedRows() { free(memory_); }
+
+ private:
+  void round_group(const uint16_t* x, int row, int group, int size, int32_t zero) {
+    const uint16_t* from = x + (size_t)group * size;
+    int8_t* to = (int8_t*)memory_ + (size_t)row * stride_ + (size_t)group * size;
+    const float most = as_float(largest_magnitude(from, size) << 16);
+    const f16 inverse = set1(most >= FAINT ? 127.0f / most : 0.0f);
+    ints total = set1(0);
+    for (int i = 0; i < size; i += 16) total = total + store_rounded(to + i, load_bf16(from + i) * inverse);
+    const size_t at = (size_t)group * rows_ + row;
+    scales_[at] = most * (1.0f / 127.0f);  // infinity and NaN stay
+    offsets_[at] = -zero * sum(total);
+  }
+
+  // Not std::vector: the linker could give one level another level's copy of its code.
+  void reserve(size_t bytes) {
+    if (bytes <= size_) return;
+    free(memory_);
+    size_ = (bytes + 4095) / 4096 * 4096;
+    memory_ = (uint8_t*)aligned_alloc(64, size_);
+    if (memory_ == nullptr) abort();
+  }
+
+  uint8_t* memory_ = nullptr;
+  size_t size_ = 0, stride_ = 0;
+  float* scales_ = nullptr;
+  int32_t* offsets_ = nullptr;
+  int rows_ = 0, first_ = -1;
+  uint64_t use_ = 0;
+};
+
+// --- tiles ------------------------------------------------------------------------------------------------------------
+
+template <typename FORM>
+PAGODA_INLINE f16 load_scales(const uint8_t* head, int column) {
+  if constexpr (FORM::BITS == 8) return load((const float*)head + column);
+  return load_half((const uint16_t*)head + column);
+}
+
+PAGODA_INLINE uint32_t word_at(const void* p) {
+  uint32_t word;
+  memcpy(&word, p, 4);
+  return word;
+}
+
+PAGODA_INLINE quads load_words(const uint8_t* p) {
+  prefetch(p + FETCH_AHEAD);
+  return load_quads(p);
+}
+
+// Adds one group of ROWS rounded rows (the first at `a`) through the words of a panel: whole numbers, exact.
+template <int ROWS, typename FORM>
+PAGODA_INLINE void group_sums(const int8_t* a, size_t stride, const uint8_t* words, int group, ints (&acc)[ROWS][2]) {
+  for (int i = 0; i < group; i += FORM::WORD, words += PANEL * 4) {
+    const quads w[2] = {load_words(words), load_words(words + 64)};
+    if constexpr (FORM::BITS == 8) {
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        const uint32_t four = word_at(a + r * stride + i);
+        acc[r][0] = dot4(acc[r][0], w[0], four);
+        acc[r][1] = dot4(acc[r][1], w[1], four);
+      }
+    } else {
+      const quads low[2] = {low_nibbles(w[0]), low_nibbles(w[1])}, high[2] = {high_nibbles(w[0]), high_nibbles(w[1])};
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        const uint32_t first = word_at(a + r * stride + i), second = word_at(a + r * stride + i + 4);
+        acc[r][0] = dot4_nibbles(dot4_nibbles(acc[r][0], low[0], first), high[0], second);
+        acc[r][1] = dot4_nibbles(dot4_nibbles(acc[r][1], low[1], first), high[1], second);
+      }
+    }
+  }
+}
+
+// The same with rows in bf16: one chain in float32.
+template <int ROWS, typename FORM>
+PAGODA_INLINE void group_sums(const uint16_t* x, size_t stride, const uint8_t* head, int group, f16 (&acc)[ROWS][2]) {
+  const uint8_t* words = head + FORM::HEAD_BYTES;
+  zero_points z[2];
+  if constexpr (FORM::ZEROS)
+    for (int c = 0; c < 2; ++c) z[c] = load_zeros(head + FORM::SCALE_BYTES + 16 * c);
+  for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
+  for (int i = 0; i < group; i += FORM::WORD, words += PANEL * 4) {
+    const quads w[2] = {load_words(words), load_words(words + 64)};
+#pragma GCC unroll 4
+    for (int s = 0; s < 4; ++s) {
+      weight_pairs pair[2];
+      for (int c = 0; c < 2; ++c) {
+        if constexpr (FORM::ZEROS) pair[c] = pair_of(w[c], s, z[c]);
+        else pair[c] = pair_of(w[c], s);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        const uint32_t two = word_at(x + r * stride + i + 2 * s);
+        acc[r][0] = dot2(acc[r][0], two, pair[0]);
+        acc[r][1] = dot2(acc[r][1], two, pair[1]);
+      }
+    }
+  }
+}
+
+struct QuantArgs {
+  const uint16_t* x;  // [rows, k]
+  void* y;
+  int k, n;
+  QuantForm form;
+  Epilogue e;
+};
+
+// Rows [from, from + ROWS) through a panel. Functions of their own, so that each has all registers for itself.
+template <int ROWS, typename FORM>
+static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const RoundedRows& rounded, int from,
+                                                 const uint8_t* panel, int column) {
+  const int group = a.form.group, groups = a.k / group;
+  f16 total[ROWS][2];
+  for (int r = 0; r < ROWS; ++r) total[r][0] = total[r][1] = zero();
+  for (int g = 0; g < groups; ++g, panel += group_bytes<FORM>(group)) {
+    if constexpr (FORM::ROUNDED) {
+      const float* scales = rounded.scales(from, g);
+      const int32_t* offsets = rounded.offsets(from, g);
+      ints acc[ROWS][2];
+      for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = set1(FORM::ZEROS ? 0 : offsets[r]);
+      const int8_t* levels = rounded.levels(from) + (size_t)g * group;
+      group_sums<ROWS, FORM>(levels, rounded.stride(), panel + FORM::HEAD_BYTES, group, acc);
+#pragma GCC unroll 2
+      for (int c = 0; c < 2; ++c) {
+        const f16 scale = load_scales<FORM>(panel, 16 * c);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+          if constexpr (FORM::ZEROS)
+            acc[r][c] = acc[r][c] + load_u8(panel + FORM::SCALE_BYTES + 16 * c) * set1(offsets[r]);
+          total[r][c] = fma(to_float(acc[r][c]), scale * set1(scales[r]), total[r][c]);
+        }
+      }
+    } else {
+      f16 acc[ROWS][2];
+      group_sums<ROWS, FORM>(a.x + (size_t)from * a.k + (size_t)g * group, (size_t)a.k, panel, group, acc);
+#pragma GCC unroll 2
+      for (int c = 0; c < 2; ++c) {
+        const f16 scale = load_scales<FORM>(panel, 16 * c);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) total[r][c] = fma(acc[r][c], scale, total[r][c]);
+      }
+    }
+  }
+  finish_tile(total, from, column, a.n, a.e, a.y);
+}
+
+// Rows [first, last) through one panel.
+static void quant_panel(const QuantArgs& a, const RoundedRows& rounded, int first, int last, const uint8_t* panel,
+                        int column) {
+  with_form(a.form, [&](auto form) {
+    in_tiles(first, last, [&](auto count, int from) {
+      quant_tile<decltype(count)::value, decltype(form)>(a, rounded, from, panel, column);
+    });
+  });
+}
+
+}  // namespace PAGODA_NS

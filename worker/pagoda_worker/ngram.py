@@ -1,0 +1,78 @@
+"""Text repeats itself: what followed the last few tokens where they stood before is a good guess at what follows now.
+
+Prompt lookup decoding (A. Saxena, 2023). Every token remembers where the three tokens that end with it ended before,
+so a lookup walks back through earlier places, most recent first, and takes the one that agrees with most of the text.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+
+SIZE = 3  # tokens that must agree
+MAX_MATCH = 16  # agreement beyond this is not told apart
+MAX_PLACES = 8  # earlier places looked at
+_BITS = 21  # of a token id in a key; longer ids may share a key, which a lookup notices
+
+
+class NgramIndex:
+    """The places of one growing list of tokens, which its owner keeps and hands to every call."""
+
+    __slots__ = ("_last", "_previous")
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}  # where these three tokens ended last
+        self._previous = array("i")  # per token, where the same three tokens ended before; -1: nowhere
+
+    def __len__(self) -> int:
+        """Tokens indexed so far."""
+        return len(self._previous)
+
+    def extend(self, tokens: Ids, limit: int) -> int:
+        """Index up to `limit` more of `tokens`; how many it were."""
+        start = len(self._previous)
+        end = min(len(tokens), start + limit)
+        first = max(start, SIZE - 1)
+        self._previous.extend([-1] * (min(first, end) - start))  # no three tokens end there
+        if first < end:
+            window = tokens[first - SIZE + 1 : end]
+            keys = window[:-2] << 2 * _BITS | window[1:-1] << _BITS | window[2:]
+            for place, key in enumerate(keys.tolist(), first):
+                self._previous.append(self._last.get(key, -1))
+                self._last[key] = place
+        return end - start
+
+    def distance(self, tokens: Ids) -> int:
+        """How far back the text last read as it does now; 0 when it never did, or when not all is indexed."""
+        if not len(tokens) or len(self._previous) != len(tokens):
+            return 0
+        last = len(tokens) - 1
+        place, best, longest = self._previous[last], 0, SIZE - 1
+        tail = tokens[-MAX_MATCH:].tolist()
+        for _ in range(MAX_PLACES):
+            if place < 0 or longest == len(tail):
+                break
+            length = _common_suffix(tail, tokens[max(0, place + 1 - MAX_MATCH) : place + 1].tolist())
+            if length > longest:
+                best, longest = last - place, length
+            place = self._previous[place]
+        return best
+
+
+def continuation(tokens: Ids, distance: int, count: int) -> Ids:
+    """The `count` tokens that follow if the text goes on as it did `distance` ago, its own repetition included."""
+    start = len(tokens) - distance
+    return np.resize(tokens[start : start + count], count)
+
+
+def _common_suffix(one: list[int], other: list[int]) -> int:
+    length = 0
+    for left, right in zip(reversed(one), reversed(other), strict=False):
+        if left != right:
+            break
+        length += 1
+    return length
