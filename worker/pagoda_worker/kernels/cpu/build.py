@@ -25,7 +25,7 @@ LEVELS = (
     ("base", ""),
     ("avx2", "-mavx2 -mfma"),
     ("avx512", AVX512),
-    ("avx512bf16", AVX512 + " -mavx512bf16"),
+    ("avx512bf16", AVX512 + " -mavx512bf16 -mavx512vnni"),
 )
 
 

@@ -15,7 +15,7 @@ import torch
 
 from pagoda_worker.kernels.cpu.build import LIBRARY
 
-ABI = 1
+ABI = 2
 LEVELS = ("base", "avx2", "avx512", "avx512bf16")
 PANEL = 32  # columns of a packed panel
 HUGE_PAGE_BYTES = 2 * 1024 * 1024

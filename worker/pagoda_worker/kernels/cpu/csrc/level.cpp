@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "ceilings.h"
 #include "pointwise.h"
 
 namespace PAGODA_NS {
@@ -113,4 +114,5 @@ static void run(const Op& op, const Step& s, int first, int last) {
 
 #define PAGODA_TABLE_(name) pagoda_level_##name
 #define PAGODA_TABLE(name) PAGODA_TABLE_(name)
-extern const Level PAGODA_TABLE(PAGODA_NS) = {PAGODA_NS::items, PAGODA_NS::run, PAGODA_NS::pack_panel};
+extern const Level PAGODA_TABLE(PAGODA_NS) = {PAGODA_NS::items, PAGODA_NS::run, PAGODA_NS::pack_panel, PAGODA_NS::peak,
+                                                PAGODA_NS::read_all};

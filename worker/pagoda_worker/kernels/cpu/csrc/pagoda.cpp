@@ -35,8 +35,8 @@ bool supported(int level) {
     case 1: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     case 2: return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    case 3: return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    case 3: return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     default: return false;
   }
 #else
@@ -71,7 +71,7 @@ void run_program(Pool& pool, const Level& level, const Op* ops, int num_ops, con
 
 extern "C" {
 
-int pagoda_abi() { return 1; }
+int pagoda_abi() { return 2; }
 
 void pagoda_sizes(int* op, int* step) {
   *op = (int)sizeof(Op);
@@ -100,6 +100,32 @@ void pagoda_pack(void* pool_, int level, const uint16_t* w, int n, int k, uint32
 void pagoda_run(void* pool, int level, const Op* ops, int num_ops, const Step* step) {
   std::unique_ptr<Counter[]> counters(new Counter[num_ops]);
   run_program(*(Pool*)pool, *LEVELS[level], ops, num_ops, *step, counters.get());
+}
+
+// Operations that each thread does in `rounds` of a level's multiplication (kind 0: bf16, 1: int8); see ceilings.h.
+double pagoda_peak(void* pool_, int level, int kind, long rounds) {
+  Pool& pool = *(Pool*)pool_;
+  std::atomic<double> done{0.0};
+  auto body = [&](int) { done.store(LEVELS[level]->peak(kind, rounds), std::memory_order_relaxed); };
+  pool.run(body);
+  return done.load();
+}
+
+// Reads a buffer once with all threads, in pieces as they come. `bytes` is a multiple of 512.
+uint64_t pagoda_read(void* pool_, int level, const char* data, size_t bytes) {
+  constexpr size_t PIECE = 1 << 20;
+  Pool& pool = *(Pool*)pool_;
+  std::atomic<size_t> next{0};
+  std::atomic<uint64_t> seen{0};
+  auto body = [&](int) {
+    for (;;) {
+      size_t at = next.fetch_add(PIECE, std::memory_order_relaxed);
+      if (at >= bytes) break;
+      seen ^= LEVELS[level]->read_all(data + at, bytes - at < PIECE ? bytes - at : PIECE);
+    }
+  };
+  pool.run(body);
+  return seen.load();
 }
 
 }  // extern "C"

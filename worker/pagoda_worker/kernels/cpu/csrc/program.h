@@ -3,6 +3,7 @@
 // Python mirrors these structs field by field (kernels/cpu/library.py); `pagoda_sizes` lets it check that it does.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 enum Kind : int32_t { EMBED = 0, RMS_NORM = 1, LINEAR = 2, ROPE_KV = 3, ATTENTION = 4, ACT_MUL = 5 };
@@ -32,6 +33,8 @@ struct Level {
   int (*items)(const Op&, const Step&);
   void (*run)(const Op&, const Step&, int first, int last);
   void (*pack_panel)(const uint16_t* w, int n, int k, int panel, uint32_t* out);
+  double (*peak)(int kind, long rounds);  // see ceilings.h
+  uint64_t (*read_all)(const char* data, size_t bytes);
 };
 
 extern const Level pagoda_level_base, pagoda_level_avx2, pagoda_level_avx512, pagoda_level_avx512bf16;
