@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading import load_model
 from pagoda_worker.memory import num_kv_blocks
 from pagoda_worker.runner import ModelRunner
+
+log = logging.getLogger(__name__)
 
 
 def load_runner(config: WorkerConfig, progress: Callable[[int, int], None]) -> ModelRunner:
@@ -21,7 +25,11 @@ def load_runner(config: WorkerConfig, progress: Callable[[int, int], None]) -> M
         ValueError: the model or the configuration cannot be used.
         RuntimeError: the model fails on its first token.
     """
+    started = time.monotonic()
     loaded = load_model(config, progress)
+    read = time.monotonic()
+    log.info("weights read and packed in %.2f s", read - started)
     runner = ModelRunner(loaded, num_kv_blocks(config, loaded), config)
     runner.warm_up()
+    log.info("first step computed %.2f s later", time.monotonic() - read)
     return runner

@@ -20,6 +20,9 @@ LEVELS = ("base", "avx2", "avx512", "avx512bf16")
 PANEL = 32  # columns of a packed panel
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
+PEAKS = ("bf16", "int8")  # the multiplications that `Library.multiply` probes
+READ_BYTES = 512  # `Library.read` reads multiples of it
+
 EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, ACT_MUL = range(6)
 
 
@@ -134,18 +137,47 @@ class Library:
         self._library.pagoda_pack(self._pool, self._level, weight.data_ptr(), n, k, packed.data_ptr())
         return packed
 
+    def multiply(self, kind: str, rounds: int) -> float:
+        """Multiply and add `rounds` times on every thread, in registers alone.
+
+        Args:
+            kind: One of PEAKS.
+
+        Returns:
+            The operations done by all threads together, a multiplication and an addition being two.
+        """
+        done: float = self._library.pagoda_peak(self._pool, self._level, PEAKS.index(kind), rounds)
+        return done * self.num_threads
+
+    def read(self, buffer: torch.Tensor) -> int:
+        """Read a contiguous buffer once, with all threads. Its size must be a multiple of READ_BYTES.
+
+        Returns:
+            The exclusive or of its 64-bit words.
+        """
+        seen: int = self._library.pagoda_read(self._pool, self._level, buffer.data_ptr(), buffer.nbytes)
+        return seen
+
 
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
+    _check(library, path)  # before anything that another build may not have
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.pagoda_pool_new.restype = pointer
     library.pagoda_pool_free.argtypes = [pointer]
     library.pagoda_run.argtypes = [pointer, number, pointer, number, pointer]
     library.pagoda_pack.argtypes = [pointer, number, pointer, number, number, pointer]
-    op_bytes, step_bytes = number(), number()
+    library.pagoda_peak.argtypes = [pointer, number, number, ctypes.c_long]
+    library.pagoda_peak.restype = ctypes.c_double
+    library.pagoda_read.argtypes = [pointer, number, pointer, ctypes.c_size_t]
+    library.pagoda_read.restype = ctypes.c_uint64
+    return library
+
+
+def _check(library: ctypes.CDLL, path: Path) -> None:
+    op_bytes, step_bytes = ctypes.c_int(), ctypes.c_int()
     library.pagoda_sizes(ctypes.byref(op_bytes), ctypes.byref(step_bytes))
     found = library.pagoda_abi(), op_bytes.value, step_bytes.value
     expected = ABI, ctypes.sizeof(Op), ctypes.sizeof(Step)
     if found != expected:
         raise LibraryError(f"{path} is of another build: (abi, op, step) {found}, expected {expected}; install again")
-    return library
