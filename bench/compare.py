@@ -9,9 +9,9 @@
 A machine's speed drifts, so a figure of one side means little alone. Each round runs every workload on every side, one
 right after the other, another side first each round; what counts is the median over rounds of first side / other side.
 All get the same token ids and lengths, greedy unless the workload says otherwise, and ignore the end of sequence;
-prompts differ between rounds and workloads, so no prefix cache helps anyone. Only the side whose turn it is computes: vLLM is stopped
-by signal meanwhile, llama-server is started for each load, and Pagoda idles, which is measured. `pagoda bench kernels`
-takes the machine's ceilings before the first round and after each.
+prompts differ between rounds and workloads, so no prefix cache helps anyone. Only the side whose turn it is computes:
+vLLM is stopped by signal meanwhile, llama-server is started for each load, and Pagoda idles, which is measured.
+`pagoda bench kernels` takes the machine's ceilings before the first round and after each.
 """
 
 from __future__ import annotations
@@ -167,12 +167,12 @@ def table(figures: Figures, startup_s: dict[str, list[float]], idle_cpu_s: dict[
 
 def make_sides(arguments: argparse.Namespace) -> list[Side]:
     """Raises ValueError when two have one name, or a NAME= is missing."""
-    model, kv_gib = arguments.model, arguments.kv_gib
+    model = peers.Model(arguments.model, arguments.max_model_len, arguments.kv_gib)
     cpus = sorted(os.sched_getaffinity(0))
-    found = [peers.pagoda(name, model, flags, kv_gib) for name, flags in map(named, arguments.pagoda or ["pagoda="])]
+    found = [peers.pagoda(name, model, flags) for name, flags in map(named, arguments.pagoda or ["pagoda="])]
     if arguments.vllm:
-        found.append(peers.vllm("vLLM as installed", arguments.vllm, model, kv_gib, None))
-        found.append(peers.vllm("vLLM all cores", arguments.vllm, model, kv_gib, cpus))
+        found.append(peers.vllm("vLLM as installed", arguments.vllm, model, None))
+        found.append(peers.vllm("vLLM all cores", arguments.vllm, model, cpus))
     if bool(arguments.llama_server) != bool(arguments.gguf):
         raise ValueError("--llama-server and --gguf belong together")
     for name, path in map(named, arguments.gguf or []):
@@ -208,6 +208,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--llama-flags", default="", help="more flags for llama-server")
     parser.add_argument("--rounds", type=int, default=3, help="[%(default)s]")
     parser.add_argument("--workloads", default=DEFAULT, help="of " + ", ".join(WORKLOADS) + " [%(default)s]")
+    parser.add_argument("--max-model-len", type=int, default=4096, help="[%(default)s]")
     parser.add_argument("--kv-gib", type=float, default=3.0, help="memory for the KV cache of each [%(default)s]")
     parser.add_argument("--idle-s", type=float, default=20.0, help="watch them do nothing; 0: do not [%(default)s]")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="for a server to become ready [%(default)s]")

@@ -40,26 +40,36 @@ class Side:
     pausable: bool = False
 
 
-def pagoda(name: str, model: str, flags: str, kv_gib: float) -> Side:
+@dataclass(frozen=True)
+class Model:
+    """What Pagoda and vLLM serve, and with how much memory for keys and values."""
+
+    path: str
+    max_len: int
+    kv_gib: float
+
+
+def pagoda(name: str, model: Model, flags: str) -> Side:
     def command(port: int, workload: Workload) -> list[str]:
         return [
-            sys.executable, "-m", "pagoda.cli", "serve", model, "--port", str(port), "--served-model-name", NAME,
-            "--max-model-len", "4096", "--kv-cache-gib", f"{kv_gib:g}", *shlex.split(flags),
+            sys.executable, "-m", "pagoda.cli", "serve", model.path, "--port", str(port), "--served-model-name", NAME,
+            "--max-model-len", str(model.max_len), "--kv-cache-gib", f"{model.kv_gib:g}", *shlex.split(flags),
         ]  # fmt: skip
 
     return Side(name, command)
 
 
-def vllm(name: str, python: str, model: str, kv_gib: float, cpus: list[int] | None) -> Side:
+def vllm(name: str, python: str, model: Model, cpus: list[int] | None) -> Side:
     """vLLM's CPU build; as installed, or with its threads bound to these cores."""
 
     def command(port: int, workload: Workload) -> list[str]:
         return [
-            python, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", NAME, "--port", str(port),
-            "--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", "4096", "--no-enable-log-requests",
+            python, "-m", "vllm.entrypoints.cli.main", "serve", model.path, "--served-model-name", NAME,
+            "--port", str(port), "--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", str(model.max_len),
+            "--no-enable-log-requests",
         ]  # fmt: skip
 
-    environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(kv_gib)))}
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": str(max(1, round(model.kv_gib)))}
     if cpus is not None:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = cpu_list(cpus)
     return Side(name, command, environment, pausable=True)
@@ -162,6 +172,15 @@ def stop(server: Running) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     server.process.wait()
+    while any(map(lives, pids)):  # what was killed and is not our child ends a little later
+        time.sleep(0.01)
+
+
+def lives(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        return state not in "ZX"
+    return False
 
 
 def is_ready(url: str) -> bool:

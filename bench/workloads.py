@@ -19,8 +19,9 @@ class Workload:
 
     `figure`: "decode" (tokens per second and client, from the time per output token), "served" (output tokens per
     second of all), "prompt" (prompt tokens per second until the first token) or "gap" (output tokens per second of all
-    while all decode, from the median gap between tokens). `than` names the workload that the same server is compared on.
-    `source` is COPY for prompts that `copying.py` made.
+    while all decode, from the median gap between tokens).
+    `than`: another workload, with which this one is compared on the same server.
+    `source`: COPY for prompts that `copying.py` made.
     """
 
     clients: int

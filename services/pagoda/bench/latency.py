@@ -16,6 +16,7 @@ from rich.table import Table
 from pagoda.bench.report import distribution_ms
 from pagoda.bench.workload import BodyMaker, Row
 from pagoda.flags import add_model_argument, add_options, given_flags
+from pagoda.settings import ConfigError
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta
@@ -54,6 +55,8 @@ def main(arguments: argparse.Namespace) -> int:
     local = Local.load(options.pop("model", ""), options)
     try:
         report = {"load_s": time.perf_counter() - started} | measure(local, arguments)
+    except PagodaError as error:
+        raise ConfigError([error.message]) from error
     finally:
         local.engine.close()
     console = Console(highlight=False, soft_wrap=True)

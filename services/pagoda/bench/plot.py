@@ -48,7 +48,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
         axes.scatter([x for x, _, _ in places], [y for _, y, _ in places], s=22, color=colour, label=op)
         for x, y, shape in places:
             axes.annotate(shape, (x, y), textcoords="offset points", xytext=(4, -3), fontsize=5, color=colour)
-    axes.legend(fontsize=8, loc="lower right")
+    if series:
+        axes.legend(fontsize=8, loc="lower right")
     figure.savefig(path, dpi=160, format="png")
 
 
