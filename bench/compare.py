@@ -33,7 +33,6 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import sides as peers
 from bench.sides import NAME, Running, Side
 from bench.workloads import (
     COPY,
@@ -46,6 +45,8 @@ from bench.workloads import (
     ratios_within,
     turns,
 )
+
+from bench import sides as peers
 
 Servers = dict[str, Running]
 CLI = (sys.executable, "-m", "pagoda.cli")
@@ -115,7 +116,10 @@ def measure(url: str, workload: Workload, salt: str, rows: Path | None) -> float
         result: dict[str, Any] = json.loads(Path(report.name).read_text())
     if result["wrong_output_length"] or result["wrong_prompt_length"]:
         raise SystemExit(f"{url}: answers or prompts of wrong length")
-    return workload.value(result)
+    try:
+        return workload.value(result)
+    except (TypeError, ZeroDivisionError) as error:
+        raise SystemExit(f"{url}: answers came all at once, or without any text: no times can be taken") from error
 
 
 def measure_ceilings() -> dict[str, float]:

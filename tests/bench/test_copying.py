@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from bench.copying import choose, copied_share
+from bench.copying import begins_whole, choose, copied_share
 
 from pagoda.bench.workload import read_rows
 
@@ -30,9 +30,19 @@ def test_the_share_that_a_lookup_foretells(before: list[int], text: list[int], s
     assert copied_share(before, text) == share
 
 
-def test_the_texts_that_repeat_most_are_taken() -> None:
+def test_texts_that_repeat_about_as_often_as_asked_for_are_taken() -> None:
     texts = [[1, 2, 3, 4, 5, 6], [1, 2, 1, 2, 1, 2], [1, 2, 3, 1, 2, 4]]
-    assert choose(texts, prompt_len=4, count=2) == [(1.0, texts[1]), (0.0, texts[0])]
+    assert choose(texts, prompt_len=4, count=2, wanted=0.9) == [(1.0, texts[1]), (0.0, texts[0])]
+    assert choose(texts, prompt_len=5, count=1, wanted=0.1) == [(0.0, texts[0])]
+
+
+def test_an_answer_must_begin_with_text() -> None:
+    class Letters:
+        def decode(self, tokens: list[int]) -> str:
+            return {1: "a", 2: "\ufffd", 3: "b\ufffd"}[tokens[0]]
+
+    assert begins_whole(Letters(), [1, 3, 1])  # type: ignore[arg-type]
+    assert not begins_whole(Letters(), [1, 2])  # type: ignore[arg-type]
 
 
 @pytest.mark.e2e
