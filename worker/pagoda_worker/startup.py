@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 
 from pagoda_worker.config import WorkerConfig
@@ -9,6 +11,8 @@ from pagoda_worker.drafting import check_invariant, load_draft_model, make_draft
 from pagoda_worker.loading import load_model
 from pagoda_worker.memory import num_kv_blocks
 from pagoda_worker.runner import ModelRunner
+
+log = logging.getLogger(__name__)
 
 
 def load_runner(config: WorkerConfig, progress: Callable[[int, int], None]) -> ModelRunner:
@@ -22,11 +26,15 @@ def load_runner(config: WorkerConfig, progress: Callable[[int, int], None]) -> M
         ValueError: the model or the configuration cannot be used.
         RuntimeError: the model fails on its first token.
     """
+    started = time.monotonic()
     loaded = load_model(config, progress)
     if config.speculation:
         check_invariant(loaded)
     draft = load_draft_model(config, loaded, progress)
+    read = time.monotonic()
+    log.info("weights read and packed in %.2f s", read - started)
     num_blocks = num_kv_blocks(config, loaded, draft)
     runner = ModelRunner(loaded, num_blocks, config, make_drafter(config, draft, num_blocks))
     runner.warm_up()
+    log.info("first step computed %.2f s later", time.monotonic() - read)
     return runner

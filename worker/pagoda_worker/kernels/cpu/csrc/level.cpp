@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "ceilings.h"
 #include "pointwise.h"
 #include "quant.h"
 #include "sampling.h"
@@ -134,4 +135,4 @@ static void run(const Op& op, const Step& s, uint64_t use, int first, int last) 
 #define PAGODA_TABLE(name) PAGODA_TABLE_(name)
 extern const Level PAGODA_TABLE(PAGODA_NS) = {PAGODA_NS::items, PAGODA_NS::run, PAGODA_NS::pack_panel,
                                               PAGODA_NS::quant_panel_bytes, PAGODA_NS::pack_quant_panel,
-                                              PAGODA_NS::sample};
+                                              PAGODA_NS::sample, PAGODA_NS::peak, PAGODA_NS::read_all};

@@ -105,7 +105,7 @@ void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
 
 extern "C" {
 
-int pagoda_abi() { return 2; }
+int pagoda_abi() { return 3; }
 
 void pagoda_sizes(int* sizes) {
   sizes[0] = (int)sizeof(Op);
@@ -174,6 +174,32 @@ void pagoda_sample(void* pool, int level, float* logits, int num_rows, int vocab
   call.buckets = buckets.data();
   call.raw = raw.data();
   run_sampling(*(Pool*)pool, *LEVELS[level], call);
+}
+
+// Operations that each thread does in `rounds` of a level's multiplication (kind 0: bf16, 1: int8); see ceilings.h.
+double pagoda_peak(void* pool_, int level, int kind, long rounds) {
+  Pool& pool = *(Pool*)pool_;
+  std::atomic<double> done{0.0};
+  auto body = [&](int) { done.store(LEVELS[level]->peak(kind, rounds), std::memory_order_relaxed); };
+  pool.run(body);
+  return done.load();
+}
+
+// Reads a buffer once with all threads, in pieces as they come. `bytes` is a multiple of 512.
+uint64_t pagoda_read(void* pool_, int level, const char* data, size_t bytes) {
+  constexpr size_t PIECE = 1 << 20;
+  Pool& pool = *(Pool*)pool_;
+  std::atomic<size_t> next{0};
+  std::atomic<uint64_t> seen{0};
+  auto body = [&](int) {
+    for (;;) {
+      size_t at = next.fetch_add(PIECE, std::memory_order_relaxed);
+      if (at >= bytes) break;
+      seen ^= LEVELS[level]->read_all(data + at, bytes - at < PIECE ? bytes - at : PIECE);
+    }
+  };
+  pool.run(body);
+  return seen.load();
 }
 
 }  // extern "C"
