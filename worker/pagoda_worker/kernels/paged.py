@@ -132,8 +132,9 @@ def make_plan(batch: Batch, kv: KVCache) -> Plan:
         else:
             prefills.append(row)
     groups = []
+    token_bytes = 2 * kv.shape.num_kv_heads * kv.shape.head_dim * kv.shape.dtype.itemsize  # as gathered
     for keys, rows in decodes.items():
-        most = max(1, GATHERED_BYTES // (keys * kv.shape.bytes_per_token // kv.shape.num_layers))
+        most = max(1, GATHERED_BYTES // (keys * token_bytes))
         groups += [rows[start : start + most] for start in range(0, len(rows), most)]
     return Plan(batch, kv, groups, prefills)
 

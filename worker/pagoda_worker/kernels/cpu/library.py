@@ -15,7 +15,7 @@ import torch
 
 from pagoda_worker.kernels.cpu.build import LIBRARY
 
-ABI = 1
+ABI = 2
 LEVELS = ("base", "avx2", "avx512", "avx512bf16")
 PANEL = 32  # columns of a packed panel
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -134,6 +134,13 @@ class Library:
         self._library.pagoda_pack(self._pool, self._level, weight.data_ptr(), n, k, packed.data_ptr())
         return packed
 
+    def copy_blocks(self, tensors: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+        """In each tensor [blocks, ...], pairs (source, destination); every source is read before any is written."""
+        addresses = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+        sizes = (ctypes.c_int64 * len(tensors))(*[tensor[0].nbytes for tensor in tensors])
+        flat = (ctypes.c_int64 * (2 * len(pairs)))(*[block for pair in pairs for block in pair])
+        self._library.pagoda_copy_blocks(self._pool, addresses, sizes, len(tensors), flat, len(pairs))
+
 
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
@@ -148,4 +155,5 @@ def _open(path: Path) -> ctypes.CDLL:
     expected = ABI, ctypes.sizeof(Op), ctypes.sizeof(Step)
     if found != expected:
         raise LibraryError(f"{path} is of another build: (abi, op, step) {found}, expected {expected}; install again")
+    library.pagoda_copy_blocks.argtypes = [pointer, pointer, pointer, number, pointer, number]
     return library

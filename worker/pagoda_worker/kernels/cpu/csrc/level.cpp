@@ -59,10 +59,11 @@ static void run_attention(const Op& op, const Step& s, int first, int last) {
   }
 }
 
-// --- rope and cache write: p = qkv, q, k_cache, v_cache, cos, sin, norm; i = heads, kv_heads, dim, block_size; f = eps ---
+// --- rope and cache write: p = qkv, q, k_cache, v_cache, cos, sin, norm, k_scales, v_scales; i = heads, kv_heads, dim,
+// block_size; f = eps --------------------------------------------------------------------------------------------------
 
 static void run_rope(const Op& op, const Step& s, int first, int last) {
-  const RopeArgs a{(const uint16_t*)op.p[0], (uint16_t*)op.p[1], (uint32_t*)op.p[2], (uint32_t*)op.p[3],
+  const RopeArgs a{(const uint16_t*)op.p[0], (uint16_t*)op.p[1], op.p[2], op.p[3], (float*)op.p[7], (float*)op.p[8],
                    (const float*)op.p[4], (const float*)op.p[5], (const float*)op.p[6], s.positions, s.kv_indices,
                    s.num_tokens, op.i[0], op.i[1], op.i[2], op.i[3], op.f[0]};
   for (int t = first; t < last; ++t) rope_token(a, t);
