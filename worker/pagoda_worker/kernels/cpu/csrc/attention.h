@@ -18,6 +18,7 @@ namespace PAGODA_NS {
 constexpr int SPLIT = 256;
 constexpr int SPLIT_GROUPS = SPLIT / 16;
 constexpr int LINES = 48;  // of an item of work: so often is what was brought near used
+constexpr int AHEAD = 4;  // groups between what is read and what is fetched meanwhile
 constexpr float MASKED = -1e30f;
 constexpr int FEW_ROWS = 4;  // up to so many lines a tile waits for memory rather than for arithmetic
 
@@ -39,7 +40,8 @@ struct AttentionArgs {
 // The keys, or the values, of one kv head in one split, by groups of 16 tokens. Tiles read bf16: that is the cache itself,
 // or what `bring` has widened of it, which is exact.
 struct Cells {
-  const void* stored[SPLIT_GROUPS];
+  const uint32_t* stored[SPLIT_GROUPS];
+  const uint32_t* ahead[SPLIT_GROUPS];  // what is read a little later. Blocks lie anywhere: the hardware cannot foresee it
   const uint32_t* pairs[SPLIT_GROUPS];
   const float* scales[SPLIT_GROUPS];
   int brought;  // groups before this one can be read
@@ -61,39 +63,58 @@ struct View {
   int line, from, first, last;
 };
 
-// Blocks lie anywhere, so the hardware cannot foresee the next one.
-PAGODA_INLINE void fetch_ahead(const Cells& c, const AttentionArgs& a, int group) {
-  int bytes = 16 * a.dim * (a.k_scales ? 1 : 2);
-  for (int i = 0; i < bytes; i += 64) prefetch((const char*)c.stored[group] + i);
+// Where the 16 tokens from `token` on lie in one layer's cache, in tokens.
+PAGODA_INLINE size_t place(const AttentionArgs& a, const int32_t* table, int head, int token) {
+  return ((size_t)table[token / a.block_size] * a.kv_heads + head) * a.block_size + token % a.block_size;
+}
+PAGODA_INLINE const uint32_t* stored(const AttentionArgs& a, const void* cache, size_t place) {
+  return (const uint32_t*)((const char*)cache + place * a.dim * (a.k_scales ? 1 : 2));
 }
 
-// Groups [first, last) of the split that begins at `from`; none is brought yet.
-static void locate(Cells& c, const void* cache, const float* scales, const AttentionArgs& a, const int32_t* table, int head,
-                   int from, int first, int last) {
+// Finds groups [first, last) of the split that begins at `from`, of a context of `end` tokens.
+static void locate(const AttentionArgs& a, const int32_t* table, int head, int from, int first, int last, int end, Cells& keys,
+                   Cells& values) {
   for (int g = first; g < last; ++g) {
-    int token = from + 16 * g;
-    size_t at = ((size_t)table[token / a.block_size] * a.kv_heads + head) * a.block_size + token % a.block_size;
-    c.stored[g] = (const char*)cache + at * a.dim * (scales ? 1 : 2);
-    c.pairs[g] = scales ? c.widened + (size_t)g * 8 * a.dim : (const uint32_t*)c.stored[g];
-    c.scales[g] = scales ? scales + at : nullptr;
+    const size_t at = place(a, table, head, from + 16 * g);
+    keys.stored[g] = keys.pairs[g] = stored(a, a.k_cache, at);
+    values.stored[g] = values.pairs[g] = stored(a, a.v_cache, at);
+    if (!a.k_scales) continue;
+    keys.pairs[g] = keys.widened + (size_t)g * 8 * a.dim;
+    values.pairs[g] = values.widened + (size_t)g * 8 * a.dim;
+    keys.scales[g] = a.k_scales + at;
+    values.scales[g] = a.v_scales + at;
   }
-  c.brought = first;
+  keys.brought = values.brought = first;
+  for (int g = first; g < last; ++g) {  // after the keys come the values, and then the keys of the next split
+    const int over = g + AHEAD - last, token = from + SPLIT + 16 * over;
+    const bool inside = over < 0, more = token < end;
+    keys.ahead[g] = inside ? keys.stored[g + AHEAD] : values.stored[first + over < last ? first + over : first];
+    values.ahead[g] = inside ? values.stored[g + AHEAD] : more ? stored(a, a.k_cache, place(a, table, head, token)) : values.stored[g];
+  }
 }
 
 // So that groups up to `last` can be read.
 PAGODA_INLINE void bring(Cells& c, const AttentionArgs& a, int last) {
   if (!a.k_scales) return;
+  const int pairs = 8 * a.dim;  // of a group
   for (; c.brought < last; ++c.brought) {
     const int8_t* from = (const int8_t*)c.stored[c.brought];
-    uint32_t* to = c.widened + (size_t)c.brought * 8 * a.dim;
-    for (int i = 0; i < 8 * a.dim; i += 16) store_pairs(to + i, widen_pairs(from + 2 * i));
+    const int8_t* ahead = (const int8_t*)c.ahead[c.brought];
+    uint32_t* to = c.widened + (size_t)c.brought * pairs;
+    for (int i = 0; i < pairs; i += 32) {
+      prefetch(ahead + 2 * i);
+      store_pairs(to + i, widen_pairs(from + 2 * i));
+      store_pairs(to + i + 16, widen_pairs(from + 2 * i + 32));
+    }
   }
 }
 
-// Products -> scores of lines [0, rows), masked where `seen_by_all` does not hold, and each line's maxima by lane.
-PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows, int t, bool seen_by_all, AttentionScratch& s) {
+// Products -> scores of lines [0, rows) and tokens [begin, end), masked unless all are seen by all, and each line's maxima
+// by lane.
+PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows, int begin, int end, bool seen_by_all,
+                                AttentionScratch& s) {
   for (int r = 0; r < rows; ++r)
-    for (int first = t; first < t + 32; first += 16) {
+    for (int first = begin; first < end; first += 16) {
       float* at = &s.scores[r][first - v.from];
       f16 x = load(at) * set1(a.scale);
       if (a.softcap != 0.0f) x = tanh(x * set1(1.0f / a.softcap)) * set1(a.softcap);
@@ -107,46 +128,52 @@ PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows,
     }
 }
 
-template <int ROWS>
-static void split_scores(const AttentionArgs& a, const View& v, AttentionScratch& s) {
+// Scores of ROWS lines and 16 x GROUPS tokens from t on.
+template <int ROWS, int GROUPS>
+static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionScratch& s) {
   const int* position = s.position + v.line;
-  const int groups_begin = (v.first - v.from) / 16, groups_end = (v.last - v.from + 15) / 16;
-  for (int r = 0; r < ROWS; ++r) store(s.peaks[r], set1(MASKED));
-  for (int t = v.first; t < v.last; t += 32) {
-    const int group = (t - v.from) / 16;
-    const int other = group + 1 < groups_end ? group + 1 : group;  // past the end: any readable group, masked below
-    bring(s.keys, a, other + 1);
-    if (ROWS <= FEW_ROWS)
-      for (int ahead = group + 2; ahead < group + 4; ++ahead) {
-        const int value = groups_begin + ahead - groups_end;  // after the last keys come the first values
-        if (ahead < groups_end) fetch_ahead(s.keys, a, ahead);
-        else if (value < groups_end) fetch_ahead(s.values, a, value);
-      }
-    const uint32_t* groups[2] = {s.keys.pairs[group], s.keys.pairs[other]};
-    f16 acc[ROWS][2];
+  const int end = (v.last - v.from + 15) / 16;
+  int group[GROUPS];
+  const uint32_t* keys[GROUPS];
+  const uint32_t* ahead[GROUPS];
+  for (int g = 0; g < GROUPS; ++g) {  // past the end: any readable group, masked below
+    group[g] = (t - v.from) / 16 + g < end ? (t - v.from) / 16 + g : end - 1;
+    keys[g] = s.keys.pairs[group[g]];
+    ahead[g] = s.keys.ahead[group[g]];
+  }
+  bring(s.keys, a, group[GROUPS - 1] + 1);
+  f16 acc[ROWS][GROUPS];
 #pragma GCC unroll 16
-    for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
-    tile<ROWS, 2>(s.q[v.line], 256, groups, 16, a.dim / 2, acc);
-    if (a.k_scales) {
-      const f16 left = load(s.keys.scales[group]), right = load(s.keys.scales[other]);
-#pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) {
-        acc[r][0] = acc[r][0] * left;
-        acc[r][1] = acc[r][1] * right;
-      }
-    }
-    const bool seen_by_all = t + 31 <= position[0] && (!a.window || t > position[ROWS - 1] - a.window);
-    const bool plain = seen_by_all && a.softcap == 0.0f;
-    const f16 scale = set1(plain ? a.scale : 1.0f);
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
+  if (ROWS <= FEW_ROWS && !a.k_scales)
+    tile<ROWS, GROUPS>(s.q[v.line], 256, keys, 16, a.dim / 2, acc, ahead);
+  else
+    tile<ROWS, GROUPS>(s.q[v.line], 256, keys, 16, a.dim / 2, acc);
+  const bool seen_by_all =
+      t + 16 * GROUPS <= position[0] + 1 && (!a.window || t > position[ROWS - 1] - a.window);
+  const bool plain = seen_by_all && a.softcap == 0.0f;
+#pragma GCC unroll 8
+  for (int g = 0; g < GROUPS; ++g) {
+    const f16 key_scale = a.k_scales ? load(s.keys.scales[group[g]]) : set1(1.0f), scale = set1(plain ? a.scale : 1.0f);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      const f16 left = acc[r][0] * scale, right = acc[r][1] * scale;
-      store(&s.scores[r][t - v.from], left);
-      store(&s.scores[r][t - v.from + 16], right);
-      if (plain) store(s.peaks[r], max(max(load(s.peaks[r]), left), right));
+      const f16 x = acc[r][g] * key_scale * scale;
+      store(&s.scores[r][t - v.from + 16 * g], x);
+      if (plain) store(s.peaks[r], max(load(s.peaks[r]), x));
     }
-    if (!plain) shape_scores(a, v, ROWS, t, seen_by_all, s);
   }
+  if (!plain) shape_scores(a, v, ROWS, t, t + 16 * GROUPS, seen_by_all, s);
+}
+
+template <int ROWS>
+static void split_scores(const AttentionArgs& a, const View& v, AttentionScratch& s) {
+  for (int r = 0; r < ROWS; ++r) store(s.peaks[r], set1(MASKED));
+  int t = v.first;
+  if constexpr (ROWS * 4 <= 2 * MAX_ROWS)  // few rows need more columns to have enough chains of arithmetic
+    for (; t + 32 < v.last; t += 64) score_tile<ROWS, 4>(a, v, t, s);
+  for (; t < v.last; t += 32) score_tile<ROWS, 2>(a, v, t, s);
 }
 
 // Scores of N lines -> bf16 probabilities relative to the split's own maximum, times the scales of the values they will
@@ -196,11 +223,18 @@ static void split_values(const AttentionArgs& a, const View& v, int dim_first, c
   for (int t = v.first; t < v.last; t += 16) {
     const int group = (t - v.from) / 16, pairs_here = v.last - t < 16 ? (v.last - t + 1) / 2 : 8;
     bring(s.values, a, group + 1);
-    if (ROWS <= FEW_ROWS && dim_first == 0 && t + 32 < v.last) fetch_ahead(s.values, a, group + 2);
-    const uint32_t* values = s.values.pairs[group] + dim_first;
     const uint32_t* groups[GROUPS];
-    for (int g = 0; g < GROUPS; ++g) groups[g] = values + (dim_first + 16 * g < a.dim ? 16 * g : 0);
-    tile<ROWS, GROUPS>(&s.probs[0][t - v.from], SPLIT, groups, (size_t)a.dim, pairs_here, acc);
+    const uint32_t* ahead[GROUPS];
+    for (int g = 0; g < GROUPS; ++g) {
+      const int d = dim_first + (dim_first + 16 * g < a.dim ? 16 * g : 0);
+      groups[g] = s.values.pairs[group] + d;
+      ahead[g] = s.values.ahead[group] + d;
+    }
+    const uint16_t* probs = &s.probs[0][t - v.from];
+    if (ROWS <= FEW_ROWS && !a.k_scales)
+      tile<ROWS, GROUPS>(probs, SPLIT, groups, (size_t)a.dim, pairs_here, acc, ahead);
+    else
+      tile<ROWS, GROUPS>(probs, SPLIT, groups, (size_t)a.dim, pairs_here, acc);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
@@ -248,8 +282,7 @@ static void attend_lines(const AttentionArgs& a, int count, const int32_t* table
   const int tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
   for (int from = begin / SPLIT * SPLIT; from < end; from += SPLIT) {
     const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
-    locate(s.keys, a.k_cache, a.k_scales, a, table, head, from, low / 16, (high + 15) / 16);
-    locate(s.values, a.v_cache, a.v_scales, a, table, head, from, low / 16, (high + 15) / 16);
+    locate(a, table, head, from, low / 16, (high + 15) / 16, end, s.keys, s.values);
     for (int t = 0; t < tiles; ++t) {
       const int line = count * t / tiles, next = count * (t + 1) / tiles;
       const int seen = first_seen(a, s.position[line]), after = s.position[next - 1] + 1;
