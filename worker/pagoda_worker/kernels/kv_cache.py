@@ -80,11 +80,12 @@ class Blocks:
     def check(self, shape: KVShape, block_size: int, num_blocks: int) -> None:
         """Raises ValueError unless these are `num_blocks` blocks of a cache of this shape."""
         sizes = (num_blocks, 2, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim)
-        scales = self.scales.shape == sizes[:-1] if self.scales is not None else not shape.quantized
-        if self.cells.shape != sizes or self.cells.dtype != shape.stored_dtype or not scales:
+        scales = None if self.scales is None else tuple(self.scales.shape)
+        fit = scales == (sizes[:-1] if shape.quantized else None)
+        if self.cells.shape != sizes or self.cells.dtype != shape.stored_dtype or not fit:
             raise ValueError(
-                f"blocks {tuple(self.cells.shape)} of {self.cells.dtype} do not fit a cache that takes {sizes} "
-                f"of {shape.stored_dtype}"
+                f"blocks {tuple(self.cells.shape)} of {self.cells.dtype} with scales {scales} "
+                f"do not fit a cache that takes {sizes} of {shape.stored_dtype}"
             )
 
 

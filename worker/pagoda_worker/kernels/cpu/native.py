@@ -174,7 +174,7 @@ class NativeOps:
         op = lib.make_op(lib.ROPE_KV, tensors, [num_heads, num_kv_heads, head_dim, kv.block_size], [eps])
         step = {"num_tokens": qkv.shape[0], "positions": positions, "kv_indices": kv_indices}
         self._tape.take(op, (qkv, q, kv, tables), **step)
-        heads = q.view(-1, num_heads, head_dim)
+        heads = q.view(q.shape[0], num_heads, head_dim)
         heads.buffer_handle = q  # type: ignore[attr-defined]  # a tape counts references to what it handed out
         return heads
 
