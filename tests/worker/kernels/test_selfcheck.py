@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tests.worker.kernels.test_cpu_library import levels
 
 from pagoda_worker.kernels.choose import load_ops
+from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps, load_native
 from pagoda_worker.kernels.cpu.selfcheck import problem
@@ -45,7 +47,13 @@ class Wrong(NativeOps):
             out[-1] = 0
         elif self.fault == "cut" and query.shape[0] == 1:
             out[0, 0] += 0.01
+        elif self.fault == "int8" and operands[0].shape.quantized:
+            out[-1] = 0
         return out
+
+    def copy_blocks(self, kv: NativeKVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        for part in [[pair] for pair in pairs] if self.fault == "copies" else [pairs]:
+            super().copy_blocks(kv, part)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +64,8 @@ class Wrong(NativeOps):
         ("norm", "norms are wrong"),
         ("attention", "attention is wrong"),
         ("cut", "depends on how a prompt is cut"),
+        ("int8", "attention over int8 is wrong"),
+        ("copies", "rounded or copied wrongly"),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, words: str) -> None:
