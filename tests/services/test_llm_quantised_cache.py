@@ -1,4 +1,4 @@
-"""The whole offline path over keys and values in int8: tokens depend neither on company, chunks, blocks nor prefixes."""
+"""The offline path over keys and values in int8: tokens depend neither on company, chunks, blocks nor prefixes."""
 
 from __future__ import annotations
 

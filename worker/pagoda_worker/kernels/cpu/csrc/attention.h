@@ -19,6 +19,7 @@ constexpr int SPLIT = 256;
 constexpr int SPLIT_GROUPS = SPLIT / 16;
 constexpr int LINES = 48;  // of an item of work: so often is what was brought near used
 constexpr int AHEAD = 4;  // groups between what is read and what is fetched meanwhile
+constexpr int RING = 4;   // groups that a tile reads at once, at most
 constexpr float MASKED = -1e30f;
 constexpr int FEW_ROWS = 4;  // up to so many lines a tile waits for memory rather than for arithmetic
 
@@ -45,6 +46,7 @@ struct Cells {
   const uint32_t* pairs[SPLIT_GROUPS];
   const float* scales[SPLIT_GROUPS];
   int brought;  // groups before this one can be read
+  bool once;    // by one tile alone; values are then widened as they are read
   alignas(64) uint32_t widened[SPLIT / 2 * 256];
 };
 
@@ -71,16 +73,19 @@ PAGODA_INLINE const uint32_t* stored(const AttentionArgs& a, const void* cache, 
   return (const uint32_t*)((const char*)cache + place * a.dim * (a.k_scales ? 1 : 2));
 }
 
-// Finds groups [first, last) of the split that begins at `from`, of a context of `end` tokens.
-static void locate(const AttentionArgs& a, const int32_t* table, int head, int from, int first, int last, int end, Cells& keys,
-                   Cells& values) {
+// Finds groups [first, last) of the split that begins at `from`, of a context of `end` tokens. What a single tile of lines
+// reads is widened into the same few places again and again, which stay near.
+static void locate(const AttentionArgs& a, const int32_t* table, int head, int from, int first, int last, int end, int lines,
+                   Cells& keys, Cells& values) {
+  const int places = lines <= MAX_ROWS ? RING : SPLIT_GROUPS;
+  keys.once = values.once = lines <= MAX_ROWS;
   for (int g = first; g < last; ++g) {
     const size_t at = place(a, table, head, from + 16 * g);
     keys.stored[g] = keys.pairs[g] = stored(a, a.k_cache, at);
     values.stored[g] = values.pairs[g] = stored(a, a.v_cache, at);
     if (!a.k_scales) continue;
-    keys.pairs[g] = keys.widened + (size_t)g * 8 * a.dim;
-    values.pairs[g] = values.widened + (size_t)g * 8 * a.dim;
+    keys.pairs[g] = keys.widened + (size_t)(g % places) * 8 * a.dim;
+    values.pairs[g] = values.widened + (size_t)(g % places) * 8 * a.dim;
     keys.scales[g] = a.k_scales + at;
     values.scales[g] = a.v_scales + at;
   }
@@ -93,20 +98,29 @@ static void locate(const AttentionArgs& a, const int32_t* table, int head, int f
   }
 }
 
-// So that groups up to `last` can be read.
-PAGODA_INLINE void bring(Cells& c, const AttentionArgs& a, int last) {
-  if (!a.k_scales) return;
-  const int pairs = 8 * a.dim;  // of a group
-  for (; c.brought < last; ++c.brought) {
-    const int8_t* from = (const int8_t*)c.stored[c.brought];
-    const int8_t* ahead = (const int8_t*)c.ahead[c.brought];
-    uint32_t* to = c.widened + (size_t)c.brought * pairs;
-    for (int i = 0; i < pairs; i += 32) {
+// Words [first, last) of each of a group's `rows` rows of `width` words, to where tiles read them.
+PAGODA_INLINE void widen(const Cells& c, int group, int rows, int width, int first, int last) {
+  const int8_t* from = (const int8_t*)c.stored[group];
+  const int8_t* ahead = (const int8_t*)c.ahead[group];
+  uint32_t* to = (uint32_t*)c.pairs[group];
+  if (last - first == width) {
+    last *= rows;
+    rows = 1;
+  }
+  for (int row = 0; row < rows; ++row, from += 2 * width, ahead += 2 * width, to += width) {
+    int i = first;
+    for (; i + 32 <= last; i += 32) {
       prefetch(ahead + 2 * i);
       store_pairs(to + i, widen_pairs(from + 2 * i));
       store_pairs(to + i + 16, widen_pairs(from + 2 * i + 32));
     }
+    if (i < last) store_pairs(to + i, widen_pairs(from + 2 * i));
   }
+}
+
+// So that groups up to `last` can be read.
+PAGODA_INLINE void bring(Cells& c, const AttentionArgs& a, int last) {
+  for (; c.brought < last; ++c.brought) widen(c, c.brought, 1, 8 * a.dim, 0, 8 * a.dim);
 }
 
 // Products -> scores of lines [0, rows) and tokens [begin, end), masked unless all are seen by all, and each line's maxima
@@ -141,7 +155,7 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
     keys[g] = s.keys.pairs[group[g]];
     ahead[g] = s.keys.ahead[group[g]];
   }
-  bring(s.keys, a, group[GROUPS - 1] + 1);
+  if (a.k_scales) bring(s.keys, a, group[GROUPS - 1] + 1);
   f16 acc[ROWS][GROUPS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
@@ -222,7 +236,9 @@ static void split_values(const AttentionArgs& a, const View& v, int dim_first, c
     for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
   for (int t = v.first; t < v.last; t += 16) {
     const int group = (t - v.from) / 16, pairs_here = v.last - t < 16 ? (v.last - t + 1) / 2 : 8;
-    bring(s.values, a, group + 1);
+    const int end = dim_first + 16 * GROUPS < a.dim ? dim_first + 16 * GROUPS : a.dim;
+    if (a.k_scales && s.values.once) widen(s.values, group, 8, a.dim, dim_first, end);
+    if (a.k_scales && !s.values.once) bring(s.values, a, group + 1);
     const uint32_t* groups[GROUPS];
     const uint32_t* ahead[GROUPS];
     for (int g = 0; g < GROUPS; ++g) {
@@ -282,7 +298,7 @@ static void attend_lines(const AttentionArgs& a, int count, const int32_t* table
   const int tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
   for (int from = begin / SPLIT * SPLIT; from < end; from += SPLIT) {
     const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
-    locate(a, table, head, from, low / 16, (high + 15) / 16, end, s.keys, s.values);
+    locate(a, table, head, from, low / 16, (high + 15) / 16, end, count, s.keys, s.values);
     for (int t = 0; t < tiles; ++t) {
       const int line = count * t / tiles, next = count * (t + 1) / tiles;
       const int seen = first_seen(a, s.position[line]), after = s.position[next - 1] + 1;
