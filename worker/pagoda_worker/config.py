@@ -11,6 +11,7 @@ from pagoda_worker.kernel_choice import parse_choice
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 SPECULATION = ("", "ngram", "draft-model")
 QUANTIZATIONS = ("", "int8", "int4", "int4a16")
+KV_CACHE_DTYPES = ("auto", "int8")
 INSTRUCTION_SETS = ("", "base", "avx2", "avx512", "avx512bf16")
 
 
@@ -33,6 +34,7 @@ class WorkerConfig:
     threads: int = option(0, "compute threads; 0 takes every core this process may use")
     block_size: int = option(32, "tokens per KV block")
     kv_cache_gib: float = option(0.0, "memory for the KV cache; 0 sizes it from what the machine has free")
+    kv_cache_dtype: str = option("auto", "KV cache entries: auto (as computed) or int8, about half of bfloat16")
     num_blocks: int = option(0, "KV blocks, instead of kv_cache_gib; 0 means by memory")
     max_model_len: int = option(0, "longest prompt plus output; 0 takes the model's own limit")
     max_rows: int = option(256, "most choices at once")
@@ -53,6 +55,8 @@ class WorkerConfig:
             parse_choice(self.kernels)
         except ValueError as error:
             problems.append(str(error))
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            problems.append(f"kv_cache_dtype must be one of {', '.join(KV_CACHE_DTYPES)}, got {self.kv_cache_dtype!r}")
         if self.instruction_set not in INSTRUCTION_SETS:
             known = ", ".join(filter(None, INSTRUCTION_SETS))
             problems.append(f"instruction_set must be one of {known}, got {self.instruction_set!r}")

@@ -55,13 +55,14 @@ def test_another_shape_is_refused(text: str) -> None:
 def test_the_bytes_of_a_matrix_include_its_scales() -> None:
     assert weight_bytes(10, 128, None) == 2560
     assert weight_bytes(10, 128, FORMATS["int8"]) == 10 * 128 + 40
-    assert weight_bytes(10, 128, FORMATS["int4"]) == 10 * 64 + 2 * 40
+    assert weight_bytes(10, 128, FORMATS["int4"]) == 10 * 64 + 2 * 20
 
 
 def test_every_operation_is_measured() -> None:
     found = list(Roofline(SMALL, QUICK, threads=2).points(["bf16"]))
     assert {one.op for one in found} == {
-        "rotate, bf16 cache", "prefill, bf16 cache", "rms norm", "add, rms norm", "silu, multiply", "embed",
+        "rotate, bf16 cache", "prefill, bf16 cache", "rotate, int8 cache", "prefill, int8 cache",
+        "rms norm", "add, rms norm", "embed",
         "sample, greedy", "sample, top_p 0.9", "sample, top_k 50", "linear bf16",
     }, "decoding takes more tokens of context than the limit"  # fmt: skip
     assert all(one.seconds > 0 and one.num_bytes > 0 for one in found)
@@ -70,7 +71,7 @@ def test_every_operation_is_measured() -> None:
 
 
 def test_what_is_asked_for_is_measured_alone() -> None:
-    limits = Limits(cold_bytes=1, repeats=1, max_tokens=4096, only="decode")
+    limits = Limits(cold_bytes=1, repeats=1, max_tokens=4096, only="decode, bf16")
     (found,) = Roofline(SMALL, limits, threads=1).points()
     assert (found.op, found.shape) == ("decode, bf16 cache", "1 rows x 4096")
     assert found.operations == 4 * 4096 * 4 * 32

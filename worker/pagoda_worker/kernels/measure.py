@@ -17,8 +17,9 @@ import torch
 from pagoda_proto.params import SamplingParams
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu import library as lib
+from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.ceilings import CeilingProbe, median_s
-from pagoda_worker.kernels.cpu.native import NativeKVCache, NativeOps, load_native
+from pagoda_worker.kernels.cpu.native import NativeOps, load_native
 from pagoda_worker.kernels.cpu.program import Recording
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Needs, Rotation
@@ -27,7 +28,7 @@ from pagoda_worker.kernels.roofline import Limits, ModelShape, Point
 from pagoda_worker.rows import Ints, Row
 
 PLAIN = "bf16"
-KV_DTYPES = {"bf16": torch.bfloat16}  # formats of the cache with which attention is measured
+KV_FORMS = {"bf16": False, "int8": True}  # whether keys and values are quantised, by the name of the cache's format
 LINEAR_ROWS = (1, 4, 16, 64, 512)
 LOGITS_ROWS = 64  # a step rarely wants more
 POINTWISE_ROWS = (16, 512)
@@ -97,8 +98,8 @@ class Roofline:
 
     def points(self, formats: Sequence[str] = (PLAIN, *FORMATS)) -> Iterator[Point]:
         """Every operation in turn, each yielded as soon as it is measured. `formats` are those of linear layers."""
-        for dtype_name, dtype in KV_DTYPES.items():
-            yield from self._attention(dtype_name, dtype)
+        for name, quantized in KV_FORMS.items():
+            yield from self._attention(name, quantized)
         yield from self._pointwise()
         yield from self._sampling()
         for name in formats:
@@ -191,29 +192,32 @@ class Roofline:
 
     # --- attention and its cache --------------------------------------------------------------------------------------
 
-    def _attention(self, name: str, dtype: torch.dtype) -> Iterator[Point]:
+    def _attention(self, name: str, quantized: bool) -> Iterator[Point]:
         rotate, decode, prefill = (f"{what}, {name} cache" for what in ("rotate", "decode", "prefill"))
         for tokens in POINTWISE_ROWS:
             if self._wanted(rotate, tokens):
-                yield self._rope_write(rotate, dtype, tokens)
+                yield self._rope_write(rotate, quantized, tokens)
         for rows, context in DECODES:
             if self._wanted(decode, rows * context):
-                yield self._attend(decode, f"{rows} rows x {context}", dtype, (rows, 1, context))
+                yield self._attend(decode, f"{rows} rows x {context}", quantized, (rows, 1, context))
         for tokens in PREFILLS:
             if self._wanted(prefill, tokens):
-                yield self._attend(prefill, f"{tokens} tokens", dtype, (1, tokens, tokens))
+                yield self._attend(prefill, f"{tokens} tokens", quantized, (1, tokens, tokens))
 
-    def _kv_shape(self, dtype: torch.dtype, num_layers: int) -> KVShape:
+    def _kv_shape(self, quantized: bool, num_layers: int) -> KVShape:
         sizes = self.shape
-        return KVShape(num_layers=num_layers, num_kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, dtype=dtype)
+        return KVShape(
+            num_layers=num_layers, num_kv_heads=sizes.kv_heads, head_dim=sizes.head_dim,
+            dtype=torch.bfloat16, quantized=quantized,
+        )  # fmt: skip
 
-    def _rope_write(self, op: str, dtype: torch.dtype, tokens: int) -> Point:
+    def _rope_write(self, op: str, quantized: bool, tokens: int) -> Point:
         sizes = self.shape
-        kv_bytes = self._kv_shape(dtype, 1).bytes_per_token
+        kv_bytes = self._kv_shape(quantized, 1).bytes_per_token
         heads = sizes.heads + 2 * sizes.kv_heads
         num_bytes = tokens * (2 * heads * sizes.head_dim + 2 * sizes.heads * sizes.head_dim + kv_bytes)
         copies = self._num_copies(num_bytes)
-        kv = self.ops.new_kv_cache(self._kv_shape(dtype, copies), -(-tokens // BLOCK_SIZE), BLOCK_SIZE)
+        kv = self.ops.new_kv_cache(self._kv_shape(quantized, copies), -(-tokens // BLOCK_SIZE), BLOCK_SIZE)
         angles = torch.linspace(0, 6, tokens)[:, None] * torch.linspace(1, 0.1, sizes.head_dim // 2)
         positions = torch.arange(tokens)
         rotation = Rotation(angles.cos(), angles.sin(), positions)
@@ -228,17 +232,17 @@ class Roofline:
             operations=0.0, unit=PLAIN,
         )  # fmt: skip
 
-    def _attend(self, op: str, shape: str, dtype: torch.dtype, work: tuple[int, int, int]) -> Point:
+    def _attend(self, op: str, shape: str, quantized: bool, work: tuple[int, int, int]) -> Point:
         """`work`: rows, new tokens of each, tokens of context of each."""
         rows, query, context = work
         sizes = self.shape
-        row_bytes = context * self._kv_shape(dtype, 1).bytes_per_token
+        row_bytes = context * self._kv_shape(quantized, 1).bytes_per_token
         num_bytes = rows * (row_bytes + 4 * query * sizes.heads * sizes.head_dim)
         seen = rows * (query * context - query * (query - 1) // 2)
         operations = 4.0 * seen * sizes.heads * sizes.head_dim
         copies = self._num_copies(num_bytes, operations)
         blocks = -(-context // BLOCK_SIZE)
-        kv = self._full_cache(self._kv_shape(dtype, copies), rows * blocks)
+        kv = self._full_cache(self._kv_shape(quantized, copies), rows * blocks)
         order = torch.randperm(rows * blocks, generator=self._generator, dtype=torch.int32)
         plan = self.ops.plan(_batch(order.view(rows, blocks), query, context), kv)
         attention = AttentionShape(

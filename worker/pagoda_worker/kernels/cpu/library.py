@@ -236,6 +236,13 @@ class Library:
         seen: int = self._library.pagoda_read(self._pool, self._level, buffer.data_ptr(), buffer.nbytes)
         return seen
 
+    def copy_blocks(self, tensors: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+        """In each tensor [blocks, ...], pairs (source, destination); every source is read before any is written."""
+        addresses = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+        sizes = (ctypes.c_int64 * len(tensors))(*[tensor[0].nbytes for tensor in tensors])
+        flat = (ctypes.c_int64 * (2 * len(pairs)))(*[block for pair in pairs for block in pair])
+        self._library.pagoda_copy_blocks(self._pool, addresses, sizes, len(tensors), flat, len(pairs))
+
 
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
@@ -253,6 +260,7 @@ def _open(path: Path) -> ctypes.CDLL:
     library.pagoda_peak.restype = ctypes.c_double
     library.pagoda_read.argtypes = [pointer, number, pointer, ctypes.c_size_t]
     library.pagoda_read.restype = ctypes.c_uint64
+    library.pagoda_copy_blocks.argtypes = [pointer, pointer, pointer, number, pointer, number]
     return library
 
 

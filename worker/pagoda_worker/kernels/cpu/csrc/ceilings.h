@@ -25,14 +25,14 @@ typedef __m512 Floats;
 typedef __m512i Ints;
 constexpr int CHAINS = 16;
 PAGODA_INLINE Floats floats(float x) { return _mm512_set1_ps(x); }
-PAGODA_INLINE Ints ints(int x) { return _mm512_set1_epi32(x); }
+PAGODA_INLINE Ints lanes(int x) { return _mm512_set1_epi32(x); }
 PAGODA_INLINE Floats multiply_add(Floats acc, Floats a, Floats b) { return _mm512_fmadd_ps(acc, a, b); }
 #elif PAGODA_LEVEL == 1
 typedef __m256 Floats;
 typedef __m256i Ints;
 constexpr int CHAINS = 12;
 PAGODA_INLINE Floats floats(float x) { return _mm256_set1_ps(x); }
-PAGODA_INLINE Ints ints(int x) { return _mm256_set1_epi32(x); }
+PAGODA_INLINE Ints lanes(int x) { return _mm256_set1_epi32(x); }
 PAGODA_INLINE Floats multiply_add(Floats acc, Floats a, Floats b) { return _mm256_fmadd_ps(acc, a, b); }
 #else
 typedef float Floats __attribute__((vector_size(16)));
@@ -61,7 +61,7 @@ PAGODA_INLINE Floats multiply_add(Floats acc, Floats a, Floats b) { return acc *
 static double peak_bf16(long rounds) {
 #if PAGODA_LEVEL >= 3
   __m512 acc[CHAINS];
-  __m512i a = unknown(ints(0x3f803f80)), b = unknown(ints(0x3a003a00));
+  __m512i a = unknown(lanes(0x3f803f80)), b = unknown(lanes(0x3a003a00));
 #pragma GCC unroll 16
   for (int c = 0; c < CHAINS; ++c) acc[c] = unknown(floats(0.0f));
   for (long round = 0; round < rounds; ++round) {
@@ -91,9 +91,9 @@ PAGODA_INLINE Ints dot4(Ints acc, Ints a, Ints b) {
 // Products of bytes summed by fours: one instruction with VNNI, three without. The base level multiplies floats.
 static double peak_int8(long rounds) {
 #if PAGODA_LEVEL >= 1
-  Ints acc[CHAINS], a = unknown(ints(0x01020304)), b = unknown(ints(0x01010101));
+  Ints acc[CHAINS], a = unknown(lanes(0x01020304)), b = unknown(lanes(0x01010101));
 #pragma GCC unroll 16
-  for (int c = 0; c < CHAINS; ++c) acc[c] = unknown(ints(0));
+  for (int c = 0; c < CHAINS; ++c) acc[c] = unknown(lanes(0));
   for (long round = 0; round < rounds; ++round) {
 #pragma GCC unroll 16
     for (int c = 0; c < CHAINS; ++c) acc[c] = dot4(acc[c], a, b);
