@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
-"""Two OpenAI-compatible servers side by side: start both, alternate the same workloads between them, print ratios.
+"""Servers side by side on one machine: alternate the same workloads between them, print figures and ratios.
 
-    python bench/compare.py --rounds 3 --out result.json \
-        --a 'pagoda serve MODEL --port 8101 --served-model-name m' --a-url http://127.0.0.1:8101 \
-        --b 'vllm serve MODEL --served-model-name m --dtype bfloat16 --port 8102' --b-url http://127.0.0.1:8102
+    python bench/compare.py MODEL --rounds 3 --out result.json \
+        --vllm /path/to/venv/bin/python \
+        --llama-server /path/to/llama-server --gguf bf16=model-bf16.gguf --gguf Q8_0=model-q8_0.gguf
+    python bench/compare.py MODEL --pagoda 'pagoda=' --pagoda 'int8=--quantization int8' --workloads decode-1,served-16
 
-A machine's speed drifts, so a figure of one side means little alone. Each round runs every workload on A and on B, one
-right after the other and in turn first; what counts is the median over rounds of A/B. Start-up is the time from the
-command to the first 200 of /health (/health/ready where there is one), measured one server after the other. The
-workloads send random token ids, fixed lengths, greedy, and ignore the end of sequence; prompts differ between rounds,
-so no prefix cache helps either side.
+A machine's speed drifts, so a figure of one side means little alone. Each round runs every workload on every side, one
+right after the other, another side first each round; what counts is the median over rounds of first side / other side.
+All get the same token ids and lengths, greedy unless the workload says otherwise, and ignore the end of sequence;
+prompts differ between rounds and workloads, so no prefix cache helps anyone. Only the side whose turn it is computes:
+vLLM is stopped by signal meanwhile, llama-server is started for each load, and Pagoda idles, which is measured.
+`pagoda bench kernels` takes the machine's ceilings before the first round and after each.
 """
 
 from __future__ import annotations
@@ -18,131 +20,234 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# name: (clients, requests, prompt tokens, output tokens)
-WORKLOADS = {
-    "decode-1": (1, 2, 32, 128),
-    "served-1": (1, 3, 256, 128),
-    "served-8": (8, 16, 256, 128),
-    "served-16": (16, 32, 256, 64),
-    "served-32": (32, 32, 256, 128),
-    "prefill-2048": (1, 2, 2048, 1),
-}
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.sides import NAME, Running, Side
+from bench.workloads import (
+    COPY,
+    DEFAULT,
+    WORKLOADS,
+    Figures,
+    Workload,
+    parse_workloads,
+    ratios_to_first,
+    ratios_within,
+    turns,
+)
+
+from bench import sides as peers
+
+Servers = dict[str, Running]
+CLI = (sys.executable, "-m", "pagoda.cli")
 
 
-def is_ready(url: str) -> bool:
-    for path in ("/health/ready", "/health"):
+class Comparison:
+    """The servers of one run. Those that are not started for each load are up from `__enter__` on."""
+
+    def __init__(self, sides: Sequence[Side], logs: Path, timeout_s: float) -> None:
+        self.sides = {side.name: side for side in sides}
+        self.startup_s: dict[str, list[float]] = {name: [] for name in self.sides}
+        self._logs = logs
+        self._timeout_s = timeout_s
+        self._up: Servers = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Comparison:
+        with contextlib.ExitStack() as stack:
+            for side in self.sides.values():
+                if not side.each_time:
+                    server = stack.enter_context(self._start(side, WORKLOADS["served-1"]))
+                    self._up[side.name] = server
+                    server.pause()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @contextlib.contextmanager
+    def serving(self, name: str, workload: Workload) -> Iterator[Running]:
+        """The side, ready for this workload, and no other side doing anything."""
+        if self.sides[name].each_time:
+            with self._start(self.sides[name], workload) as server:
+                yield server
+            return
+        server = self._up[name]
+        server.go_on()
         try:
-            with urllib.request.urlopen(url + path, timeout=2) as answer:
-                return bool(answer.status == 200)
-        except urllib.error.HTTPError as error:
-            if error.code != 404:
-                return False
-        except OSError:
-            return False
-    return False
+            yield server
+        finally:
+            server.pause()
+
+    def idle_cpu_s(self, seconds: float) -> dict[str, float]:
+        """Processor seconds that each side's processes use in so many seconds without a request, side by side."""
+        with contextlib.ExitStack() as stack:
+            servers = {name: stack.enter_context(self.serving(name, WORKLOADS["served-1"])) for name in self.sides}
+            time.sleep(2)  # what a start or a stop leaves to do
+            before = {name: server.cpu_s() for name, server in servers.items()}
+            time.sleep(seconds)
+            return {name: server.cpu_s() - before[name] for name, server in servers.items()}
+
+    @contextlib.contextmanager
+    def _start(self, side: Side, workload: Workload) -> Iterator[Running]:
+        log = self._logs / f"{side.name.replace(' ', '-')}.log"
+        with peers.running(side, workload, log, self._timeout_s) as server:
+            self.startup_s[side.name].append(server.startup_s)
+            yield server
 
 
-@contextlib.contextmanager
-def server(command: str, url: str, log: Path, timeout_s: float) -> Iterator[float]:
-    """Run a server; yields the seconds it took to be ready."""
-    started = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            shlex.split(command), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        while not is_ready(url):
-            if process.poll() is not None or time.monotonic() - started > timeout_s:
-                raise SystemExit(f"{command!r} is not ready:\n{log.read_text()[-3000:]}")
-            time.sleep(0.05)
-        yield time.monotonic() - started
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(30)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-
-def measure(url: str, workload: str, salt: str) -> dict[str, Any]:
-    clients, requests, input_len, output_len = WORKLOADS[workload]
+def measure(url: str, workload: Workload, salt: str, rows: Path | None) -> float:
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
-        command = [sys.executable, "-m", "pagoda.cli", "bench", "serve", "--base-url", url, "--json", report.name]
-        command += ["--concurrency", str(clients), "--num-requests", str(requests), "--salt", salt]
-        command += ["--input-len", str(input_len), "--output-len", str(output_len), "--warmup", "1"]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        command = [*CLI, "bench", "serve", "--base-url", url, "--model", NAME, "--json", report.name]
+        done = subprocess.run([*command, *workload.flags(salt, rows)], stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"the load on {url} failed:\n{done.stdout}")
         result: dict[str, Any] = json.loads(Path(report.name).read_text())
-    if result["errors"] or result["wrong_output_length"]:
-        raise SystemExit(f"{url} {workload}: {result['errors']}, {result['wrong_output_length']} of wrong length")
-    return result
+    if result["wrong_output_length"] or result["wrong_prompt_length"]:
+        raise SystemExit(f"{url}: answers or prompts of wrong length")
+    try:
+        return workload.value(result)
+    except (TypeError, ZeroDivisionError) as error:
+        raise SystemExit(f"{url}: answers came all at once, or without any text: no times can be taken") from error
 
 
-def figure(workload: str, result: dict[str, Any]) -> float:
-    """The number a workload is about; higher is better."""
-    if workload.startswith("decode"):
-        return 1000 / float(result["tpot_ms"]["p50"])
-    if workload.startswith("prefill"):
-        return 1000 / float(result["ttft_ms"]["p50"])
-    return float(result["output_tokens_per_s"])
+def measure_ceilings() -> dict[str, float]:
+    with tempfile.NamedTemporaryFile(suffix=".json") as report:
+        command = [*CLI, "bench", "kernels", "--ceilings", "--json", report.name]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        ceilings: dict[str, float] = json.loads(Path(report.name).read_text())["ceilings"][-1]
+    return ceilings
 
 
-def run_rounds(urls: dict[str, str], names: list[str], rounds: int) -> dict[str, dict[str, list[float]]]:
-    figures: dict[str, dict[str, list[float]]] = {name: {"a": [], "b": []} for name in names}
+def run_rounds(
+    comparison: Comparison, workloads: dict[str, Workload], rounds: int, rows: dict[str, Path]
+) -> tuple[Figures, list[dict[str, float]]]:
+    names = list(comparison.sides)
+    figures: Figures = {name: {side: [] for side in names} for name in workloads}
+    ceilings = [measure_ceilings()]
     for number in range(rounds):
-        for name in names:
-            for side in ("ab", "ba")[number % 2]:
-                value = figure(name, measure(urls[side], name, f"{number}"))
+        for name, workload in workloads.items():
+            for side in turns(names, number):
+                with comparison.serving(side, workload) as server:
+                    value = measure(server.url, workload, f"{number} {name}", rows.get(workload.source))
                 figures[name][side].append(value)
-                print(f"round {number + 1} {name:14} {side}: {value:10.2f}", flush=True)
-    return figures
+                print(f"round {number + 1} {name:14} {side:24} {value:10.2f}", flush=True)
+        ceilings.append(measure_ceilings())
+    return figures, ceilings
 
 
-def show(figures: dict[str, dict[str, list[float]]], startup: dict[str, float]) -> None:
-    print(f"\n{'workload':14} {'A':>10} {'B':>10} {'A/B':>7}   spread of A/B")
-    for name, sides in figures.items():
-        ratios = [a / b for a, b in zip(sides["a"], sides["b"], strict=True)]
-        a, b = statistics.median(sides["a"]), statistics.median(sides["b"])
-        print(
-            f"{name:14} {a:10.2f} {b:10.2f} {statistics.median(ratios):7.2f}   {min(ratios):.2f} .. {max(ratios):.2f}"
-        )
-    print(f"{'start-up s':14} {startup['a']:10.2f} {startup['b']:10.2f} {startup['a'] / startup['b']:7.3f}")
+def median_of(values: Sequence[float]) -> str:
+    from statistics import median
+
+    return f"{median(values):.2f}" if values else ""
+
+
+def table(figures: Figures, startup_s: dict[str, list[float]], idle_cpu_s: dict[str, float]) -> Table:
+    """Medians, and below those of the other sides the ratio first / other with its spread."""
+    first, *others = startup_s
+    found = Table("workload", "figure", first, *others)
+    against = ratios_to_first(figures)
+    for name, by_side in figures.items():
+        cells = [f"{median_of(by_side[side])}\n{against[name][side]}" for side in others]
+        found.add_row(name, WORKLOADS[name].figure, median_of(by_side[first]), *cells)
+    for name, ratios in ratios_within(figures).items():
+        found.add_row(f"{name} / {WORKLOADS[name].than}", "ratio", *(str(ratios[side]) for side in startup_s))
+    found.add_row("start-up", "s", *(median_of(startup_s[side]) for side in startup_s))
+    if idle_cpu_s:
+        found.add_row("idle", "CPU s", *(f"{idle_cpu_s[side]:.2f}" for side in startup_s))
+    return found
+
+
+def make_sides(arguments: argparse.Namespace) -> list[Side]:
+    """Raises ValueError when two have one name, or a NAME= is missing."""
+    model = peers.Model(arguments.model, arguments.max_model_len, arguments.kv_gib)
+    cpus = sorted(os.sched_getaffinity(0))
+    found = [peers.pagoda(name, model, flags) for name, flags in map(named, arguments.pagoda or ["pagoda="])]
+    if arguments.vllm:
+        found.append(peers.vllm("vLLM as installed", arguments.vllm, model, None))
+        found.append(peers.vllm("vLLM all cores", arguments.vllm, model, cpus))
+    if bool(arguments.llama_server) != bool(arguments.gguf):
+        raise ValueError("--llama-server and --gguf belong together")
+    for name, path in map(named, arguments.gguf or []):
+        found.append(peers.llama(f"llama.cpp {name}", arguments.llama_server, path, len(cpus), arguments.llama_flags))
+    names = [side.name for side in found]
+    if len(set(names)) < len(names):
+        raise ValueError(f"sides must have different names, got {', '.join(names)}")
+    return found
+
+
+def named(text: str) -> tuple[str, str]:
+    name, equals, rest = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"NAME=.. is needed, got {text!r}")
+    return name, rest
+
+
+def make_copies(model: str, out: Path) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).parent / "copying.py"), model, "--out", str(out)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    shares: dict[str, Any] = json.loads(done.stdout)
+    print(f"copy-1: {shares['copied_share']:.0%} of the answers repeat what stands before them", flush=True)
+    return shares
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="directory of a checkpoint in Hugging Face format")
+    parser.add_argument("--pagoda", action="append", metavar="NAME=FLAGS", help="a Pagoda with these flags; repeatable")
+    parser.add_argument("--vllm", metavar="PYTHON", help="the interpreter that has vLLM; adds two sides")
+    parser.add_argument("--llama-server", metavar="PATH", help="llama.cpp's server")
+    parser.add_argument("--gguf", action="append", metavar="NAME=PATH", help="the model for it; repeatable")
+    parser.add_argument("--llama-flags", default="", help="more flags for llama-server")
+    parser.add_argument("--rounds", type=int, default=3, help="[%(default)s]")
+    parser.add_argument("--workloads", default=DEFAULT, help="of " + ", ".join(WORKLOADS) + " [%(default)s]")
+    parser.add_argument("--max-model-len", type=int, default=4096, help="[%(default)s]")
+    parser.add_argument("--kv-gib", type=float, default=3.0, help="memory for the KV cache of each [%(default)s]")
+    parser.add_argument("--idle-s", type=float, default=20.0, help="watch them do nothing; 0: do not [%(default)s]")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="for a server to become ready [%(default)s]")
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    return parser.parse_args(words)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for side in "ab":
-        parser.add_argument(f"--{side}", required=True, help=f"command of server {side.upper()}")
-        parser.add_argument(f"--{side}-url", required=True)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workloads", default="decode-1,served-8,served-32", help="of " + ", ".join(WORKLOADS))
-    parser.add_argument("--timeout-s", type=float, default=300.0, help="for a server to become ready")
-    parser.add_argument("--out", type=Path, help="write all figures as JSON")
-    arguments = parser.parse_args()
-    urls = {"a": arguments.a_url, "b": arguments.b_url}
+    arguments = parse_arguments()
+    try:
+        workloads, sides = parse_workloads(arguments.workloads), make_sides(arguments)
+    except ValueError as error:
+        raise SystemExit(f"compare.py: {error}") from error
     logs = Path(tempfile.mkdtemp(prefix="pagoda-compare-"))
-    with (
-        server(arguments.b, urls["b"], logs / "b.log", arguments.timeout_s) as b_ready,
-        server(arguments.a, urls["a"], logs / "a.log", arguments.timeout_s) as a_ready,
-    ):
-        startup = {"a": a_ready, "b": b_ready}
-        figures = run_rounds(urls, arguments.workloads.split(","), arguments.rounds)
-    show(figures, startup)
+    rows, copies = {}, {}
+    if any(workload.source == COPY for workload in workloads.values()):
+        rows[COPY] = logs / "copy.jsonl"
+        copies = make_copies(arguments.model, rows[COPY])
+    with Comparison(sides, logs, arguments.timeout_s) as comparison:
+        idle_cpu_s = comparison.idle_cpu_s(arguments.idle_s) if arguments.idle_s else {}
+        figures, ceilings = run_rounds(comparison, workloads, arguments.rounds, rows)
+    startup_s = comparison.startup_s
+    console = Console(highlight=False)
+    console.width = max(console.width, 40 + 24 * len(sides))
+    console.print(table(figures, startup_s, idle_cpu_s))
+    for name, unit in (("read", "GB/s"), ("bf16", "GFLOP/s"), ("int8", "GOP/s")):
+        values = [one[name] / 1e9 for one in ceilings]
+        console.print(f"{name} ceiling: {median_of(values)} {unit} ({min(values):.1f} .. {max(values):.1f})")
     if arguments.out:
-        arguments.out.write_text(json.dumps({"figures": figures, "startup_s": startup}, indent=1))
+        result = {
+            "model": arguments.model, "cores": len(os.sched_getaffinity(0)), "figures": figures,
+            "startup_s": startup_s, "idle_s": arguments.idle_s, "idle_cpu_s": idle_cpu_s, "ceilings": ceilings,
+            "copies": copies,
+        }  # fmt: skip
+        arguments.out.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,12 @@ class Needs:
 def test_bytes_of_a_token() -> None:
     assert SHAPE.bytes_per_token == 2 * 2 * 64 * 4 * 2
     assert SHAPE.bytes_per_block(32) == 32 * 2048
+
+
+def test_a_quantised_cache_counts_its_scales() -> None:
+    rounded = replace(SHAPE, quantized=True)
+    assert rounded.bytes_per_token == 2 * 2 * (64 + 4) * 4
+    assert num_kv_blocks(WorkerConfig(kv_cache_gib=0.5), Needs(rounded)) == GIB // 2 // (32 * 1088)
 
 
 def test_blocks_as_configured() -> None:

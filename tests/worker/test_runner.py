@@ -72,8 +72,10 @@ def tiny_llama(kernels: str = "torch") -> ModelRunner:
         name: torch.randn(shape, generator=generator) * 0.2 if len(shape) == 2 else torch.ones(shape)
         for name, shape in expected_tensors(spec).items()
     }
+    model = Decoder(spec, ops, PlainSource(lambda name: weights[name].bfloat16()), torch.bfloat16, MAX_MODEL_LEN)
     loaded = LoadedModel(
-        model=Decoder(spec, ops, PlainSource(lambda name: weights[name].bfloat16()), torch.bfloat16, MAX_MODEL_LEN),
+        model=model,
+        kv_shape=model.kv_shape,
         ops=ops,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),

@@ -27,9 +27,10 @@ MANNERS = [{"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.8}]
 
 
 def loaded_by(ops: AtenOps) -> LoadedModel:
+    model = decoder(ops)
     return LoadedModel(
-        model=decoder(ops), ops=ops, dtype=torch.bfloat16, device=CPU, vocab_size=VOCAB, max_model_len=MAX_LEN,
-        fingerprint="tiny", numerics_id="tiny", native=True,
+        model=model, kv_shape=model.kv_shape, ops=ops, dtype=torch.bfloat16, device=CPU, vocab_size=VOCAB,
+        max_model_len=MAX_LEN, fingerprint="tiny", numerics_id="tiny", native=True,
     )  # fmt: skip
 
 

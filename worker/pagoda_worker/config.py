@@ -9,10 +9,14 @@ from pagoda_proto.options import option
 from pagoda_worker.device_choice import parse_device
 from pagoda_worker.kernel_choice import parse_choice
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-SPECULATION = ("", "ngram", "draft-model")
 QUANTIZATIONS = ("", "int8", "int4", "int4a16")
-INSTRUCTION_SETS = ("", "base", "avx2", "avx512", "avx512bf16")
+WORDS = {
+    "dtype": ("auto", "bfloat16", "float16", "float32"),
+    "quantization": QUANTIZATIONS,
+    "instruction_set": ("", "base", "avx2", "avx512", "avx512bf16"),
+    "kv_cache_dtype": ("auto", "int8"),
+    "speculation": ("", "ngram", "draft-model"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,7 @@ class WorkerConfig:
     threads: int = option(0, "compute threads; 0 takes every core this process may use")
     block_size: int = option(32, "tokens per KV block")
     kv_cache_gib: float = option(0.0, "memory for the KV cache; 0 sizes it from what the machine has free")
+    kv_cache_dtype: str = option("auto", "KV cache entries: auto (as computed) or int8, about half of bfloat16")
     num_blocks: int = option(0, "KV blocks, instead of kv_cache_gib; 0 means by memory")
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that may be in use; sizes the KV cache there")
     enforce_eager: bool = option(False, "on a GPU, launch every operation of a decode step instead of recorded graphs")
@@ -46,24 +51,11 @@ class WorkerConfig:
     fallback: bool = option(True, "run architectures without a native implementation through transformers")
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.dtype not in DTYPES:
-            problems.append(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.quantization not in QUANTIZATIONS:
-            known = ", ".join(filter(None, QUANTIZATIONS))
-            problems.append(f"quantization must be empty or one of {known}, got {self.quantization!r}")
-        for parse, value in ((parse_choice, self.kernels), (parse_device, self.device)):
-            try:
-                parse(value)
-            except ValueError as error:
-                problems.append(str(error))
+        problems = [*_unknown_words(self)]
         if not 0 < self.gpu_memory_utilization <= 1:
             problems.append(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization:g}"
             )
-        if self.instruction_set not in INSTRUCTION_SETS:
-            known = ", ".join(filter(None, INSTRUCTION_SETS))
-            problems.append(f"instruction_set must be one of {known}, got {self.instruction_set!r}")
         if self.block_size < 1 or self.block_size % 16:
             problems.append(f"block_size must be a multiple of 16, got {self.block_size}")
         if self.kv_cache_gib < 0:
@@ -73,10 +65,20 @@ class WorkerConfig:
             raise ValueError("; ".join(problems))
 
 
+def _unknown_words(config: WorkerConfig) -> Iterator[str]:
+    for name, known in WORDS.items():
+        value = getattr(config, name)
+        if value not in known:
+            empty = "empty or " if "" in known else ""
+            yield f"{name} must be {empty}one of {', '.join(filter(None, known))}, got {value!r}"
+    for parse, text in ((parse_choice, config.kernels), (parse_device, config.device)):
+        try:
+            parse(text)
+        except ValueError as error:
+            yield str(error)
+
+
 def _speculation_problems(config: WorkerConfig) -> Iterator[str]:
-    if config.speculation not in SPECULATION:
-        known = ", ".join(filter(None, SPECULATION))
-        yield f"speculation must be one of {known}, got {config.speculation!r}"
     if bool(config.draft_model) != (config.speculation == "draft-model"):
         yield "draft_model and speculation=draft-model go together"
     if config.max_drafts < 0:

@@ -16,7 +16,16 @@ BACKENDS = ("reference", "torch", "native")
 FAMILIES = {
     "linear": ("pack_linear", "pack_gated", "linear", "gated_linear", "logits"),
     "pointwise": ("embed", "rms_norm", "add_rms_norm"),
-    "attention": ("new_kv_cache", "copy_blocks", "rope_write", "write_kv", "plan", "attend"),
+    "attention": (
+        "new_kv_cache",
+        "copy_blocks",
+        "export_blocks",
+        "import_blocks",
+        "rope_write",
+        "write_kv",
+        "plan",
+        "attend",
+    ),
     "sampling": ("sample", "report"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +47,7 @@ class Model(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     model: Model
+    kv_shape: KVShape  # the model's, stored as configured
     ops: Ops
     dtype: torch.dtype
     device: torch.device
@@ -56,10 +57,6 @@ class LoadedModel:
     numerics_id: str
     native: bool
     spare_blocks: int = 0  # of the KV cache, beyond those that rows are given: their ids follow
-
-    @property
-    def kv_shape(self) -> KVShape:
-        return self.model.kv_shape
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> Cache:
         cache: Cache = self.ops.new_kv_cache(self.kv_shape, num_blocks + self.spare_blocks, block_size)
@@ -87,6 +84,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
         ops = _load_ops(config, device, dtype, spec)
         fingerprint = sha256(f"{sorted(fields.items())!r}\n{checkpoint.digest}".encode()).hexdigest()[:16]
         if spec is None:
+            _refuse_quantised_cache(config)
             from pagoda_worker.models.fallback import TransformersModel
 
             fallback = TransformersModel(path, ops, dtype, checkpoint)
@@ -101,8 +99,10 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
             with torch.inference_mode():
                 decoder = Decoder(spec, ops, source, dtype, max_len)
                 model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step)
+    kv_shape = replace(model.kv_shape, quantized=config.kv_cache_dtype == "int8")
     return LoadedModel(
         model=model,
+        kv_shape=kv_shape,
         ops=ops,
         dtype=dtype,
         device=device,
@@ -110,7 +110,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
         max_model_len=max_len,
         fingerprint=fingerprint,
         numerics_id=numerics_id(
-            ops, dtype, "native" if spec is not None else fallback.implementation, formats.description
+            ops, kv_shape, "native" if spec is not None else fallback.implementation, formats.description
         ),
         native=spec is not None,
     )
@@ -124,6 +124,14 @@ def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, sp
         log.warning(remark)
     log.info("kernels: %s", ops.name)
     return ops
+
+
+def _refuse_quantised_cache(config: WorkerConfig) -> None:
+    """The fallback checks itself against transformers, which rounds no keys and values."""
+    if config.kv_cache_dtype != "auto":
+        raise UnsupportedConfig(
+            f"kv_cache_dtype={config.kv_cache_dtype}: models that run through transformers keep theirs as computed"
+        )
 
 
 def _refuse_hopeless(fields: dict[str, Any]) -> None:

@@ -7,18 +7,19 @@ from hashlib import sha256
 
 import torch
 
+from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
 
 # Raised whenever a change of the arithmetic (order of sums, rounding, fusion) changes bits.
 KERNEL_ABI = 1
 
 
-def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str, weights: str = "as stored") -> str:
+def numerics_id(ops: Ops, kv_shape: KVShape, implementation: str, weights: str = "as stored") -> str:
     """A hash of everything that decides rounding, besides the weights.
 
     Args:
         ops: The back end.
-        dtype: What the model computes in.
+        kv_shape: What the model computes in, and how keys and values are kept.
         implementation: Which code runs the model: "native" or "transformers <version>".
         weights: Their format once they are loaded: "as stored", "int4 group 64, activations int8"
     """
@@ -27,7 +28,8 @@ def numerics_id(ops: Ops, dtype: torch.dtype, implementation: str, weights: str 
         f"torch {torch.__version__}",
         f"{ops.name} on {ops.device.type}",
         instruction_set(ops.device),
-        f"{dtype} weights {weights}",
+        f"{kv_shape.dtype} weights {weights}",
+        f"keys and values in {kv_shape.stored_dtype}",
         ops.numerics,
         implementation,
     )

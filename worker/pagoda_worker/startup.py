@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,6 +18,8 @@ from pagoda_worker.memory import num_kv_blocks
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.profiling import device_use
 from pagoda_worker.runner import ModelRunner
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 MakeAccelerator = Callable[[torch.device], Accelerator]
@@ -33,16 +37,20 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
         ValueError: the model or the configuration cannot be used.
         RuntimeError: the model fails on its first token.
     """
+    started = time.monotonic()
     loaded = load_model(config, progress)
     if config.speculation:
         check_invariant(loaded)
     draft = load_draft_model(config, loaded, progress)
+    read = time.monotonic()
+    log.info("weights read and packed in %.2f s", read - started)
     if loaded.device.type == "cpu":
         num_blocks = num_kv_blocks(config, loaded, draft)
         runner = ModelRunner(loaded, num_blocks, config, make_drafter(config, draft, num_blocks))
     else:
         runner = runner_on_device(loaded, draft, config, accelerator_of, recording)
     runner.warm_up()
+    log.info("first step computed %.2f s later", time.monotonic() - read)
     return runner
 
 

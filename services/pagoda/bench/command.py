@@ -1,4 +1,4 @@
-"""`pagoda bench serve | throughput`."""
+"""`pagoda bench serve | throughput | latency | startup | kernels`; here: `serve`, and which of them was asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pagoda.asking import first_model
-from pagoda.bench import offline
+from pagoda.bench import kernels, latency, offline, startup
 from pagoda.bench.load import LoadClient, LoadResult, Plan, Sent, run_load
 from pagoda.bench.processes import ProcessWatch
 from pagoda.bench.report import render, summarise
@@ -19,6 +19,12 @@ from pagoda.http_stream import HttpError, Target
 from pagoda.process import fast_loop
 from pagoda.settings import ConfigError
 
+OTHERS: dict[str, tuple[Any, str]] = {
+    "throughput": (offline, "offline throughput of a model"),
+    "latency": (latency, "offline times of a model: first token and each one after, a batch at a time"),
+    "startup": (startup, "time from `pagoda serve` to ready and to the first token, with its parts"),
+    "kernels": (kernels, "every CPU kernel against what this machine can do at most"),
+}
 LIMIT_NAMES = ("ttft", "tpot", "e2e")
 
 
@@ -29,13 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_workload_arguments(serve)
     _add_pace_arguments(serve)
     _add_output_arguments(serve)
-    throughput = actions.add_parser("throughput", help="offline throughput of a model", allow_abbrev=False)
-    offline.add_arguments(throughput)
+    for name, (module, text) in OTHERS.items():
+        module.add_arguments(actions.add_parser(name, help=text, description=text, allow_abbrev=False))
 
 
 def main(arguments: argparse.Namespace) -> int:
-    if arguments.action == "throughput":
-        return offline.main(arguments)
+    if arguments.action in OTHERS:
+        code: int = OTHERS[arguments.action][0].main(arguments)
+        return code
     try:
         with asyncio.Runner(loop_factory=fast_loop()) as runner:
             report = runner.run(_run(arguments, _rows(arguments)))

@@ -21,11 +21,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def distribution_ms(seconds: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum in milliseconds; None of nothing."""
+    """Mean, percentiles, minimum and maximum in milliseconds; None of nothing."""
     if not seconds:
         return None
     values = sorted(1000 * value for value in seconds)
-    points = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
+    points = {"min": 0.0, "p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "max": 1.0}
     return {
         "mean": sum(values) / len(values),
         **{name: percentile(values, share) for name, share in points.items()},

@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import ctypes
 import math
+import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 from pagoda_worker.kernels.cpu import library as lib
-from pagoda_worker.kernels.cpu.build import LIBRARY, build
+from pagoda_worker.kernels.cpu.build import LIBRARY, CompileError, build
 
 BF16_NAN = 0x7FC0
 BF16 = (16, 16, 0, 0)  # the form of weights that are not quantised
@@ -275,3 +277,24 @@ def test_an_unknown_level_is_a_clear_error() -> None:
 def test_without_a_compiler_nothing_is_built(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build(out=tmp_path / "libpagoda.so") is None
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="elsewhere there is one level")
+def test_a_level_is_left_out_only_where_the_compiler_does_not_know_it(tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+
+    def fake(fails_on: str) -> str:
+        compiler.write_text(f"""#!/bin/sh
+case "$*" in *{fails_on}*) echo "no such thing: $*" >&2; exit 1;; esac
+for last; do :; done
+echo "$*" > "$last"
+""")
+        compiler.chmod(0o755)
+        return str(compiler)
+
+    linked = build(fake("-mavx512bf16"), tmp_path / "libpagoda.so")
+    assert linked is not None
+    objects = [Path(word).name for word in linked.read_text().split() if word.endswith(".o")]
+    assert objects == ["pagoda.o", "base.o", "avx2.o", "avx512.o"]
+    with pytest.raises(CompileError, match="PAGODA_LEVEL=2"):
+        build(fake("-DPAGODA_LEVEL=2"), tmp_path / "libpagoda.so")

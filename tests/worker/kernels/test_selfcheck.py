@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tests.worker.kernels.test_cpu_library import levels
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.kernel_choice import FAMILIES
 from pagoda_worker.kernels.choose import load_ops
+from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps, load_native
 from pagoda_worker.kernels.cpu.selfcheck import problems
@@ -58,6 +60,8 @@ class Wrong(NativeOps):
             out[-1] = 0
         elif self.fault == "cut" and query.shape[0] == 1:
             out[0, 0] += 0.01
+        elif self.fault == "int8" and operands[0].shape.quantized:
+            out[-1] = 0
         return out
 
     def sample(self, logits: torch.Tensor, rows: Any) -> Any:
@@ -67,6 +71,10 @@ class Wrong(NativeOps):
         elif self.fault == "logprob":
             samples[2] = samples[2]._replace(logprobs=TopLogprobs(-1.0, samples[2].logprobs.rank, [], []))
         return samples
+
+    def copy_blocks(self, kv: NativeKVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        for part in [[pair] for pair in pairs] if self.fault == "copies" else [pairs]:
+            super().copy_blocks(kv, part)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +87,8 @@ class Wrong(NativeOps):
         ("norm", "pointwise", "norms are wrong"),
         ("attention", "attention", "attention is wrong"),
         ("cut", "attention", "depends on how a prompt is cut"),
+        ("int8", "attention", "attention over int8 is wrong"),
+        ("copies", "attention", "rounded or copied wrongly"),
         ("token", "sampling", "sampling is wrong"),
         ("logprob", "sampling", "sampling is wrong"),
         ("company", "sampling", "sampling a row depends on its neighbours"),

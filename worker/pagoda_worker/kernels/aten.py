@@ -26,7 +26,7 @@ from pagoda_proto.steps import TopLogprobs
 from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels import paged
-from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
+from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
@@ -111,13 +111,13 @@ class AtenOps:
         turned = (wide * rotation.cos).add_(wide.roll(head_dim // 2, -1).mul_(rotation.sin))
         turning.copy_(turned)
         num_query = heads.shape[1] - 2 * num_kv_heads
-        kv.lines[layer].index_copy_(0, kv_indices, qkv[:, num_query * head_dim :])
+        kv.write(layer, kv_indices, qkv[:, num_query * head_dim :])
         return heads[:, :num_query]
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv: KVCache, layer: int, kv_indices: torch.Tensor
     ) -> None:
-        kv.lines[layer].index_copy_(0, kv_indices, torch.cat((key.flatten(1), value.flatten(1)), 1))
+        kv.write(layer, kv_indices, torch.cat((key.flatten(1), value.flatten(1)), 1))
 
     def plan(self, batch: Batch, kv: KVCache) -> Plan:
         return make_plan(batch, kv)
@@ -141,6 +141,12 @@ class AtenOps:
 
     def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         kv.copy_blocks(pairs)
+
+    def export_blocks(self, kv: KVCache, block_ids: Sequence[int]) -> Blocks:
+        return kv.export_blocks(block_ids)
+
+    def import_blocks(self, kv: KVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
+        kv.import_blocks(block_ids, blocks)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
         return sampler.sample(logits, rows)

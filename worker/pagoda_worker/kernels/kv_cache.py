@@ -5,6 +5,11 @@
 A token's K and V are one contiguous line, so a step writes both with one indexed copy and a row's blocks come out of
 one indexed read as [tokens, 2, Hkv, D]. The last block is nobody's: it stays zero and pads the block tables.
 
+Quantised, K and V are whole numbers with one scale per token and head (`quantize`), and attention computes with the
+numbers that come back out (`dequantize`). That is the definition for every back end.
+
+    scales[l]   [num_blocks + 1, block_size, 2, Hkv]        float32
+
 Masked positions are multiplied by exactly zero, which hides stale numbers but not stale NaN. A row that computed NaN
 therefore quarantines its blocks: they are zeroed before another row writes its first token into them.
 """
@@ -18,6 +23,9 @@ import torch
 
 from pagoda_worker.batch import Batch
 
+LEVELS = 127.0  # the largest whole number; its negative is the smallest
+SCALE_DTYPE = torch.float32
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVShape:
@@ -26,14 +34,59 @@ class KVShape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of K and V as they are computed
+    quantized: bool = False  # stored as int8, see `quantize`
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return torch.int8 if self.quantized else self.dtype
 
     @property
     def bytes_per_token(self) -> int:
-        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        scale_bytes = SCALE_DTYPE.itemsize if self.quantized else 0
+        return self.num_layers * 2 * self.num_kv_heads * (self.head_dim * self.stored_dtype.itemsize + scale_bytes)
 
     def bytes_per_block(self, block_size: int) -> int:
         return self.bytes_per_token * block_size
+
+
+def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [..., D] -> int8 [..., D] and their scales [...]: max |x| / 127 over the last dimension, ties to even.
+
+    All zeros have the scale 0. A line with anything that is no finite number has the scale NaN, so that it stays one.
+    """
+    wide = x.to(SCALE_DTYPE)
+    most = torch.full((), LEVELS, dtype=SCALE_DTYPE, device=x.device)  # a tensor: CUDA multiplies by 1 / constant
+    scales = torch.where(wide.isfinite().all(-1), wide.abs().amax(-1) / most, torch.nan)
+    whole = (wide / scales.unsqueeze(-1)).round_().clamp_(-LEVELS, LEVELS)
+    return torch.where(scales.unsqueeze(-1) > 0, whole, 0.0).to(torch.int8), scales
+
+
+def dequantize(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """levels [..., D] int8, scales [...] -> [..., D] float32"""
+    return levels * scales.unsqueeze(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """n blocks outside of any cache, laid out the same for every back end. 2: K, then V.
+
+    Cells of a block to which no token was written hold anything.
+    """
+
+    cells: torch.Tensor  # [n, 2, num_layers, Hkv, block_size, D] in the stored dtype
+    scales: torch.Tensor | None  # [n, 2, num_layers, Hkv, block_size] float32 if quantised
+
+    def check(self, shape: KVShape, block_size: int, num_blocks: int) -> None:
+        """Raises ValueError unless these are `num_blocks` blocks of a cache of this shape."""
+        sizes = (num_blocks, 2, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim)
+        scales = None if self.scales is None else tuple(self.scales.shape)
+        fit = scales == (sizes[:-1] if shape.quantized else None)
+        if self.cells.shape != sizes or self.cells.dtype != shape.stored_dtype or not fit:
+            raise ValueError(
+                f"blocks {tuple(self.cells.shape)} of {self.cells.dtype} with scales {scales} "
+                f"do not fit a cache that takes {sizes} of {shape.stored_dtype}"
+            )
 
 
 @dataclass
@@ -44,6 +97,7 @@ class KVCache:
     num_blocks: int
     block_size: int
     layers: list[torch.Tensor]
+    scales: list[torch.Tensor] = field(default_factory=list)  # none unless quantised
     lines: list[torch.Tensor] = field(init=False)  # [(num_blocks + 1) * block_size, 2 * Hkv * D]
     blocks: list[torch.Tensor] = field(init=False)  # [num_blocks + 1, block_size * 2 * Hkv * D]
     quarantined: set[int] = field(default_factory=set)
@@ -52,17 +106,44 @@ class KVCache:
     def __post_init__(self) -> None:
         self.lines = [layer.flatten(2).flatten(0, 1) for layer in self.layers]
         self.blocks = [layer.flatten(1) for layer in self.layers]
-        self._gathered = self.blocks[0].new_empty((0, self.blocks[0].shape[1]))
+        self._gathered = self.blocks[0].new_empty((0, self.blocks[0].shape[1]), dtype=self.shape.dtype)
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        """All that belongs to a block, [num_blocks + 1, ...] each."""
+        return [*self.layers, *self.scales]
+
+    def write(self, layer: int, places: torch.Tensor, lines: torch.Tensor) -> None:
+        """lines [T, 2 * Hkv * D], K before V, to tokens `places` [T] of the cache."""
+        if self.shape.quantized:
+            levels, scales = quantize(lines.view(len(lines), -1, self.shape.head_dim))
+            self.scales[layer].flatten(2).flatten(0, 1).index_copy_(0, places, scales)
+            lines = levels.flatten(1)
+        self.lines[layer].index_copy_(0, places, lines)
+
+    def read(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
+        """Blocks [n, block_size, 2, Hkv, D] as they are stored, or dequantised in float32 at least."""
+        cells = self.layers[layer][block_ids]
+        if not self.shape.quantized:
+            return cells
+        wide = torch.promote_types(self.shape.dtype, SCALE_DTYPE)
+        return dequantize(cells, self.scales[layer][block_ids]).to(wide)
 
     def gather(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
-        """Copies of blocks [n, block_size * 2 * Hkv * D], valid until the next call.
+        """Copies of blocks [n, block_size * 2 * Hkv * D] in the run dtype, valid until the next call.
 
         They share one buffer that lives as long as the cache: fresh memory of this size would come from the kernel,
         page by page, in every layer.
         """
         if len(self._gathered) < len(block_ids):
             self._gathered = self._gathered.new_empty((len(block_ids), self._gathered.shape[1]))
-        return torch.index_select(self.blocks[layer], 0, block_ids, out=self._gathered[: len(block_ids)])
+        out = self._gathered[: len(block_ids)]
+        if not self.shape.quantized:
+            return torch.index_select(self.blocks[layer], 0, block_ids, out=out)
+        levels = self.layers[layer].index_select(0, block_ids)
+        scales = self.scales[layer].index_select(0, block_ids).unsqueeze(-1)
+        torch.mul(levels, scales, out=out.view(levels.shape))
+        return out
 
     @property
     def empty_block(self) -> int:
@@ -74,11 +155,36 @@ class KVCache:
         if not pairs:
             return
         sources, destinations = torch.tensor(pairs, device=self.layers[0].device).unbind(1)
-        for blocks in self.blocks:
-            blocks.index_copy_(0, destinations, blocks.index_select(0, sources))
-        for source, destination in pairs:
-            move = self.quarantined.add if source in self.quarantined else self.quarantined.discard
-            move(destination)
+        for tensor in self._tensors:
+            tensor.index_copy_(0, destinations, tensor.index_select(0, sources))
+        bad = {destination for source, destination in pairs if source in self.quarantined}
+        self.quarantined.difference_update(destination for _, destination in pairs)
+        self.quarantined |= bad
+
+    def export_blocks(self, block_ids: Sequence[int]) -> Blocks:
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.layers[0].device)
+
+        def tokens_inside(tensors: list[torch.Tensor]) -> torch.Tensor:
+            """[n, block_size, 2, Hkv, ...] per layer -> [n, 2, num_layers, Hkv, block_size, ...]"""
+            return torch.stack([tensor[ids].moveaxis(1, 3) for tensor in tensors], 2)
+
+        scales = tokens_inside(self.scales) if self.shape.quantized else None
+        return Blocks(cells=tokens_inside(self.layers), scales=scales)
+
+    def import_blocks(self, block_ids: Sequence[int], blocks: Blocks) -> None:
+        """Blocks with anything that is no number are quarantined, as if they had been computed here."""
+        blocks.check(self.shape, self.block_size, len(block_ids))
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.layers[0].device)
+        for index, layer in enumerate(self.layers):
+            layer[ids] = blocks.cells[:, :, index].to(layer.device).moveaxis(3, 1)
+        numbers = blocks.cells
+        if blocks.scales is not None:
+            numbers = blocks.scales
+            for index, layer in enumerate(self.scales):
+                layer[ids] = blocks.scales[:, :, index].to(layer.device).moveaxis(3, 1)
+        finite = numbers.isfinite().flatten(1).all(1).tolist()
+        self.quarantined.difference_update(block_ids)
+        self.quarantined.update(block for block, good in zip(block_ids, finite, strict=True) if not good)
 
     def admit(self, batch: Batch) -> None:
         """Before a step computes: clean the quarantined blocks whose first token it is about to write."""
@@ -86,8 +192,8 @@ class KVCache:
             return
         blocks, offsets = batch.kv_indices // self.block_size, batch.kv_indices % self.block_size
         for block in self.quarantined & set(blocks[offsets == 0].tolist()):
-            for layer in self.layers:
-                layer[block].zero_()
+            for tensor in self._tensors:
+                tensor[block].zero_()
             self.quarantined.discard(block)
 
     def inspect(self, batch: Batch, hidden: torch.Tensor) -> None:
@@ -100,5 +206,15 @@ class KVCache:
 
 def new_kv_cache(shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
     size = (num_blocks + 1, block_size, 2, shape.num_kv_heads, shape.head_dim)
-    layers = [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
-    return KVCache(shape=shape, num_blocks=num_blocks, block_size=block_size, layers=layers)
+
+    def layers(size: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        return [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+
+    scales = layers(size[:-1], SCALE_DTYPE) if shape.quantized else []
+    return KVCache(
+        shape=shape,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        layers=layers(size, shape.stored_dtype),
+        scales=scales,
+    )

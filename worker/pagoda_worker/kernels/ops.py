@@ -18,7 +18,7 @@ import torch
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.batch import Batch
-from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.quantized import Weight
 from pagoda_worker.sampler import Fault, RowState, Sample
 
@@ -150,7 +150,7 @@ class Ops(Protocol):
         """
 
     def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: Any, layer: int, kv_indices: torch.Tensor) -> None:
-        """key and value [T, Hkv, D] into the cache as they are."""
+        """key and value [T, Hkv, D] into the cache as they are, or rounded if it is quantised."""
 
     def plan(self, batch: Batch, kv: Any) -> Any:
         """What all layers of a step have in common: work lists and masks. Made once per step, before any `attend`."""
@@ -174,7 +174,19 @@ class Ops(Protocol):
         """A cache of zeros; its layout belongs to the back end."""
 
     def copy_blocks(self, kv: Any, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, destination) in all layers; every source is read before any destination is written."""
+        """Copy blocks (source, destination) in all layers; every source is read before any destination is written.
+
+        Destinations differ.
+        """
+
+    def export_blocks(self, kv: Any, block_ids: Sequence[int]) -> Blocks:
+        """Copies of blocks in the layout that all back ends understand."""
+
+    def import_blocks(self, kv: Any, block_ids: Sequence[int], blocks: Blocks) -> None:
+        """Write what `export_blocks` gave, of this or another back end's cache of the same shape, to these blocks.
+
+        Raises ValueError when it does not fit.
+        """
 
     def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
         """logits [R, V] float32, which may be overwritten, and the R rows they are of -> the next token of each.

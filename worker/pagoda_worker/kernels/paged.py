@@ -55,7 +55,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Group:
-    """Rows whose keys are gathered by one indexed read: keys [first, first + num_keys) of each row."""
+    """Rows whose keys are gathered by one indexed read, from key `first` on, where a block begins."""
 
     num_rows: int
     blocks: torch.Tensor  # [num_rows * blocks per row] int32
@@ -87,7 +87,7 @@ class Plan:
         tokens = None
         if len(rows) < self.batch.num_tokens:
             tokens = torch.tensor([self.batch.query_starts[row] for row in rows], device=mask.device)
-        return Group(len(rows), self._blocks(rows, first, last), first, [Slice(tokens, first, last, mask)])
+        return self._group(rows, [Slice(tokens, first, last, mask)])
 
     def _prefill_group(self, row: int, window: int | None) -> Group:
         end, count, start = self.batch.context_lens[row], self.batch.query_lens[row], self.batch.query_starts[row]
@@ -100,8 +100,12 @@ class Plan:
             position = (low + lines.clamp_(max=length - 1))[None, None, :, None]
             tokens = slice(start + offset, start + offset + length)
             slices.append(Slice(tokens, first, last, self._mask(position, first, last, window)))
-        first = slices[0].first
-        return Group(1, self._blocks([row], first, slices[-1].last), first, slices)
+        return self._group([row], slices)
+
+    def _group(self, rows: list[int], slices: list[Slice]) -> Group:
+        first, last = slices[0].first, slices[-1].last
+        begin = first // self.kv.block_size * self.kv.block_size
+        return Group(len(rows), self._blocks(rows, first, last), begin, slices)
 
     def _mask(self, position: torch.Tensor, first: int, last: int, window: int | None) -> torch.Tensor:
         keys = torch.arange(first, last, device=position.device)
@@ -132,8 +136,9 @@ def make_plan(batch: Batch, kv: KVCache) -> Plan:
         else:
             prefills.append(row)
     groups = []
+    token_bytes = 2 * kv.shape.num_kv_heads * kv.shape.head_dim * kv.shape.dtype.itemsize  # as gathered
     for keys, rows in decodes.items():
-        most = max(1, GATHERED_BYTES // (keys * kv.shape.bytes_per_token // kv.shape.num_layers))
+        most = max(1, GATHERED_BYTES // (keys * token_bytes))
         groups += [rows[start : start + most] for start in range(0, len(rows), most)]
     return Plan(batch, kv, groups, prefills)
 

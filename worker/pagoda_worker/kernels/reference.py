@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
-from pagoda_worker.kernels.kv_cache import KVCache, KVShape, new_kv_cache
+from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
 from pagoda_worker.sampler import Fault, RowState, Sample
@@ -91,7 +91,7 @@ class ReferenceOps:
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv: KVCache, layer: int, kv_indices: torch.Tensor
     ) -> None:
-        kv.lines[layer][kv_indices] = torch.stack((key, value), 1).flatten(1).to(kv.shape.dtype)
+        kv.write(layer, kv_indices, torch.stack((key, value), 1).flatten(1).to(kv.shape.dtype))
 
     def plan(self, batch: Batch, kv: KVCache) -> Batch:
         return batch
@@ -110,7 +110,7 @@ class ReferenceOps:
         for i in range(plan.num_rows):
             length, start = plan.context_lens[i], plan.query_starts[i]
             num_blocks = -(-length // kv.block_size)
-            tokens = kv.layers[layer][plan.block_tables[i, :num_blocks].long()].flatten(0, 1)[:length]
+            tokens = kv.read(layer, plan.block_tables[i, :num_blocks].long()).flatten(0, 1)[:length]
             key, value = _wide(tokens.repeat_interleave(shape.num_heads // shape.num_kv_heads, 2)).unbind(1)
             q = _wide(query[start : start + plan.query_lens[i]])
             scores = torch.einsum("qhd,khd->hqk", q, key) * shape.scale
@@ -135,6 +135,12 @@ class ReferenceOps:
 
     def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         kv.copy_blocks(pairs)
+
+    def export_blocks(self, kv: KVCache, block_ids: Sequence[int]) -> Blocks:
+        return kv.export_blocks(block_ids)
+
+    def import_blocks(self, kv: KVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
+        kv.import_blocks(block_ids, blocks)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
         return sampler.sample(logits, rows)

@@ -30,7 +30,7 @@ LEVELS = (
 
 
 class CompileError(RuntimeError):
-    """The compiler failed on the level that every machine must have; its output is the message."""
+    """The compiler knows the flags of a level and fails on its code; its output is the message."""
 
 
 def build(compiler: str | None = None, out: Path = LIBRARY) -> Path | None:
@@ -60,14 +60,17 @@ def build(compiler: str | None = None, out: Path = LIBRARY) -> Path | None:
 
 
 def _compile_level(compiler: str, scratch: Path, level: int, name: str, flags: str) -> Path | None:
-    target = scratch / f"{name}.o"
-    defines = [f"-DPAGODA_LEVEL={level}", f"-DPAGODA_NS={name}"]
+    """The object of one level; None where the compiler cannot make code for such a processor at all."""
+    empty, target = scratch / f"{name}.cpp", scratch / f"{name}.o"
+    empty.touch()
     try:
-        _run([compiler, *FLAGS, *flags.split(), *defines, "-c", str(SOURCE / "level.cpp")], target)
+        _run([compiler, *FLAGS, *flags.split(), "-c", str(empty)], target)
     except CompileError:
         if level == 0:
             raise
         return None
+    defines = [f"-DPAGODA_LEVEL={level}", f"-DPAGODA_NS={name}"]
+    _run([compiler, *FLAGS, *flags.split(), *defines, "-c", str(SOURCE / "level.cpp")], target)
     return target
 
 

@@ -18,10 +18,13 @@ from pagoda_proto.params import MAX_LOGPROBS
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.quantized import QuantizedWeight
 
-ABI = 2
+ABI = 3
 LEVELS = ("base", "avx2", "avx512", "avx512bf16")
 PANEL = 32  # columns of a packed panel
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
+
+PEAKS = ("bf16", "int8")  # the multiplications that `Library.multiply` probes
+READ_BYTES = 512  # `Library.read` reads multiples of it
 
 EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION = range(5)
 
@@ -212,9 +215,38 @@ class Library:
         self._library.pagoda_pack_quantized(self._pool, self._level, ctypes.byref(source), packed.data_ptr())
         return packed
 
+    def multiply(self, kind: str, rounds: int) -> float:
+        """Multiply and add `rounds` times on every thread, in registers alone.
+
+        Args:
+            kind: One of PEAKS.
+
+        Returns:
+            The operations done by all threads together, a multiplication and an addition being two.
+        """
+        done: float = self._library.pagoda_peak(self._pool, self._level, PEAKS.index(kind), rounds)
+        return done * self.num_threads
+
+    def read(self, buffer: torch.Tensor) -> int:
+        """Read a contiguous buffer once, with all threads. Its size must be a multiple of READ_BYTES.
+
+        Returns:
+            The exclusive or of its 64-bit words.
+        """
+        seen: int = self._library.pagoda_read(self._pool, self._level, buffer.data_ptr(), buffer.nbytes)
+        return seen
+
+    def copy_blocks(self, tensors: Sequence[torch.Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+        """In each tensor [blocks, ...], pairs (source, destination); every source is read before any is written."""
+        addresses = (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors])
+        sizes = (ctypes.c_int64 * len(tensors))(*[tensor[0].nbytes for tensor in tensors])
+        flat = (ctypes.c_int64 * (2 * len(pairs)))(*[block for pair in pairs for block in pair])
+        self._library.pagoda_copy_blocks(self._pool, addresses, sizes, len(tensors), flat, len(pairs))
+
 
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
+    _check(library, path)  # before anything that another build may not have
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.pagoda_pool_new.restype = pointer
     library.pagoda_pool_free.argtypes = [pointer]
@@ -224,11 +256,19 @@ def _open(path: Path) -> ctypes.CDLL:
     library.pagoda_quant_panel_bytes.restype = ctypes.c_size_t
     library.pagoda_pack_quantized.argtypes = [pointer, number, pointer, pointer]
     library.pagoda_sample.argtypes = [pointer, number, pointer, number, number, pointer, pointer]
+    library.pagoda_peak.argtypes = [pointer, number, number, ctypes.c_long]
+    library.pagoda_peak.restype = ctypes.c_double
+    library.pagoda_read.argtypes = [pointer, number, pointer, ctypes.c_size_t]
+    library.pagoda_read.restype = ctypes.c_uint64
+    library.pagoda_copy_blocks.argtypes = [pointer, pointer, pointer, number, pointer, number]
+    return library
+
+
+def _check(library: ctypes.CDLL, path: Path) -> None:
     structs = ctypes.sizeof(Op), ctypes.sizeof(Step), ctypes.sizeof(QuantSource)
     expected = ABI, *structs, SAMPLE_ROW.itemsize, SAMPLE_RESULT.itemsize
-    sizes = (number * (len(expected) - 1))()
+    sizes = (ctypes.c_int * (len(expected) - 1))()
     library.pagoda_sizes(sizes)
     found = library.pagoda_abi(), *sizes
     if found != expected:
         raise LibraryError(f"{path} is of another build: (abi, sizes) {found}, expected {expected}; install again")
-    return library

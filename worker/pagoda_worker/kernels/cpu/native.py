@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,10 +17,11 @@ import torch.nn.functional as F
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.cpu import cache, sampling
 from pagoda_worker.kernels.cpu import library as lib
-from pagoda_worker.kernels.cpu import sampling
+from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
-from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.sampler import Fault, RowState, Sample
@@ -55,23 +56,6 @@ class NativePlan(NamedTuple):
     block_tables: torch.Tensor  # [B, max_blocks] int32
     query_starts: torch.Tensor  # [B + 1] int32
     context_lens: torch.Tensor  # [B] int32
-
-
-@dataclass(frozen=True)
-class NativeKVCache:
-    """Per layer, keys and values in the layouts of csrc/attention.h. A block id means the same as everywhere."""
-
-    shape: KVShape
-    num_blocks: int
-    block_size: int
-    keys: list[torch.Tensor] = field(repr=False)  # [num_blocks, Hkv * block_size * D]
-    values: list[torch.Tensor] = field(repr=False)
-
-    def admit(self, batch: Batch) -> None:
-        """Nothing to clean: kernels read no cell that was not written since its block was given out."""
-
-    def inspect(self, batch: Batch, hidden: torch.Tensor) -> None:
-        """See `admit`."""
 
 
 class Tape(Protocol):
@@ -222,7 +206,7 @@ class NativeOps:
         head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16)
-        tensors = [qkv, q, kv.keys[layer], kv.values[layer], *tables]
+        tensors = [qkv, q, kv.keys[layer], kv.values[layer], *tables, *kv.scales(layer)]
         op = lib.make_op(lib.ROPE_KV, tensors, [num_heads, num_kv_heads, head_dim, kv.block_size], [eps])
         step = {"num_tokens": qkv.shape[0], "positions": positions, "kv_indices": kv_indices}
         self._tape.take(op, (qkv, q, kv, tables), **step)
@@ -249,7 +233,7 @@ class NativeOps:
         query = query.contiguous()
         out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
         ints = [shape.num_heads, shape.num_kv_heads, shape.head_dim, kv.block_size, shape.window or 0]
-        tensors = [query, kv.keys[layer], kv.values[layer], out, sinks]
+        tensors = [query, kv.keys[layer], kv.values[layer], out, sinks, *kv.scales(layer)]
         op = lib.make_op(lib.ATTENTION, tensors, ints, [shape.scale, shape.softcap or 0.0])
         self._tape.take(
             op, (query, kv, out, sinks), num_tokens=query.shape[0], num_rows=len(plan.context_lens),
@@ -258,17 +242,16 @@ class NativeOps:
         return out
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> NativeKVCache:
-        width = shape.num_kv_heads * block_size * shape.head_dim
-
-        def layers() -> list[torch.Tensor]:
-            return [lib.pages(num_blocks, width, dtype=torch.bfloat16) for _ in range(shape.num_layers)]
-
-        return NativeKVCache(shape, num_blocks, block_size, layers(), layers())
+        return cache.new_native_cache(shape, num_blocks, block_size)
 
     def copy_blocks(self, kv: NativeKVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        sources, destinations = torch.tensor(pairs).unbind(1)
-        for layer in (*kv.keys, *kv.values):
-            layer.index_copy_(0, destinations, layer.index_select(0, sources))
+        self.library.copy_blocks(kv.tensors, pairs)
+
+    def export_blocks(self, kv: NativeKVCache, block_ids: Sequence[int]) -> Blocks:
+        return cache.export_blocks(kv, block_ids)
+
+    def import_blocks(self, kv: NativeKVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
+        cache.import_blocks(kv, block_ids, blocks)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
         return sampling.sample(self.library, logits, rows)

@@ -17,6 +17,7 @@ from pagoda_worker import sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu.native import FORMS, GROUP, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.kv_cache import quantize as quantize_kv
 from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation
 from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
@@ -93,13 +94,21 @@ def _pointwise_problem(ops: NativeOps, generator: torch.Generator) -> str | None
 
 
 def _attention_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
-    length = 2 * BLOCK + 5
+    return (
+        _cut_problem(ops, generator, quantized=False)
+        or _cut_problem(ops, generator, quantized=True)
+        or _blocks_problem(ops, generator)
+    )
+
+
+def _cut_problem(ops: NativeOps, generator: torch.Generator, quantized: bool) -> str | None:
+    length, over = 2 * BLOCK + 5, " over int8" if quantized else ""
     qkv = torch.randn(length, (HEADS + 2 * KV_HEADS) * DIM, generator=generator).bfloat16()
-    together = _attend(ops, qkv, [length])
-    if _differs(together, _attend(ReferenceOps(ops.device), qkv.double(), [length])):
-        return "attention is wrong"
-    if not torch.equal(_attend(ops, qkv, [BLOCK + 3] + [1] * (length - BLOCK - 3)), together):
-        return "attention depends on how a prompt is cut"
+    together = _attend(ops, qkv, [length], quantized)
+    if _differs(together, _attend(ReferenceOps(ops.device), qkv.double(), [length], quantized)):
+        return f"attention{over} is wrong"
+    if not torch.equal(_attend(ops, qkv, [BLOCK + 3] + [1] * (length - BLOCK - 3), quantized), together):
+        return f"attention{over} depends on how a prompt is cut"
     return None
 
 
@@ -141,9 +150,23 @@ def _same_sample(got: sampler.Sample | sampler.Fault, expected: sampler.Sample |
     return whole and bool(np.allclose(*values, rtol=0, atol=1e-5))
 
 
-def _attend(ops: Ops, qkv: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+def _blocks_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
+    shape = KVShape(num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.bfloat16, quantized=True)
+    kv = ops.new_kv_cache(shape, 3, BLOCK)
+    key, value = torch.randn(2, 3 * BLOCK, KV_HEADS, DIM, generator=generator).bfloat16().unbind(0)
+    ops.write_kv(key, value, kv, 0, torch.arange(3 * BLOCK))
+    ops.copy_blocks(kv, [(0, 1), (1, 2)])
+    after = ops.export_blocks(kv, [0, 1, 2])
+    blocks = torch.stack((key, value), 1).view(3, BLOCK, 2, KV_HEADS, DIM).moveaxis(1, 3)[:, :, None]
+    cells, scales = quantize_kv(blocks[[0, 0, 1]])
+    if after.scales is None or not torch.equal(after.cells, cells) or not torch.equal(after.scales, scales):
+        return "keys and values in int8 are rounded or copied wrongly"
+    return None
+
+
+def _attend(ops: Ops, qkv: torch.Tensor, chunks: list[int], quantized: bool) -> torch.Tensor:
     """One row, computed in chunks of these sizes, through rotation, cache and attention."""
-    shape = KVShape(num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=qkv.dtype)
+    shape = KVShape(num_layers=1, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=qkv.dtype, quantized=quantized)
     attention = AttentionShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, scale=DIM**-0.5)
     angles = torch.linspace(0, 6, len(qkv))[:, None] * torch.linspace(1, 0.1, DIM // 2)
     kv = ops.new_kv_cache(shape, 4, BLOCK)

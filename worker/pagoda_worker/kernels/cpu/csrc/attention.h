@@ -4,9 +4,11 @@
 // scratch and the splits are merged left to right. Nothing in this depends on how a prompt was chunked or what else is in
 // the batch, so a row's bits are the same in prefill, in decode and after a prefix hit.
 //
-// Cache layout, readable by the micro-kernel without repacking:
-//   keys    [block][kv head][block_size/16][head_dim/2][16]   pairs of neighbouring dims, 16 tokens to a group
+// Cache layout, readable by the micro-kernel without repacking (tokens of a block and kv head lie together, 16 to a group):
+//   keys    [block][kv head][block_size/16][head_dim/2][16]   pairs of neighbouring dims
 //   values  [block][kv head][block_size/2][head_dim]          pairs of neighbouring tokens
+// In int8 the same, but of 16 pairs the 16 first halves come before the 16 second ones, and every token has a scale:
+//   scales  [block][kv head][block_size]
 #pragma once
 
 #include "linear.h"
@@ -14,13 +16,19 @@
 namespace PAGODA_NS {
 
 constexpr int SPLIT = 256;
+constexpr int SPLIT_GROUPS = SPLIT / 16;
+constexpr int LINES = 48;  // of an item of work: so often is what was brought near used
+constexpr int AHEAD = 4;  // groups between what is read and what is fetched meanwhile
+constexpr int RING = 4;   // groups that a tile reads at once, at most
 constexpr float MASKED = -1e30f;
 constexpr int FEW_ROWS = 4;  // up to so many lines a tile waits for memory rather than for arithmetic
 
 struct AttentionArgs {
-  const uint16_t* q;  // [tokens, heads, dim]
-  const uint32_t* k_cache;
-  const uint32_t* v_cache;
+  const uint16_t* q;     // [tokens, heads, dim]
+  const void* k_cache;
+  const void* v_cache;
+  const float* k_scales;  // null: the cache holds bf16
+  const float* v_scales;
   uint16_t* out;  // [tokens, heads * dim]
   const int32_t* block_tables;  // [rows, max_blocks]
   const int32_t* query_starts;  // [rows + 1]
@@ -30,199 +38,312 @@ struct AttentionArgs {
   float scale, softcap;                                      // softcap 0: none
 };
 
-// `rows` lines of scratch: scores, probabilities, the running (max, sum, accumulator) of each line.
-struct AttentionScratch {
-  float scores[MAX_ROWS][SPLIT];
-  uint16_t probs[MAX_ROWS][SPLIT];
-  float acc[MAX_ROWS][256];
-  float top[MAX_ROWS], sum[MAX_ROWS];
+// The keys, or the values, of one kv head in one split, by groups of 16 tokens. Tiles read bf16: that is the cache itself,
+// or what `bring` has widened of it, which is exact.
+struct Cells {
+  const uint32_t* stored[SPLIT_GROUPS];
+  const uint32_t* ahead[SPLIT_GROUPS];  // what is read a little later. Blocks lie anywhere: the hardware cannot foresee it
+  const uint32_t* pairs[SPLIT_GROUPS];
+  const float* scales[SPLIT_GROUPS];
+  int brought;  // groups before this one can be read
+  bool once;    // by one tile alone; values are then widened as they are read
+  alignas(64) uint32_t widened[SPLIT / 2 * 256];
 };
 
 // A line is one (token, head of the group). Its queries lie `lda` apart only within a token, so lines are gathered.
-struct Lines {
-  uint16_t q[MAX_ROWS][256];
-  int position[MAX_ROWS];
-  int count;
+struct AttentionScratch {
+  uint16_t q[LINES][256];
+  int position[LINES];
+  float scores[MAX_ROWS][SPLIT], peaks[MAX_ROWS][16];
+  uint16_t probs[MAX_ROWS][SPLIT];
+  float acc[LINES][256], top[LINES], sum[LINES];  // running, of each line
+  Cells keys, values;
 };
 
-// One block's keys (or values) of one head, `words` long. Blocks lie anywhere, so the hardware cannot foresee the next one.
-PAGODA_INLINE const uint32_t* chunk(const uint32_t* cache, const AttentionArgs& a, const int32_t* table, int head, int token,
-                                    size_t words) {
-  return cache + ((size_t)table[token / a.block_size] * a.kv_heads + head) * words;
+// Tokens [first, last) of the split that begins at `from`: what the lines [line, line + rows) of a tile see of it.
+struct View {
+  int line, from, first, last;
+};
+
+// Where the 16 tokens from `token` on lie in one layer's cache, in tokens.
+PAGODA_INLINE size_t place(const AttentionArgs& a, const int32_t* table, int head, int token) {
+  return ((size_t)table[token / a.block_size] * a.kv_heads + head) * a.block_size + token % a.block_size;
 }
-PAGODA_INLINE void fetch_ahead(const uint32_t* from, size_t words) {
-  for (size_t i = 0; i < words; i += 16) prefetch(from + i);
+PAGODA_INLINE const uint32_t* stored(const AttentionArgs& a, const void* cache, size_t place) {
+  return (const uint32_t*)((const char*)cache + place * a.dim * (a.k_scales ? 1 : 2));
 }
 
-PAGODA_INLINE f16 shaped(f16 s, const AttentionArgs& a) {
-  s = s * set1(a.scale);
-  if (a.softcap != 0.0f) s = tanh(s * set1(1.0f / a.softcap)) * set1(a.softcap);
-  return s;
+// Finds groups [first, last) of the split that begins at `from`, of a context of `end` tokens. What a single tile of lines
+// reads is widened into the same few places again and again, which stay near.
+static void locate(const AttentionArgs& a, const int32_t* table, int head, int from, int first, int last, int end, int lines,
+                   Cells& keys, Cells& values) {
+  const int places = lines <= MAX_ROWS ? RING : SPLIT_GROUPS;
+  keys.once = values.once = lines <= MAX_ROWS;
+  for (int g = first; g < last; ++g) {
+    const size_t at = place(a, table, head, from + 16 * g);
+    keys.stored[g] = keys.pairs[g] = stored(a, a.k_cache, at);
+    values.stored[g] = values.pairs[g] = stored(a, a.v_cache, at);
+    if (!a.k_scales) continue;
+    keys.pairs[g] = keys.widened + (size_t)(g % places) * 8 * a.dim;
+    values.pairs[g] = values.widened + (size_t)(g % places) * 8 * a.dim;
+    keys.scales[g] = a.k_scales + at;
+    values.scales[g] = a.v_scales + at;
+  }
+  keys.brought = values.brought = first;
+  for (int g = first; g < last; ++g) {  // after the keys come the values, and then the keys of the next split
+    const int over = g + AHEAD - last, token = from + SPLIT + 16 * over;
+    const bool inside = over < 0, more = token < end;
+    keys.ahead[g] = inside ? keys.stored[g + AHEAD] : values.stored[first + over < last ? first + over : first];
+    values.ahead[g] = inside ? values.stored[g + AHEAD] : more ? stored(a, a.k_cache, place(a, table, head, token)) : values.stored[g];
+  }
+}
+
+// Words [first, last) of each of a group's `rows` rows of `width` words, to where tiles read them.
+PAGODA_INLINE void widen(const Cells& c, int group, int rows, int width, int first, int last) {
+  const int8_t* from = (const int8_t*)c.stored[group];
+  const int8_t* ahead = (const int8_t*)c.ahead[group];
+  uint32_t* to = (uint32_t*)c.pairs[group];
+  if (last - first == width) {
+    last *= rows;
+    rows = 1;
+  }
+  for (int row = 0; row < rows; ++row, from += 2 * width, ahead += 2 * width, to += width) {
+    int i = first;
+    for (; i + 32 <= last; i += 32) {
+      prefetch(ahead + 2 * i);
+      store_pairs(to + i, widen_pairs(from + 2 * i));
+      store_pairs(to + i + 16, widen_pairs(from + 2 * i + 32));
+    }
+    if (i < last) store_pairs(to + i, widen_pairs(from + 2 * i));
+  }
+}
+
+// So that groups up to `last` can be read.
+PAGODA_INLINE void bring(Cells& c, const AttentionArgs& a, int last) {
+  for (; c.brought < last; ++c.brought) widen(c, c.brought, 1, 8 * a.dim, 0, 8 * a.dim);
+}
+
+// Products -> scores of lines [0, rows) and tokens [begin, end), masked unless all are seen by all, and each line's maxima
+// by lane.
+PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows, int begin, int end, bool seen_by_all,
+                                AttentionScratch& s) {
+  for (int r = 0; r < rows; ++r)
+    for (int first = begin; first < end; first += 16) {
+      float* at = &s.scores[r][first - v.from];
+      f16 x = load(at) * set1(a.scale);
+      if (a.softcap != 0.0f) x = tanh(x * set1(1.0f / a.softcap)) * set1(a.softcap);
+      if (!seen_by_all) {
+        const int position = s.position[v.line + r];
+        x = keep_below(x, first, position + 1, set1(MASKED));
+        if (a.window) x = keep_below(set1(MASKED), first, position - a.window + 1, x);
+      }
+      store(at, x);
+      store(s.peaks[r], max(load(s.peaks[r]), x));
+    }
+}
+
+// Scores of ROWS lines and 16 x GROUPS tokens from t on.
+template <int ROWS, int GROUPS>
+static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionScratch& s) {
+  const int* position = s.position + v.line;
+  const int end = (v.last - v.from + 15) / 16;
+  int group[GROUPS];
+  const uint32_t* keys[GROUPS];
+  const uint32_t* ahead[GROUPS];
+  for (int g = 0; g < GROUPS; ++g) {  // past the end: any readable group, masked below
+    group[g] = (t - v.from) / 16 + g < end ? (t - v.from) / 16 + g : end - 1;
+    keys[g] = s.keys.pairs[group[g]];
+    ahead[g] = s.keys.ahead[group[g]];
+  }
+  if (a.k_scales) bring(s.keys, a, group[GROUPS - 1] + 1);
+  f16 acc[ROWS][GROUPS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
+  if (ROWS <= FEW_ROWS && !a.k_scales)
+    tile<ROWS, GROUPS>(s.q[v.line], 256, keys, 16, a.dim / 2, acc, ahead);
+  else
+    tile<ROWS, GROUPS>(s.q[v.line], 256, keys, 16, a.dim / 2, acc);
+  const bool seen_by_all =
+      t + 16 * GROUPS <= position[0] + 1 && (!a.window || t > position[ROWS - 1] - a.window);
+  const bool plain = seen_by_all && a.softcap == 0.0f;
+#pragma GCC unroll 8
+  for (int g = 0; g < GROUPS; ++g) {
+    const f16 key_scale = a.k_scales ? load(s.keys.scales[group[g]]) : set1(1.0f), scale = set1(plain ? a.scale : 1.0f);
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+      const f16 x = acc[r][g] * key_scale * scale;
+      store(&s.scores[r][t - v.from + 16 * g], x);
+      if (plain) store(s.peaks[r], max(load(s.peaks[r]), x));
+    }
+  }
+  if (!plain) shape_scores(a, v, ROWS, t, t + 16 * GROUPS, seen_by_all, s);
 }
 
 template <int ROWS>
-static void split_scores(const AttentionArgs& a, const Lines& l, const int32_t* table, int head, int from, int to,
-                         AttentionScratch& s) {
-  const size_t group_words = (size_t)a.dim / 2 * 16;
-  const size_t head_words = (size_t)a.block_size / 16 * group_words;
-  for (int t = from; t < to; t += 32) {
-    if (ROWS <= FEW_ROWS)
-      fetch_ahead(t + 32 < to ? chunk(a.k_cache, a, table, head, t + 32, head_words)
-                              : chunk(a.v_cache, a, table, head, from, head_words),
-                  head_words);
-    const uint32_t* groups[2];
-    for (int g = 0; g < 2; ++g) {
-      int token = t + 16 * g < to ? t + 16 * g : t;  // past the end: any readable group, masked below
-      groups[g] = chunk(a.k_cache, a, table, head, token, head_words) + (size_t)(token % a.block_size) / 16 * group_words;
-    }
-    f16 acc[ROWS][2];
-    for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
-    tile<ROWS, 2>(&l.q[0][0], 256, groups, 16, a.dim / 2, acc);
-    for (int r = 0; r < ROWS; ++r)
-      for (int g = 0; g < 2; ++g) {
-        int first = t + 16 * g;
-        f16 x = keep_below(shaped(acc[r][g], a), first, l.position[r] + 1, set1(MASKED));
-        if (a.window && first <= l.position[r] - a.window)
-          x = keep_below(set1(MASKED), first, l.position[r] - a.window + 1, x);
-        store(&s.scores[r][first - from], x);
-      }
-  }
+static void split_scores(const AttentionArgs& a, const View& v, AttentionScratch& s) {
+  for (int r = 0; r < ROWS; ++r) store(s.peaks[r], set1(MASKED));
+  int t = v.first;
+  if constexpr (ROWS * 4 <= 2 * MAX_ROWS)  // few rows need more columns to have enough chains of arithmetic
+    for (; t + 32 < v.last; t += 64) score_tile<ROWS, 4>(a, v, t, s);
+  for (; t < v.last; t += 32) score_tile<ROWS, 2>(a, v, t, s);
 }
 
-// Scores -> bf16 probabilities relative to the split's own maximum; returns nothing for a line that is masked throughout.
-static bool split_softmax(AttentionScratch& s, int r, int width, float& top, float& sum_out) {
-  f16 m = set1(MASKED);
-  for (int i = 0; i < width; i += 16) m = max(m, load(&s.scores[r][i]));
-  top = max_lane(m);
-  if (top <= MASKED) return false;
-  f16 total = zero(), shift = set1(top);
-  for (int i = 0; i < width; i += 16) {
-    f16 p = rounded(exp(load(&s.scores[r][i]) - shift));
-    total = total + p;
-    store_bf16(&s.probs[r][i], p);
+// Scores of N lines -> bf16 probabilities relative to the split's own maximum, times the scales of the values they will
+// meet. The sum is of what meets the values: of the rounded probabilities, unless scales come between. A line that sees
+// nothing of the split has the sum 0. Two lines at once, because one alone waits for its own chain of arithmetic.
+template <int N>
+static void split_softmax(const AttentionArgs& a, const View& v, int r, AttentionScratch& s, float* top, float* sum_out) {
+  const int begin = v.first - v.from, end = (v.last - v.from + 15) / 16 * 16;
+  f16 total[N], shift[N];
+  for (int n = 0; n < N; ++n) {
+    top[n] = max_lane(load(s.peaks[r + n]));
+    shift[n] = set1(top[n] <= MASKED ? 0.0f : top[n]);
+    total[n] = zero();
   }
-  sum_out = sum(total);
-  return true;
+  if (!a.v_scales) {
+    for (int i = begin; i < end; i += 16)
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) {
+        uint16_t* probs = &s.probs[r + n][i];
+        store_bf16_normal(probs, exp(load(&s.scores[r + n][i]) - shift[n]));
+        total[n] = total[n] + load_bf16(probs);
+      }
+  } else {
+    for (int i = begin; i < end; i += 16) {
+      // Nobody has written a scale for the tokens after the last: what lies there must not meet a probability of 0 as NaN.
+      const f16 scale = keep_below(load(s.values.scales[i / 16]), v.from + i, v.last, zero());
+#pragma GCC unroll 2
+      for (int n = 0; n < N; ++n) {
+        const f16 p = exp(load(&s.scores[r + n][i]) - shift[n]);
+        store_bf16_normal(&s.probs[r + n][i], p * scale);
+        total[n] = total[n] + p;
+      }
+    }
+  }
+  for (int n = 0; n < N; ++n) sum_out[n] = sum(total[n]);
 }
 
 // Probabilities of a split times its values, for GROUPS x 16 dims from `dim_first` on, into the running accumulators.
 template <int ROWS, int GROUPS>
-static void split_values(const AttentionArgs& a, const int32_t* table, int head, int from, int tokens, int dim_first,
-                         const float (&scale_old)[ROWS], const float (&scale_new)[ROWS], AttentionScratch& s) {
+static void split_values(const AttentionArgs& a, const View& v, int dim_first, const float* scale_old, const float* scale_new,
+                         AttentionScratch& s) {
   f16 acc[ROWS][GROUPS];
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
     for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
-  for (int t = from; t < from + tokens; t += a.block_size) {
-    int pairs_here = (from + tokens - t < a.block_size ? from + tokens - t + 1 : a.block_size) / 2;
-    const size_t head_words = (size_t)a.block_size / 2 * a.dim;
-    const uint32_t* v = chunk(a.v_cache, a, table, head, t, head_words) + dim_first;
-    if (ROWS <= FEW_ROWS && dim_first == 0 && t + a.block_size < from + tokens)
-      fetch_ahead(chunk(a.v_cache, a, table, head, t + a.block_size, head_words), head_words);
+  for (int t = v.first; t < v.last; t += 16) {
+    const int group = (t - v.from) / 16, pairs_here = v.last - t < 16 ? (v.last - t + 1) / 2 : 8;
+    const int end = dim_first + 16 * GROUPS < a.dim ? dim_first + 16 * GROUPS : a.dim;
+    if (a.k_scales && s.values.once) widen(s.values, group, 8, a.dim, dim_first, end);
+    if (a.k_scales && !s.values.once) bring(s.values, a, group + 1);
     const uint32_t* groups[GROUPS];
-    for (int g = 0; g < GROUPS; ++g) groups[g] = v + (dim_first + 16 * g < a.dim ? 16 * g : 0);
-    tile<ROWS, GROUPS>(&s.probs[0][t - from], SPLIT, groups, (size_t)a.dim, pairs_here, acc);
+    const uint32_t* ahead[GROUPS];
+    for (int g = 0; g < GROUPS; ++g) {
+      const int d = dim_first + (dim_first + 16 * g < a.dim ? 16 * g : 0);
+      groups[g] = s.values.pairs[group] + d;
+      ahead[g] = s.values.ahead[group] + d;
+    }
+    const uint16_t* probs = &s.probs[0][t - v.from];
+    if (ROWS <= FEW_ROWS && !a.k_scales)
+      tile<ROWS, GROUPS>(probs, SPLIT, groups, (size_t)a.dim, pairs_here, acc, ahead);
+    else
+      tile<ROWS, GROUPS>(probs, SPLIT, groups, (size_t)a.dim, pairs_here, acc);
   }
+#pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
     for (int g = 0; g < GROUPS; ++g)
       if (dim_first + 16 * g < a.dim) {
-        float* run = &s.acc[r][dim_first + 16 * g];
+        float* run = &s.acc[v.line + r][dim_first + 16 * g];
         store(run, load(run) * set1(scale_old[r]) + acc[r][g] * set1(scale_new[r]));
       }
 }
 
 template <int ROWS>
-static void attend_split(const AttentionArgs& a, const Lines& l, const int32_t* table, int head, int from, int to,
-                         AttentionScratch& s) {
-  int padded = (to - from + 31) / 32 * 32;
-  split_scores<ROWS>(a, l, table, head, from, to, s);
-  float scale_old[ROWS], scale_new[ROWS];
+static void attend_tile(const AttentionArgs& a, const View& v, AttentionScratch& s) {
+  split_scores<ROWS>(a, v, s);
+  float top[16] = {}, total[16] = {}, old_top[16] = {}, scale_old[16], scale_new[16];
+  for (int r = 0; r + 1 < ROWS; r += 2) split_softmax<2>(a, v, r, s, top + r, total + r);
+  if (ROWS % 2) split_softmax<1>(a, v, ROWS - 1, s, top + ROWS - 1, total + ROWS - 1);
+  memcpy(old_top, s.top + v.line, sizeof(float) * ROWS);
+  const f16 merged = max(load(old_top), load(top));
+  store(scale_old, exp(load(old_top) - merged));
+  store(scale_new, exp(load(top) - merged));
+  store(top, merged);
   for (int r = 0; r < ROWS; ++r) {
-    float top, total;
-    if (!split_softmax(s, r, padded, top, total)) {  // sees nothing of this split: as if it were not there
-      memset(s.probs[r], 0, sizeof s.probs[r]);
-      scale_old[r] = 1.0f;
-      scale_new[r] = 0.0f;
-      continue;
-    }
-    float merged = s.top[r] > top ? s.top[r] : top;
-    float both[16] = {s.top[r] - merged, top - merged};
-    store(both, exp(load(both)));
-    scale_old[r] = both[0];
-    scale_new[r] = both[1];
-    s.top[r] = merged;
-    s.sum[r] = s.sum[r] * both[0] + total * both[1];
+    s.top[v.line + r] = top[r];
+    s.sum[v.line + r] = s.sum[v.line + r] * scale_old[r] + total[r] * scale_new[r];
   }
   // Few rows leave registers for wide tiles, which read values as one stream instead of in several passes.
-  int tokens = to - from, d = 0;
+  int d = 0;
   if constexpr (ROWS * 8 <= 2 * MAX_ROWS)
-    for (; d + 128 <= a.dim; d += 128)
-      split_values<ROWS, 8>(a, table, head, from, tokens, d, scale_old, scale_new, s);
+    for (; d + 128 <= a.dim; d += 128) split_values<ROWS, 8>(a, v, d, scale_old, scale_new, s);
   if constexpr (ROWS * 4 <= 2 * MAX_ROWS)
-    for (; d + 64 <= a.dim; d += 64)
-      split_values<ROWS, 4>(a, table, head, from, tokens, d, scale_old, scale_new, s);
-  for (; d < a.dim; d += 32) split_values<ROWS, 2>(a, table, head, from, tokens, d, scale_old, scale_new, s);
+    for (; d + 64 <= a.dim; d += 64) split_values<ROWS, 4>(a, v, d, scale_old, scale_new, s);
+  for (; d < a.dim; d += 32) split_values<ROWS, 2>(a, v, d, scale_old, scale_new, s);
 }
 
-// One item of work: up to MAX_ROWS lines of one row and one kv head, over the whole context they see.
-template <int ROWS>
-static void attend_lines(const AttentionArgs& a, const Lines& l, const int32_t* table, int head, AttentionScratch& s) {
-  int last = 0, first = l.position[0];
-  for (int r = 0; r < ROWS; ++r) {
-    last = l.position[r] > last ? l.position[r] : last;
-    first = l.position[r] < first ? l.position[r] : first;
-    s.top[r] = MASKED;
-    s.sum[r] = 0.0f;
-    memset(s.acc[r], 0, sizeof s.acc[r]);
+// The first token that somebody from `position` on sees, down to where a tile of scores may begin.
+PAGODA_INLINE int first_seen(const AttentionArgs& a, int position) {
+  return a.window && position >= a.window ? (position - a.window + 1) / 32 * 32 : 0;
+}
+
+// The gathered lines over the whole context they see. Positions ascend, so a tile sees no less of the end than the one
+// before it, and no more of the beginning.
+static void attend_lines(const AttentionArgs& a, int count, const int32_t* table, int head, AttentionScratch& s) {
+  const int begin = first_seen(a, s.position[0]), end = s.position[count - 1] + 1;
+  const int tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
+  for (int from = begin / SPLIT * SPLIT; from < end; from += SPLIT) {
+    const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
+    locate(a, table, head, from, low / 16, (high + 15) / 16, end, count, s.keys, s.values);
+    for (int t = 0; t < tiles; ++t) {
+      const int line = count * t / tiles, next = count * (t + 1) / tiles;
+      const int seen = first_seen(a, s.position[line]), after = s.position[next - 1] + 1;
+      const View v{line, from, seen > from ? seen : from, after < from + SPLIT ? after : from + SPLIT};
+      if (v.first >= v.last) continue;
+      with_rows<MAX_ROWS>(next - line, [&](auto rows) { attend_tile<decltype(rows)::value>(a, v, s); });
+    }
   }
-  int begin = 0;
-  if (a.window && first >= a.window) begin = (first - a.window + 1) / SPLIT * SPLIT;
-  for (int from = begin; from <= last; from += SPLIT)
-    attend_split<ROWS>(a, l, table, head, from, from + SPLIT < last + 1 ? from + SPLIT : last + 1, s);
 }
 
-// Lines per token tile: whole tokens if a token's group fits, else a part of one token's group.
-PAGODA_INLINE int tokens_per_tile(const AttentionArgs& a) {
-  int group = a.heads / a.kv_heads;
-  return group >= MAX_ROWS ? 1 : MAX_ROWS / group;
-}
-PAGODA_INLINE int parts_per_token(const AttentionArgs& a) {
-  int group = a.heads / a.kv_heads;
-  return (group + MAX_ROWS - 1) / MAX_ROWS;
+// Items of one row and kv head: its lines, token by token, by LINES.
+PAGODA_INLINE int items_per_head(const AttentionArgs& a, int row) {
+  int lines = (a.query_starts[row + 1] - a.query_starts[row]) * (a.heads / a.kv_heads);
+  return (lines + LINES - 1) / LINES;
 }
 
-// item = ((query tile * parts) + part) * kv_heads + kv head, for one row.
+// item = part of the row's lines * kv_heads + kv head
 static void attention_item(const AttentionArgs& a, int row, int item, AttentionScratch& s) {
-  int group = a.heads / a.kv_heads, head = item % a.kv_heads, rest = item / a.kv_heads;
-  int parts = parts_per_token(a), part = rest % parts, step = tokens_per_tile(a);
-  int begin = a.query_starts[row], length = a.query_starts[row + 1] - begin;
-  int t0 = rest / parts * step, t1 = t0 + step < length ? t0 + step : length;
-  int g0 = group * part / parts, g1 = group * (part + 1) / parts;
-  Lines l;
-  l.count = 0;
-  for (int t = t0; t < t1; ++t)
-    for (int g = g0; g < g1; ++g) {
-      memcpy(l.q[l.count], a.q + ((size_t)(begin + t) * a.heads + head * group + g) * a.dim, 2 * (size_t)a.dim);
-      l.position[l.count++] = a.context_lens[row] - length + t;
+  const int group = a.heads / a.kv_heads, head = item % a.kv_heads, begin = a.query_starts[row];
+  const int length = a.query_starts[row + 1] - begin, lines = length * group;
+  const int from = item / a.kv_heads * LINES, count = lines - from < LINES ? lines - from : LINES;
+  const auto place = [&](int i) {  // of line i in q and out
+    return ((size_t)(begin + (from + i) / group) * a.heads + head * group + (from + i) % group) * a.dim;
+  };
+  for (int i = 0; i < count; ++i) {
+    memcpy(s.q[i], a.q + place(i), 2 * (size_t)a.dim);
+    s.position[i] = a.context_lens[row] - length + (from + i) / group;
+    s.top[i] = MASKED;
+    s.sum[i] = 0.0f;
+    memset(s.acc[i], 0, sizeof(float) * a.dim);
+  }
+  attend_lines(a, count, a.block_tables + (size_t)row * a.max_blocks, head, s);
+  for (int i = 0; i < count; ++i) {
+    float total = s.sum[i], rescale = 1.0f;
+    if (a.sinks) {  // one more column that has a weight but no value
+      float sink = a.sinks[head * group + (from + i) % group];
+      float top = s.top[i] > sink ? s.top[i] : sink;
+      float both[16] = {s.top[i] - top, sink - top};
+      store(both, exp(load(both)));
+      rescale = both[0];
+      total = total * both[0] + both[1];
     }
-  with_rows<MAX_ROWS>(l.count, [&](auto count) {
-    attend_lines<decltype(count)::value>(a, l, a.block_tables + (size_t)row * a.max_blocks, head, s);
-  });
-  int i = 0;
-  for (int t = t0; t < t1; ++t)
-    for (int g = g0; g < g1; ++g, ++i) {
-      int query_head = head * group + g;
-      float total = s.sum[i], rescale = 1.0f;
-      if (a.sinks) {  // one more column that has a weight but no value
-        float top = s.top[i] > a.sinks[query_head] ? s.top[i] : a.sinks[query_head];
-        float both[16] = {s.top[i] - top, a.sinks[query_head] - top};
-        store(both, exp(load(both)));
-        rescale = both[0];
-        total = total * both[0] + both[1];
-      }
-      f16 factor = set1(rescale / total);
-      uint16_t* out = a.out + ((size_t)(begin + t) * a.heads + query_head) * a.dim;
-      for (int d = 0; d < a.dim; d += 16) store_bf16(out + d, load(&s.acc[i][d]) * factor);
-    }
+    f16 factor = set1(rescale / total);
+    for (int d = 0; d < a.dim; d += 16) store_bf16(a.out + place(i) + d, load(&s.acc[i][d]) * factor);
+  }
 }
 
 }  // namespace PAGODA_NS

@@ -1,9 +1,11 @@
 // All kernels at one instruction set level; compiled once per level with -DPAGODA_LEVEL=N -DPAGODA_NS=name and its flags.
 #include "program.h"
 
+#include <cstdlib>
 #include <type_traits>
 
 #include "attention.h"
+#include "ceilings.h"
 #include "pointwise.h"
 #include "quant.h"
 #include "sampling.h"
@@ -56,31 +58,37 @@ static void run_linear(const Op& op, const Step& s, uint64_t use, int first, int
   });
 }
 
-// --- attention: p = q, k_cache, v_cache, out, sinks; i = heads, kv_heads, dim, block_size, window; f = scale, softcap ----
+// --- attention: p = q, k_cache, v_cache, out, sinks, k_scales, v_scales; i = heads, kv_heads, dim, block_size, window;
+// f = scale, softcap ---------------------------------------------------------------------------------------------------
 
 static AttentionArgs attention_args(const Op& op, const Step& s) {
-  return {(const uint16_t*)op.p[0], (const uint32_t*)op.p[1], (const uint32_t*)op.p[2], (uint16_t*)op.p[3],
+  return {(const uint16_t*)op.p[0], op.p[1], op.p[2], (const float*)op.p[5], (const float*)op.p[6], (uint16_t*)op.p[3],
           s.block_tables, s.query_starts, s.context_lens, (const float*)op.p[4],
           s.max_blocks, op.i[3], op.i[0], op.i[1], op.i[2], op.i[4], op.f[0], op.f[1]};
 }
 static int row_items(const AttentionArgs& a, int row) {
-  int length = a.query_starts[row + 1] - a.query_starts[row], step = tokens_per_tile(a);
-  return (length + step - 1) / step * parts_per_token(a) * a.kv_heads;
+  return items_per_head(a, row) * a.kv_heads;
 }
+// Too much for what every thread would have to have, so a thread takes it when it first attends.
+struct OwnScratch {
+  AttentionScratch* scratch = (AttentionScratch*)aligned_alloc(64, sizeof(AttentionScratch));
+  ~OwnScratch() { free(scratch); }
+};
 static void run_attention(const Op& op, const Step& s, int first, int last) {
-  static thread_local AttentionScratch scratch;
+  static thread_local OwnScratch own;
   const AttentionArgs a = attention_args(op, s);
   int row = 0, before = 0;
   for (int item = first; item < last; ++item) {
     while (item >= before + row_items(a, row)) before += row_items(a, row++);
-    attention_item(a, row, item - before, scratch);
+    attention_item(a, row, item - before, *own.scratch);
   }
 }
 
-// --- rope and cache write: p = qkv, q, k_cache, v_cache, cos, sin, norm; i = heads, kv_heads, dim, block_size; f = eps ---
+// --- rope and cache write: p = qkv, q, k_cache, v_cache, cos, sin, norm, k_scales, v_scales; i = heads, kv_heads, dim,
+// block_size; f = eps --------------------------------------------------------------------------------------------------
 
 static void run_rope(const Op& op, const Step& s, int first, int last) {
-  const RopeArgs a{(const uint16_t*)op.p[0], (uint16_t*)op.p[1], (uint32_t*)op.p[2], (uint32_t*)op.p[3],
+  const RopeArgs a{(const uint16_t*)op.p[0], (uint16_t*)op.p[1], op.p[2], op.p[3], (float*)op.p[7], (float*)op.p[8],
                    (const float*)op.p[4], (const float*)op.p[5], (const float*)op.p[6], s.positions, s.kv_indices,
                    s.num_tokens, op.i[0], op.i[1], op.i[2], op.i[3], op.f[0]};
   for (int t = first; t < last; ++t) rope_token(a, t);
@@ -134,4 +142,4 @@ static void run(const Op& op, const Step& s, uint64_t use, int first, int last) 
 #define PAGODA_TABLE(name) PAGODA_TABLE_(name)
 extern const Level PAGODA_TABLE(PAGODA_NS) = {PAGODA_NS::items, PAGODA_NS::run, PAGODA_NS::pack_panel,
                                               PAGODA_NS::quant_panel_bytes, PAGODA_NS::pack_quant_panel,
-                                              PAGODA_NS::sample};
+                                              PAGODA_NS::sample, PAGODA_NS::peak, PAGODA_NS::read_all};

@@ -111,11 +111,12 @@ PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
 static void linear_panel(const uint16_t* x, int first, int last, int k, const uint32_t* panel, int column, int n,
                          const Epilogue& e, void* y) {
   const uint32_t* const groups[2] = {panel, panel + 16};
+  const uint32_t* const ahead[2] = {panel + FETCH_AHEAD / 4, panel + 16 + FETCH_AHEAD / 4};
   in_tiles(first, last, [&](auto count, int from) {
     constexpr int ROWS = decltype(count)::value;
     f16 acc[ROWS][2];
     for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
-    tile<ROWS, 2, FETCH_AHEAD / 4>(x + (size_t)from * k, (size_t)k, groups, PANEL, k / 2, acc);
+    tile<ROWS, 2>(x + (size_t)from * k, (size_t)k, groups, PANEL, k / 2, acc, ahead);
     finish_tile(acc, from, column, n, e, y);
   });
 }

@@ -1,5 +1,6 @@
 // The C interface: plain pointers in, nothing owned but the thread pool. Python reaches it by ctypes, which releases the
 // GIL for the length of a call.
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <vector>
@@ -105,7 +106,7 @@ void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
 
 extern "C" {
 
-int pagoda_abi() { return 2; }
+int pagoda_abi() { return 3; }
 
 void pagoda_sizes(int* sizes) {
   sizes[0] = (int)sizeof(Op);
@@ -174,6 +175,56 @@ void pagoda_sample(void* pool, int level, float* logits, int num_rows, int vocab
   call.buckets = buckets.data();
   call.raw = raw.data();
   run_sampling(*(Pool*)pool, *LEVELS[level], call);
+}
+
+// Operations that each thread does in `rounds` of a level's multiplication (kind 0: bf16, 1: int8); see ceilings.h.
+double pagoda_peak(void* pool_, int level, int kind, long rounds) {
+  Pool& pool = *(Pool*)pool_;
+  std::atomic<double> done{0.0};
+  auto body = [&](int) { done.store(LEVELS[level]->peak(kind, rounds), std::memory_order_relaxed); };
+  pool.run(body);
+  return done.load();
+}
+
+// Reads a buffer once with all threads, in pieces as they come. `bytes` is a multiple of 512.
+uint64_t pagoda_read(void* pool_, int level, const char* data, size_t bytes) {
+  constexpr size_t PIECE = 1 << 20;
+  Pool& pool = *(Pool*)pool_;
+  std::atomic<size_t> next{0};
+  std::atomic<uint64_t> seen{0};
+  auto body = [&](int) {
+    for (;;) {
+      size_t at = next.fetch_add(PIECE, std::memory_order_relaxed);
+      if (at >= bytes) break;
+      seen ^= LEVELS[level]->read_all(data + at, bytes - at < PIECE ? bytes - at : PIECE);
+    }
+  };
+  pool.run(body);
+  return seen.load();
+}
+
+// Tensor t, [blocks][block_bytes[t]], gets block pairs[2 i] also as block pairs[2 i + 1], which differ. Every source is read
+// before any destination is written: what another pair overwrites is put aside first.
+void pagoda_copy_blocks(void* pool_, char* const* tensors, const int64_t* block_bytes, int num_tensors, const int64_t* pairs,
+                        int count) {
+  Pool& pool = *(Pool*)pool_;
+  std::vector<int64_t> written;
+  for (int i = 0; i < count; ++i) written.push_back(pairs[2 * i + 1]);
+  std::sort(written.begin(), written.end());
+  std::vector<int> direct, aside;
+  for (int i = 0; i < count; ++i)
+    (std::binary_search(written.begin(), written.end(), pairs[2 * i]) ? aside : direct).push_back(i);
+  auto body = [&](int thread) {
+    std::vector<char> kept;
+    for (int t = thread; t < num_tensors; t += pool.size()) {
+      const size_t bytes = (size_t)block_bytes[t];
+      kept.resize(bytes * aside.size());
+      for (size_t j = 0; j < aside.size(); ++j) memcpy(&kept[j * bytes], tensors[t] + pairs[2 * aside[j]] * bytes, bytes);
+      for (int i : direct) memcpy(tensors[t] + pairs[2 * i + 1] * bytes, tensors[t] + pairs[2 * i] * bytes, bytes);
+      for (size_t j = 0; j < aside.size(); ++j) memcpy(tensors[t] + pairs[2 * aside[j] + 1] * bytes, &kept[j * bytes], bytes);
+    }
+  };
+  pool.run(body);
 }
 
 }  // extern "C"

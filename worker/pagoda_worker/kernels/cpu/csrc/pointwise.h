@@ -30,8 +30,10 @@ static void rms_norm_row(const uint16_t* x, uint16_t* residual, const float* w, 
 struct RopeArgs {
   const uint16_t* qkv;        // [tokens, (heads + 2 kv_heads) * dim]
   uint16_t* q;                // [tokens, heads, dim]
-  uint32_t* k_cache;          // see attention.h
-  uint32_t* v_cache;
+  void* k_cache;              // see attention.h
+  void* v_cache;
+  float* k_scales;            // null: the cache holds bf16
+  float* v_scales;
   const float* cos;           // [positions, dim / 2], or null: no rotation
   const float* sin;
   const float* norm;          // [heads + kv_heads, dim] or null
@@ -53,6 +55,63 @@ PAGODA_INLINE void rotate(const uint16_t* x, uint16_t* y, const float* cos, cons
   }
 }
 
+// x [dim] -> whole numbers of at most 127 and their scale, by the definition in kernels/kv_cache.py.
+static float quantise(const uint16_t* x, int8_t* levels, int dim) {
+  f16 top = zero(), poison = zero();
+  for (int d = 0; d < dim; d += 16) {
+    f16 v = load_bf16(x + d);
+    top = max(top, max(v, zero() - v));
+    poison = poison + v * zero();  // NaN if x has anything that is not a number
+  }
+  const float scale = max_lane(top) / 127.0f + sum(poison);
+  float whole[256] = {};
+  if (scale > 0.0f)
+    for (int d = 0; d < dim; d += 16)
+      store(whole + d, min(max(round(load_bf16(x + d) / set1(scale)), set1(-127.0f)), set1(127.0f)));
+  for (int d = 0; d < dim; ++d) levels[d] = (int8_t)whole[d];
+  return scale;
+}
+
+// Tokens before this one in a layer's cache, where the tokens of a block and head lie together. Blocks are multiples of 16.
+PAGODA_INLINE size_t place(const RopeArgs& a, int token, int head) {
+  const size_t block = (size_t)a.kv_indices[token] / a.block_size, offset = (size_t)a.kv_indices[token] % a.block_size;
+  return (block * a.kv_heads + head) * a.block_size + offset;
+}
+
+static void write_key(const RopeArgs& a, int token, int head, const uint16_t* x) {
+  const size_t at = place(a, token, head), lane = at % 16;
+  const size_t group = (at - lane) * (a.dim / 2);  // pairs before this group of 16 tokens
+  if (a.k_scales) {
+    int8_t levels[256];
+    a.k_scales[at] = quantise(x, levels, a.dim);
+    int8_t* k = (int8_t*)a.k_cache + 2 * group + lane;
+    for (int d = 0; d < a.dim; ++d) k[16 * (size_t)d] = levels[d];
+    return;
+  }
+  uint32_t* k = (uint32_t*)a.k_cache + group + lane;
+  for (int d = 0; d < a.dim / 2; ++d) memcpy(k + (size_t)d * 16, x + 2 * d, 4);
+}
+
+static void write_value(const RopeArgs& a, int token, int head, const uint16_t* x) {
+  const size_t at = place(a, token, head), half = at % 2;
+  const size_t pairs = (at - half) / 2 * a.dim;  // before the pair of tokens this one is half of
+  if (a.v_scales) {
+    int8_t levels[256];
+    a.v_scales[at] = quantise(x, levels, a.dim);
+    int8_t* v = (int8_t*)a.v_cache + 2 * pairs + 16 * half;
+    for (int d = 0; d < a.dim; d += 16) memcpy(v + 2 * (size_t)d, levels + d, 16);
+    return;
+  }
+  // If the second of a pair is not written in this step, its half is cleared: what an earlier user left there must not
+  // meet a probability of 0 as NaN.
+  const bool alone = token + 1 == a.num_tokens || a.kv_indices[token + 1] != a.kv_indices[token] + 1;
+  uint16_t* v = (uint16_t*)a.v_cache + 2 * pairs;
+  for (int d = 0; d < a.dim; ++d) {
+    v[2 * d + half] = x[d];
+    if (half == 0 && alone) v[2 * d + 1] = 0;
+  }
+}
+
 static void rope_token(const RopeArgs& a, int token) {
   const uint16_t* row = a.qkv + (size_t)token * (a.heads + 2 * a.kv_heads) * a.dim;
   uint16_t normed[256], turned[256];
@@ -69,22 +128,9 @@ static void rope_token(const RopeArgs& a, int token) {
     } else {
       memcpy(y, x, 2 * (size_t)a.dim);
     }
-    if (h < a.heads) continue;
-    size_t block = (size_t)a.kv_indices[token] / a.block_size, offset = (size_t)a.kv_indices[token] % a.block_size;
-    uint32_t* k = a.k_cache + ((block * a.kv_heads + (h - a.heads)) * (a.block_size / 16) + offset / 16) * (a.dim / 2) * 16;
-    for (int d = 0; d < a.dim / 2; ++d) memcpy(k + (size_t)d * 16 + offset % 16, turned + 2 * d, 4);
+    if (h >= a.heads) write_key(a, token, h - a.heads, turned);
   }
-  // Two tokens share a pair. If the second is not written in this step, its half is cleared: what an earlier user left
-  // there must not meet a probability of 0 as NaN.
-  bool alone = token + 1 == a.num_tokens || a.kv_indices[token + 1] != a.kv_indices[token] + 1;
-  for (int h = 0; h < a.kv_heads; ++h, row += a.dim) {
-    size_t block = (size_t)a.kv_indices[token] / a.block_size, offset = (size_t)a.kv_indices[token] % a.block_size;
-    uint16_t* v = (uint16_t*)(a.v_cache + ((block * a.kv_heads + h) * (a.block_size / 2) + offset / 2) * a.dim);
-    for (int d = 0; d < a.dim; ++d) {
-      v[2 * d + offset % 2] = row[d];
-      if (offset % 2 == 0 && alone) v[2 * d + 1] = 0;
-    }
-  }
+  for (int h = 0; h < a.kv_heads; ++h, row += a.dim) write_value(a, token, h, row);
 }
 
 static void embed_row(const uint16_t* table, uint16_t* y, int dim, float scale) {

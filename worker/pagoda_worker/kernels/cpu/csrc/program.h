@@ -56,6 +56,8 @@ struct Level {
   size_t (*quant_panel_bytes)(const QuantForm&, int k);
   void (*pack_quant_panel)(const QuantSource&, int panel, uint8_t* out);
   void (*sample)(const SampleCall&, int phase, int first, int last);
+  double (*peak)(int kind, long rounds);  // see ceilings.h
+  uint64_t (*read_all)(const char* data, size_t bytes);
 };
 
 extern const Level pagoda_level_base, pagoda_level_avx2, pagoda_level_avx512, pagoda_level_avx512bf16;

@@ -35,10 +35,7 @@ PAGODA_INLINE f16 max(f16 a, f16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 PAGODA_INLINE f16 min(f16 a, f16 b) { return {_mm512_min_ps(a.v, b.v)}; }
 PAGODA_INLINE f16 round(f16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 // a * 2^n for whole n in [-126, 127]
-PAGODA_INLINE f16 scale2(f16 a, f16 n) {
-  __m512i e = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
-  return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(e))};
-}
+PAGODA_INLINE f16 scale2(f16 a, f16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // lane i of `a` where first + i < limit, else `other`
 PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
   int n = limit - first;
@@ -62,11 +59,23 @@ PAGODA_INLINE __m256i to_bf16(f16 a) {  // to nearest, ties to even; NaN stays N
 }
 PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) { _mm256_storeu_si256((__m256i*)p, to_bf16(a)); }
 PAGODA_INLINE pairs load_pairs(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
+PAGODA_INLINE void store_pairs(uint32_t* p, pairs a) { _mm512_storeu_si512(p, a.v); }
+PAGODA_INLINE __m512i widen(const int8_t* p) {
+  return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))));
+}
+PAGODA_INLINE pairs widen_pairs(const int8_t* p) {
+  return {_mm512_or_si512(_mm512_srli_epi32(widen(p), 16), widen(p + 16))};
+}
 #if PAGODA_LEVEL >= 3  // AVX-512 BF16
+PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) {
+  const __m256bh bits = _mm512_cvtneps_pbh(a.v);
+  memcpy(p, &bits, 32);
+}
 PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
   return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b.v)};
 }
 #else
+PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) { store_bf16(p, a); }
 PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
   uint32_t lo = a << 16, hi = a & 0xffff0000u;
   float alo, ahi;
@@ -139,6 +148,18 @@ PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) {
 PAGODA_INLINE pairs load_pairs(const uint32_t* p) {
   return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)(p + 8))};
 }
+PAGODA_INLINE void store_pairs(uint32_t* p, pairs a) {
+  _mm256_storeu_si256((__m256i*)p, a.lo);
+  _mm256_storeu_si256((__m256i*)(p + 8), a.hi);
+}
+PAGODA_INLINE __m256i widen(const int8_t* p) {
+  return _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))));
+}
+PAGODA_INLINE pairs widen_pairs(const int8_t* p) {
+  return {_mm256_or_si256(_mm256_srli_epi32(widen(p), 16), widen(p + 16)),
+          _mm256_or_si256(_mm256_srli_epi32(widen(p + 8), 16), widen(p + 24))};
+}
+PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) { store_bf16(p, a); }
 PAGODA_INLINE __m256 dot2_half(__m256 acc, __m256 alo, __m256 ahi, __m256i b) {
   acc = _mm256_fmadd_ps(ahi, _mm256_castsi256_ps(_mm256_and_si256(b, _mm256_set1_epi32((int)0xffff0000))), acc);
   return _mm256_fmadd_ps(alo, _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
@@ -200,7 +221,14 @@ PAGODA_INLINE uint16_t narrow(float f) {
 }
 PAGODA_INLINE f16 load_bf16(const uint16_t* p) { f16 r; PAGODA_EACH r.v[i] = widen(p[i]); return r; }
 PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) { PAGODA_EACH p[i] = narrow(a.v[i]); }
+PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) { store_bf16(p, a); }
 PAGODA_INLINE pairs load_pairs(const uint32_t* p) { pairs r; memcpy(r.v, p, 64); return r; }
+PAGODA_INLINE void store_pairs(uint32_t* p, pairs a) { memcpy(p, a.v, 64); }
+PAGODA_INLINE pairs widen_pairs(const int8_t* p) {
+  pairs r;
+  PAGODA_EACH r.v[i] = (uint32_t)narrow(p[i]) | (uint32_t)narrow(p[16 + i]) << 16;
+  return r;
+}
 PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
   float alo = widen((uint16_t)a), ahi = widen((uint16_t)(a >> 16));
   PAGODA_EACH acc.v[i] += ahi * widen((uint16_t)(b.v[i] >> 16));
@@ -214,20 +242,36 @@ PAGODA_INLINE void prefetch(const void*) {}
 #endif
 
 // One tree for every level: lanes 0..7 with 8..15, then 4, 2, 1.
+#if PAGODA_LEVEL >= 2
+PAGODA_INLINE __m256 first_half(f16 a) { return _mm512_castps512_ps256(a.v); }
+PAGODA_INLINE __m256 second_half(f16 a) { return _mm512_extractf32x8_ps(a.v, 1); }
+#elif PAGODA_LEVEL == 1
+PAGODA_INLINE __m256 first_half(f16 a) { return a.lo; }
+PAGODA_INLINE __m256 second_half(f16 a) { return a.hi; }
+#endif
+#if PAGODA_LEVEL >= 1
+#define PAGODA_TREE(name, op)                                                 \
+  PAGODA_INLINE float name(f16 a) {                                           \
+    __m256 x = _mm256_##op##_ps(first_half(a), second_half(a));               \
+    __m128 y = _mm_##op##_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); \
+    y = _mm_##op##_ps(y, _mm_movehl_ps(y, y));                                \
+    return _mm_cvtss_f32(_mm_##op##_ss(y, _mm_shuffle_ps(y, y, 1)));          \
+  }
+PAGODA_TREE(sum, add)
+PAGODA_TREE(max_lane, max)
+#undef PAGODA_TREE
+#else
 PAGODA_INLINE float sum(f16 a) {
-  float x[16];
-  store(x, a);
   for (int half = 8; half >= 1; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] += x[i + half];
-  return x[0];
+    for (int i = 0; i < half; ++i) a.v[i] += a.v[i + half];
+  return a.v[0];
 }
 PAGODA_INLINE float max_lane(f16 a) {
-  float x[16];
-  store(x, a);
   for (int half = 8; half >= 1; half /= 2)
-    for (int i = 0; i < half; ++i) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
-  return x[0];
+    for (int i = 0; i < half; ++i) a.v[i] = a.v[i] > a.v[i + half] ? a.v[i] : a.v[i + half];
+  return a.v[0];
 }
+#endif
 
 // e^x by 2^n * p(r), |r| <= ln2/2, a polynomial of degree 6 (relative error about 2e-7). Ours, because libm's differs
 // between versions and vector widths. Below -87 the result is 0, so a masked score of -1e30 gives exactly nothing.

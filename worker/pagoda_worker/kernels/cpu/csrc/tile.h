@@ -9,17 +9,18 @@
 
 namespace PAGODA_NS {
 
-// b[g] points at the first pair row of group g; the next pair row is `stride` words on. AHEAD: how many words on to fetch,
-// where B is one long stream; the hardware's own prefetching falls behind as soon as there are a few rows to multiply.
-template <int ROWS, int GROUPS, int AHEAD = 0>
+// b[g] points at the first pair row of group g; the next pair row is `stride` words on. Where `ahead` is given, what lies
+// there in the same way is fetched meanwhile, a few lines at a time, because more than the hardware can wait for at once
+// would hold up the arithmetic; by itself it falls behind as soon as there are a few rows to multiply.
+template <int ROWS, int GROUPS>
 PAGODA_INLINE void tile(const uint16_t* a, size_t lda, const uint32_t* const* b, size_t stride, int num_pairs,
-                        f16 (&acc)[ROWS][GROUPS]) {
+                        f16 (&acc)[ROWS][GROUPS], const uint32_t* const* ahead = nullptr) {
   for (int k = 0; k < num_pairs; ++k) {
     pairs column[GROUPS];
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; ++g) {
       column[g] = load_pairs(b[g] + k * stride);
-      if (AHEAD) prefetch(b[g] + k * stride + AHEAD);
+      if (ahead) prefetch(ahead[g] + k * stride);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {

@@ -1,0 +1,149 @@
+"""`pagoda bench kernels`: every operation of the native kernels against what this machine can do at most.
+
+A shared machine's speed drifts, so the ceilings are measured again after every operation, and what is measured between
+two is held against their mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from pagoda.bench import plot
+from pagoda.settings import ConfigError
+
+if TYPE_CHECKING:
+    from pagoda_worker.kernels.measure import Roofline
+    from pagoda_worker.kernels.roofline import Ceilings, Point
+
+MIB = 2**20
+LEAST_WIDTH = 110
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what")
+    group.add_argument(
+        "--shape", default="b600m",
+        help="b135m, b600m, b1b, 8b or hidden=N,middle=N,heads=N,kv_heads=N,head_dim=N,vocab=N [%(default)s]",
+    )  # fmt: skip
+    group.add_argument("--instruction-set", default="", help="base, avx2, avx512 or avx512bf16; the best when left out")
+    group.add_argument("--threads", type=int, default=0, help="one per usable core when left out")
+    group.add_argument("--formats", type=_words, help="of linear layers, NAME,NAME,..; bf16 and all others by default")
+    group.add_argument("--only", default="", metavar="TEXT", help="only operations with this text in their name")
+    group.add_argument("--ceilings", action="store_true", help="measure the ceilings and nothing else")
+    group = parser.add_argument_group("how")
+    group.add_argument("--repeats", type=int, default=5, help="runs, of which the median counts [%(default)s]")
+    group.add_argument("--cold-mib", type=int, default=256, help="what a run moves at least [%(default)s]")
+    group.add_argument("--max-tokens", type=int, default=2**20, help="leave out cases with more [%(default)s]")
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", type=Path, help="write the report to this file")
+    group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the roofline (needs matplotlib)")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    if arguments.plot is not None:
+        plot.require()
+    report = measure(arguments)
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, LEAST_WIDTH)  # a file is as wide as need be
+    console.print(heading(report))
+    if report["points"]:
+        console.print(table(report["points"]))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    if arguments.plot is not None:
+        plot.draw(report, arguments.plot)
+    return 0
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The report as plain data.
+
+    Raises:
+        ConfigError: the shape is none, or the kernels cannot run here.
+    """
+    from pagoda_worker.kernels.measure import PLAIN, Roofline
+    from pagoda_worker.kernels.quantized import FORMATS
+    from pagoda_worker.kernels.roofline import Limits, parse_shape
+
+    formats = arguments.formats or (PLAIN, *FORMATS)
+    if unknown := set(formats) - {PLAIN, *FORMATS}:
+        raise ConfigError([f"--formats knows {', '.join((PLAIN, *FORMATS))}, not {', '.join(sorted(unknown))}"])
+    limits = Limits(
+        cold_bytes=arguments.cold_mib * MIB, repeats=arguments.repeats, max_tokens=arguments.max_tokens,
+        only=arguments.only,
+    )  # fmt: skip
+    try:
+        shape = parse_shape(arguments.shape)
+        roofline = Roofline(shape, limits, arguments.threads, arguments.instruction_set)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    ceilings, points = _measure(roofline, () if arguments.ceilings else formats)
+    return {
+        "shape": shape.name,
+        "level": roofline.level,
+        "threads": roofline.num_threads,
+        "ceilings": ceilings,
+        "points": points,
+    }
+
+
+def _measure(roofline: Roofline, formats: Sequence[str]) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """All ceilings in the order in which they were measured, and the points between them."""
+    probe = roofline.ceiling_probe(max(roofline.limits.cold_bytes, MIB))
+    ceilings, points = [probe.measure()], []
+    measured: Iterator[Point] = roofline.points(formats) if formats else iter(())
+    for point in measured:
+        ceilings.append(probe.measure())
+        points.append(_plain(point, ceilings[-2].mean(ceilings[-1])))
+    if not points:
+        ceilings.append(probe.measure())
+    return [vars(one) for one in ceilings], points
+
+
+def _plain(point: Point, ceilings: Ceilings) -> dict[str, Any]:
+    return {
+        **vars(point),
+        "bytes_per_s": point.num_bytes / point.seconds,
+        "operations_per_s": point.operations / point.seconds,
+        "share": point.share(ceilings),
+    }
+
+
+def heading(report: dict[str, Any]) -> str:
+    """The ceilings, first and last, and between what limits they moved."""
+    lines = [f"{report['shape']} at level {report['level']}, {report['threads']} threads"]
+    for name, text, unit in (
+        ("read", "read bandwidth", "GB/s"), ("bf16", "bf16 peak", "GFLOP/s"), ("int8", "int8 peak", "GOP/s"),
+    ):  # fmt: skip
+        values = [ceilings[name] / 1e9 for ceilings in report["ceilings"]]
+        lines.append(
+            f"  {text:15} {values[0]:8.1f} before, {values[-1]:8.1f} {unit} after "
+            f"(drift {values[-1] / values[0] - 1:+.1%}; {min(values):.1f} .. {max(values):.1f} of {len(values)})"
+        )
+    return "\n".join(lines)
+
+
+def table(points: list[dict[str, Any]]) -> Table:
+    found = Table()
+    found.add_column("operation")
+    found.add_column("shape")
+    for name in ("time us", "GB/s", "GFLOP/s", "of ceiling"):
+        found.add_column(name, justify="right")
+    for point in points:
+        operations = f"{point['operations_per_s'] / 1e9:.0f}" if point["operations"] else ""
+        found.add_row(
+            point["op"], point["shape"], f"{point['seconds'] * 1e6:.1f}", f"{point['bytes_per_s'] / 1e9:.1f}",
+            operations, f"{point['share']:.0%}",
+        )  # fmt: skip
+    return found
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)

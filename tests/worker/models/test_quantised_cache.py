@@ -1,0 +1,132 @@
+"""Whole models over keys and values in int8: bit for bit their own, and near the same model over bfloat16."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, prompts, save
+from tests.worker.models.harness import BLOCK_SIZE, Harness, Row, logits_of
+
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernels.cpu.build import LIBRARY
+from pagoda_worker.loading import LoadedModel, load_model
+from pagoda_worker.memory import num_kv_blocks
+from pagoda_worker.models.config_reader import UnsupportedConfig
+
+NAMES = ["llama", "mistral", "qwen3", "gemma3"]
+KERNELS = ["torch", *(["native"] if LIBRARY.exists() else [])]
+Load = Callable[..., LoadedModel]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
+    @cache
+    def checkpoint(name: str) -> Path:
+        return save(make_model(*(NATIVE | FALLBACK)[name]), tmp_path_factory.mktemp(name), torch.bfloat16)
+
+    @cache
+    def make(name: str, kernels: str, kv_cache_dtype: str = "int8", dtype: str = "bfloat16") -> LoadedModel:
+        config = WorkerConfig(
+            model=str(checkpoint(name)), kernels=kernels, kv_cache_dtype=kv_cache_dtype, dtype=dtype,
+            max_tokens_per_step=1024,
+        )  # fmt: skip
+        return load_model(config)
+
+    return make
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("chunks", [[1], [16], [37, 1, 1, 5, 200]])
+def test_bits_do_not_depend_on_chunks(load: Load, name: str, kernels: str, chunks: list[int]) -> None:
+    model, tokens = load(name, kernels), prompts(longest=280)[-1]
+    assert torch.equal(logits_of(model, tokens, chunks), logits_of(model, tokens, [10**6]))
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", NAMES)
+def test_bits_do_not_depend_on_company(load: Load, name: str, kernels: str) -> None:
+    model, lists = load(name, kernels), prompts(longest=280)
+    alone = [logits_of(model, tokens, [10**6]) for tokens in lists]
+    harness, rows = Harness(model), [Row(tokens) for tokens in lists]
+    harness.prefill(rows, 23)
+    for row, expected in zip(rows, alone, strict=True):
+        assert torch.equal(torch.stack(row.logits), expected)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_prefix_hits_and_copied_blocks_change_no_bits(load: Load, kernels: str) -> None:
+    model, ids = load("qwen3", kernels), prompts(longest=100)[-1]
+    harness, first = Harness(model), Row(ids)
+    harness.prefill([first], 40)
+    hit = Row(ids, blocks=first.blocks[:3], computed=3 * BLOCK_SIZE)
+    copies = [harness.free.pop() for _ in first.blocks]
+    with torch.inference_mode():
+        model.ops.copy_blocks(harness.kv, list(zip(first.blocks, copies, strict=True)))
+    fork = Row(ids, blocks=copies, computed=70)
+    harness.prefill([hit, fork], 1000)
+    for row, start in ((hit, 3 * BLOCK_SIZE), (fork, 70)):
+        assert torch.equal(torch.stack(row.logits), torch.stack(first.logits)[start:])
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here; the torch back end serves")
+def test_recorded_equals_op_by_op(load: Load) -> None:
+    native = load("qwen3", "native")
+    by_op = dataclasses.replace(native, model=native.model._decoder)  # type: ignore[attr-defined]
+    for tokens in prompts(longest=120)[-2:]:
+        assert torch.equal(logits_of(native, tokens, [50]), logits_of(by_op, tokens, [50]))
+
+
+def log_probabilities(loaded: LoadedModel, tokens: list[int]) -> torch.Tensor:
+    return torch.log_softmax(logits_of(loaded, tokens, [10**6]).double(), -1)
+
+
+# Mean change of the log-probabilities of likely tokens that rounding to int8 makes. These random models magnify any
+# rounding, their weights being scaled up until logits are far apart: bfloat16 is allowed 0.35 against float32.
+BOUND = 0.06
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("name", NAMES)
+def test_log_probabilities_stay_near_those_over_bfloat16(load: Load, name: str, kernels: str) -> None:
+    for tokens in prompts(longest=280)[-2:]:
+        expected = log_probabilities(load(name, kernels, "auto"), tokens)
+        got = log_probabilities(load(name, kernels), tokens)
+        assert not torch.equal(got, expected)
+        assert (got - expected)[expected > -6].abs().mean() < BOUND
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_and_reference_round_alike_in_float32(load: Load, name: str) -> None:
+    tokens = prompts(longest=150)[-1]
+    expected = log_probabilities(load(name, "reference", "int8", "float32"), tokens)
+    got = log_probabilities(load(name, "torch", "int8", "float32"), tokens)
+    plain = log_probabilities(load(name, "reference", "auto", "float32"), tokens)
+    # A number that lies between two levels may fall to either side by the last bit of float32, rarely.
+    assert (got - expected).abs().mean() < 0.01 * (plain - expected).abs().mean()
+
+
+@pytest.mark.parametrize("kernels", ["reference", *KERNELS])
+def test_the_numerics_and_the_size_of_the_cache_follow(load: Load, kernels: str) -> None:
+    plain, rounded = load("qwen3", kernels, "auto"), load("qwen3", kernels)
+    assert plain.numerics_id != rounded.numerics_id
+    assert plain.fingerprint == rounded.fingerprint
+    assert plain.kv_shape.bytes_per_token == 3 * 2 * 2 * 32 * 2
+    assert rounded.kv_shape.bytes_per_token == 3 * 2 * 2 * (32 + 4)
+    config = WorkerConfig(kv_cache_gib=0.1)
+    assert num_kv_blocks(config, rounded) == num_kv_blocks(config, plain) * 64 // 36
+
+
+def test_models_through_transformers_refuse(load: Load) -> None:
+    with pytest.raises(UnsupportedConfig, match="kv_cache_dtype=int8: models that run through transformers"):
+        load("gpt2", "auto")
+
+
+def test_an_unknown_kind_of_cache_is_an_error() -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype must be one of auto, int8, got 'fp8'"):
+        WorkerConfig(kv_cache_dtype="fp8")

@@ -1,0 +1,113 @@
+"""The KV cache of the native kernels, and the way between its layouts and the one all back ends share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.cpu import library as lib
+from pagoda_worker.kernels.kv_cache import SCALE_DTYPE, Blocks, KVShape
+
+GROUP = 16  # tokens, or dimensions, that lie side by side; see csrc/attention.h
+
+
+@dataclass(frozen=True)
+class NativeKVCache:
+    """Per layer, keys and values in the layouts of csrc/attention.h. A block id means the same as everywhere."""
+
+    shape: KVShape
+    num_blocks: int
+    block_size: int
+    keys: list[torch.Tensor] = field(repr=False)  # [num_blocks, Hkv * block_size * D] in the stored dtype
+    values: list[torch.Tensor] = field(repr=False)
+    key_scales: list[torch.Tensor] = field(repr=False)  # [num_blocks, Hkv * block_size] float32; none unless quantised
+    value_scales: list[torch.Tensor] = field(repr=False)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that belongs to a block, [num_blocks, ...] each."""
+        return [*self.keys, *self.values, *self.key_scales, *self.value_scales]
+
+    def scales(self, layer: int) -> list[torch.Tensor | None]:
+        """Of keys and of values."""
+        return [self.key_scales[layer], self.value_scales[layer]] if self.shape.quantized else [None, None]
+
+    def admit(self, batch: Batch) -> None:
+        """Nothing to clean: kernels read no cell that was not written since its block was given out."""
+
+    def inspect(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """See `admit`."""
+
+
+def new_native_cache(shape: KVShape, num_blocks: int, block_size: int) -> NativeKVCache:
+    tokens = shape.num_kv_heads * block_size
+
+    def layers(width: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        return [lib.pages(num_blocks, width, dtype=dtype) for _ in range(shape.num_layers)]
+
+    keys, values = (layers(tokens * shape.head_dim, shape.stored_dtype) for _ in range(2))
+    key_scales, value_scales = (layers(tokens, SCALE_DTYPE) if shape.quantized else [] for _ in range(2))
+    return NativeKVCache(shape, num_blocks, block_size, keys, values, key_scales, value_scales)
+
+
+def export_blocks(kv: NativeKVCache, block_ids: Sequence[int]) -> Blocks:
+    ids = torch.tensor(block_ids, dtype=torch.int64)
+    key_layout, value_layout = _layouts(kv.shape, kv.block_size)
+
+    def cells(layers: list[torch.Tensor], layout: _Layout) -> torch.Tensor:
+        return torch.stack([layout.unfold(layer[ids]) for layer in layers], 1)
+
+    def scales(layers: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([layer[ids].view(len(ids), kv.shape.num_kv_heads, kv.block_size) for layer in layers], 1)
+
+    size = (len(ids), -1, kv.shape.num_kv_heads, kv.block_size, kv.shape.head_dim)
+    both = [cells(kv.keys, key_layout).view(size), cells(kv.values, value_layout).view(size)]
+    quantized = torch.stack((scales(kv.key_scales), scales(kv.value_scales)), 1) if kv.shape.quantized else None
+    return Blocks(cells=torch.stack(both, 1), scales=quantized)
+
+
+def import_blocks(kv: NativeKVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
+    blocks.check(kv.shape, kv.block_size, len(block_ids))
+    ids = torch.tensor(block_ids, dtype=torch.int64)
+    for kind, (layers, layout) in enumerate(zip((kv.keys, kv.values), _layouts(kv.shape, kv.block_size), strict=True)):
+        for index, layer in enumerate(layers):
+            layer[ids] = layout.fold(blocks.cells[:, kind, index])
+    if blocks.scales is not None:
+        for kind, layers in enumerate((kv.key_scales, kv.value_scales)):
+            for index, layer in enumerate(layers):
+                layer[ids] = blocks.scales[:, kind, index].flatten(1)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A block as stored has these sizes; taken in this order they are [Hkv, block_size, D]."""
+
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+
+    def unfold(self, stored: torch.Tensor) -> torch.Tensor:
+        """[n, Hkv * block_size * D] as stored -> the same numbers as [n, Hkv, block_size, D]"""
+        return stored.view(-1, *self.sizes).permute(0, *(axis + 1 for axis in self.order)).flatten(1)
+
+    def fold(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The inverse of `unfold`."""
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        split = tokens.reshape(-1, *(self.sizes[axis] for axis in self.order))
+        return split.permute(0, *(axis + 1 for axis in inverse)).flatten(1)
+
+
+def _layouts(shape: KVShape, block_size: int) -> tuple[_Layout, _Layout]:
+    """Of keys and of values. Quantised, of 16 pairs the first halves come before the second ones."""
+    heads, dim = shape.num_kv_heads, shape.head_dim
+    if shape.quantized:
+        return (
+            _Layout((heads, block_size // GROUP, dim // 2, 2, GROUP), (0, 1, 4, 2, 3)),
+            _Layout((heads, block_size // 2, dim // GROUP, 2, GROUP), (0, 1, 3, 2, 4)),
+        )
+    return (
+        _Layout((heads, block_size // GROUP, dim // 2, GROUP, 2), (0, 1, 3, 2, 4)),
+        _Layout((heads, block_size // 2, dim, 2), (0, 1, 3, 2)),
+    )

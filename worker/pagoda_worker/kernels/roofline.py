@@ -1,0 +1,111 @@
+"""What an operation costs at least on a machine with given ceilings, and the models whose operations are measured.
+
+An operation that moves B bytes and does F operations cannot be faster than max(B / read bandwidth, F / peak): its
+floor. `measure` takes the times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Bytes read per second, and operations per second with bf16 and with int8 operands, by all threads together."""
+
+    read: float
+    bf16: float
+    int8: float
+
+    def mean(self, other: Ceilings) -> Ceilings:
+        """What to hold against something that was measured between these two."""
+        return Ceilings((self.read + other.read) / 2, (self.bf16 + other.bf16) / 2, (self.int8 + other.int8) / 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of one model, as far as they matter to a kernel."""
+
+    name: str
+    hidden: int
+    middle: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    head_norm: bool = False
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of each linear layer by name."""
+        return {
+            "qkv": ((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden),
+            "out": (self.hidden, self.heads * self.head_dim),
+            "gate_up": (2 * self.middle, self.hidden),
+            "down": (self.hidden, self.middle),
+            "logits": (self.vocab, self.hidden),
+        }
+
+
+def _shape(name: str, sizes: tuple[int, ...], head_norm: bool = False) -> ModelShape:
+    names = ("hidden", "middle", "heads", "kv_heads", "head_dim", "vocab")
+    return ModelShape(name=name, head_norm=head_norm, **dict(zip(names, sizes, strict=True)))
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        _shape("b135m", (576, 1536, 9, 3, 64, 49152)),
+        _shape("b600m", (1024, 3072, 16, 8, 128, 151936), head_norm=True),
+        _shape("b1b", (2048, 8192, 32, 8, 64, 128256)),
+        _shape("8b", (4096, 14336, 32, 8, 128, 128256)),
+    )
+}
+
+
+def parse_shape(text: str) -> ModelShape:
+    """A name of SHAPES, or `hidden=1024,middle=3072,heads=16,kv_heads=8,head_dim=128,vocab=32000[,head_norm=1]`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if text in SHAPES:
+        return SHAPES[text]
+    try:
+        sizes = {name: int(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+        head_norm = bool(sizes.pop("head_norm", 0))
+        return ModelShape(name="custom", head_norm=head_norm, **sizes)
+    except (TypeError, ValueError):
+        known = ", ".join(SHAPES)
+        sizes_text = "hidden=N,middle=N,heads=N,kv_heads=N,head_dim=N,vocab=N[,head_norm=1]"
+        raise ValueError(f"shape must be one of {known}, or {sizes_text}; got {text!r}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One measured operation. `unit` names the multiplication it uses, a field of Ceilings."""
+
+    op: str
+    shape: str
+    seconds: float
+    num_bytes: float
+    operations: float
+    unit: str
+
+    def floor_s(self, ceilings: Ceilings) -> float:
+        """The time below which these ceilings do not let it come."""
+        return max(self.num_bytes / ceilings.read, self.operations / float(getattr(ceilings, self.unit)))
+
+    def share(self, ceilings: Ceilings) -> float:
+        """Its speed as a share of the best possible: min(peak, bandwidth * intensity)."""
+        return self.floor_s(ceilings) / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What to measure, how long and how large. A run moves at least `cold_bytes`, to be more than the caches hold."""
+
+    cold_bytes: int = 256 * 2**20
+    repeats: int = 5
+    max_tokens: int = 2**20  # cases with more rows, tokens or tokens of context in all are left out
+    only: str = ""  # operations without this text in their name are left out
