@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pagoda_proto.options import option
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-KERNELS = ("auto", "reference", "torch", "native")
+KERNELS = ("auto", "reference", "torch", "native", "triton")
 INSTRUCTION_SETS = ("", "base", "avx2", "avx512", "avx512bf16")
 
 
@@ -20,7 +20,7 @@ class WorkerConfig:
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
     device: str = option("cpu", "cpu or cuda:N")
     dtype: str = option("auto", "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU")
-    kernels: str = option("auto", "kernel back end: auto, reference, torch or native")
+    kernels: str = option("auto", "kernel back end: auto, reference, torch, native or triton")
     instruction_set: str = option("", "level of the native kernels: base, avx2, avx512, avx512bf16; empty: the best")
     threads: int = option(0, "compute threads; 0 takes every core this process may use")
     block_size: int = option(32, "tokens per KV block")

@@ -32,6 +32,13 @@ def load_ops(device: torch.device, choice: str, needs: Needs) -> tuple[Ops, str]
             if choice == "native":
                 raise
             reason = f"native kernels cannot serve: {error}"
+    if choice == "triton" or (choice == "auto" and device.type == "cuda"):
+        try:
+            return _triton(device, needs), reason
+        except BackendError as error:
+            if choice == "triton":
+                raise
+            reason = f"triton kernels cannot serve: {error}"
     from pagoda_worker.kernels.aten import AtenOps
 
     return AtenOps(device), reason
@@ -47,3 +54,12 @@ def _native(device: torch.device, needs: Needs) -> Ops:
     if found:
         raise BackendError(f"kernels: native failed its self-check: {found}")
     return native
+
+
+def _triton(device: torch.device, needs: Needs) -> Ops:
+    """Raises BackendError like `_native`, and when Triton is not installed."""
+    try:
+        from pagoda_worker.kernels.triton.ops import load_triton
+    except ImportError as error:
+        raise BackendError(f"kernels: triton cannot be imported: {error}") from error
+    return load_triton(device, needs)

@@ -19,7 +19,7 @@ import torch
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
 
-BACKENDS = ("reference", "torch", "native")
+BACKENDS = ("reference", "torch", "native", "triton")
 
 Forward = Callable[["Ops", Batch, Any], torch.Tensor]
 """A model's forward pass by the given back end: (ops, batch, cache) -> hidden states [T, H]."""

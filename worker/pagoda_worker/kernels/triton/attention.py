@@ -105,7 +105,7 @@ def _item(work, contexts, index, heads_per_kv, window, LINES: tl.constexpr, WIND
     first_tile = 0
     if WINDOWED:
         first_tile = tl.maximum(begin + first - window + 1, 0) // _TILE
-    token = tl.where(used, start + offset, -1)
+    token = tl.where(used, start + offset, -1).to(tl.int64)
     return row, context, token, lines % heads_per_kv, tl.where(used, begin + offset, -1), first_tile, end_tile
 
 
@@ -137,7 +137,6 @@ def walk_kernel(
         head = kv_head * per_kv + line_head
         dims = tl.arange(0, WIDTH)
         here = (token >= 0)[:, None] & (dims < D)[None, :]
-        token = token.to(tl.int64)
         q = tl.load(query + (token * token_stride + head * head_stride)[:, None] + dims[None, :], mask=here, other=0.0)
         table = tables + row.to(tl.int64) * table_stride
         m, part_m = tl.full([LINES], float("-inf"), tl.float32), tl.full([LINES], float("-inf"), tl.float32)
@@ -181,8 +180,7 @@ def split_kernel(
         head = kv_head * per_kv + line_head
         dims = tl.arange(0, WIDTH)
         here = (token >= 0)[:, None] & (dims < D)[None, :]
-        at = token.to(tl.int64) * token_stride + head * head_stride
-        q = tl.load(query + at[:, None] + dims[None, :], mask=here, other=0.0)
+        q = tl.load(query + (token * token_stride + head * head_stride)[:, None] + dims[None, :], mask=here, other=0.0)
         table = tables + row.to(tl.int64) * table_stride
         m, l = tl.full([LINES], float("-inf"), tl.float32), tl.zeros([LINES], tl.float32)
         acc = tl.zeros([LINES, WIDTH], tl.float32)
@@ -210,7 +208,7 @@ def fold_kernel(
     row, _context, tokens, _heads, _positions, first_tile, end_tile = _item(
         work, contexts, index, per_kv, window, LINES, WINDOWED
     )
-    token = tl.max(tl.where(tl.arange(0, LINES) == line, tokens, -1), 0).to(tl.int64)
+    token = tl.max(tl.where(tl.arange(0, LINES) == line, tokens, -1), 0)
     if (row >= 0) & (token >= 0):
         head = kv_head * per_kv + line % per_kv
         dims = tl.arange(0, WIDTH)[None, :]
@@ -292,7 +290,11 @@ class Launch:
         return shape.scale / shape.softcap, shape.softcap * LOG2E, shape.window or 0
 
     def _options(self, lines: int) -> dict[str, Any]:
-        """Warps and pipeline stages that fit the registers and shared memory of an SM."""
-        wide = lines * triton.next_power_of_2(self.shape.head_dim) > 64 * 128
-        stages = 2 if self.shape.head_dim > 128 or self.query.dtype == torch.float32 else 3
-        return {"num_warps": 8 if wide else 4, "num_stages": stages, "enable_fp_fusion": False}
+        """Warps and pipeline stages; compiled for sm_90 without spills, not yet tuned on a device.
+
+        The pipeline counts the read of a tile's block id as stages of its own: five stages hold two tiles in flight.
+        """
+        line_bytes = self.shape.head_dim * self.query.element_size()
+        many = lines >= 128 or (lines >= 64 and self.shape.head_dim > 128)
+        stages = 5 if lines < 64 and line_bytes <= 256 else 4 if line_bytes <= 512 else 2
+        return {"num_warps": 8 if many else 4, "num_stages": stages, "enable_fp_fusion": False}

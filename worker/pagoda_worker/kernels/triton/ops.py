@@ -111,7 +111,7 @@ class TritonOps:
             cache[blocks, :, offsets] = part.to(cache.dtype)
 
     def plan(self, batch: Batch, kv: TritonKVCache) -> Plan:
-        return make_plan(batch, self.tiles)
+        return make_plan(batch, self.tiles, kv.shape.dtype)
 
     def attend(
         self,

@@ -24,13 +24,19 @@ class Tiles:
 
     Attributes:
         low: For rows with few new tokens. Below 64, tensor cores take another instruction than for `high`.
-        high: For the others, at up to 128 dimensions per head; half of it (but no less than 64) beyond.
+        high: For the others. float32, which tensor cores do not multiply, stays with `low`; beyond 128 dimensions per
+            head it is 64, for want of registers.
         fill: Programs that fill the device; with fewer, the splits of low tiles get programs of their own.
     """
 
     low: int = 16
     high: int = 128
     fill: int
+
+    def high_for(self, width: int, dtype: torch.dtype) -> int:
+        if dtype == torch.float32:
+            return self.low
+        return self.high if width <= 128 else min(self.high, 64)
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Plan:
     query_lens: Sequence[int]
     max_context: int
     tiles: Tiles
+    dtype: torch.dtype
     _work: dict[tuple[int, int], list[Work]] = field(default_factory=dict)
 
     def work(self, group: int, width: int) -> list[Work]:
@@ -63,7 +70,7 @@ class Plan:
     def _cut(self, group: int, width: int) -> list[Work]:
         least = max(16, triton.next_power_of_2(group))
         low = max(self.tiles.low, least)
-        high = max(self.tiles.high if width <= 128 else max(64, self.tiles.high // 2), low)
+        high = max(low, self.tiles.high_for(width, self.dtype))
         counts, starts = np.array(self.query_lens, np.int32), np.array(self.query_starts[:-1], np.int32)
         rows = np.arange(len(counts), dtype=np.int32)
         short = counts * group <= low
@@ -87,7 +94,7 @@ class Plan:
         return torch.from_numpy(np.ascontiguousarray(items, np.int32)).to(self.tables.device, non_blocking=True)
 
 
-def make_plan(batch: Batch, tiles: Tiles) -> Plan:
+def make_plan(batch: Batch, tiles: Tiles, dtype: torch.dtype) -> Plan:
     device = batch.block_tables.device
     return Plan(
         tables=batch.block_tables,
@@ -96,6 +103,7 @@ def make_plan(batch: Batch, tiles: Tiles) -> Plan:
         query_lens=batch.query_lens,
         max_context=max(batch.context_lens, default=0),
         tiles=tiles,
+        dtype=dtype,
     )
 
 
