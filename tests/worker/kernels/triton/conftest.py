@@ -1,4 +1,4 @@
-"""Without a GPU, Triton's interpreter runs the kernels: the root conftest has asked for it before anyone imports Triton.
+"""Without a GPU, Triton's interpreter runs the kernels: tests/conftest.py has asked for it before Triton is imported.
 
 Where Triton cannot be installed there is no such back end and nothing here to collect.
 """

@@ -81,7 +81,9 @@ def test_head_sizes(head_dim: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("block_size", [32, 48, 64, 128])
 def test_block_sizes(block_size: int) -> None:
-    compare(splitting, [(1, 1), (17, 129), (1, 300), (1, 64)], shape_of(2, 1, 64), torch.bfloat16, block_size=block_size)
+    compare(
+        splitting, [(1, 1), (17, 129), (1, 300), (1, 64)], shape_of(2, 1, 64), torch.bfloat16, block_size=block_size
+    )
 
 
 @pytest.mark.parametrize("ops", [walking, splitting], ids=["walk", "split"])

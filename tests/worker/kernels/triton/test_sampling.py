@@ -17,15 +17,15 @@ from tests.worker.kernels.triton.support import DEVICE
 from tests.worker.test_sampler import random_logits, row
 
 from pagoda_proto.params import SamplingParams
+from pagoda_worker.kernels.triton import philox, sampling
+from pagoda_worker.kernels.triton.report import report
+from pagoda_worker.kernels.triton.sampling import IN_PROMPT, Requests, sample
 from pagoda_worker.logprobs import RawLogprobs
 from pagoda_worker.penalties import completes
 from pagoda_worker.philox import uniform
 from pagoda_worker.rows import Row
 from pagoda_worker.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault, draw_token
 from pagoda_worker.sampler import sample as sample_on_host
-from pagoda_worker.kernels.triton import philox, sampling
-from pagoda_worker.kernels.triton.report import report
-from pagoda_worker.kernels.triton.sampling import IN_PROMPT, Requests, sample
 
 BORDER = 1e-7  # of the mass
 

@@ -40,6 +40,29 @@ def histogram_bin(z, mass, top, steps, BINS: tl.constexpr):
 
 
 @triton.jit
+def _list_bin(
+    chosen, z_row, list_row, top, steps, heat, vocab, BINS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write the ids of a bin to list_row, ascending; (their number, lowest and highest sort key as int64)."""
+    lane = tl.arange(0, BLOCK)
+    size = chosen * 0
+    least, most = size + 2147483647, size - 2147483647
+    tl.debug_barrier()  # the list may still be read for an earlier find
+    for start in range(0, vocab, BLOCK):
+        ids = start + lane
+        z = tl.load(z_row + ids, mask=ids < vocab, other=float("-inf"))
+        here = histogram_bin(z, token_mass(z, top, heat, SHIFT), top, steps, BINS) == chosen
+        here &= ids < vocab
+        tl.store(list_row + size + tl.cumsum(here.to(tl.int32), 0) - 1, ids, mask=here)
+        size += tl.sum(here.to(tl.int32), 0)
+        key = sort_key(z)
+        least = tl.minimum(least, tl.min(tl.where(here, key, 2147483647), 0))
+        most = tl.maximum(most, tl.max(tl.where(here, key, -2147483647), 0))
+    tl.debug_barrier()
+    return size, least.to(tl.int64), most.to(tl.int64)
+
+
+@triton.jit
 def find(
     target, z_row, mass_row, count_row, list_row, top, steps, heat, vocab,
     BY_COUNT: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
@@ -56,21 +79,7 @@ def find(
     before = tl.sum(tl.where(bins < chosen, measured, 0), 0)
     mass_before = tl.sum(tl.where(bins < chosen, masses, 0), 0)
     lane = tl.arange(0, BLOCK)
-    size = 0
-    low, high = 2147483647, -2147483648
-    tl.debug_barrier()  # the list may still be read for an earlier find
-    for start in range(0, vocab, BLOCK):
-        ids = start + lane
-        z = tl.load(z_row + ids, mask=ids < vocab, other=float("-inf"))
-        here = histogram_bin(z, token_mass(z, top, heat, SHIFT), top, steps, BINS) == chosen
-        here &= ids < vocab
-        tl.store(list_row + size + tl.cumsum(here.to(tl.int32), 0) - 1, ids, mask=here)
-        size += tl.sum(here.to(tl.int32), 0)
-        key = sort_key(z)
-        low = tl.minimum(low, tl.min(tl.where(here, key, 2147483647), 0))
-        high = tl.maximum(high, tl.max(tl.where(here, key, -2147483648), 0))
-    tl.debug_barrier()
-    low, high = low.to(tl.int64), high.to(tl.int64)
+    size, low, high = _list_bin(chosen, z_row, list_row, top, steps, heat, vocab, BINS, SHIFT, BLOCK)
     while low < high:  # the highest key from which on the bin goes beyond the target
         middle = low + (high - low + 1) // 2
         reached = before
