@@ -32,7 +32,8 @@ class WorkerConfig:
         "", "weights as int8, int4 or int4a16 (16-bit activations); empty: as the checkpoint has them"
     )
     kernels: str = option(
-        "auto", "kernel back end: auto, reference, torch, native; or one with exceptions: native,attention=torch"
+        "auto",
+        "kernel back end: auto, reference, torch, native, triton; or one with exceptions: native,attention=torch",
     )
     instruction_set: str = option("", "level of the native kernels: base, avx2, avx512, avx512bf16; empty: the best")
     threads: int = option(0, "compute threads; 0 takes every core this process may use")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 AUTO = "auto"
-BACKENDS = ("reference", "torch", "native")
+BACKENDS = ("reference", "torch", "native", "triton")
 FAMILIES = {
     "linear": ("pack_linear", "pack_gated", "linear", "gated_linear", "logits"),
     "pointwise": ("embed", "rms_norm", "add_rms_norm"),

@@ -40,9 +40,12 @@ def _everything(name: str, device: torch.device, needs: Needs) -> dict[str, Ops]
 
 
 def _automatic(device: torch.device, needs: Needs) -> tuple[dict[str, Ops], list[str]]:
-    """The fastest that works: a family that fails its check here is left to torch."""
+    """The fastest that works: what fails its check here is left to torch."""
     if device.type != "cpu":
-        return _everything("torch", device, needs), []
+        try:
+            return _everything("triton", device, needs), []
+        except BackendError as error:
+            return _everything("torch", device, needs), [f"triton kernels cannot serve: {error}"]
     from pagoda_worker.kernels.cpu.native import load_native
     from pagoda_worker.kernels.cpu.selfcheck import problems
 
@@ -80,8 +83,18 @@ def _native(device: torch.device, needs: Needs) -> Ops:
     return native
 
 
+def _triton(device: torch.device, needs: Needs) -> Ops:
+    """Raises BackendError like `_native`, and when Triton is not installed."""
+    try:
+        from pagoda_worker.kernels.triton.ops import load_triton
+    except ImportError as error:
+        raise BackendError(f"kernels: triton cannot be imported: {error}") from error
+    return load_triton(device, needs)
+
+
 LOADERS: dict[str, Callable[[torch.device, Needs], Ops]] = {
     "reference": _reference,
     "torch": _torch,
     "native": _native,
+    "triton": _triton,
 }

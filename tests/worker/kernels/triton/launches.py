@@ -1,0 +1,112 @@
+"""Run by test_compiles in a process that does not interpret: every launch of the back end, compiled for a GPU by name.
+
+No device is needed: Triton is told that one is there, and every launch stops once its machine code is made. Prints a
+line per launch: kernel, bytes of shared memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from tests.worker.models.harness import make_batch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
+from pagoda_worker.kernels.triton import report, rows, sampling
+from pagoda_worker.kernels.triton.ops import TritonOps
+from pagoda_worker.kernels.triton.plan import Tiles
+from pagoda_worker.kernels.triton.pointwise import act_mul
+
+CPU = torch.device("cpu")
+VOCAB, ROWS = 152_000, 4
+
+
+class Driver:
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_only(run: Any) -> Any:
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        print(self.__name__, kernel.metadata.shared, len(kernel.asm["cubin"]) > 0)
+
+    return launch
+
+
+def attention(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, block_size: int, **variant: Any) -> None:
+    shape = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=1.0, **variant)
+    kv_shape = KVShape(num_layers=1, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype)
+    count = -(-600 // block_size)
+    rows = [([0], 599, list(range(count))), ([0] * 600, 0, list(range(count)))]
+    for fill in (0, 10**6):
+        ops = TritonOps(CPU, Tiles(fill=fill))
+        kv, batch = ops.new_kv_cache(kv_shape, count, block_size), make_batch(rows, block_size)
+        query = torch.zeros(batch.num_tokens, heads, dim, dtype=dtype)
+        ops.attend(query, kv, 0, ops.plan(batch, kv), shape, torch.zeros(heads) if variant else None)
+
+
+def pointwise(dtype: torch.dtype) -> None:
+    ops, ids = TritonOps(CPU, Tiles(fill=0)), torch.zeros(3, dtype=torch.int64)
+    x, weight = torch.zeros(3, 4096, dtype=dtype), torch.ones(4096)
+    ops.rms_norm(x, weight, 1e-5)
+    ops.add_rms_norm(x, x, weight, 1e-5)
+    for activation in ("silu", "gelu_tanh"):
+        act_mul(x, activation)
+    for scale in (None, 2.0):
+        ops.embed(ids, x, scale)
+    kv = ops.new_kv_cache(KVShape(num_layers=1, num_kv_heads=8, head_dim=80, dtype=dtype), 4, 16)
+    table = torch.zeros(64, 40)
+    for norm in (None, HeadNorm(weight=torch.ones(40, 80), eps=1e-5)):
+        ops.rope_write(torch.zeros(3, 48 * 80, dtype=dtype), Rotation(table, table, ids), norm, kv, 0, ids)
+
+
+def sample() -> None:
+    def column(dtype: torch.dtype) -> torch.Tensor:
+        return torch.ones(ROWS, dtype=dtype)
+
+    logits, real, whole, small = torch.zeros(ROWS, VOCAB), torch.float64, torch.int64, torch.int32
+    plain = {
+        "temperature": column(real), "top_k": column(small), "top_p": column(real), "min_p": column(real),
+        "seed": column(whole), "choice": column(whole), "position": column(whole), "penalties": torch.ones(ROWS, 3),
+    }  # fmt: skip
+    counts = torch.zeros(1, VOCAB, dtype=small)
+    tables = {
+        "counts": counts, "counts_row": column(small), "allowed": torch.zeros(1, VOCAB // 32, dtype=small),
+        "allowed_row": column(small), "edit_ids": torch.zeros(ROWS, 3, dtype=small),
+        "edit_values": torch.zeros(ROWS, 3), "num_edits": column(small),
+    }  # fmt: skip
+    sampling.sample(logits, sampling.Requests(**plain))
+    sampling.sample(logits, sampling.Requests(**plain, **tables))
+    for num_top in (0, 5):
+        report.report(logits, column(whole), num_top)
+    device_rows, inputs = rows.DeviceRows.empty(8, 20, CPU), rows.DecodeInputs.empty(ROWS, CPU)
+    rows.advance(device_rows, inputs, column(small), column(whole), 16)
+    rows.advance(device_rows, inputs, column(small), column(whole), 16, counts)
+
+
+if __name__ == "__main__":
+    driver.set_active(Driver(int(sys.argv[1])))
+    JITFunction.run = compile_only(JITFunction.run)  # type: ignore[method-assign]
+    attention(32, 8, 128, torch.bfloat16, 64)
+    attention(14, 2, 64, torch.float16, 16, window=100)
+    attention(16, 8, 256, torch.bfloat16, 32, window=100, softcap=3.0)
+    attention(32, 32, 80, torch.bfloat16, 16)
+    attention(4, 2, 64, torch.float32, 16)
+    for dtype in (torch.bfloat16, torch.float32):
+        pointwise(dtype)
+    sample()

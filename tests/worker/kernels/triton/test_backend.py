@@ -1,0 +1,215 @@
+"""The back end as a whole: who chooses it, what its self-check finds, and a model computed by it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.worker.formats.sources import PlainSource
+from tests.worker.kernels.triton.support import CPU, DEVICE, batch_of, moved, reference, walking
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernels.choose import load_ops
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import BackendError, Needs, Ops
+from pagoda_worker.kernels.triton import ops as backend
+from pagoda_worker.kernels.triton import selfcheck
+from pagoda_worker.kernels.triton.ops import HEIGHTS, TritonOps, load_triton
+from pagoda_worker.kernels.triton.sampling import Tokens
+from pagoda_worker.layers.rope import RopeShape
+from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.models.spec import DecoderSpec, expected_tensors
+
+NEEDS = Needs(dtype=torch.float16, head_dim=32)
+
+
+def test_it_serves_when_named_and_its_bits_have_a_name() -> None:
+    ops, remarks = load_ops(DEVICE, "triton", NEEDS)
+    assert isinstance(ops, TritonOps)
+    assert not remarks
+    assert (ops.tiles.low, ops.tiles.high) == HEIGHTS[0]
+    assert ops.numerics != TritonOps(DEVICE, replace(ops.tiles, low=64)).numerics
+    assert ops.record(lambda *_: torch.empty(0), None, 1) is None
+    assert WorkerConfig(kernels="triton").kernels == "triton"
+
+
+class Wrong(TritonOps):
+    """Kernels with one fault."""
+
+    fault = ""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return super().rms_norm(x, weight, eps) * (2 if self.fault == "norm" else 1)
+
+    def gated_linear(self, x: torch.Tensor, packed: Any, activation: str) -> torch.Tensor:
+        return super().gated_linear(x, packed, activation) + (1 if self.fault == "activation" else 0)
+
+    def attend(self, query: torch.Tensor, *operands: Any) -> torch.Tensor:
+        out = super().attend(query, *operands)
+        if self.fault == "attention":
+            out[-1] = 0
+        in_chunks = query.shape[0] < selfcheck.LENGTH
+        if in_chunks and (self.fault == "cut" or (self.fault == "low tiles" and self.tiles.low == 16)):
+            out[0, 0] *= 1.002
+        return out
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("", None),
+        ("norm", "norms are wrong"),
+        ("activation", "gated layers are wrong"),
+        ("attention", "attention is wrong"),
+        ("cut", "depends on how a prompt is cut"),
+    ],
+)
+def test_a_fault_is_found_and_named(fault: str, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "TritonOps", Wrong)
+    monkeypatch.setattr(Wrong, "fault", fault)
+    found = selfcheck.problem(Wrong(DEVICE, walking.tiles), NEEDS)
+    assert (found is None) if words is None else words in (found or "")
+
+
+def test_tokens_of_one_draw_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(logits: torch.Tensor, requests: Any) -> Tokens:
+        return Tokens(torch.full((len(logits),), 100), torch.zeros(len(logits), dtype=torch.int32))
+
+    monkeypatch.setattr(selfcheck, "sample", wrong)
+    assert selfcheck._sampling_problem(DEVICE, torch.Generator()) == "sampling is wrong"
+
+
+def test_tiles_whose_bits_differ_are_not_used_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (selfcheck, backend):
+        monkeypatch.setattr(module, "TritonOps", Wrong)
+    monkeypatch.setattr(Wrong, "fault", "low tiles")
+    tiles = load_triton(DEVICE, NEEDS).tiles
+    assert (tiles.low, tiles.high) == HEIGHTS[1]
+
+
+def test_kernels_that_fail_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "problem", lambda ops, needs: "all is wrong")
+    with pytest.raises(BackendError, match="all is wrong"):
+        load_ops(DEVICE, "triton", NEEDS)
+    monkeypatch.setattr(backend, "_fill", lambda device: 1)
+    ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", NEEDS)
+    assert ops.name == "torch"
+    assert remark.startswith("triton kernels cannot serve")
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    with pytest.raises(BackendError, match="float64"):
+        load_ops(DEVICE, "triton", replace(NEEDS, dtype=torch.float64))
+
+
+def test_blocks_move_in_and_out() -> None:
+    shape = KVShape(num_layers=2, num_kv_heads=2, head_dim=32, dtype=torch.float32)
+    theirs, mine = reference.new_kv_cache(shape, 4, 16), walking.new_kv_cache(shape, 4, 16)
+    places = torch.arange(64)
+    for layer in range(2):
+        key, value = torch.randn(2, 64, 2, 32)
+        reference.write_kv(key, value, theirs, layer, places)
+        walking.write_kv(key.to(DEVICE), value.to(DEVICE), mine, layer, places.to(DEVICE))
+    exported = walking.export_blocks(mine, [3, 1])
+    assert torch.equal(exported.cells.cpu(), reference.export_blocks(theirs, [3, 1]).cells)
+    walking.import_blocks(mine, [0, 2], exported)
+    assert torch.equal(walking.export_blocks(mine, [0, 2]).cells, exported.cells)
+    with pytest.raises(ValueError, match="do not fit"):
+        walking.import_blocks(mine, [0], exported)
+    with pytest.raises(BackendError, match="int8"):
+        walking.new_kv_cache(replace(shape, quantized=True), 4, 16)
+
+
+def test_without_an_interpreter_it_needs_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "interpreted", lambda: False)
+    with pytest.raises(BackendError, match="CUDA device, not cpu"):
+        load_ops(CPU, "triton", NEEDS)
+
+
+def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pagoda_worker.kernels.triton.ops", None)
+    with pytest.raises(BackendError, match="triton cannot be imported"):
+        load_ops(DEVICE, "triton", NEEDS)
+    ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", NEEDS)
+    assert ops.name == "torch"
+    assert "triton cannot be imported" in remark
+
+
+# --- a model ---------------------------------------------------------------------------------------------------------
+
+
+def spec_of(**changes: Any) -> DecoderSpec:
+    values: dict[str, Any] = {
+        "vocab_size": 211,
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "norm_eps": 1e-6,
+        "max_positions": 512,
+        "ropes": (RopeShape(theta=10_000.0, head_dim=16),),
+        "rope_of_layer": (0, 0),
+        "windows": (None, 20),
+        "attention_scale": 0.25,
+    }
+    return DecoderSpec(**{**values, **changes})
+
+
+def greedy(spec: DecoderSpec, ops: Ops, weights: dict[str, torch.Tensor], prompts: list[list[int]]) -> list[list[int]]:
+    """Six greedy tokens of each prompt: the prompts in two chunks, then decodes, all rows in every batch."""
+    model = Decoder(
+        spec, ops, PlainSource(lambda name: weights[name].to(ops.device)), torch.float32, spec.max_positions
+    )
+    kv = ops.new_kv_cache(model.kv_shape, 64, 16)
+    blocks = torch.randperm(64, generator=torch.Generator().manual_seed(2)).view(-1, 8)
+    rows = [(list(prompt), blocks[i].tolist()) for i, prompt in enumerate(prompts)]
+
+    def step(spans: list[tuple[int, int]]) -> list[int]:
+        batch = batch_of([(end - start, end, table) for (start, end), (_, table) in zip(spans, rows, strict=True)], 16)
+        ids = torch.tensor([t for (a, b), (tokens, _) in zip(spans, rows, strict=True) for t in tokens[a:b]])
+        batch = replace(batch, token_ids=ids)
+        there: Batch = moved(batch) if ops.device == DEVICE else batch
+        hidden = model.forward(there, kv)
+        best: list[int] = model.logits(hidden[there.logit_indices]).argmax(-1).tolist()
+        return best
+
+    step([(0, len(tokens) // 2) for tokens, _ in rows])
+    spans = [(len(tokens) // 2, len(tokens)) for tokens, _ in rows]
+    for _ in range(6):
+        for (tokens, _), token in zip(rows, step(spans), strict=True):
+            tokens.append(token)
+        spans = [(len(tokens) - 1, len(tokens)) for tokens, _ in rows]
+    return [tokens[-6:] for tokens, _ in rows]
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "plain": {"qkv_bias": True},
+    "head norms": {"head_norms": True, "tied": True},
+    "branch norms": {
+        "branch_norms": True,
+        "norm_offset": 1.0,
+        "embed_scale": 48**0.5,
+        "attention_softcap": 5.0,
+        "final_softcap": 30.0,
+        "activation": "gelu_tanh",
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_small_model_continues_as_by_the_reference(family: str) -> None:
+    spec = spec_of(**FAMILIES[family])
+    generator = torch.Generator().manual_seed(4)
+    weights = {
+        name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 1.0)
+        for name, shape in expected_tensors(spec).items()
+    }
+    prompts = [torch.randint(0, 211, (n,), generator=generator).tolist() for n in (2, 33, 16)]
+    expected = greedy(spec, reference, weights, prompts)
+    assert greedy(spec, walking, weights, prompts) == expected
+    assert len({token for row in expected for token in row}) > 3

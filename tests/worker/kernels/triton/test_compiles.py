@@ -1,0 +1,32 @@
+"""The interpreter forgives what the compiler does not: every launch is compiled to machine code, which needs no GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+KERNELS = {
+    "walk_kernel", "split_kernel", "fold_kernel", "norm_kernel", "act_mul_kernel", "embed_kernel",
+    "rope_write_kernel", "prepare_kernel", "weigh_kernel", "choose_kernel", "report_kernel", "advance_kernel",
+}  # fmt: skip
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", SHARED_MEMORY)
+def test_every_launch_compiles(capability: int, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    program = [sys.executable, "-m", "tests.worker.kernels.triton.launches", str(capability)]
+    done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    launches = [line.split() for line in done.stdout.splitlines()]
+    assert {kernel for kernel, _, _ in launches} == KERNELS
+    assert max(int(shared) for _, shared, _ in launches) <= SHARED_MEMORY[capability]
+    assert all(made == "True" for _, _, made in launches)

@@ -1,0 +1,136 @@
+"""Norms, activations, embedding, rotation and cache writes against the reference, and row by row."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.worker.kernels.triton.support import DEVICE, DTYPES, assert_close, reference
+from tests.worker.kernels.triton.support import walking as ops
+
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import BackendError, HeadNorm, Rotation
+from pagoda_worker.kernels.triton.pointwise import act_mul
+
+BLOCK = 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [64, 576, 1000, 4096])
+def test_norms(width: int, dtype: torch.dtype) -> None:
+    x, residual = torch.randn(9, width).to(dtype).to(DEVICE), torch.randn(9, width).to(dtype).to(DEVICE)
+    weight = torch.randn(width).to(DEVICE)
+    whole = ops.rms_norm(x, weight, 1e-6)
+    assert_close(whole, reference.rms_norm(x.cpu().double(), weight.cpu().double(), 1e-6))
+    assert torch.equal(ops.rms_norm(x[4:7], weight, 1e-6), whole[4:7])
+    normed, total = ops.add_rms_norm(x.clone(), residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert_close(normed, reference.rms_norm(total.cpu().double(), weight.cpu().double(), 1e-6))
+    one, _ = ops.add_rms_norm(x[5:6].clone(), residual[5:6], weight, 1e-6)
+    assert torch.equal(one[0], normed[5])
+    assert ops.rms_norm(x[:0], weight, 1e-6).shape == (0, width)
+
+
+def test_a_weight_may_have_a_line_per_head() -> None:
+    x, weight = torch.randn(3, 4, 32), torch.randn(4, 32)
+    assert_close(
+        ops.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5), reference.rms_norm(x.double(), weight.double(), 1e-5)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("width", [96, 1536])
+def test_activations(width: int, activation: str, dtype: torch.dtype) -> None:
+    x = (torch.randn(7, 2 * width) * 3).to(dtype).to(DEVICE)
+    x[0, 0], x[0, 1] = 60.0, -60.0
+    whole = act_mul(x, activation)
+    gate, up = x.cpu().double().chunk(2, -1)
+    acted = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    assert_close(whole, acted * up)
+    assert torch.equal(act_mul(x[3:5], activation), whole[3:5])
+    assert act_mul(x[:0], activation).shape == (0, width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embedding_is_the_reference_bit_for_bit(dtype: torch.dtype) -> None:
+    table, ids = torch.randn(50, 1100).to(dtype), torch.tensor([3, 49, 3])
+    for scale in (None, 2.55):
+        got = ops.embed(ids.to(DEVICE), table.to(DEVICE), scale)
+        assert torch.equal(got.cpu(), reference.embed(ids, table, scale))
+    assert ops.embed(ids[:0].to(DEVICE), table.to(DEVICE), None).shape == (0, 1100)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_rotation_and_cache_write(head_dim: int, normed: bool, dtype: torch.dtype) -> None:
+    heads, kv_heads, count = 7, 2, 12
+    qkv = torch.randn(count, (heads + 2 * kv_heads) * head_dim).to(dtype)
+    angles = torch.rand(64, head_dim // 2) * 6
+    positions, places = torch.randint(0, 64, (count,)), torch.randperm(4 * BLOCK)[:count]
+    norm = HeadNorm(weight=torch.randn(heads + kv_heads, head_dim), eps=1e-6) if normed else None
+    on_device = None if norm is None else HeadNorm(weight=norm.weight.to(DEVICE), eps=norm.eps)
+    shape = KVShape(num_layers=2, num_kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+    kv, single = ops.new_kv_cache(shape, 4, BLOCK), ops.new_kv_cache(shape, 4, BLOCK)
+    wide = reference.new_kv_cache(
+        KVShape(num_layers=2, num_kv_heads=kv_heads, head_dim=head_dim, dtype=torch.float64), 4, BLOCK
+    )
+    expected = reference.rope_write(
+        qkv.double(), Rotation(angles.cos(), angles.sin(), positions), norm, wide, 1, places
+    )
+    cos, sin, there = angles.cos().to(DEVICE), angles.sin().to(DEVICE), places.to(DEVICE)
+    turned = Rotation(cos, sin, positions.to(DEVICE))
+    got = ops.rope_write(qkv.to(DEVICE, copy=True), turned, on_device, kv, 1, there)
+    assert_close(got, expected)
+    assert_close(kv.storage[1].permute(1, 3, 0, 2, 4), wide.layers[1][:4])
+    assert not kv.storage[0].any()
+    alone = Rotation(cos, sin, turned.positions[7:8])
+    one = ops.rope_write(qkv[7:8].to(DEVICE, copy=True), alone, on_device, single, 1, there[7:8])
+    assert torch.equal(one[0], got[7])
+    block, offset = int(places[7]) // BLOCK, int(places[7]) % BLOCK
+    assert torch.equal(single.storage[1, :, block, :, offset], kv.storage[1, :, block, :, offset])
+
+
+def test_places_without_a_row_write_nothing() -> None:
+    shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=64, dtype=torch.float32)
+    kv = ops.new_kv_cache(shape, 2, BLOCK)
+    table = torch.ones(4, 32, device=DEVICE)
+    rotation = Rotation(table, table, torch.zeros(2, dtype=torch.int64, device=DEVICE))
+    ops.rope_write(torch.ones(2, 3 * 64, device=DEVICE), rotation, None, kv, 0, torch.tensor([-1, 5], device=DEVICE))
+    written = kv.storage.any(-1).nonzero().tolist()
+    assert written == [[0, 0, 0, 0, 5], [0, 1, 0, 0, 5]]
+
+
+def test_plain_cache_write_and_copies() -> None:
+    shape = KVShape(num_layers=2, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    kv = ops.new_kv_cache(shape, 4, BLOCK)
+    key, value = torch.randn(3, 2, 64, device=DEVICE), torch.randn(3, 2, 64, device=DEVICE)
+    ops.write_kv(key, value, kv, 1, torch.tensor([0, 17, 31], device=DEVICE))
+    keys, values = kv.layer(1)
+    for i, (block, offset) in enumerate([(0, 0), (1, 1), (1, 15)]):
+        assert torch.equal(keys[block, :, offset], key[i].bfloat16())
+        assert torch.equal(values[block, :, offset], value[i].bfloat16())
+    assert not kv.storage[0].any()
+    kv.storage.copy_(torch.randn(kv.storage.shape))
+    before = kv.storage.clone()
+    ops.copy_blocks(kv, [(0, 1), (1, 2), (0, 3)])  # every source is read before any destination is written
+    assert torch.equal(kv.storage, before[:, :, [0, 0, 1, 0]])
+    ops.copy_blocks(kv, [])
+    assert torch.equal(kv.storage, before[:, :, [0, 0, 1, 0]])
+
+
+def test_a_block_size_it_cannot_tile_is_refused() -> None:
+    with pytest.raises(BackendError, match="block_size"):
+        ops.new_kv_cache(KVShape(num_layers=1, num_kv_heads=1, head_dim=64, dtype=torch.float32), 1, 24)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_and_logits(bias: bool) -> None:
+    weight, x = torch.randn(33, 72).to(DEVICE), torch.randn(5, 72).to(DEVICE)
+    offset = torch.randn(33).to(DEVICE) if bias else None
+    packed = ops.pack_linear(weight, offset)
+    expected = torch.nn.functional.linear(x, weight, offset)
+    assert torch.equal(ops.linear(x, packed), expected)
+    half = ops.pack_linear(weight.bfloat16(), None)
+    assert torch.equal(ops.logits(x.bfloat16(), half), ops.linear(x.bfloat16(), half).float())

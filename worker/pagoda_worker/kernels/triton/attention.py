@@ -1,0 +1,300 @@
+"""Paged attention: keys are folded in splits of 256 at absolute positions, left to right, whoever computes them.
+
+A split yields (m, l, acc) from scratch: the running maximum, the sum of weights and the weighted values of its keys,
+folded tile by tile. Splits are merged left to right with one function. A token's result is then the same whether one
+program walks its splits or each split has a program of its own, and whatever shares its batch. Two facts carry that:
+
+- a tile or split of which a token sees nothing changes nothing: it is multiplied by 1 and zeros are added, so a program
+  may begin anywhere before a token's first visible key and end anywhere after its last;
+- weights are summed as whole numbers of 2**-24, because the order of a float sum depends on how a tile is laid out over
+  threads. For the same reason the compiler may not contract multiplications and additions here: `tl.fma` is written
+  where one is meant.
+
+What is left to the hardware is the order in which tensor cores sum a product, which may differ between instruction
+shapes: `selfcheck` compares the bits, and `Tiles` of one height avoid the question.
+
+A *line* is one query head of one token; the G heads of a KV head share its keys and lie side by side in a tile.
+A *work item* [row, start, count, first] is a tile of lines: tokens `first` onwards of the `count` new ones of `row`,
+which begin at `start` in the packed batch. A negative row is nobody's and is skipped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pagoda_worker.kernels.ops import AttentionShape
+
+SPLIT = 256  # keys; part of the definition of the result
+TILE = 64  # keys of one step of a program
+LOG2E = 1.4426950408889634
+
+_TILE: tl.constexpr = tl.constexpr(TILE)
+_PER_SPLIT: tl.constexpr = tl.constexpr(SPLIT // TILE)
+_UNIT: tl.constexpr = tl.constexpr(float(1 << 24))  # sums of 64 weights of at most 1 fit in 31 bits
+
+
+@triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def _merge(m, l, acc, m2, l2, acc2):
+    """The left fold. m and l [M], acc [M, D]."""
+    top = tl.maximum(m, m2)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    left, right = tl.exp2(m - base), tl.exp2(m2 - base)
+    return top, tl.fma(l, left, l2 * right), tl.fma(acc, left[:, None], acc2 * right[:, None])
+
+
+@triton.jit
+def _fold_tile(
+    m, l, acc, q, keys, values, table, kv_head, tile, position, context, scale, cap, window,
+    KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys into a split's (m, l, acc); scores are in units of log 2."""
+    dims = tl.arange(0, WIDTH)
+    places = tile * _TILE + tl.arange(0, _TILE)
+    known = places < context
+    if BLOCK_SIZE // _TILE * _TILE == BLOCK_SIZE:  # a tile lies in one block
+        block = tl.load(table + tile * _TILE // BLOCK_SIZE).to(tl.int64)
+        lines = (block * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE
+    else:
+        blocks = tl.load(table + places // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
+        lines = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE
+    key_mask, value_mask = known[None, :], known[:, None]
+    if WIDTH != D:
+        key_mask &= dims[:, None] < D
+        value_mask &= dims[None, :] < D
+    key = tl.load(keys + lines[None, :] * D + dims[:, None], mask=key_mask, other=0.0)
+    scores = tl.dot(q, key, input_precision="ieee") * scale
+    if CAPPED:
+        scores = tanh(scores) * cap
+    seen = (places[None, :] <= position[:, None]) & known[None, :]
+    if WINDOWED:
+        seen &= places[None, :] > position[:, None] - window
+    scores = tl.where(seen, scores, float("-inf"))
+    top = tl.maximum(m, tl.max(scores, 1))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(scores - base[:, None])
+    keep = tl.exp2(m - base)
+    total = tl.sum(tl.fma(weights, _UNIT, 0.5).to(tl.int32), 1).to(tl.float32) * (1.0 / _UNIT)
+    value = tl.load(values + lines[:, None] * D + dims[None, :], mask=value_mask, other=0.0)
+    acc = tl.dot(weights.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
+    return top, tl.fma(l, keep, total), acc
+
+
+@triton.jit
+def _item(work, contexts, index, heads_per_kv, window, LINES: tl.constexpr, WINDOWED: tl.constexpr):
+    """(row, packed token of each line or -1, head of each line, its position or -1, first and last tile)."""
+    row = tl.load(work + index * 4)
+    start, count, first = tl.load(work + index * 4 + 1), tl.load(work + index * 4 + 2), tl.load(work + index * 4 + 3)
+    context = tl.load(contexts + row, mask=row >= 0, other=0)
+    lines = tl.arange(0, LINES)
+    capacity = LINES // heads_per_kv
+    offset = first + lines // heads_per_kv
+    used = (lines < capacity * heads_per_kv) & (offset < count)
+    begin = context - count
+    last = tl.minimum(begin + first + capacity, context)
+    end_tile = (last + _TILE - 1) // _TILE
+    first_tile = 0
+    if WINDOWED:
+        first_tile = tl.maximum(begin + first - window + 1, 0) // _TILE
+    token = tl.where(used, start + offset, -1).to(tl.int64)
+    return row, context, token, lines % heads_per_kv, tl.where(used, begin + offset, -1), first_tile, end_tile
+
+
+@triton.jit
+def _finish(m, l, acc, sink):
+    """Add the sinks' weight [M] (-inf for none) and normalise."""
+    top = tl.maximum(m, sink)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    keep = tl.exp2(m - base)
+    total = tl.fma(l, keep, tl.exp2(sink - base))
+    total = tl.where(total > 0.0, total, 1.0)  # lines that are not used see nothing
+    return acc * keep[:, None] / total[:, None]
+
+
+@triton.jit(do_not_specialize=["table_stride", "window"])
+def walk_kernel(
+    out, query, keys, values, tables, contexts, work, sinks,
+    token_stride, head_stride, table_stride, scale, cap, window,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    LINES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """A program per (work item, KV head) folds all splits of its lines."""
+    kv_head = tl.program_id(1)
+    per_kv: tl.constexpr = HEADS // KV_HEADS
+    row, context, token, line_head, position, first_tile, end_tile = _item(
+        work, contexts, tl.program_id(0), per_kv, window, LINES, WINDOWED
+    )
+    if row >= 0:
+        head = kv_head * per_kv + line_head
+        dims = tl.arange(0, WIDTH)
+        here = (token >= 0)[:, None] & (dims < D)[None, :]
+        q = tl.load(query + (token * token_stride + head * head_stride)[:, None] + dims[None, :], mask=here, other=0.0)
+        table = tables + row.to(tl.int64) * table_stride
+        m, part_m = tl.full([LINES], float("-inf"), tl.float32), tl.full([LINES], float("-inf"), tl.float32)
+        l, part_l = tl.zeros([LINES], tl.float32), tl.zeros([LINES], tl.float32)
+        acc, part = tl.zeros([LINES, WIDTH], tl.float32), tl.zeros([LINES, WIDTH], tl.float32)
+        for tile in range(first_tile, end_tile):
+            if tile // _PER_SPLIT * _PER_SPLIT == tile:
+                m, l, acc = _merge(m, l, acc, part_m, part_l, part)
+                part_m = tl.full([LINES], float("-inf"), tl.float32)
+                part_l = tl.zeros([LINES], tl.float32)
+                part = tl.zeros([LINES, WIDTH], tl.float32)
+            part_m, part_l, part = _fold_tile(
+                part_m, part_l, part, q, keys, values, table, kv_head, tile, position, context, scale, cap, window,
+                KV_HEADS, BLOCK_SIZE, D, WIDTH, CAPPED, WINDOWED,
+            )  # fmt: skip
+        m, l, acc = _merge(m, l, acc, part_m, part_l, part)
+        sink = tl.full([LINES], float("-inf"), tl.float32)
+        if SINKS:
+            sink = tl.load(sinks + head) * 1.4426950408889634
+        acc = _finish(m, l, acc, sink)
+        places = (token * HEADS + head)[:, None] * D + dims[None, :]
+        tl.store(out + places, acc.to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["table_stride", "window", "used_lines", "num_splits"])
+def split_kernel(
+    parts, part_sums, query, keys, values, tables, contexts, work,
+    token_stride, head_stride, table_stride, scale, cap, window, used_lines, num_splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    LINES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+):  # fmt: skip
+    """A program per (work item, KV head, split) leaves (m, l) in part_sums [.., 2] and acc in parts [.., D]."""
+    index, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    per_kv: tl.constexpr = HEADS // KV_HEADS
+    row, context, token, line_head, position, first_tile, end_tile = _item(
+        work, contexts, index, per_kv, window, LINES, WINDOWED
+    )
+    first_tile = tl.maximum(first_tile, split * _PER_SPLIT)
+    end_tile = tl.minimum(end_tile, split * _PER_SPLIT + _PER_SPLIT)
+    if (row >= 0) & (first_tile < end_tile):
+        head = kv_head * per_kv + line_head
+        dims = tl.arange(0, WIDTH)
+        here = (token >= 0)[:, None] & (dims < D)[None, :]
+        q = tl.load(query + (token * token_stride + head * head_stride)[:, None] + dims[None, :], mask=here, other=0.0)
+        table = tables + row.to(tl.int64) * table_stride
+        m, l = tl.full([LINES], float("-inf"), tl.float32), tl.zeros([LINES], tl.float32)
+        acc = tl.zeros([LINES, WIDTH], tl.float32)
+        for tile in range(first_tile, end_tile):
+            m, l, acc = _fold_tile(
+                m, l, acc, q, keys, values, table, kv_head, tile, position, context, scale, cap, window,
+                KV_HEADS, BLOCK_SIZE, D, WIDTH, CAPPED, WINDOWED,
+            )  # fmt: skip
+        lines = tl.arange(0, LINES)
+        place = ((index * KV_HEADS + kv_head).to(tl.int64) * used_lines + lines) * num_splits + split
+        tl.store(part_sums + place * 2, m, mask=token >= 0)
+        tl.store(part_sums + place * 2 + 1, l, mask=token >= 0)
+        tl.store(parts + place[:, None] * D + dims[None, :], acc, mask=here)
+
+
+@triton.jit(do_not_specialize=["window", "used_lines", "num_splits"])
+def fold_kernel(
+    out, parts, part_sums, contexts, work, sinks, window, used_lines, num_splits,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    LINES: tl.constexpr, WINDOWED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """A program per (work item, line of a KV head) folds what `split_kernel` left."""
+    index, kv_head, line = tl.program_id(0), tl.program_id(1) // used_lines, tl.program_id(1) % used_lines
+    per_kv: tl.constexpr = HEADS // KV_HEADS
+    row, _context, tokens, _heads, _positions, first_tile, end_tile = _item(
+        work, contexts, index, per_kv, window, LINES, WINDOWED
+    )
+    token = tl.max(tl.where(tl.arange(0, LINES) == line, tokens, -1), 0)
+    if (row >= 0) & (token >= 0):
+        head = kv_head * per_kv + line % per_kv
+        dims = tl.arange(0, WIDTH)[None, :]
+        one = tl.arange(0, 1)
+        first = ((index * KV_HEADS + kv_head).to(tl.int64) * used_lines + line) * num_splits
+        m, l = tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32)
+        acc = tl.zeros([1, WIDTH], tl.float32)
+        for split in tl.range(first_tile // _PER_SPLIT, (end_tile + _PER_SPLIT - 1) // _PER_SPLIT, num_stages=4):
+            place = first + split
+            part = tl.load(parts + place * D + dims, mask=dims < D, other=0.0)
+            part_m, part_l = tl.load(part_sums + place * 2 + one), tl.load(part_sums + place * 2 + 1 + one)
+            m, l, acc = _merge(m, l, acc, part_m, part_l, part)
+        sink = tl.full([1], float("-inf"), tl.float32)
+        if SINKS:
+            sink = tl.load(sinks + head + one) * 1.4426950408889634
+        acc = _finish(m, l, acc, sink)
+        tl.store(out + (token * HEADS + head) * D + dims, acc.to(out.dtype.element_ty), mask=dims < D)
+
+
+class Launch:
+    """What the launches of one layer's attention share."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        rows: tuple[torch.Tensor, torch.Tensor],
+        shape: AttentionShape,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """query [T, Hq, D] of any strides but the last; out [T, Hq D]; cache: keys and values
+        [num_blocks, Hkv, block_size, D]; rows: block tables [B, max_blocks] and context lengths [B], int32."""
+        self.query = query if query.stride(-1) == 1 else query.contiguous()
+        self.out, self.cache, self.rows, self.shape = out, cache, rows, shape
+        self.sinks = None if sinks is None else sinks.float().contiguous()
+        width = triton.next_power_of_2(shape.head_dim)
+        self._layout = {"HEADS": shape.num_heads, "KV_HEADS": shape.num_kv_heads, "D": shape.head_dim, "WIDTH": width}
+        self._masks = {"CAPPED": shape.softcap is not None, "WINDOWED": shape.window is not None}
+        self._block_size = cache[0].shape[2]
+
+    def walk(self, work: torch.Tensor, lines: int) -> None:
+        """work [n, 4] int32, tiles of `lines` lines."""
+        grid = (len(work), self.shape.num_kv_heads)
+        walk_kernel[grid](
+            self.out, self.query, *self.cache, *self.rows, work, self._sinks(), *self._strides(), *self._scalars(),
+            **self._layout, **self._masks, BLOCK_SIZE=self._block_size, LINES=lines, SINKS=self.sinks is not None,
+            **self._options(lines),
+        )  # fmt: skip
+
+    def split(self, work: torch.Tensor, lines: int, used_lines: int, num_splits: int) -> None:
+        """The same bits as `walk`. `used_lines`: lines that any item fills; `num_splits`: of the longest context."""
+        shape, (tables, contexts) = self.shape, self.rows
+        places = len(work) * shape.num_kv_heads * used_lines * num_splits
+        parts = self.query.new_empty((places, shape.head_dim), dtype=torch.float32)
+        sums = self.query.new_empty((places, 2), dtype=torch.float32)
+        split_kernel[(len(work), shape.num_kv_heads, num_splits)](
+            parts, sums, self.query, *self.cache, tables, contexts, work, *self._strides(), *self._scalars(),
+            used_lines, num_splits, **self._layout, **self._masks, BLOCK_SIZE=self._block_size, LINES=lines,
+            **self._options(lines),
+        )  # fmt: skip
+        fold_kernel[(len(work), shape.num_kv_heads * used_lines)](
+            self.out, parts, sums, contexts, work, self._sinks(), shape.window or 0, used_lines, num_splits,
+            **self._layout, LINES=lines, WINDOWED=shape.window is not None, SINKS=self.sinks is not None,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _sinks(self) -> torch.Tensor:
+        return self.query if self.sinks is None else self.sinks
+
+    def _strides(self) -> tuple[int, int, int]:
+        return self.query.stride(0), self.query.stride(1), self.rows[0].stride(0)
+
+    def _scalars(self) -> tuple[float, float, int]:
+        """Factor of the product, factor after tanh, window."""
+        shape = self.shape
+        if shape.softcap is None:
+            return shape.scale * LOG2E, 0.0, shape.window or 0
+        return shape.scale / shape.softcap, shape.softcap * LOG2E, shape.window or 0
+
+    def _options(self, lines: int) -> dict[str, Any]:
+        """Warps and pipeline stages; compiled for sm_90 without spills, not yet tuned on a device.
+
+        The pipeline counts the read of a tile's block id as stages of its own: five stages hold two tiles in flight.
+        """
+        line_bytes = self.shape.head_dim * self.query.element_size()
+        many = lines >= 128 or (lines >= 64 and self.shape.head_dim > 128)
+        stages = 5 if lines < 64 and line_bytes <= 256 else 4 if line_bytes <= 512 else 2
+        return {"num_warps": 8 if many else 4, "num_stages": stages, "enable_fp_fusion": False}

@@ -1,0 +1,124 @@
+"""Device code of `sampling`: weights as whole numbers, and the search for a place in the order of a row's tokens."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_DEPTH: tl.constexpr = tl.constexpr(48.0)  # below the top, in temperatures, where the last unit of a weight is gone
+
+
+@triton.jit
+def token_mass(z, top, heat, SHIFT: tl.constexpr):
+    """exp((z - top) / heat) in units of 2**-SHIFT, int64. `top` and `heat` are float64."""
+    return (tl.exp((z.to(tl.float64) - top) / heat) * (1 << SHIFT)).to(tl.int64)
+
+
+@triton.jit
+def sort_key(z):
+    """int32 that orders float32 as numbers; there is but one zero."""
+    bits = z.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def range_of(tops, lows, row, slices, heat, SLICES: tl.constexpr, BINS: tl.constexpr):
+    """(top, bins per unit of logit) of a row, float64, over the part of its range that has mass."""
+    parts = tl.arange(0, SLICES)
+    at, known = row * slices + parts, parts < slices
+    top = tl.max(tl.load(tops + at, mask=known, other=float("-inf")), 0).to(tl.float64)
+    low = tl.min(tl.load(lows + at, mask=known, other=float("inf")), 0).to(tl.float64)
+    span = tl.minimum(top - low, heat * _DEPTH)
+    return top, tl.where(span > 0.0, (BINS - 2) / tl.where(span > 0.0, span, 1.0), 0.0)
+
+
+@triton.jit
+def histogram_bin(z, mass, top, steps, BINS: tl.constexpr):
+    """Never descends with the logit: every operation on the way is monotone."""
+    depth = tl.minimum((top - z.to(tl.float64)) * steps, BINS - 2.0)
+    return tl.where(mass > 0, depth.to(tl.int32), BINS - 1)
+
+
+@triton.jit
+def _list_bin(
+    chosen, z_row, list_row, top, steps, heat, vocab, BINS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write the ids of a bin to list_row, ascending; (their number, lowest and highest sort key as int64)."""
+    lane = tl.arange(0, BLOCK)
+    size = chosen * 0
+    least, most = size + 2147483647, size - 2147483647
+    tl.debug_barrier()  # the list may still be read for an earlier find
+    for start in range(0, vocab, BLOCK):
+        ids = start + lane
+        z = tl.load(z_row + ids, mask=ids < vocab, other=float("-inf"))
+        here = histogram_bin(z, token_mass(z, top, heat, SHIFT), top, steps, BINS) == chosen
+        here &= ids < vocab
+        tl.store(list_row + size + tl.cumsum(here.to(tl.int32), 0) - 1, ids, mask=here)
+        size += tl.sum(here.to(tl.int32), 0)
+        key = sort_key(z)
+        least = tl.minimum(least, tl.min(tl.where(here, key, 2147483647), 0))
+        most = tl.maximum(most, tl.max(tl.where(here, key, -2147483647), 0))
+    tl.debug_barrier()
+    return size, least.to(tl.int64), most.to(tl.int64)
+
+
+@triton.jit
+def find(
+    target, z_row, mass_row, count_row, list_row, top, steps, heat, vocab,
+    BY_COUNT: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first token in order whose cumulative mass (or count) exceeds `target`, which is below the row's total.
+
+    Returns (sort key of its logit, how many of its equals come before it, the mass up to and with it, how many ids are
+    in list_row): the list has the tokens of its bin by ascending id.
+    """
+    bins = tl.arange(0, BINS)
+    masses, counts = tl.load(mass_row + bins), tl.load(count_row + bins).to(tl.int64)
+    measured = counts if BY_COUNT else masses
+    chosen = tl.sum((tl.cumsum(measured, 0) <= target).to(tl.int32), 0)
+    before = tl.sum(tl.where(bins < chosen, measured, 0), 0)
+    mass_before = tl.sum(tl.where(bins < chosen, masses, 0), 0)
+    lane = tl.arange(0, BLOCK)
+    size, low, high = _list_bin(chosen, z_row, list_row, top, steps, heat, vocab, BINS, SHIFT, BLOCK)
+    while low < high:  # the highest key from which on the bin goes beyond the target
+        middle = low + (high - low + 1) // 2
+        reached = before
+        for start in range(0, size, BLOCK):
+            known = start + lane < size
+            ids = tl.load(list_row + start + lane, mask=known, other=0)
+            z = tl.load(z_row + ids, mask=known, other=float("-inf"))
+            one = tl.full([BLOCK], 1, tl.int64) if BY_COUNT else token_mass(z, top, heat, SHIFT)
+            reached += tl.sum(tl.where(known & (sort_key(z) >= middle), one, 0), 0)
+        if reached > target:
+            low = middle
+        else:
+            high = middle - 1
+    each = before * 0
+    for start in range(0, size, BLOCK):
+        known = start + lane < size
+        ids = tl.load(list_row + start + lane, mask=known, other=0)
+        z = tl.load(z_row + ids, mask=known, other=float("-inf"))
+        key, mass = sort_key(z), token_mass(z, top, heat, SHIFT)
+        above = known & (key > low)
+        one = tl.full([BLOCK], 1, tl.int64) if BY_COUNT else mass
+        before += tl.sum(tl.where(above, one, 0), 0)
+        mass_before += tl.sum(tl.where(above, mass, 0), 0)
+        each = tl.maximum(each, tl.max(tl.where(known & (key == low), mass, 0), 0))
+    ordinal = (target - before) // (1 if BY_COUNT else each)
+    return low.to(tl.int32), ordinal, mass_before + (ordinal + 1) * each, size
+
+
+@triton.jit
+def find_id(key, ordinal, size, z_row, list_row, BLOCK: tl.constexpr):
+    """The id of the listed token of this sort key with `ordinal` equals before it."""
+    lane = tl.arange(0, BLOCK)
+    seen = ordinal * 0
+    token = size * 0
+    for start in range(0, size, BLOCK):
+        known = start + lane < size
+        ids = tl.load(list_row + start + lane, mask=known, other=0)
+        equal = known & (sort_key(tl.load(z_row + ids, mask=known, other=float("-inf"))) == key)
+        place = seen + tl.cumsum(equal.to(tl.int64), 0) - 1
+        token += tl.sum(tl.where(equal & (place == ordinal), ids, 0), 0)
+        seen += tl.sum(equal.to(tl.int64), 0)
+    return token

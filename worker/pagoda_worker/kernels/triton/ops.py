@@ -1,0 +1,200 @@
+"""The `triton` back end: CUDA devices, kernels compiled by Triton on first use, products by cuBLASLt through torch.
+
+Tensors on the CPU are taken only where Triton interprets its kernels, which is how they are tested without a device.
+
+A packed linear layer is opaque to everyone else: quantised layers will be further types of it with their own `linear`,
+and a layer whose (N, K) cuBLASLt does not compute alike for every number of rows will be one that names a Triton
+product of fixed tiles. Until such a choice exists a row's bits may depend on the number of rows in its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from pagoda_proto.steps import TopLogprobs
+from pagoda_worker import logprobs, sampler
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.kv_cache import Blocks, KVShape
+from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.kernels.triton import pointwise
+from pagoda_worker.kernels.triton.attention import SPLIT, TILE
+from pagoda_worker.kernels.triton.plan import Plan, Tiles, attend, make_plan
+from pagoda_worker.sampler import Fault, RowState, Sample
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Whichever pass the self-check first serves: low tiles waste least, tiles of one height need no luck with the hardware.
+HEIGHTS = ((16, 128), (64, 128), (64, 64))
+PROGRAMS_PER_PROCESSOR = 2
+
+
+class Packed(NamedTuple):
+    """A linear layer as torch takes it."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class TritonKVCache:
+    """A tile of keys of one head is one contiguous read. Layers are slices of one tensor, so a copy is one call."""
+
+    shape: KVShape
+    num_blocks: int
+    block_size: int
+    storage: torch.Tensor = field(repr=False)  # [num_layers, 2, num_blocks, Hkv, block_size, D]; 2: keys, values
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, [num_blocks, Hkv, block_size, D] each."""
+        return self.storage[index, 0], self.storage[index, 1]
+
+    def admit(self, batch: Batch) -> None:
+        """Nothing to clean: kernels read no cell that was not written since its block was given out."""
+
+    def inspect(self, batch: Batch, hidden: torch.Tensor) -> None:
+        """See `admit`."""
+
+
+class TritonOps:
+    name = "triton"
+
+    def __init__(self, device: torch.device, tiles: Tiles, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype`: what quantised weights become."""
+        self.device = device
+        self.tiles = tiles
+        self._dtype = dtype
+
+    @property
+    def numerics(self) -> str:
+        return f"triton {triton.__version__} attention {SPLIT} {TILE} {self.tiles.low} {self.tiles.high}"
+
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Packed:
+        if isinstance(weight, QuantizedWeight):
+            weight = dequantize(weight).to(self._dtype)
+        return Packed(weight.contiguous(), bias)
+
+    pack_gated = pack_linear
+
+    def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        return F.linear(x, packed.weight, packed.bias)
+
+    def gated_linear(self, x: torch.Tensor, packed: Packed, activation: str) -> torch.Tensor:
+        return pointwise.act_mul(self.linear(x, packed), activation)
+
+    def logits(self, hidden: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """Rounded to the run dtype first, like every other layer."""
+        return self.linear(hidden, packed).float()
+
+    def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
+        return pointwise.embed(token_ids, table, scale)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return pointwise.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return pointwise.add_rms_norm(x, residual, weight, eps)
+
+    def rope_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        norm: HeadNorm | None,
+        kv: TritonKVCache,
+        layer: int,
+        kv_indices: torch.Tensor,
+    ) -> torch.Tensor:
+        return pointwise.rope_write(qkv, rotation, norm, kv.layer(layer), kv_indices)
+
+    def write_kv(
+        self, key: torch.Tensor, value: torch.Tensor, kv: TritonKVCache, layer: int, kv_indices: torch.Tensor
+    ) -> None:
+        blocks, offsets = kv_indices // kv.block_size, kv_indices % kv.block_size
+        for cache, part in zip(kv.layer(layer), (key, value), strict=True):
+            cache[blocks, :, offsets] = part.to(cache.dtype)
+
+    def plan(self, batch: Batch, kv: TritonKVCache) -> Plan:
+        return make_plan(batch, self.tiles, kv.shape.dtype)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: TritonKVCache,
+        layer: int,
+        plan: Plan,
+        shape: AttentionShape,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return attend(query, kv.layer(layer), plan, shape, sinks)
+
+    def record(self, forward: Forward, kv: TritonKVCache, max_tokens: int) -> None:
+        return None
+
+    def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> TritonKVCache:
+        if shape.quantized:
+            raise BackendError("kernels: triton keeps keys and values as they are computed, not in int8")
+        if block_size % 16:
+            raise BackendError(f"kernels: triton needs a block_size that is a multiple of 16, got {block_size}")
+        size = (shape.num_layers, 2, num_blocks, shape.num_kv_heads, block_size, shape.head_dim)
+        storage = torch.zeros(size, dtype=shape.dtype, device=self.device)
+        return TritonKVCache(shape, num_blocks, block_size, storage)
+
+    def copy_blocks(self, kv: TritonKVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        if pairs:
+            sources, destinations = torch.tensor(pairs, device=self.device).unbind(1)
+            kv.storage.index_copy_(2, destinations, kv.storage.index_select(2, sources))
+
+    def export_blocks(self, kv: TritonKVCache, block_ids: Sequence[int]) -> Blocks:
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        return Blocks(cells=kv.storage.index_select(2, ids).permute(2, 1, 0, 3, 4, 5).contiguous(), scales=None)
+
+    def import_blocks(self, kv: TritonKVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
+        blocks.check(kv.shape, kv.block_size, len(block_ids))
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
+        kv.storage.index_copy_(2, ids, blocks.cells.to(self.device).permute(2, 1, 0, 3, 4, 5))
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+        return sampler.sample(logits, rows)
+
+    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+        return logprobs.report(logits, tokens, num_top)
+
+
+def interpreted() -> bool:
+    """Whether this process runs Triton's kernels by its interpreter, on any device."""
+    return bool(triton.knobs.runtime.interpret)
+
+
+def load_triton(device: torch.device, needs: Needs) -> TritonOps:
+    """The back end with the first of HEIGHTS that computes right on this device.
+
+    Raises:
+        BackendError: it cannot serve this device or these needs, or computes something wrong.
+    """
+    from pagoda_worker.kernels.triton.selfcheck import problem
+
+    if device.type != "cuda" and not interpreted():
+        raise BackendError(f"kernels: triton needs a CUDA device, not {device.type}")
+    if needs.dtype not in DTYPES:
+        raise BackendError(f"kernels: triton has no kernels for {needs.dtype}")
+    found: str | None = None
+    for low, high in HEIGHTS:
+        ops = TritonOps(device, Tiles(low=low, high=high, fill=_fill(device)), needs.dtype)
+        found = problem(ops, needs)
+        if found is None:
+            return ops
+    raise BackendError(f"kernels: triton failed its self-check: {found}")
+
+
+def _fill(device: torch.device) -> int:
+    if device.type != "cuda":
+        return PROGRAMS_PER_PROCESSOR
+    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return PROGRAMS_PER_PROCESSOR * processors

@@ -1,0 +1,185 @@
+"""Work between the matrix products. A program computes one row (or one piece of fixed size of it), whatever the batch.
+
+All arithmetic is float32, rounded once to the dtype of the result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pagoda_worker.kernels.ops import HeadNorm, Rotation
+
+PIECE = 1024  # elements of a row that one program of elementwise work computes
+HEADS_PER_PROGRAM = 8
+
+
+@triton.jit
+def norm_kernel(
+    out, total_out, x, residual, weight, eps, width, weight_rows, ADD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """out = rms_norm(x) * weight of one row; with ADD, of x + residual, which goes to total_out."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    here = at < width
+    value = tl.load(x + row * width + at, mask=here, other=0.0)
+    if ADD:
+        added = value.to(tl.float32) + tl.load(residual + row * width + at, mask=here, other=0.0).to(tl.float32)
+        value = added.to(total_out.dtype.element_ty)
+        tl.store(total_out + row * width + at, value, mask=here)
+    wide = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    factor = tl.load(weight + (row % weight_rows) * width + at, mask=here, other=0.0)
+    tl.store(out + row * width + at, (wide * scale * factor).to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def act_mul_kernel(out, gate_up, width, stride, GELU: tl.constexpr, PIECE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    here = at < width
+    gate = tl.load(gate_up + row * stride + at, mask=here, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + width + at, mask=here, other=0.0).to(tl.float32)
+    # x / 2 * (1 + tanh(y)) is x * sigmoid(2 y)
+    inner = gate
+    if GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-inner)) * up).to(out.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def embed_kernel(out, ids, table, width, scale, SCALED: tl.constexpr, PIECE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    here = at < width
+    value = tl.load(table + tl.load(ids + row) * width + at, mask=here, other=0.0)
+    if SCALED:
+        value = (value.to(tl.float32) * scale).to(value.dtype)
+    tl.store(out + row * width + at, value, mask=here)
+
+
+@triton.jit
+def rope_write_kernel(
+    qkv, cos_table, sin_table, positions, weight, keys, values, kv_indices, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    NORM: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """GROUP heads of one token: query heads are turned in place, keys and values go to the cache.
+
+    A negative index in kv_indices writes nothing to the cache.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
+    half: tl.constexpr = D // 2
+    at = tl.arange(0, HALF)[None, :]
+    inside = (head < HEADS + 2 * KV_HEADS) & (at < half)
+    turning = head < HEADS + KV_HEADS
+    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * D + at
+    first, second = tl.load(source, mask=inside, other=0.0), tl.load(source + half, mask=inside, other=0.0)
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
+        factor = weight + head * D + at
+        x = x * scale * tl.load(factor, mask=inside & turning, other=0.0)
+        y = y * scale * tl.load(factor + half, mask=inside & turning, other=0.0)
+    angle = tl.load(positions + token) * half + at
+    cos = tl.load(cos_table + angle, mask=at < half, other=0.0)
+    sin = tl.load(sin_table + angle, mask=at < half, other=0.0)
+    turned, turned_second = (x * cos - y * sin).to(first.dtype), (y * cos + x * sin).to(first.dtype)
+    is_query = inside & (head < HEADS)
+    tl.store(source, turned, mask=is_query)
+    tl.store(source + half, turned_second, mask=is_query)
+    index = tl.load(kv_indices + token)
+    block = index // BLOCK_SIZE
+    kv_head = tl.where(turning, head - HEADS, head - HEADS - KV_HEADS)
+    place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + index % BLOCK_SIZE) * D + at
+    is_key = inside & turning & (head >= HEADS) & (index >= 0)
+    tl.store(keys + place, turned, mask=is_key)
+    tl.store(keys + place + half, turned_second, mask=is_key)
+    is_value = inside & (head >= HEADS + KV_HEADS) & (index >= 0)
+    tl.store(values + place, first, mask=is_value)
+    tl.store(values + place + half, second, mask=is_value)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., H], weight float32 [H] or the last dimensions of x; see Ops.rms_norm."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _norm(out, out, x, x, weight, eps, add=False)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See Ops.add_rms_norm; the sum is left in x."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _norm(out, x, x, residual.contiguous(), weight, eps, add=True)
+    return out, x
+
+
+def _norm(
+    out: torch.Tensor,
+    total: torch.Tensor,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    add: bool,
+) -> None:
+    width = x.shape[-1]
+    block = triton.next_power_of_2(width)
+    rows, weight_rows = x.numel() // width, weight.numel() // width
+    if rows:
+        norm_kernel[(rows,)](
+            out, total, x, residual, weight.contiguous(), eps, width, weight_rows,
+            ADD=add, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+        )  # fmt: skip
+
+
+def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+    """See Ops.act_mul."""
+    gate_up = gate_up.contiguous()
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, width))
+    if rows:
+        grid = (rows, triton.cdiv(width, PIECE))
+        act_mul_kernel[grid](out, gate_up, width, 2 * width, GELU=activation == "gelu_tanh", PIECE=PIECE)
+    return out
+
+
+def embed(token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """See Ops.embed; the scale is rounded to the table's dtype, as the reference does."""
+    rows, width = token_ids.shape[0], table.shape[1]
+    out = table.new_empty((rows, width))
+    rounded = 1.0 if scale is None else float(torch.tensor(scale, dtype=table.dtype))
+    if rows:
+        grid = (rows, triton.cdiv(width, PIECE))
+        embed_kernel[grid](out, token_ids, table, width, rounded, SCALED=scale is not None, PIECE=PIECE)
+    return out
+
+
+def rope_write(
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    norm: HeadNorm | None,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    kv_indices: torch.Tensor,
+) -> torch.Tensor:
+    """See Ops.rope_write; cache: keys and values [num_blocks, Hkv, block_size, D]. Returns a view of `qkv`."""
+    _, kv_heads, block_size, dim = cache[0].shape
+    qkv = qkv.contiguous()
+    tokens, all_heads = qkv.shape[0], qkv.shape[1] // dim
+    heads = all_heads - 2 * kv_heads
+    weight = rotation.cos_table if norm is None else norm.weight.contiguous()
+    if tokens:
+        rope_write_kernel[(tokens, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
+            qkv, rotation.cos_table, rotation.sin_table, rotation.positions, weight, *cache, kv_indices,
+            0.0 if norm is None else norm.eps, HEADS=heads, KV_HEADS=kv_heads, D=dim,
+            HALF=triton.next_power_of_2(dim // 2), BLOCK_SIZE=block_size, NORM=norm is not None,
+            GROUP=HEADS_PER_PROGRAM,
+        )  # fmt: skip
+    return qkv.view(tokens, all_heads, dim)[:, :heads]

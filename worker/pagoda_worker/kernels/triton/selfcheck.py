@@ -1,0 +1,119 @@
+"""Before a worker serves: do the kernels compute on this device what they should, bit for bit where bits are promised?
+
+The yardstick is the reference back end in float64 on the CPU. Attention is asked for the bits of one row in several
+cuts, which compares low tiles with high ones and split programs with walking ones: a device whose tensor cores sum in
+another order for another height of tile is found here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import AttentionShape, Needs, Ops, Rotation
+from pagoda_worker.kernels.reference import ReferenceOps
+from pagoda_worker.kernels.triton.ops import TritonOps
+from pagoda_worker.kernels.triton.sampling import Requests, sample
+from pagoda_worker.philox import uniform
+
+ROWS, HIDDEN, OUT, BLOCK = 5, 96, 40, 16
+HEADS, KV_HEADS, DEFAULT_DIM = 6, 2, 64
+LENGTH = 300  # beyond one split
+CHUNKS = [(3, 4), (200, 201), (201, 204), (255, 257), (220, 260), (299, 300)]  # short ones go to low tiles
+TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.005, torch.float32: 1e-4}
+CPU = torch.device("cpu")
+
+
+def problem(ops: TritonOps, needs: Needs) -> str | None:
+    """What is wrong with these kernels on this device, or None."""
+    with torch.inference_mode():
+        generator = torch.Generator().manual_seed(1)
+        return (
+            _row_problem(ops, needs.dtype, generator)
+            or _attention_problem(ops, needs, generator)
+            or _sampling_problem(ops.device, generator)
+        )
+
+
+def _row_problem(ops: TritonOps, dtype: torch.dtype, generator: torch.Generator) -> str | None:
+    x, weight = torch.randn(ROWS, HIDDEN, generator=generator).to(dtype), torch.linspace(0.5, 1.5, HIDDEN)
+    plain, device = ReferenceOps(CPU), ops.device
+    normed = ops.rms_norm(x.to(device), weight.to(device), 1e-5)
+    if _differs(normed, plain.rms_norm(x.double(), weight, 1e-5)):
+        return "norms are wrong"
+    gate_up = (torch.randn(2 * OUT, HIDDEN, generator=generator) * HIDDEN**-0.5).to(dtype)
+    gated = ops.gated_linear(x.to(device), ops.pack_gated(gate_up.to(device)), "silu")
+    if _differs(gated, plain.gated_linear(x.double(), plain.pack_gated(gate_up.double()), "silu")):
+        return "gated layers are wrong"
+    return None
+
+
+def _attention_problem(ops: TritonOps, needs: Needs, generator: torch.Generator) -> str | None:
+    dim = needs.head_dim or DEFAULT_DIM
+    qkv = torch.randn(LENGTH, (HEADS + 2 * KV_HEADS) * dim, generator=generator).to(needs.dtype)
+    walking = TritonOps(ops.device, replace(ops.tiles, fill=0))
+    whole = _attend(walking, qkv, dim, [(0, LENGTH)])
+    if _differs(whole, _attend(ReferenceOps(CPU), qkv.double(), dim, [(0, LENGTH)])):
+        return "attention is wrong"
+    expected = torch.cat([whole[start:end] for start, end in CHUNKS])
+    splitting = TritonOps(ops.device, replace(ops.tiles, fill=1 << 30))
+    for one in (walking, splitting):
+        if not torch.equal(_attend(one, qkv, dim, CHUNKS), expected):
+            return "attention depends on how a prompt is cut"
+    return None
+
+
+def _attend(ops: Ops, qkv: torch.Tensor, dim: int, chunks: list[tuple[int, int]]) -> torch.Tensor:
+    """Tokens [start, end) of one row of LENGTH, each chunk as a row of the batch, through rotation and cache."""
+    device = ops.device
+    shape = KVShape(num_layers=1, num_kv_heads=KV_HEADS, head_dim=dim, dtype=qkv.dtype)
+    attention = AttentionShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=dim, scale=dim**-0.5)
+    angles = (torch.linspace(0, 6, LENGTH)[:, None] * torch.linspace(1, 0.1, dim // 2)).to(device)
+    num_blocks = -(-LENGTH // BLOCK)
+    kv, everything = ops.new_kv_cache(shape, num_blocks, BLOCK), torch.arange(LENGTH, device=device)
+    turned = Rotation(angles.cos(), angles.sin(), everything)
+    query = ops.rope_write(qkv.to(device, copy=True), turned, None, kv, 0, everything)
+    positions = torch.cat([everything[start:end] for start, end in chunks])
+    lens = [end - start for start, end in chunks]
+    batch = Batch(
+        token_ids=positions,
+        positions=positions,
+        kv_indices=positions,
+        block_tables=torch.arange(num_blocks, dtype=torch.int32, device=device).repeat(len(chunks), 1),
+        query_starts=[0, *accumulate(lens)],
+        query_lens=lens,
+        context_lens=[end for _, end in chunks],
+        logit_indices=positions[:0],
+    )
+    return ops.attend(query[positions], kv, 0, ops.plan(batch, kv), attention)
+
+
+def _sampling_problem(device: torch.device, generator: torch.Generator) -> str | None:
+    """A row of two tokens that share all the mass, in many draws; top_k 1; greedy."""
+    rows = 16
+    logits = torch.randn(rows, 700, generator=generator)
+    logits[:, 100], logits[:, 600] = 60.0, 60.0
+    zeros = torch.zeros(rows, dtype=torch.int64)
+    requests = Requests(
+        temperature=torch.tensor([1.0] * (rows - 2) + [1.0, 0.0], dtype=torch.float64).to(device),
+        top_k=torch.tensor([0] * (rows - 2) + [1, 0], dtype=torch.int32).to(device),
+        top_p=torch.ones(rows, dtype=torch.float64, device=device),
+        min_p=torch.zeros(rows, dtype=torch.float64, device=device),
+        seed=zeros.to(device),
+        choice=zeros.to(device),
+        position=torch.arange(rows).to(device),
+        penalties=torch.tensor([[1.0, 0.0, 0.0]] * rows).to(device),
+    )
+    found = sample(logits.to(device), requests)
+    draws = uniform(0, 0, range(rows - 2)).tolist()
+    expected = [100 if draw < 0.5 else 600 for draw in draws] + [100, 100]
+    return None if found.token_ids.tolist() == expected and not found.status.any() else "sampling is wrong"
+
+
+def _differs(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    tolerance = TOLERANCE[got.dtype]
+    return not torch.allclose(got.cpu().double(), expected.double(), rtol=tolerance, atol=tolerance)
