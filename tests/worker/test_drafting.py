@@ -497,7 +497,7 @@ def test_kernels_whose_results_depend_on_the_batch_are_refused(path: Path) -> No
         check_invariant(load_model(config))
 
 
-def test_torch_chooses_kernels_by_the_batch_on_a_gpu(path: Path) -> None:
+def test_products_on_a_gpu_are_chosen_by_the_batch(path: Path) -> None:
     loaded = load_model(config_of(path, path))
     check_invariant(loaded)
     with pytest.raises(ValueError, match="speculation needs kernels"):

@@ -63,6 +63,7 @@ class TritonKVCache:
 
 class TritonOps:
     name = "triton"
+    capturable = False
 
     def __init__(self, device: torch.device, tiles: Tiles, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: what quantised weights become."""

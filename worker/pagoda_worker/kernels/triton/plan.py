@@ -95,10 +95,9 @@ class Plan:
 
 
 def make_plan(batch: Batch, tiles: Tiles, dtype: torch.dtype) -> Plan:
-    device = batch.block_tables.device
     return Plan(
         tables=batch.block_tables,
-        contexts=torch.tensor(batch.context_lens, dtype=torch.int32).to(device, non_blocking=True),
+        contexts=batch.lengths,
         query_starts=batch.query_starts,
         query_lens=batch.query_lens,
         max_context=max(batch.context_lens, default=0),
