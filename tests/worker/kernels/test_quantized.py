@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from pagoda_worker.kernels.quantized import FORMATS, QuantizedWeight, dequantize, quantize, round_activations
+from pagoda_worker.kernels.quantized import FORMATS, Format, QuantizedWeight, dequantize, quantize, round_activations
 from pagoda_worker.kernels.reference import ReferenceOps
 
 
@@ -19,10 +19,26 @@ def test_a_weight_is_within_half_a_level(name: str) -> None:
     quantized = quantize(weight, form)
     assert quantized.group == (form.group or 256)
     assert int(quantized.levels.max()) < 1 << form.bits
-    half = quantized.scales.repeat_interleave(quantized.group, 1) * 0.5001
+    scales = quantized.scales.repeat_interleave(quantized.group, 1)
+    # With 4 bits there is no level for what is beyond the last one, on the other side of zero than the extreme.
+    reachable = weight / scales <= (1 << form.bits - 1) - 0.5
     # Scales of 4 bits are rounded, so the largest weight of a group may be a little farther than the last level.
     slack = weight.abs() * 2.0**-11 if form.bits == 4 else 0
-    assert bool(((dequantize(quantized) - weight).abs() <= half + slack).all())
+    error = (dequantize(quantized) - weight).abs()
+    assert bool((error <= scales.abs() * torch.where(reachable, 0.5001, 1.0001) + slack).all())
+    assert reachable.float().mean() > 0.99
+
+
+def test_four_bits_spend_all_levels_on_the_extreme() -> None:
+    weight = torch.tensor([[4.0, -1.0, 0.5, 3.9] + [0.0] * 28, [-4.0, 1.0, 0.0, 3.9] + [0.0] * 28])
+    quantized = quantize(weight, Format(bits=4, group=32, activation_bits=8))
+    assert quantized.scales.tolist() == [[-0.5], [0.5]]
+    assert dequantize(quantized)[:, :4].tolist() == [[4.0, -1.0, 0.5, 4.0], [-4.0, 1.0, 0.0, 3.5]]
+
+
+def test_zero_stays_zero() -> None:
+    for form in FORMATS.values():
+        assert not dequantize(quantize(torch.zeros(2, 128), form)).any()
 
 
 @pytest.mark.parametrize("name", ["int4", "int4a16"])

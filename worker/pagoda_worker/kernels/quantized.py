@@ -26,6 +26,9 @@ MAX_ACTIVATION = 127
 FAINT = 2.0**-100
 
 
+FAINTEST_SCALE = torch.finfo(torch.float16).tiny
+
+
 @dataclass(frozen=True, kw_only=True)
 class Format:
     """How a matrix is stored. `group`: inputs that share a scale; 0 is all of them."""
@@ -61,16 +64,23 @@ Weight = torch.Tensor | QuantizedWeight
 
 
 def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
-    """weight [N, K] -> its nearest levels, symmetric around zero. K must be a multiple of the group.
+    """weight [N, K] -> its nearest levels, the middle one being zero. K must be a multiple of the group.
 
-    The scale of a group maps its largest magnitude to about the last level above the middle.
+    With 8 bits, a scale maps the largest magnitude of its group to the last level above the middle. With 4 bits that
+    would waste one level of sixteen: there the extreme, whatever its sign, becomes level 0, the one farthest from the
+    middle, and scales may be negative. A weight almost as large with the other sign is off by up to one level; the mean
+    square error of Gaussian weights is less by a fifth all the same.
     """
     group = form.group or weight.shape[1]
     middle = 1 << form.bits - 1
     grouped = weight.float().reshape(len(weight), -1, group)
-    scales = (grouped.abs().amax(-1) / (middle - 1)).clamp_(min=torch.finfo(torch.float16).tiny)
+    magnitudes = grouped.abs()
     if form.bits == 4:
-        scales = scales.half().float()
+        extremes = grouped.gather(-1, magnitudes.argmax(-1, keepdim=True)).squeeze(-1)
+        scales = (extremes / -middle).half().float()
+    else:
+        scales = magnitudes.amax(-1) / (middle - 1)
+    scales = torch.where(scales.abs() < FAINTEST_SCALE, FAINTEST_SCALE, scales)
     levels = (grouped / scales.unsqueeze(-1)).round_().clamp_(-middle, middle - 1).add_(middle)
     return QuantizedWeight(
         levels=levels.to(torch.uint8).flatten(1),

@@ -66,12 +66,13 @@ struct Counter {
 // Work on `total` pieces until none is left; every thread of the pool calls this.
 template <typename F>
 void take_pieces(const Pool& pool, Counter& counter, int total, F work) {
-  int run = total / (pool.size() * 8);
-  run = run < 1 ? 1 : run;
-  for (;;) {
-    int first = counter.next.fetch_add(run, std::memory_order_relaxed);
-    if (first >= total) return;
-    work(first, first + run < total ? first + run : total);
+  int first = counter.next.load(std::memory_order_relaxed);
+  while (first < total) {
+    int run = (total - first) / (2 * pool.size());
+    run = run < 1 ? 1 : run;
+    if (!counter.next.compare_exchange_weak(first, first + run, std::memory_order_relaxed)) continue;
+    work(first, first + run);
+    first = counter.next.load(std::memory_order_relaxed);
   }
 }
 
