@@ -70,7 +70,13 @@ class Stack:
             return getattr(engine_pb2_grpc.AdminStub(channel), method)(request, timeout=10)
 
     def ready_workers(self) -> list[pb.Worker]:
-        return [worker for worker in self.workers() if worker.state == "ready"]
+        """None while no engine core listens: one that was killed is started again in its own time."""
+        try:
+            return [worker for worker in self.workers() if worker.state == "ready"]
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return []
 
     def wait_until(self, condition: Any, timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s

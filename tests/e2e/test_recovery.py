@@ -17,7 +17,7 @@ from tests.e2e.stack import Stack, kill, running_stack
 pytestmark = pytest.mark.e2e
 MODEL = "demo"
 NUM_STREAMS = 12
-MAX_TOKENS = 360
+MAX_TOKENS = 390
 
 
 @pytest.fixture(scope="module")
