@@ -84,6 +84,7 @@ def tiny_llama(kernels: str = "torch") -> ModelRunner:
         fingerprint="tiny",
         numerics_id="tiny",
         native=True,
+        batch_invariant=ops.batch_invariant,
     )
     return ModelRunner(loaded, NUM_BLOCKS, WorkerConfig(block_size=16))
 

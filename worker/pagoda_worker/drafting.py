@@ -174,8 +174,7 @@ def _parts(behind: Sequence[tuple[Row, int, int]], max_tokens: int) -> Iterator[
 
 def check_invariant(target: LoadedModel) -> None:
     """Raises ValueError when a token's bits may depend on what is computed beside it: drafts might change tokens."""
-    varies = "reference" in target.ops.name or target.device.type != "cpu"  # cuBLAS chooses a product by its rows
-    if varies or not getattr(target.model, "batch_invariant", True):
+    if not target.batch_invariant:
         raise ValueError("speculation needs kernels whose results do not depend on the batch; these may")
 
 

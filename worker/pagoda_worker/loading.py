@@ -56,6 +56,7 @@ class LoadedModel:
     fingerprint: str  # which weights: over config.json and the headers of the files
     numerics_id: str
     native: bool
+    batch_invariant: bool  # whether a token's bits are its row's alone, whatever is computed beside it
     spare_blocks: int = 0  # of the KV cache, beyond those that rows are given: their ids follow
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> Cache:
@@ -113,6 +114,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
             ops, kv_shape, "native" if spec is not None else fallback.implementation, formats.description
         ),
         native=spec is not None,
+        batch_invariant=ops.batch_invariant and (spec is not None or fallback.batch_invariant),
     )
 
 
@@ -176,8 +178,8 @@ def _tell_formats(ops: Ops, dtype: torch.dtype, spec: DecoderSpec, formats: Form
     if formats == Formats():
         return
     log.info("weights: %s", formats.description)
-    if ops.name == "torch":
-        log.info("torch kernels have no integer arithmetic: quantised weights are widened to %s", dtype)
+    if not ops.integer_linear:
+        log.info("%s kernels have no integer arithmetic: quantised weights are widened to %s", ops.name, dtype)
     alone = left_alone(spec, formats)
     if alone:
         log.info("weights: %d matrices stay %s, their inputs do not fill groups: %s, ..", len(alone), dtype, alone[0])

@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pagoda_proto.steps import TopLogprobs
 from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels import paged
@@ -30,7 +29,6 @@ from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cach
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.sampler import Fault, RowState, Sample
 
 GRAIN = 32768  # elements of elementwise work per thread, at least
 ONE_THREAD = 16384  # no elementwise work of up to this many elements is shared between threads, not even gelu
@@ -48,11 +46,13 @@ class Packed(NamedTuple):
 class AtenOps:
     name = "torch"
     capturable = False
+    integer_linear = False
     numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}"
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: what quantised weights become."""
         self.device = device
+        self.batch_invariant = device.type == "cpu"  # elsewhere libraries choose a product by its number of rows
         self._dtype = dtype
         self._prepackable = _prepackable(device)
 
@@ -148,11 +148,8 @@ class AtenOps:
     def import_blocks(self, kv: KVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
         kv.import_blocks(block_ids, blocks)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
-        return sampler.sample(logits, rows)
-
-    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
-        return logprobs.report(logits, tokens, num_top)
+    sample = staticmethod(sampler.sample)
+    report = staticmethod(logprobs.report)
 
 
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default

@@ -45,14 +45,14 @@ def _automatic(device: torch.device, needs: Needs) -> tuple[dict[str, Ops], list
         try:
             return _everything("triton", device, needs), []
         except BackendError as error:
-            return _everything("torch", device, needs), [f"triton kernels cannot serve: {error}"]
+            return _everything("torch", device, needs), [f"torch serves: {error}"]
     from pagoda_worker.kernels.cpu.native import load_native
     from pagoda_worker.kernels.cpu.selfcheck import problems
 
     try:
         native = load_native(device, needs)
     except BackendError as error:
-        return _everything("torch", device, needs), [f"native kernels cannot serve: {error}"]
+        return _everything("torch", device, needs), [f"torch serves: {error}"]
     found = problems(native)
     torch_ops = _torch(device, needs) if found else native
     parts = {family: torch_ops if family in found else native for family in FAMILIES}

@@ -20,6 +20,8 @@ class _Mixed:
         self.name = ", ".join(f"{family} {ops.name}" for family, ops in parts.items())
         self.device = next(iter(used.values())).device
         self.capturable = all(ops.capturable for ops in used.values())
+        self.batch_invariant = all(ops.batch_invariant for ops in used.values())
+        self.integer_linear = parts["linear"].integer_linear
         self.numerics = "; ".join(ops.numerics for ops in used.values())
         for family, operations in FAMILIES.items():
             for operation in operations:

@@ -92,6 +92,10 @@ class Ops(Protocol):
     """Whether a device can record a decode step of these operations and replay it with other contents of the batch's
     tensors: every operation then asks only for work on the device, reads lengths from `Batch.lengths`, takes
     `context_lens` for bounds, and a plan, once made, serves all steps of its number of rows."""
+    batch_invariant: bool
+    """Whether it keeps the rule at the head of this module; `reference` does not, nor do products by cuBLASLt."""
+    integer_linear: bool
+    """Whether linear layers compute in whole numbers where a weight is quantised; else they widen it."""
 
     @property
     def numerics(self) -> str:

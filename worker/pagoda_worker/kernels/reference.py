@@ -8,13 +8,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pagoda_proto.steps import TopLogprobs
 from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
-from pagoda_worker.sampler import Fault, RowState, Sample
 
 
 class Plain(NamedTuple):
@@ -29,6 +27,8 @@ class Plain(NamedTuple):
 class ReferenceOps:
     name = "reference"
     capturable = False
+    batch_invariant = False
+    integer_linear = False
     numerics = ""
 
     def __init__(self, device: torch.device) -> None:
@@ -142,11 +142,8 @@ class ReferenceOps:
     def import_blocks(self, kv: KVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
         kv.import_blocks(block_ids, blocks)
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
-        return sampler.sample(logits, rows)
-
-    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
-        return logprobs.report(logits, tokens, num_top)
+    sample = staticmethod(sampler.sample)
+    report = staticmethod(logprobs.report)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -98,7 +98,7 @@ def test_kernels_that_fail_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(backend, "_fill", lambda device: 1)
     ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", NEEDS)
     assert ops.name == "torch"
-    assert remark.startswith("triton kernels cannot serve")
+    assert remark.startswith("torch serves: kernels: triton failed its self-check")
 
 
 def test_what_it_cannot_do_is_said() -> None:

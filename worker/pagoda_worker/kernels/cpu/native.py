@@ -85,6 +85,8 @@ class NativeOps:
 
     name = "native"
     capturable = False
+    batch_invariant = True
+    integer_linear = True
     device = torch.device("cpu")
 
     def __init__(self, library: lib.Library, tape: Tape | None = None) -> None:

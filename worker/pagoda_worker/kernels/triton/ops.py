@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from pagoda_proto.steps import TopLogprobs
 from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
@@ -26,7 +25,6 @@ from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.kernels.triton import pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
 from pagoda_worker.kernels.triton.plan import Plan, Tiles, attend, make_plan
-from pagoda_worker.sampler import Fault, RowState, Sample
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Whichever pass the self-check first serves: low tiles waste least, tiles of one height need no luck with the hardware.
@@ -64,6 +62,8 @@ class TritonKVCache:
 class TritonOps:
     name = "triton"
     capturable = False
+    batch_invariant = False  # cuBLASLt chooses a product by its number of rows
+    integer_linear = False
 
     def __init__(self, device: torch.device, tiles: Tiles, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: what quantised weights become."""
@@ -161,11 +161,8 @@ class TritonOps:
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
         kv.storage.index_copy_(2, ids, blocks.cells.to(self.device).permute(2, 1, 0, 3, 4, 5))
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
-        return sampler.sample(logits, rows)
-
-    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
-        return logprobs.report(logits, tokens, num_top)
+    sample = staticmethod(sampler.sample)
+    report = staticmethod(logprobs.report)
 
 
 def interpreted() -> bool:
