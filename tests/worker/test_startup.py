@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from tests.worker.fakes_accelerator import FakeAccelerator
 from tests.worker.fakes_capturable import BLOCK, MAX_LEN, VOCAB, CapturableOps, decoder
 from tests.worker.fakes_model import Driver, new_row
+from tests.worker.models.checkpoints import NATIVE, make_model, save
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import Chunk, StepPlan
@@ -20,7 +23,7 @@ from pagoda_worker.loading import LoadedModel
 from pagoda_worker.memory import GIB, NotEnoughMemory
 from pagoda_worker.profiling import device_use, largest_steps
 from pagoda_worker.runner import ModelRunner
-from pagoda_worker.startup import runner_on_device
+from pagoda_worker.startup import load_runner, runner_on_device
 
 CPU = torch.device("cpu")
 MANNERS = [{"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.8}]
@@ -196,3 +199,18 @@ def test_warm_up_leaves_no_row() -> None:
     runner, _ = start(Device(), CapturableOps(CPU), config())
     runner.warm_up()
     assert streams(runner, 1) == streams(start(Device(), CapturableOps(CPU), config())[0], 1)
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield 2
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_torch_has_no_threads_beside_those_of_the_kernels(kernels: str, tmp_path: Path, torch_threads: int) -> None:
+    model = save(make_model(*NATIVE["llama"]), tmp_path, torch.bfloat16)
+    load_runner(WorkerConfig(model=str(model), kernels=kernels, num_blocks=8), lambda done, of: None)
+    assert torch.get_num_threads() == (1 if kernels == "native" else torch_threads)

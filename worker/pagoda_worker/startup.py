@@ -42,6 +42,8 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
     if config.speculation:
         check_invariant(loaded)
     draft = load_draft_model(config, loaded, progress)
+    if loaded.ops.own_threads:
+        torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
     read = time.monotonic()
     log.info("weights read and packed in %.2f s", read - started)
     if loaded.device.type == "cpu":

@@ -46,6 +46,7 @@ class Packed(NamedTuple):
 class AtenOps:
     name = "torch"
     capturable = False
+    own_threads = False
     integer_linear = False
     numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}"
 

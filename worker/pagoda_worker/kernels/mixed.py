@@ -21,6 +21,7 @@ class _Mixed:
         self.device = next(iter(used.values())).device
         self.capturable = all(ops.capturable for ops in used.values())
         self.batch_invariant = all(ops.batch_invariant for ops in used.values())
+        self.own_threads = all(ops.own_threads for ops in used.values())
         self.integer_linear = parts["linear"].integer_linear
         self.numerics = "; ".join(ops.numerics for ops in used.values())
         for family, operations in FAMILIES.items():

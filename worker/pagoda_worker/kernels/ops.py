@@ -94,6 +94,8 @@ class Ops(Protocol):
     `context_lens` for bounds, and a plan, once made, serves all steps of its number of rows."""
     batch_invariant: bool
     """Whether it keeps the rule at the head of this module; `reference` does not, nor do products by cuBLASLt."""
+    own_threads: bool
+    """Whether it computes in threads of its own, in whose way those of torch would be."""
     integer_linear: bool
     """Whether linear layers compute in whole numbers where a weight is quantised; else they widen it."""
 

@@ -28,6 +28,7 @@ class ReferenceOps:
     name = "reference"
     capturable = False
     batch_invariant = False
+    own_threads = False
     integer_linear = False
     numerics = ""
 

@@ -86,6 +86,7 @@ class NativeOps:
     name = "native"
     capturable = False
     batch_invariant = True
+    own_threads = True
     integer_linear = True
     device = torch.device("cpu")
 

@@ -63,6 +63,7 @@ class TritonOps:
     name = "triton"
     capturable = False
     batch_invariant = False  # cuBLASLt chooses a product by its number of rows
+    own_threads = False
     integer_linear = False
 
     def __init__(self, device: torch.device, tiles: Tiles, dtype: torch.dtype = torch.float32) -> None:

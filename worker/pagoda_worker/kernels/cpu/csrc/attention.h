@@ -142,6 +142,13 @@ PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows,
     }
 }
 
+// What is read a little later, at the same place of each group.
+template <int GROUPS>
+PAGODA_INLINE void fetch(const uint32_t* const* ahead, size_t words) {
+#pragma GCC unroll 8
+  for (int g = 0; g < GROUPS; ++g) prefetch(ahead[g] + words);
+}
+
 // Scores of ROWS lines and 16 x GROUPS tokens from t on.
 template <int ROWS, int GROUPS>
 static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionScratch& s) {
@@ -161,10 +168,11 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
+  const Rows<ROWS, sizeof s.q[0]> queries(s.q[v.line], 0);
   if (ROWS <= FEW_ROWS && !a.k_scales)
-    tile<ROWS, GROUPS>(s.q[v.line], 256, keys, 16, a.dim / 2, acc, ahead);
+    tile(queries, keys, 16, a.dim / 2, acc, [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * 16); });
   else
-    tile<ROWS, GROUPS>(s.q[v.line], 256, keys, 16, a.dim / 2, acc);
+    tile(queries, keys, 16, a.dim / 2, acc, [](int) {});
   const bool seen_by_all =
       t + 16 * GROUPS <= position[0] + 1 && (!a.window || t > position[ROWS - 1] - a.window);
   const bool plain = seen_by_all && a.softcap == 0.0f;
@@ -246,11 +254,12 @@ static void split_values(const AttentionArgs& a, const View& v, int dim_first, c
       groups[g] = s.values.pairs[group] + d;
       ahead[g] = s.values.ahead[group] + d;
     }
-    const uint16_t* probs = &s.probs[0][t - v.from];
+    const Rows<ROWS, sizeof s.probs[0]> probs(&s.probs[0][t - v.from], 0);
     if (ROWS <= FEW_ROWS && !a.k_scales)
-      tile<ROWS, GROUPS>(probs, SPLIT, groups, (size_t)a.dim, pairs_here, acc, ahead);
+      tile(probs, groups, (size_t)a.dim, pairs_here, acc,
+           [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * a.dim); });
     else
-      tile<ROWS, GROUPS>(probs, SPLIT, groups, (size_t)a.dim, pairs_here, acc);
+      tile(probs, groups, (size_t)a.dim, pairs_here, acc, [](int) {});
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)

@@ -8,6 +8,7 @@
 namespace PAGODA_NS {
 
 constexpr int PANEL = 32;
+constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
 constexpr int FETCH_AHEAD = 8192;  // bytes between what is multiplied and what is fetched; may reach past the end
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
@@ -26,18 +27,12 @@ struct Epilogue {
   int out_f32;           // y is float [rows, n], else bf16
 };
 
-PAGODA_INLINE f16 rounded(f16 a) {
-  uint16_t t[16];
-  store_bf16(t, a);
-  return load_bf16(t);
-}
-
 PAGODA_INLINE void store_some(uint16_t* y, f16 a, int count) {
   if (count >= 16) {
-    store_bf16(y, a);
+    store_bf16_normal(y, a);
   } else if (count > 0) {
     uint16_t t[16];
-    store_bf16(t, a);
+    store_bf16_normal(t, a);
     memcpy(y, t, 2 * (size_t)count);
   }
 }
@@ -69,11 +64,16 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, int n, con
     return;
   }
   if (e.out_f32) {
-    float t[32];
-    store(t, c0);
-    store(t + 16, c1);
-    int count = n - column < 32 ? n - column : 32;
-    memcpy((float*)y + row * n + column, t, 4 * (size_t)count);
+    float* out = (float*)y + row * n + column;
+    if (n - column >= 32) {
+      store(out, c0);
+      store(out + 16, c1);
+    } else {
+      float t[32];
+      store(t, c0);
+      store(t + 16, c1);
+      memcpy(out, t, 4 * (size_t)(n - column));
+    }
     return;
   }
   uint16_t* out = (uint16_t*)y + row * n + column;
@@ -107,16 +107,36 @@ PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
   }
 }
 
+// What to fetch while rows pass a panel: for a single tile the same panel, a little ahead; for several tiles, which find the
+// panel in a near cache, the next panel, a share by each. A step is a row of the panel.
+struct Ahead {
+  const char* at;
+  size_t step, half;
+
+  PAGODA_INLINE_MEMBER Ahead(const void* panel, size_t bytes, int rows) {
+    const size_t tiles = (size_t)(rows + MAX_ROWS - 1) / MAX_ROWS;
+    step = (PANEL_ROW + tiles - 1) / tiles;
+    half = step / 2;
+    at = (const char*)panel + (tiles == 1 ? FETCH_AHEAD : bytes);
+  }
+  PAGODA_INLINE_MEMBER void fetch() {
+    prefetch(at);
+    prefetch(at + half);
+    at += step;
+  }
+};
+
 // Rows [first, last) of x [rows, k] through one panel.
 static void linear_panel(const uint16_t* x, int first, int last, int k, const uint32_t* panel, int column, int n,
                          const Epilogue& e, void* y) {
   const uint32_t* const groups[2] = {panel, panel + 16};
-  const uint32_t* const ahead[2] = {panel + FETCH_AHEAD / 4, panel + 16 + FETCH_AHEAD / 4};
+  Ahead ahead(panel, (size_t)(k / 2) * PANEL_ROW, last - first);
   in_tiles(first, last, [&](auto count, int from) {
     constexpr int ROWS = decltype(count)::value;
     f16 acc[ROWS][2];
     for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
-    tile<ROWS, 2>(x + (size_t)from * k, (size_t)k, groups, PANEL, k / 2, acc, ahead);
+    tile(Rows<ROWS>(x + (size_t)from * k, 2 * (size_t)k), groups, PANEL, k / 2, acc,
+         [&](int) PAGODA_INLINE_MEMBER { ahead.fetch(); });
     finish_tile(acc, from, column, n, e, y);
   });
 }

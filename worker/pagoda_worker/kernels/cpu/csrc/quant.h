@@ -163,26 +163,16 @@ PAGODA_INLINE f16 load_scales(const uint8_t* head, int column) {
   return load_half((const uint16_t*)head + column);
 }
 
-PAGODA_INLINE uint32_t word_at(const void* p) {
-  uint32_t word;
-  memcpy(&word, p, 4);
-  return word;
-}
-
-PAGODA_INLINE quads load_words(const uint8_t* p) {
-  prefetch(p + FETCH_AHEAD);
-  return load_quads(p);
-}
-
 // Adds one group of ROWS rounded rows (the first at `a`) through the words of a panel: whole numbers, exact.
 template <int ROWS, typename FORM>
-PAGODA_INLINE void group_sums(const int8_t* a, size_t stride, const uint8_t* words, int group, ints (&acc)[ROWS][2]) {
-  for (int i = 0; i < group; i += FORM::WORD, words += PANEL * 4) {
-    const quads w[2] = {load_words(words), load_words(words + 64)};
+PAGODA_INLINE void group_sums(Rows<ROWS> a, const uint8_t* words, int group, Ahead& ahead, ints (&acc)[ROWS][2]) {
+  for (int i = 0; i < group; i += FORM::WORD, words += PANEL_ROW, a.move(FORM::WORD)) {
+    const quads w[2] = {load_quads(words), load_quads(words + 64)};
+    ahead.fetch();
     if constexpr (FORM::BITS == 8) {
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) {
-        const uint32_t four = word_at(a + r * stride + i);
+        const uint32_t four = a.word(r);
         acc[r][0] = dot4(acc[r][0], w[0], four);
         acc[r][1] = dot4(acc[r][1], w[1], four);
       }
@@ -190,7 +180,7 @@ PAGODA_INLINE void group_sums(const int8_t* a, size_t stride, const uint8_t* wor
       const quads low[2] = {low_nibbles(w[0]), low_nibbles(w[1])}, high[2] = {high_nibbles(w[0]), high_nibbles(w[1])};
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) {
-        const uint32_t first = word_at(a + r * stride + i), second = word_at(a + r * stride + i + 4);
+        const uint32_t first = a.word(r), second = a.word(r, 4);
         acc[r][0] = dot4_nibbles(dot4_nibbles(acc[r][0], low[0], first), high[0], second);
         acc[r][1] = dot4_nibbles(dot4_nibbles(acc[r][1], low[1], first), high[1], second);
       }
@@ -200,14 +190,15 @@ PAGODA_INLINE void group_sums(const int8_t* a, size_t stride, const uint8_t* wor
 
 // The same with rows in bf16: one chain in float32.
 template <int ROWS, typename FORM>
-PAGODA_INLINE void group_sums(const uint16_t* x, size_t stride, const uint8_t* head, int group, f16 (&acc)[ROWS][2]) {
+PAGODA_INLINE void group_sums(Rows<ROWS> x, const uint8_t* head, int group, Ahead& ahead, f16 (&acc)[ROWS][2]) {
   const uint8_t* words = head + FORM::HEAD_BYTES;
   zero_points z[2];
   if constexpr (FORM::ZEROS)
     for (int c = 0; c < 2; ++c) z[c] = load_zeros(head + FORM::SCALE_BYTES + 16 * c);
   for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
-  for (int i = 0; i < group; i += FORM::WORD, words += PANEL * 4) {
-    const quads w[2] = {load_words(words), load_words(words + 64)};
+  for (int i = 0; i < group; i += FORM::WORD, words += PANEL_ROW, x.move(2 * FORM::WORD)) {
+    const quads w[2] = {load_quads(words), load_quads(words + 64)};
+    ahead.fetch();
 #pragma GCC unroll 4
     for (int s = 0; s < 4; ++s) {
       weight_pairs pair[2];
@@ -217,7 +208,7 @@ PAGODA_INLINE void group_sums(const uint16_t* x, size_t stride, const uint8_t* h
       }
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) {
-        const uint32_t two = word_at(x + r * stride + i + 2 * s);
+        const uint32_t two = x.word(r, 4 * s);
         acc[r][0] = dot2(acc[r][0], two, pair[0]);
         acc[r][1] = dot2(acc[r][1], two, pair[1]);
       }
@@ -236,7 +227,7 @@ struct QuantArgs {
 // Rows [from, from + ROWS) through a panel. Functions of their own, so that each has all registers for itself.
 template <int ROWS, typename FORM>
 static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const RoundedRows& rounded, int from,
-                                                 const uint8_t* panel, int column) {
+                                                 const uint8_t* panel, int column, Ahead& ahead) {
   const int group = a.form.group, groups = a.k / group;
   f16 total[ROWS][2];
   for (int r = 0; r < ROWS; ++r) total[r][0] = total[r][1] = zero();
@@ -246,8 +237,8 @@ static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Round
       const int32_t* offsets = rounded.offsets(from, g);
       ints acc[ROWS][2];
       for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = set1(FORM::ZEROS ? 0 : offsets[r]);
-      const int8_t* levels = rounded.levels(from) + (size_t)g * group;
-      group_sums<ROWS, FORM>(levels, rounded.stride(), panel + FORM::HEAD_BYTES, group, acc);
+      const Rows<ROWS> levels(rounded.levels(from) + (size_t)g * group, rounded.stride());
+      group_sums<ROWS, FORM>(levels, panel + FORM::HEAD_BYTES, group, ahead, acc);
 #pragma GCC unroll 2
       for (int c = 0; c < 2; ++c) {
         const f16 scale = load_scales<FORM>(panel, 16 * c);
@@ -260,7 +251,8 @@ static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Round
       }
     } else {
       f16 acc[ROWS][2];
-      group_sums<ROWS, FORM>(a.x + (size_t)from * a.k + (size_t)g * group, (size_t)a.k, panel, group, acc);
+      const Rows<ROWS> x(a.x + (size_t)from * a.k + (size_t)g * group, 2 * (size_t)a.k);
+      group_sums<ROWS, FORM>(x, panel, group, ahead, acc);
 #pragma GCC unroll 2
       for (int c = 0; c < 2; ++c) {
         const f16 scale = load_scales<FORM>(panel, 16 * c);
@@ -275,9 +267,10 @@ static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Round
 // Rows [first, last) through one panel.
 static void quant_panel(const QuantArgs& a, const RoundedRows& rounded, int first, int last, const uint8_t* panel,
                         int column) {
+  Ahead ahead(panel, quant_panel_bytes(a.form, a.k), last - first);
   with_form(a.form, [&](auto form) {
     in_tiles(first, last, [&](auto count, int from) {
-      quant_tile<decltype(count)::value, decltype(form)>(a, rounded, from, panel, column);
+      quant_tile<decltype(count)::value, decltype(form)>(a, rounded, from, panel, column, ahead);
     });
   });
 }

@@ -14,6 +14,7 @@
 #endif
 
 #define PAGODA_INLINE static inline __attribute__((always_inline))
+#define PAGODA_INLINE_MEMBER __attribute__((always_inline))
 
 namespace PAGODA_NS {
 
@@ -67,9 +68,14 @@ PAGODA_INLINE pairs widen_pairs(const int8_t* p) {
   return {_mm512_or_si512(_mm512_srli_epi32(widen(p), 16), widen(p + 16))};
 }
 #if PAGODA_LEVEL >= 3  // AVX-512 BF16
+// Subnormal numbers become 0, as which dot2 takes them anyway.
 PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) {
   const __m256bh bits = _mm512_cvtneps_pbh(a.v);
   memcpy(p, &bits, 32);
+}
+PAGODA_INLINE f16 rounded(f16 a) {
+  const __m256i bits = (__m256i)_mm512_cvtneps_pbh(a.v);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
 }
 PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
   return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b.v)};
@@ -88,6 +94,7 @@ PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
 #endif
 constexpr int MAX_ROWS = 12;  // rows of a tile of 2 groups: 24 accumulators of 32 registers
 PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+PAGODA_INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 #elif PAGODA_LEVEL == 1  // AVX2 + FMA: two registers
 
@@ -171,6 +178,7 @@ PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
 }
 constexpr int MAX_ROWS = 2;  // 2 rows x 2 groups x 2 registers = 8 accumulators of 16
 PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+PAGODA_INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
 
 #else  // plain C++: what the compiler makes of it
 
@@ -237,6 +245,7 @@ PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
 }
 constexpr int MAX_ROWS = 2;
 PAGODA_INLINE void prefetch(const void*) {}
+PAGODA_INLINE void prefetch_far(const void*) {}
 #undef PAGODA_EACH
 
 #endif
@@ -290,6 +299,14 @@ PAGODA_INLINE f16 exp(f16 x) {
   p = fma(p, r * r, r) + set1(1.0f);
   return where_at_least(x, tiny, scale2(p, n));
 }
+
+#if PAGODA_LEVEL < 3
+PAGODA_INLINE f16 rounded(f16 a) {
+  uint16_t t[16];
+  store_bf16(t, a);
+  return load_bf16(t);
+}
+#endif
 
 PAGODA_INLINE f16 silu(f16 x) { return x / (set1(1.0f) + exp(zero() - x)); }
 // tanh(x) = 1 - 2 / (e^2x + 1)

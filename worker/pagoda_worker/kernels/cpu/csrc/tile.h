@@ -9,23 +9,44 @@
 
 namespace PAGODA_NS {
 
-// b[g] points at the first pair row of group g; the next pair row is `stride` words on. Where `ahead` is given, what lies
-// there in the same way is fetched meanwhile, a few lines at a time, because more than the hardware can wait for at once
-// would hold up the arithmetic; by itself it falls behind as soon as there are a few rows to multiply.
-template <int ROWS, int GROUPS>
-PAGODA_INLINE void tile(const uint16_t* a, size_t lda, const uint32_t* const* b, size_t stride, int num_pairs,
-                        f16 (&acc)[ROWS][GROUPS], const uint32_t* const* ahead = nullptr) {
-  for (int k = 0; k < num_pairs; ++k) {
+// Pointers into ROWS rows that lie `stride` bytes apart: STRIDE if that is known, when one will do for all. Else rows are
+// reached in threes from one pointer, by what a memory operand can add to it, because a pointer for each would not fit into
+// the registers.
+template <int ROWS, int STRIDE = 0>
+struct Rows {
+  static constexpr int SHARE = STRIDE ? ROWS : 3, POINTERS = (ROWS + SHARE - 1) / SHARE;
+  const char* at[POINTERS];
+  size_t stride;
+
+  PAGODA_INLINE_MEMBER Rows(const void* first, size_t stride_) : stride(STRIDE ? STRIDE : stride_) {
+#pragma GCC unroll 8
+    for (int i = 0; i < POINTERS; ++i) at[i] = (const char*)first + i * SHARE * stride;
+  }
+  PAGODA_INLINE_MEMBER uint32_t word(int row, int offset = 0) const {
+    uint32_t word;
+    memcpy(&word, at[row / SHARE] + row % SHARE * stride + offset, 4);
+    return word;
+  }
+  PAGODA_INLINE_MEMBER void move(int bytes) {
+#pragma GCC unroll 8
+    for (int i = 0; i < POINTERS; ++i) at[i] += bytes;
+  }
+};
+
+// b[g] points at the first pair row of group g; the next pair row is `stride` words on. fetch(k) is called along the way, for
+// what is read later: a few lines at a time, because more than the hardware can wait for at once would hold up the arithmetic;
+// by itself it falls behind as soon as there are a few rows to multiply.
+template <int ROWS, int GROUPS, typename ROWS_OF_A, typename FETCH>
+PAGODA_INLINE void tile(ROWS_OF_A a, const uint32_t* const* b, size_t stride, int num_pairs, f16 (&acc)[ROWS][GROUPS],
+                        FETCH&& fetch) {
+  for (int k = 0; k < num_pairs; ++k, a.move(4)) {
     pairs column[GROUPS];
 #pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; ++g) {
-      column[g] = load_pairs(b[g] + k * stride);
-      if (ahead) prefetch(ahead[g] + k * stride);
-    }
+    for (int g = 0; g < GROUPS; ++g) column[g] = load_pairs(b[g] + k * stride);
+    fetch(k);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      uint32_t pair;
-      memcpy(&pair, a + r * lda + 2 * k, 4);
+      const uint32_t pair = a.word(r);
 #pragma GCC unroll 8
       for (int g = 0; g < GROUPS; ++g) acc[r][g] = dot2(acc[r][g], pair, column[g]);
     }
