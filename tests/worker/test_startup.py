@@ -212,5 +212,5 @@ def torch_threads() -> Iterator[int]:
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_torch_has_no_threads_beside_those_of_the_kernels(kernels: str, tmp_path: Path, torch_threads: int) -> None:
     model = save(make_model(*NATIVE["llama"]), tmp_path, torch.bfloat16)
-    load_runner(WorkerConfig(model=str(model), kernels=kernels, num_blocks=8), lambda done, of: None)
+    load_runner(WorkerConfig(model=str(model), kernels=kernels, num_blocks=64), lambda done, of: None)
     assert torch.get_num_threads() == (1 if kernels == "native" else torch_threads)
