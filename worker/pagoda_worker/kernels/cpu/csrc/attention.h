@@ -21,7 +21,6 @@ constexpr int LINES = 48;  // of an item of work: so often is what was brought n
 constexpr int AHEAD = 4;  // groups between what is read and what is fetched meanwhile
 constexpr int RING = 4;   // groups that a tile reads at once, at most
 constexpr float MASKED = -1e30f;
-constexpr int FEW_ROWS = 4;  // up to so many lines a tile waits for memory rather than for arithmetic
 
 struct AttentionArgs {
   const uint16_t* q;     // [tokens, heads, dim]
@@ -169,10 +168,10 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
   const Rows<ROWS, sizeof s.q[0]> queries(s.q[v.line], 0);
-  if (ROWS <= FEW_ROWS && !a.k_scales)
-    tile(queries, keys, 16, a.dim / 2, acc, [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * 16); });
-  else
+  if (a.k_scales)  // fetched when they are widened
     tile(queries, keys, 16, a.dim / 2, acc, [](int) {});
+  else
+    tile(queries, keys, 16, a.dim / 2, acc, [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * 16); });
   const bool seen_by_all =
       t + 16 * GROUPS <= position[0] + 1 && (!a.window || t > position[ROWS - 1] - a.window);
   const bool plain = seen_by_all && a.softcap == 0.0f;
@@ -255,11 +254,11 @@ static void split_values(const AttentionArgs& a, const View& v, int dim_first, c
       ahead[g] = s.values.ahead[group] + d;
     }
     const Rows<ROWS, sizeof s.probs[0]> probs(&s.probs[0][t - v.from], 0);
-    if (ROWS <= FEW_ROWS && !a.k_scales)
+    if (a.k_scales)
+      tile(probs, groups, (size_t)a.dim, pairs_here, acc, [](int) {});
+    else
       tile(probs, groups, (size_t)a.dim, pairs_here, acc,
            [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * a.dim); });
-    else
-      tile(probs, groups, (size_t)a.dim, pairs_here, acc, [](int) {});
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
