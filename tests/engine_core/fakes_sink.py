@@ -102,7 +102,7 @@ class ScriptedExecutor:
     def join(self, epoch: int, hello: Hello) -> FakeRunner:
         self.events.append(WorkerJoined(epoch, hello))
         self.plans[epoch] = deque()
-        self.runners[epoch] = FakeRunner(hello.num_blocks, hello.block_size)
+        self.runners[epoch] = FakeRunner(hello.num_blocks, hello.block_size, num_swap_blocks=hello.num_swap_blocks)
         return self.runners[epoch]
 
     def answer(self, epoch: int) -> bool:
