@@ -7,8 +7,9 @@
 
 FakeRunner keeps a KV memory of its own: every cell of every block holds the hash of the row's tokens up to that
 position. A chunk writes its cells, then all cells of the row's block table up to the chunk's end are compared with what
-they must be. A block handed out twice, a missing copy-on-write or a wrong prefix hit is therefore an error in the step
-that would have read the wrong KV, and not a strange token much later. Breaches of the contract raise ContractBroken.
+they must be. A block handed out twice, a missing copy-on-write, a wrong prefix hit or a block swapped in from the wrong
+place is therefore an error in the step that would have read the wrong KV, and not a strange token much later. Breaches
+of the contract raise ContractBroken.
 A row that fails leaves tainted cells. Who reads them (a sibling forked before the failure is known) may, but samples
 wrong tokens from then on: whoever used those would not get the reference.
 """
@@ -112,6 +113,7 @@ class FakeRunner:
     poison_token_id: int | None = None
     poison_code: str = ErrorCode.NUMERICAL_ERROR.value
     poison_at: int = 0
+    num_swap_blocks: int = 0
     verify: bool = True
     hint: Callable[[FakeRow], int] = lambda row: 0
     accept: Callable[[FakeRow, int], int] = lambda row, allowed: 0
@@ -122,10 +124,11 @@ class FakeRunner:
 
     def __post_init__(self) -> None:
         self._cells: dict[int, int] = {}  # block * block_size + offset -> hash of the prefix up to there
+        self._swapped: dict[int, int] = {}  # the same of swap blocks
         self._last_row_id = -1
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """One step, in the order the contract gives: drop, add, append, copy, compute, sample."""
+        """One step, in the order the contract gives: drop, add, append, swap out, swap in, copy, compute, sample."""
         self._require(plan.step == self.steps_done + 1, f"step {plan.step} after {self.steps_done}")
         self._require(plan.num_tokens <= self.max_tokens_per_step, f"{plan.num_tokens} tokens in one step")
         for row_id in plan.finished_rows:
@@ -136,6 +139,11 @@ class FakeRunner:
             self._add(new)
         self._require(len(self.rows) <= self.max_rows, f"{len(self.rows)} rows at once")
         self._change_tables(plan)
+        blocks, swap_blocks = range(self.num_blocks), range(self.num_swap_blocks)
+        self._check_pairs(plan.swap_outs, blocks, swap_blocks)
+        self._check_pairs(plan.swap_ins, swap_blocks, blocks)
+        self._move(plan.swap_outs, self._cells, self._swapped)
+        self._move(plan.swap_ins, self._swapped, self._cells)
         self._copy_blocks(plan)
         errors = self._fail_poisoned(plan)
         for chunk in plan.chunks:
@@ -169,12 +177,19 @@ class FakeRunner:
         destinations = [destination for _, destination in plan.block_copies]
         self._require(len(set(destinations)) == len(destinations), "a block is copied to twice")
         self._require(sources.isdisjoint(destinations), "a block is copied from and to in one step")
-        for source, destination in plan.block_copies:
+        self._move(plan.block_copies, self._cells, self._cells)
+
+    def _check_pairs(self, pairs: list[tuple[int, int]], sources: range, destinations: range) -> None:
+        self._require(all(a in sources and b in destinations for a, b in pairs), "a swap is out of range")
+        self._require(len({b for _, b in pairs}) == len(pairs), "a block is swapped to twice")
+
+    def _move(self, pairs: list[tuple[int, int]], sources: dict[int, int], destinations: dict[int, int]) -> None:
+        for source, destination in pairs:
             for offset in range(self.block_size):
-                cell = self._cells.get(source * self.block_size + offset)
-                self._cells.pop(destination * self.block_size + offset, None)
+                cell = sources.get(source * self.block_size + offset)
+                destinations.pop(destination * self.block_size + offset, None)
                 if cell is not None:
-                    self._cells[destination * self.block_size + offset] = cell
+                    destinations[destination * self.block_size + offset] = cell
 
     def _fail_poisoned(self, plan: StepPlan) -> list[RowError]:
         errors = []

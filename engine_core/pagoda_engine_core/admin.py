@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from pagoda_engine_core.counters import BLOCKS
 from pagoda_engine_core.engine import EngineCore, Stats, WorkerView
 from pagoda_engine_core.session import abort_with
 from pagoda_proto import convert
@@ -19,7 +20,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 ANSWER_WITHIN_S = 5.0
 _TOTALS = (
     "prompt_tokens", "cached_prompt_tokens", "output_tokens", "preemptions", "replays", "worker_deaths", "steps",
-    "draft_tokens", "accepted_draft_tokens",
+    "draft_tokens", "accepted_draft_tokens", "swap_preemptions", "swapped_out_blocks", "swapped_in_blocks",
 )  # fmt: skip
 
 T = TypeVar("T")
@@ -81,8 +82,6 @@ def _worker_to_pb(view: WorkerView) -> pb.Worker:
 def _stats_to_pb(stats: Stats) -> pb.GetStatsResponse:
     return pb.GetStatsResponse(
         load=convert.load_to_pb(stats.load),
-        blocks_total=stats.blocks_total,
-        blocks_used=stats.blocks_used,
-        blocks_cached=stats.blocks_cached,
+        **{name: getattr(stats, name) for name in BLOCKS},
         **{name: stats.totals.get(name, 0) for name in _TOTALS},
     )

@@ -19,6 +19,7 @@ class EngineConfig:
     speculation_tokens: int = option(16, "steps are filled with drafts up to this many tokens; 0 allows no drafts")
     prefix_cache: bool = option(True, "reuse the KV blocks of equal prefixes")
     policy: str = option("fcfs", "order of waiting requests: fcfs or priority")
+    preemption: str = option("auto", "where KV blocks run out: recompute, swap while there is room, auto: the quicker")
     max_steps_in_flight: int = option(2, "plans sent to a worker before the first result is back")
     max_queued_requests: int = option(4096, "requests waiting at once; more are refused as overloaded")
     max_queued_tokens: int = option(4_000_000, "prompt tokens waiting at once; more are refused as overloaded")
@@ -39,5 +40,7 @@ class EngineConfig:
             problems.append(f"speculation_tokens must not be negative, got {self.speculation_tokens}")
         if self.policy not in ("fcfs", "priority"):
             problems.append(f"policy must be fcfs or priority, got {self.policy!r}")
+        if self.preemption not in ("auto", "swap", "recompute"):
+            problems.append(f"preemption must be auto, swap or recompute, got {self.preemption!r}")
         if problems:
             raise ValueError("; ".join(problems))

@@ -21,6 +21,7 @@ import msgspec
 from pagoda_engine_core.admission import FrontDoor
 from pagoda_engine_core.answers import Answers, NoObserver, Observer, Sink, Submission
 from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.counters import sum_blocks
 from pagoda_engine_core.executor import (
     Executor,
     ExecutorEvent,
@@ -63,6 +64,8 @@ class Stats(NamedTuple):
     blocks_total: int
     blocks_used: int
     blocks_cached: int
+    swap_blocks_total: int
+    swap_blocks_used: int
     totals: dict[str, int]
 
 
@@ -160,13 +163,7 @@ class EngineCore:
     def stats(self) -> Stats:
         counters = [group.scheduler.counters for group in self._router.groups.values()]
         totals = Counter(self._totals) + self._router.totals() + Counter(self._executor.counters())
-        return Stats(
-            load=self.load(),
-            blocks_total=sum(c.blocks_total for c in counters),
-            blocks_used=sum(c.blocks_used for c in counters),
-            blocks_cached=sum(c.blocks_cached for c in counters),
-            totals=dict(totals),
-        )
+        return Stats(load=self.load(), totals=dict(totals), **sum_blocks(counters))
 
     def reset_prefix_cache(self) -> int:
         """Forget cached blocks that no request uses; how many those were."""

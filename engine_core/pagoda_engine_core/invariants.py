@@ -8,33 +8,38 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from pagoda_engine_core.blocks import BlockPool, require
+from pagoda_engine_core.blocks import require
+from pagoda_engine_core.kv_cache import KvCache
 from pagoda_engine_core.plan import Flight
 from pagoda_engine_core.policy import OrderedChoices
 from pagoda_engine_core.request import NO_ROW, Choice, ChoiceState, Request
 
 
 def check_books(
-    pool: BlockPool,
+    kv: KvCache,
     requests: Collection[Request],
     waiting: OrderedChoices,
     running: OrderedChoices,
     flights: Iterable[Flight],
 ) -> None:
     """Raises BrokenInvariant."""
-    pool.check_invariants()
-    _check_references(pool, running)
+    for pool in (kv.pool, kv.swap_pool):
+        pool.check_invariants()
+    _check_references(kv, waiting, running)
     _check_queues(requests, waiting, running)
     for choice in running:
-        _check_row(choice, pool.block_size)
+        _check_row(choice, kv.pool.block_size)
+    for choice in waiting:
+        _check_swapped(choice, kv)
     _check_flights(flights, running)
 
 
-def _check_references(pool: BlockPool, running: OrderedChoices) -> None:
+def _check_references(kv: KvCache, waiting: OrderedChoices, running: OrderedChoices) -> None:
     users = Counter(block for choice in running for block in choice.block_ids)
-    require(
-        all(pool.ref_counts[block] == users[block] for block in range(pool.num_blocks)), "ref counts != block tables"
-    )
+    require(kv.pool.ref_counts == [users[block] for block in range(kv.pool.num_blocks)], "ref counts != block tables")
+    users = Counter(block for choice in waiting for block in choice.swap_block_ids)
+    swap_users = [users[block] for block in range(kv.swap_pool.num_blocks)]
+    require(kv.swap_pool.ref_counts == swap_users, "ref counts of swap blocks != what is swapped")
     tables = [choice.block_ids for choice in running]
     require(all(len(set(table)) == len(table) for table in tables), "a block appears twice in one table")
 
@@ -61,6 +66,14 @@ def _check_row(choice: Choice, block_size: int) -> None:
     require(choice.num_computed <= len(choice.block_ids) * block_size, "computed beyond the block table")
     require(choice.num_computed < choice.num_tokens + max(1, choice.num_pending), "computed beyond the tokens")
     require(choice.num_registered * block_size <= choice.num_computed, "registered before computed")
+    require(choice.num_confirmed <= choice.num_computed, "confirmed before computed")
+    require(not choice.swap_block_ids and not choice.num_swapped, "a running choice is swapped out")
+
+
+def _check_swapped(choice: Choice, kv: KvCache) -> None:
+    require(len(choice.swap_block_ids) == kv.blocks_for(choice.num_swapped), "swap blocks != swapped tokens")
+    require(not choice.num_swapped or choice.state is ChoiceState.PREEMPTED, "swapped, but not preempted")
+    require(choice.num_swapped < choice.num_tokens, "nothing is left to compute")
 
 
 def _check_flights(flights: Iterable[Flight], running: OrderedChoices) -> None:

@@ -2,11 +2,13 @@
 
 Everything here follows: a prefix hit shares full blocks, a fork shares a sibling's prompt blocks, and whoever is about
 to write into a block with another user first gets a copy of it. Blocks are offered to the prefix cache once a worker
-has confirmed that it computed them.
+has confirmed that it computed them. Only what is confirmed is swapped out, too: a choice that is preempted with a step
+in flight loses that step and no other, and should that step fail, nothing of it is kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pagoda_engine_core.blocks import BlockPool, HashChain
@@ -14,10 +16,12 @@ from pagoda_engine_core.request import Choice, Request
 
 
 class Prefix(NamedTuple):
-    """Blocks to share, and how many of a choice's tokens they hold already."""
+    """What a row starts with: blocks to share, swap blocks whose content follows theirs, and how many of a choice's
+    tokens they hold together."""
 
     block_ids: list[int]
     num_tokens: int
+    swap_block_ids: Sequence[int] = ()
 
 
 class Growth(NamedTuple):
@@ -44,12 +48,23 @@ def fork_source(request: Request) -> Choice | None:
     return next(ready, None)
 
 
-class KvCache:
-    """Block tables of choices on top of one worker's pool."""
+def awaits_sibling(choice: Choice) -> bool:
+    """Whether a sibling computes the prompt right now, which this choice would otherwise compute, too."""
+    return choice.request.num_rows > 0 and not choice.num_swapped and fork_source(choice.request) is None
 
-    def __init__(self, pool: BlockPool) -> None:
+
+class KvCache:
+    """Block tables of choices on top of one worker's blocks, those of its KV cache and those of its swap space."""
+
+    def __init__(self, pool: BlockPool, num_swap_blocks: int = 0) -> None:
         self.pool = pool
+        self.swap_pool = BlockPool(num_swap_blocks, pool.block_size, prefix_cache=False)
         self._block_size = pool.block_size
+
+    def emptied(self) -> KvCache:
+        """One of the same sizes that holds nothing."""
+        pool = BlockPool(self.pool.num_blocks, self.pool.block_size, self.pool.prefix_cache)
+        return KvCache(pool, self.swap_pool.num_blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
@@ -60,26 +75,42 @@ class KvCache:
         return self._cached_prefix(choice).num_tokens
 
     def lookup(self, choice: Choice) -> Prefix:
-        """The longest prefix to start a row with: from the cache, or from a sibling whose prompt is computed.
+        """The longest prefix to start a row with: from the cache, from a sibling whose prompt is computed, or from
+        swap blocks behind what one of them still has.
 
         At least one token is left to compute, for without computing there are no logits to sample from.
         """
         if choice.owes_prompt_logprobs:
             return NOTHING_CACHED
         cached, forked = self._cached_prefix(choice), self._forked_prefix(choice)
-        return forked if forked.num_tokens > cached.num_tokens else cached
+        found = forked if forked.num_tokens > cached.num_tokens else cached
+        if found.num_tokens >= choice.num_swapped:
+            return found
+        num_full = found.num_tokens // self._block_size
+        return Prefix(found.block_ids[:num_full], choice.num_swapped, choice.swap_block_ids[num_full:])
 
     def cost(self, prefix: Prefix, num_tokens: int) -> int:
         """Blocks that leave the free list when a table starts from `prefix` and grows to hold `num_tokens`."""
         revived = sum(not self.pool.ref_counts[block] for block in prefix.block_ids)
-        copied = prefix.num_tokens % self._block_size != 0
+        copied = prefix.num_tokens % self._block_size != 0 and not prefix.swap_block_ids
         return revived + copied + self.blocks_for(num_tokens) - len(prefix.block_ids)
 
-    def attach(self, choice: Choice, prefix: Prefix) -> None:
-        """Start the empty block table of `choice` with a shared prefix."""
+    def attach(self, choice: Choice, prefix: Prefix) -> list[tuple[int, int]]:
+        """Start the empty block table of `choice` with a prefix. What is to be swapped in for it, as in StepPlan;
+        its swap blocks are free then, for a swap-out of the next plan at the earliest."""
         self.pool.share(prefix.block_ids)
-        choice.block_ids = list(prefix.block_ids)
+        own = self.pool.allocate(len(prefix.swap_block_ids))
+        choice.block_ids = prefix.block_ids + own
         choice.num_computed = prefix.num_tokens
+        self.free_swapped(choice)
+        return list(zip(prefix.swap_block_ids, own, strict=True))
+
+    def swap_out(self, choice: Choice) -> list[tuple[int, int]]:
+        """Keep the confirmed tokens of a choice that is to lose its blocks; `swap_pool` must have room. What is to be
+        swapped out for it, as in StepPlan."""
+        num_blocks = self.blocks_for(choice.num_confirmed)
+        choice.swap_block_ids, choice.num_swapped = self.swap_pool.allocate(num_blocks), choice.num_confirmed
+        return list(zip(choice.block_ids[:num_blocks], choice.swap_block_ids, strict=True))
 
     def missing(self, choice: Choice, num_tokens: int) -> int:
         """Free blocks that `grow` needs."""
@@ -104,6 +135,7 @@ class KvCache:
 
     def commit(self, choice: Choice, num_computed: int) -> None:
         """A worker has computed this many leading tokens, all known by now: full blocks enter the prefix cache."""
+        choice.num_confirmed = num_computed
         num_full = num_computed // self._block_size
         if num_full <= choice.num_registered or not self.pool.prefix_cache:
             return
@@ -116,6 +148,15 @@ class KvCache:
         """Give up the whole table."""
         self.pool.free(choice.block_ids)
         choice.block_ids = []
+
+    def free_swapped(self, choice: Choice) -> None:
+        """Give up what was swapped out, if anything was."""
+        self.swap_pool.free(choice.swap_block_ids)
+        choice.swap_block_ids, choice.num_swapped = [], 0
+
+    def num_shared(self, choice: Choice, num_blocks: int) -> int:
+        """How many of the first `num_blocks` blocks have another user, and so will be there when this one is gone."""
+        return sum(self.pool.ref_counts[block] > 1 for block in choice.block_ids[:num_blocks])
 
     def _shared_indices(self, choice: Choice, num_tokens: int) -> list[int]:
         """Table entries in the way of writing [num_computed, num_tokens): blocks with another user."""

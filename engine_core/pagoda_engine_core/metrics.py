@@ -26,7 +26,8 @@ _TOTALS = {
     "output_tokens": ("generation_tokens", "Tokens generated"),
     "draft_tokens": ("draft_tokens", "Guessed tokens that were verified"),
     "accepted_draft_tokens": ("accepted_draft_tokens", "Guessed tokens that became output"),
-    "preemptions": ("num_preemptions", "Rows that gave up their KV blocks"),
+    "swapped_out_blocks": ("swapped_out_blocks", "KV blocks copied to host memory"),
+    "swapped_in_blocks": ("swapped_in_blocks", "KV blocks copied back from host memory"),
     "replays": ("requests_replayed", "Requests that lost their worker after they had begun"),
     "worker_deaths": ("worker_deaths", "Workers that died or hung"),
     "workers_refused": ("workers_refused", "Registrations that were refused"),
@@ -110,6 +111,10 @@ class _StatsCollector(Collector):
         for kind in ("total", "used", "cached"):
             value = getattr(stats, f"blocks_{kind}")
             yield GaugeMetricFamily(f"pagoda_kv_blocks_{kind}", f"KV blocks: {kind}", value=value)
+        for kind in ("total", "used"):
+            value = getattr(stats, f"swap_blocks_{kind}")
+            yield GaugeMetricFamily(f"pagoda_swap_blocks_{kind}", f"Blocks of host memory: {kind}", value=value)
+        yield _preemptions(stats)
         for key, (stem, help_text) in _TOTALS.items():
             yield CounterMetricFamily(f"pagoda_{stem}", help_text, value=stats.totals.get(key, 0))
         dropped = CounterMetricFamily("pagoda_frames_dropped", "Worker frames not acted upon", labels=["reason"])
@@ -117,3 +122,11 @@ class _StatsCollector(Collector):
             if key.startswith(_DROPPED):
                 dropped.add_metric([key.removeprefix(_DROPPED)], count)
         yield dropped
+
+
+def _preemptions(stats: Stats) -> Metric:
+    swapped = stats.totals.get("swap_preemptions", 0)
+    family = CounterMetricFamily("pagoda_num_preemptions", "Rows that gave up their KV blocks", labels=["kind"])
+    family.add_metric(["swap"], swapped)
+    family.add_metric(["recompute"], stats.totals.get("preemptions", 0) - swapped)
+    return family

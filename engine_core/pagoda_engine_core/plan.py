@@ -104,6 +104,7 @@ class PlanBuilder:
         self._new_rows: list[NewRow] = []
         self._append_blocks: list[AppendBlocks] = []
         self._replace_blocks: list[ReplaceBlock] = []
+        self._swap_ins: list[tuple[int, int]] = []
         self._block_copies: list[tuple[int, int]] = []
         self._decodes: list[tuple[Choice, Chunk]] = []
         self._prefills: list[tuple[Choice, Chunk]] = []
@@ -117,8 +118,9 @@ class PlanBuilder:
         """The rows that compute one token."""
         return [choice for choice, _ in self._decodes]
 
-    def start_row(self, choice: Choice, growth: Growth) -> None:
+    def start_row(self, choice: Choice, growth: Growth, swap_ins: list[tuple[int, int]]) -> None:
         """`choice` becomes a row. Its whole block table travels with it, so of its growth only copies remain to do."""
+        self._swap_ins += swap_ins
         self._block_copies += growth.copies
         self._new_rows.append(_new_row(choice))
 
@@ -141,7 +143,7 @@ class PlanBuilder:
         self._decodes[index] = (choice, chunk)
         self.budget.grant_drafts(num_drafts)
 
-    def launch(self, step: int, finished_rows: list[int]) -> tuple[StepPlan, Flight]:
+    def launch(self, step: int, finished_rows: list[int], swap_outs: list[tuple[int, int]]) -> tuple[StepPlan, Flight]:
         """The plan is final: move its choices to where they will be once it is done."""
         flight = Flight(step, self._decodes + self._prefills)
         for choice, chunk in flight.chunks:
@@ -155,6 +157,8 @@ class PlanBuilder:
             new_rows=self._new_rows,
             append_blocks=self._append_blocks,
             replace_blocks=self._replace_blocks,
+            swap_outs=swap_outs,
+            swap_ins=self._swap_ins,
             block_copies=self._block_copies,
             chunks=[chunk for _, chunk in flight.chunks],
         )

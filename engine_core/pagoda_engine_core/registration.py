@@ -7,6 +7,7 @@ numerics hold while any worker is alive; they are what makes a replay on another
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import inf
 
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.params import ModelLimits
@@ -71,4 +72,8 @@ def _malformed(hello: Hello) -> str | None:
     for name in _COUNTS:
         if not 1 <= getattr(hello, name) <= MAX_COUNT:
             return f"{name}: must be between 1 and {MAX_COUNT}, got {getattr(hello, name)}"
+    if not 0 <= hello.num_swap_blocks <= MAX_COUNT:
+        return f"num_swap_blocks: must be between 0 and {MAX_COUNT}, got {hello.num_swap_blocks}"
+    if not 0 <= hello.swap_block_s < inf:
+        return f"swap_block_s: must not be negative, got {hello.swap_block_s}"
     return None

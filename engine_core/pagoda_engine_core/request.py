@@ -44,8 +44,9 @@ class Choice:
     """
 
     __slots__ = (
-        "block_ids", "chain", "finish_reason", "index", "launched", "num_computed", "num_drafting", "num_drafts",
-        "num_pending", "num_registered", "order", "output_ids", "request", "row_id", "state",
+        "block_ids", "chain", "finish_reason", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
+        "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "request", "row_id",
+        "state", "swap_block_ids",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int) -> None:
@@ -59,10 +60,13 @@ class Choice:
         self.launched = False  # a plan that computes for this row has been made
         self.block_ids: list[int] = []
         self.num_computed = 0
+        self.num_confirmed = 0  # of these, so many according to results; without a prefix hit until the first is in
         self.num_pending = 0
         self.num_drafts = 0  # what the worker last said it would try
         self.num_drafting = 0  # drafts that the plan in flight allows
         self.num_registered = 0  # leading blocks offered to the prefix cache
+        self.swap_block_ids: list[int] = []  # while preempted: where the KV of `num_swapped` leading tokens is kept
+        self.num_swapped = 0
         self.chain: HashChain | None = None
 
     @property
@@ -110,12 +114,16 @@ class Choice:
         self.num_drafts = num_drafts
 
     def leave_worker(self, state: ChoiceState) -> None:
-        """Forget everything that a worker would have to hold; the blocks have been freed."""
+        """Forget everything that a worker would have to hold, but keep what a preempted choice has swapped out. The
+        blocks have been freed, or are lost with their worker."""
         self.state = state
         self.row_id = NO_ROW
         self.launched = False
         self.block_ids = []
-        self.num_computed = self.num_pending = self.num_registered = self.num_drafts = self.num_drafting = 0
+        self.num_computed = self.num_confirmed = self.num_pending = self.num_registered = 0
+        self.num_drafts = self.num_drafting = 0
+        if state is not ChoiceState.PREEMPTED:
+            self.swap_block_ids, self.num_swapped = [], 0
         if self.owes_prompt_logprobs:
             self.request.prompt_logprobs.clear()
 

@@ -70,15 +70,9 @@ class Router:
     # --- workers -----------------------------------------------------------------------------------------------------
 
     def join(self, epoch: int, hello: Hello) -> Group:
-        scheduler = Scheduler(
-            self._config,
-            num_blocks=hello.num_blocks,
-            block_size=hello.block_size,
-            policy=self._policy,
-            row_ids=self._row_ids,
-            max_rows=min(self._config.max_rows, hello.max_rows),
-            max_tokens_per_step=min(self._config.max_tokens_per_step, hello.max_tokens_per_step),
-        )
+        if self._config.preemption == "swap" and not hello.num_swap_blocks:
+            log.warning("preemption=swap, but worker %s has no swap space: it recomputes", hello.worker_id)
+        scheduler = Scheduler(self._config, hello, self._policy, self._row_ids)
         group = self.groups[epoch] = Group(epoch, hello, scheduler)
         return group
 

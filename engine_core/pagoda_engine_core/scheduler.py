@@ -18,44 +18,37 @@ from pagoda_engine_core.blocks import BlockPool, require
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.counters import Counters, Totals
 from pagoda_engine_core.invariants import check_books
-from pagoda_engine_core.kv_cache import KvCache, Prefix, fork_source
+from pagoda_engine_core.kv_cache import KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.ledger import Cause
 from pagoda_engine_core.plan import Budget, Flight, PlanBuilder
 from pagoda_engine_core.policy import OrderedChoices, Policy
+from pagoda_engine_core.preemption import Preemption
 from pagoda_engine_core.request import Choice, ChoiceState, Request
 from pagoda_engine_core.speculation import grant_drafts, may_draft
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta
-from pagoda_proto.steps import Chunk, RowError, RowOutput, StepPlan, StepResult
+from pagoda_proto.steps import Chunk, Hello, RowError, RowOutput, StepPlan, StepResult
 
 
 class Scheduler:
-    """Decides what one worker computes in each step. `max_rows` and `max_tokens_per_step`: the smaller of what the
-    configuration and the worker allow. `row_ids` yields ids that rise and are never used twice in an engine's life.
+    """Decides what one worker computes in each step; `hello` is what that worker offers. `row_ids` yields ids that rise
+    and are never used twice in an engine's life.
     """
 
-    def __init__(  # noqa: PLR0913 - the facts of one worker
-        self,
-        config: EngineConfig,
-        *,
-        num_blocks: int,
-        block_size: int,
-        policy: Policy,
-        row_ids: Iterator[int],
-        max_rows: int,
-        max_tokens_per_step: int,
-    ) -> None:
+    def __init__(self, config: EngineConfig, hello: Hello, policy: Policy, row_ids: Iterator[int]) -> None:
         self._config = config
         self._policy = policy
         self._row_ids = row_ids
-        self._max_rows = max_rows
-        self._max_tokens_per_step = max_tokens_per_step
-        self._pool = BlockPool(num_blocks, block_size, config.prefix_cache)
-        self._kv = KvCache(self._pool)
+        self._max_rows = min(config.max_rows, hello.max_rows)
+        self._max_tokens_per_step = min(config.max_tokens_per_step, hello.max_tokens_per_step)
+        self._pool = BlockPool(hello.num_blocks, hello.block_size, config.prefix_cache)
+        self._kv = KvCache(self._pool, hello.num_swap_blocks)
+        self._preemption = Preemption(config.preemption, hello.swap_block_s)
         self._requests: dict[str, Request] = {}
         self._waiting = OrderedChoices()
         self._running = OrderedChoices()
         self._dropped_rows: list[int] = []  # the worker still holds these; the next plan tells it
+        self._swap_outs: list[tuple[int, int]] = []  # what the same plan is to save of them
         self._in_flight: deque[Flight] = deque()
         self._deadlines: list[tuple[float, str]] = []  # heap; may name requests that have started or ended since
         self._num_added = 0
@@ -101,7 +94,9 @@ class Scheduler:
 
     @property
     def counters(self) -> Counters:
-        return Counters(replace(self._totals), self._pool.num_blocks, self._pool.num_used, self._pool.num_cached)
+        pool, swapped = self._pool, self._kv.swap_pool
+        sizes = (pool.num_blocks, pool.num_used, pool.num_cached, swapped.num_blocks, swapped.num_used)
+        return Counters(replace(self._totals), *sizes)
 
     def fits(self, request: Request) -> bool:
         """Whether one choice at its longest fits into all blocks. The last token sampled needs no KV."""
@@ -114,7 +109,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raises BrokenInvariant when the books do not add up; for tests and idle moments."""
-        check_books(self._pool, self._requests.values(), self._waiting, self._running, self._in_flight)
+        check_books(self._kv, self._requests.values(), self._waiting, self._running, self._in_flight)
         idle = [request for request in self._requests.values() if not request.num_rows]
         require(self._num_active == len(self._requests) - len(idle), "number of active requests is wrong")
         require(self._queued_tokens == sum(r.num_prompt_tokens for r in idle), "number of queued tokens is wrong")
@@ -177,10 +172,10 @@ class Scheduler:
             if request.started:
                 request.replays += 1
             request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_NO_WORKER, now)
-        self._pool = BlockPool(self._pool.num_blocks, self._pool.block_size, self._pool.prefix_cache)
-        self._kv = KvCache(self._pool)
+        self._kv = self._kv.emptied()
+        self._pool = self._kv.pool
         self._waiting, self._running = OrderedChoices(), OrderedChoices()
-        for collection in (self._requests, self._in_flight, self._dropped_rows, self._deadlines):
+        for collection in (self._requests, self._in_flight, self._dropped_rows, self._swap_outs, self._deadlines):
             collection.clear()
         self._num_active = self._queued_tokens = 0
         return requests
@@ -211,8 +206,8 @@ class Scheduler:
         if builder.empty and not self._dropped_rows:
             return None
         self._step += 1
-        plan, flight = builder.launch(self._step, self._dropped_rows)
-        self._dropped_rows = []
+        plan, flight = builder.launch(self._step, self._dropped_rows, self._swap_outs)
+        self._dropped_rows, self._swap_outs = [], []
         self._in_flight.append(flight)
         return plan
 
@@ -228,7 +223,9 @@ class Scheduler:
         errors = {error.row_id: error for error in result.errors}
         self._in_flight[0].check(result, outputs, errors)
         deltas = self._apply_errors(errors, now) if errors else []
-        for choice, chunk in self._in_flight.popleft().chunks:
+        chunks = self._in_flight.popleft().chunks
+        self._preemption.observe(chunks, result.forward_s)
+        for choice, chunk in chunks:
             if choice.row_id == chunk.row_id:
                 deltas += self._apply_row(choice, chunk, outputs.get(chunk.row_id), now)
         return deltas
@@ -267,7 +264,7 @@ class Scheduler:
         index = 0
         while index < len(self._waiting):
             choice = self._waiting[index]
-            if choice.request.num_rows and fork_source(choice.request) is None:  # a sibling computes the prompt
+            if awaits_sibling(choice):
                 index += 1
                 continue
             blocked = Cause.QUEUED_BLOCKS if preempted else self._start(choice, builder, now)
@@ -297,7 +294,7 @@ class Scheduler:
     def _admit(self, choice: Choice, prefix: Prefix, builder: PlanBuilder, now: float) -> None:
         request = choice.request
         self._waiting.remove(choice)
-        self._kv.attach(choice, prefix)
+        swap_ins = self._kv.attach(choice, prefix)
         num_tokens = builder.budget.grant(choice.distance)
         growth = self._kv.grow(choice, choice.num_computed + num_tokens)
         cached = min(prefix.num_tokens, request.num_prompt_tokens)
@@ -311,7 +308,8 @@ class Scheduler:
         if request.num_rows == 1:
             self._num_active += 1
             self._queued_tokens -= request.num_prompt_tokens
-        builder.start_row(choice, growth)
+        self._totals.swapped_in_blocks += len(swap_ins)
+        builder.start_row(choice, growth, swap_ins)
         builder.compute(choice, num_tokens)
         self._reserve(choice, builder)
 
@@ -319,7 +317,11 @@ class Scheduler:
         builder.reserved_blocks += max(0, self._kv.blocks_for(choice.num_tokens) - len(choice.block_ids))
 
     def _preempt(self, choice: Choice, now: float) -> None:
-        """Recompute later: cheap where the prefix cache still holds the blocks given up here."""
+        """Go on later, in the policy's order: from what is swapped out now, or by computing again."""
+        if self._preemption.swaps(choice, self._kv):
+            self._swap_outs += self._kv.swap_out(choice)
+            self._totals.swap_preemptions += 1
+            self._totals.swapped_out_blocks += len(choice.swap_block_ids)
         self._leave(choice, ChoiceState.PREEMPTED, now)
         self._waiting.add(choice)
         self._totals.preemptions += 1
@@ -361,6 +363,7 @@ class Scheduler:
             self._leave(choice, ChoiceState.WAITING, now)
         else:
             self._waiting.remove(choice)
+            self._kv.free_swapped(choice)
 
     def _leave(self, choice: Choice, state: ChoiceState, now: float) -> None:
         """A row goes. Its blocks may be given away at once: plans are executed in order."""

@@ -13,8 +13,13 @@ a block given to another row in plan n+1 is written there only after plan n is d
              only if the token sampled in its place is the same, so drafts change how many tokens a step yields and
              never which. The engine core says how many a chunk may carry and sees none of them.
 
-Within a step a worker does, in order: drop `finished_rows`, add `new_rows`, append blocks, copy blocks, compute chunks
-(KV is written first, then attended), sample the rows whose chunk says so.
+    swap     a move of a block between the KV cache and a *swap block* in the host's memory, where the K and V of a
+             preempted row outlast its blocks.
+
+Within a step a worker does, in order: drop `finished_rows`, add `new_rows`, append and replace blocks, swap blocks out,
+swap blocks in, copy blocks, compute chunks (KV is written first, then attended), sample the rows whose chunk says so.
+So a swap-out reads what earlier plans have written, whomever this one gives the block to; and a swap block that this
+plan reads may be written again by the next.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ import msgspec
 
 from pagoda_proto.params import SamplingParams
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -38,8 +43,8 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     `token_ids` are prompt then output tokens so far; the first `num_prompt_tokens` are prompt, the rest stay output
     for ever (penalties, min_tokens and the random stream count them as output also after a replay). `num_computed`
-    leading tokens already have their KV in `block_ids` (prefix hit or shared prompt). `seed` and `choice` key the
-    random stream; `eos_token_ids` is empty when the request ignores end of sequence.
+    leading tokens already have their KV in `block_ids` (prefix hit, shared prompt, or swapped in by the same plan).
+    `seed` and `choice` key the random stream; `eos_token_ids` is empty when the request ignores end of sequence.
     """
 
     row_id: int
@@ -91,6 +96,8 @@ class StepPlan(Message, frozen=True, tag="plan"):
     new_rows: list[NewRow] = []
     append_blocks: list[AppendBlocks] = []
     replace_blocks: list[ReplaceBlock] = []
+    swap_outs: list[tuple[int, int]] = []  # (block, swap block)
+    swap_ins: list[tuple[int, int]] = []  # (swap block, block)
     block_copies: list[tuple[int, int]] = []  # (source, destination), done before anything is computed
     chunks: list[Chunk] = []
 
@@ -152,6 +159,8 @@ class Hello(Message, frozen=True, tag="hello"):
     world_size: int = 1
     max_rows: int = 256
     max_tokens_per_step: int = 8192
+    num_swap_blocks: int = 0
+    swap_block_s: float = 0.0  # how long it takes to move one block, as measured at start
 
 
 class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):

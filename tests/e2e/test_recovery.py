@@ -128,6 +128,35 @@ def test_a_tiny_block_pool_changes_nothing(tmp_path_factory: pytest.TempPathFact
         assert tiny.stats().blocks_used == 0
 
 
+SWAPPING = ("--num-blocks", "24", "--max-model-len", "512", "--swap-space-gib", "0.05", "--preemption", "swap")
+
+
+def test_swapping_changes_nothing(tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Any]) -> None:
+    with running_stack(tmp_path_factory.mktemp("swap"), "--served-model-name", MODEL, *SWAPPING) as swapping:
+        check(asyncio.run(run_all(swapping, requests())), undisturbed)
+        stats = swapping.stats()
+        assert stats.preemptions >= stats.swap_preemptions > 0
+        assert stats.swapped_out_blocks >= stats.swapped_in_blocks > 0
+        assert stats.blocks_used == stats.swap_blocks_used == 0
+
+
+def test_swapped_streams_survive_the_death_of_the_worker_that_keeps_them(
+    tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Any]
+) -> None:
+    with running_stack(tmp_path_factory.mktemp("kept"), "--served-model-name", MODEL, *SWAPPING) as swapping:
+        victim = swapping.children("worker")[0]
+
+        def kill_the_keeper() -> None:
+            swapping.wait_until(lambda: swapping.stats().swap_blocks_used > 0)
+            kill(victim.pid)
+
+        check(asyncio.run(run_all(swapping, requests(), kill_the_keeper)), undisturbed)
+        assert not victim.is_running()
+        stats = swapping.stats()
+        assert (stats.worker_deaths, stats.swap_blocks_used) == (1, 0)
+        assert stats.replays > 0
+
+
 def test_speculation_changes_nothing_also_when_a_worker_dies(
     tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Any]
 ) -> None:

@@ -111,6 +111,10 @@ class Peer:
         self._context.destroy(linger=200)
 
 
+def runner_of(hello: Hello) -> FakeRunner:
+    return FakeRunner(hello.num_blocks, hello.block_size, num_swap_blocks=hello.num_swap_blocks)
+
+
 class FakeWorker:
     """`step_s` is how long a step takes. `hold` makes plans pile up until it is cleared."""
 
@@ -131,7 +135,7 @@ class FakeWorker:
         self.steps_done = 0
         self._endpoint = endpoint
         self._step_s = step_s
-        self._make_runner = runner or (lambda hello: FakeRunner(hello.num_blocks, hello.block_size))
+        self._make_runner = runner or runner_of
         self._waiting: list[StepPlan] = []
         self._stop = threading.Event()
         self._drained = False

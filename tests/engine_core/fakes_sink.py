@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from tests.engine_core.fake_worker import runner_of
 from tests.fakes import FakeRunner
 
 from pagoda_engine_core.executor import ExecutorEvent, StepDone, ToExecutor, WorkerInfo, WorkerJoined, WorkerState
@@ -102,7 +103,7 @@ class ScriptedExecutor:
     def join(self, epoch: int, hello: Hello) -> FakeRunner:
         self.events.append(WorkerJoined(epoch, hello))
         self.plans[epoch] = deque()
-        self.runners[epoch] = FakeRunner(hello.num_blocks, hello.block_size)
+        self.runners[epoch] = runner_of(hello)
         return self.runners[epoch]
 
     def answer(self, epoch: int) -> bool:

@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+from tests.engine_core.fake_worker import make_hello
 from tests.fakes import FakeModel, FakeRow, FakeRunner, ManualClock, prefix_hashes, reference_outputs
 
 from pagoda_engine_core.config import EngineConfig
@@ -85,6 +87,8 @@ class Harness:
         *,
         num_blocks: int = 64,
         block_size: int = 4,
+        num_swap_blocks: int = 0,
+        swap_block_s: float = 0.0,
         model: FakeModel | None = None,
         poison_token_id: int | None = None,
         poison_at: int = 0,
@@ -95,6 +99,8 @@ class Harness:
         self.model = model or FakeModel()
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_swap_blocks = num_swap_blocks
+        self.swap_block_s = swap_block_s
         self.config = EngineConfig(**({"max_steps_in_flight": 1, "max_rows": 16} | config))
         self.clock = ManualClock()
         self.clients: dict[str, Client] = {}
@@ -113,17 +119,16 @@ class Harness:
             self.model,
             max_rows=self.config.max_rows,
             max_tokens_per_step=self.config.max_tokens_per_step,
+            num_swap_blocks=self.num_swap_blocks,
             **self._behaviour,
         )
-        self.scheduler = Scheduler(
-            self.config,
+        hello = make_hello(
             num_blocks=self.num_blocks,
             block_size=self.block_size,
-            policy=load_policy(self.config.policy),
-            row_ids=self._row_ids,
-            max_rows=self.config.max_rows,
-            max_tokens_per_step=self.config.max_tokens_per_step,
+            num_swap_blocks=self.num_swap_blocks,
+            swap_block_s=self.swap_block_s,
         )
+        self.scheduler = Scheduler(self.config, hello, load_policy(self.config.policy), self._row_ids)
         self.results.clear()
 
     def request(self, record: RequestRecord, *, attempt: int = 0, prior: Sequence[PriorOutput] = ()) -> Request:
@@ -154,8 +159,10 @@ class Harness:
             self.results.append(self.runner.execute(plan))
         return plan
 
-    def land(self) -> list[Delta]:
-        deltas = self.scheduler.apply(self.results.popleft(), self.clock())
+    def land(self, forward_s: float = 0.0) -> list[Delta]:
+        """Apply the oldest result, which took the worker so long."""
+        result = msgspec.structs.replace(self.results.popleft(), forward_s=forward_s)
+        deltas = self.scheduler.apply(result, self.clock())
         self.receive(deltas)
         return deltas
 
@@ -171,7 +178,7 @@ class Harness:
         requests = self.scheduler.take_back(self.clock())
         self.scheduler.check_invariants()
         assert not self.scheduler.has_work
-        assert self.scheduler.counters.blocks_used == 0
+        assert self.scheduler.counters.blocks_used == self.scheduler.counters.swap_blocks_used == 0
         self.new_worker()
         for request in requests:
             self.receive(self.scheduler.add(request, self.clock()))
@@ -188,7 +195,7 @@ class Harness:
             self.scheduler.check_invariants()
         assert not self.scheduler.has_work, "stuck"
         assert self.scheduler.num_waiting == self.scheduler.num_running == self.scheduler.queued_tokens == 0
-        assert self.scheduler.counters.blocks_used == 0
+        assert self.scheduler.counters.blocks_used == self.scheduler.counters.swap_blocks_used == 0
         assert not self.runner.rows, "the worker was not told to drop these rows"
 
     def check_all(self) -> None:

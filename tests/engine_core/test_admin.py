@@ -48,7 +48,7 @@ async def test_workers_are_listed_with_what_they_do(server: Server) -> None:
 
 
 async def test_stats_add_up(server: Server) -> None:
-    with FakeWorker(server.config.worker_endpoint):
+    with FakeWorker(server.config.worker_endpoint, make_hello(num_swap_blocks=5)):
         await server.workers(1)
         session = Session(server)
         for name in ("a", "b"):
@@ -56,7 +56,7 @@ async def test_stats_add_up(server: Server) -> None:
             await session.until(name)
         stats = await server.admin.GetStats(pb.GetStatsRequest())
         assert (stats.output_tokens, stats.prompt_tokens, stats.cached_prompt_tokens) == (14, 20, 8)
-        assert (stats.blocks_total, stats.blocks_used) == (64, 0)
+        assert (stats.blocks_total, stats.blocks_used, stats.swap_blocks_total) == (64, 0, 5)
         assert stats.blocks_cached > 0
         assert stats.steps >= 14
         reset = await server.admin.ResetPrefixCache(pb.ResetPrefixCacheRequest())

@@ -29,6 +29,15 @@ def _repeat_a_block(scheduler: Scheduler, request: Request, running: Choice, wai
     running.block_ids.append(running.block_ids[0])
 
 
+def _swap_one_that_never_ran(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
+    waiting.swap_block_ids, waiting.num_swapped = scheduler._kv.swap_pool.allocate(1), 1
+
+
+def _swap_everything(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
+    waiting.swap_block_ids, waiting.num_swapped = scheduler._kv.swap_pool.allocate(2), 8
+    waiting.state = ChoiceState.PREEMPTED
+
+
 FALSIFICATIONS: list[tuple[str, Falsify]] = [
     ("ref counts != block tables", _set("running", "block_ids", [])),
     ("appears twice", _repeat_a_block),
@@ -42,6 +51,12 @@ FALSIFICATIONS: list[tuple[str, Falsify]] = [
     ("beyond the block table", _set("running", "num_computed", 100)),
     ("beyond the tokens", _set("running", "num_pending", 0)),
     ("registered before computed", _set("running", "num_registered", 9)),
+    ("confirmed before computed", _set("running", "num_confirmed", 99)),
+    ("is swapped out", _set("running", "num_swapped", 1)),
+    ("ref counts of swap blocks", lambda s, *_: s._kv.swap_pool.allocate(1)),
+    ("swap blocks != swapped tokens", _set("waiting", "num_swapped", 1)),
+    ("swapped, but not preempted", _swap_one_that_never_ran),
+    ("nothing is left to compute", _swap_everything),
     ("active requests", _set("scheduler", "_num_active", 0)),
     ("queued tokens", _set("scheduler", "_queued_tokens", 1)),
     ("more rows than allowed", _set("scheduler", "_max_rows", 0)),
@@ -58,7 +73,7 @@ def _ended_request() -> Request:
 
 @pytest.mark.parametrize(("complaint", "falsify"), FALSIFICATIONS, ids=[name for name, _ in FALSIFICATIONS])
 def test_wrong_books_are_seen(complaint: str, falsify: Falsify) -> None:
-    harness = Harness(max_rows=1, max_steps_in_flight=2)
+    harness = Harness(max_rows=1, max_steps_in_flight=2, num_swap_blocks=4)
     request = harness.add(make_record([1] * 8, n=3, max_tokens=8))
     harness.plan()
     harness.plan()

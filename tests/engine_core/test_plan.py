@@ -45,8 +45,8 @@ def test_launch_moves_choices_to_where_the_step_leaves_them() -> None:
     builder.compute(decode, 1)
     builder.compute(part, 5)
     assert (prefill.num_computed, prefill.launched) == (0, False), "nothing moves while the plan is being made"
-    plan, flight = builder.launch(7, [5])
-    assert (plan.step, flight.step, plan.finished_rows) == (7, 7, [5])
+    plan, flight = builder.launch(7, [5], [(3, 1)])
+    assert (plan.step, flight.step, plan.finished_rows, plan.swap_outs) == (7, 7, [5], [(3, 1)])
     assert plan.chunks == [Chunk(1, 4, 1, True), Chunk(0, 0, 4, True), Chunk(2, 0, 5, False)]
     assert plan.num_tokens == 10
     assert [choice for choice, _ in flight.chunks] == [decode, prefill, part]
@@ -59,7 +59,7 @@ def test_growth_of_a_known_row_is_told_as_changes() -> None:
     builder = PlanBuilder(Budget(100, 100, 0))
     builder.grow_row(3, NO_GROWTH)
     builder.grow_row(4, Growth([8, 9], [(1, 7)], [(2, 7)]))
-    plan, _ = builder.launch(1, [])
+    plan, _ = builder.launch(1, [], [])
     assert plan.append_blocks == [AppendBlocks(4, [8, 9])]
     assert plan.replace_blocks == [ReplaceBlock(4, 1, 7)]
     assert plan.block_copies == [(2, 7)]
@@ -71,10 +71,11 @@ def test_a_new_row_brings_its_table_and_only_copies_remain() -> None:
     choice = request.choices[1]
     choice.row_id, choice.block_ids, choice.num_computed = 4, [3, 7], 2
     builder = PlanBuilder(Budget(100, 100, 0))
-    builder.start_row(choice, Growth([], [(1, 7)], [(2, 7)]))
-    plan, _ = builder.launch(1, [])
+    builder.start_row(choice, Growth([], [(1, 7)], [(2, 7)]), [(3, 4)])
+    plan, _ = builder.launch(1, [], [])
     (new,) = plan.new_rows
     assert (new.row_id, new.token_ids, new.num_prompt_tokens, new.num_computed) == (4, [1, 2, 3, 6], 3, 2)
     assert (new.block_ids, new.seed, new.choice, new.eos_token_ids) == ([3, 7], 9, 1, (5,))
     assert new.params.prompt_logprobs is None
     assert (plan.replace_blocks, plan.append_blocks, plan.block_copies) == ([], [], [(2, 7)])
+    assert plan.swap_ins == [(3, 4)]

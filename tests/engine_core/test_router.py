@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-from tests.engine_core.fake_worker import make_hello
+from tests.engine_core.fake_worker import make_hello, runner_of
 from tests.fakes import FakeRunner, make_record, reference_tokens
 
 from pagoda_engine_core.config import EngineConfig
@@ -29,7 +29,7 @@ class Bench:
     def join(self, **hello: object) -> int:
         epoch = next(self._epochs)
         group = self.router.join(epoch, make_hello(f"w{epoch}", **hello))
-        self.runners[epoch] = FakeRunner(group.hello.num_blocks, group.hello.block_size)
+        self.runners[epoch] = runner_of(group.hello)
         return epoch
 
     def add(self, record: RequestRecord) -> Request:

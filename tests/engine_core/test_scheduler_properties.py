@@ -59,11 +59,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         eos_at=st.sampled_from([None, 2]),
         speculation_tokens=st.sampled_from([0, 2, 5, 16]),
+        swap=st.sampled_from([(0, "auto"), (5, "swap"), (40, "swap"), (40, "auto"), (40, "recompute")]),
     )
-    def start(self, depth, chunk_size, max_tokens, max_rows, prefix_cache, policy, eos_at, speculation_tokens) -> None:
+    def start(
+        self, depth, chunk_size, max_tokens, max_rows, prefix_cache, policy, eos_at, speculation_tokens, swap
+    ) -> None:
         self.depth = depth
         self.harness = Harness(
             num_blocks=NUM_BLOCKS,
+            num_swap_blocks=swap[0],
+            preemption=swap[1],
             block_size=BLOCK_SIZE,
             model=FakeModel(vocab_size=32, eos_at=eos_at),
             poison_token_id=16,

@@ -66,6 +66,8 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         new_rows=st.lists(NEW_ROWS, max_size=2),
         append_blocks=st.lists(st.builds(AppendBlocks, U32, TOKENS), max_size=2),
         replace_blocks=st.lists(st.builds(ReplaceBlock, U32, U32, U32), max_size=2),
+        swap_outs=st.lists(st.tuples(U32, U32), max_size=2),
+        swap_ins=st.lists(st.tuples(U32, U32), max_size=2),
         block_copies=st.lists(st.tuples(U32, U32), max_size=2),
         chunks=st.lists(st.builds(Chunk, U32, U32, U32, st.booleans()), max_size=2),
     ),
@@ -92,6 +94,8 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         world_size=U32,
         max_rows=U32,
         max_tokens_per_step=U32,
+        num_swap_blocks=U32,
+        swap_block_s=SECONDS,
     ),
     StepResult: st.builds(
         StepResult,

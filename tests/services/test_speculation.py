@@ -308,6 +308,8 @@ def hole_runner(path: Path, kernels: str, guesses: list[int]) -> tuple[ModelRunn
     tried: list[int] = []
 
     class Guessing:
+        caches = ()
+
         def draft(self, work: Any) -> dict[int, Any]:
             found = {row.row_id: torch.tensor(guesses[: c.num_drafts]).numpy() for row, c in work if c.num_drafts}
             tried.extend(map(len, found.values()))
@@ -315,8 +317,6 @@ def hole_runner(path: Path, kernels: str, guesses: list[int]) -> tuple[ModelRunn
 
         def learn(self, row: Any, num_drafted: int, num_accepted: int) -> int:
             return len(guesses)
-
-        def copy_blocks(self, pairs: Any) -> None: ...
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("pagoda_worker.startup.make_drafter", lambda *_: Guessing())

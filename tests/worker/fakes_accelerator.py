@@ -3,7 +3,7 @@ a recording runs the operations that were recorded, on the same addresses, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,6 +83,10 @@ class FakeAccelerator:
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()
+
+    def pinned(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        self.journal.append("pinned")
+        return torch.empty(tuple(size), dtype=dtype)
 
     def fetch(self, ids: torch.Tensor) -> HeldFetch:
         self.fetches.append(HeldFetch(ids, self.journal))

@@ -17,6 +17,7 @@ from pagoda_worker import logprobs, sampler
 from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.runner import ModelRunner
 
 VOCAB = 512
@@ -28,6 +29,7 @@ INFINITE = 502  # a context with this token has an infinite logit
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
 MAX_MODEL_LEN = 256
+KV_SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.int64)
 _MASK = 2**61 - 1
 
 
@@ -35,6 +37,12 @@ class FakeOps:
     def copy_blocks(self, kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
         source, target = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
         kv[target] = kv[source].clone()
+
+    def export_blocks(self, kv: torch.Tensor, block_ids: list[int]) -> Blocks:
+        return Blocks(cells=kv[block_ids][:, None, None, None, :, None].expand(-1, 2, -1, -1, -1, -1), scales=None)
+
+    def import_blocks(self, kv: torch.Tensor, block_ids: list[int], blocks: Blocks) -> None:
+        kv[block_ids] = blocks.cells[:, 0, 0, 0, :, 0]
 
     sample = staticmethod(sampler.sample)
     report = staticmethod(logprobs.report)
@@ -86,6 +94,7 @@ class FakeModel:
 class FakeLoaded:
     model: FakeModel = field(default_factory=FakeModel)
     ops: FakeOps = field(default_factory=FakeOps)
+    kv_shape: KVShape = KV_SHAPE
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     vocab_size: int = VOCAB
@@ -97,7 +106,9 @@ class FakeLoaded:
         return torch.full((num_blocks, block_size), -1, dtype=torch.int64)
 
 
-def fake_runner(model: FakeModel | None = None, accelerator: Accelerator | None = None, **changes: int) -> ModelRunner:
+def fake_runner(
+    model: FakeModel | None = None, accelerator: Accelerator | None = None, **changes: float
+) -> ModelRunner:
     config = WorkerConfig(block_size=BLOCK_SIZE, **changes)
     return ModelRunner(FakeLoaded(model or FakeModel()), NUM_BLOCKS, config, accelerator=accelerator)  # type: ignore[arg-type]
 

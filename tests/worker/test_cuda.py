@@ -42,6 +42,21 @@ def test_a_fetch_brings_what_was_computed_before_it(accelerator: Accelerator) ->
 
 @pytest.mark.gpu
 @ON_A_GPU
+def test_pinned_memory_is_copied_in_order_with_the_device_s_work(accelerator: Accelerator) -> None:
+    host = accelerator.pinned((3, 1 << 20), torch.float32)
+    assert host.is_pinned()
+    there = torch.zeros(1 << 20, device="cuda")
+    for value in (1.0, 2.0):
+        there.fill_(value)
+        host[int(value)].copy_(there, non_blocking=True)
+    there.copy_(host[1], non_blocking=True)
+    accelerator.synchronize()
+    assert host[2].eq(2.0).all()
+    assert there.eq(1.0).all()
+
+
+@pytest.mark.gpu
+@ON_A_GPU
 def test_a_recording_reads_its_inputs_anew(accelerator: Accelerator) -> None:
     source, target = torch.zeros(5, device="cuda"), torch.empty(5, device="cuda")
 

@@ -11,7 +11,15 @@ import torch
 from pagoda_worker import memory
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.memory import GIB, DeviceUse, NotEnoughMemory, host_available_bytes, num_kv_blocks, usable_bytes
+from pagoda_worker.memory import (
+    GIB,
+    DeviceUse,
+    NotEnoughMemory,
+    host_available_bytes,
+    num_kv_blocks,
+    num_swap_blocks,
+    usable_bytes,
+)
 
 SHAPE = KVShape(num_layers=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)  # 2 KiB per token
 BLOCK_BYTES = 32 * 2048
@@ -110,6 +118,35 @@ def test_a_gpu_with_too_little_left_says_where_the_rest_went() -> None:
     message = r"0.00 GiB, being 0.9 of the GPU's 80.00 GiB less 70.00 in use, 3.00 for a step, 1.00 for graphs"
     with pytest.raises(NotEnoughMemory, match=message + ".*raise gpu_memory_utilization, kv_cache_gib or num_blocks"):
         num_kv_blocks(WorkerConfig(), Needs(), use=full)
+
+
+# --- swap space -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_swaps_to_nowhere_unless_told_to() -> None:
+    assert num_swap_blocks(WorkerConfig(), [SHAPE], on_cpu=True) == 0
+    assert num_swap_blocks(WorkerConfig(swap_space_gib=0.5), [SHAPE], on_cpu=True) == GIB // 2 // BLOCK_BYTES
+
+
+@pytest.mark.parametrize(("available", "swapped"), [(64, 4), (16, 4), (8, 2)])
+def test_a_gpu_swaps_to_4_gib_or_a_quarter_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, available: int, swapped: int
+) -> None:
+    monkeypatch.setattr(memory, "host_available_bytes", lambda root: available * GIB)
+    assert num_swap_blocks(WorkerConfig(), [SHAPE], on_cpu=False) == swapped * GIB // BLOCK_BYTES
+    assert num_swap_blocks(WorkerConfig(swap_space_gib=0), [SHAPE], on_cpu=False) == 0
+    assert num_swap_blocks(WorkerConfig(swap_space_gib=9), [SHAPE], on_cpu=False) == 9 * GIB // BLOCK_BYTES
+
+
+def test_a_draft_model_s_blocks_are_swapped_beside_the_model_s() -> None:
+    config = WorkerConfig(swap_space_gib=1)
+    assert num_swap_blocks(config, [SHAPE, replace(SHAPE, num_layers=8)], on_cpu=True) == GIB // (3 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("gib", [-0.5, -2.0])
+def test_swap_space_is_not_negative(gib: float) -> None:
+    with pytest.raises(ValueError, match="swap_space_gib must not be negative"):
+        WorkerConfig(swap_space_gib=gib)
 
 
 # --- of a host --------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ FACTS = RunnerFacts(
     block_size=16,
     max_rows=3,
     max_tokens_per_step=40,
+    num_swap_blocks=4,
 )
 
 
@@ -104,9 +105,35 @@ def test_changes_to_blocks_are_checked() -> None:
 
 
 def test_an_impossible_copy_ends_the_rows_that_would_read_it() -> None:
-    made = table(new_row(1, [1], [3]), new_row(2, [1], [4]))
-    assert made.apply(StepPlan(step=2, block_copies=[(0, 4), (8, 3), (1, -1)])) == [(0, 4)]
-    assert [error.row_id for error in made.take_errors()] == [1]
+    made = table(new_row(1, [1], [3]), new_row(2, [1], [4]), new_row(3, [1], [5]))
+    copies = [(0, 4), (8, 3), (1, -1), (1, 5), (2, 5), (2**64 - 1, 6)]
+    assert made.copies(StepPlan(step=2, block_copies=copies)) == [(0, 4)]
+    assert [error.row_id for error in made.take_errors()] == [1, 3]
+
+
+def test_an_impossible_swap_ends_the_rows_that_would_read_it() -> None:
+    made = table(new_row(1, [1], [3]), new_row(2, [1], [4]), new_row(3, [1], [5]))
+    outs = [(0, 0), (8, 1), (0, 4), (-1, 2), (1, 3), (2, 3), (2, 2**64 - 1)]
+    assert made.swap_outs(StepPlan(step=2, swap_outs=outs)) == [(0, 0)]
+    assert made.take_errors() == []
+    ins = [(0, 3), (1, 4), (0, 8), (5, 6)]  # swap block 1 was to come from a block that there is not
+    assert made.swap_ins(StepPlan(step=3, swap_ins=ins)) == [(0, 3)]
+    assert [(error.row_id, error.code) for error in made.take_errors()] == [(2, ErrorCode.INTERNAL)]
+    assert made.swap_ins(StepPlan(step=4, swap_ins=[(0, 5), (0, 5)])) == []
+    assert [(error.row_id, error.code) for error in made.take_errors()] == [(3, ErrorCode.PROTOCOL_ERROR)]
+
+
+def test_a_swap_block_holds_something_from_its_swap_out_until_that_fails_or_all_is_forgotten() -> None:
+    made = table()
+    into = StepPlan(step=3, swap_ins=[(1, 2)])
+    assert made.swap_ins(into) == []
+    outs = made.swap_outs(StepPlan(step=2, swap_outs=[(0, 0), (3, 1)]))
+    assert made.swap_ins(into) == [(1, 2)]
+    made.lose_swapped(outs[1:])
+    assert made.swap_ins(into) == []
+    assert made.swap_ins(StepPlan(step=4, swap_ins=[(0, 2)])) == [(0, 2)]
+    made.clear()
+    assert made.swap_ins(StepPlan(step=4, swap_ins=[(0, 2)])) == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import functools
 import logging
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ MANNERS: list[dict[str, Any]] = [
 ]
 
 
-def tiny_llama(kernels: str = "torch") -> ModelRunner:
+def tiny_llama(kernels: str = "torch", **options: Any) -> ModelRunner:
     """The real thing in small: random weights of a llama with two layers, in bfloat16."""
     spec = DecoderSpec(
         vocab_size=VOCAB,
@@ -75,7 +76,7 @@ def tiny_llama(kernels: str = "torch") -> ModelRunner:
     model = Decoder(spec, ops, PlainSource(lambda name: weights[name].bfloat16()), torch.bfloat16, MAX_MODEL_LEN)
     loaded = LoadedModel(
         model=model,
-        kv_shape=model.kv_shape,
+        kv_shape=replace(model.kv_shape, quantized=options.get("kv_cache_dtype") == "int8"),
         ops=ops,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
@@ -86,7 +87,7 @@ def tiny_llama(kernels: str = "torch") -> ModelRunner:
         native=True,
         batch_invariant=ops.batch_invariant,
     )
-    return ModelRunner(loaded, NUM_BLOCKS, WorkerConfig(block_size=16))
+    return ModelRunner(loaded, NUM_BLOCKS, WorkerConfig(block_size=16, **options))
 
 
 def native_llama() -> ModelRunner:

@@ -6,7 +6,7 @@ without a device; `cuda.py` is the one that touches torch.cuda. A CPU has none: 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -34,6 +34,14 @@ class Accelerator(Protocol):
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """A copy of `host` on the device, made in order with the device's work; the host does not wait for it."""
+
+    def pinned(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory, with anything in it, that copies to and from the device reach without the host's help: they are
+        made in order with the device's work, and the host does not wait for them.
+
+        Raises:
+            RuntimeError: there is not so much.
+        """
 
     def fetch(self, ids: torch.Tensor) -> Fetch:
         """Copy `ids` [R] int64 to the host while the device goes on with later work."""

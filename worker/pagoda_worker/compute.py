@@ -33,7 +33,7 @@ Sampled = dict[int, list[Sample] | Fault]
 class Compute:
     """A model, its KV cache and what drafts and chooses tokens. It changes rows, and never ends one.
 
-    `kv` is the cache; see `ModelRunner` for the rest.
+    `kv` is the cache, `caches` are this one and those of the drafter; see `ModelRunner` for the rest.
     """
 
     def __init__(
@@ -51,18 +51,14 @@ class Compute:
         self._device = loaded.device
         self._block_size = config.block_size
         self._drafter = drafter or NoDrafts()
+        self.caches = ((loaded, self.kv), *self._drafter.caches)
         self._accelerator = accelerator
         self._sampler = sampler or GreedySampler()
         # A drafter reads the tokens of its rows before every step, so they must be on the host.
         self._may_promise = accelerator is not None and isinstance(self._drafter, NoDrafts)
 
-    def start(
-        self, copies: Sequence[tuple[int, int]], work: Work, earlier: Sequence[OnDevice] = ()
-    ) -> OnDevice | OnHost | None:
-        """Copy blocks and compute; None where there is nothing to answer. `earlier` steps are not finished yet."""
-        if copies:
-            self._ops.copy_blocks(self.kv, copies)
-            self._drafter.copy_blocks(copies)
+    def start(self, work: Work, earlier: Sequence[OnDevice] = ()) -> OnDevice | OnHost | None:
+        """Compute; None where there is nothing to answer. `earlier` steps are not finished yet."""
         if not work:
             return None
         drafts: Mapping[int, Ids] = self._drafter.draft(work)

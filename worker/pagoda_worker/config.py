@@ -9,6 +9,7 @@ from pagoda_proto.options import option
 from pagoda_worker.device_choice import parse_device
 from pagoda_worker.kernel_choice import parse_choice
 
+AUTO_SWAP_SPACE = -1.0
 QUANTIZATIONS = ("", "int8", "int4", "int4a16")
 WORDS = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
@@ -41,6 +42,10 @@ class WorkerConfig:
     kv_cache_gib: float = option(0.0, "memory for the KV cache; 0 sizes it from what the machine has free")
     kv_cache_dtype: str = option("auto", "KV cache entries: auto (as computed) or int8, about half of bfloat16")
     num_blocks: int = option(0, "KV blocks, instead of kv_cache_gib; 0 means by memory")
+    swap_space_gib: float = option(
+        AUTO_SWAP_SPACE,
+        "host memory where preempted choices keep their KV blocks; -1: 4 (or less) on a GPU, none on a CPU",
+    )
     gpu_memory_utilization: float = option(0.9, "share of a GPU's memory that may be in use; sizes the KV cache there")
     enforce_eager: bool = option(False, "on a GPU, launch every operation of a decode step instead of recorded graphs")
     max_model_len: int = option(0, "longest prompt plus output; 0 takes the model's own limit")
@@ -61,6 +66,8 @@ class WorkerConfig:
             problems.append(f"block_size must be a multiple of 16, got {self.block_size}")
         if self.kv_cache_gib < 0:
             problems.append(f"kv_cache_gib must not be negative, got {self.kv_cache_gib}")
+        if self.swap_space_gib < 0 and self.swap_space_gib != AUTO_SWAP_SPACE:
+            problems.append(f"swap_space_gib must not be negative, or -1 for the default, got {self.swap_space_gib}")
         problems += _speculation_problems(self)
         if problems:
             raise ValueError("; ".join(problems))

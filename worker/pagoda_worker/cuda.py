@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,6 +45,9 @@ class CudaAccelerator:
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         # Pageable memory would make the host wait for the device. torch reuses a pinned block once it was copied.
         return host.pin_memory().to(self._device, non_blocking=True)
+
+    def pinned(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(size), dtype=dtype, pin_memory=True)
 
     def fetch(self, ids: torch.Tensor) -> CudaFetch:
         return CudaFetch(ids, self._copies)

@@ -20,6 +20,7 @@ from pagoda_proto.steps import Chunk
 from pagoda_worker.batch import build_batch
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.drafts import DraftLength, RowDrafts
+from pagoda_worker.kernels.ops import Cache
 from pagoda_worker.loading import LoadedModel, load_model
 from pagoda_worker.ngram import NgramIndex, continuation
 from pagoda_worker.rows import Ids, Row
@@ -39,22 +40,25 @@ class Drafter(Protocol):
     def learn(self, row: Row, num_drafted: int, num_accepted: int) -> int:
         """The row has its new tokens and `num_computed`. How many drafts it would try with its next token."""
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Blocks are copied (source, destination) before the next step computes."""
+    @property
+    def caches(self) -> Sequence[tuple[LoadedModel, Cache]]:
+        """Caches of its own under the block ids of the model's: their blocks are moved like those."""
 
 
 class NoDrafts:
+    caches = ()
+
     def draft(self, work: Work) -> dict[int, Ids]:
         return {}
 
     def learn(self, row: Row, num_drafted: int, num_accepted: int) -> int:
         return 0
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
-
 
 class PromptLookup:
     """Indexes a prompt while it is computed; one that came from the prefix cache, over the steps that follow."""
+
+    caches = ()
 
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
@@ -78,8 +82,6 @@ class PromptLookup:
             state.distance = index.distance(row.tokens.array)
         return state.length.now if state.distance else 0
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None: ...
-
     def _state(self, row: Row) -> tuple[RowDrafts, NgramIndex]:
         if row.drafts is None or row.drafts.index is None:
             row.drafts = RowDrafts(DraftLength(self._max_drafts), NgramIndex())
@@ -88,12 +90,13 @@ class PromptLookup:
 
 class DraftModel:
     """Guesses greedily. Rows that are to have no drafts are followed a block at a time: every block that is full in the
-    target's cache is full in this one, so a prefix hit holds for both, and a pause costs a pass per block.
+    target's cache is full in this one, so a prefix hit or a swap holds for both, and a pause costs a pass per block.
     """
 
     def __init__(self, loaded: LoadedModel, num_blocks: int, config: WorkerConfig, max_drafts: int) -> None:
         self._loaded = loaded
         self._kv = loaded.new_kv_cache(num_blocks, config.block_size)
+        self.caches = ((loaded, self._kv),)
         self._block_size = config.block_size
         self._max_tokens = config.max_tokens_per_step
         self._max_drafts = max_drafts
@@ -137,9 +140,6 @@ class DraftModel:
             state.num_computed = row.num_computed - (num_accepted == num_drafted)
         return state.length.now
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        self._loaded.ops.copy_blocks(self._kv, pairs)
-
     def _compute(self, part: Work, drafts: Mapping[int, Ids], asking: Sequence[int]) -> dict[int, int]:
         """One pass; the most likely next token of the rows in `asking`, by place in `part`."""
         batch = build_batch(part, self._block_size, self._loaded.device, drafts)
@@ -152,7 +152,8 @@ class DraftModel:
 
     def _state(self, row: Row) -> RowDrafts:
         if row.drafts is None:
-            row.drafts = RowDrafts(DraftLength(self._max_drafts), num_computed=row.num_computed)
+            num_full = row.num_computed // self._block_size
+            row.drafts = RowDrafts(DraftLength(self._max_drafts), num_computed=num_full * self._block_size)
         return row.drafts
 
 

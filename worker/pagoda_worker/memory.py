@@ -4,19 +4,24 @@
 are loaded, but no more than 4 GiB (a quarter of what is available, where that is more); on a GPU what
 `gpu_memory_utilization` leaves beside everything else that was measured there. Nowhere more than `max_rows` requests of
 `max_model_len` tokens can use. Available is the least of free memory and of what the control group leaves.
+
+Swap space is host memory: as configured, else 4 GiB beside a GPU, but no more than a quarter of what is available. On a
+CPU there is none: blocks swapped out would lie in the same memory, where more KV blocks are of more use.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from pagoda_worker.config import WorkerConfig
+from pagoda_worker.config import AUTO_SWAP_SPACE, WorkerConfig
 from pagoda_worker.kernels.kv_cache import KVShape
 
 GIB = 1024**3
 SHARE = 0.6
 CPU_CAP_BYTES = 4 * GIB
+SWAP_BYTES = 4 * GIB
 
 
 class MemoryNeeds(Protocol):
@@ -79,6 +84,15 @@ def num_kv_blocks(
             f"{'gpu_memory_utilization, ' if use else ''}kv_cache_gib or num_blocks"
         )
     return blocks
+
+
+def num_swap_blocks(config: WorkerConfig, shapes: Sequence[KVShape], on_cpu: bool) -> int:
+    """Swap blocks for a worker with caches of these shapes, whose blocks move together."""
+    if config.swap_space_gib != AUTO_SWAP_SPACE:
+        usable = int(config.swap_space_gib * GIB)
+    else:
+        usable = 0 if on_cpu else min(SWAP_BYTES, host_available_bytes(Path("/")) // 4)
+    return usable // sum(shape.bytes_per_block(config.block_size) for shape in shapes)
 
 
 def _usable(config: WorkerConfig, use: DeviceUse | None) -> tuple[int, str]:

@@ -28,9 +28,11 @@ from pagoda_worker.device_sampler import DeviceSampler
 from pagoda_worker.drafting import Drafter
 from pagoda_worker.kernels.ops import Cache
 from pagoda_worker.loading import LoadedModel
+from pagoda_worker.memory import num_swap_blocks
+from pagoda_worker.moving import BlockMover
 from pagoda_worker.pending import OnDevice, OnHost, Pending, Work
 from pagoda_worker.sampler import Fault
-from pagoda_worker.table import UNKNOWN_ROW, RowTable, RunnerFacts
+from pagoda_worker.table import UNKNOWN_ROW, Pairs, RowTable, RunnerFacts
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,12 @@ class ModelRunner:
         accelerator: Accelerator | None = None,
         sampler: DeviceSampler | None = None,
     ) -> None:
+        self._accelerator = accelerator
+        self._compute = Compute(loaded, num_blocks, config, drafter, accelerator, sampler)
+        caches = self._compute.caches
+        shapes = [model.kv_shape for model, _ in caches]
+        swap_blocks = num_swap_blocks(config, shapes, loaded.device.type == "cpu")
+        self._mover = BlockMover(caches, config.block_size, swap_blocks, accelerator)
         self.facts = RunnerFacts(
             model_fingerprint=loaded.fingerprint,
             numerics_id=loaded.numerics_id,
@@ -65,9 +73,9 @@ class ModelRunner:
             block_size=config.block_size,
             max_rows=config.max_rows,
             max_tokens_per_step=config.max_tokens_per_step,
+            num_swap_blocks=swap_blocks,
+            swap_block_s=self._mover.seconds_per_block(num_blocks),
         )
-        self._accelerator = accelerator
-        self._compute = Compute(loaded, num_blocks, config, drafter, accelerator, sampler)
         self._table = RowTable(self.facts)
         self._pending: deque[Pending] = deque()
         self._settled_at = 0.0
@@ -127,11 +135,12 @@ class ModelRunner:
         began = time.perf_counter()
         while self._pending and (isinstance(self._pending[-1].launched, OnHost) or len(self._pending) >= MAX_PENDING):
             self._settle(self._pending.popleft())
-        copies = self._table.apply(plan)
+        self._table.apply(plan)
+        self._move_blocks(plan)
         work = self._table.accept(plan.chunks)
         pending = Pending(step=plan.step, work=work, began=began, computing=time.perf_counter())
         earlier = [step.launched for step in self._pending if isinstance(step.launched, OnDevice)]
-        pending.launched = self._guarded(lambda: self._compute.start(copies, work, earlier), work, copies)
+        pending.launched = self._guarded(lambda: self._compute.start(work, earlier), work)
         if pending.launched is None:
             pending.work = []  # its rows, if any, have ended
         pending.errors = self._table.take_errors()
@@ -181,27 +190,52 @@ class ModelRunner:
                     outputs.append(output)
         return outputs
 
-    def _guarded(self, do: Callable[[], T], work: Work, copies: list[tuple[int, int]] | None = None) -> T | None:
-        """What `do` returns. None when it failed: these rows have ended, and holders of half-made copies too."""
+    def _move_blocks(self, plan: StepPlan) -> None:
+        """Swap out, swap in, copy. What fails ends the rows that would have had the blocks, now or when they return."""
+        table, mover = self._table, self._mover
+        outs = table.swap_outs(plan)
+        if self._failure_of(mover.swap_out, outs):
+            table.lose_swapped(outs)
+        ins = table.swap_ins(plan)
+        if failure := self._failure_of(mover.swap_in, ins):
+            table.fail_holders(ins, ErrorCode.INTERNAL, failure)
+        copies = table.copies(plan)
+        if failure := self._failure_of(mover.copy, copies):
+            table.fail_holders(copies, ErrorCode.INTERNAL, failure)
+
+    def _failure_of(self, move: Callable[[Pairs], None], pairs: Pairs) -> str:
+        """Make these moves, if there are any; why they failed, or nothing."""
+        return self._attempt(lambda: move(pairs), lambda: f"a move of {len(pairs)} blocks")[1] if pairs else ""
+
+    def _guarded(self, do: Callable[[], T], work: Work) -> T | None:
+        """What `do` returns. None when it failed: these rows have ended."""
+
+        def what() -> str:
+            return f"a step of {len(work)} rows and {sum(chunk.num_tokens for _, chunk in work)} tokens"
+
+        value, failure = self._attempt(do, what)
+        if failure:
+            for row, _ in work:
+                self._table.fail(row.row_id, ErrorCode.INTERNAL, failure)
+        return value
+
+    def _attempt(self, do: Callable[[], T], what: Callable[[], str]) -> tuple[T | None, str]:
+        """What `do` returns, or None and why it failed; `what` says what is being done."""
         try:
             with torch.inference_mode():
-                return do()
+                return do(), ""
         except torch.AcceleratorError:
             raise
         except torch.OutOfMemoryError as error:
             self._log_failure(error)
             log.error("a lower gpu_memory_utilization, max_tokens_per_step or max_rows leaves more room")
-            tokens = sum(chunk.num_tokens for _, chunk in work)
-            message = f"the device ran out of memory in a step of {len(work)} rows and {tokens} tokens"
-        except Exception as error:  # noqa: BLE001 - whatever the model raises ends these rows, never the process
+            failure = f"the device ran out of memory in {what()}"
+        except Exception as error:  # noqa: BLE001 - whatever a model raises ends rows, never the process
             self._log_failure(error)
-            message = f"the step failed: {type(error).__name__}"
-        for row, _ in work:
-            self._table.fail(row.row_id, ErrorCode.INTERNAL, message)
-        self._table.fail_holders((target for _, target in copies or ()), ErrorCode.INTERNAL, message)
+            failure = f"the step failed: {type(error).__name__}"
         if self._accelerator is not None:  # the failed step's tensors are let go of only now that its error is
             self._accelerator.empty_cache()
-        return None
+        return None, failure
 
     def _log_failure(self, error: Exception) -> None:
         """Trace a failure when it first appears; repetitions of it get one line each."""

@@ -52,6 +52,9 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
     else:
         runner = runner_on_device(loaded, draft, config, accelerator_of, recording)
     runner.warm_up()
+    facts = runner.facts
+    if facts.num_swap_blocks:
+        log.info("swap space: %d blocks, each moved in %.2f ms", facts.num_swap_blocks, 1000 * facts.swap_block_s)
     log.info("first step computed %.2f s later", time.monotonic() - read)
     return runner
 

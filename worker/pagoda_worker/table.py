@@ -6,7 +6,8 @@ who owns a block: rows share blocks by design, and which may be written is the e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ MAX_SEED = 2**64 - 1
 UNKNOWN_ROW = "the row is unknown to this worker"
 
 C = TypeVar("C")
+Pairs = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class RunnerFacts:
     block_size: int
     max_rows: int
     max_tokens_per_step: int
+    num_swap_blocks: int = 0
+    swap_block_s: float = 0.0
 
 
 class BadClaim(ValueError):
@@ -48,12 +52,13 @@ class BadClaim(ValueError):
 
 
 class RowTable:
-    """Rows by id, and the errors of the step in progress."""
+    """Rows by id, the errors of the step in progress, and which swap blocks hold something."""
 
     def __init__(self, facts: RunnerFacts) -> None:
         self._facts = facts
         self._rows: dict[int, Row] = {}
         self._errors: dict[int, RowError] = {}
+        self._swapped: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -61,15 +66,16 @@ class RowTable:
     def clear(self) -> None:
         self._rows.clear()
         self._errors.clear()
+        self._swapped.clear()
 
     def fail(self, row_id: int, code: ErrorCode, message: str) -> None:
         """Drop the row and report the first reason given for it in this step."""
         self._rows.pop(row_id, None)
         self._errors.setdefault(row_id, RowError(row_id, code.value, message))
 
-    def fail_holders(self, block_ids: Iterable[int], code: ErrorCode, message: str) -> None:
-        """Drop every row whose block table has one of these blocks."""
-        blocks = [block for block in block_ids if 0 <= block < self._facts.num_blocks]
+    def fail_holders(self, moves: Pairs, code: ErrorCode, message: str) -> None:
+        """Drop every row whose block table has a block that one of these (source, block) did not reach."""
+        blocks = [block for _, block in moves if 0 <= block < self._facts.num_blocks]
         for row in list(self._rows.values()) if blocks else ():
             if np.isin(row.blocks.array, blocks).any():
                 self.fail(row.row_id, code, message)
@@ -78,8 +84,8 @@ class RowTable:
         errors, self._errors = list(self._errors.values()), {}
         return errors
 
-    def apply(self, plan: StepPlan) -> list[tuple[int, int]]:
-        """Take the plan's changes to rows, in the order of `steps`; return the block copies to be made.
+    def apply(self, plan: StepPlan) -> None:
+        """Take the plan's changes to rows, in the order of `steps`. What it moves comes after them.
 
         Finishing an unknown row is no error: the worker has dropped it before the engine core learnt of it.
         """
@@ -91,7 +97,31 @@ class RowTable:
             self._claim(append.row_id, self._append_blocks, append)
         for replace in plan.replace_blocks:
             self._claim(replace.row_id, self._replace_block, replace)
-        return self._possible_copies(plan.block_copies)
+
+    def swap_outs(self, plan: StepPlan) -> Pairs:
+        """The swap-outs that can be made. No row is harmed by the others, until something is missed in its place."""
+        good, bad = _sorted_out(plan.swap_outs, self._facts.num_blocks, self._facts.num_swap_blocks)
+        self.lose_swapped(bad)
+        self._swapped.update(swap_block for _, swap_block in good)
+        return good
+
+    def lose_swapped(self, swap_outs: Pairs) -> None:
+        """These were not made: their swap blocks hold nothing that could be swapped in."""
+        self._swapped.difference_update(swap_block for _, swap_block in swap_outs)
+
+    def swap_ins(self, plan: StepPlan) -> Pairs:
+        """The swap-ins that can be made, once the plan's swap-outs are; rows that need the others are dropped."""
+        good, bad = _sorted_out(plan.swap_ins, self._facts.num_swap_blocks, self._facts.num_blocks)
+        self.fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block to be swapped in is out of range, or named twice")
+        lost = [pair for pair in good if pair[0] not in self._swapped]
+        self.fail_holders(lost, ErrorCode.INTERNAL, "a block to be swapped in was never swapped out")
+        return [pair for pair in good if pair[0] in self._swapped] if lost else good
+
+    def copies(self, plan: StepPlan) -> Pairs:
+        """The block copies that can be made; rows that need the others are dropped."""
+        good, bad = _sorted_out(plan.block_copies, self._facts.num_blocks, self._facts.num_blocks)
+        self.fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block copy is out of range, or two have one destination")
+        return good
 
     def accept(self, chunks: Sequence[Chunk]) -> list[tuple[Row, Chunk]]:
         """The chunks that can be computed, each with its row; a row with two chunks in one step is dropped."""
@@ -157,12 +187,6 @@ class RowTable:
     def _block_ids(self, values: Sequence[int]) -> Ids:
         return _ids("block_ids", values, self._facts.num_blocks)
 
-    def _possible_copies(self, copies: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        blocks = range(self._facts.num_blocks)
-        bad = [(source, target) for source, target in copies if source not in blocks or target not in blocks]
-        self.fail_holders((target for _, target in bad), ErrorCode.PROTOCOL_ERROR, "a block copy is out of range")
-        return [pair for pair in copies if pair not in bad] if bad else list(copies)
-
     def _check_chunk(self, row: Row, chunk: Chunk, budget: int) -> None:
         end, known = chunk.start + chunk.num_tokens, len(row.tokens)
         if chunk.num_tokens < 1 or chunk.start != row.num_computed or end > known:
@@ -181,6 +205,19 @@ class RowTable:
             raise BadClaim(f"{chunk.num_drafts} drafts after {end} tokens do not fit into context and blocks")
         if chunk.num_tokens + chunk.num_drafts > budget:
             raise BadClaim(f"a step computes at most {self._facts.max_tokens_per_step} tokens")
+
+
+def _sorted_out(pairs: Pairs, num_sources: int, num_targets: int) -> tuple[Pairs, Pairs]:
+    """The (source, target) that can be moved, and those that cannot: out of range, or of a target that has several."""
+    if not pairs:
+        return [], []
+    times = Counter(target for _, target in pairs)
+    good: list[tuple[int, int]] = []
+    bad: list[tuple[int, int]] = []
+    for source, target in pairs:
+        fits = 0 <= source < num_sources and 0 <= target < num_targets and times[target] == 1
+        (good if fits else bad).append((source, target))
+    return good, bad
 
 
 def _ids(name: str, values: Sequence[int], limit: int) -> Ids:

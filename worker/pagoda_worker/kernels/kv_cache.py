@@ -49,6 +49,10 @@ class KVShape:
     def bytes_per_block(self, block_size: int) -> int:
         return self.bytes_per_token * block_size
 
+    def cells_per_block(self, block_size: int) -> tuple[int, ...]:
+        """The sizes of one block's numbers outside of any cache, see `Blocks`; of its scales, less the last of them."""
+        return (2, self.num_layers, self.num_kv_heads, block_size, self.head_dim)
+
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [..., D] -> int8 [..., D] and their scales [...]: max |x| / 127 over the last dimension, ties to even.
@@ -79,7 +83,7 @@ class Blocks:
 
     def check(self, shape: KVShape, block_size: int, num_blocks: int) -> None:
         """Raises ValueError unless these are `num_blocks` blocks of a cache of this shape."""
-        sizes = (num_blocks, 2, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim)
+        sizes = (num_blocks, *shape.cells_per_block(block_size))
         scales = None if self.scales is None else tuple(self.scales.shape)
         fit = scales == (sizes[:-1] if shape.quantized else None)
         if self.cells.shape != sizes or self.cells.dtype != shape.stored_dtype or not fit:

@@ -322,7 +322,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("load", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "preemptions", "replays", "worker_deaths", "steps", "draft_tokens", "accepted_draft_tokens")
+    __slots__ = ("load", "blocks_total", "blocks_used", "blocks_cached", "prompt_tokens", "cached_prompt_tokens", "output_tokens", "preemptions", "replays", "worker_deaths", "steps", "draft_tokens", "accepted_draft_tokens", "swap_preemptions", "swapped_out_blocks", "swapped_in_blocks", "swap_blocks_total", "swap_blocks_used")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
@@ -336,6 +336,11 @@ class GetStatsResponse(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_OUT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_IN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    SWAP_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
     load: Load
     blocks_total: int
     blocks_used: int
@@ -349,7 +354,12 @@ class GetStatsResponse(_message.Message):
     steps: int
     draft_tokens: int
     accepted_draft_tokens: int
-    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., replays: _Optional[int] = ..., worker_deaths: _Optional[int] = ..., steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ...) -> None: ...
+    swap_preemptions: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+    swap_blocks_total: int
+    swap_blocks_used: int
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., blocks_total: _Optional[int] = ..., blocks_used: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., replays: _Optional[int] = ..., worker_deaths: _Optional[int] = ..., steps: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_draft_tokens: _Optional[int] = ..., swap_preemptions: _Optional[int] = ..., swapped_out_blocks: _Optional[int] = ..., swapped_in_blocks: _Optional[int] = ..., swap_blocks_total: _Optional[int] = ..., swap_blocks_used: _Optional[int] = ...) -> None: ...
 
 class ResetPrefixCacheRequest(_message.Message):
     __slots__ = ()

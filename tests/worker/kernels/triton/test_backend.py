@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from pagoda_worker.kernels.triton.sampling import Tokens
 from pagoda_worker.layers.rope import RopeShape
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.spec import DecoderSpec, expected_tensors
+from pagoda_worker.moving import SwapSpace
 
 NEEDS = Needs(dtype=torch.float16, head_dim=32)
 
@@ -106,6 +107,29 @@ def test_what_it_cannot_do_is_said() -> None:
         load_ops(DEVICE, "triton", replace(NEEDS, dtype=torch.float64))
 
 
+@dataclass(frozen=True)
+class OneCache:
+    """What moving blocks wants of a loaded model."""
+
+    kv_shape: KVShape
+    ops: TritonOps = walking
+    device: torch.device = DEVICE
+
+
+def test_blocks_outlast_the_cache_in_swap_blocks() -> None:
+    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    kv = walking.new_kv_cache(shape, 6, 16)
+    kv.storage.copy_(torch.randn(kv.storage.shape))
+    before = kv.storage.clone()
+    loaded: Any = OneCache(shape)
+    space = SwapSpace(loaded, kv, 16, 4, None)
+    space.swap_out([(5, 0), (2, 3), (0, 1)])
+    kv.storage.zero_()
+    space.swap_in([(3, 4), (1, 2), (0, 3)])
+    assert torch.equal(kv.storage[:, :, [4, 2, 3]], before[:, :, [2, 0, 5]])
+    assert not kv.storage[:, :, [0, 1, 5]].any()
+
+
 def test_blocks_move_in_and_out() -> None:
     shape = KVShape(num_layers=2, num_kv_heads=2, head_dim=32, dtype=torch.float32)
     theirs, mine = reference.new_kv_cache(shape, 4, 16), walking.new_kv_cache(shape, 4, 16)
@@ -118,6 +142,8 @@ def test_blocks_move_in_and_out() -> None:
     assert torch.equal(exported.cells.cpu(), reference.export_blocks(theirs, [3, 1]).cells)
     walking.import_blocks(mine, [0, 2], exported)
     assert torch.equal(walking.export_blocks(mine, [0, 2]).cells, exported.cells)
+    walking.copy_blocks(mine, [(3, 1), (1, 0)])
+    assert torch.equal(walking.export_blocks(mine, [1, 0]).cells, exported.cells)
     with pytest.raises(ValueError, match="do not fit"):
         walking.import_blocks(mine, [0], exported)
     with pytest.raises(BackendError, match="int8"):

@@ -150,17 +150,21 @@ class TritonOps:
 
     def copy_blocks(self, kv: TritonKVCache, pairs: Sequence[tuple[int, int]]) -> None:
         if pairs:
-            sources, destinations = torch.tensor(pairs, device=self.device).unbind(1)
+            sources, destinations = self._ids(pairs).unbind(1)
             kv.storage.index_copy_(2, destinations, kv.storage.index_select(2, sources))
 
     def export_blocks(self, kv: TritonKVCache, block_ids: Sequence[int]) -> Blocks:
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
-        return Blocks(cells=kv.storage.index_select(2, ids).permute(2, 1, 0, 3, 4, 5).contiguous(), scales=None)
+        cells = kv.storage.permute(2, 1, 0, 3, 4, 5).index_select(0, self._ids(block_ids))
+        return Blocks(cells=cells, scales=None)
 
     def import_blocks(self, kv: TritonKVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
         blocks.check(kv.shape, kv.block_size, len(block_ids))
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=self.device)
-        kv.storage.index_copy_(2, ids, blocks.cells.to(self.device).permute(2, 1, 0, 3, 4, 5))
+        kv.storage.index_copy_(2, self._ids(block_ids), blocks.cells.to(self.device).permute(2, 1, 0, 3, 4, 5))
+
+    def _ids(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Block ids on the device; the host does not wait for it."""
+        ids = torch.tensor(values, dtype=torch.int64)
+        return ids if self.device.type == "cpu" else ids.pin_memory().to(self.device, non_blocking=True)
 
     sample = staticmethod(sampler.sample)
     report = staticmethod(logprobs.report)
