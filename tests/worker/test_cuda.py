@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 
 from pagoda_worker.accelerator import Accelerator
+from pagoda_worker.cuda import device_seconds
+from pagoda_worker.kernels.choose import load_ops
+from pagoda_worker.kernels.ops import AttentionShape, Needs
 
 ON_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+WITH_FLASH = pytest.mark.skipif(
+    not any(map(find_spec, ("flash_attn", "flash_attn_interface"))), reason="needs flash-attention"
+)
 
 
 @pytest.fixture
@@ -79,3 +86,22 @@ def test_memory_that_is_not_there_is_told_apart_from_a_lost_device(accelerator: 
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(2 * total, dtype=torch.uint8, device="cuda")
     assert accelerator.peak_of(lambda: torch.empty(2**28, dtype=torch.uint8, device="cuda")) >= 2**28
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+def test_a_call_is_timed_without_its_launch(accelerator: Accelerator) -> None:
+    x, out = torch.randn(2, 2**27, device="cuda").unbind()
+    copied_bytes, seconds = 2 * x.nbytes, device_seconds(lambda: out.copy_(x))
+    assert 2**37 < copied_bytes / seconds < 2**45, "no memory is this slow or this fast"
+
+
+@pytest.mark.gpu
+@ON_A_GPU
+@WITH_FLASH
+def test_flash_attention_passes_its_check() -> None:
+    shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, scale=128**-0.5)
+    needs = Needs(dtype=torch.bfloat16, head_dim=128, attention=(shape, shape), block_size=256)
+    ops, _ = load_ops(torch.device("cuda:0"), "triton,attention=flash", needs)
+    assert "attention flash" in ops.name
+    load_ops(torch.device("cuda:0"), "auto", needs)

@@ -14,10 +14,22 @@ def test_a_back_end_alone_and_with_exceptions() -> None:
     assert parse_choice("native,attention=torch,linear=reference") == KernelChoice(
         "native", {"attention": "torch", "linear": "reference"}
     )
+    assert parse_choice("auto,attention=flash") == KernelChoice("auto", {"attention": "flash"})
 
 
 @pytest.mark.parametrize(
-    "text", ["", "fast", "native,", "native,attention", "native,attention=", "native,softmax=torch", "auto,linear=auto"]
+    "text",
+    [
+        "",
+        "fast",
+        "native,",
+        "native,attention",
+        "native,attention=",
+        "native,softmax=torch",
+        "auto,linear=auto",
+        "flash",
+        "triton,linear=flash",
+    ],
 )
 def test_anything_else_is_refused_by_name(text: str) -> None:
     with pytest.raises(ValueError, match="kernels"):

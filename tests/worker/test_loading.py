@@ -14,6 +14,7 @@ from tests.worker.fakes_capturable import CapturableOps
 from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
 from tests.worker.models.harness import logits_of
 
+from pagoda_worker import loading
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading import LoadedModel, load_model
 from pagoda_worker.memory import num_kv_blocks
@@ -47,6 +48,19 @@ def test_facts(config: WorkerConfig) -> None:
     assert (model.vocab_size, model.max_model_len) == (256, 1024)
     assert model.kv_shape.bytes_per_token == 3 * 2 * 2 * 32 * 2
     assert num_kv_blocks(replace(config, num_blocks=64), model) == 64
+
+
+def test_the_chosen_gpu_is_the_current_one_before_anything_is_launched(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_current(device: torch.device) -> None:
+        raise RuntimeError(f"{device} is current")
+
+    monkeypatch.setattr(loading, "choose_device", torch.device)
+    monkeypatch.setattr(loading, "load_ops", lambda *_: pytest.fail("kernels are checked on another device"))
+    monkeypatch.setattr(torch.cuda, "set_device", make_current)
+    with pytest.raises(RuntimeError, match="cuda:1 is current"):
+        load_model(replace(config, device="cuda:1"))
 
 
 def test_progress_counts_every_byte_once(config: WorkerConfig, path: Path) -> None:

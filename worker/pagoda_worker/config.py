@@ -34,7 +34,8 @@ class WorkerConfig:
     )
     kernels: str = option(
         "auto",
-        "kernel back end: auto, reference, torch, native, triton; or one with exceptions: native,attention=torch",
+        "kernel back end: auto, reference, torch, native, triton; or one with exceptions: native,attention=torch, "
+        "triton,attention=flash (auto takes flash-attention if it is installed and measured to be faster)",
     )
     instruction_set: str = option("", "level of the native kernels: base, avx2, avx512, avx512bf16; empty: the best")
     threads: int = option(0, "compute threads; 0 takes every core this process may use")

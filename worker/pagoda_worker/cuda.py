@@ -8,6 +8,8 @@ import torch
 
 from pagoda_worker.accelerator import Memory
 
+TIMED_ROUNDS, CALLS_PER_ROUND = 3, 5
+HEAD_START = 16  # products that keep a device busy for longer than launching a round takes
 WARM_UPS = 2  # calls before a recording: a library's first call may allocate, a kernel's first call compiles
 
 
@@ -79,3 +81,21 @@ class CudaAccelerator:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._recording):
             run()
         return graph.replay
+
+
+def device_seconds(run: Callable[[], object]) -> float:
+    """What one call of `run` takes on the current device, without the time to launch it: the least of a few rounds."""
+    run()
+    ahead = torch.empty(4096, 4096, dtype=torch.bfloat16, device="cuda").normal_()
+    product, rounds = torch.empty_like(ahead), []
+    for _ in range(TIMED_ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        for _ in range(HEAD_START):
+            torch.mm(ahead, ahead, out=product)
+        begin.record()
+        for _ in range(CALLS_PER_ROUND):
+            run()
+        end.record()
+        end.synchronize()
+        rounds.append(float(begin.elapsed_time(end)) / CALLS_PER_ROUND)
+    return min(rounds) / 1000

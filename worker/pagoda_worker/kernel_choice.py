@@ -2,6 +2,7 @@
 
     native                     everything by the native kernels
     native,attention=torch     the same, but attention and its cache by torch
+    triton,attention=flash     attention by flash-attention, which computes nothing else
 
 A family is what must come from one back end, because its operations share packed weights or a cache. No torch here:
 the configuration is checked before anything heavy is imported.
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 
 AUTO = "auto"
 BACKENDS = ("reference", "torch", "native", "triton")
+FLASH = "flash"
 FAMILIES = {
     "linear": ("pack_linear", "pack_gated", "linear", "gated_linear", "logits"),
     "pointwise": ("embed", "rms_norm", "add_rms_norm"),
@@ -50,8 +52,11 @@ def parse_choice(text: str) -> KernelChoice:
     overrides: dict[str, str] = {}
     for entry in rest:
         family, _, name = entry.partition("=")
-        if family not in FAMILIES or name not in BACKENDS or family in overrides:
-            families, names = ", ".join(FAMILIES), ", ".join(BACKENDS)
-            raise ValueError(f"kernels: {entry!r} must name one of {families} once, then = and one of {names}")
+        names = (*BACKENDS, FLASH) if family == "attention" else BACKENDS
+        if family not in FAMILIES or name not in names or family in overrides:
+            families = ", ".join(FAMILIES)
+            raise ValueError(
+                f"kernels: {entry!r} must name one of {families} once, then = and one of {', '.join(names)}"
+            )
         overrides[family] = name
     return KernelChoice(base, overrides)

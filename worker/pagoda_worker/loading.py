@@ -78,6 +78,8 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
     fields = read_json(path / "config.json")
     _refuse_hopeless(fields)
     device = choose_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
     _set_threads(config.threads)
     spec, formats = _what_to_load(config, fields)
     with open_checkpoint(path, progress) as checkpoint:
@@ -119,8 +121,14 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
 
 
 def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> Ops:
-    sizes = {} if spec is None else {"hidden_size": spec.hidden_size, "head_dim": spec.head_dim}
-    needs = Needs(dtype=dtype, num_threads=config.threads, instruction_set=config.instruction_set, **sizes)
+    needs = Needs(
+        dtype=dtype,
+        block_size=config.block_size,
+        num_threads=config.threads,
+        instruction_set=config.instruction_set,
+    )
+    if spec is not None:
+        needs = replace(needs, hidden_size=spec.hidden_size, head_dim=spec.head_dim, attention=spec.attention)
     ops, remarks = load_ops(device, config.kernels, needs)
     for remark in remarks:
         log.warning(remark)

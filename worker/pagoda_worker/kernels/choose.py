@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 
-from pagoda_worker.kernel_choice import AUTO, FAMILIES, parse_choice
+from pagoda_worker.cuda import device_seconds
+from pagoda_worker.kernel_choice import AUTO, FAMILIES, FLASH, parse_choice
+from pagoda_worker.kernels import trial
+from pagoda_worker.kernels.flash import NotInstalled, load_flash
 from pagoda_worker.kernels.mixed import mix
 from pagoda_worker.kernels.ops import BackendError, Needs, Ops
 
+log = logging.getLogger(__name__)
 
-def load_ops(device: torch.device, choice: str, needs: Needs) -> tuple[Ops, list[str]]:
+MARGIN = 0.9  # flash-attention must take less than this share of Triton's time: starts are to choose alike
+
+
+def load_ops(
+    device: torch.device, choice: str, needs: Needs, clock: trial.Clock = device_seconds
+) -> tuple[Ops, list[str]]:
     """The operations for `device`, and what there is to say about the choice (for the log).
 
     Args:
         device: Where tensors live.
         choice: See `kernel_choice`.
         needs: What they must be able to do.
+        clock: For `auto`, where it measures.
 
     Raises:
         BackendError: `choice` is not known, or something that was named cannot run here.
@@ -28,10 +39,16 @@ def load_ops(device: torch.device, choice: str, needs: Needs) -> tuple[Ops, list
         raise BackendError(str(error)) from error
     parts, remarks = _automatic(device, needs) if chosen.base == AUTO else (_everything(chosen.base, device, needs), [])
     loaded = {ops.name: ops for ops in parts.values()}
-    for family, name in chosen.overrides.items():
+
+    def load(name: str) -> Ops:
         if name not in loaded:
-            loaded[name] = LOADERS[name](device, needs)
-        parts[family] = loaded[name]
+            loaded[name] = load_flash(load("triton"), needs) if name == FLASH else LOADERS[name](device, needs)
+        return loaded[name]
+
+    if chosen.base == AUTO and "attention" not in chosen.overrides:
+        parts["attention"] = _faster_attention(parts["attention"], needs, clock)
+    for family, name in chosen.overrides.items():
+        parts[family] = load(name)
     return mix(parts), remarks
 
 
@@ -57,6 +74,29 @@ def _automatic(device: torch.device, needs: Needs) -> tuple[dict[str, Ops], list
     torch_ops = _torch(device, needs) if found else native
     parts = {family: torch_ops if family in found else native for family in FAMILIES}
     return parts, [f"{family} by torch: the native kernels failed their check: {why}" for family, why in found.items()]
+
+
+def _faster_attention(ours: Ops, needs: Needs, clock: trial.Clock) -> Ops:
+    """`ours`, or instead of Triton flash-attention: where it is installed, can serve this model and is clearly faster.
+
+    A model that is not ours to know is left to Triton, which refuses nothing that its layers may ask.
+    """
+    if ours.name != "triton" or not needs.attention:
+        return ours
+    try:
+        flash = load_flash(ours, needs)
+        triton_times, flash_times = trial.measure((ours, flash), needs, clock)
+    except NotInstalled:
+        return ours
+    except (BackendError, RuntimeError) as error:  # a lost device will be met again, by what cannot do without
+        log.info("attention by triton: %s", error)
+        return ours
+    faster = flash if flash_times.of_a_request < MARGIN * triton_times.of_a_request else ours
+    log.info(
+        "attention by %s: %s takes %s, triton %s; it must save %d %%; attention=%s makes this choice without measuring",
+        *(faster.name, flash.numerics, flash_times, triton_times, round(100 * (1 - MARGIN)), faster.name),
+    )
+    return faster
 
 
 def _reference(device: torch.device, needs: Needs) -> Ops:

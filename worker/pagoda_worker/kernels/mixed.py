@@ -1,4 +1,4 @@
-"""Families of operations from different back ends behind one `Ops`: for tests, and where one family fails its check.
+"""Families of operations from different back ends behind one `Ops`: where one fails its check, or another is faster.
 
 Nothing is recorded: a recording is one back end's. Otherwise each family is called as if the others were its own.
 """

@@ -214,10 +214,12 @@ class BackendError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a model asks of a back end. `hidden_size` and `head_dim` are 0 for a model that is not ours to know."""
+    """What a model asks of a back end. For a model that is not ours to know, sizes are 0 and `attention` is empty."""
 
     dtype: torch.dtype
     hidden_size: int = 0
     head_dim: int = 0
+    attention: tuple[AttentionShape, ...] = ()  # of each layer
+    block_size: int = 0  # of the cache; 0: not decided
     num_threads: int = 0  # 0: as many as this process may use
     instruction_set: str = ""  # "" is the best this machine has

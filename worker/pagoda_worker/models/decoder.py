@@ -162,14 +162,7 @@ def _load_layer(spec: DecoderSpec, ops: Ops, source: Source, dtype: torch.dtype,
         down=pack(DOWN, spec.mlp_bias),
         norms={role: norm(part) for role, part in norm_parts(spec).items()},
         head_norm=_head_norm(spec, norm) if spec.head_norms else None,
-        attention=AttentionShape(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            scale=spec.attention_scale,
-            window=spec.windows[layer],
-            softcap=spec.attention_softcap,
-        ),
+        attention=spec.attention[layer],
         rope=spec.rope_of_layer[layer],
     )
 

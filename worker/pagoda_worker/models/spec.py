@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.layers.rope import RopeShape
 
 
@@ -44,6 +45,21 @@ class DecoderSpec:
     @property
     def heads_of_qkv(self) -> tuple[int, int, int]:
         return self.num_heads, self.num_kv_heads, self.num_kv_heads
+
+    @property
+    def attention(self) -> tuple[AttentionShape, ...]:
+        """One per layer."""
+        return tuple(
+            AttentionShape(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                scale=self.attention_scale,
+                window=window,
+                softcap=self.attention_softcap,
+            )
+            for window in self.windows
+        )
 
 
 # Parts that one matrix is made of, in order; the names within a layer in the published checkpoints.

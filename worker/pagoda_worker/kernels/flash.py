@@ -1,0 +1,233 @@
+"""The `flash` attention: what Triton's kernels have written into their cache, read by flash-attention, version 2 or 3.
+
+Everything else of the family is Triton's. Of its cache, [num_blocks, Hkv, block_size, D] per layer, flash-attention is
+given the view [num_blocks, block_size, Hkv, D], which it takes by its strides.
+
+Both versions choose among kernels, and split keys into parts, by what they are told of a batch. A row's bits are its
+own because here they are told the same of every batch: one call serves decodes, prompts and mixtures of them; its
+bound on new tokens never falls below `least_queries`, beneath which other kernels would be taken; and keys are one
+part, which leaves a large device idle where a batch is small. The rest is checked on the device, for the shapes of the
+model that is to be served (see `trial`), which also measures whether all this is any faster than Triton.
+
+Signatures and preconditions: https://github.com/Dao-AILab/flash-attention, `flash_attn/flash_attn_interface.py` and
+`csrc/flash_attn/flash_api.cpp` (2.6 to 2.8), `hopper/flash_attn_interface.py` and `hopper/flash_api.cpp` (3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernel_choice import FAMILIES, FLASH
+from pagoda_worker.kernels import trial
+from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops
+
+if TYPE_CHECKING:
+    from pagoda_worker.kernels.triton.ops import TritonKVCache
+
+DTYPES = (torch.bfloat16, torch.float16)
+WIDEST_HEAD, HEAD_STEP = 256, 8
+
+
+class NotInstalled(BackendError):
+    """Neither version is there."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all layers of a step share; tensors are int32 on the device.
+
+    The first layer makes `sums` from `lengths`, in every step: where steps are replayed, a plan outlives its lengths.
+    """
+
+    tables: torch.Tensor  # [B, max_blocks]
+    lengths: torch.Tensor  # [B], keys of each row
+    starts: torch.Tensor  # [B + 1], where the queries of each row begin
+    sums: torch.Tensor  # [B + 1], keys of the rows before
+    most_queries: int
+    most_keys: int
+
+
+@dataclass(frozen=True)
+class Library:
+    """One version of flash-attention. `call` takes query [T, Hq, D], keys and values [num_blocks, block_size, Hkv, D],
+    plan and shape, and returns [T, Hq, D]."""
+
+    title: str
+    call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Plan, AttentionShape], torch.Tensor]
+    least_queries: int
+    block_multiple: int
+
+    def unfit(self, needs: Needs) -> str:
+        """Why it cannot serve this model, and what to do about it; empty if it may."""
+        if needs.dtype not in DTYPES:
+            return f"{self.title} computes in bfloat16 or float16, not in {needs.dtype}: see --dtype"
+        if needs.head_dim > WIDEST_HEAD or needs.head_dim % HEAD_STEP:
+            return (
+                f"{self.title} takes heads of a multiple of {HEAD_STEP} dimensions up to {WIDEST_HEAD}, "
+                f"this model's have {needs.head_dim}"
+            )
+        if needs.block_size % self.block_multiple:
+            return (
+                f"{self.title} takes blocks of a multiple of {self.block_multiple} tokens, not of {needs.block_size}: "
+                f"--block-size {self.block_multiple}"
+            )
+        return ""
+
+
+class FlashOps:
+    """The attention family of `ops.Ops`, over the cache of Triton's operations."""
+
+    name = FLASH
+    capturable = True
+    batch_invariant = True
+    integer_linear = False
+
+    def __init__(self, triton: Ops, library: Library) -> None:
+        self.device = triton.device
+        self.library = library
+        for operation in FAMILIES["attention"]:
+            if operation not in ("plan", "attend"):
+                setattr(self, operation, getattr(triton, operation))
+
+    @property
+    def numerics(self) -> str:
+        return self.library.title
+
+    def plan(self, batch: Batch, kv: TritonKVCache) -> Plan:
+        starts = torch.tensor(batch.query_starts, dtype=torch.int32)
+        return Plan(
+            tables=batch.block_tables,
+            lengths=batch.lengths,
+            starts=starts.to(self.device, non_blocking=True),
+            sums=torch.zeros(len(starts), dtype=torch.int32, device=self.device),
+            most_queries=max(self.library.least_queries, *batch.query_lens),
+            most_keys=kv.num_blocks * kv.block_size,
+        )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        kv: TritonKVCache,
+        layer: int,
+        plan: Plan,
+        shape: AttentionShape,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Raises BackendError for `sinks`, which no version knows."""
+        if sinks is not None:
+            raise BackendError("kernels: flash-attention knows no attention sinks: choose attention=triton")
+        if layer == 0:
+            torch.cumsum(plan.lengths, 0, dtype=torch.int32, out=plan.sums[1:])
+        keys, values = (part.transpose(1, 2) for part in kv.layer(layer))
+        return self.library.call(query, keys, values, plan, shape).flatten(1)
+
+
+def load_flash(triton: Ops, needs: Needs) -> Ops:
+    """The newest version that can serve `needs` and passes its check, over the cache of `triton`.
+
+    Raises:
+        NotInstalled: there is none.
+        BackendError: none can; says what is in the way of each.
+    """
+    reasons: list[str] = []
+    missing: list[str] = []
+    for package, library_of in PACKAGES.items():
+        try:
+            library = library_of(import_module(package))
+        except (ImportError, OSError, AttributeError) as error:
+            absent = isinstance(error, ModuleNotFoundError) and error.name == package
+            (missing if absent else reasons).append(str(error))
+            continue
+        ops = cast("Ops", FlashOps(triton, library))
+        reason = library.unfit(needs) or _failure(ops, triton, needs)
+        if not reason:
+            return ops
+        reasons.append(reason)
+    if not reasons:
+        names = "flash_attn (version 2) or flash_attn_interface (version 3, Hopper)"
+        raise NotInstalled(f"kernels: flash needs the package {names}: {'; '.join(missing)}")
+    raise BackendError(f"kernels: flash cannot serve: {'; '.join(reasons)}")
+
+
+def _failure(ops: Ops, triton: Ops, needs: Needs) -> str:
+    title = ops.numerics
+    try:
+        problem = trial.problem(ops, triton, needs)
+    except (RuntimeError, TypeError) as error:  # not built for this device or shape; arguments it does not know
+        first_line = str(error).strip().partition("\n")[0]
+        return f"{title} failed: {first_line}"
+    return f"{title} failed its check: {problem}" if problem else ""
+
+
+def _version_2(package: Any) -> Library:
+    """`flash_attn_with_kvcache` would not do for decodes: its kernels are not those of prompts, and from 2.8.4 on it
+    waits for the device. With a bound of one new token, this function would split keys by the number of rows."""
+    function = package.flash_attn_varlen_func
+
+    def call(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan, shape: AttentionShape
+    ) -> torch.Tensor:
+        out: torch.Tensor = function(
+            query,
+            keys,
+            values,
+            plan.starts,
+            plan.sums,
+            plan.most_queries,
+            plan.most_keys,
+            block_table=plan.tables,
+            **_masks(shape),
+        )
+        return out
+
+    return Library(_title("flash_attn"), call, least_queries=2, block_multiple=256)
+
+
+def _version_3(package: Any) -> Library:
+    """Here the function for caches serves all steps. The bound on new tokens is above the lines of every tile: below,
+    blocks are read by other means and in other tiles."""
+    function = package.flash_attn_with_kvcache
+
+    def call(
+        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan, shape: AttentionShape
+    ) -> torch.Tensor:
+        out: torch.Tensor = function(
+            query,
+            keys,
+            values,
+            cache_seqlens=plan.lengths,
+            page_table=plan.tables,
+            cu_seqlens_q=plan.starts,
+            max_seqlen_q=plan.most_queries,
+            num_splits=1,
+            **_masks(shape),
+        )
+        return out
+
+    return Library(_title("flash_attn_3"), call, least_queries=256, block_multiple=1)
+
+
+def _masks(shape: AttentionShape) -> dict[str, Any]:
+    """The new tokens are a row's last ones, as causality has it there. A window does not count the token itself."""
+    return {
+        "softmax_scale": shape.scale,
+        "causal": True,
+        "window_size": (-1, -1) if shape.window is None else (shape.window - 1, 0),
+        "softcap": shape.softcap or 0.0,
+    }
+
+
+def _title(package: str) -> str:
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return f"{package} of unknown version"
+
+
+PACKAGES: dict[str, Callable[[Any], Library]] = {"flash_attn_interface": _version_3, "flash_attn": _version_2}

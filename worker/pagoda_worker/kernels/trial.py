@@ -1,0 +1,136 @@
+"""Attention tried on this device with the shapes of a model: whether it keeps the rule of `ops`, and how long it takes.
+
+The back ends that are compared share a cache, and one of them has passed a check of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import AttentionShape, Needs, Ops
+
+Clock = Callable[[Callable[[], object]], float]
+"""Calls a function a few times and returns the seconds the device takes for one call of it."""
+
+ANY_SHAPE = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=64, scale=0.125)
+ANY_BLOCK = 256
+LENGTH = 600
+# Chunks and decodes, around the borders of tiles and elsewhere: each is a row of its own, with the tokens before it.
+CHUNKS = [(3, 5), (126, 129), (255, 257), (100, 330), (330, 600)]
+SPANS = [*CHUNKS, *((n - 1, n) for n in (1, 64, 128, 129, 256, 257, 512, 513, *range(285, 601, 15)))]
+TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.005}
+
+ROWS, PROMPT, OUTPUT = 32, 2048, 256  # requests that a back end is judged by: so many at once, tokens in, tokens out
+
+
+def problem(ops: Ops, yardstick: Ops, needs: Needs) -> str:
+    """What `ops` does not compute as `yardstick` does, or not alike for every batch; empty if all is well."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.inference_mode():
+        for shape in dict.fromkeys(needs.attention or (ANY_SHAPE,)):
+            found = _problem_of(shape, ops, yardstick, needs, generator)
+            if found:
+                return f"{found} ({shape})"
+    return ""
+
+
+def _problem_of(shape: AttentionShape, ops: Ops, yardstick: Ops, needs: Needs, generator: torch.Generator) -> str:
+    block_size = needs.block_size or ANY_BLOCK
+    num_blocks = -(-LENGTH // block_size)
+    key, value = torch.randn(2, num_blocks * block_size, shape.num_kv_heads, shape.head_dim, generator=generator)
+    query = torch.randn(LENGTH, shape.num_heads, shape.head_dim, generator=generator).to(ops.device, needs.dtype)
+    kv, table = _cache(ops, shape, needs, (key, value)), torch.randperm(num_blocks, generator=generator)
+    wide = max(num_blocks, (shape.window or 0) // block_size + 2)  # a table may be wider than any row needs
+
+    def attend(by: Ops, spans: Sequence[tuple[int, int]], width: int) -> torch.Tensor:
+        columns = F.pad(table, (0, wide - num_blocks))[:width].to(by.device, torch.int32)
+        batch = _batch(spans, columns.repeat(len(spans), 1))
+        return by.attend(query[batch.positions], kv, 0, by.plan(batch, kv), shape)
+
+    whole = attend(ops, [(0, LENGTH)], num_blocks)
+    tolerance = TOLERANCE[needs.dtype]
+    if not torch.allclose(whole, attend(yardstick, [(0, LENGTH)], num_blocks), rtol=tolerance, atol=tolerance):
+        return f"its results are not those of {yardstick.name}"
+    expected = torch.cat([whole[start:end] for start, end in SPANS])
+    alone = torch.cat([attend(ops, [span], -(-span[1] // block_size)) for span in SPANS])
+    if not (torch.equal(attend(ops, SPANS, wide), expected) and torch.equal(alone, expected)):
+        return "its results depend on the batch or on how a prompt is cut"
+    return ""
+
+
+class Times(NamedTuple):
+    """Seconds of attention in all layers: of a prompt of PROMPT tokens, and of a decode step of ROWS such rows."""
+
+    prefill: float
+    decode: float
+
+    @property
+    def of_a_request(self) -> float:
+        """Its prompt, and its share of the decode steps for OUTPUT tokens."""
+        return self.prefill + OUTPUT / ROWS * self.decode
+
+    def __str__(self) -> str:
+        return (
+            f"{self.of_a_request * 1e3:.2f} ms for a request of {PROMPT} tokens in and {OUTPUT} out "
+            f"({self.prefill * 1e3:.2f} its prompt, {self.decode * 1e3:.3f} a step of {ROWS} such)"
+        )
+
+
+def measure(contestants: Sequence[Ops], needs: Needs, clock: Clock) -> list[Times]:
+    """The times of each; layers of one shape are measured once."""
+    totals = [(0.0, 0.0) for _ in contestants]
+    with torch.inference_mode():
+        for shape, layers in Counter(needs.attention).items():
+            for i, (prefill, decode) in enumerate(_measure(shape, contestants, needs, clock)):
+                totals[i] = (totals[i][0] + layers * prefill, totals[i][1] + layers * decode)
+    return [Times(*total) for total in totals]
+
+
+def _measure(shape: AttentionShape, contestants: Sequence[Ops], needs: Needs, clock: Clock) -> list[Times]:
+    device, block_size = contestants[0].device, needs.block_size or ANY_BLOCK
+    blocks = -(-PROMPT // block_size)
+    size = (ROWS * blocks * block_size, shape.num_kv_heads, shape.head_dim)
+    kv = _cache(contestants[0], shape, needs, [torch.randn(size, dtype=needs.dtype, device=device) for _ in range(2)])
+    tables = torch.randperm(ROWS * blocks, device=device).to(torch.int32).view(ROWS, blocks)
+    works = (_batch([(0, PROMPT)], tables[:1]), _batch([(PROMPT - 1, PROMPT)] * ROWS, tables))
+
+    def seconds(ops: Ops, batch: Batch) -> float:
+        query = torch.randn(batch.num_tokens, shape.num_heads, shape.head_dim, dtype=needs.dtype, device=device)
+        plan = ops.plan(batch, kv)
+        return clock(lambda: ops.attend(query, kv, 0, plan, shape))
+
+    return [Times(*(seconds(ops, batch) for batch in works)) for ops in contestants]
+
+
+def _cache(ops: Ops, shape: AttentionShape, needs: Needs, content: Sequence[torch.Tensor]) -> Any:
+    """A cache of one layer, full of these keys and values."""
+    key, value = (part.to(ops.device, needs.dtype) for part in content)
+    kv_shape = KVShape(num_layers=1, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=needs.dtype)
+    block_size = needs.block_size or ANY_BLOCK
+    kv = ops.new_kv_cache(kv_shape, len(key) // block_size, block_size)
+    ops.write_kv(key, value, kv, 0, torch.arange(len(key), device=ops.device))
+    return kv
+
+
+def _batch(spans: Sequence[tuple[int, int]], tables: torch.Tensor) -> Batch:
+    """A row for each span: tokens [start, end) are new, those before are in the cache. tables: [rows, blocks]."""
+    positions = torch.cat([torch.arange(start, end) for start, end in spans]).to(tables.device)
+    lens = [end - start for start, end in spans]
+    return Batch(
+        token_ids=positions,
+        positions=positions,
+        kv_indices=positions,
+        block_tables=tables,
+        query_starts=[0, *accumulate(lens)],
+        query_lens=lens,
+        context_lens=[end for _, end in spans],
+        logit_indices=positions[:0],
+    )
