@@ -128,7 +128,7 @@ class ModelRunner:
         while self._pending and (isinstance(self._pending[-1].launched, OnHost) or len(self._pending) >= MAX_PENDING):
             self._settle(self._pending.popleft())
         copies = self._table.apply(plan)
-        work = self._table.accept(plan.chunks)
+        work = self._compute.arranged(self._table.accept(plan.chunks))
         pending = Pending(step=plan.step, work=work, began=began, computing=time.perf_counter())
         earlier = [step.launched for step in self._pending if isinstance(step.launched, OnDevice)]
         pending.launched = self._guarded(lambda: self._compute.start(copies, work, earlier), work, copies)
