@@ -80,7 +80,7 @@ def decoder(ops: Ops, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> De
         name: torch.randn(shape, generator=generator) * 0.3 if len(shape) == 2 else torch.ones(shape)
         for name, shape in expected_tensors(spec).items()
     }
-    source = PlainSource(lambda name: weights[name].to(dtype))
+    source = PlainSource(lambda name: weights[name].to(ops.device, dtype))
     return Decoder(spec, ops, source, dtype, spec.max_positions)
 
 

@@ -117,6 +117,20 @@ def test_a_row_that_leaves_costs_the_others_nothing() -> None:
     assert len(accelerator.uploads) == 1
 
 
+def test_the_order_of_chunks_costs_nothing() -> None:
+    accelerator, driver = decoding(6, prompt=4)
+    driver.run([])
+    accelerator.uploads.clear()
+    driver.finish(0)
+    driver.finish(1)
+    driver.run([])
+    assert accelerator.uploads == [2 * (HEAD + CELL + TOKEN)]
+    for _ in range(3):
+        driver.known = dict(reversed(driver.known.items()))
+        driver.run([])
+    assert len(accelerator.uploads) == 1
+
+
 def test_padding_is_sent_once() -> None:
     accelerator, driver = decoding(5, prompt=4)  # replayed by 6: one line is of no row from the beginning
     driver.run([])

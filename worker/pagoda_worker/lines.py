@@ -153,7 +153,7 @@ class Lines:
         for line, begin, end in zip(stale.tolist(), have.tolist(), need.tolist(), strict=True):
             places += range(line * width + begin, line * width + end)
             ids += blocks[line].array[begin:end].tolist()
-        self._num_blocks[stale] = np.maximum(have, need)
+        self._num_blocks[stale] = need
         return np.array((places, ids), np.int64)
 
     def _put(self, parts: Sequence[Ids], earlier: Sequence[OnDevice], accelerator: Accelerator) -> None:
