@@ -106,10 +106,11 @@ class Graphed:
 
         `earlier` steps have tokens of these rows that the host does not know yet.
         """
-        recording = self._recordings.get(rung(self._sizes, work) or 0)
-        if recording is None or self._results is None:
+        size = rung(self._sizes, work)
+        if size not in self._recordings or self._results is None:
             return None
-        self._lines.write(work, recording.batch.num_rows, earlier, self._accelerator)
+        recording = self._recordings[size]
+        self._lines.write(work, size, earlier, self._accelerator)
         recording.replay()
         hidden, logits = (result[: len(work)] for result in self._results)
         return Computed(recording.batch, hidden, logits, self._lines.advance)

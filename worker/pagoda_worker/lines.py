@@ -25,8 +25,9 @@ PADDING = -2  # and of one that stands for no row
 
 
 class Lines:
-    """The inputs of decode steps of up to `max_rows` rows, at addresses that stay. Step by step: `write`, what reads
-    them, `advance`.
+    """The inputs of decode steps of up to `max_rows` rows, at addresses that stay.
+
+    A step is `write`, the computation that reads them, and `advance` if the device chose the tokens.
 
     Args:
         max_rows: Of the largest step.
