@@ -1,17 +1,25 @@
 """An accelerator that is this CPU, and as strict as a real one: a fetch is over when the test (or a wait) says so, and
-a recording runs the operations that were recorded, on the same addresses, and not the Python that asked for them."""
+a recording runs the operations that were recorded, on the same addresses, and not the Python that asked for them. It
+keeps nothing alive that was there before it, and what it made for itself is gone when it is over."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from pagoda_worker.accelerator import Memory
+
+try:
+    from triton.runtime.interpreter import GridExecutor
+except ImportError:  # no Triton for this machine
+    GridExecutor = None
 
 
 class HeldFetch:
@@ -37,31 +45,99 @@ class HeldFetch:
 
 
 aten = torch.ops.aten
-READS_BACK = (aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default)
+READS_BACK = (
+    aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.nonzero.default,
+    aten.masked_select.default,
+)  # fmt: skip
+INDEXED = (aten.index.Tensor, aten.index_put_.default, aten.index_put.default)
+LEFT = 0xFF  # of every byte that a recording had for its own use: floats are no numbers, ids are none
+
+
+class Lent:
+    """A tensor that was there before the recording: its address, which does not keep it there."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._dtype = tensor.dtype
+        self._place = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def tensor(self) -> torch.Tensor:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None:
+            raise RuntimeError("an illegal memory access was encountered: a recording's operand was given back")
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._place)
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operations and remembers them."""
+    """Runs operations, launches of interpreted kernels among them, and remembers them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
+        self._calls: list[tuple[Any, Any, Any]] = []
+        self._made: dict[int, torch.Tensor] = {}  # by address: memory that is the recording's own
+        self._launching = False
+
+    def __enter__(self) -> Any:
+        if GridExecutor is not None:
+            self._launch = GridExecutor.__call__
+            GridExecutor.__call__ = self._launched(GridExecutor.__call__)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if GridExecutor is not None:
+            GridExecutor.__call__ = self._launch
+
+    def _launched(self, launch: Any) -> Any:
+        def launched(executor: Any, *args: Any, **kwargs: Any) -> None:
+            self._launching = True  # what the interpreter does with torch is no operation of the device's
+            launch(executor, *args, **kwargs)
+            self._launching = False
+            self._remember(partial(launch, executor), args, kwargs, None)
+
+        return launched
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READS_BACK:
+        kwargs = kwargs or {}
+        if self._launching:
+            return func(*args, **kwargs)
+        masks = func in INDEXED and any(index is not None and index.dtype == torch.bool for index in args[1])
+        if func in READS_BACK or masks:
             raise RuntimeError("operation not permitted when stream is capturing")
-        out = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, out))
+        out = func(*args, **kwargs)
+        operands = {_address(x) for x in _tensors((args, kwargs))}
+        for made in _tensors(out):
+            if made.numel() and _address(made) not in operands:
+                self._made[_address(made)] = made
+        self._remember(func, args, kwargs, out)
         return out
+
+    def _remember(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        self._calls.append((func, *tree_map(self._held, ((args, kwargs), out))))
+
+    def _held(self, value: Any) -> Any:
+        lent = isinstance(value, torch.Tensor) and not value.is_mkldnn and _address(value) not in self._made
+        return Lent(value) if lent and value.numel() else value
 
     def replay(self) -> None:
         """The same operations into the tensors that the recording made; a view or an operand is there already."""
-        for func, args, kwargs, old in self.calls:
-            operands = {x.untyped_storage().data_ptr() for x in _tensors((args, kwargs))}
+        for func, held, out in self._calls:
+            args, kwargs = tree_map(_found, held)
+            operands = {_address(x) for x in _tensors((args, kwargs))}
             new = func(*args, **kwargs)
-            for target, value in zip(_tensors(old), _tensors(new), strict=True):
-                if target.numel() and target.untyped_storage().data_ptr() not in operands:
+            for target, value in zip(_tensors(tree_map(_found, out)), _tensors(new), strict=True):
+                if target.numel() and _address(target) not in operands:
                     target.copy_(value)
+        for made in self._made.values():  # other recordings use this memory too
+            made.untyped_storage().fill_(LEFT)
+
+
+def _found(held: Any) -> Any:
+    return held.tensor() if isinstance(held, Lent) else held
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -78,10 +154,12 @@ class FakeAccelerator:
     bytes_per_step: int = 0  # what `peak_of` finds
     journal: list[str] = field(default_factory=list)
     fetches: list[HeldFetch] = field(default_factory=list)
+    uploads: list[int] = field(default_factory=list)  # bytes
     captures: int = 0
     replays: int = 0
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
+        self.uploads.append(host.nbytes)
         return host.clone()
 
     def pinned(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

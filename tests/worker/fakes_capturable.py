@@ -10,12 +10,13 @@ from tests.worker.formats.sources import PlainSource
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape
-from pagoda_worker.kernels.ops import AttentionShape
+from pagoda_worker.kernels.ops import AttentionShape, Ops
 from pagoda_worker.layers.rope import RopeShape
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.spec import DecoderSpec, expected_tensors
 
 BLOCK, MAX_LEN, VOCAB = 16, 96, 64
+BOMB, POISON = 62, 63
 WIDTH = MAX_LEN // BLOCK
 
 
@@ -57,26 +58,62 @@ class CapturableOps(AtenOps):
         return QuietCache(shape=shape, num_blocks=num_blocks, block_size=block_size, layers=plain.layers)
 
 
-def decoder(ops: AtenOps) -> Decoder:
-    spec = DecoderSpec(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        norm_eps=1e-6,
-        max_positions=MAX_LEN,
-        ropes=(RopeShape(theta=10_000.0, head_dim=8),),
-        rope_of_layer=(0, 0),
-        windows=(None, None),
-        attention_scale=0.35,
-        tied=True,
-    )
+def decoder(ops: Ops, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Decoder:
+    values: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "norm_eps": 1e-6,
+        "max_positions": MAX_LEN,
+        "ropes": (RopeShape(theta=10_000.0, head_dim=8),),
+        "rope_of_layer": (0, 0),
+        "windows": (None, None),
+        "attention_scale": 0.35,
+        "tied": True,
+    }
+    spec = DecoderSpec(**{**values, **changes})
     generator = torch.Generator().manual_seed(3)
     weights = {
         name: torch.randn(shape, generator=generator) * 0.3 if len(shape) == 2 else torch.ones(shape)
         for name, shape in expected_tensors(spec).items()
     }
-    source = PlainSource(lambda name: weights[name].bfloat16())
-    return Decoder(spec, ops, source, torch.bfloat16, MAX_LEN)
+    source = PlainSource(lambda name: weights[name].to(ops.device, dtype))
+    return Decoder(spec, ops, source, dtype, spec.max_positions)
+
+
+class HashModel:
+    """The logits after a token are a hash of every token up to it, as the cache has them; see `fakes_model`.
+
+    What stands in a context with POISON is no number, and a step with BOMB in it that is not replayed fails.
+    """
+
+    kv_shape = None
+
+    def __init__(self) -> None:
+        self._factors = torch.randint(1, 2**40, (MAX_LEN,), generator=torch.Generator().manual_seed(9)) * 2 + 1
+
+    def plan(self, batch: Batch, kv: torch.Tensor) -> None:
+        return None
+
+    def forward(self, batch: Batch, kv: torch.Tensor, plan: None = None) -> torch.Tensor:
+        kv.view(-1).index_copy_(0, batch.kv_indices, batch.token_ids)
+        cells = kv[batch.block_tables.long()].flatten(1)[:, :MAX_LEN]
+        seen = torch.arange(cells.shape[1]) < batch.lengths[:, None]
+        sums = torch.where(seen, (cells + 1) * self._factors[: cells.shape[1]], 0).cumsum(1) & (2**61 - 1)
+        sums = sums.masked_fill(((cells == POISON) & seen).cumsum(1) > 0, -1)
+        if batch.num_tokens == batch.num_rows:
+            return sums.gather(1, batch.lengths[:, None].long() - 1)
+        if BOMB in batch.token_ids.tolist():
+            raise RuntimeError("boom")
+        spans = zip(sums, batch.context_lens, batch.query_lens, strict=True)
+        return torch.cat([line[end - count : end] for line, end, count in spans])[:, None]
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        ids = torch.arange(VOCAB)
+        mixed = (hidden % 1_000_003) * 7919 + ids * 104_729 + (hidden % 8191) * (ids * ids % 8191)
+        logits = (mixed % 4096).float() / 512
+        logits = logits.masked_fill(ids >= BOMB, -30.0).masked_fill(hidden < 0, torch.nan)
+        return logits if out is None else out.copy_(logits)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.worker.fakes_accelerator import FakeAccelerator
 from tests.worker.fakes_capturable import BLOCK, MAX_LEN, VOCAB, WIDTH, CapturableOps, decoder
-from tests.worker.models.harness import make_batch
+from tests.worker.fakes_model import new_row
 
-from pagoda_worker.batch import Batch
-from pagoda_worker.graphs import DecodeBuffers, Graphed, ladder, reserve_for, rung
+from pagoda_proto.steps import Chunk
+from pagoda_worker.batch import Batch, build_batch
+from pagoda_worker.graphs import Graphed, ladder, reserve_for, rung
 from pagoda_worker.kernels.aten import AtenOps
+from pagoda_worker.lines import Lines
+from pagoda_worker.pending import Work
+from pagoda_worker.rows import Row
 
 MAX_ROWS = 11
 SIZES = ladder(MAX_ROWS)
@@ -48,8 +53,8 @@ class Case:
         for mine, its in zip(self.kv.layers, self.other.layers, strict=True):
             mine.copy_(torch.randn(mine.shape, generator=generator))
             its.copy_(mine)
-        buffers = DecodeBuffers(max_rows=MAX_ROWS, max_len=MAX_LEN, block_size=BLOCK, scratch_block=SCRATCH, device=CPU)
-        self.graphed = Graphed(self.decoder, self.accelerator, SIZES, buffers)
+        lines = Lines(max_rows=MAX_ROWS, max_len=MAX_LEN, block_size=BLOCK, scratch_block=SCRATCH, device=CPU)
+        self.graphed = Graphed(self.decoder, self.accelerator, SIZES, lines)
 
     def captured(self) -> Case:
         self.graphed.capture(self.kv, lambda done, of: None)
@@ -58,9 +63,15 @@ class Case:
             assert torch.equal(mine, its)
         return self
 
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def replayed(self, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and logits side by side, replayed and operation by operation."""
         with torch.inference_mode():
-            return self.graphed.forward(batch, self.kv).clone(), self.decoder.forward(batch, self.other)
+            replayed = self.graphed.replayed(work, [])
+            assert replayed is not None
+            assert replayed.logits is not None
+            hidden = self.decoder.forward(build_batch(work, BLOCK, CPU), self.other)
+            plain = torch.cat((hidden.float(), self.decoder.logits(hidden)), 1)
+            return torch.cat((replayed.hidden.float(), replayed.logits), 1), plain
 
     def caches_agree(self) -> bool:
         """Also about the blocks that nobody's row has, except the scratch block."""
@@ -73,14 +84,16 @@ def case() -> Case:
     return Case(CapturableOps(CPU), FakeAccelerator()).captured()
 
 
-def decode_batch(num_rows: int, rng: random.Random) -> Batch:
-    """Rows of any length with one new token; every row has its own blocks, in any order."""
+def decodes(num_rows: int, rng: random.Random, num_tokens: int = 1) -> Work:
+    """Rows of any length with new tokens; every row has its own blocks, in any order."""
     blocks = rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
-    rows = []
+    work = []
     for i in range(num_rows):
-        computed = rng.randrange(MAX_LEN)
-        rows.append(([rng.randrange(VOCAB)], computed, blocks[i * WIDTH : i * WIDTH + computed // BLOCK + 1]))
-    return make_batch(rows, BLOCK)
+        computed = rng.randrange(MAX_LEN - num_tokens + 1)
+        tokens = np.array([rng.randrange(VOCAB) for _ in range(computed + num_tokens)])
+        table = np.array(blocks[i * WIDTH : (i + 1) * WIDTH])
+        work.append((Row.of(new_row(i, [0], [0]), tokens, table), Chunk(i, computed, num_tokens, True)))
+    return work
 
 
 @pytest.mark.parametrize(
@@ -103,61 +116,60 @@ def test_the_ladder_ends_where_launching_costs_nothing() -> None:
 
 
 @given(st.integers(1, 600), st.integers(1, 600))
-def test_a_batch_takes_the_least_size_that_holds_it(max_rows: int, num_rows: int) -> None:
+def test_a_step_takes_the_least_size_that_holds_it(max_rows: int, num_rows: int) -> None:
     sizes = ladder(max_rows)
-    batch = DecodeBuffers(max_rows=num_rows, max_len=16, block_size=16, scratch_block=0, device=CPU).batch(num_rows)
-    size = rung(sizes, batch)
-    assert size == min((one for one in sizes if one >= num_rows), default=None)
+    work = decodes(1, random.Random(1)) * num_rows
+    assert rung(sizes, work) == min((one for one in sizes if one >= num_rows), default=None)
+
+
+def test_a_step_is_replayed_when_every_row_computes_and_samples_one_token() -> None:
+    work, (longer,) = decodes(3, random.Random(1)), decodes(1, random.Random(2), num_tokens=2)
+    (row, chunk), *rest = work
+    assert rung(SIZES, work) == 4
+    assert rung(SIZES, [*work, longer]) is None
+    assert rung(SIZES, [(row, Chunk(chunk.row_id, chunk.start, 1, False)), *rest]) is None
 
 
 @pytest.mark.parametrize("num_rows", range(1, MAX_ROWS + 1))
 def test_a_replayed_step_is_the_step(case: Case, num_rows: int) -> None:
     rng, before = random.Random(num_rows), case.accelerator.replays
     for _ in range(3):
-        replayed, plain = case.forward(decode_batch(num_rows, rng))
-        assert torch.equal(replayed, plain)
+        assert torch.equal(*case.replayed(decodes(num_rows, rng)))
     assert case.accelerator.replays == before + 3
     assert case.caches_agree()
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, MAX_ROWS), min_size=2, max_size=6), st.integers(0, 10**6))
-def test_nothing_of_an_earlier_batch_is_left(case: Case, counts: list[int], seed: int) -> None:
+def test_nothing_of_an_earlier_step_is_left(case: Case, counts: list[int], seed: int) -> None:
     rng = random.Random(seed)
     for count in counts:
-        replayed, plain = case.forward(decode_batch(count, rng))
-        assert torch.equal(replayed, plain)
+        assert torch.equal(*case.replayed(decodes(count, rng)))
     assert case.caches_agree()
 
 
-def test_what_is_no_decode_step_runs_operation_by_operation(case: Case) -> None:
-    before = case.accelerator.replays
-    mixed = make_batch([([3, 4, 5], 0, [0]), ([6], 20, [1, 2])], BLOCK)
-    many = decode_batch(MAX_ROWS, random.Random(1))
-    wide = make_batch([([1], 0, [i]) for i in range(MAX_ROWS + 1)], BLOCK)
-    for batch in (mixed, wide):
-        assert rung(SIZES, batch) is None
-        assert torch.equal(*case.forward(batch))
+def test_what_is_no_decode_step_is_not_replayed(case: Case) -> None:
+    before, rng = case.accelerator.replays, random.Random(1)
+    assert case.graphed.replayed([*decodes(1, rng), *decodes(1, rng, num_tokens=3)], []) is None
+    assert case.graphed.replayed(decodes(1, rng) * (MAX_ROWS + 1), []) is None
     assert case.accelerator.replays == before
-    assert torch.equal(*case.forward(many))
-    assert case.accelerator.replays == before + 1
 
 
 def test_padding_rows_touch_the_scratch_block_alone(case: Case) -> None:
-    rng = random.Random(8)
     before = [layer.clone() for layer in case.kv.layers]
-    batch = decode_batch(5, rng)  # three rows of padding
-    case.forward(batch)
-    written = {int(index) for index in batch.kv_indices} | {SCRATCH * BLOCK}
+    work = decodes(5, random.Random(8))  # three rows of padding
+    case.replayed(work)
+    written = {int(index) for index in build_batch(work, BLOCK, CPU).kv_indices} | {SCRATCH * BLOCK}
     for old, new in zip(before, case.kv.layers, strict=True):
         changed = (old != new).flatten(2).any(-1).flatten().nonzero().flatten().tolist()
         assert set(changed) <= written
 
 
 def test_what_the_host_says_is_not_read_again() -> None:
-    """The same step with lengths from the host's list is wrong when replayed: the recording holds the list's bounds."""
+    """Lengths from the host's list were on the device while the step was recorded, and are not when it is replayed."""
     case = Case(ReadsTheHost(CPU), FakeAccelerator()).captured()
-    assert not torch.equal(*case.forward(decode_batch(2, random.Random(2))))
+    with pytest.raises(RuntimeError, match="given back"):
+        case.replayed(decodes(2, random.Random(2)))
 
 
 def test_a_step_that_waits_for_the_device_is_refused_with_the_way_out() -> None:
@@ -172,10 +184,46 @@ def test_recording_goes_from_the_largest_to_the_smallest_and_tells() -> None:
     assert list(case.graphed._recordings) == SIZES[::-1]
 
 
-def test_without_recordings_everything_runs_operation_by_operation() -> None:
+def test_without_recordings_nothing_is_replayed() -> None:
     case = Case(CapturableOps(CPU), FakeAccelerator())
-    assert torch.equal(*case.forward(decode_batch(3, random.Random(4))))
-    assert case.accelerator.replays == 0
+    assert case.graphed.replayed(decodes(3, random.Random(4)), []) is None
+
+
+# --- the fake is as strict as a device --------------------------------------------------------------------------------
+
+
+def test_what_a_recording_reads_must_still_be_there() -> None:
+    inputs, out = [torch.ones(3)], torch.zeros(3)
+    replay = FakeAccelerator().capture(lambda: out.copy_(inputs[0][1:2]))
+    inputs[0].fill_(5)
+    replay()
+    assert out.tolist() == [5, 5, 5]
+    inputs.clear()
+    with pytest.raises(RuntimeError, match="given back"):
+        replay()
+
+
+def test_what_a_recording_made_for_itself_is_gone_after_it() -> None:
+    kept: list[torch.Tensor] = []
+    x = torch.ones(3)
+    replay = FakeAccelerator().capture(lambda: kept.append(x + 1))
+    replay()
+    assert kept[-1].isnan().all()
+
+
+@pytest.mark.parametrize("index", ["mask", "nonzero", "item"])
+def test_what_depends_on_contents_cannot_be_recorded(index: str) -> None:
+    x = torch.ones(3)
+    reads = {"mask": lambda: x[x > 0], "nonzero": lambda: x.nonzero(), "item": lambda: x[0].item()}
+    with pytest.raises(RuntimeError, match="capturing"):
+        FakeAccelerator().capture(reads[index])  # type: ignore[arg-type]
+
+
+def test_memory_is_looked_at_when_nothing_is_held_for_later() -> None:
+    accelerator = FakeAccelerator()
+    case = Case(CapturableOps(CPU), accelerator)
+    next(case.graphed.captured(case.kv))
+    assert accelerator.journal == ["emptied"]
 
 
 def test_the_reserve_is_told_from_the_two_largest() -> None:

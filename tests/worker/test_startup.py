@@ -19,6 +19,7 @@ from pagoda_proto.steps import Chunk, StepPlan
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.graphs import ladder
 from pagoda_worker.kernels.aten import AtenOps
+from pagoda_worker.lines import Lines
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.memory import GIB, NotEnoughMemory
 from pagoda_worker.profiling import device_use, largest_steps
@@ -107,17 +108,20 @@ def test_a_step_that_does_not_fit_names_the_options() -> None:
 def test_the_cache_takes_what_step_and_graphs_leave() -> None:
     bytes_per_block = loaded_by(AtenOps(CPU)).kv_shape.bytes_per_block(BLOCK)
     graphs = [1000, 100]
-    facts = {"free": 14 * bytes_per_block, "total": 14 * bytes_per_block, "bytes_per_step": 500}
-    whole = int(14 * bytes_per_block * 0.9)
+    lines = Lines(max_rows=5, max_len=MAX_LEN, block_size=BLOCK, scratch_block=0, device=CPU).nbytes
+    whole = 13 * bytes_per_block + 500 + 1000 + 100 * (len(ladder(5)) - 1) + lines
+    facts = {"free": whole, "total": whole, "bytes_per_step": 500}
 
     device = Device(**facts, bytes_per_capture=lambda number: graphs[min(number, 1)])
-    runner, told = start(device, CapturableOps(CPU), config())
-    reserve = 1000 + 100 * (len(ladder(5)) - 1)
-    assert runner.facts.num_blocks == (whole - 500 - reserve) // bytes_per_block - 1  # one for padding
+    runner, told = start(device, CapturableOps(CPU), config(gpu_memory_utilization=1))
+    assert runner.facts.num_blocks == 13 - 1  # one for padding
     assert runner.kv_cache.num_blocks == runner.facts.num_blocks + 1  # type: ignore[attr-defined]
     assert told == [(number, len(ladder(5))) for number in range(1, len(ladder(5)) + 1)]
 
-    eager, told = start(Device(**facts), CapturableOps(CPU), config(enforce_eager=True))
+    less = Device(**(facts | {"free": whole - 1}), bytes_per_capture=lambda number: graphs[min(number, 1)])
+    assert start(less, CapturableOps(CPU), config(gpu_memory_utilization=1))[0].facts.num_blocks == 12 - 1
+
+    eager, told = start(Device(**facts), CapturableOps(CPU), config(enforce_eager=True, gpu_memory_utilization=1))
     assert eager.facts.num_blocks == (whole - 500) // bytes_per_block
     assert told == []
 

@@ -60,6 +60,7 @@ class Accelerator(Protocol):
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Record what `run` asks of the device; calling the result asks for the same again, on the same addresses.
 
-        `run` reads and writes tensors that stay. Nothing it reads on the host is read again, and it must not wait for
-        the device. Recordings of one accelerator share the memory of their intermediate results: one runs at a time.
+        It is called before as well, for what only a first call asks for. `run` reads and writes tensors that stay.
+        Nothing it reads on the host is read again, and it must not wait for the device. Recordings of one accelerator
+        share the memory of their intermediate results: one runs at a time.
         """

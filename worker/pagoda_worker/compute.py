@@ -17,6 +17,7 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device_sampler import NO_TOKEN, DeviceSampler, GreedySampler
 from pagoda_worker.drafting import Drafter, NoDrafts
 from pagoda_worker.feeding import feed, uploaded
+from pagoda_worker.graphs import Computed, Graphed
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.pending import OnDevice, OnHost, Work
 from pagoda_worker.rows import Ids, Row
@@ -47,6 +48,7 @@ class Compute:
     ) -> None:
         self.kv = loaded.new_kv_cache(num_blocks, config.block_size)
         self._model = loaded.model
+        self._graphed = loaded.model if isinstance(loaded.model, Graphed) else None
         self._ops = loaded.ops
         self._device = loaded.device
         self._block_size = config.block_size
@@ -57,19 +59,22 @@ class Compute:
         # A drafter reads the tokens of its rows before every step, so they must be on the host.
         self._may_promise = accelerator is not None and isinstance(self._drafter, NoDrafts)
 
+    def arranged(self, work: Work) -> Work:
+        """`work` in the order that costs `start` least; no answer depends on it."""
+        return work if self._graphed is None else self._graphed.arranged(work)
+
     def start(self, work: Work, earlier: Sequence[OnDevice] = ()) -> OnDevice | OnHost | None:
         """Compute; None where there is nothing to answer. `earlier` steps are not finished yet."""
         if not work:
             return None
         drafts: Mapping[int, Ids] = self._drafter.draft(work)
         num_drafted = {row_id: len(tokens) for row_id, tokens in drafts.items()}
-        batch, hidden = self._forward(work, drafts, earlier)
+        batch, hidden, logits, advance = self._forward(work, drafts, earlier)
         if drafts and not hidden.isfinite().all():  # a draft may be no number, and masks do not hide those
             self._erase(batch, work)
             drafts = NO_DRAFTS
-            batch, hidden = self._forward(work, drafts, earlier)
+            batch, hidden, logits, advance = self._forward(work, drafts, earlier)
         rows = [row for row, chunk in work if chunk.sample]
-        logits = self._model.logits(hidden[batch.logit_indices]) if rows else None
         for row, chunk in work:
             row.num_computed = chunk.start + chunk.num_tokens
         if self._accelerator is None or not self._device_chooses(work, rows):
@@ -77,6 +82,7 @@ class Compute:
                 starts=batch.query_starts, hidden=hidden, logits=logits, drafts=drafts, num_drafted=num_drafted
             )
         ids = batch.token_ids[:0] if logits is None else self._sampler.sample(logits, rows)
+        advance(ids)
         fetch = self._accelerator.fetch(ids)
         promised = {row.row_id: (index, row.promise()) for index, row in enumerate(rows)}
         return OnDevice(ids=ids, fetch=fetch, promised=promised)
@@ -85,16 +91,19 @@ class Compute:
         plain = all(row.params.prompt_logprobs is None for row, _ in work)
         return self._may_promise and plain and self._sampler.takes(rows)
 
-    def _forward(
-        self, work: Work, drafts: Mapping[int, Ids], earlier: Sequence[OnDevice]
-    ) -> tuple[Batch, torch.Tensor]:
+    def _forward(self, work: Work, drafts: Mapping[int, Ids], earlier: Sequence[OnDevice]) -> Computed:
+        replayed = self._graphed.replayed(work, earlier) if self._graphed is not None and not drafts else None
+        if replayed is not None:
+            return replayed
         if self._accelerator is None:
             batch = build_batch(work, self._block_size, self._device, drafts)
         else:
             batch = uploaded(build_batch(work, self._block_size, HOST, drafts), self._accelerator)
             for step in earlier:
                 self._feed(batch, work, step, self._accelerator)
-        return batch, self._model.forward(batch, self.kv)
+        hidden = self._model.forward(batch, self.kv)
+        wanted = len(batch.logit_indices) > 0
+        return Computed(batch, hidden, self._model.logits(hidden[batch.logit_indices]) if wanted else None)
 
     def _feed(self, batch: Batch, work: Work, step: OnDevice, accelerator: Accelerator) -> None:
         """Put the tokens that `step` promised where rows end with them."""

@@ -1,9 +1,9 @@
 """Decode steps recorded once per batch size and replayed in one call (CUDA graphs).
 
-A recording is a list of device operations at fixed addresses. So a decode step's inputs live in buffers that stay, a
-batch is written into them, and rows that a size has and the batch has not are padding: one token that attends to
-itself, in a scratch block that no row is ever given. What a step needs that is not in a buffer must be the same for
-every step of its size: lengths are read from the device, and the host's lists only bound them.
+A recording is a list of device operations at fixed addresses. So a decode step's inputs are the first of the `Lines`
+that stay on the device, and those that a size has beyond the step's rows are padding: one token that attends to itself,
+in a scratch block that no row is ever given. What a step needs that is not in a line must be the same for every step of
+its size: lengths are read from the device, and the host's lists only bound them.
 
 Prefill and mixed steps, and batches larger than the largest size, run operation by operation.
 """
@@ -15,13 +15,15 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.lines import Lines
+from pagoda_worker.pending import OnDevice, Work
 
 log = logging.getLogger(__name__)
 
@@ -39,67 +41,27 @@ def ladder(max_rows: int) -> list[int]:
     return [*(size for size in sizes if size < top), top]
 
 
-def rung(sizes: Sequence[int], batch: Batch) -> int | None:
-    """The size to replay for a batch; None when it is to run operation by operation."""
-    if batch.num_tokens != batch.num_rows or batch.num_rows > sizes[-1]:
-        return None  # some row has more than one new token (none has fewer), or there are too many rows
-    return sizes[bisect_left(sizes, batch.num_rows)]
+def rung(sizes: Sequence[int], work: Work) -> int | None:
+    """The size to replay for a step; None when it is to run operation by operation."""
+    if len(work) > sizes[-1] or not all(chunk.num_tokens == 1 and chunk.sample for _, chunk in work):
+        return None
+    return sizes[bisect_left(sizes, len(work))]
 
 
-class DecodeBuffers:
-    """The inputs of decode steps of up to `max_rows` rows, at addresses that stay.
+class Computed(NamedTuple):
+    """A forward pass.
 
-    Args:
-        max_rows: Of the largest recording.
-        max_len: Most tokens of a row, which bounds the lengths of a recorded step.
-        block_size: Tokens per KV block.
-        scratch_block: Where padding rows write; no row's block table has it.
-        device: Of the model.
+    Attributes:
+        batch: What was computed; where it was replayed, bounds of it.
+        hidden: [T, H]; where replayed, it and `logits` are valid until the next step.
+        logits: [R, V] float32, None where none are wanted.
+        advance: Takes the ids [R] that were chosen from `logits` on the device, for the next step there.
     """
 
-    def __init__(
-        self, *, max_rows: int, max_len: int, block_size: int, scratch_block: int, device: torch.device
-    ) -> None:
-        self._max_len = max_len
-        self._padding = (0, 0, scratch_block * block_size, 1, scratch_block)
-        wide = torch.empty(3, max_rows, dtype=torch.int64, device=device)
-        self._token_ids, self._positions, self._kv_indices = wide.unbind()
-        self._lengths = torch.empty(max_rows, dtype=torch.int32, device=device)
-        self._tables = torch.empty(max_rows, -(-max_len // block_size), dtype=torch.int32, device=device)
-        self._places = torch.arange(max_rows, device=device)
-        self._pad(0, max_rows)
-        self._num_rows = 0  # rows beyond are padding
-
-    def batch(self, size: int) -> Batch:
-        """The first `size` rows as the batch to record: its tensors are the buffers, its lists are bounds."""
-        return Batch(
-            token_ids=self._token_ids[:size],
-            positions=self._positions[:size],
-            kv_indices=self._kv_indices[:size],
-            block_tables=self._tables[:size],
-            query_starts=list(range(size + 1)),
-            query_lens=[1] * size,
-            context_lens=[self._max_len] * size,
-            logit_indices=self._places[:size],
-            device_lengths=self._lengths[:size],
-        )
-
-    def write(self, batch: Batch) -> None:
-        """Make a decode batch the contents; beyond a row's length, its block table keeps what earlier steps left."""
-        count, width = batch.block_tables.shape
-        self._token_ids[:count].copy_(batch.token_ids)
-        self._positions[:count].copy_(batch.positions)
-        self._kv_indices[:count].copy_(batch.kv_indices)
-        self._lengths[:count].copy_(batch.lengths)
-        self._tables[:count, :width].copy_(batch.block_tables)
-        if count < self._num_rows:
-            self._pad(count, self._num_rows)
-        self._num_rows = count
-
-    def _pad(self, begin: int, end: int) -> None:
-        buffers = (self._token_ids, self._positions, self._kv_indices, self._lengths, self._tables)
-        for buffer, value in zip(buffers, self._padding, strict=True):
-            buffer[begin:end].fill_(value)
+    batch: Batch
+    hidden: torch.Tensor
+    logits: torch.Tensor | None
+    advance: Callable[[torch.Tensor], None] = lambda ids: None
 
 
 class Plannable(Protocol):
@@ -111,42 +73,47 @@ class Plannable(Protocol):
 
     def forward(self, batch: Batch, kv: Any, plan: Any = None) -> torch.Tensor: ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One size: replaying reads the buffers and leaves hidden states [size, H]. `kept` is what it has addresses of."""
+    """One size: replaying reads the lines of `batch`. `kept` is what it has addresses of besides."""
 
     replay: Callable[[], None]
-    hidden: torch.Tensor
+    batch: Batch
     kept: object
 
 
 class Graphed:
     """See `loading.Model`: a decoder whose decode steps over one cache are replayed once `capture` was called."""
 
-    def __init__(
-        self, decoder: Plannable, accelerator: Accelerator, sizes: Sequence[int], buffers: DecodeBuffers
-    ) -> None:
+    def __init__(self, decoder: Plannable, accelerator: Accelerator, sizes: Sequence[int], lines: Lines) -> None:
         self.kv_shape = decoder.kv_shape
+        self.forward = decoder.forward
         self.logits = decoder.logits
+        self.arranged = lines.arranged
+        self.nbytes = lines.nbytes  # beside what `captured` takes
         self._decoder = decoder
         self._accelerator = accelerator
         self._sizes = sizes
-        self._buffers = buffers
+        self._lines = lines
         self._recordings: dict[int, Recording] = {}
-        self._hidden: torch.Tensor | None = None
+        self._results: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def forward(self, batch: Batch, kv: Any) -> torch.Tensor:
-        """Hidden states [T, H] of the batch; where replayed, valid until the next call."""
-        size = rung(self._sizes, batch)
-        recording = self._recordings.get(size) if size is not None else None
-        if recording is None:
-            return self._decoder.forward(batch, kv)
-        self._buffers.write(batch)
+    def replayed(self, work: Work, earlier: Sequence[OnDevice]) -> Computed | None:
+        """The step, if it can be replayed; fastest when `work` is as `arranged` puts it.
+
+        `earlier` steps have tokens of these rows that the host does not know yet.
+        """
+        size = rung(self._sizes, work)
+        if size not in self._recordings or self._results is None:
+            return None
+        recording = self._recordings[size]
+        self._lines.write(work, size, earlier, self._accelerator)
         recording.replay()
-        return recording.hidden[: batch.num_rows]
+        hidden, logits = (result[: len(work)] for result in self._results)
+        return Computed(recording.batch, hidden, logits, self._lines.advance)
 
     def capture(self, kv: Any, progress: Progress) -> None:
         """Record all sizes over `kv`; `progress` is called with recordings made and recordings in all.
@@ -168,6 +135,7 @@ class Graphed:
             RuntimeError: the device cannot record the step.
         """
         for size in reversed(self._sizes):
+            self._accelerator.empty_cache()  # what could serve allocations is free memory too
             before = self._accelerator.memory().free
             with torch.inference_mode():
                 try:
@@ -180,16 +148,19 @@ class Graphed:
             yield before - self._accelerator.memory().free
 
     def _record(self, size: int, kv: Any) -> Recording:
-        batch = self._buffers.batch(size)
+        batch = self._lines.batch(size)
         plan = self._decoder.plan(batch, kv)
-        if self._hidden is None:  # all sizes leave their result here, so that none keeps memory of its own for it
-            self._hidden = torch.empty_like(self._decoder.forward(batch, kv, plan))
-        hidden = self._hidden[:size]
+        if self._results is None:  # all sizes leave theirs here, so that none keeps memory of its own for it
+            hidden = self._decoder.forward(batch, kv, plan)
+            self._results = torch.empty_like(hidden), torch.empty_like(self._decoder.logits(hidden))
+        hidden, logits = (result[:size] for result in self._results)
 
         def step() -> None:
+            self._lines.lay_out(size)
             hidden.copy_(self._decoder.forward(batch, kv, plan))
+            self._decoder.logits(hidden, logits)
 
-        return Recording(self._accelerator.capture(step), hidden, (batch, plan, kv))
+        return Recording(self._accelerator.capture(step), batch, (plan, kv))
 
 
 def reserve_for(sizes: Sequence[int], taken: Iterator[int]) -> int:

@@ -60,7 +60,8 @@ class Row:
 
     Attributes:
         tokens: Prompt then output; the first `num_prompt_tokens` are prompt.
-        blocks: The row's block table.
+        blocks: The row's block table. It grows in place, and is another object once an entry was replaced: whoever
+            has copied it can tell.
         num_computed: Leading tokens whose K and V are in the cache.
         seed: 64-bit key of the random stream.
         choice: Which of the request's choices; keys the random stream too.

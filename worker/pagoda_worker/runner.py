@@ -137,7 +137,7 @@ class ModelRunner:
             self._settle(self._pending.popleft())
         self._table.apply(plan)
         self._move_blocks(plan)
-        work = self._table.accept(plan.chunks)
+        work = self._compute.arranged(self._table.accept(plan.chunks))
         pending = Pending(step=plan.step, work=work, began=began, computing=time.perf_counter())
         earlier = [step.launched for step in self._pending if isinstance(step.launched, OnDevice)]
         pending.launched = self._guarded(lambda: self._compute.start(work, earlier), work)

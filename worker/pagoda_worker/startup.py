@@ -12,7 +12,8 @@ import torch
 from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.drafting import check_invariant, load_draft_model, make_drafter
-from pagoda_worker.graphs import DecodeBuffers, Graphed, ladder, reserve_for
+from pagoda_worker.graphs import Graphed, ladder, reserve_for
+from pagoda_worker.lines import Lines
 from pagoda_worker.loading import LoadedModel, load_model
 from pagoda_worker.memory import num_kv_blocks
 from pagoda_worker.models.decoder import Decoder
@@ -82,7 +83,7 @@ def runner_on_device(
 
     def graphs() -> int:
         probe = _graphed(decoder, loaded, config, make_accelerator(loaded.device), num_blocks=1)
-        return reserve_for(sizes, probe.captured(loaded.new_kv_cache(1, config.block_size)))
+        return probe.nbytes + reserve_for(sizes, probe.captured(loaded.new_kv_cache(1, config.block_size)))
 
     num_blocks = _num_blocks(loaded, draft, config, make_accelerator, graphs)
     accelerator = make_accelerator(loaded.device)
@@ -112,14 +113,14 @@ def _graphed(
 ) -> Graphed:
     """Its padding goes to the block after the last that rows are given."""
     sizes = ladder(config.max_rows)
-    buffers = DecodeBuffers(
+    lines = Lines(
         max_rows=sizes[-1],
         max_len=loaded.max_model_len,
         block_size=config.block_size,
         scratch_block=num_blocks,
         device=loaded.device,
     )
-    return Graphed(decoder, accelerator, sizes, buffers)
+    return Graphed(decoder, accelerator, sizes, lines)
 
 
 def accelerator_of(device: torch.device) -> Accelerator:

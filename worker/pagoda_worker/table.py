@@ -16,7 +16,7 @@ import numpy as np
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import ModelLimits, model_problems
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowError, StepPlan
-from pagoda_worker.rows import Ids, Row
+from pagoda_worker.rows import Ids, Ints, Row
 
 MAX_CHOICE = 2**32 - 1
 MAX_SEED = 2**64 - 1
@@ -179,10 +179,12 @@ class RowTable:
         self._row(append.row_id).blocks.extend(self._block_ids(append.block_ids))
 
     def _replace_block(self, replace: ReplaceBlock) -> None:
-        blocks = self._row(replace.row_id).blocks
-        if not 0 <= replace.index < len(blocks):
-            raise BadClaim(f"entry {replace.index} of {len(blocks)} blocks cannot be replaced")
+        row = self._row(replace.row_id)
+        if not 0 <= replace.index < len(row.blocks):
+            raise BadClaim(f"entry {replace.index} of {len(row.blocks)} blocks cannot be replaced")
+        blocks = Ints(row.blocks.array)
         blocks.array[replace.index] = self._block_ids([replace.block_id])[0]
+        row.blocks = blocks
 
     def _block_ids(self, values: Sequence[int]) -> Ids:
         return _ids("block_ids", values, self._facts.num_blocks)

@@ -128,7 +128,7 @@ class Ops(Protocol):
         """
 
     def logits(self, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
-        """hidden [R, H] -> [R, V] float32, rounded to the run dtype first where the hardware accumulates into it."""
+        """hidden [R, H] -> [R, V] float32; or in the run dtype, where the hardware accumulates into it."""
 
     def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
         """token_ids [T] int64, table [V, H] -> [T, H] in the table's dtype, times `scale` if given."""

@@ -81,9 +81,10 @@ class Decoder:
         kv.inspect(batch, hidden)
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, H] -> [R, V] float32."""
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden [R, H] -> [R, V] float32, in `out` if that is given."""
         logits = self.ops.logits(hidden, self._head)
+        logits = logits.float() if out is None else out.copy_(logits)
         cap = self.spec.final_softcap
         return logits if cap is None else soft_cap(logits, cap)
 
@@ -139,10 +140,10 @@ class _Step:
 
 
 def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap * tanh(logits / cap), one row at a time so that a row's bits are its own; `logits` is overwritten."""
+    """cap * tanh(logits / cap), in place; on a CPU one row at a time, so that a row's bits are its own."""
     logits.div_(cap)
-    for row in logits:
-        row.tanh_()
+    for part in logits if logits.device.type == "cpu" else (logits,):
+        part.tanh_()
     return logits.mul_(cap)
 
 

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
-from pagoda_worker.kernels.triton import report, rows, sampling
+from pagoda_worker.kernels.triton import report, sampling
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
 from pagoda_worker.kernels.triton.pointwise import act_mul
@@ -94,9 +94,6 @@ def sample() -> None:
     sampling.sample(logits, sampling.Requests(**plain, **tables))
     for num_top in (0, 5):
         report.report(logits, column(whole), num_top)
-    device_rows, inputs = rows.DeviceRows.empty(8, 20, CPU), rows.DecodeInputs.empty(ROWS, CPU)
-    rows.advance(device_rows, inputs, column(small), column(whole), 16)
-    rows.advance(device_rows, inputs, column(small), column(whole), 16, counts)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tests.worker.kernels.triton.support import (
@@ -19,6 +21,7 @@ from tests.worker.kernels.triton.support import (
 
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape
+from pagoda_worker.kernels.triton import plan as planning
 from pagoda_worker.kernels.triton.ops import TritonKVCache, TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
 
@@ -124,6 +127,25 @@ def test_bits_depend_on_nothing_but_the_row(variant: dict[str, float], dtype: to
         assert torch.equal(run(ops, [(299, 300)])[0], whole[99])
         assert torch.equal(run(ops, [(202, 205), (250, 260), (205, 206)]), whole[[2, 3, 4, *range(50, 60), 5]])
     assert torch.equal(run(walking, [(230, 290)]), whole[30:90])
+
+
+@pytest.mark.parametrize("variant", [{}, {"window": 300}])
+def test_a_plan_made_for_bounds_serves_all_lengths(variant: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a recording has it: lengths and blocks change in place, and two programs share the splits of a row."""
+    monkeypatch.setattr(planning, "WAVES", 1)
+    ops, shape = TritonOps(DEVICE, Tiles(low=16, high=64, fill=7)), shape_of(4, 2, 64, **variant)
+    kv = fill(ops, torch.randn(50, 16, 2, 2, 64))
+    bounds = moved(batch_of([(1, 800, list(range(50)))] * 3, 16))
+    bounds = replace(bounds, device_lengths=torch.full((3,), 800, dtype=torch.int32, device=DEVICE))
+    made = ops.plan(bounds, kv)
+    for lengths in ([1, 800, 257], [513, 30, 256]):
+        query = torch.randn(3, 4, 64).to(DEVICE)
+        tables = [torch.randperm(50).tolist() for _ in lengths]
+        bounds.lengths.copy_(torch.tensor(lengths))
+        bounds.block_tables.copy_(torch.tensor(tables))
+        now = moved(batch_of([(1, length, table) for length, table in zip(lengths, tables, strict=True)], 16))
+        expected = walking.attend(query, kv, 0, walking.plan(now, kv), shape)
+        assert torch.equal(ops.attend(query, kv, 0, made, shape), expected)
 
 
 def test_what_lies_beyond_a_row_is_never_read() -> None:

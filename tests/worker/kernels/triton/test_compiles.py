@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[4]
 KERNELS = {
     "walk_kernel", "split_kernel", "fold_kernel", "norm_kernel", "act_mul_kernel", "embed_kernel",
-    "rope_write_kernel", "prepare_kernel", "weigh_kernel", "choose_kernel", "report_kernel", "advance_kernel",
+    "rope_write_kernel", "prepare_kernel", "weigh_kernel", "choose_kernel", "report_kernel",
 }  # fmt: skip
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}  # bytes a program may have
 

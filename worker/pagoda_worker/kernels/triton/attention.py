@@ -15,7 +15,7 @@ shapes: `selfcheck` compares the bits, and `Tiles` of one height avoid the quest
 
 A *line* is one query head of one token; the G heads of a KV head share its keys and lie side by side in a tile.
 A *work item* [row, start, count, first] is a tile of lines: tokens `first` onwards of the `count` new ones of `row`,
-which begin at `start` in the packed batch. A negative row is nobody's and is skipped.
+which begin at `start` in the packed batch.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _item(work, contexts, index, heads_per_kv, window, LINES: tl.constexpr, WIND
     """(row, packed token of each line or -1, head of each line, its position or -1, first and last tile)."""
     row = tl.load(work + index * 4)
     start, count, first = tl.load(work + index * 4 + 1), tl.load(work + index * 4 + 2), tl.load(work + index * 4 + 3)
-    context = tl.load(contexts + row, mask=row >= 0, other=0)
+    context = tl.load(contexts + row)
     lines = tl.arange(0, LINES)
     capacity = LINES // heads_per_kv
     offset = first + lines // heads_per_kv
@@ -133,32 +133,31 @@ def walk_kernel(
     row, context, token, line_head, position, first_tile, end_tile = _item(
         work, contexts, tl.program_id(0), per_kv, window, LINES, WINDOWED
     )
-    if row >= 0:
-        head = kv_head * per_kv + line_head
-        dims = tl.arange(0, WIDTH)
-        here = (token >= 0)[:, None] & (dims < D)[None, :]
-        q = tl.load(query + (token * token_stride + head * head_stride)[:, None] + dims[None, :], mask=here, other=0.0)
-        table = tables + row.to(tl.int64) * table_stride
-        m, part_m = tl.full([LINES], float("-inf"), tl.float32), tl.full([LINES], float("-inf"), tl.float32)
-        l, part_l = tl.zeros([LINES], tl.float32), tl.zeros([LINES], tl.float32)
-        acc, part = tl.zeros([LINES, WIDTH], tl.float32), tl.zeros([LINES, WIDTH], tl.float32)
-        for tile in range(first_tile, end_tile):
-            if tile // _PER_SPLIT * _PER_SPLIT == tile:
-                m, l, acc = _merge(m, l, acc, part_m, part_l, part)
-                part_m = tl.full([LINES], float("-inf"), tl.float32)
-                part_l = tl.zeros([LINES], tl.float32)
-                part = tl.zeros([LINES, WIDTH], tl.float32)
-            part_m, part_l, part = _fold_tile(
-                part_m, part_l, part, q, keys, values, table, kv_head, tile, position, context, scale, cap, window,
-                KV_HEADS, BLOCK_SIZE, D, WIDTH, CAPPED, WINDOWED,
-            )  # fmt: skip
-        m, l, acc = _merge(m, l, acc, part_m, part_l, part)
-        sink = tl.full([LINES], float("-inf"), tl.float32)
-        if SINKS:
-            sink = tl.load(sinks + head) * 1.4426950408889634
-        acc = _finish(m, l, acc, sink)
-        places = (token * HEADS + head)[:, None] * D + dims[None, :]
-        tl.store(out + places, acc.to(out.dtype.element_ty), mask=here)
+    head = kv_head * per_kv + line_head
+    dims = tl.arange(0, WIDTH)
+    here = (token >= 0)[:, None] & (dims < D)[None, :]
+    q = tl.load(query + (token * token_stride + head * head_stride)[:, None] + dims[None, :], mask=here, other=0.0)
+    table = tables + row.to(tl.int64) * table_stride
+    m, part_m = tl.full([LINES], float("-inf"), tl.float32), tl.full([LINES], float("-inf"), tl.float32)
+    l, part_l = tl.zeros([LINES], tl.float32), tl.zeros([LINES], tl.float32)
+    acc, part = tl.zeros([LINES, WIDTH], tl.float32), tl.zeros([LINES, WIDTH], tl.float32)
+    for tile in range(first_tile, end_tile):
+        if tile // _PER_SPLIT * _PER_SPLIT == tile:
+            m, l, acc = _merge(m, l, acc, part_m, part_l, part)
+            part_m = tl.full([LINES], float("-inf"), tl.float32)
+            part_l = tl.zeros([LINES], tl.float32)
+            part = tl.zeros([LINES, WIDTH], tl.float32)
+        part_m, part_l, part = _fold_tile(
+            part_m, part_l, part, q, keys, values, table, kv_head, tile, position, context, scale, cap, window,
+            KV_HEADS, BLOCK_SIZE, D, WIDTH, CAPPED, WINDOWED,
+        )  # fmt: skip
+    m, l, acc = _merge(m, l, acc, part_m, part_l, part)
+    sink = tl.full([LINES], float("-inf"), tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head) * 1.4426950408889634
+    acc = _finish(m, l, acc, sink)
+    places = (token * HEADS + head)[:, None] * D + dims[None, :]
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["table_stride", "window", "used_lines", "num_splits"])
@@ -168,20 +167,26 @@ def split_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     LINES: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """A program per (work item, KV head, split) leaves (m, l) in part_sums [.., 2] and acc in parts [.., D]."""
-    index, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Every split of a (work item, KV head) leaves (m, l) in part_sums [.., 2] and acc in parts [.., D].
+
+    The splits that there are, of up to num_splits, are shared out between the programs of a (work item, KV head).
+    """
+    index, kv_head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_kv: tl.constexpr = HEADS // KV_HEADS
     row, context, token, line_head, position, first_tile, end_tile = _item(
         work, contexts, index, per_kv, window, LINES, WINDOWED
     )
-    first_tile = tl.maximum(first_tile, split * _PER_SPLIT)
-    end_tile = tl.minimum(end_tile, split * _PER_SPLIT + _PER_SPLIT)
-    if (row >= 0) & (first_tile < end_tile):
+    base = first_tile // _PER_SPLIT * _PER_SPLIT
+    share = tl.cdiv(tl.cdiv(end_tile - base, _PER_SPLIT), tl.num_programs(2)) * _PER_SPLIT
+    first_tile = tl.maximum(first_tile, base + program * share)
+    end_tile = tl.minimum(end_tile, base + program * share + share)
+    if first_tile < end_tile:
         head = kv_head * per_kv + line_head
         dims = tl.arange(0, WIDTH)
         here = (token >= 0)[:, None] & (dims < D)[None, :]
         q = tl.load(query + (token * token_stride + head * head_stride)[:, None] + dims[None, :], mask=here, other=0.0)
         table = tables + row.to(tl.int64) * table_stride
+        places = ((index * KV_HEADS + kv_head).to(tl.int64) * used_lines + tl.arange(0, LINES)) * num_splits
         m, l = tl.full([LINES], float("-inf"), tl.float32), tl.zeros([LINES], tl.float32)
         acc = tl.zeros([LINES, WIDTH], tl.float32)
         for tile in range(first_tile, end_tile):
@@ -189,11 +194,14 @@ def split_kernel(
                 m, l, acc, q, keys, values, table, kv_head, tile, position, context, scale, cap, window,
                 KV_HEADS, BLOCK_SIZE, D, WIDTH, CAPPED, WINDOWED,
             )  # fmt: skip
-        lines = tl.arange(0, LINES)
-        place = ((index * KV_HEADS + kv_head).to(tl.int64) * used_lines + lines) * num_splits + split
-        tl.store(part_sums + place * 2, m, mask=token >= 0)
-        tl.store(part_sums + place * 2 + 1, l, mask=token >= 0)
-        tl.store(parts + place[:, None] * D + dims[None, :], acc, mask=here)
+            after = tile + 1
+            if (after // _PER_SPLIT * _PER_SPLIT == after) | (after == end_tile):
+                place = places + tile // _PER_SPLIT
+                tl.store(part_sums + place * 2, m, mask=token >= 0)
+                tl.store(part_sums + place * 2 + 1, l, mask=token >= 0)
+                tl.store(parts + place[:, None] * D + dims[None, :], acc, mask=here)
+                m, l = tl.full([LINES], float("-inf"), tl.float32), tl.zeros([LINES], tl.float32)
+                acc = tl.zeros([LINES, WIDTH], tl.float32)
 
 
 @triton.jit(do_not_specialize=["window", "used_lines", "num_splits"])
@@ -205,11 +213,11 @@ def fold_kernel(
     """A program per (work item, line of a KV head) folds what `split_kernel` left."""
     index, kv_head, line = tl.program_id(0), tl.program_id(1) // used_lines, tl.program_id(1) % used_lines
     per_kv: tl.constexpr = HEADS // KV_HEADS
-    row, _context, tokens, _heads, _positions, first_tile, end_tile = _item(
+    _row, _context, tokens, _heads, _positions, first_tile, end_tile = _item(
         work, contexts, index, per_kv, window, LINES, WINDOWED
     )
     token = tl.max(tl.where(tl.arange(0, LINES) == line, tokens, -1), 0)
-    if (row >= 0) & (token >= 0):
+    if token >= 0:
         head = kv_head * per_kv + line % per_kv
         dims = tl.arange(0, WIDTH)[None, :]
         one = tl.arange(0, 1)
@@ -259,13 +267,17 @@ class Launch:
             **self._options(lines),
         )  # fmt: skip
 
-    def split(self, work: torch.Tensor, lines: int, used_lines: int, num_splits: int) -> None:
-        """The same bits as `walk`. `used_lines`: lines that any item fills; `num_splits`: of the longest context."""
+    def split(self, work: torch.Tensor, lines: int, used_lines: int, num_splits: int, num_programs: int) -> None:
+        """The same bits as `walk`.
+
+        `used_lines`: lines that any item fills; `num_splits`: of the longest context there may be; `num_programs`: to
+        share the splits of one item and KV head.
+        """
         shape, (tables, contexts) = self.shape, self.rows
         places = len(work) * shape.num_kv_heads * used_lines * num_splits
         parts = self.query.new_empty((places, shape.head_dim), dtype=torch.float32)
         sums = self.query.new_empty((places, 2), dtype=torch.float32)
-        split_kernel[(len(work), shape.num_kv_heads, num_splits)](
+        split_kernel[(len(work), shape.num_kv_heads, num_programs)](
             parts, sums, self.query, *self.cache, tables, contexts, work, *self._strides(), *self._scalars(),
             used_lines, num_splits, **self._layout, **self._masks, BLOCK_SIZE=self._block_size, LINES=lines,
             **self._options(lines),
@@ -290,7 +302,7 @@ class Launch:
         return shape.scale / shape.softcap, shape.softcap * LOG2E, shape.window or 0
 
     def _options(self, lines: int) -> dict[str, Any]:
-        """Warps and pipeline stages; compiled for sm_90 without spills, not yet tuned on a device.
+        """Warps and pipeline stages; compiled for sm_90 with hardly a spill, not yet tuned on a device.
 
         The pipeline counts the read of a tile's block id as stages of its own: five stages hold two tiles in flight.
         """

@@ -61,7 +61,7 @@ class TritonKVCache:
 
 class TritonOps:
     name = "triton"
-    capturable = False
+    capturable = True
     batch_invariant = False  # cuBLASLt chooses a product by its number of rows
     own_threads = False
     integer_linear = False
@@ -89,9 +89,7 @@ class TritonOps:
     def gated_linear(self, x: torch.Tensor, packed: Packed, activation: str) -> torch.Tensor:
         return pointwise.act_mul(self.linear(x, packed), activation)
 
-    def logits(self, hidden: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """Rounded to the run dtype first, like every other layer."""
-        return self.linear(hidden, packed).float()
+    logits = linear
 
     def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
         return pointwise.embed(token_ids, table, scale)

@@ -17,6 +17,8 @@ from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.kernels.triton.attention import SPLIT, Launch
 
+WAVES = 8  # of programs that fill the device, at most: a recorded step is made for contexts of any length
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
@@ -118,9 +120,10 @@ def attend(
     launch = Launch(query, out, cache, (plan.tables, plan.contexts), shape, sinks)
     num_splits = -(-plan.max_context // SPLIT)
     for work in plan.work(shape.num_heads // shape.num_kv_heads, shape.head_dim):
-        alone = len(work.items) * shape.num_kv_heads < plan.tiles.fill
-        if alone and num_splits > 1 and work.lines <= max(plan.tiles.low, 16):
-            launch.split(work.items, work.lines, work.used_lines, num_splits)
+        programs = len(work.items) * shape.num_kv_heads
+        if programs < plan.tiles.fill and num_splits > 1 and work.lines <= max(plan.tiles.low, 16):
+            most = -(-WAVES * plan.tiles.fill // programs)
+            launch.split(work.items, work.lines, work.used_lines, num_splits, min(num_splits, most))
         else:
             launch.walk(work.items, work.lines)
     return out

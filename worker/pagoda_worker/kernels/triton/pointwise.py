@@ -5,6 +5,8 @@ All arithmetic is float32, rounded once to the dtype of the result.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -65,10 +67,7 @@ def rope_write_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads of one token: query heads are turned in place, keys and values go to the cache.
-
-    A negative index in kv_indices writes nothing to the cache.
-    """
+    """GROUP heads of one token: query heads are turned in place, keys and values go to the cache."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     half: tl.constexpr = D // 2
@@ -94,10 +93,10 @@ def rope_write_kernel(
     block = index // BLOCK_SIZE
     kv_head = tl.where(turning, head - HEADS, head - HEADS - KV_HEADS)
     place = ((block * KV_HEADS + kv_head) * BLOCK_SIZE + index % BLOCK_SIZE) * D + at
-    is_key = inside & turning & (head >= HEADS) & (index >= 0)
+    is_key = inside & turning & (head >= HEADS)
     tl.store(keys + place, turned, mask=is_key)
     tl.store(keys + place + half, turned_second, mask=is_key)
-    is_value = inside & (head >= HEADS + KV_HEADS) & (index >= 0)
+    is_value = inside & (head >= HEADS + KV_HEADS)
     tl.store(values + place, first, mask=is_value)
     tl.store(values + place + half, second, mask=is_value)
 
@@ -155,11 +154,16 @@ def embed(token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> 
     """See Ops.embed; the scale is rounded to the table's dtype, as the reference does."""
     rows, width = token_ids.shape[0], table.shape[1]
     out = table.new_empty((rows, width))
-    rounded = 1.0 if scale is None else float(torch.tensor(scale, dtype=table.dtype))
+    rounded = 1.0 if scale is None else _rounded(scale, table.dtype)
     if rows:
         grid = (rows, triton.cdiv(width, PIECE))
         embed_kernel[grid](out, token_ids, table, width, rounded, SCALED=scale is not None, PIECE=PIECE)
     return out
+
+
+@cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(value, dtype=dtype))
 
 
 def rope_write(

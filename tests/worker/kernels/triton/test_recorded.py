@@ -1,0 +1,89 @@
+"""Decode steps of Triton kernels, recorded and replayed under a runner, whatever happens to the rows meanwhile."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.worker.fakes_accelerator import FakeAccelerator
+from tests.worker.fakes_capturable import BLOCK, VOCAB, decoder
+from tests.worker.fakes_engine import GREEDY, Choice, Engine
+from tests.worker.kernels.triton.support import DEVICE, reference, splitting, walking
+
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.graphs import Graphed
+from pagoda_worker.kernels.ops import Ops
+from pagoda_worker.kernels.triton.attention import SPLIT
+from pagoda_worker.kernels.triton.ops import TritonOps
+from pagoda_worker.layers.rope import RopeShape
+from pagoda_worker.loading import LoadedModel
+from pagoda_worker.runner import ModelRunner
+from pagoda_worker.startup import accelerator_of, runner_on_device
+
+MAX_LEN, NUM_BLOCKS, MAX_ROWS = 2 * SPLIT, 40, 3  # a recording is made for two splits
+PROMPTS = [(47, 8), (33, 8), (1, 6), (33, 8)]  # tokens, outputs; the second and the last are forks of one
+REPLAYS = 9  # of the steps, what happens to rows leaves so many to be decodes alone
+# A softcap of scores and of logits, and a scaled embedding, are what a recording may stumble over besides.
+SHAPE: dict[str, Any] = {
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 16,
+    "max_positions": MAX_LEN,
+    "ropes": (RopeShape(theta=10_000.0, head_dim=16),),
+    "windows": (None, 20),
+    "tied": False,
+    "final_softcap": 30.0,
+    "attention_softcap": 5.0,
+    "embed_scale": 1.5,
+}
+
+
+def loaded_by(ops: Ops) -> LoadedModel:
+    model = decoder(ops, torch.float32, **SHAPE)
+    return LoadedModel(
+        model=model, kv_shape=model.kv_shape, ops=ops, dtype=torch.float32, device=ops.device, vocab_size=VOCAB,
+        max_model_len=MAX_LEN, fingerprint="tiny", numerics_id="tiny", native=True, batch_invariant=False,
+    )  # fmt: skip
+
+
+def config(**changes: Any) -> WorkerConfig:
+    return WorkerConfig(block_size=BLOCK, max_rows=MAX_ROWS, num_blocks=NUM_BLOCKS, **changes)
+
+
+def choices() -> list[Choice]:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCAB) for _ in range(count)] for count, _ in PROMPTS]
+    prompts[3] = prompts[1]
+    return [Choice(prompt, outputs, GREEDY) for prompt, (_, outputs) in zip(prompts, PROMPTS, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    """By the reference back end, on the host, undisturbed."""
+    with torch.inference_mode():
+        runner = ModelRunner(loaded_by(reference), NUM_BLOCKS, config())
+        return Engine(runner, choices(), random.Random(1)).run()
+
+
+@pytest.mark.parametrize(
+    ("ops", "enforce_eager"),
+    [(walking, False), (splitting, False), (splitting, True)],
+    ids=["walking", "splitting", "operation by operation"],
+)
+def test_tokens_are_those_of_the_reference(
+    ops: TritonOps, enforce_eager: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    make = accelerator_of if DEVICE.type == "cuda" else lambda device: FakeAccelerator()
+    options = config(enforce_eager=enforce_eager)
+    runner = runner_on_device(loaded_by(ops), None, options, make, lambda done, of: told.append(done))
+    replayed, plain = [], Graphed.replayed
+    monkeypatch.setattr(Graphed, "replayed", lambda *step: replayed.append(plain(*step)) or replayed[-1])
+    engine = Engine(runner, choices(), random.Random(11), ahead=1, chaos=0.08, chunk_tokens=30)
+    assert engine.run() == expected
+    assert (engine.errors, set(engine.events)) == ([], {"forked", "moved", "preempted"})
+    assert told == ([] if enforce_eager else [1, 2, 3])
+    assert sum(step is not None for step in replayed) == (0 if enforce_eager else REPLAYS)
+    assert len({token for tokens in expected for token in tokens}) > 7
