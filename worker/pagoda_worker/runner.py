@@ -66,6 +66,7 @@ class ModelRunner:
             max_rows=config.max_rows,
             max_tokens_per_step=config.max_tokens_per_step,
         )
+        self.depth = 1 if accelerator is None else MAX_PENDING  # launches worth making before the first is collected
         self._accelerator = accelerator
         self._compute = Compute(loaded, num_blocks, config, drafter, accelerator, sampler)
         self._table = RowTable(self.facts)
