@@ -30,6 +30,7 @@ from pagoda_worker.loading import LoadedModel
 ROOT = Path(__file__).parents[2]
 PROMPT_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 100, 127, 200, 255, 256, 257, 300, 511, 700)
 OUTPUT_LEN = 64
+SMALL_STEPS = {"max_tokens_per_step": 512, "chunk_size": 192}  # prompts come in chunks, beside rows that decode
 # Of the spread of a position's logits. bfloat16 rounds a logit by up to 0.4 % of itself, and the highest of 150,000 is
 # about 4.5 spreads, so rounding alone moves it by 0.02; the layers' own rounding is of the same kind.
 TOLERANCE = 0.1
@@ -64,7 +65,7 @@ def _compare(
     """What is served, position by position, against the reference's choice after the very same tokens."""
     if not (config.enforce_eager or records_steps(loaded, config)):
         raise RuntimeError(f"{loaded.ops.name} kernels record no steps")
-    outputs, _ = serve(runner_of(job.hardware, loaded, config), prompts, count)
+    outputs, _ = serve(runner_of(job.hardware, loaded, config), prompts, count, SMALL_STEPS)
     gaps = torch.cat(list(_gaps(job, prompts, outputs)))
     chosen, gap = gaps.unbind(1)
     clear = gap > TOLERANCE

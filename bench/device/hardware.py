@@ -78,7 +78,9 @@ def activity_of(spans: Iterable[tuple[float, float]]) -> Activity:
 
 
 def _spans(profile: Any, kind: Any) -> list[tuple[float, float]]:
-    return [(e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type == kind]
+    """Of what ran on the device; a range that somebody named is no operation."""
+    seen = (event for event in profile.events() if event.device_type == kind and not event.is_user_annotation)
+    return [(event.time_range.start, event.time_range.end) for event in seen]
 
 
 class Cuda:

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from bench.device.hardware import Hardware
@@ -194,15 +194,19 @@ def hello_of(runner: ModelRunner) -> Hello:
     )
 
 
-def serve(runner: ModelRunner, prompts: Sequence[list[int]], output_len: int) -> tuple[list[list[int]], float]:
+def serve(
+    runner: ModelRunner, prompts: Sequence[list[int]], output_len: int, steps: Mapping[str, int] = ENGINE
+) -> tuple[list[list[int]], float]:
     """Greedy outputs of all prompts, given at once, by an engine core in this thread; and the seconds it took.
+
+    `steps`: options of the engine core that say how large one may be.
 
     Raises:
         RuntimeError: a request did not end as it should.
     """
     runner.reset()
     no_limit = {"max_queued_requests": 2**40, "max_queued_tokens": 2**40, "queue_timeout_s": math.inf}
-    config = EngineConfig(max_rows=runner.facts.max_rows, **ENGINE, **no_limit)
+    config = EngineConfig(max_rows=runner.facts.max_rows, **steps, **no_limit)
     engine, collector = EngineCore(config, InprocExecutor(runner, hello_of(runner))), Collector()
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     started = time.perf_counter()

@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.device import correctness
 from bench.device.hardware import LAUNCH_GAP_US, Activity, Host, activity_of
-from bench.device.job import Steady, prompts, serve
+from bench.device.job import Job, Steady, prompts, serve
 from bench.device.models import SHAPES, load, runner_of, shapes, spec_of, weight_bytes
 from bench.device.report import MET, MISSED, Line, attempt, heard, table
 from tests.worker.fakes_accelerator import FakeAccelerator
@@ -142,6 +144,29 @@ def test_made_up_weights_are_the_same_for_every_back_end_and_answer_alike_in_any
         assert together == [serve(runner, [prompt], 5)[0][0] for prompt in given]
         answers.append(together)
     assert answers[0] == answers[1]
+
+
+def test_one_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those after it are judged by what came before them, so it is the only one."""
+    job = Job(Host(), True, "torch", 16, 0.0, 0.0, time.monotonic() + 100)
+    seen: list[list[float]] = []
+    for wrong in (False, True):
+
+        def answer(*arguments: Any, wrong: bool = wrong) -> tuple[list[list[int]], float]:
+            runner, given, count, steps = arguments
+            if not wrong:
+                return serve(runner, given, count, steps)
+            outputs = [serve(runner, [prompt], 3, steps)[0][0] for prompt in given]
+            outputs[1][2] = (outputs[1][2] + 1) % 512
+            longer = [prompt + output for prompt, output in zip(given, outputs, strict=True)]
+            rest, took = serve(runner, longer, count - 3, steps)
+            return [output + more for output, more in zip(outputs, rest, strict=True)], took
+
+        monkeypatch.setattr(correctness, "serve", answer)
+        correctness.tokens(job)
+        lines = [one for text in capsys.readouterr().out.splitlines() if (one := heard(text)) is not None]
+        seen.append([one.value for one in lines if one.value is not None])
+    assert seen == [[0.0], [1.0]]
 
 
 @pytest.mark.parametrize("accelerated", [False, True])
