@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Triton decides when it is first imported, by whomever, whether its kernels are interpreted: they are where no GPU is.
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Triton decides when it is first imported, by whomever, whether its kernels are interpreted; see --device.
+INTERPRET = "TRITON_INTERPRET"
 
 # A busy machine is no failure: examples have no deadline. A build server tries the same examples every time.
 settings.register_profile(
@@ -21,6 +20,26 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("pagoda")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto",
+        help="where the GPU kernels are tested: on a cpu Triton interprets them; auto takes a GPU if there is one",
+    )  # fmt: skip
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    device = config.getoption("--device")
+    if device == "cpu" or (device == "auto" and not Path("/dev/nvidiactl").exists()):
+        os.environ.setdefault(INTERPRET, "1")
+    elif device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--device cuda: torch sees no CUDA device")
+        os.environ.pop(INTERPRET, None)
 
 
 @pytest.fixture(autouse=True)

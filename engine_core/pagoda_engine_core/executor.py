@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from pagoda_proto.steps import Drain, Hello, ResetWorker, StepPlan, StepResult
 
@@ -107,25 +107,38 @@ class Executor(Protocol):
         """Let go of every resource. The lives end without an event."""
 
 
-class Runner(Protocol):
+Launched = TypeVar("Launched")
+
+
+class Runner(Protocol[Launched]):
     """What a worker wraps: executes plans in order and keeps the state of rows between them."""
 
-    def execute(self, plan: StepPlan) -> StepResult: ...
+    @property
+    def depth(self) -> int:
+        """How many plans it is good to have launched at once: more than 1 where a launch does not wait for a device."""
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Set a plan going."""
+
+    def collect(self, launched: Launched, /) -> StepResult:
+        """The result of a launched plan, waiting for it if need be; called in the order of the plans."""
 
     def reset(self) -> None:
-        """Forget all rows."""
+        """Forget all rows, and what was launched and not collected."""
 
 
-class InprocExecutor:
-    """One worker inside this process: a plan is computed by the thread that calls `wait`, one plan per call.
+class InprocExecutor(Generic[Launched]):
+    """One worker inside this process, driven by the thread that calls `wait`: one result per call, and before it is
+    waited for, as many plans are launched as the runner takes, so that a device always has its next step.
 
     A runner that raises has died as a worker process would: its life ends, its rows are forgotten, a new life begins.
     """
 
-    def __init__(self, runner: Runner, hello: Hello) -> None:
+    def __init__(self, runner: Runner[Launched], hello: Hello) -> None:
         self._runner = runner
         self._hello = hello
         self._plans: deque[StepPlan] = deque()
+        self._launched: deque[Launched] = deque()
         self._events: deque[ExecutorEvent] = deque()
         self._woken = threading.Event()
         self._epoch = 0
@@ -147,8 +160,8 @@ class InprocExecutor:
                 self._epoch = -1
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:
-        if not self._events and self._plans:
-            self._execute(self._plans.popleft())
+        if not self._events and (self._plans or self._launched):
+            self._advance()
         elif not self._events and timeout_s > 0:
             self._woken.wait(timeout_s)
         self._woken.clear()
@@ -169,13 +182,17 @@ class InprocExecutor:
 
     def close(self) -> None:
         self._plans.clear()
+        self._launched.clear()
         self._events.clear()
 
-    def _execute(self, plan: StepPlan) -> None:
+    def _advance(self) -> None:
+        """Bring the oldest step to its result."""
         try:
-            result = self._runner.execute(plan)
+            while self._plans and len(self._launched) < self._runner.depth:
+                self._launched.append(self._runner.launch(self._plans.popleft()))
+            result = self._runner.collect(self._launched.popleft())
         except Exception as error:  # the border of a worker: whatever it was, the engine core lives on
-            log.exception("the in-process runner failed in step %d", plan.step)
+            log.exception("the in-process runner failed after %d steps", self._steps_done)
             self._deaths += 1
             self._end_life(LeaveCause.DIED, f"{type(error).__name__}: {error}")
             self._begin_life()
@@ -185,6 +202,7 @@ class InprocExecutor:
 
     def _end_life(self, cause: LeaveCause, reason: str) -> None:
         self._plans.clear()
+        self._launched.clear()
         self._runner.reset()
         self._events.append(WorkerLeft(self._epoch, cause, reason))
 

@@ -12,11 +12,19 @@ from tests.fakes import FakeRunner
 from pagoda_engine_core.executor import ExecutorEvent, StepDone, ToExecutor, WorkerInfo, WorkerJoined, WorkerState
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import Delta, FinishReason
-from pagoda_proto.steps import Hello, StepPlan
+from pagoda_proto.steps import Hello, StepPlan, StepResult
 
 
 class ResettableRunner(FakeRunner):
-    """FakeRunner that can begin anew."""
+    """FakeRunner that can begin anew, and whose steps are over when they are launched."""
+
+    depth = 1
+
+    def launch(self, plan: StepPlan) -> StepResult:
+        return self.execute(plan)
+
+    def collect(self, launched: StepResult) -> StepResult:
+        return launched
 
     def reset(self) -> None:
         self.rows.clear()

@@ -22,10 +22,11 @@ from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.executor import InprocExecutor
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import Delta, RequestRecord
-from pagoda_proto.steps import StepPlan, StepResult
+from pagoda_proto.steps import StepResult
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.loop import Identity
+from pagoda_worker.pending import Pending
 from pagoda_worker.runner import ModelRunner
 from pagoda_worker.startup import load_runner
 
@@ -100,11 +101,11 @@ class Crashing:
         self._runner = runner
         self._at = at
         self._count = 0
-        self.reset = runner.reset
+        self.depth, self.launch, self.reset = runner.depth, runner.launch, runner.reset
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def collect(self, launched: Pending) -> StepResult:
         self._count += 1
-        result = self._runner.execute(plan)
+        result = self._runner.collect(launched)
         if self._count in self._at:
             raise RuntimeError("killed")
         return result

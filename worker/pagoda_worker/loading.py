@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -25,7 +26,7 @@ from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.models.spec import DecoderSpec
 from pagoda_worker.numerics import numerics_id
-from pagoda_worker.weights import Progress, open_checkpoint, read_json
+from pagoda_worker.weights import Checkpoint, Progress, open_checkpoint, read_json
 
 log = logging.getLogger(__name__)
 
@@ -64,12 +65,17 @@ class LoadedModel:
         return cache
 
 
-def load_model(config: WorkerConfig, progress: Progress | None = None) -> LoadedModel:
+def load_model(
+    config: WorkerConfig,
+    progress: Progress | None = None,
+    open_weights: Callable[[Path, Progress | None], Checkpoint] = open_checkpoint,
+) -> LoadedModel:
     """Load the model of `config.model`.
 
     Args:
         config: Which model, where and how.
         progress: Called with bytes loaded and bytes in all; what it raises ends the loading.
+        open_weights: Where its tensors come from; a benchmark makes them up.
 
     Raises:
         ValueError: the directory, its configuration or the worker's configuration cannot be used; says which and why.
@@ -82,7 +88,7 @@ def load_model(config: WorkerConfig, progress: Progress | None = None) -> Loaded
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
     _set_threads(config.threads)
     spec, formats = _what_to_load(config, fields)
-    with open_checkpoint(path, progress) as checkpoint:
+    with open_weights(path, progress) as checkpoint:
         dtype = _run_dtype(config.dtype, fields, checkpoint.dtype(), device)
         ops = _load_ops(config, device, dtype, spec)
         fingerprint = sha256(f"{sorted(fields.items())!r}\n{checkpoint.digest}".encode()).hexdigest()[:16]

@@ -1,4 +1,5 @@
-"""Without a GPU, Triton's interpreter runs the kernels: tests/conftest.py has asked for it before Triton is imported.
+"""Without a GPU, or with --device cpu, Triton's interpreter runs the kernels: tests/conftest.py has asked for it before
+Triton is imported.
 
 Where Triton cannot be installed there is no such back end and nothing here to collect.
 """
@@ -14,10 +15,14 @@ import torch
 
 if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
-else:
-    from tests.worker.kernels.triton.interpreter import mend
 
-    mend()
+
+def pytest_configure() -> None:
+    """Triton is imported here, and not with this file, which may be read before options are."""
+    if find_spec("triton") is not None:
+        from tests.worker.kernels.triton.interpreter import mend
+
+        mend()
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,11 @@ from tests.worker.models.harness import make_batch
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.kernels.reference import ReferenceOps
-from pagoda_worker.kernels.triton.ops import TritonOps
+from pagoda_worker.kernels.triton.ops import TritonOps, interpreted
 from pagoda_worker.kernels.triton.plan import Tiles
 
 CPU = torch.device("cpu")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cpu" if interpreted() else "cuda")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # As for the other back ends: see tests/worker/kernels/test_ops.py.
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 5e-6}

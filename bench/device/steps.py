@@ -1,0 +1,141 @@
+"""How long a decode step takes, recorded and launched operation by operation, and whether the device ever waits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from bench.device.job import Job, Steady, prompts
+from bench.device.models import load, records_steps, runner_of, shapes, spec_of, weight_bytes
+from bench.device.report import Line, attempt, say
+
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.loading import LoadedModel
+from pagoda_worker.models.spec import DecoderSpec
+from pagoda_worker.runner import ModelRunner
+
+BATCHES, SMOKE_BATCHES = (1, 8, 32, 128, 256), (1, 3)
+PROMPT, SMOKE_PROMPT = 128, 8
+LEAST_S, LEAST_STEPS, MOST_STEPS, SMOKE_STEPS = 0.4, 20, 300, 2
+BAR_MS = {"0.6B": 1.1, "8B": 4.4}
+OVERHEAD_BAR_MS = {"1B": 1.0}  # on top of reading the weights
+RECORDED, LAUNCHED = "recorded", "launched"
+
+WATCHED = {"0.6B": (1, 32), "8B": (1, 32)}
+SMOKE_WATCHED = {"0.6B": (3,)}
+WATCHED_STEPS = 40
+BUSY_BAR = 97.0
+
+
+def run(job: Job) -> None:
+    for name in ("0.6B",) if job.smoke else ("0.6B", "8B", "1B"):
+        attempt(f"decode step {name}", _both_ways, job, name)
+        free(job)
+
+
+def _both_ways(job: Job, name: str) -> None:
+    """Over the same weights."""
+    batches = SMOKE_BATCHES if job.smoke else BATCHES
+    loaded, config = _loaded(job, name, batches[-1])
+    attempt(_what(name, 0, RECORDED), _one_way, job, name, loaded, config, batches)
+    free(job)
+    eager = replace(config, enforce_eager=True)
+    attempt(_what(name, 0, LAUNCHED), _one_way, job, name, loaded, eager, (batches[0], batches[-1]))
+
+
+def _loaded(job: Job, name: str, max_rows: int) -> tuple[LoadedModel, WorkerConfig]:
+    fields = shapes(job.smoke)[name]
+    tokens = SMOKE_PROMPT + 64 if job.smoke else PROMPT + MOST_STEPS + 2 * WATCHED_STEPS
+    loaded, config, _ = load(job.hardware, fields, **options(job, spec_of(fields), max_rows, tokens))
+    return loaded, config
+
+
+def options(job: Job, spec: DecoderSpec, max_rows: int, tokens_per_row: int) -> dict[str, Any]:
+    """Worker options whose cache holds these rows, and one of the longest that the model takes."""
+    tokens = max(max_rows * (tokens_per_row + job.block_size), spec.max_positions)
+    blocks = -(-tokens // job.block_size)
+    return {"kernels": job.kernels, "block_size": job.block_size, "max_rows": max_rows, "num_blocks": blocks}
+
+
+def _one_way(job: Job, name: str, loaded: LoadedModel, config: WorkerConfig, batches: tuple[int, ...]) -> None:
+    how = LAUNCHED if config.enforce_eager else RECORDED
+    if how == RECORDED and not records_steps(loaded, config):
+        say(Line(what=_what(name, 0, how), value=None, unit="", note=f"{loaded.ops.name} kernels record no steps"))
+        return
+    runner = runner_of(job.hardware, loaded, config)
+    for batch in batches:
+        attempt(_what(name, batch, how), _time, job, name, runner, batch, how)
+
+
+def _what(name: str, batch: int, how: str) -> str:
+    return f"decode step {name}, {f'{batch} rows, ' if batch else ''}{how}"
+
+
+def _time(job: Job, name: str, runner: ModelRunner, batch: int, how: str) -> Iterator[Line]:
+    spec = spec_of(shapes(job.smoke)[name])
+    steady = _steady(job, runner, batch)
+    once = steady.seconds_of(1 if job.smoke else 5)
+    steps = SMOKE_STEPS if job.smoke else max(LEAST_STEPS, min(MOST_STEPS, int(LEAST_S / once)))
+    steady.launch_s = 0.0
+    took = 1e3 * steady.seconds_of(steps)
+    launching = 1e3 * steady.launch_s / (steps + steady.WARM_UP)
+    floor = _floor_ms(job, spec, batch, PROMPT + steps // 2)
+    bar = BAR_MS.get(name)
+    if name in OVERHEAD_BAR_MS and floor is not None:
+        bar = OVERHEAD_BAR_MS[name] + floor
+    yield Line(
+        what=_what(name, batch, how),
+        value=took,
+        unit="ms",
+        ceiling=floor,
+        bar=job.bar(bar, holds=batch == 1 and how == RECORDED),
+        note=f"of which the host launches for {launching:.2f} ms",
+    )
+
+
+def _steady(job: Job, runner: ModelRunner, batch: int) -> Steady:
+    length = SMOKE_PROMPT if job.smoke else PROMPT
+    return Steady(runner, prompts(batch, length, runner.facts.vocab_size))
+
+
+def _floor_ms(job: Job, spec: DecoderSpec, batch: int, context: int) -> float | None:
+    """Reading every weight once and every row's keys and values, or multiplying by the weights."""
+    kv = 2 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * batch * context
+    weights = weight_bytes(spec)
+    floor = job.ceiling_s(weights + kv, weights * batch)
+    return None if floor is None else 1e3 * floor
+
+
+def watch(job: Job) -> None:
+    """In a process of its own, because whatever was watched once stays slower."""
+    for name, batches in (SMOKE_WATCHED if job.smoke else WATCHED).items():
+        attempt(f"device busy {name}", _watch_model, job, name, batches)
+        free(job)
+
+
+def _watch_model(job: Job, name: str, batches: tuple[int, ...]) -> None:
+    loaded, config = _loaded(job, name, batches[-1])
+    runner = runner_of(job.hardware, loaded, config)
+    how = RECORDED if records_steps(loaded, config) else LAUNCHED
+    for batch in batches:
+        attempt(f"device busy {name}, {batch} rows", _watch, job, name, runner, batch, how)
+
+
+def _watch(job: Job, name: str, runner: ModelRunner, batch: int, how: str) -> Iterator[Line]:
+    steady, steps = _steady(job, runner, batch), SMOKE_STEPS if job.smoke else WATCHED_STEPS
+    steady.run(steps)
+    seen = job.hardware.activity(lambda: (steady.run(steps), steady.settle()))
+    if not seen.operations:
+        raise RuntimeError("the profiler saw nothing of the device")
+    note = f"{how}; {seen.operations / steps:.0f} operations a step, which run {100 * seen.computing:.0f} % of the time"
+    yield Line(
+        what=f"device busy {name}, {batch} rows", value=100 * seen.busy, unit="%", bar=job.bar(BUSY_BAR), note=note
+    )
+
+
+def free(job: Job) -> None:
+    """Give back the memory of what was measured before."""
+    gc.collect()
+    job.hardware.empty_cache()
