@@ -3,7 +3,7 @@ a recording runs the operations that were recorded, on the same addresses, and n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,8 @@ from pagoda_worker.accelerator import Memory
 class HeldFetch:
     """A copy to the host that has not arrived until it is released or waited for."""
 
-    def __init__(self, ids: torch.Tensor, journal: list[str]) -> None:
-        self._ids = ids.clone()
+    def __init__(self, tensors: Sequence[torch.Tensor], journal: list[str]) -> None:
+        self._tensors = [tensor.clone() for tensor in tensors]
         self._journal = journal
         self.released = False
 
@@ -28,12 +28,11 @@ class HeldFetch:
     def done(self) -> bool:
         return self.released
 
-    def wait(self) -> list[int]:
+    def wait(self) -> list[torch.Tensor]:
         if not self.released:
             self._journal.append("waited")
         self.released = True
-        values: list[int] = self._ids.tolist()
-        return values
+        return self._tensors
 
 
 aten = torch.ops.aten
@@ -84,8 +83,8 @@ class FakeAccelerator:
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()
 
-    def fetch(self, ids: torch.Tensor) -> HeldFetch:
-        self.fetches.append(HeldFetch(ids, self.journal))
+    def fetch(self, *tensors: torch.Tensor) -> HeldFetch:
+        self.fetches.append(HeldFetch(tensors, self.journal))
         return self.fetches[-1]
 
     def synchronize(self) -> None:

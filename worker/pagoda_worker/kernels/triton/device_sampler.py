@@ -102,6 +102,8 @@ class TritonSampler:
 
     def _write(self, rows: Sequence[Row], lines: list[int]) -> None:
         """Find lines for those rows that have none, fill them, and complete `lines`."""
+        if len(rows) > len(self._table):
+            raise ValueError(f"{len(rows)} rows are more than the {len(self._table)} that there are lines for")
         missing = [place for place, line in enumerate(lines) if line == NO_LINE]
         self._used[[line for line in lines if line != NO_LINE]] = self._used.max() + 1
         given = np.argsort(self._used, kind="stable")[: len(missing)].tolist()

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from pagoda_worker.kernels.triton import lines as column
 from pagoda_worker.kernels.triton.find import find, find_id, histogram_bin, range_of, token_mass
-from pagoda_worker.kernels.triton.lines import Lines
+from pagoda_worker.kernels.triton.lines import ALWAYS, EARLY, IN_PROMPT, Lines
 from pagoda_worker.kernels.triton.philox import uniform
 
 BINS = 2048
@@ -31,9 +31,9 @@ SLICE = 4096  # logits that one program of `prepare` and `weigh` reads
 BLOCK = 2048  # logits that `choose` reads at a time
 NOT_FINITE, NOTHING_ALLOWED = -1, -2  # in place of a token
 
-_IN_PROMPT: tl.constexpr = tl.constexpr(column.IN_PROMPT)
-_ALWAYS: tl.constexpr = tl.constexpr(column.ALWAYS)
-_EARLY: tl.constexpr = tl.constexpr(column.EARLY)
+_IN_PROMPT: tl.constexpr = tl.constexpr(IN_PROMPT)
+_ALWAYS: tl.constexpr = tl.constexpr(ALWAYS)
+_EARLY: tl.constexpr = tl.constexpr(EARLY)
 _NOT_FINITE: tl.constexpr = tl.constexpr(NOT_FINITE)
 _NOTHING_ALLOWED: tl.constexpr = tl.constexpr(NOTHING_ALLOWED)
 
