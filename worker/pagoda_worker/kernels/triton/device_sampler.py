@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from pagoda_worker.device_sampler import Chosen, Upload
-from pagoda_worker.kernels.triton.lines import MAX_EDITS, Edits, Lines, edits_of, num_edits, shifts
+from pagoda_worker.kernels.triton.lines import MAX_EDITS, Lines, Words, near_words, num_edits, shifts
 from pagoda_worker.kernels.triton.report import report
 from pagoda_worker.kernels.triton.sampling import sample
 from pagoda_worker.rows import Row
@@ -32,7 +32,7 @@ class Asked:
         draws: Whether any of them has a temperature.
         reported: Places [P] int64 on the device of rows that want log-probabilities; None if nobody does.
         num_top: The most likely tokens that one of these wants, and at least 1.
-        shifting: Places of rows whose edits may change with every step.
+        shifting: Places of rows whose `near_words` may be others with every step.
     """
 
     lines: list[int]
@@ -55,21 +55,22 @@ class TritonSampler:
         self._row_ids = [0] * max_rows
         self._outputs = [0] * max_rows  # that the device has counted
         self._used = np.zeros(max_rows, np.int64)  # the last set of rows that a line was part of
-        self._edits: dict[int, Edits] = {}  # of lines whose edits shift, as the device has them
-        self._asked = Asked([], torch.empty(0), False, None, 0, [])
+        self._words: dict[int, Words] = {}  # near words, as the device has them, of lines where they shift
+        self._asked: Asked | None = None
 
     def takes(self, rows: Sequence[Row]) -> bool:
         """All rows but those whose processing needs an output that the host has yet to learn.
 
         The device knows the last output of every line. But a bad word of three and more tokens is looked up by the host
         in the outputs before the last; and the host can write a line (its counts, its last output) only of a row whose
-        outputs it all knows. Neither happens while two steps are in flight and all of them come through here.
+        outputs it all knows. Neither happens while two steps are in flight and all of them come through here. Nor are
+        there models with so many ends of sequence that a row's edits do not fit into its line.
         """
         return all(row.processing is None or self._knows(row) for row in rows)
 
     def _knows(self, row: Row) -> bool:
         if row.processing is not None and num_edits(row.processing) > MAX_EDITS:
-            return False  # a model of very many ends of sequence
+            return False
         return not row.num_promised or (row.num_promised == 1 and self._line(row) != NO_LINE)
 
     def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> Chosen:
@@ -91,14 +92,15 @@ class TritonSampler:
 
     def _ask(self, rows: Sequence[Row]) -> Asked:
         lines = [self._line(row) for row in rows]
-        written = NO_LINE in lines
-        if written:
+        asked = self._asked
+        if NO_LINE in lines:
+            asked = self._asked = None
             self._write(rows, lines)
-        if written or lines != self._asked.lines:
-            self._asked = self._asked_by(rows, lines)
-        for place in self._asked.shifting:
+        if asked is None or lines != asked.lines:
+            asked = self._asked = self._asked_by(rows, lines)
+        for place in asked.shifting:
             self._shift(lines[place], rows[place])
-        return self._asked
+        return asked
 
     def _write(self, rows: Sequence[Row], lines: list[int]) -> None:
         """Find lines for those rows that have none, fill them, and complete `lines`."""
@@ -116,7 +118,7 @@ class TritonSampler:
                 del self._line_of[self._row_ids[line]]
             lines[place] = self._line_of[row.row_id] = line
             self._row_ids[line], self._outputs[line], self._holders[line] = row.row_id, row.num_outputs, ref(row)
-            self._edits.pop(line, None)
+            self._words.pop(line, None)
 
     def _asked_by(self, rows: Sequence[Row], lines: list[int]) -> Asked:
         self._used[lines] = self._used.max() + 1
@@ -132,14 +134,13 @@ class TritonSampler:
         )
 
     def _shift(self, line: int, row: Row) -> None:
-        """Bring the line's edits up to what the outputs before the last now make of them."""
+        """Have the line know the bad words that have come near."""
         if row.processing is None:
             return
-        edits = edits_of(row.processing, row.outputs)
-        known = self._edits.get(line)
-        if known is None or not np.array_equal(known, edits):
-            self._table.write_edits(line, edits)
-            self._edits[line] = edits
+        words = near_words(row.processing, row.outputs)
+        if words != self._words.get(line):
+            self._table.write_edits(line, row.processing, words)
+            self._words[line] = words
 
 
 def _nobody() -> None:

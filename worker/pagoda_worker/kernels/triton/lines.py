@@ -23,6 +23,7 @@ from pagoda_worker.penalties import Ids, Processing, completes
 from pagoda_worker.rows import Row
 
 Edits = NDArray[np.int32]
+Words = list[tuple[int, ...]]
 
 # What a line of `Lines.numbers` has, 8 bytes each, and how device code calls it.
 COLUMNS = (
@@ -77,11 +78,11 @@ class Lines:
         for line, row in zip(lines, rows, strict=True):
             if row.processing is not None:
                 self._write_processing(line, row.processing)
-                self.write_edits(line, edits_of(row.processing, row.outputs))
+                self.write_edits(line, row.processing, near_words(row.processing, row.outputs))
 
-    def write_edits(self, line: int, edits: Edits) -> None:
-        flat = np.concatenate((np.array([len(edits)], np.int32), edits.ravel()))
-        self._fill(self.edits[line], flat)
+    def write_edits(self, line: int, processing: Processing, words: Words) -> None:
+        edits = edits_of(processing, words)
+        self._fill(self.edits[line], np.concatenate((np.array([len(edits)], np.int32), edits.ravel())))
 
     def _write_processing(self, line: int, processing: Processing) -> None:
         if processing.allowed is not None:
@@ -120,12 +121,16 @@ def shifts(processing: Processing) -> bool:
     return any(len(word) > 2 for word in processing.params.bad_words_token_ids)
 
 
-def edits_of(processing: Processing, outputs: Ids) -> Edits:
-    """The edits [n, 3] of the token that follows `outputs`, whatever the last of these is.
+def near_words(processing: Processing, outputs: Ids) -> Words:
+    """The bad words that the token after `outputs` may complete, if the last of these, not looked at, is the right one.
 
-    The last token of a bad word comes after the one before it, provided that those before end the other outputs.
+    For words of one and two tokens that is always so.
     """
-    words = [w for w in processing.params.bad_words_token_ids if len(w) == 1 or completes(w[:-1], outputs[:-1])]
+    return [w for w in processing.params.bad_words_token_ids if len(w) == 1 or completes(w[:-1], outputs[:-1])]
+
+
+def edits_of(processing: Processing, words: Words) -> Edits:
+    """The edits [n, 3] of a token that must not complete any of these `near_words`."""
     parts = (
         (processing.bias_ids, processing.bias, ALWAYS),
         ([w[-1] for w in words], -np.inf, [w[-2] if len(w) > 1 else ALWAYS for w in words]),
