@@ -173,10 +173,11 @@ def test_the_line_least_recently_used_is_taken() -> None:
 
 
 def test_a_row_that_went_on_elsewhere_is_written_anew() -> None:
-    sampler, rows = OnDevice(4, 64), [row(0, **PENALISED), row(1, **PENALISED)]
+    sampler, rows = OnDevice(4, 64), [row(0, **PENALISED), row(1, **PENALISED), row(2, temperature=9.0)]
     step(sampler, rows, 0)
-    rows[1].append(33)
-    rows[1].append(33)
+    for token in range(0, 64, 2):
+        for one in rows[1:]:
+            one.append(token)
     step(sampler, rows, 1)
     step(sampler, rows, 2)
 
@@ -211,6 +212,21 @@ def test_a_line_that_could_not_be_written_holds_for_nobody() -> None:
         sampler.sample(torch.zeros(2, 64), [row(2, **MANNERS[4]), row(3, **MANNERS[3])])
     sampler.inner._table._upload = upload
     step(sampler, rows, 1)
+
+
+def test_what_could_not_be_asked_is_asked_again() -> None:
+    sampler, one, two = OnDevice(1, 64), row(0, temperature=0.0), row(1, temperature=9.0, logprobs=1)
+    step(sampler, [one], 0)
+    upload = sampler.inner._upload
+
+    def fails(given: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError
+
+    sampler.inner._upload = fails
+    with pytest.raises(torch.OutOfMemoryError):
+        sampler.sample(torch.zeros(1, 64), [two])
+    sampler.inner._upload = upload
+    step(sampler, [two], 1)
 
 
 @pytest.mark.parametrize("params", [PENALISED, MANNERS[4], MANNERS[5]])
