@@ -18,10 +18,10 @@ from triton.runtime.jit import JITFunction
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
 from pagoda_worker.kernels.triton import report, rows, sampling
-from pagoda_worker.kernels.triton.lines import Lines
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
 from pagoda_worker.kernels.triton.pointwise import act_mul
+from pagoda_worker.kernels.triton.sampling_lines import SamplingLines
 
 CPU = torch.device("cpu")
 VOCAB, ROWS = 152_000, 4
@@ -77,7 +77,7 @@ def pointwise(dtype: torch.dtype) -> None:
 
 
 def sample() -> None:
-    table, lines = Lines(8, VOCAB, CPU, lambda host: host), torch.arange(ROWS)
+    table, lines = SamplingLines(8, VOCAB, CPU, lambda host: host), torch.arange(ROWS)
     logits = torch.zeros(ROWS, VOCAB)
     sampling.sample(logits, table, lines)
     report.report(logits, lines, 5)

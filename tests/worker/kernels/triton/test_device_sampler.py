@@ -25,7 +25,7 @@ from pagoda_proto.steps import Chunk, RowOutput, StepPlan, StepResult, TopLogpro
 from pagoda_worker import sampler as host
 from pagoda_worker.device_sampler import Chosen, samples_of
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
-from pagoda_worker.kernels.triton.lines import MAX_EDITS
+from pagoda_worker.kernels.triton.sampling_lines import MAX_EDITS
 from pagoda_worker.pending import Pending
 from pagoda_worker.rows import Row
 from pagoda_worker.runner import ModelRunner

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from pagoda_worker.device_sampler import Chosen, Upload
-from pagoda_worker.kernels.triton.lines import MAX_EDITS, Lines, Words, near_words, num_edits, shifts
 from pagoda_worker.kernels.triton.report import report
 from pagoda_worker.kernels.triton.sampling import sample
+from pagoda_worker.kernels.triton.sampling_lines import MAX_EDITS, SamplingLines, Words, near_words, num_edits, shifts
 from pagoda_worker.rows import Row
 
 NO_LINE = -1
@@ -47,7 +47,7 @@ class TritonSampler:
     """Serves up to `max_rows` rows at once of a model with `vocab_size` logits."""
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device, upload: Upload) -> None:
-        self._table = Lines(max_rows, vocab_size, device, upload)
+        self._table = SamplingLines(max_rows, vocab_size, device, upload)
         self._vocab_size = vocab_size
         self._upload = upload
         self._line_of: dict[int, int] = {}  # by row id

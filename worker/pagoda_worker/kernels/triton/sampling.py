@@ -21,21 +21,21 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda_worker.kernels.triton import lines as column
+from pagoda_worker.device_sampler import NO_TOKEN, NONE_ALLOWED
+from pagoda_worker.kernels.triton import sampling_lines as column
 from pagoda_worker.kernels.triton.find import find, find_id, histogram_bin, range_of, token_mass
-from pagoda_worker.kernels.triton.lines import ALWAYS, EARLY, IN_PROMPT, Lines
 from pagoda_worker.kernels.triton.philox import uniform
+from pagoda_worker.kernels.triton.sampling_lines import ALWAYS, EARLY, IN_PROMPT, SamplingLines
 
 BINS = 2048
 SLICE = 4096  # logits that one program of `prepare` and `weigh` reads
 BLOCK = 2048  # logits that `choose` reads at a time
-NOT_FINITE, NOTHING_ALLOWED = -1, -2  # in place of a token
 
 _IN_PROMPT: tl.constexpr = tl.constexpr(IN_PROMPT)
 _ALWAYS: tl.constexpr = tl.constexpr(ALWAYS)
 _EARLY: tl.constexpr = tl.constexpr(EARLY)
-_NOT_FINITE: tl.constexpr = tl.constexpr(NOT_FINITE)
-_NOTHING_ALLOWED: tl.constexpr = tl.constexpr(NOTHING_ALLOWED)
+_NO_TOKEN: tl.constexpr = tl.constexpr(NO_TOKEN)
+_NONE_ALLOWED: tl.constexpr = tl.constexpr(NONE_ALLOWED)
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def choose_kernel(
     token = tl.min(best, 0).to(tl.int64)
     state = tl.load(marks + rows * slices + here, mask=known, other=0)
     lost = (tl.max(state >> 1, 0) != 0) | (tl.max(state & 1, 0) == 0)
-    token = tl.where(lost, _NOT_FINITE, tl.where(top == float("-inf"), _NOTHING_ALLOWED, token))
+    token = tl.where(lost, _NO_TOKEN, tl.where(top == float("-inf"), _NONE_ALLOWED, token))
     position = tl.load(numbers + at + column.POSITION)
     heat = tl.load(reals + at + column.TEMPERATURE)
     if (token >= 0) & (heat > 0.0):
@@ -225,7 +225,7 @@ class Room:
         return self.ends.shape[2]
 
 
-def prepare(logits: torch.Tensor, table: Lines | None, lines: torch.Tensor, draws: bool) -> Room:
+def prepare(logits: torch.Tensor, table: SamplingLines | None, lines: torch.Tensor, draws: bool) -> Room:
     """Change `logits` [R, V] float32 as `lines` [R] int64 of the table say, and leave their ranges.
 
     Without a table nothing changes. Unless there are `draws` (some row has a temperature), there are no histograms.
@@ -247,7 +247,7 @@ def prepare(logits: torch.Tensor, table: Lines | None, lines: torch.Tensor, draw
     return room
 
 
-def weigh(logits: torch.Tensor, room: Room, table: Lines | None, lines: torch.Tensor) -> None:
+def weigh(logits: torch.Tensor, room: Room, table: SamplingLines | None, lines: torch.Tensor) -> None:
     """Fill the histograms; without a table at temperature 1."""
     rows, vocab = logits.shape
     weigh_kernel[(rows, room.slices)](
@@ -257,8 +257,8 @@ def weigh(logits: torch.Tensor, room: Room, table: Lines | None, lines: torch.Te
     )  # fmt: skip
 
 
-def sample(logits: torch.Tensor, table: Lines, lines: torch.Tensor, draws: bool = True) -> torch.Tensor:
-    """The next tokens [R] int64 of rows with distinct `lines` [R] int64, or NOT_FINITE, or NOTHING_ALLOWED.
+def sample(logits: torch.Tensor, table: SamplingLines, lines: torch.Tensor, draws: bool = True) -> torch.Tensor:
+    """The next tokens [R] int64 of rows with distinct `lines` [R] int64, or NO_TOKEN, or NONE_ALLOWED.
 
     Overwrites `logits` [R, V] float32 and advances the lines. `draws`: whether some row has a temperature.
     """

@@ -25,7 +25,7 @@ from pagoda_worker.rows import Row
 Edits = NDArray[np.int32]
 Words = list[tuple[int, ...]]
 
-# What a line of `Lines.numbers` has, 8 bytes each, and how device code calls it.
+# What a line of `SamplingLines.numbers` has, 8 bytes each, and how device code calls it.
 COLUMNS = (
     ("temperature", "f8"), ("top_k", "i8"), ("top_p", "f8"), ("min_p", "f8"), ("seed", "u8"), ("choice", "i8"),
     ("repetition", "f8"), ("frequency", "f8"), ("presence", "f8"), ("allowed", "i8"), ("edited", "i8"),
@@ -43,7 +43,7 @@ ALWAYS, EARLY, NEVER = -1, -2, -3  # in place of the token that an edit comes af
 MAX_EDITS = MAX_LOGIT_BIAS + MAX_BAD_WORDS + MAX_STOP_TOKEN_IDS + 64  # the rest are ends of sequence
 
 
-class Lines:
+class SamplingLines:
     """Tables of `max_rows` lines.
 
     Attributes:
