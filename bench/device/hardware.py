@@ -6,7 +6,7 @@ Everything that only a GPU has is behind `Cuda`; `Host` is its counterpart, so t
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -154,13 +154,13 @@ class Host:
 
 
 class Fetched(NamedTuple):
-    ids: list[int]
+    tensors: tuple[torch.Tensor, ...]
 
     def done(self) -> bool:
         return True
 
-    def wait(self) -> list[int]:
-        return self.ids
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        return self.tensors
 
 
 class HostAccelerator:
@@ -169,8 +169,11 @@ class HostAccelerator:
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.clone()
 
-    def fetch(self, ids: torch.Tensor) -> Fetched:
-        return Fetched(ids.tolist())
+    def pinned(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(size), dtype=dtype)
+
+    def fetch(self, *tensors: torch.Tensor) -> Fetched:
+        return Fetched(tuple(tensor.clone() for tensor in tensors))
 
     def synchronize(self) -> None: ...
 

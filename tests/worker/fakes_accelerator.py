@@ -25,8 +25,8 @@ except ImportError:  # no Triton for this machine
 class HeldFetch:
     """A copy to the host that has not arrived until it is released or waited for."""
 
-    def __init__(self, ids: torch.Tensor, journal: list[str]) -> None:
-        self._ids = ids.clone()
+    def __init__(self, tensors: Sequence[torch.Tensor], journal: list[str]) -> None:
+        self._tensors = [tensor.clone() for tensor in tensors]
         self._journal = journal
         self.released = False
 
@@ -36,12 +36,11 @@ class HeldFetch:
     def done(self) -> bool:
         return self.released
 
-    def wait(self) -> list[int]:
+    def wait(self) -> list[torch.Tensor]:
         if not self.released:
             self._journal.append("waited")
         self.released = True
-        values: list[int] = self._ids.tolist()
-        return values
+        return self._tensors
 
 
 aten = torch.ops.aten
@@ -166,8 +165,8 @@ class FakeAccelerator:
         self.journal.append("pinned")
         return torch.empty(tuple(size), dtype=dtype)
 
-    def fetch(self, ids: torch.Tensor) -> HeldFetch:
-        self.fetches.append(HeldFetch(ids, self.journal))
+    def fetch(self, *tensors: torch.Tensor) -> HeldFetch:
+        self.fetches.append(HeldFetch(tensors, self.journal))
         return self.fetches[-1]
 
     def synchronize(self) -> None:

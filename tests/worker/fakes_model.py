@@ -17,6 +17,7 @@ from pagoda_worker import logprobs, sampler
 from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device_sampler import DeviceSampler
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.runner import ModelRunner
 
@@ -107,10 +108,13 @@ class FakeLoaded:
 
 
 def fake_runner(
-    model: FakeModel | None = None, accelerator: Accelerator | None = None, **changes: float
+    model: FakeModel | None = None,
+    accelerator: Accelerator | None = None,
+    sampler: DeviceSampler | None = None,
+    **changes: float,
 ) -> ModelRunner:
-    config = WorkerConfig(block_size=BLOCK_SIZE, **changes)
-    return ModelRunner(FakeLoaded(model or FakeModel()), NUM_BLOCKS, config, accelerator=accelerator)  # type: ignore[arg-type]
+    config, loaded = WorkerConfig(block_size=BLOCK_SIZE, **changes), FakeLoaded(model or FakeModel())
+    return ModelRunner(loaded, NUM_BLOCKS, config, accelerator=accelerator, sampler=sampler)  # type: ignore[arg-type]
 
 
 def new_row(row_id: int, token_ids: list[int], blocks: list[int], **changes: object) -> NewRow:

@@ -27,7 +27,7 @@ def test_greedy_on_a_device_is_greedy_on_the_host() -> None:
     rows = [row(temperature=0.0) for _ in logits]
     chosen = sample(logits.clone(), rows)
     expected = [one.token_id if isinstance(one, Sample) else NO_TOKEN for one in chosen]
-    assert GreedySampler().sample(logits, rows).tolist() == expected
+    assert GreedySampler().sample(logits, rows).ids.tolist() == expected
     assert expected.count(NO_TOKEN) == 3
 
 

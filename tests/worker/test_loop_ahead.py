@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,15 +19,15 @@ from pagoda_worker.config import WorkerConfig
 class OpenFetch(HeldFetch):
     """Waits in `wait` until the test releases it, as a device does that is still computing."""
 
-    def __init__(self, ids: torch.Tensor, journal: list[str]) -> None:
-        super().__init__(ids, journal)
+    def __init__(self, tensors: Sequence[torch.Tensor], journal: list[str]) -> None:
+        super().__init__(tensors, journal)
         self.event = threading.Event()
 
     def release(self) -> None:
         super().release()
         self.event.set()
 
-    def wait(self) -> list[int]:
+    def wait(self) -> list[torch.Tensor]:
         if not self.event.wait(WAIT_S):
             raise RuntimeError("nobody released the fetch")
         return super().wait()
@@ -40,8 +40,8 @@ class SlowDevice(FakeAccelerator):
         super().__init__()
         self.launched = threading.Semaphore(0)
 
-    def fetch(self, ids: torch.Tensor) -> HeldFetch:
-        self.fetches.append(OpenFetch(ids, self.journal))
+    def fetch(self, *tensors: torch.Tensor) -> HeldFetch:
+        self.fetches.append(OpenFetch(tensors, self.journal))
         self.launched.release()
         return self.fetches[-1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from tests.worker.models.checkpoints import NATIVE, make_model, save
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import Chunk, StepPlan
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device_sampler import Chosen, GreedySampler
 from pagoda_worker.graphs import ladder
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.lines import Lines
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.memory import GIB, NotEnoughMemory
 from pagoda_worker.profiling import device_use, largest_steps
+from pagoda_worker.rows import Row
 from pagoda_worker.runner import ModelRunner
 from pagoda_worker.startup import load_runner, runner_on_device
 
@@ -90,9 +92,25 @@ def test_the_largest_steps_want_the_logits_of_drafts() -> None:
 
 def test_what_is_measured() -> None:
     accelerator = FakeAccelerator(free=60, total=80, bytes_per_step=7)
-    use = device_use([loaded_by(AtenOps(CPU))], config(), accelerator, lambda: 5)
+    use = device_use([loaded_by(AtenOps(CPU))], config(), accelerator, GreedySampler(), lambda: 5)
     assert use == (80, 20, 7, 5)
     assert accelerator.journal == ["synchronized", "emptied"]  # what is in use is looked at when steps hold nothing
+
+
+def test_what_is_measured_has_the_choice_of_tokens() -> None:
+    sizes = []
+
+    class Asked(GreedySampler):
+        def takes(self, rows: Sequence[Row]) -> bool:
+            return True
+
+        def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> Chosen:
+            assert len(logits) == len(rows)
+            sizes.append(len(rows))
+            return super().sample(logits, rows)
+
+    device_use([loaded_by(AtenOps(CPU))], config(), FakeAccelerator(), Asked(), lambda: 0)
+    assert sizes == [5, 1]
 
 
 def test_a_step_that_does_not_fit_names_the_options() -> None:
@@ -102,7 +120,7 @@ def test_a_step_that_does_not_fit_names_the_options() -> None:
 
     message = "max_tokens_per_step=40 tokens and max_rows=5 rows does not fit"
     with pytest.raises(NotEnoughMemory, match=message):
-        device_use([loaded_by(AtenOps(CPU))], config(), Small(), lambda: 0)
+        device_use([loaded_by(AtenOps(CPU))], config(), Small(), GreedySampler(), lambda: 0)
 
 
 def test_the_cache_takes_what_step_and_graphs_leave() -> None:
@@ -160,7 +178,7 @@ def test_a_draft_model_on_a_device(enforce_eager: bool) -> None:
         (output,) = runner.execute(StepPlan(step=step, new_rows=new, chunks=[chunk])).outputs
         assert (output.num_drafted, len(output.token_ids)) == (drafts, 1 + drafts)
         new, tokens = [], tokens + output.token_ids
-    assert (device.made[-1].replays > 0) is not enforce_eager
+    assert (device.made[0].replays > 0) is not enforce_eager
     plain = ModelRunner(loaded_by(CapturableOps(CPU)), 60, config())
     driver = Driver(plain)
     results = [driver.run([driver.add(1, [3, 1, 4, 1, 5])])] + [driver.run([]) for _ in tokens[1:]]
@@ -196,7 +214,7 @@ def test_tokens_are_those_of_a_host(enforce_eager: bool, ahead: int) -> None:
     assert {row: tokens for row, tokens in found.items() if tokens} == {
         row: tokens[: len(found[row])] for row, tokens in expected.items()
     }
-    assert (device.made[-1].replays > 0) is not enforce_eager
+    assert (device.made[0].replays > 0) is not enforce_eager
 
 
 def test_warm_up_leaves_no_row() -> None:

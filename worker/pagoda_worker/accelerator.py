@@ -20,13 +20,13 @@ class Memory(NamedTuple):
 
 
 class Fetch(Protocol):
-    """Sampled ids on their way to the host, behind everything that was asked of the device before them."""
+    """Tensors on their way to the host, behind everything that was asked of the device before them."""
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
 
-    def wait(self) -> list[int]:
-        """The ids. Raises torch.AcceleratorError when the device is lost."""
+    def wait(self) -> Sequence[torch.Tensor]:
+        """Their copies on the host. Raises torch.AcceleratorError when the device is lost."""
 
 
 class Accelerator(Protocol):
@@ -43,8 +43,8 @@ class Accelerator(Protocol):
             RuntimeError: there is not so much.
         """
 
-    def fetch(self, ids: torch.Tensor) -> Fetch:
-        """Copy `ids` [R] int64 to the host while the device goes on with later work."""
+    def fetch(self, *tensors: torch.Tensor) -> Fetch:
+        """Copy tensors to the host while the device goes on with later work."""
 
     def synchronize(self) -> None:
         """Wait for everything asked of the device so far."""

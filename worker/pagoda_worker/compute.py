@@ -14,7 +14,7 @@ from pagoda_proto.steps import Chunk, RowOutput, TopLogprobs
 from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.batch import NO_DRAFTS, Batch, build_batch
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.device_sampler import NO_TOKEN, DeviceSampler, GreedySampler
+from pagoda_worker.device_sampler import Chosen, DeviceSampler, GreedySampler, samples_of
 from pagoda_worker.drafting import Drafter, NoDrafts
 from pagoda_worker.feeding import feed, uploaded
 from pagoda_worker.graphs import Computed, Graphed
@@ -81,11 +81,11 @@ class Compute:
             return OnHost(
                 starts=batch.query_starts, hidden=hidden, logits=logits, drafts=drafts, num_drafted=num_drafted
             )
-        ids = batch.token_ids[:0] if logits is None else self._sampler.sample(logits, rows)
-        advance(ids)
-        fetch = self._accelerator.fetch(ids)
+        chosen = Chosen(batch.token_ids[:0]) if logits is None else self._sampler.sample(logits, rows)
+        advance(chosen.ids)
+        fetch = self._accelerator.fetch(*chosen.tensors)
         promised = {row.row_id: (index, row.promise()) for index, row in enumerate(rows)}
-        return OnDevice(ids=ids, fetch=fetch, promised=promised)
+        return OnDevice(ids=chosen.ids, fetch=fetch, promised=promised)
 
     def _device_chooses(self, work: Work, rows: Sequence[Row]) -> bool:
         plain = all(row.params.prompt_logprobs is None for row, _ in work)
@@ -153,7 +153,7 @@ class Compute:
         """See `Ops.sample`; logits stay on a device that can choose for these rows, though the host waits for it."""
         if self._accelerator is None or not self._sampler.takes(rows):
             return self._ops.sample(logits, rows)
-        return [_sample_of(token) for token in self._sampler.sample(logits, rows).tolist()]
+        return samples_of(rows, [tensor.cpu() for tensor in self._sampler.sample(logits, rows).tensors])
 
     def _answer(
         self,
@@ -189,17 +189,10 @@ class Compute:
 
 def _fetched(launched: OnDevice, work: Work) -> Sampled:
     """What the device chose, taken by the rows it was promised to."""
-    ids = launched.fetch.wait()
+    rows = [row for row, chunk in work if chunk.sample]
     samples: Sampled = {}
-    for row, chunk in work:
-        if chunk.sample:
-            index, place = launched.promised[row.row_id]
-            row.fulfil(place, max(0, ids[index]))
-            one = _sample_of(ids[index])
-            samples[row.row_id] = one if isinstance(one, Fault) else [one]
+    for row, one in zip(rows, samples_of(rows, launched.fetch.wait()), strict=True):
+        _, place = launched.promised[row.row_id]
+        row.fulfil(place, 0 if isinstance(one, Fault) else one.token_id)
+        samples[row.row_id] = one if isinstance(one, Fault) else [one]
     return samples
-
-
-def _sample_of(token: int) -> Sample | Fault:
-    """What a `DeviceSampler` says of one row."""
-    return NOT_A_NUMBER if token == NO_TOKEN else Sample(token, None)

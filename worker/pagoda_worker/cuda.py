@@ -16,26 +16,26 @@ WARM_UPS = 2  # calls before a recording: a library's first call may allocate, a
 class CudaFetch:
     """Waits for its own event and for nothing that was asked of the device later."""
 
-    def __init__(self, ids: torch.Tensor, copies: torch.cuda.Stream) -> None:
-        self._host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-        copies.wait_stream(torch.cuda.current_stream(ids.device))
+    def __init__(self, tensors: Sequence[torch.Tensor], copies: torch.cuda.Stream) -> None:
+        self._host = [torch.empty(there.shape, dtype=there.dtype, pin_memory=True) for there in tensors]
+        copies.wait_stream(torch.cuda.current_stream(copies.device))
         with torch.cuda.stream(copies):
-            self._host.copy_(ids, non_blocking=True)
+            for here, there in zip(self._host, tensors, strict=True):
+                here.copy_(there, non_blocking=True)
+                there.record_stream(copies)  # its memory is not given to a later tensor before the copy is made
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record(copies)
-        ids.record_stream(copies)  # its memory is not given to a later tensor before the copy is made
 
     def done(self) -> bool:
         return bool(self._arrived.query())  # type: ignore[no-untyped-call]
 
-    def wait(self) -> list[int]:
+    def wait(self) -> Sequence[torch.Tensor]:
         self._arrived.synchronize()
-        values: list[int] = self._host.tolist()
-        return values
+        return self._host
 
 
 class CudaAccelerator:
-    """One device. `torch.cuda.current_stream` carries its work; ids are copied on a stream beside it."""
+    """One device. `torch.cuda.current_stream` carries its work; what is fetched is copied on a stream beside it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -51,8 +51,8 @@ class CudaAccelerator:
     def pinned(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(size), dtype=dtype, pin_memory=True)
 
-    def fetch(self, ids: torch.Tensor) -> CudaFetch:
-        return CudaFetch(ids, self._copies)
+    def fetch(self, *tensors: torch.Tensor) -> CudaFetch:
+        return CudaFetch(tensors, self._copies)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

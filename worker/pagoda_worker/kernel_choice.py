@@ -28,7 +28,7 @@ FAMILIES = {
         "plan",
         "attend",
     ),
-    "sampling": ("sample", "report"),
+    "sampling": ("sample", "report", "device_sampler"),
 }
 
 

@@ -16,7 +16,7 @@ Work = Sequence[tuple[Row, Chunk]]
 
 @dataclass(frozen=True, kw_only=True)
 class OnDevice:
-    """Tokens chosen on the device: `ids` [R] feed the next step there, `fetch` brings them here.
+    """Tokens chosen on the device: `ids` [R] feed the next step there, `fetch` brings here what there is to know.
 
     `promised` says of each sampled row, by id, its place in `ids` and the place among its own tokens.
     """

@@ -15,25 +15,32 @@ from pagoda_proto.steps import Chunk, NewRow
 from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.batch import Batch, build_batch
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device_sampler import DeviceSampler
 from pagoda_worker.drafting import MAX_DRAFTS
 from pagoda_worker.feeding import uploaded
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.memory import DeviceUse, NotEnoughMemory
 from pagoda_worker.rows import Row
 
-PARAMS = SamplingParams(temperature=0.0)
+PARAMS = SamplingParams(temperature=1.0, logprobs=1)  # to choose a token takes no more memory for any other row
 
 
 def device_use(
-    models: Sequence[LoadedModel], config: WorkerConfig, accelerator: Accelerator, graphs: Callable[[], int]
+    models: Sequence[LoadedModel],
+    config: WorkerConfig,
+    accelerator: Accelerator,
+    sampler: DeviceSampler,
+    graphs: Callable[[], int],
 ) -> DeviceUse:
     """Measure models that run in turn; `graphs` returns the bytes that recorded steps will take (0 for none).
+
+    The `sampler` has its tables already.
 
     Raises:
         NotEnoughMemory: the largest step does not even fit without a cache.
     """
     try:
-        step = accelerator.peak_of(lambda: _run_largest(models, config, accelerator))
+        step = accelerator.peak_of(lambda: _run_largest(models, config, accelerator, sampler))
     except torch.OutOfMemoryError as error:
         size = f"max_tokens_per_step={config.max_tokens_per_step} tokens and max_rows={config.max_rows} rows"
         raise NotEnoughMemory(f"a step of {size} does not fit beside the weights: lower one of them") from error
@@ -44,14 +51,19 @@ def device_use(
     return DeviceUse(total=total, in_use=total - free, step=step, graphs=recorded)
 
 
-def _run_largest(models: Sequence[LoadedModel], config: WorkerConfig, accelerator: Accelerator) -> None:
+def _run_largest(
+    models: Sequence[LoadedModel], config: WorkerConfig, accelerator: Accelerator, sampler: DeviceSampler
+) -> None:
     for loaded in models:
         kv = loaded.new_kv_cache(1, config.block_size)
         for batch in largest_steps(config, loaded.max_model_len):
             with torch.inference_mode():
                 there = uploaded(batch, accelerator)
                 hidden = loaded.model.forward(there, kv)
-                loaded.model.logits(hidden[there.logit_indices])
+                logits = loaded.model.logits(hidden[there.logit_indices])
+                rows = [_row(i, 1, config.block_size) for i in range(batch.num_rows)]
+                if sampler.takes(rows):
+                    sampler.sample(logits[: len(rows)], rows)
 
 
 def largest_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:

@@ -54,7 +54,7 @@ class Ints:
             self._data = grown
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, weakref_slot=True, kw_only=True)
 class Row:
     """State of one row. The runner alone changes it, between two steps.
 
@@ -67,6 +67,7 @@ class Row:
         choice: Which of the request's choices; keys the random stream too.
         processing: What changes the row's logits before sampling; None for most rows.
         drafts: The drafter's own; None until it has seen the row.
+        num_promised: Outputs at the end of `tokens` that the host does not know yet.
     """
 
     row_id: int
@@ -79,6 +80,7 @@ class Row:
     choice: int
     processing: Processing | None
     drafts: RowDrafts | None = None
+    num_promised: int = 0
 
     @classmethod
     def of(cls, new: NewRow, tokens: Ids, blocks: Ids) -> Row:
@@ -113,10 +115,12 @@ class Row:
     def promise(self) -> int:
         """Make room for an output that the host does not know yet, and return its place among the tokens."""
         self.tokens.append(0)
+        self.num_promised += 1
         return len(self.tokens) - 1
 
     def fulfil(self, place: int, token: int) -> None:
         """The output that was promised at `place`."""
         self.tokens.array[place] = token
+        self.num_promised -= 1
         if self.processing is not None:
             self.processing.count(token)

@@ -108,7 +108,7 @@ class ModelRunner:
             num_prompt_tokens=1,
             num_computed=0,
             block_ids=[0],
-            params=SamplingParams(temperature=0.0),
+            params=SamplingParams(logprobs=0),  # whoever chooses draws and reports, too
             seed=0,
         )
         result = self.execute(StepPlan(step=0, new_rows=[row], chunks=[Chunk(0, 0, 1, True)]))

@@ -11,6 +11,7 @@ import torch
 
 from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device_sampler import DeviceSampler
 from pagoda_worker.drafting import check_invariant, load_draft_model, make_drafter
 from pagoda_worker.graphs import Graphed, ladder, reserve_for
 from pagoda_worker.lines import Lines
@@ -74,10 +75,12 @@ def runner_on_device(
         RuntimeError: the device cannot record a decode step.
     """
     decoder = loaded.model
+    accelerator = make_accelerator(loaded.device)
+    sampler = loaded.ops.device_sampler(config.max_rows, loaded.vocab_size, accelerator.upload)
     if config.enforce_eager or not (isinstance(decoder, Decoder) and loaded.ops.capturable):
-        num_blocks = _num_blocks(loaded, draft, config, make_accelerator, lambda: 0)
+        num_blocks = _num_blocks(loaded, draft, config, accelerator, sampler, lambda: 0)
         drafter = make_drafter(config, draft, num_blocks)
-        return ModelRunner(loaded, num_blocks, config, drafter, make_accelerator(loaded.device))
+        return ModelRunner(loaded, num_blocks, config, drafter, accelerator, sampler)
     loaded = replace(loaded, spare_blocks=1)  # for padding
     sizes = ladder(config.max_rows)
 
@@ -85,11 +88,10 @@ def runner_on_device(
         probe = _graphed(decoder, loaded, config, make_accelerator(loaded.device), num_blocks=1)
         return probe.nbytes + reserve_for(sizes, probe.captured(loaded.new_kv_cache(1, config.block_size)))
 
-    num_blocks = _num_blocks(loaded, draft, config, make_accelerator, graphs)
-    accelerator = make_accelerator(loaded.device)
+    num_blocks = _num_blocks(loaded, draft, config, accelerator, sampler, graphs)
     graphed = _graphed(decoder, loaded, config, accelerator, num_blocks)
     drafter = make_drafter(config, draft, num_blocks)
-    runner = ModelRunner(replace(loaded, model=graphed), num_blocks, config, drafter, accelerator)
+    runner = ModelRunner(replace(loaded, model=graphed), num_blocks, config, drafter, accelerator, sampler)
     graphed.capture(runner.kv_cache, recording)
     return runner
 
@@ -98,13 +100,14 @@ def _num_blocks(
     loaded: LoadedModel,
     draft: LoadedModel | None,
     config: WorkerConfig,
-    make_accelerator: MakeAccelerator,
+    accelerator: Accelerator,
+    sampler: DeviceSampler,
     graphs: Callable[[], int],
 ) -> int:
     if config.num_blocks or config.kv_cache_gib:
         return num_kv_blocks(config, loaded, draft)
     models = (loaded,) if draft is None else (loaded, draft)
-    use = device_use(models, config, make_accelerator(loaded.device), graphs)
+    use = device_use(models, config, accelerator, sampler, graphs)
     return num_kv_blocks(config, loaded, draft, use=use, spare=loaded.spare_blocks)
 
 

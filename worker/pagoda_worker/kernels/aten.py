@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
+from pagoda_worker.device_sampler import greedy_sampler
 from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
@@ -151,6 +152,7 @@ class AtenOps:
 
     sample = staticmethod(sampler.sample)
     report = staticmethod(logprobs.report)
+    device_sampler = staticmethod(greedy_sampler)
 
 
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default

@@ -59,10 +59,7 @@ def _everything(name: str, device: torch.device, needs: Needs) -> dict[str, Ops]
 def _automatic(device: torch.device, needs: Needs) -> tuple[dict[str, Ops], list[str]]:
     """The fastest that works: what fails its check here is left to torch."""
     if device.type != "cpu":
-        try:
-            return _everything("triton", device, needs), []
-        except BackendError as error:
-            return _everything("torch", device, needs), [f"torch serves: {error}"]
+        return _automatic_on_gpu(device, needs)
     from pagoda_worker.kernels.cpu.native import load_native
     from pagoda_worker.kernels.cpu.selfcheck import problems
 
@@ -74,6 +71,17 @@ def _automatic(device: torch.device, needs: Needs) -> tuple[dict[str, Ops], list
     torch_ops = _torch(device, needs) if found else native
     parts = {family: torch_ops if family in found else native for family in FAMILIES}
     return parts, [f"{family} by torch: the native kernels failed their check: {why}" for family, why in found.items()]
+
+
+def _automatic_on_gpu(device: torch.device, needs: Needs) -> tuple[dict[str, Ops], list[str]]:
+    try:
+        ops, why = _checked_triton(device, needs)
+    except BackendError as error:
+        return _everything("torch", device, needs), [f"torch serves: {error}"]
+    parts: dict[str, Ops] = dict.fromkeys(FAMILIES, ops)
+    if why is None:
+        return parts, []
+    return parts | {"sampling": _torch(device, needs)}, [f"sampling by torch: the triton kernels failed: {why}"]
 
 
 def _faster_attention(ours: Ops, needs: Needs, clock: trial.Clock) -> Ops:
@@ -125,11 +133,21 @@ def _native(device: torch.device, needs: Needs) -> Ops:
 
 def _triton(device: torch.device, needs: Needs) -> Ops:
     """Raises BackendError like `_native`, and when Triton is not installed."""
+    ops, why = _checked_triton(device, needs)
+    if why is not None:
+        raise BackendError(f"kernels: triton failed its self-check: {why}")
+    return ops
+
+
+def _checked_triton(device: torch.device, needs: Needs) -> tuple[Ops, str | None]:
+    """The back end, and what is wrong with its sampling, which it can do without; raises BackendError."""
     try:
         from pagoda_worker.kernels.triton.ops import load_triton
+        from pagoda_worker.kernels.triton.selfcheck import sampling_problem
     except ImportError as error:
         raise BackendError(f"kernels: triton cannot be imported: {error}") from error
-    return load_triton(device, needs)
+    ops = load_triton(device, needs)
+    return ops, sampling_problem(ops)
 
 
 LOADERS: dict[str, Callable[[torch.device, Needs], Ops]] = {

@@ -86,6 +86,7 @@ class FlashOps:
     name = FLASH
     capturable = True
     batch_invariant = True
+    own_threads = False
     integer_linear = False
 
     def __init__(self, triton: Ops, library: Library) -> None:

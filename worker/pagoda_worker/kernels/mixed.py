@@ -19,7 +19,8 @@ class _Mixed:
         used = {ops.name: ops for ops in parts.values()}
         self.name = ", ".join(f"{family} {ops.name}" for family, ops in parts.items())
         self.device = next(iter(used.values())).device
-        self.capturable = all(ops.capturable for ops in used.values())
+        # Choosing tokens is no part of a recorded step.
+        self.capturable = all(ops.capturable for family, ops in parts.items() if family != "sampling")
         self.batch_invariant = all(ops.batch_invariant for ops in used.values())
         self.own_threads = all(ops.own_threads for ops in used.values())
         self.integer_linear = parts["linear"].integer_linear

@@ -18,6 +18,7 @@ import torch
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.batch import Batch
+from pagoda_worker.device_sampler import DeviceSampler, Upload
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.quantized import Weight
 from pagoda_worker.sampler import Fault, RowState, Sample
@@ -206,6 +207,9 @@ class Ops(Protocol):
 
         Stops before the first row whose logits are not finite.
         """
+
+    def device_sampler(self, max_rows: int, vocab_size: int, upload: Upload) -> DeviceSampler:
+        """What chooses tokens without the host for up to `max_rows` rows at once; all its memory is taken here."""
 
 
 class BackendError(ValueError):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
+from pagoda_worker.device_sampler import greedy_sampler
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
@@ -145,6 +146,7 @@ class ReferenceOps:
 
     sample = staticmethod(sampler.sample)
     report = staticmethod(logprobs.report)
+    device_sampler = staticmethod(greedy_sampler)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from pagoda_worker.kernels.triton import report, sampling
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
 from pagoda_worker.kernels.triton.pointwise import act_mul
+from pagoda_worker.kernels.triton.sampling_lines import SamplingLines
 
 CPU = torch.device("cpu")
 VOCAB, ROWS = 152_000, 4
@@ -76,24 +77,10 @@ def pointwise(dtype: torch.dtype) -> None:
 
 
 def sample() -> None:
-    def column(dtype: torch.dtype) -> torch.Tensor:
-        return torch.ones(ROWS, dtype=dtype)
-
-    logits, real, whole, small = torch.zeros(ROWS, VOCAB), torch.float64, torch.int64, torch.int32
-    plain = {
-        "temperature": column(real), "top_k": column(small), "top_p": column(real), "min_p": column(real),
-        "seed": column(whole), "choice": column(whole), "position": column(whole), "penalties": torch.ones(ROWS, 3),
-    }  # fmt: skip
-    counts = torch.zeros(1, VOCAB, dtype=small)
-    tables = {
-        "counts": counts, "counts_row": column(small), "allowed": torch.zeros(1, VOCAB // 32, dtype=small),
-        "allowed_row": column(small), "edit_ids": torch.zeros(ROWS, 3, dtype=small),
-        "edit_values": torch.zeros(ROWS, 3), "num_edits": column(small),
-    }  # fmt: skip
-    sampling.sample(logits, sampling.Requests(**plain))
-    sampling.sample(logits, sampling.Requests(**plain, **tables))
-    for num_top in (0, 5):
-        report.report(logits, column(whole), num_top)
+    table, lines = SamplingLines(8, VOCAB, CPU, lambda host: host), torch.arange(ROWS)
+    logits = torch.zeros(ROWS, VOCAB)
+    sampling.sample(logits, table, lines)
+    report.report(logits, lines, 5)
 
 
 if __name__ == "__main__":

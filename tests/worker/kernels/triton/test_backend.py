@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,20 +12,23 @@ import pytest
 import torch
 from tests.worker.formats.sources import PlainSource
 from tests.worker.kernels.triton.support import CPU, DEVICE, batch_of, moved, reference, walking
+from triton.runtime.errors import OutOfResources
 
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device_sampler import Chosen, GreedySampler
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import BackendError, Needs, Ops
 from pagoda_worker.kernels.triton import ops as backend
 from pagoda_worker.kernels.triton import selfcheck
+from pagoda_worker.kernels.triton.device_sampler import TritonSampler
 from pagoda_worker.kernels.triton.ops import HEIGHTS, TritonOps, load_triton
-from pagoda_worker.kernels.triton.sampling import Tokens
 from pagoda_worker.layers.rope import RopeShape
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.spec import DecoderSpec, expected_tensors
 from pagoda_worker.moving import SwapSpace
+from pagoda_worker.rows import Row
 
 NEEDS = Needs(dtype=torch.float16, head_dim=32)
 
@@ -76,12 +81,52 @@ def test_a_fault_is_found_and_named(fault: str, words: str | None, monkeypatch: 
     assert (found is None) if words is None else words in (found or "")
 
 
-def test_tokens_of_one_draw_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrong(logits: torch.Tensor, requests: Any) -> Tokens:
-        return Tokens(torch.full((len(logits),), 100), torch.zeros(len(logits), dtype=torch.int32))
+def _off_by_one(self: TritonSampler, logits: torch.Tensor, rows: Sequence[Row]) -> Chosen:
+    chosen = choose(self, logits, rows)
+    chosen.ids[2] += 1
+    return chosen
 
-    monkeypatch.setattr(selfcheck, "sample", wrong)
-    assert selfcheck._sampling_problem(DEVICE, torch.Generator()) == "sampling is wrong"
+
+def _without_likely_tokens(self: TritonSampler, logits: torch.Tensor, rows: Sequence[Row]) -> Chosen:
+    chosen = choose(self, logits, rows)
+    assert chosen.logprobs is not None
+    chosen.logprobs[:, -1] -= 1
+    return chosen
+
+
+def _too_large(self: TritonSampler, logits: torch.Tensor, rows: Sequence[Row]) -> Chosen:
+    raise OutOfResources(1, 0, "shared memory")
+
+
+choose = TritonSampler.sample
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        (choose, None),
+        (_off_by_one, "sampling is wrong"),
+        (_without_likely_tokens, "sampling is wrong"),
+        (_too_large, "sampling cannot run: .*shared memory"),
+    ],
+)
+def test_the_sampler_is_checked(sample: Any, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TritonSampler, "sample", sample)
+    found = selfcheck.sampling_problem(walking)
+    assert found is None if words is None else re.match(words, found or "")
+
+
+def test_a_sampler_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selfcheck, "problem", lambda ops, needs: None)
+    monkeypatch.setattr(selfcheck, "sampling_problem", lambda ops: "it says 7 to everything")
+    with pytest.raises(BackendError, match="self-check: it says 7"):
+        load_ops(DEVICE, "triton", NEEDS)
+    monkeypatch.setattr(backend, "_fill", lambda device: 1)
+    ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", NEEDS)
+    assert ops.name == "linear triton, pointwise triton, attention triton, sampling torch"
+    assert ops.capturable is TritonOps.capturable
+    assert isinstance(ops.device_sampler(4, 100, torch.clone), GreedySampler)
+    assert remark == "sampling by torch: the triton kernels failed: it says 7 to everything"
 
 
 def test_tiles_whose_bits_differ_are_not_used_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,23 +9,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
+from tests.worker.fakes_accelerator import FakeAccelerator
+from tests.worker.fakes_model import new_row
 from tests.worker.kernels import fakes_flash
 from tests.worker.kernels.triton.support import CPU, DEVICE, batch_of, reference, shape_of, walking
 from tests.worker.kernels.triton.test_attention import compare
 from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, prompts, save
 from tests.worker.models.harness import Harness
 
+from pagoda_proto.steps import Chunk
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.graphs import DecodeBuffers
 from pagoda_worker.kernels import choose, flash, trial
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.flash import FlashOps, NotInstalled, load_flash
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops
 from pagoda_worker.kernels.triton import selfcheck
+from pagoda_worker.lines import Lines
 from pagoda_worker.loading import LoadedModel, load_model
+from pagoda_worker.rows import Row
 
 pytestmark = pytest.mark.skipif(DEVICE != CPU, reason="the fake stands in for the library on a CPU")
 
@@ -89,20 +94,27 @@ def test_one_plan_serves_all_steps_of_a_recording(version: int, opened: Callable
         key, value = torch.randn(2, len(places), 2, 64).to(torch.float16)
         ops.write_kv(key, value, kv, layer, places)
         reference.write_kv(key, value, theirs, layer, places)
-    buffers = DecodeBuffers(max_rows=4, max_len=600, block_size=size, scratch_block=scratch, device=CPU)
-    recorded = buffers.batch(4)
+    lines = Lines(max_rows=4, max_len=600, block_size=size, scratch_block=scratch, device=CPU)
+    recorded = lines.batch(4)
     plan = ops.plan(recorded, kv)
     blocks = torch.randperm(scratch).tolist()
     half = scratch // 2
     for lengths in ([3, 512], [257], [1, 400], [513, 2]):
         tables = [blocks[:half], blocks[half:]]
         batch = batch_of([(1, n, table) for n, table in zip(lengths, tables, strict=False)], size)
-        buffers.write(batch)
+        lines.write([decoding(i, n, tables[i]) for i, n in enumerate(lengths)], 4, (), FakeAccelerator())
+        lines.lay_out(4)
         query = torch.randn(4, 4, 64).to(torch.float16)
         for layer in range(layers):
             got = ops.attend(query, kv, layer, plan, SHAPE)[: len(lengths)]
             expected = reference.attend(query[: len(lengths)], theirs, layer, batch, SHAPE)
             assert torch.allclose(got, expected, rtol=2e-3, atol=2e-3), (lengths, layer)
+
+
+def decoding(row_id: int, length: int, blocks: list[int]) -> tuple[Row, Chunk]:
+    """The last of so many tokens."""
+    row = Row.of(new_row(row_id, [0], blocks), np.zeros(length, np.int64), np.array(blocks, np.int64))
+    return row, Chunk(row_id, length - 1, 1, True)
 
 
 def loaded(path: Path, kernels: str, **changes: Any) -> LoadedModel:
@@ -252,7 +264,7 @@ class FakeClock:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with Triton; trials of a few tokens."""
-    monkeypatch.setitem(choose.LOADERS, "triton", lambda *_: walking)
+    monkeypatch.setattr(choose, "_checked_triton", lambda *_: (walking, None))
     monkeypatch.setattr(trial, "problem", lambda *_: "")
     monkeypatch.setattr(trial, "ROWS", 2)
     monkeypatch.setattr(trial, "PROMPT", 6)

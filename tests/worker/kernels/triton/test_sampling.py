@@ -7,7 +7,6 @@ may fall on either side of it: such a row may have what the sampler gives for ei
 from __future__ import annotations
 
 import itertools
-from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,72 +16,29 @@ from tests.worker.kernels.triton.support import DEVICE
 from tests.worker.test_sampler import random_logits, row
 
 from pagoda_proto.params import SamplingParams
-from pagoda_worker.kernels.triton import philox, sampling
+from pagoda_worker.device_sampler import samples_of
+from pagoda_worker.kernels.triton import philox
+from pagoda_worker.kernels.triton.device_sampler import TritonSampler
 from pagoda_worker.kernels.triton.report import report
-from pagoda_worker.kernels.triton.sampling import IN_PROMPT, Requests, sample
 from pagoda_worker.logprobs import RawLogprobs
-from pagoda_worker.penalties import completes
 from pagoda_worker.philox import uniform
 from pagoda_worker.rows import Row
-from pagoda_worker.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault, draw_token
+from pagoda_worker.sampler import Fault, Sample, draw_token
 from pagoda_worker.sampler import sample as sample_on_host
 
 BORDER = 1e-7  # of the mass
 
 
-def edits_of(r: Row) -> dict[int, float]:
-    """Token -> what is added to its logit."""
-    p = r.params
-    edits = dict(p.logit_bias)
-    edits |= {word[-1]: -np.inf for word in p.bad_words_token_ids if completes(word, r.outputs)}
-    if r.num_outputs < p.min_tokens:
-        edits |= dict.fromkeys(p.stop_token_ids, -np.inf)
-    return edits
+def chosen(logits: np.ndarray, rows: list[Row]) -> list[Sample | Fault]:
+    """What the device chooses for rows it sees for the first time."""
+    sampler = TritonSampler(len(rows), logits.shape[1], DEVICE, lambda host: host.to(DEVICE))
+    assert sampler.takes(rows)
+    found = sampler.sample(torch.from_numpy(logits.copy()).to(DEVICE), rows)
+    return samples_of(rows, [tensor.cpu() for tensor in found.tensors])
 
 
-def requests_of(rows: list[Row], vocab: int) -> Requests:
-    """What the host would have put on the device for these rows."""
-    edits = [edits_of(r) for r in rows]
-    width = max(1, *map(len, edits))
-    ids, values = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.float32)
-    counts, counts_row = np.zeros((len(rows), vocab), np.int32), np.full(len(rows), -1, np.int32)
-    allowed, allowed_row = np.zeros((len(rows), -(-vocab // 32) * 32), bool), np.full(len(rows), -1, np.int32)
-    for i, r in enumerate(rows):
-        ids[i, : len(edits[i])], values[i, : len(edits[i])] = list(edits[i]), list(edits[i].values())
-        p = r.params
-        if (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) != (1, 0, 0):
-            counts_row[i] = i
-            np.add.at(counts[i], r.outputs, 1)
-            counts[i, np.unique(r.tokens.array[: r.num_prompt_tokens])] |= IN_PROMPT
-        if p.allowed_token_ids:
-            allowed_row[i] = i
-            allowed[i, list(p.allowed_token_ids)] = True
-    words = np.packbits(allowed, axis=1, bitorder="little").view(np.int32)
-
-    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([getattr(r.params, name) for r in rows], dtype=dtype, device=DEVICE)
-
-    def moved(array: Any) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(DEVICE)
-
-    penalties = [[r.params.repetition_penalty, r.params.frequency_penalty, r.params.presence_penalty] for r in rows]
-    return Requests(
-        temperature=column("temperature", torch.float64),
-        top_k=column("top_k", torch.int32),
-        top_p=column("top_p", torch.float64),
-        min_p=column("min_p", torch.float64),
-        seed=moved(np.array([r.seed for r in rows], np.uint64).view(np.int64)),
-        choice=moved(np.array([r.choice for r in rows], np.int64)),
-        position=moved(np.array([r.num_outputs for r in rows], np.int64)),
-        penalties=torch.tensor(penalties, dtype=torch.float32, device=DEVICE),
-        counts=moved(counts),
-        counts_row=moved(counts_row),
-        allowed=moved(words),
-        allowed_row=moved(allowed_row),
-        edit_ids=moved(ids),
-        edit_values=moved(values),
-        num_edits=moved(np.array(list(map(len, edits)), np.int32)),
-    )
+def tokens(samples: list[Sample | Fault]) -> list[int]:
+    return [one.token_id for one in samples if isinstance(one, Sample)]
 
 
 def changed(params: SamplingParams, top_p: float) -> SamplingParams:
@@ -101,19 +57,12 @@ def acceptable(logits: np.ndarray, r: Row) -> set[int]:
 
 
 def check(logits: np.ndarray, rows: list[Row]) -> None:
-    given = torch.from_numpy(logits.copy()).to(DEVICE)
-    found = sample(given, requests_of(rows, logits.shape[1]))
-    np.testing.assert_array_equal(given.cpu().numpy(), logits)
     expected = sample_on_host(torch.from_numpy(logits.copy()), rows)
-    statuses = {NOT_A_NUMBER: sampling.NOT_FINITE, NOTHING_ALLOWED: sampling.NOTHING_ALLOWED}
-    for i, (token, status) in enumerate(zip(found.token_ids.tolist(), found.status.tolist(), strict=True)):
-        one = expected[i]
-        if isinstance(one, Fault):
-            assert status == statuses[one], i
-            continue
-        assert status == sampling.OK, i
-        if token != one.token_id:
-            assert token in acceptable(logits[i], rows[i]), (i, rows[i].params)
+    for i, (found, one) in enumerate(zip(chosen(logits, rows), expected, strict=True)):
+        if isinstance(found, Fault) or isinstance(one, Fault):
+            assert found == one, i
+        elif found.token_id != one.token_id:
+            assert found.token_id in acceptable(logits[i], rows[i]), (i, rows[i].params)
 
 
 FILTERS: list[dict[str, Any]] = [
@@ -140,8 +89,7 @@ def test_draws_cover_the_distribution() -> None:
     logits = np.tile(np.float32([1, 2, 2, 0, 2, 1, -np.inf, 3]), (40, 1))
     rows = [row(seed=seed) for seed in range(40)]
     check(logits, rows)
-    found = sample(torch.from_numpy(logits).to(DEVICE), requests_of(rows, 8)).token_ids
-    assert len(set(found.tolist())) >= 5
+    assert len(set(tokens(chosen(logits, rows)))) >= 5
 
 
 PROCESSINGS: list[dict[str, Any]] = [
@@ -191,40 +139,57 @@ def test_extreme_logits() -> None:
 
 
 def test_a_row_alone_and_in_a_batch_are_the_same() -> None:
-    rows = [row(seed=i, **p) for i, p in enumerate(FILTERS[:8])]
-    logits = torch.from_numpy(np.stack([random_logits(i, 5000, step=2**-14) for i in range(8)])).to(DEVICE)
-    together = sample(logits, requests_of(rows, 5000)).token_ids
+    rows = [row(seed=i, **p) for i, p in enumerate([*FILTERS[:8], *PROCESSINGS[:4]])]
+    logits = np.stack([random_logits(i, 5000, step=2**-14) for i in range(len(rows))])
+    together = chosen(logits, rows)
     for i, r in enumerate(rows):
-        assert sample(logits[i : i + 1], requests_of([r], 5000)).token_ids[0] == together[i]
+        assert chosen(logits[i : i + 1], [r]) == [together[i]]
 
 
-def test_plain_requests_need_no_tables() -> None:
-    rows = [row(seed=3), row(temperature=0.0)]
-    whole = requests_of(rows, 300)
-    optional = {field.name for field in fields(Requests) if field.default is None}
-    plain = replace(whole, **dict.fromkeys(optional))
-    logits = torch.from_numpy(np.stack([random_logits(i, 300) for i in range(2)])).to(DEVICE)
-    assert plain.counts is None
-    assert torch.equal(sample(logits, plain).token_ids, sample(logits, whole).token_ids)
-    assert sample(logits[:0], plain).token_ids.shape == (0,)
+def test_greedy_rows_alone_take_the_same_way() -> None:
+    """No row draws, so there are no histograms."""
+    asked: list[dict[str, Any]] = [{}, {"repetition_penalty": 1.8}, {"logit_bias": {3: 20.0}}, {"min_tokens": 3}]
+    rows = [row([4, 9], temperature=0.0, stop_token_ids=(9, 5), **params) for params in asked]
+    check(np.stack([random_logits(i, 5000) for i in range(4)]), rows)
 
 
-@pytest.mark.parametrize("num_top", [0, 1, 5, 20])
+@pytest.mark.parametrize("num_top", [1, 5, 20])
 @pytest.mark.parametrize(("vocab", "step"), [(300, 1.0), (5000, 2**-10), (21, 0.5)])
 def test_logprobs_and_ranks(vocab: int, step: float, num_top: int) -> None:
     logits = np.stack([random_logits(i, vocab, step=step) for i in range(4)])
     logits[1, 3:] -= 500  # the rest has no mass
     logits[2] *= 0  # nothing but ties
     logits[3, ::3] = -np.inf
-    tokens = [0, 2, vocab - 1, int(logits[3].argmax())]
-    found = report(torch.from_numpy(logits).to(DEVICE), torch.tensor(tokens, device=DEVICE), num_top)
-    for i, token in enumerate(tokens):
+    ids = [0, 2, vocab - 1, int(logits[3].argmax())]
+    given = torch.from_numpy(logits).to(DEVICE)
+    found = report(given, torch.tensor(ids, device=DEVICE), num_top)
+    np.testing.assert_array_equal(given.cpu().numpy(), logits)
+    for i, token in enumerate(ids):
         raw = RawLogprobs(logits[i], float(logits[i].max()), num_top).of(token)
-        assert found.ranks[i] == raw.rank
-        assert found.top_ids[i].tolist() == raw.top_ids
-        np.testing.assert_allclose(found.logprobs[i].item(), raw.logprob, rtol=2e-7, atol=2e-7)
-        tops = found.top_logprobs[i].cpu().numpy()
-        np.testing.assert_allclose(tops, np.float32(raw.top_logprobs), rtol=2e-7, atol=2e-7)
+        line = found[i].tolist()
+        assert line[1] == raw.rank
+        assert line[2 : 2 + num_top] == raw.top_ids
+        values = np.float32([line[0], *line[2 + num_top :]])
+        np.testing.assert_allclose(values, np.float32([raw.logprob, *raw.top_logprobs]), rtol=2e-7, atol=2e-7)
+
+
+def test_two_zeros_are_one_in_the_order() -> None:
+    logits = np.zeros((1, 40), np.float32)
+    logits[0, ::2] = -0.0
+    logits[0, 7] = 1.0
+    (line,) = report(torch.from_numpy(logits).to(DEVICE), torch.tensor([3], device=DEVICE), 5).tolist()
+    assert line[1:7] == [5, 7, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
+def test_a_report_on_no_numbers_touches_no_other(bad: float) -> None:
+    """Nothing is said of what it says, but its neighbours' lines are theirs."""
+    logits = np.stack([random_logits(i, 100) for i in range(3)])
+    expected = report(torch.from_numpy(logits).to(DEVICE), torch.tensor([1, 0, 2], device=DEVICE), 4)
+    for places in (slice(None), slice(0, None, 2)):
+        logits[1, places] = bad
+        found = report(torch.from_numpy(logits).to(DEVICE), torch.tensor([1, 0, 2], device=DEVICE), 4)
+        assert torch.equal(found[[0, 2]], expected[[0, 2]])
 
 
 def test_random_numbers_are_the_hosts() -> None:

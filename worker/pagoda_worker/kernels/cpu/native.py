@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.batch import Batch
+from pagoda_worker.device_sampler import greedy_sampler
 from pagoda_worker.kernels.cpu import cache, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
@@ -261,6 +262,8 @@ class NativeOps:
 
     def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
         return sampling.report(self.library, logits, tokens, num_top)
+
+    device_sampler = staticmethod(greedy_sampler)
 
 
 def _has_kernel(weight: QuantizedWeight) -> bool:

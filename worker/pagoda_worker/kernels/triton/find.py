@@ -16,18 +16,21 @@ def token_mass(z, top, heat, SHIFT: tl.constexpr):
 
 @triton.jit
 def sort_key(z):
-    """int32 that orders float32 as numbers; there is but one zero."""
-    bits = z.to(tl.int32, bitcast=True)
+    """int32 that orders float32 as numbers, both zeros alike."""
+    bits = tl.where(z == 0.0, 0.0, z).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def range_of(tops, lows, row, slices, heat, SLICES: tl.constexpr, BINS: tl.constexpr):
-    """(top, bins per unit of logit) of a row, float64, over the part of its range that has mass."""
+def range_of(ends, row, rows, slices, heat, SLICES: tl.constexpr, BINS: tl.constexpr):
+    """(top, bins per unit of logit) of a row, float64, over the part of its range that has mass.
+
+    `ends` [2, rows, slices] float32: the highest and the lowest logit of each slice.
+    """
     parts = tl.arange(0, SLICES)
     at, known = row * slices + parts, parts < slices
-    top = tl.max(tl.load(tops + at, mask=known, other=float("-inf")), 0).to(tl.float64)
-    low = tl.min(tl.load(lows + at, mask=known, other=float("inf")), 0).to(tl.float64)
+    top = tl.max(tl.load(ends + at, mask=known, other=float("-inf")), 0).to(tl.float64)
+    low = tl.min(tl.load(ends + rows * slices + at, mask=known, other=float("inf")), 0).to(tl.float64)
     span = tl.minimum(top - low, heat * _DEPTH)
     return top, tl.where(span > 0.0, (BINS - 2) / tl.where(span > 0.0, span, 1.0), 0.0)
 

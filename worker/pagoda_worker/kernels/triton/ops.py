@@ -19,11 +19,13 @@ import triton
 
 from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
+from pagoda_worker.device_sampler import Upload
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.kernels.triton import pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
+from pagoda_worker.kernels.triton.device_sampler import TritonSampler
 from pagoda_worker.kernels.triton.plan import Plan, Tiles, attend, make_plan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -166,6 +168,9 @@ class TritonOps:
 
     sample = staticmethod(sampler.sample)
     report = staticmethod(logprobs.report)
+
+    def device_sampler(self, max_rows: int, vocab_size: int, upload: Upload) -> TritonSampler:
+        return TritonSampler(max_rows, vocab_size, self.device, upload)
 
 
 def interpreted() -> bool:

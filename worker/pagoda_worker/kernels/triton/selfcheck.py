@@ -9,16 +9,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
+from triton.errors import TritonError
 
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.steps import NewRow
+from pagoda_worker import sampler
 from pagoda_worker.batch import Batch
+from pagoda_worker.device_sampler import samples_of
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Needs, Ops, Rotation
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.triton.ops import TritonOps
-from pagoda_worker.kernels.triton.sampling import Requests, sample
-from pagoda_worker.philox import uniform
+from pagoda_worker.rows import Row
+from pagoda_worker.sampler import Fault, Sample
 
 ROWS, HIDDEN, OUT, BLOCK = 5, 96, 40, 16
 HEADS, KV_HEADS, DEFAULT_DIM = 6, 2, 64
@@ -26,17 +33,23 @@ LENGTH = 300  # beyond one split
 CHUNKS = [(3, 4), (200, 201), (201, 204), (255, 257), (220, 260), (299, 300)]  # short ones go to low tiles
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.005, torch.float32: 1e-4}
 CPU = torch.device("cpu")
+VOCAB = 5000  # beyond one slice
+ASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 5},
+    {"temperature": 1.7, "logprobs": 0},
+    {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"allowed_token_ids": tuple(range(0, 970, 97)), "logit_bias": {97: 2.0}, "bad_words_token_ids": ((0,), (97, 97))},
+    {"allowed_token_ids": (7,), "min_tokens": 2, "stop_token_ids": (7,)},
+    {},  # no numbers
+]
 
 
 def problem(ops: TritonOps, needs: Needs) -> str | None:
     """What is wrong with these kernels on this device, or None."""
     with torch.inference_mode():
         generator = torch.Generator().manual_seed(1)
-        return (
-            _row_problem(ops, needs.dtype, generator)
-            or _attention_problem(ops, needs, generator)
-            or _sampling_problem(ops.device, generator)
-        )
+        return _row_problem(ops, needs.dtype, generator) or _attention_problem(ops, needs, generator)
 
 
 def _row_problem(ops: TritonOps, dtype: torch.dtype, generator: torch.Generator) -> str | None:
@@ -92,26 +105,44 @@ def _attend(ops: Ops, qkv: torch.Tensor, dim: int, chunks: list[tuple[int, int]]
     return ops.attend(query[positions], kv, 0, ops.plan(batch, kv), attention)
 
 
-def _sampling_problem(device: torch.device, generator: torch.Generator) -> str | None:
-    """A row of two tokens that share all the mass, in many draws; top_k 1; greedy."""
-    rows = 16
-    logits = torch.randn(rows, 700, generator=generator)
-    logits[:, 100], logits[:, 600] = 60.0, 60.0
-    zeros = torch.zeros(rows, dtype=torch.int64)
-    requests = Requests(
-        temperature=torch.tensor([1.0] * (rows - 2) + [1.0, 0.0], dtype=torch.float64).to(device),
-        top_k=torch.tensor([0] * (rows - 2) + [1, 0], dtype=torch.int32).to(device),
-        top_p=torch.ones(rows, dtype=torch.float64, device=device),
-        min_p=torch.zeros(rows, dtype=torch.float64, device=device),
-        seed=zeros.to(device),
-        choice=zeros.to(device),
-        position=torch.arange(rows).to(device),
-        penalties=torch.tensor([[1.0, 0.0, 0.0]] * rows).to(device),
-    )
-    found = sample(logits.to(device), requests)
-    draws = uniform(0, 0, range(rows - 2)).tolist()
-    expected = [100 if draw < 0.5 else 600 for draw in draws] + [100, 100]
-    return None if found.token_ids.tolist() == expected and not found.status.any() else "sampling is wrong"
+def sampling_problem(ops: TritonOps) -> str | None:
+    """What is wrong with tokens and log-probabilities in two steps of which the host learns nothing in between."""
+    device, generator = ops.device, torch.Generator().manual_seed(1)
+    there, here = _asking_rows(), _asking_rows()
+    chosen, expected = [], []
+    try:
+        with torch.inference_mode():
+            chooser = ops.device_sampler(len(there), VOCAB, lambda host: host.to(device))
+            for _ in range(2):
+                logits = 3 * torch.randn(len(there), VOCAB, generator=generator)
+                logits[-1, 5] = torch.nan
+                chosen.append(chooser.sample(logits.to(device, copy=True), there).tensors)
+                expected.append(sampler.sample(logits, here))
+                for promised, row, one in zip(there, here, expected[-1], strict=True):
+                    promised.promise()
+                    row.append(one.token_id if isinstance(one, Sample) else 0)
+            got = [samples_of(there, [tensor.cpu() for tensor in tensors]) for tensors in chosen]
+    except TritonError as error:
+        return f"sampling cannot run: {error}"
+    same = all(_same(*both) for step in zip(got, expected, strict=True) for both in zip(*step, strict=True))
+    return None if same else "sampling is wrong"
+
+
+def _asking_rows() -> list[Row]:
+    prompt, rows = np.arange(3), []
+    for i, asked in enumerate(ASKED):
+        facts: dict[str, Any] = {"row_id": i, "num_prompt_tokens": 3, "num_computed": 0, "seed": 2**63 + i, "choice": i}
+        new = NewRow(token_ids=[], block_ids=[], params=SamplingParams(**asked), **facts)
+        rows.append(Row.of(new, prompt, prompt[:0]))
+    return rows
+
+
+def _same(got: Sample | Fault, expected: Sample | Fault) -> bool:
+    if isinstance(got, Fault) or isinstance(expected, Fault) or got.logprobs is None or expected.logprobs is None:
+        return got == expected
+    mine, theirs = got.logprobs, expected.logprobs
+    close = np.allclose([mine.logprob, *mine.top_logprobs], [theirs.logprob, *theirs.top_logprobs], atol=1e-5)
+    return (got.token_id, mine.rank, mine.top_ids) == (expected.token_id, theirs.rank, theirs.top_ids) and close
 
 
 def _differs(got: torch.Tensor, expected: torch.Tensor) -> bool:

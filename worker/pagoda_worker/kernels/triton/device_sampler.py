@@ -1,0 +1,147 @@
+"""`device_sampler.DeviceSampler` by Triton: which row has which line, and what of it the host still has to say.
+
+A line is a cache of a row. It holds if it was written for this very row and counts as many outputs as the row does, a
+promised one included. A row without such a line gets the one that was used least recently, whoever had it. Between two
+steps of the same rows nothing is written and nothing is uploaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import ref
+
+import numpy as np
+import torch
+
+from pagoda_worker.device_sampler import Chosen, Upload
+from pagoda_worker.kernels.triton.report import report
+from pagoda_worker.kernels.triton.sampling import sample
+from pagoda_worker.kernels.triton.sampling_lines import MAX_EDITS, SamplingLines, Words, near_words, num_edits, shifts
+from pagoda_worker.rows import Row
+
+NO_LINE = -1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a step's rows ask, for as long as they and their lines are the same.
+
+    Attributes:
+        lines: Of each row; `there` has them on the device.
+        draws: Whether any of them has a temperature.
+        reported: Places [P] int64 on the device of rows that want log-probabilities; None if nobody does.
+        num_top: The most likely tokens that one of these wants, and at least 1.
+        shifting: Places of rows whose `near_words` may be others with every step.
+    """
+
+    lines: list[int]
+    there: torch.Tensor
+    draws: bool
+    reported: torch.Tensor | None
+    num_top: int
+    shifting: list[int]
+
+
+class TritonSampler:
+    """Serves up to `max_rows` rows at once of a model with `vocab_size` logits."""
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, upload: Upload) -> None:
+        self._table = SamplingLines(max_rows, vocab_size, device, upload)
+        self._vocab_size = vocab_size
+        self._upload = upload
+        self._line_of: dict[int, int] = {}  # by row id
+        self._holders: list[Callable[[], Row | None]] = [_nobody] * max_rows
+        self._row_ids = [0] * max_rows
+        self._outputs = [0] * max_rows  # that the device has counted
+        self._used = np.zeros(max_rows, np.int64)  # the last set of rows that a line was part of
+        self._words: dict[int, Words] = {}  # near words, as the device has them, of lines where they shift
+        self._asked: Asked | None = None
+
+    def takes(self, rows: Sequence[Row]) -> bool:
+        """All rows but those whose processing needs an output that the host has yet to learn.
+
+        The device knows the last output of every line. But a bad word of three and more tokens is looked up by the host
+        in the outputs before the last; and the host can write a line (its counts, its last output) only of a row whose
+        outputs it all knows. Neither happens while two steps are in flight and all of them come through here. Nor are
+        there models with so many ends of sequence that a row's edits do not fit into its line.
+        """
+        return all(row.processing is None or self._knows(row) for row in rows)
+
+    def _knows(self, row: Row) -> bool:
+        if row.processing is not None and num_edits(row.processing) > MAX_EDITS:
+            return False
+        return not row.num_promised or (row.num_promised == 1 and self._line(row) != NO_LINE)
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> Chosen:
+        """See `DeviceSampler.sample`; raises ValueError for more rows than there are lines."""
+        asked = self._ask(rows)
+        raw = None if asked.reported is None else logits.index_select(0, asked.reported)
+        ids = sample(logits, self._table, asked.there, asked.draws)
+        for line in asked.lines:
+            self._outputs[line] += 1
+        if raw is None or asked.reported is None:
+            return Chosen(ids)
+        return Chosen(ids, report(raw, ids.index_select(0, asked.reported).clamp_(min=0), asked.num_top))
+
+    def _line(self, row: Row) -> int:
+        """The line that holds for this row, or NO_LINE."""
+        line = self._line_of.get(row.row_id, NO_LINE)
+        holds = line >= 0 and self._holders[line]() is row and self._outputs[line] == row.num_outputs
+        return line if holds else NO_LINE
+
+    def _ask(self, rows: Sequence[Row]) -> Asked:
+        lines = [self._line(row) for row in rows]
+        asked = self._asked
+        if NO_LINE in lines:
+            asked = self._asked = None
+            self._write(rows, lines)
+        if asked is None or lines != asked.lines:
+            asked = self._asked = self._asked_by(rows, lines)
+        for place in asked.shifting:
+            self._shift(lines[place], rows[place])
+        return asked
+
+    def _write(self, rows: Sequence[Row], lines: list[int]) -> None:
+        """Find lines for those rows that have none, fill them, and complete `lines`."""
+        if len(rows) > len(self._table):
+            raise ValueError(f"{len(rows)} rows are more than the {len(self._table)} that there are lines for")
+        missing = [place for place, line in enumerate(lines) if line == NO_LINE]
+        self._used[[line for line in lines if line != NO_LINE]] = self._used.max() + 1
+        given = np.argsort(self._used, kind="stable")[: len(missing)].tolist()
+        for line in given:  # whatever happens while it is written, it holds for nobody
+            self._holders[line] = _nobody
+        self._table.write(given, [rows[place] for place in missing])
+        for line, place in zip(given, missing, strict=True):
+            row = rows[place]
+            if self._line_of.get(self._row_ids[line]) == line:
+                del self._line_of[self._row_ids[line]]
+            lines[place] = self._line_of[row.row_id] = line
+            self._row_ids[line], self._outputs[line], self._holders[line] = row.row_id, row.num_outputs, ref(row)
+            self._words.pop(line, None)
+
+    def _asked_by(self, rows: Sequence[Row], lines: list[int]) -> Asked:
+        self._used[lines] = self._used.max() + 1
+        reported = [place for place, row in enumerate(rows) if row.params.logprobs is not None]
+        there = self._upload(torch.tensor(lines + reported))
+        return Asked(
+            lines=lines,
+            there=there[: len(lines)],
+            draws=not all(row.params.greedy for row in rows),
+            reported=there[len(lines) :] if reported else None,
+            num_top=min(self._vocab_size, max([1, *(rows[place].params.logprobs or 1 for place in reported)])),
+            shifting=[place for place, row in enumerate(rows) if row.processing is not None and shifts(row.processing)],
+        )
+
+    def _shift(self, line: int, row: Row) -> None:
+        """Have the line know the bad words that have come near."""
+        if row.processing is None:
+            return
+        words = near_words(row.processing, row.outputs)
+        if words != self._words.get(line):
+            self._table.write_edits(line, row.processing, words)
+            self._words[line] = words
+
+
+def _nobody() -> None:
+    return None
