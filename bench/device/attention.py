@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +13,6 @@ from bench.device.job import Job
 from bench.device.report import Line, attempt
 
 from pagoda_worker.batch import Batch
-from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Needs, Ops
@@ -130,10 +128,6 @@ def decode(job: Job) -> None:
         for batch, context in cases:
             attempt(_decode_name(name, batch, context), _decode, job, ops, name, batch, context)
             job.hardware.empty_cache()
-    usual = WorkerConfig().block_size
-    if usual != job.block_size:
-        other, (batch, context) = replace(job, block_size=usual), cases[0]
-        attempt(_decode_name("8B", batch, context), _decode, other, ops, "8B", batch, context)
 
 
 def _prefill(job: Job, ops: Ops, name: str, count: int, length: int) -> Iterator[Line]:

@@ -31,7 +31,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(path: Path) -> WorkerConfig:
-    return WorkerConfig(model=str(path), kernels="torch", fallback=False)
+    return WorkerConfig(model=str(path), kernels="torch", fallback=False, block_size=32)
 
 
 def copy_of(path: Path, target: Path, **changes: Any) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda_proto.options import option
 from pagoda_worker.device_choice import parse_device
@@ -18,6 +18,7 @@ WORDS = {
     "kv_cache_dtype": ("auto", "int8"),
     "speculation": ("", "ngram", "draft-model"),
 }
+BLOCK_SIZES = {"cpu": 32, "cuda": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +40,7 @@ class WorkerConfig:
     )
     instruction_set: str = option("", "level of the native kernels: base, avx2, avx512, avx512bf16; empty: the best")
     threads: int = option(0, "compute threads; 0 takes every core this process may use")
-    block_size: int = option(32, "tokens per KV block")
+    block_size: int = option(0, "tokens per KV block; 0 takes 32 on a CPU and 64 on a GPU")
     kv_cache_gib: float = option(0.0, "memory for the KV cache; 0 sizes it from what the machine has free")
     kv_cache_dtype: str = option("auto", "KV cache entries: auto (as computed) or int8, about half of bfloat16")
     num_blocks: int = option(0, "KV blocks, instead of kv_cache_gib; 0 means by memory")
@@ -63,7 +64,7 @@ class WorkerConfig:
             problems.append(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization:g}"
             )
-        if self.block_size < 1 or self.block_size % 16:
+        if self.block_size < 0 or self.block_size % 16:
             problems.append(f"block_size must be a multiple of 16, got {self.block_size}")
         if self.kv_cache_gib < 0:
             problems.append(f"kv_cache_gib must not be negative, got {self.kv_cache_gib}")
@@ -72,6 +73,10 @@ class WorkerConfig:
         problems += _speculation_problems(self)
         if problems:
             raise ValueError("; ".join(problems))
+
+    def settled(self, device_type: str) -> WorkerConfig:
+        """With block_size as this kind of device likes it, if nobody said it."""
+        return replace(self, block_size=self.block_size or BLOCK_SIZES[device_type])
 
 
 def _unknown_words(config: WorkerConfig) -> Iterator[str]:

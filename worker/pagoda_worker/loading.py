@@ -84,6 +84,7 @@ def load_model(
     fields = read_json(path / "config.json")
     _refuse_hopeless(fields)
     device = choose_device(config.device)
+    config = config.settled(device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
     _set_threads(config.threads)

@@ -41,6 +41,7 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
     """
     started = time.monotonic()
     loaded = load_model(config, progress)
+    config = config.settled(loaded.device.type)
     if config.speculation:
         check_invariant(loaded)
     draft = load_draft_model(config, loaded, progress)
