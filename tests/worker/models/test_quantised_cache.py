@@ -118,7 +118,7 @@ def test_the_numerics_and_the_size_of_the_cache_follow(load: Load, kernels: str)
     assert plain.fingerprint == rounded.fingerprint
     assert plain.kv_shape.bytes_per_token == 3 * 2 * 2 * 32 * 2
     assert rounded.kv_shape.bytes_per_token == 3 * 2 * 2 * (32 + 4)
-    config = WorkerConfig(kv_cache_gib=0.1)
+    config = WorkerConfig(kv_cache_gib=0.1, block_size=32)
     assert num_kv_blocks(config, rounded) == num_kv_blocks(config, plain) * 64 // 36
 
 
