@@ -6,9 +6,10 @@ program walks its splits or each split has a program of its own, and whatever sh
 
 - a tile or split of which a token sees nothing changes nothing: it is multiplied by 1 and zeros are added, so a program
   may begin anywhere before a token's first visible key and end anywhere after its last;
-- weights are summed as whole numbers of 2**-24, because the order of a float sum depends on how a tile is laid out over
+- weights are summed as whole numbers of 2**-22, because the order of a float sum depends on how a tile is laid out over
   threads. For the same reason the compiler may not contract multiplications and additions here: `tl.fma` is written
   where one is meant.
+- a tile that all lines see whole needs no masks, and has the same bits without them.
 
 What is left to the hardware is the order in which tensor cores sum a product, which may differ between instruction
 shapes: `selfcheck` compares the bits, and `Tiles` of one height avoid the question.
@@ -34,7 +35,11 @@ LOG2E = 1.4426950408889634
 
 _TILE: tl.constexpr = tl.constexpr(TILE)
 _PER_SPLIT: tl.constexpr = tl.constexpr(SPLIT // TILE)
-_UNIT: tl.constexpr = tl.constexpr(float(1 << 24))  # sums of 64 weights of at most 1 fit in 31 bits
+_UNIT: tl.constexpr = tl.constexpr(float(1 << 22))
+# A weight in units, plus this, is rounded to whole units, which are then the low bits of the float: converting it would
+# take as long as its exponential.
+_WHOLE: tl.constexpr = tl.constexpr(float(1 << 23))
+_WHOLE_BITS: tl.constexpr = tl.constexpr(0x4B000000)
 
 
 @triton.jit
@@ -55,9 +60,9 @@ def _merge(m, l, acc, m2, l2, acc2):
 def _fold_tile(
     m, l, acc, q, keys, values, table, kv_head, tile, position, context, scale, cap, window,
     KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr, WINDOWED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys into a split's (m, l, acc); scores are in units of log 2."""
+    """One tile of keys into a split's (m, l, acc); scores are in units of log 2. WHOLE: all lines see all of it."""
     dims = tl.arange(0, WIDTH)
     places = tile * _TILE + tl.arange(0, _TILE)
     known = places < context
@@ -67,31 +72,37 @@ def _fold_tile(
     else:
         blocks = tl.load(table + places // BLOCK_SIZE, mask=known, other=0).to(tl.int64)
         lines = (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + places % BLOCK_SIZE
-    key_mask, value_mask = known[None, :], known[:, None]
-    if WIDTH != D:
-        key_mask &= dims[:, None] < D
-        value_mask &= dims[None, :] < D
-    key = tl.load(keys + lines[None, :] * D + dims[:, None], mask=key_mask, other=0.0)
+    key_places, value_places = keys + lines[None, :] * D + dims[:, None], values + lines[:, None] * D + dims[None, :]
+    if WHOLE & (WIDTH == D):
+        key = tl.load(key_places)
+    else:
+        key = tl.load(key_places, mask=known[None, :] & (dims[:, None] < D), other=0.0)
     scores = tl.dot(q, key, input_precision="ieee") * scale
     if CAPPED:
         scores = tanh(scores) * cap
-    seen = (places[None, :] <= position[:, None]) & known[None, :]
-    if WINDOWED:
-        seen &= places[None, :] > position[:, None] - window
-    scores = tl.where(seen, scores, float("-inf"))
+    if not WHOLE:
+        seen = (places[None, :] <= position[:, None]) & known[None, :]
+        if WINDOWED:
+            seen &= places[None, :] > position[:, None] - window
+        scores = tl.where(seen, scores, float("-inf"))
     top = tl.maximum(m, tl.max(scores, 1))
     base = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(scores - base[:, None])
     keep = tl.exp2(m - base)
-    total = tl.sum(tl.fma(weights, _UNIT, 0.5).to(tl.int32), 1).to(tl.float32) * (1.0 / _UNIT)
-    value = tl.load(values + lines[:, None] * D + dims[None, :], mask=value_mask, other=0.0)
+    units = tl.fma(weights, _UNIT, _WHOLE).to(tl.int32, bitcast=True) - _WHOLE_BITS
+    total = tl.sum(units, 1).to(tl.float32) * (1.0 / _UNIT)
+    if WHOLE & (WIDTH == D):
+        value = tl.load(value_places)
+    else:
+        value = tl.load(value_places, mask=known[:, None] & (dims[None, :] < D), other=0.0)
     acc = tl.dot(weights.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
     return top, tl.fma(l, keep, total), acc
 
 
 @triton.jit
 def _item(work, contexts, index, heads_per_kv, window, LINES: tl.constexpr, WINDOWED: tl.constexpr):
-    """(row, packed token of each line or -1, head of each line, its position or -1, first and last tile)."""
+    """(row, context, packed token of each line or -1, head of each line, its position or -1; of tiles the first that any
+    line sees, the first that not all lines see whole, and the one after the last)."""
     row = tl.load(work + index * 4)
     start, count, first = tl.load(work + index * 4 + 1), tl.load(work + index * 4 + 2), tl.load(work + index * 4 + 3)
     context = tl.load(contexts + row)
@@ -102,11 +113,12 @@ def _item(work, contexts, index, heads_per_kv, window, LINES: tl.constexpr, WIND
     begin = context - count
     last = tl.minimum(begin + first + capacity, context)
     end_tile = (last + _TILE - 1) // _TILE
-    first_tile = 0
+    first_tile, whole_tiles = 0, (begin + first + 1) // _TILE
     if WINDOWED:
         first_tile = tl.maximum(begin + first - window + 1, 0) // _TILE
-    token = tl.where(used, start + offset, -1).to(tl.int64)
-    return row, context, token, lines % heads_per_kv, tl.where(used, begin + offset, -1), first_tile, end_tile
+        whole_tiles = first_tile
+    token, position = tl.where(used, start + offset, -1).to(tl.int64), tl.where(used, begin + offset, -1)
+    return row, context, token, lines % heads_per_kv, position, first_tile, whole_tiles, end_tile
 
 
 @triton.jit
@@ -130,7 +142,7 @@ def walk_kernel(
     """A program per (work item, KV head) folds all splits of its lines."""
     kv_head = tl.program_id(1)
     per_kv: tl.constexpr = HEADS // KV_HEADS
-    row, context, token, line_head, position, first_tile, end_tile = _item(
+    row, context, token, line_head, position, first_tile, whole_tiles, end_tile = _item(
         work, contexts, tl.program_id(0), per_kv, window, LINES, WINDOWED
     )
     head = kv_head * per_kv + line_head
@@ -141,16 +153,17 @@ def walk_kernel(
     m, part_m = tl.full([LINES], float("-inf"), tl.float32), tl.full([LINES], float("-inf"), tl.float32)
     l, part_l = tl.zeros([LINES], tl.float32), tl.zeros([LINES], tl.float32)
     acc, part = tl.zeros([LINES, WIDTH], tl.float32), tl.zeros([LINES, WIDTH], tl.float32)
-    for tile in range(first_tile, end_tile):
-        if tile // _PER_SPLIT * _PER_SPLIT == tile:
-            m, l, acc = _merge(m, l, acc, part_m, part_l, part)
-            part_m = tl.full([LINES], float("-inf"), tl.float32)
-            part_l = tl.zeros([LINES], tl.float32)
-            part = tl.zeros([LINES, WIDTH], tl.float32)
-        part_m, part_l, part = _fold_tile(
-            part_m, part_l, part, q, keys, values, table, kv_head, tile, position, context, scale, cap, window,
-            KV_HEADS, BLOCK_SIZE, D, WIDTH, CAPPED, WINDOWED,
-        )  # fmt: skip
+    for partly in tl.static_range(2):  # first the tiles that all lines see whole
+        for tile in range(whole_tiles if partly else first_tile, end_tile if partly else whole_tiles):
+            if tile // _PER_SPLIT * _PER_SPLIT == tile:
+                m, l, acc = _merge(m, l, acc, part_m, part_l, part)
+                part_m = tl.full([LINES], float("-inf"), tl.float32)
+                part_l = tl.zeros([LINES], tl.float32)
+                part = tl.zeros([LINES, WIDTH], tl.float32)
+            part_m, part_l, part = _fold_tile(
+                part_m, part_l, part, q, keys, values, table, kv_head, tile, position, context, scale, cap, window,
+                KV_HEADS, BLOCK_SIZE, D, WIDTH, CAPPED, WINDOWED, partly == 0,
+            )  # fmt: skip
     m, l, acc = _merge(m, l, acc, part_m, part_l, part)
     sink = tl.full([LINES], float("-inf"), tl.float32)
     if SINKS:
@@ -173,7 +186,7 @@ def split_kernel(
     """
     index, kv_head, program = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     per_kv: tl.constexpr = HEADS // KV_HEADS
-    row, context, token, line_head, position, first_tile, end_tile = _item(
+    row, context, token, line_head, position, first_tile, _whole_tiles, end_tile = _item(
         work, contexts, index, per_kv, window, LINES, WINDOWED
     )
     base = first_tile // _PER_SPLIT * _PER_SPLIT
@@ -192,7 +205,7 @@ def split_kernel(
         for tile in range(first_tile, end_tile):
             m, l, acc = _fold_tile(
                 m, l, acc, q, keys, values, table, kv_head, tile, position, context, scale, cap, window,
-                KV_HEADS, BLOCK_SIZE, D, WIDTH, CAPPED, WINDOWED,
+                KV_HEADS, BLOCK_SIZE, D, WIDTH, CAPPED, WINDOWED, False,
             )  # fmt: skip
             after = tile + 1
             if (after // _PER_SPLIT * _PER_SPLIT == after) | (after == end_tile):
@@ -213,7 +226,7 @@ def fold_kernel(
     """A program per (work item, line of a KV head) folds what `split_kernel` left."""
     index, kv_head, line = tl.program_id(0), tl.program_id(1) // used_lines, tl.program_id(1) % used_lines
     per_kv: tl.constexpr = HEADS // KV_HEADS
-    _row, _context, tokens, _heads, _positions, first_tile, end_tile = _item(
+    _row, _context, tokens, _heads, _positions, first_tile, _whole_tiles, end_tile = _item(
         work, contexts, index, per_kv, window, LINES, WINDOWED
     )
     token = tl.max(tl.where(tl.arange(0, LINES) == line, tokens, -1), 0)
