@@ -108,7 +108,7 @@ def load_model(
             max_len, vocab = _model_len(config.max_model_len, spec.max_positions), spec.vocab_size
             with torch.inference_mode():
                 decoder = Decoder(spec, ops, source, dtype, max_len)
-                model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step)
+                model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
     kv_shape = replace(model.kv_shape, quantized=config.kv_cache_dtype == "int8")
     return LoadedModel(
         model=model,

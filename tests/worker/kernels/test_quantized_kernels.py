@@ -217,14 +217,15 @@ def test_recorded_equals_immediate(ops: NativeOps, form: tuple[int, int]) -> Non
     down, table = ops.pack_linear(make(width, width, 32, form, False)), inputs(50, width)
     norm = torch.ones(width)
 
-    def forward(ops: Ops, batch: Batch, kv: object) -> torch.Tensor:
+    def forward(ops: Ops, batch: Batch, kv: object) -> tuple[torch.Tensor, ...]:
         x = ops.embed(batch.token_ids, table, None)
         for _ in range(3):  # buffers are used again: the same memory, other rows
             x = ops.rms_norm(ops.linear(ops.gated_linear(x, up, "silu"), down), norm, 1e-6)
-        return x
+        return x, ops.logits(x, down)
 
     kv = ops.new_kv_cache(KVShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.bfloat16), 2, 16)
     recorded = ops.record(forward, kv, 40)
     for count in (1, 13, 40):
         batch = dataclasses.replace(blank_batch(count), token_ids=torch.randint(0, 50, (count,)))
-        assert torch.equal(recorded(batch), forward(ops, batch, kv))
+        for got, expected in zip(recorded(batch), forward(ops, batch, kv), strict=True):
+            assert torch.equal(got, expected)

@@ -23,8 +23,8 @@ from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.quantized import Weight
 from pagoda_worker.sampler import Fault, RowState, Sample
 
-Forward = Callable[["Ops", Batch, Any], torch.Tensor]
-"""A model's forward pass by the given back end: (ops, batch, cache) -> hidden states [T, H]."""
+Forward = Callable[["Ops", Batch, Any], tuple[torch.Tensor, ...]]
+"""What a model computes of all tokens of a batch, by the given back end: (ops, batch, cache) -> results [T, ..]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +104,10 @@ class Ops(Protocol):
     def numerics(self) -> str:
         """What of this back end decides how results are rounded, besides its name: tile sizes, instruction set."""
 
-    def record(self, forward: Forward, kv: Any, max_tokens: int) -> Callable[[Batch], torch.Tensor] | None:
+    def record(self, forward: Forward, kv: Any, max_tokens: int) -> Callable[[Batch], tuple[torch.Tensor, ...]] | None:
         """`forward` over `kv` as one call for batches of up to `max_tokens`, with the same bits.
 
-        The hidden states it returns are valid until the next call. None: this back end records nothing.
+        The results are valid until the next call. None: this back end records nothing.
         """
 
     def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Any:

@@ -1,6 +1,6 @@
-"""A decoder whose forward pass is recorded the first time it meets a cache, where the back end can record.
+"""A decoder whose steps are recorded the first time it meets a cache, where the back end can record.
 
-The op-by-op path stays: it is what is recorded, what other back ends run, and the oracle of the recording.
+The op-by-op path stays: it is what is recorded, what other back ends run, and the oracle of the recordings.
 """
 
 from __future__ import annotations
@@ -11,25 +11,54 @@ from typing import Any
 import torch
 
 from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.models.decoder import Decoder
+
+Run = Callable[[Batch], tuple[torch.Tensor, ...]]
 
 
 class Recorded:
-    """See `loading.Model`. `max_tokens`: most tokens of a step."""
+    """See `loading.Model`. `max_tokens` and `max_rows`: most of a step."""
 
-    def __init__(self, decoder: Decoder, max_tokens: int) -> None:
+    def __init__(self, decoder: Decoder, max_tokens: int, max_rows: int) -> None:
         self.kv_shape = decoder.kv_shape
         self.logits = decoder.logits
         self._decoder = decoder
-        self._max_tokens = max_tokens
+        self._max_tokens, self._max_rows = max_tokens, max_rows
         self._kv: Any = None
-        self._forward: Callable[[Batch], torch.Tensor] | None = None
+        self._forward: Run | None = None
+        self._decode: Run | None = None
 
     def forward(self, batch: Batch, kv: Any) -> torch.Tensor:
         """Hidden states [T, H] of the batch; where recorded, valid until the next call."""
-        if kv is not self._kv:
-            self._kv = kv
-            self._forward = self._decoder.ops.record(
-                lambda ops, blank, cache: self._decoder.on(ops).forward(blank, cache), kv, self._max_tokens
-            )
-        return self._decoder.forward(batch, kv) if self._forward is None else self._forward(batch)
+        self._record(kv)
+        return self._decoder.forward(batch, kv) if self._forward is None else self._forward(batch)[0]
+
+    def decoded(self, batch: Batch, kv: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Hidden states and logits of a step whose every token is sampled from, in one call, valid until the next.
+
+        None: it is no such step, or the back end cannot record it.
+        """
+        self._record(kv)
+        if self._decode is None or not len(batch.logit_indices) == batch.num_tokens <= self._max_rows:
+            return None
+        hidden, logits = self._decode(batch)
+        return hidden, logits
+
+    def _record(self, kv: Any) -> None:
+        if kv is self._kv:
+            return
+        record, decoder = self._decoder.ops.record, self._decoder
+
+        def forward(ops: Ops, batch: Batch, cache: Any) -> tuple[torch.Tensor, ...]:
+            return (decoder.on(ops).forward(batch, cache),)
+
+        def decode(ops: Ops, batch: Batch, cache: Any) -> tuple[torch.Tensor, ...]:
+            by = decoder.on(ops)
+            hidden = by.forward(batch, cache)
+            return hidden, by.logits(hidden)
+
+        self._kv = kv
+        self._forward = record(forward, kv, self._max_tokens)
+        # A cap on logits is no operation of a back end.
+        self._decode = record(decode, kv, self._max_rows) if decoder.spec.final_softcap is None else None

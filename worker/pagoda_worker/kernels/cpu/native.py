@@ -99,10 +99,12 @@ class NativeOps:
     def numerics(self) -> str:
         return f"{self.library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
 
-    def record(self, forward: Forward, kv: NativeKVCache, max_tokens: int) -> Callable[[Batch], torch.Tensor]:
+    def record(
+        self, forward: Forward, kv: NativeKVCache, max_tokens: int
+    ) -> Callable[[Batch], tuple[torch.Tensor, ...]]:
         tape = Recording(max_tokens)
-        hidden = forward(self.on(tape), blank_batch(max_tokens), kv)
-        return Program(self.library, lambda batch: self.plan(batch, kv)._asdict(), tape, hidden, (forward, kv)).run
+        results = forward(self.on(tape), blank_batch(max_tokens), kv)
+        return Program(self.library, lambda batch: self.plan(batch, kv)._asdict(), tape, results, (forward, kv)).run
 
     def on(self, tape: Tape) -> NativeOps:
         """The same operations on another tape."""

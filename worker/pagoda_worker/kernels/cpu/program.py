@@ -45,13 +45,13 @@ class Recording:
 
 
 class Program:
-    """One model's forward pass over one cache.
+    """What one model computes of a batch over one cache.
 
     Args:
         library: What runs it.
         plan: What a back end prepares of a batch before attention, as tensors by the names of `lib.Step`.
         tape: What `forward` was recorded on.
-        hidden: The buffer in which its result lies.
+        results: The buffers in which its results lie.
         owner: Kept alive as long as the program, because it owns weights and cache.
     """
 
@@ -60,17 +60,17 @@ class Program:
         library: lib.Library,
         plan: Callable[[Batch], dict[str, torch.Tensor]],
         tape: Recording,
-        hidden: torch.Tensor,
+        results: Sequence[torch.Tensor],
         owner: object,
     ) -> None:
         self._library = library
         self._plan = plan
-        self._hidden = hidden
+        self._results = results
         self._kept = (tape.operands, owner)
         self._ops = (lib.Op * len(tape.ops))(*tape.ops)
 
-    def run(self, batch: Batch) -> torch.Tensor:
-        """Hidden states [T, H] of the batch; valid until the next run."""
+    def run(self, batch: Batch) -> tuple[torch.Tensor, ...]:
+        """Results [T, ..] for the batch; valid until the next run."""
         plan = self._plan(batch)
         step = lib.make_step(
             num_tokens=batch.num_tokens,
@@ -82,7 +82,7 @@ class Program:
             **plan,
         )
         self._library.run(self._ops, step)
-        return self._hidden[: batch.num_tokens]
+        return tuple(result[: batch.num_tokens] for result in self._results)
 
 
 def blank_batch(num_tokens: int) -> Batch:

@@ -90,6 +90,9 @@ void run_program(Pool& pool, const Level& level, const Op* ops, int num_ops, con
   pool.run(body);
 }
 
+// So many logits are looked at sooner than another thread is woken.
+constexpr size_t FEW_LOGITS = 1 << 18;
+
 void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
   Counter counters[SAMPLE_PHASES];
   auto body = [&](int) {
@@ -175,7 +178,8 @@ void pagoda_sample(void* pool, int level, float* logits, int num_rows, int vocab
   call.total = masses.data() + count;
   call.buckets = buckets.data();
   call.raw = raw.data();
-  run_sampling(*(Pool*)pool, *LEVELS[level], call);
+  static Pool alone({-1});
+  run_sampling(count * (size_t)vocab <= FEW_LOGITS ? alone : *(Pool*)pool, *LEVELS[level], call);
 }
 
 // Operations that each thread does in `rounds` of a level's multiplication (kind 0: bf16, 1: int8); see ceilings.h.
