@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
-from tests.worker.models.harness import Harness, Row, logits_of
+from tests.worker.models.harness import Harness, Row, logits_of, make_batch
 
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernel_choice import FAMILIES
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.loading import LoadedModel, load_model
+from pagoda_worker.models.recorded import Recorded
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here; the torch back end serves")
 TOLERANCE = 0.35  # of log-probabilities, bfloat16 against the reference in float32; see test_log_probabilities
@@ -71,6 +72,21 @@ def test_recorded_equals_op_by_op(native: LoadedModel) -> None:
     by_op = dataclasses.replace(native, model=decoder)
     for tokens in prompts(longest=120)[-2:]:
         assert torch.equal(logits_of(native, tokens, [50]), logits_of(by_op, tokens, [50]))
+
+
+def test_a_decode_step_is_one_call_with_the_same_bits(native: LoadedModel) -> None:
+    model, kv = native.model, native.new_kv_cache(6, 32)
+    assert isinstance(model, Recorded)
+    with torch.inference_mode():
+        model.forward(make_batch([([7] * 40, 0, [0, 1]), ([9] * 33, 0, [2, 3])], 32), kv)
+        batch = make_batch([([3], 40, [0, 1]), ([4], 33, [2, 3])], 32)
+        decoded = model.decoded(batch, kv)
+        assert (decoded is None) is (model._decoder.spec.final_softcap is not None)
+        assert model.decoded(dataclasses.replace(batch, logit_indices=batch.logit_indices[:1]), kv) is None
+        if decoded is not None:
+            hidden, logits = (result.clone() for result in decoded)
+            assert torch.equal(hidden, model.forward(batch, kv))
+            assert torch.equal(logits, model.logits(hidden))
 
 
 @pytest.mark.parametrize("level", ["base", "avx2", "avx512"])

@@ -101,8 +101,8 @@ def _fold_tile(
 
 @triton.jit
 def _item(work, contexts, index, heads_per_kv, window, LINES: tl.constexpr, WINDOWED: tl.constexpr):
-    """(row, context, packed token of each line or -1, head of each line, its position or -1; of tiles the first that any
-    line sees, the first that not all lines see whole, and the one after the last)."""
+    """(row, context, packed token of each line or -1, head of each line, its position or -1; of tiles the first that
+    any line sees, the first that not all lines see whole, and the one after the last)."""
     row = tl.load(work + index * 4)
     start, count, first = tl.load(work + index * 4 + 1), tl.load(work + index * 4 + 2), tl.load(work + index * 4 + 3)
     context = tl.load(contexts + row)
