@@ -107,21 +107,28 @@ PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
   }
 }
 
-// What to fetch while rows pass a panel: for a single tile the same panel, a little ahead; for several tiles, which find the
-// panel in a near cache, the next panel, a share by each. A step is a row of the panel.
+// What to fetch while rows pass a panel: for a single tile the same panel, a little ahead, which then need not stay in any
+// cache; for several tiles, which find the panel in a near one, the next panel, a share by each. A step is a row of the panel.
 struct Ahead {
   const char* at;
   size_t step, half;
+  bool once;
 
   PAGODA_INLINE_MEMBER Ahead(const void* panel, size_t bytes, int rows) {
     const size_t tiles = (size_t)(rows + MAX_ROWS - 1) / MAX_ROWS;
     step = (PANEL_ROW + tiles - 1) / tiles;
     half = step / 2;
+    once = tiles == 1;
     at = (const char*)panel + (tiles == 1 ? FETCH_AHEAD : bytes);
   }
   PAGODA_INLINE_MEMBER void fetch() {
-    prefetch(at);
-    prefetch(at + half);
+    if (once) {
+      prefetch_once(at);
+      prefetch_once(at + half);
+    } else {
+      prefetch(at);
+      prefetch(at + half);
+    }
     at += step;
   }
 };

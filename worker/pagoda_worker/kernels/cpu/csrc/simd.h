@@ -94,7 +94,7 @@ PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
 #endif
 constexpr int MAX_ROWS = 12;  // rows of a tile of 2 groups: 24 accumulators of 32 registers
 PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-PAGODA_INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+PAGODA_INLINE void prefetch_once(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
 
 #elif PAGODA_LEVEL == 1  // AVX2 + FMA: two registers
 
@@ -178,7 +178,7 @@ PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
 }
 constexpr int MAX_ROWS = 2;  // 2 rows x 2 groups x 2 registers = 8 accumulators of 16
 PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-PAGODA_INLINE void prefetch_far(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T1); }
+PAGODA_INLINE void prefetch_once(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
 
 #else  // plain C++: what the compiler makes of it
 
@@ -245,7 +245,7 @@ PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
 }
 constexpr int MAX_ROWS = 2;
 PAGODA_INLINE void prefetch(const void*) {}
-PAGODA_INLINE void prefetch_far(const void*) {}
+PAGODA_INLINE void prefetch_once(const void*) {}
 #undef PAGODA_EACH
 
 #endif
