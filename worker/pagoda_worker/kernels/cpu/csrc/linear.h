@@ -131,6 +131,10 @@ struct Ahead {
     }
     at += step;
   }
+  // Past what of the same panel is no row.
+  PAGODA_INLINE_MEMBER void skip(size_t bytes) {
+    if (once) at += bytes;
+  }
 };
 
 // Rows [first, last) of x [rows, k] through one panel.

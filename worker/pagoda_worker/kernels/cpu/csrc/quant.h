@@ -232,6 +232,7 @@ static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Round
   f16 total[ROWS][2];
   for (int r = 0; r < ROWS; ++r) total[r][0] = total[r][1] = zero();
   for (int g = 0; g < groups; ++g, panel += group_bytes<FORM>(group)) {
+    ahead.skip(FORM::HEAD_BYTES);
     if constexpr (FORM::ROUNDED) {
       const float* scales = rounded.scales(from, g);
       const int32_t* offsets = rounded.offsets(from, g);
