@@ -170,48 +170,30 @@ def _version_2(package: Any) -> Library:
     """`flash_attn_with_kvcache` would not do for decodes: its kernels are not those of prompts, and from 2.8.4 on it
     waits for the device. With a bound of one new token, this function would split keys by the number of rows."""
     function = package.flash_attn_varlen_func
-
-    def call(
-        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan, shape: AttentionShape
-    ) -> torch.Tensor:
-        out: torch.Tensor = function(
-            query,
-            keys,
-            values,
-            plan.starts,
-            plan.sums,
-            plan.most_queries,
-            plan.most_keys,
-            block_table=plan.tables,
-            **_masks(shape),
-        )
-        return out
-
-    return Library(_title("flash_attn"), call, least_queries=2, block_multiple=256)
+    return Library(
+        _title("flash_attn"),
+        lambda query, keys, values, plan, shape: function(
+            query, keys, values, plan.starts, plan.sums, plan.most_queries, plan.most_keys,
+            block_table=plan.tables, **_masks(shape),
+        ),
+        least_queries=2,
+        block_multiple=256,
+    )  # fmt: skip
 
 
 def _version_3(package: Any) -> Library:
     """Here the function for caches serves all steps. The bound on new tokens is above the lines of every tile: below,
     blocks are read by other means and in other tiles."""
     function = package.flash_attn_with_kvcache
-
-    def call(
-        query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, plan: Plan, shape: AttentionShape
-    ) -> torch.Tensor:
-        out: torch.Tensor = function(
-            query,
-            keys,
-            values,
-            cache_seqlens=plan.lengths,
-            page_table=plan.tables,
-            cu_seqlens_q=plan.starts,
-            max_seqlen_q=plan.most_queries,
-            num_splits=1,
-            **_masks(shape),
-        )
-        return out
-
-    return Library(_title("flash_attn_3"), call, least_queries=256, block_multiple=1)
+    return Library(
+        _title("flash_attn_3"),
+        lambda query, keys, values, plan, shape: function(
+            query, keys, values, cache_seqlens=plan.lengths, page_table=plan.tables, cu_seqlens_q=plan.starts,
+            max_seqlen_q=plan.most_queries, num_splits=1, **_masks(shape),
+        ),
+        least_queries=256,
+        block_multiple=1,
+    )  # fmt: skip
 
 
 def _masks(shape: AttentionShape) -> dict[str, Any]:

@@ -167,7 +167,7 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
-  const Rows<ROWS, sizeof s.q[0]> queries(s.q[v.line], 0);
+  const Rows<ROWS, sizeof s.q[0]> queries(s.q[v.line]);
   if (a.k_scales)  // fetched when they are widened
     tile(queries, keys, 16, a.dim / 2, acc, [](int) {});
   else
@@ -253,7 +253,7 @@ static void split_values(const AttentionArgs& a, const View& v, int dim_first, c
       groups[g] = s.values.pairs[group] + d;
       ahead[g] = s.values.ahead[group] + d;
     }
-    const Rows<ROWS, sizeof s.probs[0]> probs(&s.probs[0][t - v.from], 0);
+    const Rows<ROWS, sizeof s.probs[0]> probs(&s.probs[0][t - v.from]);
     if (a.k_scales)
       tile(probs, groups, (size_t)a.dim, pairs_here, acc, [](int) {});
     else

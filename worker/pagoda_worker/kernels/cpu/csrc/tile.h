@@ -18,7 +18,7 @@ struct Rows {
   const char* at[POINTERS];
   size_t stride;
 
-  PAGODA_INLINE_MEMBER Rows(const void* first, size_t stride_) : stride(STRIDE ? STRIDE : stride_) {
+  PAGODA_INLINE_MEMBER Rows(const void* first, size_t stride_ = STRIDE) : stride(STRIDE ? STRIDE : stride_) {
 #pragma GCC unroll 8
     for (int i = 0; i < POINTERS; ++i) at[i] = (const char*)first + i * SHARE * stride;
   }
