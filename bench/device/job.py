@@ -190,7 +190,13 @@ class Collector:
 
 def hello_of(runner: ModelRunner) -> Hello:
     return Hello(
-        protocol=PROTOCOL_VERSION, worker_id="bench", incarnation="0", host_id="", pid=0, **asdict(runner.facts)
+        protocol=PROTOCOL_VERSION,
+        worker_id="bench",
+        incarnation="0",
+        registration=1,
+        host_id="",
+        pid=0,
+        **asdict(runner.facts),
     )
 
 

@@ -23,7 +23,7 @@ from pagoda_gateway.engine_session import EngineAddress, session_frames
 from pagoda_gateway.live import LiveRequest
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.open_request import OpenRequest, Taken
-from pagoda_proto.convert import delta_from_pb, load_from_pb, prior_to_pb, record_to_pb
+from pagoda_proto.convert import delta_from_pb, error_code_from, load_from_pb, prior_to_pb, record_to_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Load, RequestRecord
@@ -37,14 +37,6 @@ MAX_FRUITLESS_LOSSES = 5
 _NO_ENGINE = Load(engine_id="")
 
 logger = logging.getLogger(__name__)
-
-
-def _error_code(name: str) -> ErrorCode:
-    """An engine core of another version may have codes that are not known here."""
-    try:
-        return ErrorCode(name)
-    except ValueError:
-        return ErrorCode.INTERNAL
 
 
 class SessionClient:
@@ -316,7 +308,7 @@ class SessionClient:
         live = self._current(rejected.request_id, rejected.attempt)
         if live is None:
             return
-        code = _error_code(rejected.code)
+        code = error_code_from(rejected.code) or ErrorCode.INTERNAL
         if code is ErrorCode.UNAVAILABLE and live.give_up_at:
             now = time.monotonic()
             self._park(live, now, retry_at=now + 2 * PARKED_CHECK_S)

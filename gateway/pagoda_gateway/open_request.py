@@ -10,6 +10,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
+from pagoda_proto.deltas import WaitingDeltas
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import Delta, FinishReason, PriorOutput, RequestRecord, Usage
 
@@ -39,7 +40,7 @@ class OpenRequest:
         self.ended = False
         self.error: PagodaError | None = None
         self._choices = [_Choice() for _ in range(record.params.n)]
-        self._pending: dict[int, Delta] = {}
+        self._pending = WaitingDeltas()
         self._failed: list[Delta] = []  # delivered by themselves, after the tokens that came before
 
     @property
@@ -92,9 +93,7 @@ class OpenRequest:
         if delta.finish_reason is FinishReason.ERROR or (self._failed and delta.ends_request):
             self._failed.append(delta)
             return
-        # The delta that came last stays last, so that the request's ending is the last thing its consumer sees.
-        waiting = self._pending.pop(delta.choice, None)
-        self._pending[delta.choice] = delta if waiting is None else _merge(waiting, delta)
+        self._pending.add(delta)
 
     def fail(self, error: PagodaError) -> None:
         """End with an error: choices still wanted end with it, after the tokens that are waiting."""
@@ -107,7 +106,7 @@ class OpenRequest:
         open_choices = [i for i, choice in enumerate(self._choices) if not choice.ended]
         for i in open_choices or [len(self._choices) - 1]:
             self._book(self._choices[i], self._last_delta(i))
-        last = self._failed[-1] if self._failed else next(reversed(self._pending.values()))
+        last = self._failed[-1] if self._failed else self._pending.last()
         last.usage = Usage(
             prompt_tokens=len(self.record.prompt_token_ids),
             output_tokens=self.num_output_tokens,
@@ -135,10 +134,9 @@ class OpenRequest:
         return delta
 
     def drain(self) -> list[Delta]:
-        """What has come since the last call: at most one delta per choice; failures only when nothing else is left."""
+        """What has come since the last call, one delta per choice; failures when nothing else is left."""
         if self._pending:
-            deltas = list(self._pending.values())
-            self._pending.clear()
+            deltas = self._pending.take()
         else:
             deltas, self._failed = self._failed, []
         return deltas
@@ -146,7 +144,7 @@ class OpenRequest:
     def drop(self) -> None:
         """The consumer is gone."""
         self.ended = True
-        self._pending.clear()
+        self._pending.take()
         self._failed.clear()
 
 
@@ -156,17 +154,3 @@ def _cut(delta: Delta, num_known: int) -> None:
     if delta.logprobs is not None:
         delta.logprobs = delta.logprobs[num_cut:] or None
     delta.first_index += num_known
-
-
-def _merge(first: Delta, then: Delta) -> Delta:
-    """`first` grows by `then`, which follows it in the same choice."""
-    first.token_ids += then.token_ids
-    if then.logprobs:
-        first.logprobs = (first.logprobs or []) + then.logprobs
-    first.attempt = then.attempt
-    for name in ("prompt_logprobs", "finish_reason", "stop_token_id", "error_code", "usage", "ledger"):
-        value = getattr(then, name)
-        if value is not None:
-            setattr(first, name, value)
-    first.error_message = first.error_message or then.error_message
-    return first

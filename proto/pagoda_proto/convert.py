@@ -7,7 +7,7 @@ from typing import Any
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta, FinishReason, LedgerEntry, Load, PriorOutput, RequestRecord, Usage
+from pagoda_proto.records import Begun, Delta, FinishReason, LedgerEntry, Load, PriorOutput, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
 
 _SCALARS = (
@@ -87,6 +87,22 @@ def prior_from_pb(message: pb.ChoiceTokens) -> PriorOutput:
     return PriorOutput(choice=message.choice, token_ids=list(message.token_ids), finished=message.finished)
 
 
+def begun_to_pb(begun: Begun) -> pb.Begun:
+    return pb.Begun(**{name: getattr(begun, name) for name in Begun.__struct_fields__})
+
+
+def begun_from_pb(message: pb.Begun) -> Begun:
+    return Begun(**{name: getattr(message, name) for name in Begun.__struct_fields__})
+
+
+def error_code_from(name: str) -> ErrorCode | None:
+    """The code of this name; INTERNAL for one that only another version knows, None for none."""
+    try:
+        return ErrorCode(name) if name else None
+    except ValueError:
+        return ErrorCode.INTERNAL
+
+
 def _logprobs_to_pb(entries: list[TopLogprobs] | None) -> list[pb.TokenLogprobs]:
     return [
         pb.TokenLogprobs(logprob=e.logprob, rank=e.rank, top_ids=e.top_ids, top_logprobs=e.top_logprobs)
@@ -123,11 +139,16 @@ def delta_to_pb(delta: Delta) -> pb.Delta:
                 replays=delta.usage.replays,
             )
         )
+    if delta.begun is not None:
+        message.begun.CopyFrom(begun_to_pb(delta.begun))
     return message
 
 
 def delta_from_pb(message: pb.Delta) -> Delta:
+    """A finish reason or error code of another version costs its own request its meaning, and nobody the session."""
     usage = message.usage
+    known = message.finish_reason in _REASON_FROM_PB
+    reason = _REASON_FROM_PB[message.finish_reason] if known else FinishReason.ERROR
     return Delta(
         request_id=message.request_id,
         attempt=message.attempt,
@@ -136,9 +157,9 @@ def delta_from_pb(message: pb.Delta) -> Delta:
         token_ids=list(message.token_ids),
         logprobs=_logprobs_from_pb(message.logprobs),
         prompt_logprobs=_logprobs_from_pb(message.prompt_logprobs),
-        finish_reason=_REASON_FROM_PB[message.finish_reason],
+        finish_reason=reason,
         stop_token_id=None if message.stop_token_id < 0 else message.stop_token_id,
-        error_code=ErrorCode(message.error_code) if message.error_code else None,
+        error_code=error_code_from(message.error_code) if known else ErrorCode.INTERNAL,
         error_message=message.error_message,
         usage=Usage(
             prompt_tokens=usage.prompt_tokens,
@@ -150,6 +171,7 @@ def delta_from_pb(message: pb.Delta) -> Delta:
         if message.HasField("usage")
         else None,
         ledger=[LedgerEntry(entry.cause, entry.seconds) for entry in message.ledger] or None,
+        begun=begun_from_pb(message.begun) if message.HasField("begun") else None,
     )
 
 

@@ -14,6 +14,9 @@ from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import TopLogprobs
 
+SESSION_PROTOCOL = 2
+"""Version of the contract between gateway and engine core (engine.proto): raised with every change that breaks it."""
+
 
 class FinishReason(StrEnum):
     STOP = "stop"
@@ -47,6 +50,17 @@ class PriorOutput(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool = False
 
 
+class Begun(msgspec.Struct, frozen=True, kw_only=True):
+    """Under what a request's first token was made. It goes on where weights and numerics are the same, or not at all.
+
+    `cached_prompt_tokens` is what usage reports, also after a replay.
+    """
+
+    model_fingerprint: str
+    numerics_id: str
+    cached_prompt_tokens: int = 0
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_prompt_tokens: int = 0
@@ -65,7 +79,8 @@ class LedgerEntry(msgspec.Struct, frozen=True):
 class Delta(msgspec.Struct, kw_only=True):
     """New tokens of one choice, or its ending. `first_index` is the output position of `token_ids[0]`.
 
-    `usage` and `ledger` come with the last delta of the last choice of a request: that delta is the request's ending.
+    `begun` comes with a request's first tokens, `usage` and `ledger` with the last delta of its last choice: that delta
+    is the request's ending.
     """
 
     request_id: str
@@ -81,6 +96,7 @@ class Delta(msgspec.Struct, kw_only=True):
     error_message: str = ""
     usage: Usage | None = None
     ledger: list[LedgerEntry] | None = None
+    begun: Begun | None = None
 
     @property
     def ends_request(self) -> bool:
@@ -100,3 +116,6 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int = 0
     seconds_since_progress: float = 0.0
     model_fingerprint: str = ""
+    numerics_id: str = ""
+    protocol: int = 0
+    policy: str = ""

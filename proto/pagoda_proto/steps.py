@@ -28,7 +28,7 @@ import msgspec
 
 from pagoda_proto.params import SamplingParams
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -138,7 +138,10 @@ class ResetWorker(Message, frozen=True, tag="reset"):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """Registration. `worker_id` is the stable name, `incarnation` 64 random bits (hex) of this process.
+    """Registration. `worker_id` is the stable name, `incarnation` 64 random bits (hex) of this process, `registration`
+    counts up with every one of its attempts: each has sockets and routing ids of its own
+    (`{incarnation}.{registration}/d` and `/c`), so that nothing of an earlier one can stand in its way or be taken for
+    it.
 
     `host_id` and `pid` let an engine core on the same host watch the process itself.
     """
@@ -146,6 +149,7 @@ class Hello(Message, frozen=True, tag="hello"):
     protocol: int
     worker_id: str
     incarnation: str
+    registration: int
     model_fingerprint: str
     numerics_id: str
     vocab_size: int
@@ -212,6 +216,14 @@ class Beat(Message, frozen=True, tag="beat"):
     rss_bytes: int = 0
 
 
+class StepFailed(Message, frozen=True, tag="step_failed"):
+    """The step raised. No row of it is to blame yet: the worker has forgotten all rows and registers anew, after the
+    device ran out of memory with a smaller `max_tokens_per_step`."""
+
+    step: int
+    reason: str
+
+
 class Goodbye(Message, frozen=True, tag="goodbye"):
     """The worker leaves by its own will; its rows may be replayed at once."""
 
@@ -219,4 +231,4 @@ class Goodbye(Message, frozen=True, tag="goodbye"):
 
 
 ToWorker = StepPlan | Welcome | Refused | BeatAck | Drain | ResetWorker
-FromWorker = Hello | StepResult | Beat | Goodbye
+FromWorker = Hello | StepResult | StepFailed | Beat | Goodbye

@@ -46,6 +46,7 @@ def make_hello(worker_id: str = "w0", **fields: object) -> Hello:
         protocol=PROTOCOL_VERSION,
         worker_id=worker_id,
         incarnation=secrets.token_hex(8),
+        registration=1,
         model_fingerprint="fake",
         numerics_id="fake-numerics",
         vocab_size=256,

@@ -113,7 +113,7 @@ class Watched:
 
 def run(runner: Watched, facts: object, records: list[RequestRecord]) -> RecordingSink:
     hello = Hello(
-        protocol=PROTOCOL_VERSION, worker_id="w", incarnation="1", host_id="", pid=0,
+        protocol=PROTOCOL_VERSION, worker_id="w", incarnation="1", registration=1, host_id="", pid=0,
         **asdict(facts),  # type: ignore[call-overload]
     )  # fmt: skip
     engine, sink = EngineCore(EngineConfig(max_attempts=9), InprocExecutor(runner, hello)), RecordingSink()

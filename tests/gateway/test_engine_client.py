@@ -414,7 +414,9 @@ async def test_a_cancelled_next_loses_nothing(engine: FakeEngineCore, client: Se
     assert tokens_of(await collect(generation)) == expected_tokens(request)
 
 
-async def test_an_unreadable_frame_costs_the_session_only(engine: FakeEngineCore, client: SessionClient) -> None:
+async def test_a_code_of_another_version_ends_its_own_request_only(
+    engine: FakeEngineCore, client: SessionClient
+) -> None:
     bad = pb.Delta(finish_reason=pb.FINISH_REASON_ERROR, error_code="code of another version")
 
     def poison_once(run: Run, delta: Delta) -> list[Any]:
@@ -424,8 +426,12 @@ async def test_an_unreadable_frame_costs_the_session_only(engine: FakeEngineCore
         return [pb.ServerFrame(outputs=pb.StepOutputs(deltas=[bad]))]
 
     engine.script = poison_once
+    deltas = await collect(await client.submit(record()))
+    assert deltas[-1].error_code is ErrorCode.INTERNAL
+    engine.script = None
     request = record()
     assert tokens_of(await collect(await client.submit(request))) == expected_tokens(request)
+    assert len(engine.submits) == 2
 
 
 async def test_closing_ends_open_requests(engine: FakeEngineCore, address: str) -> None:

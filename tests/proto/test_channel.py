@@ -37,6 +37,7 @@ from pagoda_proto.steps import (
     ResetWorker,
     RowError,
     RowOutput,
+    StepFailed,
     StepPlan,
     StepResult,
     ToWorker,
@@ -106,6 +107,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         forward_s=SECONDS,
     ),
     Beat: st.builds(Beat, steps_done=U32, busy_s=SECONDS, rss_bytes=U64),
+    StepFailed: st.builds(StepFailed, step=U32, reason=TEXT),
     Goodbye: st.builds(Goodbye, reason=TEXT),
 }
 ENVELOPES = st.builds(Envelope, TEXT, TEXT, U64, U64)

@@ -9,9 +9,9 @@ from tests.proto.strategies import DELTAS, LOADS, PRIORS, RECORDS, sampling_para
 
 from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
-from pagoda_proto.errors import InvalidParams
+from pagoda_proto.errors import ErrorCode, InvalidParams
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta, FinishReason, LedgerEntry, Load, PriorOutput, RequestRecord, Usage
+from pagoda_proto.records import Begun, Delta, FinishReason, LedgerEntry, Load, PriorOutput, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
 
 PAIRS = [
@@ -117,3 +117,21 @@ def _without_json_names(file: descriptor_pb2.FileDescriptorProto) -> descriptor_
     for message in file.message_type:
         clear(message)
     return file
+
+
+def test_words_of_another_version_are_an_error_of_their_request_alone() -> None:
+    message = convert.delta_to_pb(Delta(request_id="r", choice=0, first_index=0, token_ids=[1]))
+    message.error_code = "a_code_of_the_future"
+    assert convert.delta_from_pb(message).error_code is ErrorCode.INTERNAL
+    message.error_code = ""
+    message.finish_reason = 77  # type: ignore[assignment]
+    delta = convert.delta_from_pb(message)
+    assert (delta.finish_reason, delta.error_code) == (FinishReason.ERROR, ErrorCode.INTERNAL)
+
+
+def test_under_what_a_request_began_travels_with_its_first_tokens() -> None:
+    begun = Begun(model_fingerprint="m", numerics_id="n", cached_prompt_tokens=16)
+    delta = Delta(request_id="r", choice=0, first_index=0, token_ids=[1], begun=begun)
+    assert convert.delta_from_pb(convert.delta_to_pb(delta)).begun == begun
+    delta.begun = None
+    assert convert.delta_from_pb(convert.delta_to_pb(delta)).begun is None

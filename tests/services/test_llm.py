@@ -36,7 +36,8 @@ def wired(text: ModelText, **runner_options: Any) -> Local:
     model = FakeModel(text.vocab_size, eos_at=runner_options.pop("eos_at", None))
     runner = ResettableRunner(**{"num_blocks": 256, "block_size": 4, "model": model} | runner_options)
     hello = Hello(
-        protocol=PROTOCOL_VERSION, worker_id="fake", incarnation="0", model_fingerprint="f", numerics_id="n",
+        protocol=PROTOCOL_VERSION, worker_id="fake", incarnation="0", registration=1,
+        model_fingerprint="f", numerics_id="n",
         vocab_size=text.vocab_size, max_model_len=128, num_blocks=runner.num_blocks, block_size=runner.block_size,
         device="fake", host_id="", pid=0,
     )  # fmt: skip

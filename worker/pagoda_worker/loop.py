@@ -72,6 +72,7 @@ class Identity:
             protocol=PROTOCOL_VERSION,
             worker_id=self.worker_id,
             incarnation=self.incarnation,
+            registration=1,
             host_id=host_id(),
             pid=os.getpid(),
             **asdict(facts),

@@ -102,14 +102,26 @@ class ClientFrame(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("record", "attempt", "prior_outputs")
+    __slots__ = ("record", "attempt", "prior_outputs", "begun")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PRIOR_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     record: RequestRecord
     attempt: int
     prior_outputs: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
-    def __init__(self, record: _Optional[_Union[RequestRecord, _Mapping]] = ..., attempt: _Optional[int] = ..., prior_outputs: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ...) -> None: ...
+    begun: Begun
+    def __init__(self, record: _Optional[_Union[RequestRecord, _Mapping]] = ..., attempt: _Optional[int] = ..., prior_outputs: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
+
+class Begun(_message.Message):
+    __slots__ = ("model_fingerprint", "numerics_id", "cached_prompt_tokens")
+    MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    model_fingerprint: str
+    numerics_id: str
+    cached_prompt_tokens: int
+    def __init__(self, model_fingerprint: _Optional[str] = ..., numerics_id: _Optional[str] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class ChoiceTokens(_message.Message):
     __slots__ = ("choice", "token_ids", "finished")
@@ -174,7 +186,7 @@ class StepOutputs(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("request_id", "attempt", "choice", "first_index", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "stop_token_id", "error_code", "error_message", "usage", "ledger")
+    __slots__ = ("request_id", "attempt", "choice", "first_index", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "stop_token_id", "error_code", "error_message", "usage", "ledger", "begun")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
@@ -188,6 +200,7 @@ class Delta(_message.Message):
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     choice: int
@@ -201,7 +214,8 @@ class Delta(_message.Message):
     error_message: str
     usage: Usage
     ledger: _containers.RepeatedCompositeFieldContainer[LedgerEntry]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ledger: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ...) -> None: ...
+    begun: Begun
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ledger: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "rank", "top_ids", "top_logprobs")
@@ -238,7 +252,7 @@ class LedgerEntry(_message.Message):
     def __init__(self, cause: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("engine_id", "num_workers", "num_waiting", "num_running", "kv_usage", "draining", "vocab_size", "max_model_len", "seconds_since_progress", "model_fingerprint")
+    __slots__ = ("engine_id", "num_workers", "num_waiting", "num_running", "kv_usage", "draining", "vocab_size", "max_model_len", "seconds_since_progress", "model_fingerprint", "numerics_id", "protocol", "policy")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_WORKERS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +263,9 @@ class Load(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     SECONDS_SINCE_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     num_workers: int
     num_waiting: int
@@ -259,7 +276,10 @@ class Load(_message.Message):
     max_model_len: int
     seconds_since_progress: float
     model_fingerprint: str
-    def __init__(self, engine_id: _Optional[str] = ..., num_workers: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., kv_usage: _Optional[float] = ..., draining: bool = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., model_fingerprint: _Optional[str] = ...) -> None: ...
+    numerics_id: str
+    protocol: int
+    policy: str
+    def __init__(self, engine_id: _Optional[str] = ..., num_workers: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., kv_usage: _Optional[float] = ..., draining: bool = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., model_fingerprint: _Optional[str] = ..., numerics_id: _Optional[str] = ..., protocol: _Optional[int] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class Migrate(_message.Message):
     __slots__ = ("request_id", "attempt", "reason")

@@ -1,0 +1,70 @@
+"""What one reader has not taken yet: at most one delta per choice, however long it does not read.
+
+One ordering rule: *who has news last stands last*. A request's ending comes with its last news, so the delta that
+carries it is the last of its request, and a receiver may stop reading a request there.
+"""
+
+from __future__ import annotations
+
+from pagoda_proto.records import Delta
+from pagoda_proto.steps import TopLogprobs
+
+_LATER_WINS = ("finish_reason", "stop_token_id", "error_code", "usage", "ledger", "begun")
+
+
+class WaitingDeltas:
+    """Owns the deltas it is given: they are extended in place. `num_numbers` is what they weigh together."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[str, int], Delta] = {}  # by request and choice
+        self.num_numbers = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, delta: Delta) -> None:
+        """Deltas of one choice have to be given in order; one that does not follow what waits, because it is of another
+        attempt, takes its place: the earlier attempt is nobody's any more."""
+        self.num_numbers += count_numbers(delta)
+        key = (delta.request_id, delta.choice)
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None and waiting.first_index + len(waiting.token_ids) == delta.first_index:
+            _extend(waiting, delta)
+            delta = waiting
+        self._waiting[key] = delta
+
+    def take(self) -> list[Delta]:
+        """All that waits, in order; nothing waits afterwards."""
+        taken = list(self._waiting.values())
+        self._waiting.clear()
+        self.num_numbers = 0
+        return taken
+
+    def last(self) -> Delta:
+        """The delta that stands last, to be changed in place. Raises StopIteration when nothing waits."""
+        return next(reversed(self._waiting.values()))
+
+
+def count_numbers(delta: Delta) -> int:
+    """Token ids and log-probabilities: about what a delta weighs."""
+    entries = (*(delta.logprobs or ()), *(delta.prompt_logprobs or ()))
+    return 1 + len(delta.token_ids) + sum(2 + 2 * len(entry.top_ids) for entry in entries)
+
+
+def _extend(first: Delta, then: Delta) -> None:
+    first.attempt = then.attempt
+    first.token_ids.extend(then.token_ids)
+    first.logprobs = _joined(first.logprobs, then.logprobs)
+    first.prompt_logprobs = _joined(first.prompt_logprobs, then.prompt_logprobs)
+    for name in _LATER_WINS:
+        value = getattr(then, name)
+        if value is not None:
+            setattr(first, name, value)
+    first.error_message = then.error_message or first.error_message
+
+
+def _joined(first: list[TopLogprobs] | None, then: list[TopLogprobs] | None) -> list[TopLogprobs] | None:
+    if first is None or then is None:
+        return then if first is None else first
+    first.extend(then)
+    return first

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda_proto.deltas import WaitingDeltas, count_numbers
+from pagoda_proto.records import Begun, Delta, FinishReason, Usage
+from pagoda_proto.steps import TopLogprobs
+
+
+def delta(first_index: int, tokens: list[int], choice: int = 0, **fields: Any) -> Delta:
+    return Delta(request_id="r", choice=choice, first_index=first_index, token_ids=list(tokens), **fields)
+
+
+USAGE = Usage(prompt_tokens=1)
+
+
+def test_the_delta_that_ends_a_request_stands_last_whichever_choice_it_belongs_to() -> None:
+    waiting = WaitingDeltas()
+    waiting.add(delta(0, [1], choice=0))
+    waiting.add(delta(0, [2], choice=1))
+    waiting.add(delta(1, [], choice=1, finish_reason=FinishReason.STOP))
+    waiting.add(delta(1, [3], choice=0, finish_reason=FinishReason.LENGTH, usage=USAGE))
+    taken = waiting.take()
+    assert [(d.choice, d.token_ids, d.ends_request) for d in taken] == [(1, [2], False), (0, [1, 3], True)]
+    assert not waiting
+    assert waiting.num_numbers == 0
+
+
+def test_what_was_said_once_is_kept_by_a_merge() -> None:
+    begun = Begun(model_fingerprint="m", numerics_id="n", cached_prompt_tokens=3)
+    entry = TopLogprobs(-1.0, 1, [4], [-1.0])
+    waiting = WaitingDeltas()
+    waiting.add(delta(0, [1], begun=begun, prompt_logprobs=[entry], logprobs=[entry]))
+    waiting.add(delta(1, [2], logprobs=[entry], error_message="late", finish_reason=FinishReason.ERROR))
+    [merged] = waiting.take()
+    assert (merged.begun, merged.prompt_logprobs, merged.logprobs) == (begun, [entry], [entry, entry])
+    assert (merged.token_ids, merged.finish_reason, merged.error_message) == ([1, 2], FinishReason.ERROR, "late")
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=40))
+def test_however_it_is_read_nothing_is_lost_and_the_end_is_the_end(steps: list[tuple[int, int, bool]]) -> None:
+    waiting, sent, received = WaitingDeltas(), [0] * 4, [0] * 4
+    taken: list[Delta] = []
+    for choice, count, then_read in steps:
+        new = delta(sent[choice], list(range(count)), choice)
+        waiting.add(new)
+        sent[choice] += count
+        assert waiting.num_numbers >= count_numbers(new)
+        if then_read:
+            taken += waiting.take()
+    last = steps[-1][0] if steps else 0
+    waiting.add(delta(sent[last], [], last, finish_reason=FinishReason.STOP, usage=USAGE))
+    taken += waiting.take()
+    for got in taken:
+        assert got.first_index == received[got.choice]
+        received[got.choice] += len(got.token_ids)
+    assert received == sent
+    assert [got.ends_request for got in taken].index(True) == len(taken) - 1
