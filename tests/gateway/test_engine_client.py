@@ -427,7 +427,7 @@ async def test_a_code_of_another_version_ends_its_own_request_only(
 
     engine.script = poison_once
     deltas = await collect(await client.submit(record()))
-    assert deltas[-1].error_code is ErrorCode.INTERNAL
+    assert ErrorCode.INTERNAL in [delta.error_code for delta in deltas]
     engine.script = None
     request = record()
     assert tokens_of(await collect(await client.submit(request))) == expected_tokens(request)
