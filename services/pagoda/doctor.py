@@ -16,6 +16,7 @@ from typing import NamedTuple
 from rich.console import Console
 
 from pagoda.machine import available_cores, cpu_flags, cpu_quota, has_nvidia_device, memory_info, memory_limit
+from pagoda.numbers import whole
 from pagoda.rundir import runtime_dir
 from pagoda.settings import ConfigError, environment_value
 from pagoda.version import version_of
@@ -39,7 +40,7 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=int, default=8000, help="HTTP port to check [8000]")
+    parser.add_argument("--port", type=whole(0, 65535), default=8000, help="HTTP port to check [8000]")
 
 
 def main(arguments: argparse.Namespace) -> int:
