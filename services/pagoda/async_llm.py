@@ -18,11 +18,10 @@ from typing import Any
 
 from pagoda.local import Local, Prompt
 from pagoda.outputs import OpenRequest, RequestOutput
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta
-
-JOIN_S = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class AsyncLLM:
         """End what runs and let the model go."""
         self._stop.set()
         self._local.engine.call(lambda: None)
-        await asyncio.to_thread(self._thread.join, JOIN_S)
+        await asyncio.to_thread(self._thread.join, times.OFFLINE_STOPS_S)
 
     async def __aenter__(self) -> AsyncLLM:
         return self

@@ -23,10 +23,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pagoda.settings import ConfigError
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 EXIT_OK, EXIT_CRASH, EXIT_CONFIG, EXIT_UNREACHABLE = 0, 1, 2, 3
-BEAT_S = 1.0
 UP_EVENTS = frozenset({"listening", "loaded", "ready"})
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -109,7 +109,7 @@ def run_async(serve: Callable[[asyncio.Event], Awaitable[None]], report: StatusP
 async def _beat(report: StatusPipe) -> None:
     while report.connected:
         report({"event": "beat"})
-        await asyncio.sleep(BEAT_S)
+        await asyncio.sleep(times.CHILD_BEAT_S)
 
 
 def run_blocking(run: Callable[[threading.Event], None], report: StatusPipe) -> int:
@@ -135,7 +135,7 @@ def run_blocking(run: Callable[[threading.Event], None], report: StatusPipe) -> 
 def _beat_for_ever(report: StatusPipe) -> None:
     while True:
         report({"event": "beat"})
-        time.sleep(BEAT_S)
+        time.sleep(times.CHILD_BEAT_S)
 
 
 def run_guarded(run: Callable[[], None], report: StatusPipe) -> int:
