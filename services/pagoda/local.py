@@ -14,7 +14,7 @@ import msgspec
 
 from pagoda import checkpoints
 from pagoda.options import ModelSourceConfig
-from pagoda.outputs import OpenRequest
+from pagoda.outputs import OfflineRequest
 from pagoda.settings import ConfigError, from_keywords
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
@@ -71,7 +71,7 @@ class Local:
             defaults["top_k"] = max(0, int(defaults["top_k"]))
         return SamplingParams(**defaults)
 
-    def open(self, prompt: Prompt, params: SamplingParams, request_id: str = "") -> OpenRequest:
+    def open(self, prompt: Prompt, params: SamplingParams, request_id: str = "") -> OfflineRequest:
         """A request ready to be submitted, checked against the model.
 
         Raises:
@@ -87,7 +87,7 @@ class Local:
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             eos_token_ids=self.text.eos_token_ids,
         )
-        return OpenRequest(record, text, self.text)
+        return OfflineRequest(record, text, self.text)
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):
