@@ -1,7 +1,7 @@
 """The private directory for a run's sockets: mode 0700, short enough for a socket path, swept up after a crash.
 
-A run holds a lock on its directory for as long as it lives; a directory whose lock is free belongs to a run that died. A lock
-appears locked: it gets its name when it is held.
+A run holds a lock on its directory for as long as it lives; a directory whose lock is free belongs to a run that died.
+A lock appears locked: it gets its name when it is held.
 """
 
 from __future__ import annotations

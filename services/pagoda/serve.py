@@ -14,6 +14,7 @@ from pagoda import checkpoints, logs
 from pagoda.flags import add_model_argument, add_options, given_flags
 from pagoda.machine import available_cores
 from pagoda.options import CommonConfig, ModelSourceConfig, ServeConfig
+from pagoda.ports import refuse_taken_address
 from pagoda.rundir import runtime_dir
 from pagoda.settings import Settings, child_environment, resolve, to_arguments
 from pagoda.startup import StartupView, announcement
@@ -41,6 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     settings = resolve("serve", given_flags(arguments, "serve"))
     common = settings.build(CommonConfig)
     logs.setup("supervisor", common.log_level, common.log_json)
+    refuse_taken_address(settings)
     model = settings.build(GatewayConfig).model
     model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
     with runtime_dir(settings.build(ServeConfig).data_dir) as directory:
