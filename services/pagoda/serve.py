@@ -47,10 +47,15 @@ def main(arguments: argparse.Namespace) -> int:
     model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
     with runtime_dir(settings.build(ServeConfig).data_dir) as directory:
         tower = Tower(settings, model_dir, directory, started)
+        log.info("starting a gateway, an engine core and %s for %s", _counted(tower.workers), model_dir)
         try:
             return asyncio.run(Supervisor(tower.children(), tower).run())
         finally:
             tower.view.close()
+
+
+def _counted(workers: list[WorkerConfig]) -> str:
+    return "a worker" if len(workers) == 1 else f"{len(workers)} workers"
 
 
 class Tower:

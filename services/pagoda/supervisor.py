@@ -61,6 +61,7 @@ class Child:
     lives: Lives
     process: asyncio.subprocess.Process | None = None
     heard_at: float = 0.0
+    why: str = ""  # what this life said of its failure
     readers: list[asyncio.Task[None]] = field(default_factory=list)
 
     def kill_group(self) -> None:
@@ -128,14 +129,11 @@ class Supervisor:
                 return None
             pause_s = child.lives.end(time.monotonic(), code)
             if code == EXIT_CONFIG and not child.lives.was_up:
-                log.error("%s refuses its configuration; see its message above", child.spec.name)
+                log.error("%s cannot start: %s", child.spec.name, child.why or "it refuses its configuration")
                 return self._give_up(EXIT_CONFIG)
             if not self.all_were_up and child.lives.deaths_in_a_row >= STARTS_BEFORE_GIVING_UP:
-                log.error(
-                    "%s died %d times in a row before all were up; giving up",
-                    child.spec.name,
-                    child.lives.deaths_in_a_row,
-                )
+                deaths, cause = child.lives.deaths_in_a_row, child.why or describe_exit(code)
+                log.error("%s died %d times before all were up, giving up: %s", child.spec.name, deaths, cause)
                 return self._give_up(EXIT_CRASH)
             await self._pause(child, code, pause_s)
         return None
@@ -163,6 +161,7 @@ class Supervisor:
         log.debug("%s started, pid %d", child.spec.name, child.process.pid)
         child.heard_at = time.monotonic()
         child.lives.begin(child.heard_at)
+        child.why = ""
         if self._stopping.is_set():
             child.kill_group()  # born too late to have anything to finish
         child.readers = [
@@ -199,9 +198,9 @@ class Supervisor:
 
     async def _pause(self, child: Child, code: int, pause_s: float) -> None:
         pid = child.process.pid if child.process is not None else 0
-        level, what = logging.WARNING, ""
+        level, what = logging.WARNING, f": {child.why}" if child.why else ""
         if child.lives.in_crash_loop:
-            level, what = logging.ERROR, f" (crash loop: {child.lives.deaths_in_a_row} deaths in a row)"
+            level, what = logging.ERROR, f"{what} (crash loop: {child.lives.deaths_in_a_row} deaths in a row)"
         log.log(
             level, "%s (pid %d) %s%s; restarting in %.2g s", child.spec.name, pid, describe_exit(code), what, pause_s
         )
@@ -244,6 +243,8 @@ class Supervisor:
             return
         if kind in UP_EVENTS:
             child.lives.come_up(child.heard_at)
+        if kind == "failed":
+            child.why = str(event.get("why", ""))
         self._observer.on_event(child.spec.name, event)
 
 

@@ -70,6 +70,26 @@ def test_a_bug_is_told_with_its_traceback(caplog: pytest.LogCaptureFixture) -> N
     assert run_guarded(lambda: None, StatusPipe(-1)) == EXIT_OK
 
 
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ConfigError(["one", "two"]), "one; two"),
+        (RuntimeError(), "RuntimeError"),
+        (ValueError("x" * 9999), "x" * 1000 + " .."),
+    ],
+)
+def test_why_a_process_failed_is_told_to_its_supervisor_in_one_line(error: Exception, why: str) -> None:
+    read, write = os.pipe()
+
+    def run() -> None:
+        raise error
+
+    run_guarded(run, StatusPipe(write))
+    assert json.loads(os.read(read, 1 << 16)) == {"event": "failed", "why": why}
+    os.close(read)
+    os.close(write)
+
+
 def test_events_are_lines_of_json_and_a_full_pipe_loses_them_rather_than_wait() -> None:
     read, write = os.pipe()
     report = StatusPipe(write)

@@ -118,14 +118,16 @@ def test_what_a_child_started_dies_with_it(tmp_path: Path) -> None:
         assert gone(first_grandchild) or psutil.Process(first_grandchild).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_refused_configuration_is_not_tried_again() -> None:
-    with supervise(good=STEADY, bad=["exit=2"]) as running:
+def test_a_refused_configuration_is_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
+    with supervise(good=STEADY, bad=["why=the model has no legs", "exit=2"]) as running:
         assert running.end() == 2
+    assert "bad cannot start: the model has no legs\n" in capfd.readouterr().err
 
 
-def test_a_child_that_only_crashes_at_start_ends_the_whole() -> None:
+def test_a_child_that_only_crashes_at_start_ends_the_whole(capfd: pytest.CaptureFixture[str]) -> None:
     with supervise(good=STEADY, bad=["exit=1"]) as running:
         assert running.end() == 1
+    assert "bad died 3 times before all were up, giving up: exited with code 1\n" in capfd.readouterr().err
 
 
 def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
