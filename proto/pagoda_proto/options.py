@@ -14,6 +14,7 @@ from pagoda_proto.errors import Problem
 
 MOST_WHOLE = 2**31 - 1
 MOST_NUMBER = 1e6
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 class Rule(NamedTuple):
@@ -56,14 +57,23 @@ def option(default: Any, help: str, **rule: Any) -> Any:
 
 
 def check(config: Any, further: Iterable[Problem] = ()) -> None:
-    """Hold a config to the rules of its fields; `further` are the problems that no single field shows.
+    """Hold a config to the types and rules of its fields.
+
+    `further` are the problems that no single rule shows; they are asked for when every value has its type.
 
     Raises:
         BadOptions: there are problems.
     """
-    problems = [*_broken_rules(config), *further]
+    problems = list(_wrong_types(config)) or [*_broken_rules(config), *further]
     if problems:
         raise BadOptions(problems)
+
+
+def _wrong_types(config: Any) -> Iterator[Problem]:
+    for field in dataclasses.fields(config):
+        value, wanted = getattr(config, field.name), type(field.default)
+        if type(value) is not wanted and (wanted is not float or type(value) is not int):
+            yield Problem(field.name, f"{field.name} must be {TYPE_NAMES[wanted]}, got {value!r:.100}")
 
 
 def _broken_rules(config: Any) -> Iterator[Problem]:

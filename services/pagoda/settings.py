@@ -24,7 +24,7 @@ from pagoda.hints import hint
 from pagoda.options import ChildConfig, CommonConfig, ModelSourceConfig, ServeConfig
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
-from pagoda_proto.options import BadOptions, Rule
+from pagoda_proto.options import TYPE_NAMES, BadOptions, Rule
 from pagoda_worker.config import WorkerConfig
 
 PREFIX = "PAGODA_"
@@ -56,7 +56,6 @@ _SERVICE_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(T
 _SERVICE_LINK_VALUE = re.compile(r"^(tcp|udp|sctp)://")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 _WHOLE = re.compile(r"[+-]?[0-9]{1,100}")
-_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 C = TypeVar("C")
 
@@ -227,7 +226,7 @@ def convert(value: Any, type_: Any) -> Any:
     try:
         return msgspec.convert(value, type_, strict=not isinstance(value, str))
     except msgspec.ValidationError:
-        raise ValueError(f"must be {_TYPE_NAMES.get(type_, str(type_))}, got {value!r:.100}") from None
+        raise ValueError(f"must be {TYPE_NAMES.get(type_, str(type_))}, got {value!r:.100}") from None
 
 
 def _from_environment(environment: Mapping[str, str], problems: list[str]) -> dict[str, Value]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,29 @@ def test_a_number_of_which_nothing_is_said_still_has_bounds(size: int) -> None:
 def test_a_wait_is_a_finite_number(wait_s: float) -> None:
     with pytest.raises(BadOptions, match=f"^wait_s must be between 0.5 and 1000000, got {wait_s}$"):
         Config(wait_s=wait_s)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("size", True, "a whole number"),
+        ("size", "8", "a whole number"),
+        ("size", 2.5, "a whole number"),
+        ("size", None, "a whole number"),
+        ("wait_s", "1", "a number"),
+        ("wait_s", True, "a number"),
+        ("loud", 1, "true or false"),
+        ("name", b"x", "text"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(name: str, value: Any, kind: str) -> None:
+    with pytest.raises(BadOptions) as caught:
+        Config(**{name: value})
+    assert str(caught.value) == f"{name} must be {kind}, got {value!r}"
+
+
+def test_a_whole_number_is_a_number() -> None:
+    assert Config(wait_s=2).wait_s == 2
 
 
 def test_all_problems_are_told_each_with_its_option() -> None:
