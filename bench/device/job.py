@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections import deque
@@ -211,7 +210,7 @@ def serve(
         RuntimeError: a request did not end as it should.
     """
     runner.reset()
-    no_limit = {"max_queued_requests": 2**40, "max_queued_tokens": 2**40, "queue_timeout_s": math.inf}
+    no_limit = {"max_queued_requests": 2**31 - 1, "max_queued_tokens": 2**53, "queue_timeout_s": 1e9}
     config = EngineConfig(max_rows=runner.facts.max_rows, **steps, **no_limit)
     engine, collector = EngineCore(config, InprocExecutor(runner, hello_of(runner))), Collector()
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)

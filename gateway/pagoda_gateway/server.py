@@ -30,16 +30,6 @@ Report = Callable[[dict[str, object]], None]
 logger = logging.getLogger(__name__)
 
 
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """For `asyncio.Runner(loop_factory=...)`: uvloop's where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
-
-
 async def serve(
     config: GatewayConfig, report: Report, stop: asyncio.Event, *, health_times: HealthTimes | None = None
 ) -> None:

@@ -1,11 +1,88 @@
-"""How a configuration field carries its own documentation: flags, environment, YAML and docs all read it from here."""
+"""An option is one field of a frozen config: its default, one line of help and its rule are said once, here.
+
+Flags, environment, YAML, the JSON schema, help and the check all read it from the field. Every number has a least and a
+greatest value, so that none which makes no sense gets any further than the line that names it.
+"""
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from pagoda_proto.errors import Problem
+
+MOST_WHOLE = 2**31 - 1
+MOST_NUMBER = 1e6
+TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def option(default: Any, help: str) -> Any:
-    """A dataclass field with a default and one line of help."""
-    return field(default=default, metadata={"help": help})
+class Rule(NamedTuple):
+    """What an option's value must be: a number from `least` to `most`, or one of `words`; any text without either.
+
+    `required`: a process that stands alone cannot do without it.
+    """
+
+    least: float | None = None
+    most: float | None = None
+    words: tuple[str, ...] = ()
+    required: bool = False
+
+    def problem(self, value: Any) -> str:
+        """What is wrong with the value, "" if nothing is."""
+        if self.words and value not in self.words:
+            empty = "empty or " if "" in self.words else ""
+            return f"must be {empty}one of {', '.join(filter(None, self.words))}, got {value!r:.100}"
+        if self.least is not None and self.most is not None and not self.least <= value <= self.most:  # nan is not
+            return f"must be between {_spelt(self.least)} and {_spelt(self.most)}, got {value}"
+        return ""
+
+
+class BadOptions(ValueError):
+    """All problems of a config at once; `param` is the option, the message a sentence that names it."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(problem.message for problem in self.problems))
+
+
+def option(default: Any, help: str, **rule: Any) -> Any:
+    """A dataclass field with a default, one line of help and the parts of a `Rule`.
+
+    A number of which nothing is said is not negative and at most 2**31 - 1, or a million if it may be a fraction.
+    """
+    if not isinstance(default, bool | str):
+        rule = {"least": 0, "most": MOST_NUMBER if isinstance(default, float) else MOST_WHOLE} | rule
+    return dataclasses.field(default=default, metadata={"help": help, "rule": Rule(**rule)})
+
+
+def check(config: Any, further: Iterable[Problem] = ()) -> None:
+    """Hold a config to the types and rules of its fields.
+
+    `further` are the problems that no single rule shows; they are asked for when every value has its type.
+
+    Raises:
+        BadOptions: there are problems.
+    """
+    problems = list(_wrong_types(config)) or [*_broken_rules(config), *further]
+    if problems:
+        raise BadOptions(problems)
+
+
+def _wrong_types(config: Any) -> Iterator[Problem]:
+    for field in dataclasses.fields(config):
+        value, wanted = getattr(config, field.name), type(field.default)
+        if type(value) is not wanted and (wanted is not float or type(value) is not int):
+            yield Problem(field.name, f"{field.name} must be {TYPE_NAMES[wanted]}, got {value!r:.100}")
+
+
+def _broken_rules(config: Any) -> Iterator[Problem]:
+    for field in dataclasses.fields(config):
+        rule: Rule = field.metadata["rule"]
+        wrong = rule.problem(getattr(config, field.name))
+        if wrong:
+            yield Problem(field.name, f"{field.name} {wrong}")
+
+
+def _spelt(number: float) -> str:
+    return str(int(number)) if number == int(number) else f"{number:g}"

@@ -26,10 +26,20 @@ LOOP_STUCK_S = 8.0  # an engine core whose loop has not come round for this long
 
 # Supervisor and children
 CHILD_BEAT_S = 1.0
+WATCH_S = 1.0  # the supervisor looks this often who was silent
 CHILD_SILENT_S = 10.0  # a child that did not beat for this long is replaced
 WORKER_SILENT_S = 60.0  # loading may keep a worker's threads from running for long
-RESTART_MOST_S = 2.0  # longest pause before a child that had worked is started again
+RESTART_FIRST_S = 0.1  # pause before a child that had worked is started again, doubling ..
+RESTART_MOST_S = 2.0  # .. up to this, less what its last life had lasted
+RESTART_NEVER_UP_FIRST_S = 0.5  # the same for a child that failed by itself before it worked
+RESTART_NEVER_UP_MOST_S = 30.0
+STEADY_S = 10.0  # a child that lived this long after coming up has recovered
 START_S = 10.0  # a child needs no longer to start on a busy machine, loading of weights aside
+LAST_WORDS_S = 1.0  # the supervisor reads this long what an ended child had said
+GATEWAY_LEAVES_S = 5.0  # a gateway is killed so long after its lame duck and drain times are over
+ENGINE_CORE_STOPS_S = 12.0  # an engine core that was asked to stop is killed after this
+WORKER_STOPS_S = 8.0  # .. and a worker
+OFFLINE_STOPS_S = 30.0  # a closing AsyncLLM waits this long for the step that its thread computes
 
 # What streams wait for
 RESUME_WAIT_S = 30.0  # a begun stream waits this long for its engine core, or another one

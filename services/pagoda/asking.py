@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.http_stream import Connection, HttpError, Target
+from pagoda.numbers import number, seed, whole
 from pagoda.timing import Timing, decode_event
 
 QUIET_TIMEOUT_S = 600.0
@@ -28,9 +29,9 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="[%(default)s]")
     parser.add_argument("--model", default="", help="the server's first model when left out")
     parser.add_argument("--api-key", default="", help="sent as bearer token")
-    parser.add_argument("--max-tokens", type=int, help="most tokens of an answer")
-    parser.add_argument("--temperature", type=float, help="0 is greedy")
-    parser.add_argument("--seed", type=int, help="the same seed gives the same answer")
+    parser.add_argument("--max-tokens", type=whole(1), help="most tokens of an answer")
+    parser.add_argument("--temperature", type=number(), help="0 is greedy")
+    parser.add_argument("--seed", type=seed(), help="the same seed gives the same answer")
 
 
 async def connect(arguments: argparse.Namespace) -> Ask:

@@ -1,12 +1,12 @@
 """Generation inside an asyncio program: the engine core runs in a thread, requests are async generators.
 
-The thread only posts deltas to the event loop; requests are touched by the loop alone.
+The thread only posts deltas to the event loop that asked; a request is touched by its own loop alone. Any number of
+loops may use one model, at once or one after another.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import logging
 import threading
@@ -17,18 +17,17 @@ from types import TracebackType
 from typing import Any
 
 from pagoda.local import Local, Prompt
-from pagoda.outputs import OpenRequest, RequestOutput
+from pagoda.outputs import OfflineRequest, RequestOutput
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta
-
-JOIN_S = 30.0
 
 log = logging.getLogger(__name__)
 
 
 class AsyncLLM:
-    """A model for use inside one event loop; options as for `LLM`.
+    """A model for use inside event loops; options as for `LLM`.
 
     Raises:
         TypeError: an unknown option.
@@ -48,7 +47,8 @@ class AsyncLLM:
     def _take(self, local: Local) -> None:
         self._local = local
         self._stop = threading.Event()
-        self._sink: _LoopSink | None = None
+        self._sinks: dict[asyncio.AbstractEventLoop, _LoopSink] = {}
+        self._sinks_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self._thread.start()
 
@@ -59,8 +59,10 @@ class AsyncLLM:
         caller takes them are merged. Leaving the iteration early aborts the request.
 
         Raises:
-            PagodaError: prompt or parameters are not valid, or the request failed.
+            PagodaError: prompt or parameters are not valid, the request failed, or this model was closed.
         """
+        if self._stop.is_set() or not self._thread.is_alive():
+            raise PagodaError(ErrorCode.UNAVAILABLE, "this AsyncLLM is closed, or its engine loop has failed")
         request = self._local.open(prompt, sampling_params or self._local.default_params(), request_id)
         name = request.record.request_id
         sink = self._sink_of_this_loop()
@@ -90,7 +92,7 @@ class AsyncLLM:
         """End what runs and let the model go."""
         self._stop.set()
         self._local.engine.call(lambda: None)
-        await asyncio.to_thread(self._thread.join, JOIN_S)
+        await asyncio.to_thread(self._thread.join, times.OFFLINE_STOPS_S)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -101,28 +103,31 @@ class AsyncLLM:
         await self.close()
 
     def _sink_of_this_loop(self) -> _LoopSink:
-        if self._sink is None:
-            self._sink = _LoopSink(asyncio.get_running_loop(), self._local)
-        return self._sink
+        loop = asyncio.get_running_loop()
+        with self._sinks_lock:
+            self._sinks = {one: sink for one, sink in self._sinks.items() if not one.is_closed()}
+            return self._sinks.setdefault(loop, _LoopSink(loop, self._local))
 
     def _run(self) -> None:
         try:
             self._local.engine.run(self._stop)
         except Exception:
             log.exception("the engine loop has failed")
-            if self._sink is not None:
-                self._sink.fail_all(PagodaError(ErrorCode.INTERNAL, "the engine loop has failed"))
+            with self._sinks_lock:
+                sinks = list(self._sinks.values())
+            for sink in sinks:
+                sink.fail_all(PagodaError(ErrorCode.INTERNAL, "the engine loop has failed"))
 
 
 class _LoopSink:
-    """Carries the engine thread's answers into the event loop."""
+    """Carries the engine thread's answers into one event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, local: Local) -> None:
         self._loop = loop
         self._engine = local.engine
-        self._open: dict[str, tuple[OpenRequest, asyncio.Event]] = {}
+        self._open: dict[str, tuple[OfflineRequest, asyncio.Event]] = {}
 
-    def add(self, request: OpenRequest) -> asyncio.Event:
+    def add(self, request: OfflineRequest) -> asyncio.Event:
         """Raises PagodaError when a request of this name is open."""
         name = request.record.request_id
         if name in self._open:
@@ -152,8 +157,11 @@ class _LoopSink:
             self._post(partial(self._fail, name, error))
 
     def _post(self, call: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        try:
             self._loop.call_soon_threadsafe(call)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            while self._open:
+                self._engine.abort(self._open.popitem()[0])
 
     # Run by the event loop.
 

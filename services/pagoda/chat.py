@@ -9,6 +9,7 @@ from typing import Any
 
 from pagoda.asking import Ask, add_server_arguments, ask, connect
 from pagoda.http_stream import HttpError
+from pagoda.process import EXIT_CRASH, EXIT_OK
 from pagoda.settings import ConfigError
 
 HELP = "/clear forgets the conversation, /system TEXT sets instructions, /quit (or end of input) leaves"
@@ -25,8 +26,7 @@ def main(arguments: argparse.Namespace) -> int:
     except (HttpError, ValueError) as error:
         raise ConfigError([str(error)]) from error
     print(f"{session.model} at {arguments.base_url}; {HELP}", file=sys.stderr)
-    Conversation(session, arguments.system).run()
-    return 0
+    return EXIT_OK if Conversation(session, arguments.system).run() else EXIT_CRASH
 
 
 class Conversation:
@@ -37,8 +37,8 @@ class Conversation:
         self._messages: list[dict[str, Any]] = []
         self._forget(system)
 
-    def run(self) -> None:
-        """Read lines until the input ends."""
+    def run(self) -> bool:
+        """Read lines until the input ends; False when a turn failed and nobody is there to ask again."""
         while (line := _read()) is not None and line != "/quit":
             if line == "/clear":
                 self._forget("")
@@ -46,18 +46,20 @@ class Conversation:
                 self._forget(line.removeprefix("/system "))
             elif line.startswith("/"):
                 print(HELP, file=sys.stderr)
-            elif line:
-                self._turn(line)
+            elif line and not self._turn(line) and not sys.stdin.isatty():
+                return False
+        return True
 
-    def _turn(self, line: str) -> None:
+    def _turn(self, line: str) -> bool:
         self._messages.append({"role": "user", "content": line})
         try:
             text = asyncio.run(ask(self._session, "/v1/chat/completions", {"messages": self._messages}))
         except (HttpError, KeyboardInterrupt) as error:
-            print(f"\n[{error or 'interrupted'}]", file=sys.stderr)
+            print(f"\n[{error if isinstance(error, HttpError) else 'interrupted'}]", file=sys.stderr)
             self._messages.pop()
-        else:
-            self._messages.append({"role": "assistant", "content": text})
+            return False
+        self._messages.append({"role": "assistant", "content": text})
+        return True
 
     def _forget(self, system: str) -> None:
         self._messages = [{"role": "system", "content": system}] if system else []
@@ -67,4 +69,6 @@ def _read() -> str | None:
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
+        if sys.stdin.isatty():
+            print(file=sys.stderr)
         return None

@@ -10,8 +10,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from pagoda.hints import hint
 from pagoda.process import EXIT_CONFIG, EXIT_CRASH
 from pagoda.settings import ConfigError
 
@@ -37,14 +38,33 @@ COMMANDS = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, but what it does not know is answered with what was probably meant. Subcommands are of this class."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [flag.removeprefix("--") for flag in self._option_string_actions if flag.startswith("--")]
+            ours = [flag.replace("-", "_") for flag in flags]
+            told = [word.partition("=")[0] if word.startswith("-") else word for word in unknown]
+            lines = [f"unrecognized arguments: {word}{hint(word, ours, _flag)}" for word in told]
+            self.error(f"\n{self.prog}: error: ".join(lines))
+        return found, unknown
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def parser_of(chosen: str = "") -> argparse.ArgumentParser:
     """The parser. Only the chosen command knows its arguments, because only its module is imported."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pagoda",
         description="LLM serving whose streams survive kill -9.",
         epilog="Every option is also PAGODA_<NAME> in the environment and <name> in the YAML file given by --config.",
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="store_true", help="the same as the command version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.help, description=command.help, allow_abbrev=False)
@@ -58,6 +78,7 @@ def parser_of(chosen: str = "") -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (see `pagoda.process`)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    words = ["version"] if words == ["--version"] else words
     arguments = parser_of(words[0] if words else "").parse_args(words)
     try:
         code: int = arguments.main(arguments)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import json
 import os
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,10 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from pagoda.http_stream import Connection, HttpError, Target
 from pagoda.machine import available_cores, cpu_flags, cpu_quota, has_nvidia_device, memory_info, memory_limit
+from pagoda.numbers import whole
+from pagoda.ports import address_problem
 from pagoda.rundir import runtime_dir
 from pagoda.settings import ConfigError, environment_value
 from pagoda.version import version_of
@@ -26,6 +30,7 @@ LEAST_FILES = 4096
 LEAST_MEMORY = 2 * GIB
 FAST_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "i8mm")
 GPU_TIMEOUT_S = 60.0
+HOST, ASK_TIMEOUT_S = "127.0.0.1", 3.0
 ASK_TORCH = "from pagoda_worker.devices import describe_gpus; print(*describe_gpus(), sep='\\n')"
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
 
@@ -39,7 +44,7 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--port", type=int, default=8000, help="HTTP port to check [8000]")
+    parser.add_argument("--port", type=whole(0, 65535), default=8000, help="HTTP port to check [8000]")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -141,13 +146,26 @@ def _gpus() -> Finding:
 
 
 def _port(port: int) -> Finding:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            return Finding("FAIL", f"port {port}: {error.strerror}", "stop what uses it, or give --port")
-    return Finding("ok", f"port {port} is free")
+    problem = address_problem(HOST, port)
+    if not problem:
+        return Finding("ok", f"port {port} is free")
+    model = asyncio.run(_model_served_at(port))
+    if model:
+        return Finding("ok", f"port {port} is held by a running Pagoda that serves {model}")
+    return Finding("FAIL", problem, "or give --port")
+
+
+async def _model_served_at(port: int) -> str:
+    """The model of our own server at this port, "" if it is none of ours or does not say."""
+    try:
+        target = Target(f"http://{HOST}:{port}")
+        connection = await Connection.open(target)
+        answer = await connection.exchange(target.request("GET", "/v1/models"), lambda now, event: None, ASK_TIMEOUT_S)
+        connection.close()
+        (model,) = (one["id"] for one in json.loads(answer.body)["data"] if one["owned_by"] == "pagoda")
+    except (HttpError, ValueError, LookupError, TypeError):
+        return ""
+    return str(model)
 
 
 def _hub_cache() -> Finding:

@@ -7,6 +7,16 @@ from typing import Any
 
 from pagoda.settings import COMMANDS, SECTIONS, Option, command_options
 
+# What most people need, shown before everything else.
+FIRST = (
+    "host", "port", "served_model_name", "workers", "max_model_len", "device", "dtype", "quantization", "kv_cache_gib",
+    "config",
+)  # fmt: skip
+TITLES = {
+    "serve": "processes", "model source": "model", "gateway": "gateway (HTTP, text)",
+    "engine core": "engine core (requests, scheduling, KV blocks)", "worker": "worker (weights, tensors, kernels)",
+    "process": "every process",
+}  # fmt: skip
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
 
 
@@ -14,12 +24,16 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
     """One flag per option of the command; a flag that is not given leaves no trace in the namespace."""
     options = command_options(command)
     parser.usage = f"{parser.prog} [MODEL] [options]" if "workers" in options else f"{parser.prog} [options]"
+    first = parser.add_argument_group("what most people need")
+    for name in FIRST:
+        if name in options:
+            _add_option(first, options[name], hidden=False)
     for section, config in SECTIONS.items():
         if config not in COMMANDS[command]:
             continue
-        group = parser.add_argument_group(section)
+        group = parser.add_argument_group(TITLES.get(section, section))
         for option in options.values():
-            if option.owners[0] is config:
+            if option.owners[0] is config and option.name not in FIRST:
                 _add_option(group, option, hidden=section == "child")
 
 

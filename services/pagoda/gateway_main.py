@@ -9,6 +9,7 @@ from typing import Any
 from pagoda import checkpoints, tier
 from pagoda.flags import add_options
 from pagoda.options import ModelSourceConfig
+from pagoda.ports import refuse_taken_address
 from pagoda.process import run_async
 from pagoda.startup import announcement
 from pagoda_gateway.config import GatewayConfig
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     settings, report = tier.begin("gateway", arguments)
+    refuse_taken_address(settings)
     config = settings.build(GatewayConfig)
     model_dir = checkpoints.locate(config.model, settings.build(ModelSourceConfig).revision, weights=False)
     name = config.served_model_name or checkpoints.served_name(config.model)

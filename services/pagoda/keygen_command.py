@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from pagoda.numbers import whole
 from pagoda.settings import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", type=Path, help="gets one directory per role")
-    parser.add_argument("--valid-days", type=int, default=825, help="of the certificates [%(default)s]")
+    parser.add_argument("--valid-days", type=whole(1), default=825, help="of the certificates [%(default)s]")
 
 
 def main(arguments: argparse.Namespace) -> int:

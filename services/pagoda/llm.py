@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pagoda.local import Local, Prompt, as_list, failure
-from pagoda.outputs import OpenRequest, RequestOutput
+from pagoda.outputs import OfflineRequest, RequestOutput
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta
@@ -148,7 +148,7 @@ class LLM:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
 
-    def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[OpenRequest]:
+    def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[OfflineRequest]:
         opened, errors = [], {}
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             try:
@@ -159,7 +159,7 @@ class LLM:
             raise failure(errors)
         return opened
 
-    def _run(self, requests: list[OpenRequest], show_progress: bool) -> list[RequestOutput]:
+    def _run(self, requests: list[OfflineRequest], show_progress: bool) -> list[RequestOutput]:
         engine = self._local.engine
         with self._lock, _Display(len(requests), show_progress) as display:
             collector = _Collector(self._local, requests)
@@ -180,7 +180,7 @@ class LLM:
 class _Collector:
     """The sink of one `generate`: hands deltas to their requests."""
 
-    def __init__(self, local: Local, requests: list[OpenRequest]) -> None:
+    def __init__(self, local: Local, requests: list[OfflineRequest]) -> None:
         self._engine = local.engine
         self._open = {request.record.request_id: request for request in requests}
         self.num_input_tokens = 0

@@ -6,7 +6,6 @@ for a caller who brings all prompts at once, so those limits are off.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import msgspec
 
 from pagoda import checkpoints
 from pagoda.options import ModelSourceConfig
-from pagoda.outputs import OpenRequest
+from pagoda.outputs import OfflineRequest
 from pagoda.settings import ConfigError, from_keywords
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
@@ -26,7 +25,7 @@ from pagoda_proto.params import ModelLimits, SamplingParams, check_for_model
 from pagoda_proto.records import RequestRecord
 from pagoda_worker.config import WorkerConfig
 
-NO_LIMIT = 2**62
+NO_LIMIT = 2**31 - 1
 
 Prompt = str | list[int] | Mapping[str, Any]
 
@@ -60,7 +59,7 @@ class Local:
         except ValueError as error:
             raise ConfigError([f"model {model or model_dir}: {error}"]) from error
         config = settings.build(
-            EngineConfig, max_queued_requests=NO_LIMIT, max_queued_tokens=NO_LIMIT, queue_timeout_s=math.inf
+            EngineConfig, max_queued_requests=NO_LIMIT, max_queued_tokens=2**53, queue_timeout_s=1e9
         )
         hello = Identity.of_this_process().hello(runner.facts)
         return Local(text, EngineCore(config, InprocExecutor(runner, hello)))
@@ -72,7 +71,7 @@ class Local:
             defaults["top_k"] = max(0, int(defaults["top_k"]))
         return SamplingParams(**defaults)
 
-    def open(self, prompt: Prompt, params: SamplingParams, request_id: str = "") -> OpenRequest:
+    def open(self, prompt: Prompt, params: SamplingParams, request_id: str = "") -> OfflineRequest:
         """A request ready to be submitted, checked against the model.
 
         Raises:
@@ -88,7 +87,7 @@ class Local:
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             eos_token_ids=self.text.eos_token_ids,
         )
-        return OpenRequest(record, text, self.text)
+        return OfflineRequest(record, text, self.text)
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda_proto.options import option
+from pagoda_proto.options import check, option
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -12,22 +12,22 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 @dataclass(frozen=True, kw_only=True)
 class CommonConfig:
     config: str = option("", "YAML file with options; a key is an option's name")
-    log_level: str = option("info", "least severe messages to log: debug, info, warning or error")
+    log_level: str = option("info", "least severe messages to log: debug, info, warning or error", words=LOG_LEVELS)
     log_json: bool = option(False, "log one JSON object per line")
 
     def __post_init__(self) -> None:
-        if self.log_level not in LOG_LEVELS:
-            raise ValueError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r}")
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
-    workers: int = option(1, "worker processes on this machine; they share its cores, and each takes a GPU of its own")
+    workers: int = option(
+        1, "worker processes on this machine; they share its cores, and each takes a GPU of its own", least=1, most=64
+    )
     data_dir: str = option("", "directory for run-time files (sockets); the user's runtime directory when empty")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.workers <= 64:
-            raise ValueError(f"workers must be between 1 and 64, got {self.workers}")
+        check(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,5 +39,8 @@ class ModelSourceConfig:
 class ChildConfig:
     """Set by the supervisor, not by people."""
 
-    status_fd: int = option(-1, "file descriptor for status events, one JSON object per line; -1 is none")
+    status_fd: int = option(-1, "file descriptor for status events, one JSON object per line; -1 is none", least=-1)
     parent_pid: int = option(0, "die when this parent is gone; 0 is not to care")
+
+    def __post_init__(self) -> None:
+        check(self)

@@ -76,8 +76,8 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
 
 
-class OpenRequest:
-    """A request under way: takes deltas, keeps its `output` up to date. `error` is set when it failed."""
+class OfflineRequest:
+    """A request of this process: takes deltas, keeps its `output` up to date. `error` is set when it failed."""
 
     def __init__(self, record: RequestRecord, prompt: str | None, text: ModelText) -> None:
         self.record = record

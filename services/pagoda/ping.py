@@ -1,7 +1,8 @@
 """`pagoda ping TARGET`: the health check of containers and probes; exit status 0 means healthy.
 
 http://HOST:PORT/PATH        answers 200
-unix:PATH, grpc://HOST:PORT  gRPC health answers (SERVING or not: the process lives; readiness is the gateway's)
+unix:PATH, grpc://HOST:PORT  gRPC health says SERVING of the service "live": the engine core's loop comes round, with or
+                             without workers (readiness is the gateway's); of a server that has none, of the server
 grpcs://HOST:PORT            the same under mutual TLS with the keys of --keys-dir
 file:PATH                    was touched within --max-age-s
 """
@@ -14,6 +15,8 @@ import urllib.request
 from pathlib import Path
 
 from pagoda_proto.keys import TLS_SERVER_NAME, load_tls
+
+LIVE = "live"
 
 
 def ping(target: str, *, keys_dir: str = "", max_age_s: float = 10.0, timeout_s: float = 3.0) -> str | None:
@@ -56,8 +59,14 @@ def _ping_grpc(target: str, keys_dir: str, timeout_s: float) -> str | None:
     else:
         channel = grpc.insecure_channel(target.removeprefix("grpc://"))
     with channel:
-        try:
-            health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        except grpc.RpcError as error:
-            return f"{target}: {error.code().name}"
-    return None
+        check = health_pb2_grpc.HealthStub(channel).Check
+        for service in (LIVE, ""):
+            try:
+                answer = check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+            except grpc.RpcError as error:
+                if service and error.code() is grpc.StatusCode.NOT_FOUND:
+                    continue
+                return f"{target}: {error.code().name}"
+            state = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+            return None if state == "SERVING" else f"{target}: {service or 'the server'} is {state}"
+    return f"{target}: knows no service"

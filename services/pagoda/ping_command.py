@@ -6,13 +6,14 @@ import argparse
 import sys
 
 from pagoda import ping
+from pagoda.numbers import number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="TARGET", help="http://.., unix:PATH, grpc://.., grpcs://.. or file:PATH")
     parser.add_argument("--keys-dir", default="", help="keys for grpcs://")
-    parser.add_argument("--max-age-s", type=float, default=10.0, help="of a file [%(default)s]")
-    parser.add_argument("--timeout-s", type=float, default=3.0, help="[%(default)s]")
+    parser.add_argument("--max-age-s", type=number(), default=10.0, help="of a file [%(default)s]")
+    parser.add_argument("--timeout-s", type=number(), default=3.0, help="[%(default)s]")
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -23,10 +23,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pagoda.settings import ConfigError
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 EXIT_OK, EXIT_CRASH, EXIT_CONFIG, EXIT_UNREACHABLE = 0, 1, 2, 3
-BEAT_S = 1.0
+LONGEST_WHY = 1000  # an event must fit into a pipe at once
 UP_EVENTS = frozenset({"listening", "loaded", "ready"})
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -109,7 +110,7 @@ def run_async(serve: Callable[[asyncio.Event], Awaitable[None]], report: StatusP
 async def _beat(report: StatusPipe) -> None:
     while report.connected:
         report({"event": "beat"})
-        await asyncio.sleep(BEAT_S)
+        await asyncio.sleep(times.CHILD_BEAT_S)
 
 
 def run_blocking(run: Callable[[threading.Event], None], report: StatusPipe) -> int:
@@ -135,7 +136,7 @@ def run_blocking(run: Callable[[threading.Event], None], report: StatusPipe) -> 
 def _beat_for_ever(report: StatusPipe) -> None:
     while True:
         report({"event": "beat"})
-        time.sleep(BEAT_S)
+        time.sleep(times.CHILD_BEAT_S)
 
 
 def run_guarded(run: Callable[[], None], report: StatusPipe) -> int:
@@ -144,6 +145,8 @@ def run_guarded(run: Callable[[], None], report: StatusPipe) -> int:
         run()
     except Exception as error:
         code = exit_code(error, up=report.up)
+        if report.connected:
+            report({"event": "failed", "why": _in_one_line(error)})
         if code == EXIT_CRASH:
             log.exception("crashed")
         else:
@@ -151,6 +154,11 @@ def run_guarded(run: Callable[[], None], report: StatusPipe) -> int:
                 log.error("%s", line)
         return code
     return EXIT_OK
+
+
+def _in_one_line(error: Exception) -> str:
+    told = "; ".join(str(error).splitlines()) or type(error).__name__
+    return told if len(told) <= LONGEST_WHY else told[:LONGEST_WHY] + " .."
 
 
 def exit_code(error: Exception, *, up: bool) -> int:

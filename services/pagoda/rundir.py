@@ -1,6 +1,7 @@
 """The private directory for a run's sockets: mode 0700, short enough for a socket path, swept up after a crash.
 
 A run holds a lock on its directory for as long as it lives; a directory whose lock is free belongs to a run that died.
+A lock appears locked: it gets its name when it is held.
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ def runtime_dir(data_dir: str) -> Iterator[Path]:
         path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
     except OSError as error:
         raise ConfigError([f"data_dir: no runtime directory can be made in {base}: {error}"]) from error
-    lock = os.open(path / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    lock = os.open(path / "lock.new", os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(path / "lock.new", path / "lock")
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)

@@ -14,20 +14,17 @@ from pagoda import checkpoints, logs
 from pagoda.flags import add_model_argument, add_options, given_flags
 from pagoda.machine import available_cores
 from pagoda.options import CommonConfig, ModelSourceConfig, ServeConfig
+from pagoda.ports import refuse_taken_address
 from pagoda.rundir import runtime_dir
 from pagoda.settings import Settings, child_environment, resolve, to_arguments
 from pagoda.startup import StartupView, announcement
 from pagoda.supervisor import ChildSpec, Supervisor, python_command
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
+from pagoda_proto import times
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device_choice import device_of_worker
 
-SILENCE_S = 20.0  # an event loop that did not beat for this long is stuck
-WORKER_SILENCE_S = 60.0  # loading may keep a worker's threads from running for long
-STOP_MARGIN_S = 5.0
-ENGINE_STOP_S = 12.0
-WORKER_STOP_S = 8.0
 # torch's threads spin this many rounds, some tens of microseconds, and then sleep: a spinning thread takes the core
 # from the gateway or another worker, one that sleeps at once makes every operation wait for its waking.
 QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
@@ -45,14 +42,20 @@ def main(arguments: argparse.Namespace) -> int:
     settings = resolve("serve", given_flags(arguments, "serve"))
     common = settings.build(CommonConfig)
     logs.setup("supervisor", common.log_level, common.log_json)
+    refuse_taken_address(settings)
     model = settings.build(GatewayConfig).model
     model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
     with runtime_dir(settings.build(ServeConfig).data_dir) as directory:
         tower = Tower(settings, model_dir, directory, started)
+        log.info("starting a gateway, an engine core and %s for %s", _counted(tower.workers), model_dir)
         try:
             return asyncio.run(Supervisor(tower.children(), tower).run())
         finally:
             tower.view.close()
+
+
+def _counted(workers: list[WorkerConfig]) -> str:
+    return "a worker" if len(workers) == 1 else f"{len(workers)} workers"
 
 
 class Tower:
@@ -95,16 +98,16 @@ class Tower:
 
     def children(self) -> list[ChildSpec]:
         """Gateway, engine core, workers, in the order in which they are stopped."""
-        gateway_bound_s = self.gateway.lame_duck_s + self.gateway.drain_timeout_s + STOP_MARGIN_S
+        gateway_bound_s = self.gateway.lame_duck_s + self.gateway.drain_timeout_s + times.GATEWAY_LEAVES_S
         plain = child_environment(PYTHONUNBUFFERED="1")
         return [
             ChildSpec(
                 name="gateway", command=self._gateway_command, environment=plain,
-                stop_order=0, stop_timeout_s=gateway_bound_s, silence_timeout_s=SILENCE_S,
+                stop_order=0, stop_timeout_s=gateway_bound_s, silence_timeout_s=times.CHILD_SILENT_S,
             ),
             ChildSpec(
                 name="engine-core", command=lambda: self._command("engine-core", self.engine), environment=plain,
-                stop_order=1, stop_timeout_s=ENGINE_STOP_S, silence_timeout_s=SILENCE_S,
+                stop_order=1, stop_timeout_s=times.ENGINE_CORE_STOPS_S, silence_timeout_s=times.CHILD_SILENT_S,
             ),
             *(self._worker_spec(config) for config in self.workers),
         ]  # fmt: skip
@@ -113,7 +116,7 @@ class Tower:
         environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(config.threads), **QUIET_THREADS)
         return ChildSpec(
             name=config.worker_id, command=lambda: self._command("worker", config), environment=environment,
-            stop_order=2, stop_timeout_s=WORKER_STOP_S, silence_timeout_s=WORKER_SILENCE_S,
+            stop_order=2, stop_timeout_s=times.WORKER_STOPS_S, silence_timeout_s=times.WORKER_SILENT_S,
         )  # fmt: skip
 
     def _gateway_command(self) -> list[str]:

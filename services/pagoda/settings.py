@@ -10,7 +10,6 @@ This module is the only reader of the environment.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 import typing
@@ -21,9 +20,11 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import yaml
 
+from pagoda.hints import hint
 from pagoda.options import ChildConfig, CommonConfig, ModelSourceConfig, ServeConfig
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
+from pagoda_proto.options import TYPE_NAMES, BadOptions, Rule
 from pagoda_worker.config import WorkerConfig
 
 PREFIX = "PAGODA_"
@@ -54,7 +55,7 @@ WIRED_OFFLINE = WIRED_BY_SERVE | {
 _SERVICE_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
 _SERVICE_LINK_VALUE = re.compile(r"^(tcp|udp|sctp)://")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
-_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_WHOLE = re.compile(r"[+-]?[0-9]{1,100}")
 
 C = TypeVar("C")
 
@@ -68,13 +69,18 @@ class ConfigError(Exception):
 
 
 class Option(NamedTuple):
-    """One name of the tree. `owners` are the configs that have it; `defaults` are theirs, in the same order."""
+    """One name of the tree. `owners` are the configs that have it; `defaults` and `rules` are theirs, in that order."""
 
     name: str
     type: Any
     help: str
     owners: tuple[type, ...]
     defaults: tuple[Any, ...]
+    rules: tuple[Rule, ...]
+
+    @property
+    def required(self) -> bool:
+        return any(rule.required for rule in self.rules)
 
     @property
     def flag(self) -> str:
@@ -100,11 +106,13 @@ def options_of(*configs: type) -> dict[str, Option]:
         for field in dataclasses.fields(config):
             known = found.get(field.name)
             if known is None:
-                known = Option(field.name, hints[field.name], field.metadata["help"], (), ())
+                known = Option(field.name, hints[field.name], field.metadata["help"], (), (), ())
             elif known.type != hints[field.name]:
                 raise TypeError(f"option {field.name} has different types in {known.owners[0]} and {config}")
             found[field.name] = known._replace(
-                owners=(*known.owners, config), defaults=(*known.defaults, field.default)
+                owners=(*known.owners, config),
+                defaults=(*known.defaults, field.default),
+                rules=(*known.rules, field.metadata["rule"]),
             )
     return found
 
@@ -135,15 +143,14 @@ class Settings:
         values = {name: value.value for name, value in self.given.items() if name in names}
         try:
             return config(**(values | wired))
-        except ValueError as error:
-            raise ConfigError([self._with_source(problem) for problem in str(error).split("; ")]) from error
+        except BadOptions as error:
+            raise ConfigError([self._with_source(*problem) for problem in error.problems]) from error
 
     def source(self, name: str) -> str:
         return self.given[name].source if name in self.given else "default"
 
-    def _with_source(self, problem: str) -> str:
-        name = problem.split(" ", 1)[0]  # by the convention of every config, a problem begins with the field's name
-        return f"{problem} (from {self.given[name].source})" if name in self.given else problem
+    def _with_source(self, name: str, sentence: str) -> str:
+        return f"{sentence} (from {self.given[name].source})" if name in self.given else sentence
 
 
 def resolve(command: str, flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
@@ -174,7 +181,7 @@ def from_keywords(**keywords: Any) -> Settings:
     offered = command_options("offline")
     for name in keywords:
         if name not in offered:
-            raise TypeError(f"unknown option {name!r}{_suggestion(name)}; options are {', '.join(sorted(offered))}")
+            raise TypeError(f"unknown option {name!r}{hint(name, offered)}; options are {', '.join(sorted(offered))}")
     return _check("offline", {name: Value(value, "keyword argument") for name, value in keywords.items()}, [])
 
 
@@ -189,6 +196,7 @@ def _check(command: str, merged: Mapping[str, Value], problems: list[str]) -> Se
             except ValueError as error:
                 problems.append(f"{name} {error} (from {value.source})")
     settings = Settings(command, given)
+    problems.extend(_missing(mine, merged))
     for config in COMMANDS[command]:
         try:
             settings.build(config)
@@ -199,6 +207,12 @@ def _check(command: str, merged: Mapping[str, Value], problems: list[str]) -> Se
     return settings
 
 
+def _missing(options: Mapping[str, Option], given: Mapping[str, Value]) -> Iterator[str]:
+    for name, option in options.items():
+        if option.required and (name not in given or given[name].value == ""):
+            yield f"{option.flag} is needed ({option.variable} or {name} in the settings file): {option.help}"
+
+
 def convert(value: Any, type_: Any) -> Any:
     """The value as the option's type; text from flags and environment is parsed, anything else must fit already.
 
@@ -207,10 +221,12 @@ def convert(value: Any, type_: Any) -> Any:
     """
     if isinstance(value, str) and type_ is bool:
         value = {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}.get(value.lower(), value)
+    if isinstance(value, str) and type_ is int and _WHOLE.fullmatch(value):
+        return int(value)  # of any size: whether it is too large is for the option's rule to say
     try:
         return msgspec.convert(value, type_, strict=not isinstance(value, str))
     except msgspec.ValidationError:
-        raise ValueError(f"must be {_TYPE_NAMES.get(type_, str(type_))}, got {value!r}") from None
+        raise ValueError(f"must be {TYPE_NAMES.get(type_, str(type_))}, got {value!r:.100}") from None
 
 
 def _from_environment(environment: Mapping[str, str], problems: list[str]) -> dict[str, Value]:
@@ -222,8 +238,12 @@ def _from_environment(environment: Mapping[str, str], problems: list[str]) -> di
         if name in ALL and variable == ALL[name].variable:
             found[name] = Value(text, variable)
         else:
-            problems.append(f"unknown environment variable {variable}{_suggestion(name, str.upper, PREFIX)}")
+            problems.append(f"unknown environment variable {variable}{hint(name, ALL, _variable)}")
     return found
+
+
+def _variable(name: str) -> str:
+    return ALL[name].variable
 
 
 def _is_service_link(variable: str, text: str) -> bool:
@@ -236,10 +256,12 @@ class _UniqueKeys(yaml.SafeLoader):
     """YAML lets a later key silently replace an earlier one; a settings file must not."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=node.start_mark)
+        keys = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in keys:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+            keys.append(key)
         return typing.cast("dict[Any, Any]", super().construct_mapping(node, deep))
 
 
@@ -249,11 +271,15 @@ def _from_file(path: str, problems: list[str]) -> dict[str, Value]:
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
         content = yaml.load(text, _UniqueKeys)  # a SafeLoader
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"config file {path} cannot be read: {error}")
-        return {}
     except yaml.YAMLError as error:
-        problems.append(f"config file {path} is not YAML: {' '.join(str(error).split())}")
+        problems.append(f"config file {path} is not YAML: {_where_and_why(error, text)}")
+        return {}
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # not there, not UTF-8, a number of too many digits, too deep
+        problems.append(f"config file {path} cannot be read: {getattr(error, 'strerror', None) or error}")
         return {}
     if content is None:
         return {}
@@ -265,13 +291,19 @@ def _from_file(path: str, problems: list[str]) -> dict[str, Value]:
         if name in ALL and name != "config":
             found[name] = Value(value, f"{path}: {name}")
         else:
-            problems.append(f"unknown key {name!r} in {path}{_suggestion(str(name))}")
+            problems.append(f"unknown key {name!r} in {path}{hint(str(name), ALL)}")
     return found
 
 
-def _suggestion(name: str, spell: typing.Callable[[str], str] = str, prefix: str = "") -> str:
-    near = difflib.get_close_matches(name.replace("-", "_").lower(), ALL, n=1)
-    return f"; did you mean {prefix}{spell(near[0])}?" if near else ""
+def _where_and_why(error: yaml.YAMLError, text: str) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        at, why = error.problem_mark, ", ".join(filter(None, (error.context, error.problem)))
+        return f"line {at.line + 1}, column {at.column + 1}: {why}"
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, error.position - before.rfind("\n")
+        return f"line {line}, column {column}: {error.reason}, character {error.character:#x}"
+    return " ".join(str(error).split())
 
 
 def to_arguments(config: Any) -> list[str]:
@@ -309,9 +341,8 @@ def origins(settings: Settings) -> Iterator[dict[str, Any]]:
 
 def json_schema() -> dict[str, Any]:
     """JSON Schema of the settings file."""
-    names = {int: "integer", float: "number", bool: "boolean", str: "string"}
     properties = {
-        option.name: {"type": names[option.type], "default": option.defaults[0], "description": option.help}
+        option.name: _property(option)
         for option in ALL.values()
         if option.name != "config" and ChildConfig not in option.owners
     }
@@ -321,6 +352,14 @@ def json_schema() -> dict[str, Any]:
         "additionalProperties": False,
         "properties": properties,
     }
+
+
+def _property(option: Option) -> dict[str, Any]:
+    names = {int: "integer", float: "number", bool: "boolean", str: "string"}
+    rule = option.rules[0]
+    bounds = {"minimum": rule.least, "maximum": rule.most, "enum": list(rule.words) or None}
+    said = {"type": names[option.type], "default": option.defaults[0], "description": option.help}
+    return said | {name: bound for name, bound in bounds.items() if bound is not None}
 
 
 def child_environment(**extra: str) -> dict[str, str]:

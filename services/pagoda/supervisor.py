@@ -24,10 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO, Protocol
 
 from pagoda.process import EXIT_CONFIG, EXIT_CRASH, EXIT_OK, STOP_SIGNALS, UP_EVENTS
+from pagoda.restarts import Lives, Pauses
+from pagoda_proto import times
+from pagoda_proto.times import StallGuard
 
 STARTS_BEFORE_GIVING_UP = 3  # deaths in a row while not every child was up once
-CRASH_LOOP = 5  # deaths in a row after which each further one is reported as a crash loop
-STEADY_S = 10.0  # a child that lived this long after coming up has recovered
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +45,6 @@ class ChildSpec:
     silence_timeout_s: float = 0.0  # a child that sends no event for this long is stuck and killed; 0 is not to care
 
 
-@dataclass(frozen=True, kw_only=True)
-class Backoff:
-    """Seconds before a restart: doubling from `first_s` up to `most_s`."""
-
-    first_s: float = 0.5
-    most_s: float = 30.0
-
-    def delay(self, deaths_in_a_row: int) -> float:
-        return min(self.most_s, self.first_s * 2.0 ** min(deaths_in_a_row - 1, 64))
-
-
 class Observer(Protocol):
     """Where the children's words go."""
 
@@ -68,11 +58,10 @@ class Child:
     """The state of one child; only the supervisor's tasks touch it."""
 
     spec: ChildSpec
+    lives: Lives
     process: asyncio.subprocess.Process | None = None
-    up_since: float | None = None  # this life has said that it works
-    was_up: bool = False
-    deaths_in_a_row: int = 0
     heard_at: float = 0.0
+    why: str = ""  # what this life said of its failure
     readers: list[asyncio.Task[None]] = field(default_factory=list)
 
     def kill_group(self) -> None:
@@ -88,10 +77,9 @@ class Child:
 
 
 class Supervisor:
-    def __init__(self, specs: Sequence[ChildSpec], observer: Observer, backoff: Backoff | None = None) -> None:
-        self.children = [Child(spec) for spec in specs]
+    def __init__(self, specs: Sequence[ChildSpec], observer: Observer, pauses: Pauses | None = None) -> None:
+        self.children = [Child(spec, Lives(pauses or Pauses())) for spec in specs]
         self._observer = observer
-        self._backoff = backoff or Backoff()
         self._stopping = asyncio.Event()
         self._killing = asyncio.Event()
         self._verdict = EXIT_OK
@@ -128,7 +116,7 @@ class Supervisor:
 
     @property
     def all_were_up(self) -> bool:
-        return all(child.was_up for child in self.children)
+        return all(child.lives.was_up for child in self.children)
 
     async def _keep(self, child: Child) -> None:
         while not self._stopping.is_set():
@@ -139,18 +127,15 @@ class Supervisor:
                 return self._give_up(EXIT_CRASH)
             if self._stopping.is_set():
                 return None
-            child.deaths_in_a_row += 1
-            if code == EXIT_CONFIG and not child.was_up:
-                log.error("%s refuses its configuration; see its message above", child.spec.name)
+            pause_s = child.lives.end(time.monotonic(), code)
+            if code == EXIT_CONFIG and not child.lives.was_up:
+                log.error("%s cannot start: %s", child.spec.name, child.why or "it refuses its configuration")
                 return self._give_up(EXIT_CONFIG)
-            if not self.all_were_up and child.deaths_in_a_row >= STARTS_BEFORE_GIVING_UP:
-                log.error(
-                    "%s died %d times in a row before all were up; giving up",
-                    child.spec.name,
-                    child.deaths_in_a_row,
-                )
+            if not self.all_were_up and child.lives.deaths_in_a_row >= STARTS_BEFORE_GIVING_UP:
+                deaths, cause = child.lives.deaths_in_a_row, child.why or describe_exit(code)
+                log.error("%s died %d times before all were up, giving up: %s", child.spec.name, deaths, cause)
                 return self._give_up(EXIT_CRASH)
-            await self._pause(child, code)
+            await self._pause(child, code, pause_s)
         return None
 
     async def _live(self, child: Child) -> int:
@@ -175,6 +160,8 @@ class Supervisor:
             ends.pop_all()
         log.debug("%s started, pid %d", child.spec.name, child.process.pid)
         child.heard_at = time.monotonic()
+        child.lives.begin(child.heard_at)
+        child.why = ""
         if self._stopping.is_set():
             child.kill_group()  # born too late to have anything to finish
         child.readers = [
@@ -184,41 +171,42 @@ class Supervisor:
         code = await child.process.wait()
         child.kill_group()  # what it had started and left behind
         await self._finish_readers(child)
-        self._judge_life(child)
         return code
 
     async def _watch_silence(self) -> None:
+        guard = StallGuard(times.WATCH_S, time.monotonic())
         while not self._stopping.is_set():
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(times.WATCH_S)
+            now = time.monotonic()
+            held_up_s = guard.tick(now)
+            if held_up_s:
+                log.warning("did not run for %.1f s; nobody's silence in that time counts", held_up_s)
             for child in self.children:
+                child.heard_at = min(now, child.heard_at + held_up_s)
                 limit = child.spec.silence_timeout_s
                 running = child.process is not None and child.process.returncode is None
-                if limit and running and time.monotonic() - child.heard_at > limit:
+                if limit and running and now - child.heard_at > limit:
                     log.error("%s has been silent for %g s and is killed", child.spec.name, limit)
                     child.kill_group()
 
     async def _finish_readers(self, child: Child) -> None:
         """Take the last words; a grandchild that holds the pipe open must not hold us."""
-        _, late = await asyncio.wait(child.readers, timeout=1.0)
+        _, late = await asyncio.wait(child.readers, timeout=times.LAST_WORDS_S)
         for reader in late:
             reader.cancel()
         await asyncio.gather(*child.readers, return_exceptions=True)
 
-    def _judge_life(self, child: Child) -> None:
-        if child.up_since is not None and time.monotonic() - child.up_since > STEADY_S:
-            child.deaths_in_a_row = 0
-        child.up_since = None
-
-    async def _pause(self, child: Child, code: int) -> None:
-        delay = self._backoff.delay(child.deaths_in_a_row)
+    async def _pause(self, child: Child, code: int, pause_s: float) -> None:
         pid = child.process.pid if child.process is not None else 0
-        level, what = logging.WARNING, ""
-        if child.deaths_in_a_row >= CRASH_LOOP:
-            level, what = logging.ERROR, f" (crash loop: {child.deaths_in_a_row} deaths in a row)"
-        log.log(level, "%s (pid %d) %s%s; restarting in %g s", child.spec.name, pid, describe_exit(code), what, delay)
+        level, what = logging.WARNING, f": {child.why}" if child.why else ""
+        if child.lives.in_crash_loop:
+            level, what = logging.ERROR, f"{what} (crash loop: {child.lives.deaths_in_a_row} deaths in a row)"
+        log.log(
+            level, "%s (pid %d) %s%s; restarting in %.2g s", child.spec.name, pid, describe_exit(code), what, pause_s
+        )
         self._observer.on_event(child.spec.name, {"event": "died", "code": code})
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), delay)
+            await asyncio.wait_for(self._stopping.wait(), pause_s)
 
     def _give_up(self, code: int) -> None:
         self._verdict = code
@@ -253,9 +241,10 @@ class Supervisor:
         child.heard_at = time.monotonic()
         if kind == "beat":
             return
-        if kind in UP_EVENTS and child.up_since is None:
-            child.up_since = child.heard_at
-            child.was_up = True
+        if kind in UP_EVENTS:
+            child.lives.come_up(child.heard_at)
+        if kind == "failed":
+            child.why = str(event.get("why", ""))
         self._observer.on_event(child.spec.name, event)
 
 

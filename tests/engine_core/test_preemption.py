@@ -88,5 +88,5 @@ def test_only_steps_with_prompts_are_measurements() -> None:
 
 
 def test_the_option_has_three_words() -> None:
-    with pytest.raises(ValueError, match="preemption must be auto, swap or recompute, got 'never'"):
+    with pytest.raises(ValueError, match="preemption must be one of auto, swap, recompute, got 'never'"):
         EngineConfig(preemption="never")

@@ -351,7 +351,7 @@ async def test_a_bug_shows_an_id_and_nothing_else(
 
 
 async def test_silence_is_pinged(tmp_path: Path) -> None:
-    gateway = make_gateway(tmp_path, ping_interval_s=0.01)
+    gateway = make_gateway(tmp_path, ping_interval_s=0.1)
     released = asyncio.Event()
     scripted = play(gateway.ids("a"))
     gateway.engine.script = lambda record: [released, *scripted(record)]

@@ -20,7 +20,7 @@ from tests.gateway.model_dir import write_model_dir
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.health import HealthTimes
 from pagoda_gateway.http_server import bind, url_of
-from pagoda_gateway.server import load_text, new_event_loop, serve
+from pagoda_gateway.server import load_text, serve
 
 TIMES = HealthTimes(idle_s=1000.0, tick_s=0.02, canary_spacing_s=0.02)
 
@@ -272,8 +272,3 @@ def test_the_served_text_side_can_have_its_own_template(tmp_path: Path, model: P
     template.write_text("{{ messages[0].content }}!")
     text = load_text(GatewayConfig(model=str(model), chat_template=str(template)))
     assert text.render_chat([{"role": "user", "content": "hi"}]) == "hi!"
-
-
-def test_the_event_loop_is_uvloops_where_installed() -> None:
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        assert type(runner.get_loop()).__module__.startswith("uvloop")

@@ -21,6 +21,18 @@ def test_streams_outwait_an_engine_core_that_is_found_silent_replaced_and_starte
     assert replaced_s - times.ENGINE_SILENT_S < times.RESUME_WAIT_S
 
 
+def test_a_child_is_judged_by_several_beats_and_looked_at_often_enough() -> None:
+    assert 3 * times.CHILD_BEAT_S < times.CHILD_SILENT_S < times.WORKER_SILENT_S
+    assert times.WATCH_S + times.STALL_S < times.CHILD_SILENT_S / 2
+    assert times.CHILD_BEAT_S + times.STALL_S < times.CHILD_SILENT_S / 2
+
+
+def test_who_worked_is_back_sooner_than_who_never_did() -> None:
+    assert times.RESTART_FIRST_S < times.RESTART_NEVER_UP_FIRST_S < times.RESTART_MOST_S
+    assert times.RESTART_MOST_S < times.STEADY_S < times.RESTART_NEVER_UP_MOST_S
+    assert times.RESTART_MOST_S < times.ENGINE_SILENT_S
+
+
 def test_streams_outwait_a_worker_that_is_found_silent_replaced_and_started() -> None:
     assert times.WORKER_SILENT_S + times.RESTART_MOST_S + times.START_S < times.NO_WORKER_WAIT_S
 

@@ -1,7 +1,8 @@
 """A tiny program for the supervisor to look after; it speaks the status protocol and does what its words say.
 
-Words: `ready`, `garbage` (a status line that is no event), `exit=CODE`, `deaf` (ignores SIGTERM), `say=COUNT` (that
-many letters on one line), `crash-once=FILE`, `grandchild=FILE`, `linger` (waits for signals).
+Words: `ready`, `garbage` (a status line that is no event), `exit=CODE`, `why=TEXT` (it reports to have failed),
+`deaf` (ignores SIGTERM), `say=COUNT` (that many letters on one line), `crash-once=FILE`, `grandchild=FILE`, `linger`
+(waits for signals), `beat` (beats, and says when by the monotonic clock, until a signal).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from pagoda.process import die_with_parent
@@ -43,6 +45,8 @@ def main() -> int:
             Path(value).write_text(str(grandchild.pid))
         elif name == "ready":
             report(event="ready", pid=os.getpid())
+        elif name == "why":
+            report(event="failed", why=value)
         elif name == "garbage":
             os.write(arguments.status_fd, b"this is no event\n")
         elif name == "exit":
@@ -50,6 +54,11 @@ def main() -> int:
         elif name == "linger":
             while True:
                 signal.pause()
+        elif name == "beat":
+            while True:
+                report(event="beat")
+                print(time.monotonic(), flush=True)
+                time.sleep(0.2)
     return 0
 
 

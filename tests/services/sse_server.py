@@ -17,9 +17,12 @@ class SseServer:
     failures: list[int] = field(default_factory=list)
     close_after_answer: bool = False
     omit_done: bool = False
+    owned_by: str = ""
+    answered: asyncio.Event | None = None  # answers of a stream wait for it
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[bytes] = field(default_factory=list)
     connections: int = 0
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -34,16 +37,19 @@ class SseServer:
 
     async def _answer(self, head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if head.startswith(b"GET /v1/models"):
-            body = json.dumps({"data": [{"id": "first-model"}, {"id": "second-model"}]}).encode()
+            body = json.dumps({"data": self._models()}).encode()
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
             return
         length = int(head.lower().split(b"content-length:", 1)[1].split(b"\r\n", 1)[0])
         body = json.loads(await reader.readexactly(length))
         self.bodies.append(body)
+        self.asked.set()
         if self.failures:
             text = b'{"error": "no"}'
             writer.write(b"HTTP/1.1 %d No\r\nContent-Length: %d\r\n\r\n" % (self.failures.pop(0), len(text)) + text)
             return
+        if self.answered is not None:
+            await self.answered.wait()
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         for event in self._events(body, chat=b"/chat/" in head.split(b"\r\n", 1)[0]):
             data = b"data: " + event + b"\n\n"
@@ -51,6 +57,11 @@ class SseServer:
             await writer.drain()
         writer.write(b"0\r\n\r\n")
         await writer.drain()
+
+    def _models(self) -> list[dict[str, str]]:
+        if self.owned_by:
+            return [{"id": "served", "owned_by": self.owned_by}]
+        return [{"id": "first-model"}, {"id": "second-model"}]
 
     def _events(self, body: dict[str, Any], chat: bool) -> list[bytes]:
         count = body.get("max_tokens", 3)

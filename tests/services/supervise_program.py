@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
+from pagoda.restarts import Pauses
 from pagoda.settings import child_environment
-from pagoda.supervisor import Backoff, ChildSpec, Supervisor
+from pagoda.supervisor import ChildSpec, Supervisor
 
 CHILD = Path(__file__).with_name("child_program.py")
 
@@ -32,13 +34,14 @@ def spec(name: str, words: list[str], order: int) -> ChildSpec:
         environment=child_environment(),
         stop_order=order,
         stop_timeout_s=0.5 if "quick" in name else 30.0,
-        silence_timeout_s=0.5 if "mute" in name else 0.0,
+        silence_timeout_s={"mute": 0.5, "beating": 2.5}.get(name.partition("-")[0], 0.0),
     )
 
 
 async def run() -> int:
+    logging.basicConfig(level=logging.INFO)
     children = [spec(name, words, order) for order, (name, words) in enumerate(json.loads(sys.argv[1]).items())]
-    return await Supervisor(children, Printer(), Backoff(first_s=0.01)).run()
+    return await Supervisor(children, Printer(), Pauses(first_s=0.01, most_s=0.2, never_up_first_s=0.01)).run()
 
 
 if __name__ == "__main__":

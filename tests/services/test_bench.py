@@ -232,14 +232,3 @@ async def test_chat_keeps_the_conversation(capsys: pytest.CaptureFixture[str], m
     roles = [[message["role"] for message in body["messages"]] for body in server.bodies]
     assert roles == [["system", "user"], ["system", "user", "assistant", "user"], ["user"]]
     assert capsys.readouterr().out == "word word word \n" * 3
-
-
-async def test_a_failed_turn_is_told_and_forgotten(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = iter(["one", "two", "/quit"])
-    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    async with serving(SseServer(failures=[500])) as server:
-        await asyncio.to_thread(main, ["chat", "--base-url", server.url])
-    assert "http 500" in capsys.readouterr().err
-    assert [body["messages"][0]["content"] for body in server.bodies] == ["one", "two"]

@@ -41,10 +41,20 @@ def test_serve_has_the_flags_people_know() -> None:
         (("serve", "--prt", "1"), "unrecognized arguments: --prt"),
         (("serve", "--port", "x"), "port must be a whole number, got 'x' (from --port)"),
         (("serve", "--workers", "0"), "workers must be between 1 and 64, got 0 (from --workers)"),
+        (("serve", "--prt", "1"), "; did you mean --port?"),
+        (("serve", "--max-num-seqs", "1"), "unrecognized arguments: --max-num-seqs; here it is --max-rows"),
+        (("bench", "serve", "--base-ur=x"), "unrecognized arguments: --base-ur; did you mean --base-url?"),
+        (("serve", "--ping-interval-s", "0"), "ping_interval_s must be between 0.1 and 1000000, got 0.0"),
+        (("serve", "--drain-timeout-s", "-1"), "drain_timeout_s must be between 0 and 1000000, got -1.0"),
+        (("serve", "--max-model-len", "-5"), "max_model_len must be between 0 and 2147483647, got -5"),
+        (("doctor", "--port", "99999"), "argument --port: must be between 0 and 65535, got 99999"),
+        (("engine-core",), "--listen is needed (PAGODA_LISTEN or listen in the settings file)"),
+        (("worker",), "--engine is needed (PAGODA_ENGINE or engine in the settings file)"),
+        (("gateway",), "--engine is needed (PAGODA_ENGINE or engine in the settings file)"),
         (("serve", "--config", "/no/such.yaml"), "config file /no/such.yaml cannot be read"),
         (("serve", "/no/such/model"), "model /no/such/model: no such directory"),
         (("serve", "some-org/some-model"), "HF_HUB_OFFLINE"),
-        (("gateway", "--model", "/no/such/model"), "model /no/such/model: no such directory"),
+        (("gateway", "--engine", "unix:/e", "--model", "/no/such/model"), "model /no/such/model: no such directory"),
         (("bench", "serve", "--base-url", "ftp://x"), "base URL must look like http://host:port"),
     ],
 )
@@ -74,6 +84,7 @@ def test_config_validate_is_quiet_when_all_is_well() -> None:
 
 def test_version_names_what_is_installed() -> None:
     assert pagoda("version").stdout.startswith("pagoda 0.")
+    assert pagoda("--version").stdout == pagoda("version").stdout
 
 
 def test_doctor_reports_on_this_machine() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from tests.services.sse_server import SseServer, serving
 
 from pagoda import doctor
 from pagoda.machine import has_nvidia_device
@@ -56,3 +59,21 @@ def test_torch_itself_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     finding = doctor._gpus()
     assert finding.what.startswith("GPUs: cuda:0 " if finding.state == "ok" else "a GPU that torch does not use: ")
     assert "could not be asked" not in finding.what
+
+
+@pytest.mark.parametrize(
+    ("owner", "state", "text"),
+    [
+        ("pagoda", "ok", "is held by a running Pagoda that serves served"),
+        ("other", "FAIL", "is in use"),
+        ("", "FAIL", "is in use"),
+    ],
+)
+async def test_a_port_that_our_own_server_holds_is_no_failure(owner: str, state: str, text: str) -> None:
+    async with serving(SseServer(owned_by=owner)) as server:
+        port = urlsplit(server.url).port or 0
+        finding = await asyncio.to_thread(doctor._port, port)
+    assert finding.state == state
+    assert f"port {port} " in finding.what
+    assert text in finding.what
+    assert (await asyncio.to_thread(doctor._port, port)).what == f"port {port} is free"

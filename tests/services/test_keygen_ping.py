@@ -11,7 +11,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health
+from grpc_health.v1 import health, health_pb2
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from pagoda.keygen import generate
@@ -69,6 +69,44 @@ async def test_ping_grpc_under_mutual_tls_lets_only_key_holders_in(tmp_path: Pat
         stranger = await asyncio.to_thread(ping, target, keys_dir=str(tmp_path / "theirs" / "gateway"), timeout_s=1)
         assert stranger is not None
         assert "UNAVAILABLE" in stranger or "DEADLINE_EXCEEDED" in stranger
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("told", "problem"),
+    [
+        ({"live": "SERVING", "": "NOT_SERVING"}, None),
+        ({"live": "NOT_SERVING", "": "SERVING"}, "live is NOT_SERVING"),
+        ({"": "SERVING"}, None),
+        ({"": "NOT_SERVING"}, "the server is NOT_SERVING"),
+        ({"live": "UNKNOWN"}, "live is UNKNOWN"),
+    ],
+)
+async def test_ping_grpc_takes_serving_for_health_and_nothing_else(told: dict[str, str], problem: str | None) -> None:
+    server = grpc.aio.server()
+    healthy = health.aio.HealthServicer()
+    for service, status in told.items():
+        await healthy.set(service, health_pb2.HealthCheckResponse.ServingStatus.Value(status))
+    add_HealthServicer_to_server(healthy, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    target = f"grpc://127.0.0.1:{port}"
+    try:
+        found = await asyncio.to_thread(ping, target, timeout_s=30)
+        assert found == (None if problem is None else f"{target}: {problem}")
+    finally:
+        await server.stop(0)
+    assert await asyncio.to_thread(ping, target, timeout_s=30) == f"{target}: UNAVAILABLE"
+
+
+async def test_ping_grpc_of_a_server_without_a_health_service(tmp_path: Path) -> None:
+    server = grpc.aio.server()
+    server.add_insecure_port(f"unix:{tmp_path}/e.sock")
+    await server.start()
+    try:
+        found = await asyncio.to_thread(ping, f"unix:{tmp_path}/e.sock", timeout_s=30)
+        assert found == f"unix:{tmp_path}/e.sock: UNIMPLEMENTED"
     finally:
         await server.stop(0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,38 @@ async def test_closing_ends_open_streams(text: ModelText) -> None:
     with pytest.raises((PagodaError, StopAsyncIteration)):
         while True:
             await anext(stream)
+
+
+def test_one_event_loop_after_another_and_several_at_once_may_use_a_model(text: ModelText) -> None:
+    llm = AsyncLLM.over(wired(text))
+    for _ in range(2):
+        assert asyncio.run(asyncio.wait_for(last(llm, [1, 2], GREEDY), 60)) == expected([1, 2], GREEDY)[0]
+    with ThreadPoolExecutor(3) as threads:
+        jobs = [threads.submit(asyncio.run, last(llm, [i, 2], GREEDY)) for i in range(3)]
+        assert [job.result(60) for job in jobs] == [expected([i, 2], GREEDY)[0] for i in range(3)]
+    asyncio.run(llm.close())
+
+
+def test_what_a_loop_leaves_behind_is_aborted(text: ModelText) -> None:
+    """The loop is closed under its request, without a chance to leave the iteration."""
+    local = wired(text)
+    llm = AsyncLLM.over(local)
+    loop = asyncio.new_event_loop()
+    stream = llm.generate([1, 2], SamplingParams(max_tokens=120, seed=0, ignore_eos=True))
+    loop.run_until_complete(anext(stream))
+    loop.close()
+    assert asyncio.run(last(llm, [3], GREEDY)) == expected([3], GREEDY)[0]
+    while local.engine.call(lambda: local.engine.stats().blocks_used).result(60):
+        pass
+    del stream
+    asyncio.run(llm.close())
+
+
+async def test_a_closed_model_says_so(text: ModelText) -> None:
+    llm = AsyncLLM.over(wired(text))
+    await llm.close()
+    with pytest.raises(PagodaError, match="is closed"):
+        await asyncio.wait_for(last(llm, [1], GREEDY), 60)
 
 
 # The bundled model itself.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -9,13 +10,24 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from pagoda.machine import cpu_flags, cpu_quota, memory_info, memory_limit
-from pagoda.process import EXIT_CONFIG, EXIT_CRASH, EXIT_OK, EXIT_UNREACHABLE, StatusPipe, exit_code, run_guarded
+from pagoda.process import (
+    EXIT_CONFIG,
+    EXIT_CRASH,
+    EXIT_OK,
+    EXIT_UNREACHABLE,
+    StatusPipe,
+    exit_code,
+    fast_loop,
+    run_guarded,
+)
 from pagoda.settings import ConfigError
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 IN_USE = OSError(errno.EADDRINUSE, "in use")
@@ -56,6 +68,26 @@ def test_a_bug_is_told_with_its_traceback(caplog: pytest.LogCaptureFixture) -> N
     assert fail(RuntimeError("bug")) == EXIT_CRASH
     assert caplog.records[-1].exc_info is not None
     assert run_guarded(lambda: None, StatusPipe(-1)) == EXIT_OK
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (ConfigError(["one", "two"]), "one; two"),
+        (RuntimeError(), "RuntimeError"),
+        (ValueError("x" * 9999), "x" * 1000 + " .."),
+    ],
+)
+def test_why_a_process_failed_is_told_to_its_supervisor_in_one_line(error: Exception, why: str) -> None:
+    read, write = os.pipe()
+
+    def run() -> None:
+        raise error
+
+    run_guarded(run, StatusPipe(write))
+    assert json.loads(os.read(read, 1 << 16)) == {"event": "failed", "why": why}
+    os.close(read)
+    os.close(write)
 
 
 def test_events_are_lines_of_json_and_a_full_pipe_loses_them_rather_than_wait() -> None:
@@ -106,6 +138,50 @@ def test_the_first_signal_asks_and_the_second_one_ends(kind: str, words: list[st
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
         assert process.wait(timeout=60) == (EXIT_CRASH if words else EXIT_OK)
+
+
+def test_the_event_loop_is_uvloops_where_installed() -> None:
+    with asyncio.Runner(loop_factory=fast_loop()) as runner:
+        assert type(runner.get_loop()).__module__.startswith("uvloop")
+
+
+BEATING = """
+import asyncio, os, sys, threading, time
+from pagoda.process import StatusPipe, run_async, run_blocking
+
+def stay():
+    print("stuck", flush=True)
+    sys.stdin.readline()
+
+async def serve(stop):
+    await asyncio.sleep(0.1)
+    stay()
+
+report = StatusPipe(int(sys.argv[2]))
+sys.exit(run_async(serve, report) if sys.argv[1] == "async" else run_blocking(lambda stop: stay(), report))
+"""
+
+
+@pytest.mark.parametrize(("kind", "beats"), [("async", False), ("blocking", True)])
+def test_a_beat_says_that_the_event_loop_comes_round_or_that_a_process_is_not_frozen(kind: str, beats: bool) -> None:
+    read, write = os.pipe()
+    command = [sys.executable, "-c", BEATING, kind, str(write)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(write,), text=True
+    ) as process:
+        os.close(write)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "stuck\n"
+        if beats:  # the thread beside the work goes on
+            for _ in range(2):
+                assert b'"beat"' in os.read(read, 4096)
+        else:  # nothing but the beat before it was stuck
+            time.sleep(3 * times.CHILD_BEAT_S)
+            assert os.read(read, 4096).count(b'"beat"') == 1
+        process.stdin.close()
+        process.wait(60)
+    os.close(read)
 
 
 def test_the_limits_of_a_control_group_are_read(tmp_path: Path) -> None:

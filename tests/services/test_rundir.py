@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,14 @@ def test_without_a_place_of_its_own_the_users_runtime_directory_is_taken(
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/no/such/place")
     with runtime_dir("") as path:
         assert os.access(path, os.W_OK)
+
+
+def test_runs_that_begin_at_once_do_not_sweep_each_other(tmp_path: Path) -> None:
+    def begin(_: int) -> bool:
+        with runtime_dir(str(tmp_path)) as path:
+            (path / "engine.sock").touch()
+            return path.is_dir()
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(begin, range(2000)))
+    assert list(tmp_path.iterdir()) == []

@@ -20,6 +20,9 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
 from pagoda_worker.config import WorkerConfig
 
+ENGINE = {"engine": "unix:/e"}
+NEEDED = ENGINE | {"listen": "unix:/l", "worker_endpoint": "ipc:///w"}
+
 
 def problems(command: str = "serve", flags: dict[str, Any] | None = None, **environment: str) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
@@ -57,8 +60,8 @@ def test_tiers_keep_their_own_defaults_for_a_shared_name() -> None:
 
 def test_one_environment_serves_every_tier() -> None:
     environment = {"PAGODA_KV_CACHE_GIB": "2", "PAGODA_PORT": "9000"}
-    assert resolve("gateway", {}, environment).build(GatewayConfig).port == 9000
-    assert resolve("worker", {}, environment).build(WorkerConfig).kv_cache_gib == 2.0
+    assert resolve("gateway", ENGINE, environment).build(GatewayConfig).port == 9000
+    assert resolve("worker", ENGINE, environment).build(WorkerConfig).kv_cache_gib == 2.0
 
 
 def test_all_problems_are_told_at_once_with_their_sources(tmp_path: Path) -> None:
@@ -76,9 +79,15 @@ def test_all_problems_are_told_at_once_with_their_sources(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("port: [", "is not YAML"),
+        ("host: x\nport: [", "is not YAML: line 2, column 8: while parsing a flow node"),
+        ("host: x\nport: \t!", "is not YAML: line 2, column 7: while scanning for the next token"),
+        ("port: 1\nhost: \x01", "is not YAML: line 2, column 7: special characters are not allowed, character 0x1"),
         ("- port", "must hold a mapping"),
-        ("port: 1\nport: 2", "key 'port' is given twice"),
+        ("port: 1\nport: 2", "is not YAML: line 2, column 1: key 'port' is given twice"),
+        ("port: " + "9" * 9999, "cannot be read"),
+        ("port: " + "[" * 9999, "cannot be read"),
+        ("port: " + "9" * 99, "port must be between 0 and 65535, got 999"),
+        ("max_num_seqs: 3", "unknown key 'max_num_seqs' in"),
         ("port: '1x'", "port must be a whole number, got '1x'"),
         ("port: 1.5", "port must be a whole number, got 1.5"),
         ("host: 7", "host must be text, got 7"),
@@ -104,12 +113,12 @@ def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
 
 def test_the_file_can_be_named_by_the_environment(tmp_path: Path) -> None:
     file = write(tmp_path / "p.yaml", "port: 77")
-    assert resolve("gateway", {}, {"PAGODA_CONFIG": file["config"]}).build(GatewayConfig).port == 77
+    assert resolve("gateway", ENGINE, {"PAGODA_CONFIG": file["config"]}).build(GatewayConfig).port == 77
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("1", True), ("no", False), ("OFF", False)])
 def test_words_for_true_and_false(text: str, value: bool) -> None:
-    assert resolve("engine-core", {}, {"PAGODA_PREFIX_CACHE": text}).build(EngineConfig).prefix_cache is value
+    assert resolve("serve", {}, {"PAGODA_PREFIX_CACHE": text}).build(EngineConfig).prefix_cache is value
 
 
 def test_variables_of_kubernetes_services_called_pagoda_are_none_of_ours() -> None:
@@ -122,7 +131,7 @@ def test_variables_of_kubernetes_services_called_pagoda_are_none_of_ours() -> No
         "PAGODA_PORT_8000_TCP_ADDR": "10.0.0.1",
         "PAGODA_GATEWAY_PORT": "tcp://10.0.0.1:8000",
     }
-    assert resolve("gateway", {}, links).build(GatewayConfig) == GatewayConfig()
+    assert resolve("serve", {}, links).build(GatewayConfig) == GatewayConfig()
 
 
 def test_variables_are_upper_case() -> None:
@@ -173,6 +182,60 @@ def test_our_variables_do_not_reach_children(monkeypatch: pytest.MonkeyPatch) ->
     assert environment["OMP_WAIT_POLICY"] == "passive"
 
 
+@pytest.mark.parametrize(
+    ("command", "needed"),
+    [("engine-core", ["--listen", "--worker-endpoint"]), ("worker", ["--engine"]), ("gateway", ["--engine"])],
+)
+def test_a_process_that_stands_alone_names_what_it_needs(command: str, needed: list[str]) -> None:
+    told = problems(command)
+    assert [problem.split(" is needed (PAGODA_")[0] for problem in told] == needed
+    assert problems(command, {flag.strip("-").replace("-", "_"): "" for flag in needed}) == told
+
+
+def test_a_shared_name_has_one_rule() -> None:
+    for option in ALL.values():
+        assert len({rule._replace(required=False) for rule in option.rules}) == 1, option.name
+
+
+NUMBERS = sorted(name for name, option in ALL.items() if option.type in (int, float))
+OWNER = {name: next(c for c in COMMANDS if name in settings.command_options(c)) for name in NUMBERS}
+CASES = st.sampled_from(NUMBERS)
+ODD = st.one_of(
+    st.integers(),
+    st.floats(),
+    st.integers(1, 400).map(lambda n: "9" * n),
+    st.sampled_from(["", "1e999", "0x1", "1_0", "-"]),
+)
+
+
+@given(name=CASES, value=ODD)
+def test_any_number_is_taken_within_its_bounds_or_refused_in_one_line(name: str, value: Any) -> None:
+    """Whatever it is, the config has a finite number between the option's bounds, or the line names flag and value."""
+    command, rule = OWNER[name], ALL[name].rules[0]
+    try:
+        built = resolve(command, {name: str(value)} | (NEEDED if command != "serve" else {}), {})
+    except ConfigError as error:
+        for told in error.problems:
+            assert told.startswith(f"{name} ")
+            assert told.endswith(f"(from {ALL[name].flag})")
+            assert len(told) < 500
+            assert "\n" not in told
+    else:
+        for owner in ALL[name].owners:
+            if owner in COMMANDS[command]:
+                assert rule.least is not None
+                assert rule.most is not None
+                assert rule.least <= getattr(built.build(owner), name) <= rule.most
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e300", "9" * 30, "-9999999"])
+def test_no_option_takes_what_is_no_amount(name: str, value: str) -> None:
+    told = problems(OWNER[name], {name: value} | (NEEDED if OWNER[name] != "serve" else {}))
+    assert {problem.split(" ")[0] for problem in told} == {name}
+    assert all(f"(from {ALL[name].flag})" in problem for problem in told)
+
+
 numbers = st.integers(0, 65535)
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0", exclude_categories=("Cs",)), max_size=20)
 
@@ -185,8 +248,8 @@ def test_arguments_carry_a_config_into_another_process(
     from pagoda.flags import given_flags
 
     config = GatewayConfig(port=port, host=host, startup_message=startup_message, keep_alive_s=keep_alive_s)
-    parsed = parser_of("gateway").parse_args(["gateway", *to_arguments(config)])
-    assert resolve("gateway", given_flags(parsed, "gateway"), {}).build(GatewayConfig) == config
+    parsed = parser_of("gateway").parse_args(["gateway", *to_arguments(config), "--engine=unix:/e"])
+    assert resolve("gateway", given_flags(parsed, "gateway"), {}).build(GatewayConfig, engine="") == config
 
 
 @given(st.dictionaries(st.sampled_from(sorted(set(ALL) - {"config"})), st.one_of(st.integers(), texts, st.booleans())))

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pagoda.supervisor import Backoff, describe_exit
+from pagoda.supervisor import describe_exit
 
 PROGRAM = Path(__file__).with_name("supervise_program.py")
 STEADY = ["ready", "linger"]
@@ -117,14 +118,16 @@ def test_what_a_child_started_dies_with_it(tmp_path: Path) -> None:
         assert gone(first_grandchild) or psutil.Process(first_grandchild).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_refused_configuration_is_not_tried_again() -> None:
-    with supervise(good=STEADY, bad=["exit=2"]) as running:
+def test_a_refused_configuration_is_not_tried_again(capfd: pytest.CaptureFixture[str]) -> None:
+    with supervise(good=STEADY, bad=["why=the model has no legs", "exit=2"]) as running:
         assert running.end() == 2
+    assert "bad cannot start: the model has no legs\n" in capfd.readouterr().err
 
 
-def test_a_child_that_only_crashes_at_start_ends_the_whole() -> None:
+def test_a_child_that_only_crashes_at_start_ends_the_whole(capfd: pytest.CaptureFixture[str]) -> None:
     with supervise(good=STEADY, bad=["exit=1"]) as running:
         assert running.end() == 1
+    assert "bad died 3 times before all were up, giving up: exited with code 1\n" in capfd.readouterr().err
 
 
 def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
@@ -140,6 +143,44 @@ def test_a_silent_child_is_killed_and_started_again() -> None:
         assert gone(first)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_a_supervisor_that_was_held_up_blames_no_child_for_it(all_of_them: bool) -> None:
+    """Stopped for twice the silence that a child may keep, alone or with everybody else, as on a suspended machine."""
+    with supervise(beating_1=["ready", "beat"], beating_2=["ready", "beat"]) as running:
+        children = [running.event(event="ready")["pid"] for _ in range(2)]
+        stopped = [running.process.pid, *(children if all_of_them else [])]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(5.0)
+        for pid in reversed(stopped):
+            os.kill(pid, signal.SIGCONT)
+        resumed = time.monotonic()
+        for event in iter(running.event, None):
+            assert event["event"] == "line"
+            if float(event["line"]) > resumed + 2.5:  # it has looked at them again, more than once
+                break
+        assert all(psutil.pid_exists(pid) for pid in children)
+
+
+@pytest.mark.slow
+def test_a_supervisor_that_was_held_up_still_finds_who_is_stuck() -> None:
+    with supervise(beating=["ready", "beat"]) as running:
+        pid = running.event(event="ready")["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        os.kill(running.process.pid, signal.SIGSTOP)
+        time.sleep(4.0)
+        os.kill(running.process.pid, signal.SIGCONT)
+        assert running.event(event="died")["code"] == -signal.SIGKILL
+
+
+def test_a_child_that_is_killed_again_and_again_comes_back_every_time() -> None:
+    with supervise(one=STEADY, two=STEADY) as running:
+        for _ in range(20):
+            os.kill(running.event(child="one", event="ready")["pid"], signal.SIGKILL)
+        running.event(child="one", event="ready")
+
+
 def test_words_of_children_are_passed_on_whole() -> None:
     text = "é" * 40_000  # more bytes than one read takes
     with supervise(one=["say=40000", *STEADY]) as running:
@@ -149,11 +190,6 @@ def test_words_of_children_are_passed_on_whole() -> None:
 def test_garbage_on_the_status_pipe_is_passed_over() -> None:
     with supervise(one=["garbage", *STEADY]) as running:
         running.event(event="ready")
-
-
-@pytest.mark.parametrize(("deaths", "seconds"), [(1, 0.5), (2, 1.0), (7, 30.0), (1000, 30.0)])
-def test_backoff_doubles_up_to_its_bound(deaths: int, seconds: float) -> None:
-    assert Backoff().delay(deaths) == seconds
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from pagoda.bench.processes import ProcessWatch
 from pagoda.bench.report import render, summarise
 from pagoda.bench.workload import BodyMaker, Row, Shape, arrivals, make_rows, read_rows, write_rows
 from pagoda.http_stream import HttpError, Target
+from pagoda.numbers import number, seed, whole
 from pagoda.process import fast_loop
 from pagoda.settings import ConfigError
 
@@ -60,37 +61,39 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--model", default="", help="the server's first model when left out")
     group.add_argument("--api-key", default="", help="sent as bearer token")
     group.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="[%(default)s]")
-    group.add_argument("--timeout-s", type=float, default=600.0, help="for one request [%(default)s]")
+    group.add_argument("--timeout-s", type=number(), default=600.0, help="for one request [%(default)s]")
 
 
 def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--workload", type=Path, help="JSON-lines file of rows, instead of making them up")
     group.add_argument("--write-workload", type=Path, help="write the rows used to this file")
-    group.add_argument("--num-requests", type=int, default=100, help="[%(default)s]")
-    group.add_argument("--input-len", type=int, default=128, help="prompt tokens [%(default)s]")
-    group.add_argument("--output-len", type=int, default=64, help="output tokens [%(default)s]")
-    group.add_argument("--input-spread", type=float, default=0.0, help="standard deviation of the prompt length")
-    group.add_argument("--output-spread", type=float, default=0.0, help="standard deviation of the output length")
-    group.add_argument("--prefix-len", type=int, default=0, help="first tokens that prompts share")
-    group.add_argument("--num-prefixes", type=int, default=1, help="different shared prefixes [%(default)s]")
+    group.add_argument("--num-requests", type=whole(1), default=100, help="[%(default)s]")
+    group.add_argument("--input-len", type=whole(1), default=128, help="prompt tokens [%(default)s]")
+    group.add_argument("--output-len", type=whole(1), default=64, help="output tokens [%(default)s]")
+    group.add_argument("--input-spread", type=number(), default=0.0, help="standard deviation of the prompt length")
+    group.add_argument("--output-spread", type=number(), default=0.0, help="standard deviation of the output length")
+    group.add_argument("--prefix-len", type=whole(), default=0, help="first tokens that prompts share")
+    group.add_argument("--num-prefixes", type=whole(1), default=1, help="different shared prefixes [%(default)s]")
     group.add_argument("--token-ids", type=_id_range, default=range(100, 250), help="LOW:HIGH to draw prompts from")
-    group.add_argument("--temperature", type=float, default=0.0, help="[%(default)s]")
+    group.add_argument("--temperature", type=number(), default=0.0, help="[%(default)s]")
     group.add_argument("--honour-eos", action="store_true", help="let the model end an answer early")
     group.add_argument("--extra-body", type=_json_object, default={}, help="JSON object merged into every request")
-    group.add_argument("--seed", type=int, default=0, help="of the workload [%(default)s]")
+    group.add_argument("--seed", type=seed(), default=0, help="of the workload [%(default)s]")
     group.add_argument("--salt", default="", help="changes all prompts, so that no earlier run has cached them")
 
 
 def _add_pace_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("pace")
-    group.add_argument("--concurrency", type=int, default=8, help="requests in flight (closed loop) [%(default)s]")
-    group.add_argument("--rate", type=float, help="requests per second (open loop)")
-    group.add_argument("--burstiness", type=float, default=1.0, help="1 Poisson, above smoother, 0 even [%(default)s]")
+    group.add_argument("--concurrency", type=whole(1), default=8, help="requests in flight (closed loop) [%(default)s]")
+    group.add_argument("--rate", type=number(1e-6), help="requests per second (open loop)")
+    group.add_argument(
+        "--burstiness", type=number(), default=1.0, help="1 Poisson, more: smoother, 0 even [%(default)s]"
+    )
     group.add_argument("--replay", action="store_true", help="open loop at the rows' own times")
-    group.add_argument("--speed", type=float, default=1.0, help="of a replay [%(default)s]")
-    group.add_argument("--duration-s", type=float, help="start no new request after this long")
-    group.add_argument("--warmup", type=int, default=2, help="requests before the measurement [%(default)s]")
+    group.add_argument("--speed", type=number(1e-6), default=1.0, help="of a replay [%(default)s]")
+    group.add_argument("--duration-s", type=number(), help="start no new request after this long")
+    group.add_argument("--warmup", type=whole(), default=2, help="requests before the measurement [%(default)s]")
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,8 +163,8 @@ async def _run(arguments: argparse.Namespace, rows: list[Row]) -> dict[str, Any]
 
 
 async def _warm_up(client: LoadClient, rows: list[Row], count: int) -> None:
-    for number in range(count):
-        sent = await client.send(-1 - number, rows[number % len(rows)])
+    for index in range(count):
+        sent = await client.send(-1 - index, rows[index % len(rows)])
         if sent.timing.error is not None:
             print(f"warm-up: {sent.timing.error}", file=sys.stderr)
 
@@ -196,25 +199,28 @@ def _line(one: Sent, begin: float) -> dict[str, Any]:
 
 def _id_range(text: str) -> range:
     low, _, high = text.partition(":")
-    ids = range(int(low), int(high))
+    ids = range(whole()(low), whole()(high))
     if not ids:
         raise argparse.ArgumentTypeError(f"LOW:HIGH with LOW below HIGH is needed, got {text!r}")
     return ids
 
 
 def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part]
+    return [whole(1)(part) for part in text.split(",") if part]
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"a JSON object is needed, got {text!r}")
     return value
 
 
 def _limits(text: str) -> dict[str, float]:
-    limits = {name: float(value) for name, _, value in (part.partition("=") for part in text.split(","))}
+    limits = {name: number()(value) for name, _, value in (part.partition("=") for part in text.split(","))}
     if unknown := set(limits) - set(LIMIT_NAMES):
         raise argparse.ArgumentTypeError(f"limits are {', '.join(LIMIT_NAMES)}, got {', '.join(sorted(unknown))}")
     return limits

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda.bench import plot
+from pagoda.numbers import whole
 from pagoda.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -33,14 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="b135m, b600m, b1b, 8b or hidden=N,middle=N,heads=N,kv_heads=N,head_dim=N,vocab=N [%(default)s]",
     )  # fmt: skip
     group.add_argument("--instruction-set", default="", help="base, avx2, avx512 or avx512bf16; the best when left out")
-    group.add_argument("--threads", type=int, default=0, help="one per usable core when left out")
+    group.add_argument("--threads", type=whole(), default=0, help="one per usable core when left out")
     group.add_argument("--formats", type=_words, help="of linear layers, NAME,NAME,..; bf16 and all others by default")
     group.add_argument("--only", default="", metavar="TEXT", help="only operations with this text in their name")
     group.add_argument("--ceilings", action="store_true", help="measure the ceilings and nothing else")
     group = parser.add_argument_group("how")
-    group.add_argument("--repeats", type=int, default=5, help="runs, of which the median counts [%(default)s]")
-    group.add_argument("--cold-mib", type=int, default=256, help="what a run moves at least [%(default)s]")
-    group.add_argument("--max-tokens", type=int, default=2**20, help="leave out cases with more [%(default)s]")
+    group.add_argument("--repeats", type=whole(1), default=5, help="runs, of which the median counts [%(default)s]")
+    group.add_argument("--cold-mib", type=whole(1), default=256, help="what a run moves at least [%(default)s]")
+    group.add_argument("--max-tokens", type=whole(1), default=2**20, help="leave out cases with more [%(default)s]")
     group = parser.add_argument_group("output")
     group.add_argument("--json", type=Path, help="write the report to this file")
     group.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the roofline (needs matplotlib)")

@@ -16,6 +16,7 @@ from rich.table import Table
 from pagoda.bench.report import distribution_ms
 from pagoda.bench.workload import BodyMaker, Row
 from pagoda.flags import add_model_argument, add_options, given_flags
+from pagoda.numbers import number, seed, whole
 from pagoda.settings import ConfigError
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
@@ -35,14 +36,14 @@ TIMES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     group = parser.add_argument_group("workload")
-    group.add_argument("--batch-size", type=int, default=1, help="requests given at once [%(default)s]")
-    group.add_argument("--input-len", type=int, default=128, help="prompt tokens [%(default)s]")
-    group.add_argument("--output-len", type=int, default=64, help="output tokens [%(default)s]")
-    group.add_argument("--iterations", type=int, default=10, help="batches measured, one after another [%(default)s]")
-    group.add_argument("--warmup", type=int, default=2, help="batches before them [%(default)s]")
-    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy [%(default)s]")
-    group.add_argument("--top-p", type=float, default=1.0, help="[%(default)s]")
-    group.add_argument("--seed", type=int, default=0, help="of the workload [%(default)s]")
+    group.add_argument("--batch-size", type=whole(1), default=1, help="requests given at once [%(default)s]")
+    group.add_argument("--input-len", type=whole(1), default=128, help="prompt tokens [%(default)s]")
+    group.add_argument("--output-len", type=whole(1), default=64, help="output tokens [%(default)s]")
+    group.add_argument("--iterations", type=whole(1), default=10, help="batches measured one by one [%(default)s]")
+    group.add_argument("--warmup", type=whole(), default=2, help="batches before them [%(default)s]")
+    group.add_argument("--temperature", type=number(), default=0.0, help="0 is greedy [%(default)s]")
+    group.add_argument("--top-p", type=number(0, 1), default=1.0, help="[%(default)s]")
+    group.add_argument("--seed", type=seed(), default=0, help="of the workload [%(default)s]")
     group.add_argument("--json", type=Path, help="write the report to this file")
     add_options(parser, "offline")
 
@@ -129,9 +130,9 @@ def measure(local: Local, arguments: argparse.Namespace) -> dict[str, Any]:
         temperature=arguments.temperature, top_p=arguments.top_p, max_tokens=arguments.output_len, ignore_eos=True
     )
     batches = []
-    for number in range(-arguments.warmup, arguments.iterations):
-        times = run_batch(local, make_prompts(arguments, number, local.limits.vocab_size), params)
-        if number >= 0:
+    for index in range(-arguments.warmup, arguments.iterations):
+        times = run_batch(local, make_prompts(arguments, index, local.limits.vocab_size), params)
+        if index >= 0:
             batches.append(times)
     return summarise(batches, arguments.batch_size, arguments.input_len, arguments.output_len)
 

@@ -31,6 +31,7 @@ from pagoda.bench.load import LoadClient
 from pagoda.bench.workload import BodyMaker, Row
 from pagoda.flags import add_model_argument, add_options, given_flags
 from pagoda.http_stream import HttpError, Target
+from pagoda.numbers import number, whole
 from pagoda.settings import ConfigError, command_options
 from pagoda.supervisor import python_command
 
@@ -50,10 +51,10 @@ MILESTONES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     group = parser.add_argument_group("measurement")
-    group.add_argument("--runs", type=int, default=3, help="starts [%(default)s]")
+    group.add_argument("--runs", type=whole(1), default=3, help="starts [%(default)s]")
     group.add_argument("--cold", action="store_true", help="drop the weight files from the page cache before each")
-    group.add_argument("--input-len", type=int, default=16, help="prompt tokens of the first request [%(default)s]")
-    group.add_argument("--timeout-s", type=float, default=600.0, help="for one start [%(default)s]")
+    group.add_argument("--input-len", type=whole(1), default=16, help="tokens of the first prompt [%(default)s]")
+    group.add_argument("--timeout-s", type=number(), default=600.0, help="for one start [%(default)s]")
     group.add_argument("--json", type=Path, help="write the report to this file")
     add_options(parser, "serve")
 
