@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
+from pagoda_proto import times
 from pagoda_proto.options import option
 
 _POSITIVE = ("max_body_bytes", "max_headers", "max_header_bytes", "max_connections", "max_prompts", "max_messages")
+
+_MAY_BE_ZERO = ("resume_wait_s", "ping_interval_s", "drain_timeout_s", "lame_duck_s")  # of the times: at once, or never
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +34,12 @@ class GatewayConfig:
     max_messages: int = option(2048, "most messages in one chat request")
     max_tools: int = option(256, "most tools in one chat request")
     slow_client_timeout_s: float = option(60.0, "a stream whose client reads nothing for this long is ended")
-    resume_wait_s: float = option(10.0, "how long open streams wait for a lost engine core to come back")
-    ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long")
+    resume_wait_s: float = option(times.RESUME_WAIT_S, "how long open streams wait for a lost engine core to come back")
+    ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long; 0: never")
     drain_timeout_s: float = option(30.0, "after SIGTERM, how long open requests may finish")
     lame_duck_s: float = option(0.0, "after SIGTERM, how long to go on accepting while already unready")
     chat_template: str = option("", "file with a chat template to use instead of the model's own")
+    log_requests: bool = option(True, "one line of log per ended request: ids and numbers, no text")
     startup_message: bool = option(False, "print the URL and example calls once ready")
 
     def __post_init__(self) -> None:
@@ -43,5 +49,15 @@ class GatewayConfig:
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 problems.append(f"{name} must be at least 1, got {getattr(self, name)}")
+        problems += self._time_problems()
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _time_problems(self) -> Iterator[str]:
+        """Every field in seconds is one: a number, with an end, not before now."""
+        for name in (field.name for field in fields(self) if field.name.endswith("_s")):
+            seconds = getattr(self, name)
+            if not math.isfinite(seconds) or seconds < 0:
+                yield f"{name} must be a finite number of seconds, not negative, got {seconds:g}"
+            elif not seconds and name not in _MAY_BE_ZERO:
+                yield f"{name} must be more than 0 seconds, got {seconds:g}"

@@ -37,7 +37,7 @@ class GatewayMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._model_name = model_name
+        self.model_name = model_name
         self._routes: frozenset[str] = frozenset()
         self.num_open: Callable[[], int] = lambda: 0
         self._create_generation_metrics()
@@ -57,10 +57,10 @@ class GatewayMetrics:
         self.output_tokens = self._counter("generation_tokens", "Output tokens received from engine cores")
         names = ("model_name", "finished_reason")
         success = Counter("pagoda_request_success", "Requests by how they ended", names, registry=self.registry)
-        self._success = {reason: success.labels(self._model_name, reason.value) for reason in FinishReason}
+        self._success = {reason: success.labels(self.model_name, reason.value) for reason in FinishReason}
         names = ("model_name", "reason")
         refused = Counter("pagoda_admission_rejections", "Requests refused, by code", names, registry=self.registry)
-        self._refused = {code: refused.labels(self._model_name, code.value) for code in ErrorCode}
+        self._refused = {code: refused.labels(self.model_name, code.value) for code in ErrorCode}
 
     def _create_stream_metrics(self) -> None:
         self.resumed = self._counter("requests_resumed", "Requests submitted again after a loss or a move")
@@ -68,7 +68,7 @@ class GatewayMetrics:
         self.sessions_lost = self._counter("engine_sessions_lost", "Sessions to the engine core that broke")
         self.slow_clients = self._counter("slow_clients", "Connections ended because their client read nothing")
         canary = Counter("pagoda_canary_requests", "Health requests by outcome", ("result",), registry=self.registry)
-        self.canary = {result: canary.labels(result) for result in ("success", "failure")}
+        self.canary = {result: canary.labels(result) for result in ("success", "failure", "overtaken")}
 
     def _create_http_metrics(self) -> None:
         self._http = Counter(
@@ -83,7 +83,7 @@ class GatewayMetrics:
         )
 
     def _labelled(self, metric: _Metric) -> _Metric:
-        return metric.labels(self._model_name)
+        return metric.labels(self.model_name)
 
     def _counter(self, stem: str, text: str) -> Counter:
         return self._labelled(Counter(f"pagoda_{stem}", text, ("model_name",), registry=self.registry))
@@ -98,7 +98,7 @@ class GatewayMetrics:
     def watch_engine(
         self, load: Callable[[], Load], connected: Callable[[], bool], num_open: Callable[[], int]
     ) -> None:
-        """Gauges read from the session when scraped. Call once."""
+        """Gauges read from the session when scraped. Call once. What concerns the engine core is its own word."""
         self.num_open = num_open
         self._gauge("num_requests_running", "Running in the engine core, of all gateways", lambda: load().num_running)
         self._gauge("num_requests_waiting", "Waiting in the engine core, of all gateways", lambda: load().num_waiting)
@@ -108,6 +108,7 @@ class GatewayMetrics:
         self._gauge("open_requests", "Requests of this gateway without an ending", num_open)
 
     def ended(self, reason: FinishReason, usage: Usage | None, seconds: float) -> None:
+        """Without `usage` when the request ended before the model had seen its prompt."""
         self._success[reason].inc()
         self.latency.observe(seconds)
         if usage is not None:

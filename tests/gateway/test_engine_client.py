@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from pagoda_gateway.engine import EngineClient
 from pagoda_gateway.engine_client import SessionClient
 from pagoda_gateway.engine_session import EngineAddress
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.waits import Waits
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta, FinishReason, RequestRecord
 
+WAITS = Waits(tick_s=0.02)
 _ids = itertools.count()
 
 
@@ -43,7 +46,7 @@ async def engine(address: str) -> AsyncIterator[FakeEngineCore]:
 
 @pytest.fixture
 async def client(address: str) -> AsyncIterator[SessionClient]:
-    client = SessionClient(EngineAddress(address), resume_wait_s=20.0, metrics=GatewayMetrics("m"))
+    client = SessionClient(EngineAddress(address), GatewayMetrics("m"), WAITS)
     client.start()
     yield client
     await client.aclose()
@@ -189,13 +192,13 @@ async def test_a_request_that_never_gets_on_is_given_up(engine: FakeEngineCore, 
 async def test_no_engine_core_comes_back(
     engine: FakeEngineCore, address: str, num_before: int, code: ErrorCode
 ) -> None:
-    client = SessionClient(EngineAddress(address), resume_wait_s=0.2, metrics=GatewayMetrics("m"))
+    client = SessionClient(EngineAddress(address), GatewayMetrics("m"), replace(WAITS, resume_s=0.2))
     client.start()
     engine.steps = asyncio.Semaphore(num_before)
     request = record(n=2)
     generation = await client.submit(request)
     await engine.wait_sent(2 * num_before)
-    await until(lambda: client._open[request.request_id].request.num_output_tokens == 2 * num_before)
+    await until(lambda: sample(client, "generation_tokens_total") == 2 * num_before)
     await engine.kill()
     deltas = await collect(generation)
     assert tokens_of(deltas) == expected_tokens(request)[:num_before]
@@ -278,7 +281,7 @@ async def test_migrate_from_a_draining_engine_core_waits_for_the_next(
     await engine.wait_sent(3)
     engine.set_load(draining=True)
     engine.migrate_all()
-    await until(lambda: bool(client._parked))
+    await until(lambda: bool(client._pool.num_parked))
     engine.steps = None
     await engine.kill()
     engine.set_load(draining=False)
@@ -435,7 +438,7 @@ async def test_a_code_of_another_version_ends_its_own_request_only(
 
 
 async def test_closing_ends_open_requests(engine: FakeEngineCore, address: str) -> None:
-    client = SessionClient(EngineAddress(address), resume_wait_s=5.0, metrics=GatewayMetrics("m"))
+    client = SessionClient(EngineAddress(address), GatewayMetrics("m"), WAITS)
     client.start()
     engine.steps = asyncio.Semaphore(1)
     generation = await client.submit(record())
@@ -443,7 +446,7 @@ async def test_closing_ends_open_requests(engine: FakeEngineCore, address: str) 
     await client.aclose()
     [last] = await generation.next()
     assert last.error_code is ErrorCode.STREAM_INTERRUPTED
-    assert not client.alive
+    assert client.dead_tasks() == ["engine session", "engine clock"]
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:1", "engine:50051", "10.0.0.1:5", "", "ipc:///x"])

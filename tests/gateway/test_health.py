@@ -15,6 +15,7 @@ from pagoda_gateway.engine_client import SessionClient
 from pagoda_gateway.engine_session import EngineAddress
 from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.waits import Waits
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import RequestRecord
@@ -27,7 +28,7 @@ class Watched:
 
     def __init__(self, address: str, times: HealthTimes = TIMES) -> None:
         self.metrics = GatewayMetrics("m")
-        self.client = SessionClient(EngineAddress(address), resume_wait_s=1.0, metrics=self.metrics)
+        self.client = SessionClient(EngineAddress(address), self.metrics, Waits(resume_s=1.0, tick_s=0.01))
         self.health = Health(self.client, self.metrics, times)
         self.changes: list[bool] = []
         self.client.start()
@@ -63,7 +64,7 @@ async def watched(address: str) -> AsyncIterator[Watched]:
 
 
 async def test_not_ready_without_an_engine_core(watched: Watched, address: str) -> None:
-    assert "engine core not connected" in watched.health.problems()
+    assert "engine core is not connected" in watched.health.problems()
     assert watched.health.phase == "connecting"
     assert watched.health.dead_tasks() == []
     assert not watched.health.started
@@ -101,7 +102,7 @@ async def test_an_engine_core_that_yields_nothing_is_not_ready(engine: FakeEngin
     await watched.until_changes(True)
     engine.steps = asyncio.Semaphore(0)
     await watched.until_changes(True, False)
-    assert watched.health.problems() == ["no token within 0.5 s"]
+    assert watched.health.problems() == ["no token and no step within 0.5 s"]
     assert watched.canaries("failure") >= 1
     engine.steps = None
     await watched.until_changes(True, False, True)
@@ -149,6 +150,6 @@ async def test_draining_is_unready_at_once(engine: FakeEngineCore, watched: Watc
 
 async def test_a_dead_task_is_named(engine: FakeEngineCore, watched: Watched) -> None:
     await watched.client.aclose()
-    assert watched.health.dead_tasks() == ["engine session"]
+    assert watched.health.dead_tasks() == ["engine session", "engine clock"]
     await watched.health.aclose()
-    assert watched.health.dead_tasks() == ["engine session", "health"]
+    assert watched.health.dead_tasks() == ["engine session", "engine clock", "health"]
