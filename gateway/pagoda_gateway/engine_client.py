@@ -8,6 +8,7 @@ pool's. One task keeps the session, another one ticks: it sees silence and tends
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -125,14 +126,17 @@ class SessionClient:
         return live
 
     async def _wait_usable(self) -> None:
-        try:
-            async with asyncio.timeout(self._absence.submit_wait_s(self.clock.now())):
-                await self._usable.wait()
-        except TimeoutError:
-            self._metrics.refused(ErrorCode.UNAVAILABLE)
-            retry_after_s = self._absence.retry_after_s(self.clock.now())
-            why = f"the engine core {self._problem}"
-            raise PagodaError(ErrorCode.UNAVAILABLE, why, retry_after_s=retry_after_s) from None
+        now = self.clock.now()
+        refused_at = now + self._absence.submit_wait_s(now)
+        while not self._usable.is_set():
+            if now >= refused_at:
+                self._metrics.refused(ErrorCode.UNAVAILABLE)
+                why = f"the engine core {self._problem}"
+                raise PagodaError(ErrorCode.UNAVAILABLE, why, retry_after_s=self._absence.retry_after_s(now))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(refused_at - now):
+                    await self._usable.wait()
+            now = self.clock.now()
 
     # The session
 

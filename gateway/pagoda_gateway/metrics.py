@@ -1,6 +1,7 @@
 """What a gateway can know, in a registry of its own; every label comes from a closed set, so nobody can add series.
 
-Names follow the vLLM stems with the prefix `pagoda_`. Metrics of generation are observed once per delta (a step's
+Names are vLLM's where they mean the same, with the prefix `pagoda_`; an engine core's own have another prefix, so one
+name never has two meanings. Metrics of generation are observed once per delta (a step's
 tokens of one choice), never per token; gauges are read when scraped.
 """
 
@@ -12,20 +13,13 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
+from pagoda_proto import buckets
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import FinishReason, Load, Usage
 
 _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
-TTFT_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)  # fmt: skip
-ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-LATENCY_BUCKETS = (
-    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
-)  # fmt: skip
 HTTP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
-TOKEN_BUCKETS = tuple(float(2**i) for i in range(18))
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 STATUS_CLASSES = frozenset({"2xx", "3xx", "4xx", "5xx", "disconnected"})
@@ -45,15 +39,16 @@ class GatewayMetrics:
         self._create_http_metrics()
 
     def _create_generation_metrics(self) -> None:
-        self.ttft = self._histogram("time_to_first_token_seconds", "Submission to first token", TTFT_BUCKETS)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Submission to first token", buckets.FIRST_TOKEN_S)
         self.itl = self._histogram(
-            "inter_token_latency_seconds", "Between two deltas of a choice, per token", ITL_BUCKETS
+            "inter_token_latency_seconds", "Between two deltas of a choice, per token", buckets.BETWEEN_TOKENS_S
         )
-        self.latency = self._histogram("e2e_request_latency_seconds", "Submission to ending", LATENCY_BUCKETS)
-        self.prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
-        self.output_size = self._histogram("request_generation_tokens", "Output tokens of a request", TOKEN_BUCKETS)
+        self.latency = self._histogram("e2e_request_latency_seconds", "Submission to ending", buckets.LATENCY_S)
+        self.prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request", buckets.TOKENS)
+        self.output_size = self._histogram("request_generation_tokens", "Output tokens of a request", buckets.TOKENS)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests")
-        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens served from the prefix cache")
+        self.looked_up_tokens = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self.cached_tokens = self._counter("prefix_cache_hits", "Prompt tokens served from the prefix cache")
         self.output_tokens = self._counter("generation_tokens", "Output tokens received from engine cores")
         names = ("model_name", "finished_reason")
         success = Counter("pagoda_request_success", "Requests by how they ended", names, registry=self.registry)
@@ -88,9 +83,9 @@ class GatewayMetrics:
     def _counter(self, stem: str, text: str) -> Counter:
         return self._labelled(Counter(f"pagoda_{stem}", text, ("model_name",), registry=self.registry))
 
-    def _histogram(self, stem: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(self, stem: str, text: str, bounds: tuple[float, ...]) -> Histogram:
         name = f"pagoda_{stem}"
-        return self._labelled(Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry))
+        return self._labelled(Histogram(name, text, ("model_name",), buckets=bounds, registry=self.registry))
 
     def _gauge(self, stem: str, text: str, read: Callable[[], float]) -> None:
         self._labelled(Gauge(f"pagoda_{stem}", text, ("model_name",), registry=self.registry)).set_function(read)
@@ -113,6 +108,7 @@ class GatewayMetrics:
         self.latency.observe(seconds)
         if usage is not None:
             self.prompt_tokens.inc(usage.prompt_tokens)
+            self.looked_up_tokens.inc(usage.prompt_tokens)
             self.cached_tokens.inc(usage.cached_prompt_tokens)
             self.prompt_size.observe(usage.prompt_tokens)
             self.output_size.observe(usage.output_tokens)

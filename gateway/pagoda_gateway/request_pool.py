@@ -193,7 +193,7 @@ class RequestPool:
         code = error_code_from(rejected.code) or ErrorCode.INTERNAL
         if code in _RETRYABLE and carried.give_up_at is not None:
             now = self._clock.now()
-            pause_s = min(max(rejected.retry_after_s, RETRY_LEAST_S), RETRY_MOST_S)
+            pause_s = min(max(RETRY_LEAST_S, rejected.retry_after_s), RETRY_MOST_S)
             self._park(carried, now, retry_at=now + pause_s, why=rejected.message)
             return
         if carried.live.counted:
@@ -267,7 +267,7 @@ class RequestPool:
         if carried.request.wants_nothing_more:
             self._end_here(carried)
             return
-        carried.request.attempt += 1
+        carried.request.attempt += not carried.parked
         carried.parked_at = now
         self._parked[carried.request.record.request_id] = carried
         carried.retry_at = retry_at

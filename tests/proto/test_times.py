@@ -39,6 +39,6 @@ def test_a_new_request_outwaits_a_restart_and_a_begun_one_waits_longer() -> None
 
 
 def test_time_that_was_slept_through_does_not_count() -> None:
-    moments = iter([10.0, 10.5, 11.0, 251.0, 251.5, 252.7])
+    moments = iter([10.0, 10.5, 11.0, 251.0, 251.5, 252.75])
     clock = LivedClock(0.5, lambda: next(moments))
-    assert [clock.now() for _ in range(5)] == [10.5, 11.0, 11.0, 11.5, 12.7]
+    assert [clock.now() for _ in range(5)] == [10.5, 11.0, 11.0, 11.5, 12.75]
