@@ -69,13 +69,13 @@ async def test_requests_outwait_an_engine_core_of_another_protocol(
 
 async def test_who_was_held_up_itself_blames_nobody(engine: FakeEngineCore, connect: Connect) -> None:
     """Everybody is stopped for longer than any of them may be silent; then all go on."""
-    client = connect(silent_s=0.3, resume_s=0.3)
-    engine.pulse_s = 0.05
+    client = connect(silent_s=2 * STALL_S)  # a hold-up of the loop is either shorter or does not count
+    engine.pulse_s = STALL_S / 2
     engine.steps = asyncio.Semaphore(2)
     request = record()
     reading = asyncio.create_task(collect(await client.submit(request)))
-    await engine.wait_sent(2)
-    time.sleep(STALL_S + 1.0)  # noqa: ASYNC251 - the stall is what is tested
+    await until(lambda: sample(client, "generation_tokens_total") == 2)  # nothing is under way
+    time.sleep(3 * STALL_S)  # noqa: ASYNC251 - the stall is what is tested
     await asyncio.sleep(0.2)
     engine.steps = None
     engine.break_streams()
