@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib import metadata, resources
-from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagoda_gateway.context import GatewayContext
@@ -16,7 +15,6 @@ from pagoda_gateway.health import Health
 from pagoda_gateway.metrics import GatewayMetrics
 
 VERSION = metadata.version("pagoda-serve")
-Handler = TypeVar("Handler", bound=Callable[..., Any])
 DOCS_CSP = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; base-uri 'none'"
 
 
@@ -25,64 +23,62 @@ def router(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> APIR
     _add_health(routes, health)
     _add_reports(routes, ctx, metrics)
     _add_docs(routes)
+    _add_heads(routes)
     return routes
 
 
-def _get(routes: APIRouter, path: str, **about: Any) -> Callable[[Handler], Handler]:
-    """A route for GET, and for probes that ask by HEAD: the same head, and the server leaves the body out."""
-
-    def add(handler: Handler) -> Handler:
-        routes.head(path, include_in_schema=False)(handler)
-        return routes.get(path, **about)(handler)
-
-    return add
-
-
 def _add_health(routes: APIRouter, health: Health) -> None:
-    @_get(routes, "/health/live", tags=["health"], summary="The event loop answers and its long-lived tasks run")
+    @routes.get("/health/live", tags=["health"], summary="The event loop answers and its long-lived tasks run")
     async def live() -> Response:
         dead = health.dead_tasks()
         return JSONResponse({"live": not dead, "dead": dead}, 503 if dead else 200)
 
-    @_get(routes, "/health/ready", tags=["health"], summary="Requests would be answered: the model got on lately")
+    @routes.get("/health/ready", tags=["health"], summary="Requests would be answered: tokens came lately")
     async def ready() -> Response:
         problems = health.problems()
         return JSONResponse({"ready": not problems, "problems": problems}, 503 if problems else 200)
 
-    @_get(routes, "/health/startup", tags=["health"], summary="Whether it was ready once, and how far it is")
+    @routes.get("/health/startup", tags=["health"], summary="Whether it was ready once, and how far it is")
     async def startup() -> Response:
         content = {"started": health.started, "phase": health.phase, "problems": health.problems()}
         return JSONResponse(content, 200 if health.started else 503)
 
-    @_get(routes, "/health", tags=["health"], summary="As /health/ready, with an empty body")
-    @_get(routes, "/ping", tags=["health"], summary="As /health")
+    @routes.get("/health", tags=["health"], summary="As /health/ready, with an empty body")
+    @routes.get("/ping", tags=["health"], summary="As /health")
     async def short() -> Response:
         return Response(status_code=503 if health.problems() else 200)
 
 
 def _add_reports(routes: APIRouter, ctx: GatewayContext, metrics: GatewayMetrics) -> None:
-    @_get(routes, "/version", tags=["operation"], summary="The version of this gateway")
+    @routes.get("/version", tags=["operation"], summary="The version of this gateway")
     async def version() -> dict[str, str]:
         return {"version": VERSION}
 
-    @_get(routes, "/metrics", tags=["operation"], summary="Prometheus metrics of this gateway")
+    @routes.get("/metrics", tags=["operation"], summary="Prometheus metrics of this gateway")
     async def prometheus() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
-    @_get(routes, "/load", tags=["operation"], summary="Open requests here, and the engine core's own report")
+    @routes.get("/load", tags=["operation"], summary="Open requests here, and the engine core's own report")
     async def load() -> Response:
         content = {"server_load": metrics.num_open(), "engine": msgspec.to_builtins(ctx.engine.load)}
         return JSONResponse(content)
+
+
+def _add_heads(routes: APIRouter) -> None:
+    """Probes ask by HEAD, too: the same answer, of which the server leaves the body out."""
+    for route in list(routes.routes):
+        if isinstance(route, APIRoute):
+            routes.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _add_docs(routes: APIRouter) -> None:
     static = resources.files("pagoda_gateway") / "static"
     page, script = ((static / name).read_text("utf-8") for name in ("docs.html", "docs.js"))
 
-    @_get(routes, "/docs", include_in_schema=False)
+    @routes.get("/docs", include_in_schema=False)
     async def docs() -> Response:
         return HTMLResponse(page, headers={"content-security-policy": DOCS_CSP})
 
-    @_get(routes, "/docs/docs.js", include_in_schema=False)
+    @routes.get("/docs/docs.js", include_in_schema=False)
     async def docs_script() -> Response:
         return Response(script, media_type="text/javascript")
