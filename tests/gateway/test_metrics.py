@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagoda_engine_core.engine import Stats
 from pagoda_engine_core.metrics import Metrics
 from pagoda_gateway.metrics import METHODS, STATUS_CLASSES, GatewayMetrics
 from pagoda_proto.errors import ErrorCode
@@ -84,7 +86,9 @@ def test_no_name_has_two_meanings() -> None:
     gateway = GatewayMetrics("m")
     gateway.watch_engine(lambda: Load(engine_id="e"), lambda: True, lambda: 0)
     engine_core = Metrics()
-    engine_core.watch(lambda: Stats(Load(engine_id="e"), 0, 0, 0, 0, 0, {}))
+    blocks = {f"{whose}_{kind}": 0 for whose in ("blocks", "swap_blocks") for kind in ("total", "used", "cached")}
+    stats: Any = SimpleNamespace(load=Load(engine_id="e"), totals={}, **blocks)
+    engine_core.watch(lambda: stats)
     names = [
         {family.name for family in text_string_to_metric_families(generate_latest(registry).decode())}
         for registry in (gateway.registry, engine_core.registry)
