@@ -1,4 +1,7 @@
-"""What Prometheus sees of one engine core. Names are `pagoda_` and the stems that dashboards for other engines know."""
+"""What Prometheus sees of one engine core: `pagoda_engine_core_` and vLLM's names where they mean the same.
+
+What a gateway exports has the prefix `pagoda_` alone, so the two never share a name.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,19 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from pagoda_engine_core.engine import Stats
+from pagoda_proto import buckets
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Delta, FinishReason
 
-FIRST_TOKEN_BUCKETS_S = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)  # fmt: skip
-LATENCY_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+PREFIX = "pagoda_engine_core_"
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
 
 _TOTALS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that began"),
-    "cached_prompt_tokens": ("prompt_tokens_cached", "Prompt tokens served from the prefix cache"),
+    "cached_prompt_tokens": ("prefix_cache_hits", "Prompt tokens served from the prefix cache"),
     "output_tokens": ("generation_tokens", "Tokens generated"),
-    "draft_tokens": ("draft_tokens", "Guessed tokens that were verified"),
-    "accepted_draft_tokens": ("accepted_draft_tokens", "Guessed tokens that became output"),
+    "draft_tokens": ("spec_decode_num_draft_tokens", "Guessed tokens that were verified"),
+    "accepted_draft_tokens": ("spec_decode_num_accepted_tokens", "Guessed tokens that became output"),
     "swapped_out_blocks": ("swapped_out_blocks", "KV blocks copied to host memory"),
     "swapped_in_blocks": ("swapped_in_blocks", "KV blocks copied back from host memory"),
     "replays": ("requests_replayed", "Requests that lost their worker after they had begun"),
@@ -44,20 +44,26 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._ended = Counter(
-            "pagoda_request_success", "Requests with an ending", ["finished_reason"], registry=self.registry
+            f"{PREFIX}request_success", "Requests with an ending", ["finished_reason"], registry=self.registry
         )
-        self._rejected = Counter("pagoda_admission_rejections", "Requests refused", ["reason"], registry=self.registry)
+        self._rejected = Counter(
+            f"{PREFIX}admission_rejections", "Requests refused", ["reason"], registry=self.registry
+        )
         self._first_token = self._histogram(
-            "time_to_first_token_seconds", "Submission to first token", FIRST_TOKEN_BUCKETS_S
+            "time_to_first_token_seconds", "Submission to first token", buckets.FIRST_TOKEN_S
         )
-        self._latency = self._histogram("e2e_request_latency_seconds", "Submission to ending", LATENCY_BUCKETS_S)
-        self._queue = self._histogram("request_queue_time_seconds", "Time not yet begun", LATENCY_BUCKETS_S)
-        self._prefill = self._histogram("request_prefill_time_seconds", "Time in prefill", LATENCY_BUCKETS_S)
-        self._decode = self._histogram("request_decode_time_seconds", "Time in decode", LATENCY_BUCKETS_S)
-        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
-        self._generation = self._histogram("request_generation_tokens", "Tokens generated for a request", TOKEN_BUCKETS)
-        self._step_s = Counter("pagoda_step_seconds", "Time workers spent on steps", registry=self.registry)
-        self._forward_s = Counter("pagoda_forward_seconds", "Of it, time in model and sampler", registry=self.registry)
+        self._latency = self._histogram("e2e_request_latency_seconds", "Submission to ending", buckets.LATENCY_S)
+        self._queue = self._histogram("request_queue_time_seconds", "Time not yet begun", buckets.LATENCY_S)
+        self._prefill = self._histogram("request_prefill_time_seconds", "Time in prefill", buckets.LATENCY_S)
+        self._decode = self._histogram("request_decode_time_seconds", "Time in decode", buckets.LATENCY_S)
+        self._prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a request", buckets.TOKENS)
+        self._generation = self._histogram(
+            "request_generation_tokens", "Tokens generated for a request", buckets.TOKENS
+        )
+        self._step_s = Counter(f"{PREFIX}step_seconds", "Time workers spent on steps", registry=self.registry)
+        self._forward_s = Counter(
+            f"{PREFIX}forward_seconds", "Of it, time in model and sampler", registry=self.registry
+        )
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step", STEP_TOKEN_BUCKETS)
 
     def watch(self, stats: Callable[[], Stats]) -> None:
@@ -86,8 +92,8 @@ class Metrics:
         self._step_s.inc(elapsed_s)
         self._forward_s.inc(forward_s)
 
-    def _histogram(self, stem: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"pagoda_{stem}", help, buckets=buckets, registry=self.registry)
+    def _histogram(self, stem: str, help: str, bounds: tuple[float, ...]) -> Histogram:
+        return Histogram(f"{PREFIX}{stem}", help, buckets=bounds, registry=self.registry)
 
 
 class _StatsCollector(Collector):
@@ -101,23 +107,28 @@ class _StatsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
         load = stats.load
-        yield GaugeMetricFamily("pagoda_num_requests_running", "Requests on a worker", value=load.num_running)
-        yield GaugeMetricFamily("pagoda_num_requests_waiting", "Requests without a row", value=load.num_waiting)
-        yield GaugeMetricFamily("pagoda_kv_cache_usage_perc", "Share of KV blocks in use, 0..1", value=load.kv_usage)
-        yield GaugeMetricFamily("pagoda_num_workers", "Workers that take work", value=load.num_workers)
+        yield GaugeMetricFamily(f"{PREFIX}num_requests_running", "Requests on a worker", value=load.num_running)
+        yield GaugeMetricFamily(f"{PREFIX}num_requests_waiting", "Requests without a row", value=load.num_waiting)
+        yield GaugeMetricFamily(f"{PREFIX}kv_cache_usage_perc", "Share of KV blocks in use, 0..1", value=load.kv_usage)
+        yield GaugeMetricFamily(f"{PREFIX}num_workers", "Workers that take work", value=load.num_workers)
         yield GaugeMetricFamily(
-            "pagoda_seconds_since_progress", "Since a step last advanced", value=load.seconds_since_progress
+            f"{PREFIX}seconds_since_progress", "Since a step last advanced", value=load.seconds_since_progress
         )
         for kind in ("total", "used", "cached"):
             value = getattr(stats, f"blocks_{kind}")
-            yield GaugeMetricFamily(f"pagoda_kv_blocks_{kind}", f"KV blocks: {kind}", value=value)
+            yield GaugeMetricFamily(f"{PREFIX}kv_blocks_{kind}", f"KV blocks: {kind}", value=value)
         for kind in ("total", "used"):
             value = getattr(stats, f"swap_blocks_{kind}")
-            yield GaugeMetricFamily(f"pagoda_swap_blocks_{kind}", f"Blocks of host memory: {kind}", value=value)
+            yield GaugeMetricFamily(f"{PREFIX}swap_blocks_{kind}", f"Blocks of host memory: {kind}", value=value)
         yield _preemptions(stats)
         for key, (stem, help_text) in _TOTALS.items():
-            yield CounterMetricFamily(f"pagoda_{stem}", help_text, value=stats.totals.get(key, 0))
-        dropped = CounterMetricFamily("pagoda_frames_dropped", "Worker frames not acted upon", labels=["reason"])
+            yield CounterMetricFamily(f"{PREFIX}{stem}", help_text, value=stats.totals.get(key, 0))
+        yield CounterMetricFamily(
+            f"{PREFIX}prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache",
+            value=stats.totals.get("prompt_tokens", 0),
+        )
+        dropped = CounterMetricFamily(f"{PREFIX}frames_dropped", "Worker frames not acted upon", labels=["reason"])
         for key, count in stats.totals.items():
             if key.startswith(_DROPPED):
                 dropped.add_metric([key.removeprefix(_DROPPED)], count)
@@ -126,7 +137,7 @@ class _StatsCollector(Collector):
 
 def _preemptions(stats: Stats) -> Metric:
     swapped = stats.totals.get("swap_preemptions", 0)
-    family = CounterMetricFamily("pagoda_num_preemptions", "Rows that gave up their KV blocks", labels=["kind"])
+    family = CounterMetricFamily(f"{PREFIX}num_preemptions", "Rows that gave up their KV blocks", labels=["kind"])
     family.add_metric(["swap"], swapped)
     family.add_metric(["recompute"], stats.totals.get("preemptions", 0) - swapped)
     return family

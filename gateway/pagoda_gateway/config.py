@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pagoda_proto import times
+from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
+
+LEAST_PING_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +25,7 @@ class GatewayConfig:
     max_header_bytes: int = option(16 * 1024, "most bytes of request headers together", least=1)
     header_timeout_s: float = option(10.0, "a request's headers must be complete after this long", least=0.1)
     body_timeout_s: float = option(30.0, "a request's body must be complete after this long", least=0.1)
-    keep_alive_s: float = option(30.0, "an idle connection is closed after this long")
+    keep_alive_s: float = option(30.0, "an idle connection is closed after this long", least=0.1)
     max_connections: int = option(2048, "most connections at once", least=1)
     max_connections_per_client: int = option(512, "most connections at once from one address", least=1)
     max_prompts: int = option(128, "most prompts in one completion request", least=1)
@@ -29,11 +33,17 @@ class GatewayConfig:
     max_tools: int = option(256, "most tools in one chat request")
     slow_client_timeout_s: float = option(60.0, "a stream whose client reads nothing for this long is ended", least=0.1)
     resume_wait_s: float = option(times.RESUME_WAIT_S, "how long open streams wait for a lost engine core to come back")
-    ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long", least=0.1)
+    ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long; 0: never")
     drain_timeout_s: float = option(30.0, "after SIGTERM, how long open requests may finish")
     lame_duck_s: float = option(0.0, "after SIGTERM, how long to go on accepting while already unready")
     chat_template: str = option("", "file with a chat template to use instead of the model's own")
+    log_requests: bool = option(True, "one line of log per ended request: ids and numbers, no text")
     startup_message: bool = option(False, "print the URL and example calls once ready")
 
     def __post_init__(self) -> None:
-        check(self)
+        check(self, self._further_problems())
+
+    def _further_problems(self) -> Iterator[Problem]:
+        if 0 < self.ping_interval_s < LEAST_PING_S:
+            rule = f"ping_interval_s must be 0 or at least {LEAST_PING_S}"
+            yield Problem("ping_interval_s", f"{rule}, got {self.ping_interval_s}")

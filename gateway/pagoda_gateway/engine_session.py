@@ -1,12 +1,16 @@
 """One `Engine.Session` stream from connecting to its end; who is open on it and what to resume is not known here.
 
-A channel per session: no connection state outlives it, so a restarted engine core is found as fast as a new one.
+A channel per session: no connection state outlives it, so a restarted engine core is found as fast as a new one. Only
+silence ends a session that stands, in time that this process lived through: gRPC's own keepalive would not know that
+it was the gateway that slept, so it is not used.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import logging
+from collections.abc import Callable
+from typing import NoReturn, TypeAlias
 
 import grpc
 
@@ -14,17 +18,19 @@ from pagoda_proto.addresses import check_host_port
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import EngineStub
 from pagoda_proto.keys import TLS_SERVER_NAME, load_tls
+from pagoda_proto.records import SESSION_PROTOCOL
+from pagoda_proto.times import LivedClock
 
-SILENCE_S = 5.0  # an engine core tells its load at least every second; a stopped process still accepts connections
+Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.ClientFrame, pb.ServerFrame]"
+
+METADATA = (("pagoda-protocol", str(SESSION_PROTOCOL)),)
 CHANNEL_OPTIONS = (
-    ("grpc.keepalive_time_ms", 5000),
-    ("grpc.keepalive_timeout_ms", 2000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+logger = logging.getLogger(__name__)
 
 
 class EngineAddress:
@@ -49,34 +55,68 @@ class EngineAddress:
         return grpc.aio.secure_channel(self._address, credentials, options=options)
 
 
-async def session_frames(
-    address: EngineAddress, outbox: asyncio.Queue[pb.ClientFrame]
-) -> AsyncGenerator[pb.ServerFrame, None]:
-    """The engine core's frames; what is put into `outbox` meanwhile is sent. Close it to end the session.
-
-    Raises:
-        grpc.aio.AioRpcError: no connection, or it broke.
-        TimeoutError: nothing came for `SILENCE_S`.
-    """
-    async with address.channel() as channel:
-        call = EngineStub(channel).Session()  # type: ignore[no-untyped-call]
-        writer = asyncio.create_task(_write(call, outbox), name="engine-session-writer")
-        try:
-            frames = aiter(call)
-            while True:
-                async with asyncio.timeout(SILENCE_S):
-                    frame = await anext(frames, None)
-                if frame is None:
-                    return
-                yield frame
-        finally:
-            writer.cancel()
-            call.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+class SessionEnded(Exception):
+    """The session is over; the text says how."""
 
 
-async def _write(
-    call: grpc.aio.StreamStreamCall[pb.ClientFrame, pb.ServerFrame], outbox: asyncio.Queue[pb.ClientFrame]
-) -> None:
-    while True:
-        await call.write(await outbox.get())
+class Session:
+    """One stream to one engine core. `send` at any time, `run` once; who runs it calls `tick` all the while."""
+
+    def __init__(self, address: EngineAddress, clock: LivedClock, silent_s: float) -> None:
+        self._address = address
+        self._clock = clock
+        self._silent_s = silent_s
+        self._heard_at = clock.now()
+        self._silent = asyncio.Event()
+        self._outbox: asyncio.Queue[pb.ClientFrame] = asyncio.Queue()
+
+    def send(self, frame: pb.ClientFrame) -> None:
+        self._outbox.put_nowait(frame)
+
+    def tick(self) -> None:
+        """A stopped process still accepts connections: who says nothing for `silent_s` of our own time is lost."""
+        if self._clock.now() - self._heard_at >= self._silent_s:
+            self._silent.set()
+
+    async def run(self, on_frame: Callable[[pb.ServerFrame], None]) -> NoReturn:
+        """Hand every frame over until the stream ends, breaks, is refused or silent.
+
+        Raises:
+            SessionEnded: always, in the end.
+        """
+        async with self._address.channel() as channel:
+            call = EngineStub(channel).Session(metadata=METADATA)  # type: ignore[no-untyped-call]
+            parts = (self._read(call, on_frame), self._write(call), self._watch())
+            tasks = [asyncio.create_task(part, name="engine-session-part") for part in parts]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                call.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        raise SessionEnded(", ".join(sorted({_ending(task) for task in done})))
+
+    async def _read(self, call: Call, on_frame: Callable[[pb.ServerFrame], None]) -> None:
+        async for frame in call:
+            self._heard_at = self._clock.now()
+            on_frame(frame)
+
+    async def _write(self, call: Call) -> None:
+        while True:
+            await call.write(await self._outbox.get())
+
+    async def _watch(self) -> None:
+        await self._silent.wait()
+        raise TimeoutError(f"silent for {self._silent_s:g} s")
+
+
+def _ending(task: asyncio.Task[None]) -> str:
+    error = None if task.cancelled() else task.exception()
+    if error is None:
+        return "ended by the engine core"
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.details() or f"lost: {error.code().name}"
+    if not isinstance(error, TimeoutError | OSError | asyncio.InvalidStateError):
+        logger.error("engine core session: unexpected %s", type(error).__name__, exc_info=error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

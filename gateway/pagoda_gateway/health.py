@@ -1,21 +1,25 @@
-"""Healthy means that tokens came lately, not that a port answers.
+"""Healthy means that the model got on lately, not that a port answers.
 
-Ready = not draining, a session to an engine core with a worker, and a token within `success_max_age_s`. While users'
-requests bring tokens, that is seen for free; after `idle_s` without one, a *canary* is sent: an ordinary request for
-one token, of low priority, known as a canary to nothing but our own metrics.
+Ready = not draining, a session to an engine core with a worker, and progress within `success_max_age_s`: a token that
+came here, or a step of the engine core's, which may be one of a prefill that takes minutes. While there is work, that
+is seen for free; after `idle_s` without any, a *canary* is sent: an ordinary request for one token, of low priority,
+known as a canary to nothing but our own metrics. One that others' steps overtake says nothing either way.
+
+So a frozen engine core or worker is unready `success_max_age_s` after its last step, in time that the gateway lived
+through, and a busy one is ready for as long as steps come nearer together than that.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagoda_gateway.engine_client import SessionClient
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import FinishReason, RequestRecord
@@ -27,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class HealthTimes:
-    success_max_age_s: float = 60.0
+    success_max_age_s: float = times.STEP_DEADLINE_S
     idle_s: float = 10.0
     canary_timeout_s: float = 3.0
     canary_spacing_s: float = 1.0
@@ -37,12 +41,12 @@ class HealthTimes:
 class Health:
     """One task watches and tells; everything else is a question about this moment."""
 
-    def __init__(self, engine: SessionClient, metrics: GatewayMetrics, times: HealthTimes | None = None) -> None:
+    def __init__(self, engine: SessionClient, metrics: GatewayMetrics, health_times: HealthTimes | None = None) -> None:
         self.draining = False
         self.started = False  # whether it was ever ready
         self._engine = engine
         self._metrics = metrics
-        self._times = times or HealthTimes()
+        self._times = health_times or HealthTimes()
         self._was_ready = False
         self._on_change: Callable[[bool], None] = lambda ready: None
         self._next_canary_at = 0.0
@@ -50,21 +54,20 @@ class Health:
 
     def problems(self) -> list[str]:
         """Why the gateway is not ready; empty when it is."""
-        load = self._engine.load
-        age_s = time.monotonic() - self._engine.last_progress_at
+        engine, max_age_s = self._engine, self._times.success_max_age_s
+        age_s = engine.clock.now() - engine.last_progress_at
         found = {
             "draining": self.draining,
-            "engine core not connected": not self._engine.connected,
-            "engine core draining": self._engine.connected and load.draining,
-            "no worker": self._engine.connected and load.num_workers < 1,
-            f"no token within {self._times.success_max_age_s:g} s": age_s >= self._times.success_max_age_s,
+            f"engine core {engine.problem}": bool(engine.problem),
+            "no worker": engine.connected and not engine.load.num_workers,
+            f"no token and no step within {max_age_s:g} s": age_s >= max_age_s,
         }
         return [problem for problem, is_so in found.items() if is_so]
 
     def dead_tasks(self) -> list[str]:
         """Long-lived tasks that should be running and are not."""
-        alive = {"engine session": self._engine.alive, "health": self._task is not None and not self._task.done()}
-        return [name for name, is_alive in alive.items() if not is_alive]
+        dead = self._engine.dead_tasks()
+        return dead if self._task is not None and not self._task.done() else [*dead, "health"]
 
     @property
     def phase(self) -> str:
@@ -105,21 +108,31 @@ class Health:
             self._on_change(is_ready)
 
     def _canary_due(self) -> bool:
-        load = self._engine.load
-        if self.draining or not self._engine.connected or load.draining or load.num_workers < 1:
+        engine = self._engine
+        if self.draining or engine.problem or engine.load.num_workers < 1:
             return False
-        now = time.monotonic()
-        return now >= self._next_canary_at and now - self._engine.last_progress_at >= self._times.idle_s
+        now = engine.clock.now()
+        return now >= self._next_canary_at and now - engine.last_progress_at >= self._times.idle_s
 
     async def _try_canary(self) -> None:
-        self._next_canary_at = time.monotonic() + self._times.canary_spacing_s
+        self._next_canary_at = self._engine.clock.now() + self._times.canary_spacing_s
+        progress_before = self._engine.last_progress_at
+        outcome = "failure"
         try:
             async with asyncio.timeout(self._times.canary_timeout_s):
-                succeeded = await self._canary()
+                outcome = "success" if await self._canary() else "failure"
         except (TimeoutError, PagodaError) as error:
-            logger.warning("canary failed: %s", error or "timeout")
-            succeeded = False
-        self._metrics.canary["success" if succeeded else "failure"].inc()
+            # Behind others' prefills it waits; what it was to prove, their steps have proved.
+            if self._engine.last_progress_at > progress_before:
+                outcome = "overtaken"
+            else:
+                logger.warning("canary failed: %s", self._reason(error))
+        self._metrics.canary[outcome].inc()
+
+    def _reason(self, error: TimeoutError | PagodaError) -> str:
+        if isinstance(error, PagodaError):
+            return f"{error.code}: {error.message}"
+        return f"no token within {self._times.canary_timeout_s:g} s"
 
     async def _canary(self) -> bool:
         record = RequestRecord(

@@ -7,6 +7,7 @@ uvicorn has no limit for any of these. `GuardedProtocol` adds timers and counter
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +19,21 @@ from pagoda_gateway.limits import check_header_sizes, refusal
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 MAX_REQUEST_LINE_BYTES = 8192
+CLOCK_SLACK_S = 0.05  # a loop's timers may be early by its clock's resolution
 
 
 class ConnectionGuard:
-    """Counts connections, in all and by client address."""
+    """Counts connections, in all and by client address. `now` is a clock that stands still while this process does."""
 
-    def __init__(self, config: GatewayConfig, on_slow_client: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        on_slow_client: Callable[[], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.config = config
         self.on_slow_client = on_slow_client
+        self.now = now
         self._by_client: Counter[str] = Counter()
         self._total = 0
 
@@ -191,12 +199,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self._slow_timer = None
 
     def _arm_slow_timer(self) -> None:
-        limit_s = self._guard.config.slow_client_timeout_s
-        self._slow_timer = self.loop.call_later(limit_s, self._on_slow_client, self.transport.get_write_buffer_size())
+        size, limit_s = self.transport.get_write_buffer_size(), self._guard.config.slow_client_timeout_s
+        self._slow_timer = self.loop.call_later(limit_s, self._on_slow_client, size, self._guard.now())
 
-    def _on_slow_client(self, size_before: int) -> None:
+    def _on_slow_client(self, size_before: int, armed_at: float) -> None:
         """Nothing is written while paused, so a client that read anything has shrunk the buffer."""
-        if self.transport.get_write_buffer_size() < size_before:
+        slept = self._guard.now() - armed_at < self._guard.config.slow_client_timeout_s - CLOCK_SLACK_S
+        if slept or self.transport.get_write_buffer_size() < size_before:
             self._arm_slow_timer()
             return
         self._slow_timer = None

@@ -1,4 +1,4 @@
-"""One open request as its consumer sees it, and the times it is measured by."""
+"""One open request as its consumer sees it, and how fast it came."""
 
 from __future__ import annotations
 
@@ -6,40 +6,59 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
-from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.open_request import OpenRequest
-from pagoda_proto.records import Delta, FinishReason
+from pagoda_proto.records import Delta
 
 
 class Carrier(Protocol):
-    """What a request needs from the session that carries it."""
+    """What a request needs from the pool that carries it."""
 
     def abort(self, live: LiveRequest, choices: tuple[int, ...]) -> None: ...
 
     def release(self, live: LiveRequest) -> None: ...
 
 
-class LiveRequest:
-    """Implements `Generation`, for one consumer.
+class Pace:
+    """When tokens came, in seconds of any monotonic clock: these are latencies that a client saw, stalls included."""
 
-    `give_up_at`, `retry_at` are monotonic seconds, 0 means not set; they, `parked` and the counters belong to the
-    session.
+    def __init__(self, now: float) -> None:
+        self.submitted_at = now
+        self._first_at: float | None = None
+        self._last_at: dict[int, float] = {}  # by choice
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self._first_at is None else self._first_at - self.submitted_at
+
+    def tpot_s(self, num_tokens: int) -> float | None:
+        """Between two tokens of a choice on average; None where no choice has two."""
+        num_gaps = num_tokens - len(self._last_at)
+        if self._first_at is None or num_gaps < 1:
+            return None
+        return sum(at - self._first_at for at in self._last_at.values()) / num_gaps
+
+    def on_tokens(self, choice: int, now: float) -> float | None:
+        """Seconds since the choice's tokens before these; None for its first."""
+        last_at = self._last_at.get(choice)
+        self._last_at[choice] = now
+        if self._first_at is None:
+            self._first_at = now
+        return None if last_at is None else now - last_at
+
+
+class LiveRequest:
+    """Implements `Generation`, for one consumer. What became of it meanwhile is in the pool's books, not here.
+
+    A request that is not `counted` (a canary) is in no metric and no log.
     """
 
     def __init__(self, request: OpenRequest, carrier: Carrier, *, counted: bool, now: float) -> None:
         self.request = request
         self.counted = counted
+        self.pace = Pace(now)
         self.admitted = asyncio.Event()
         self.news = asyncio.Event()
-        self.fingerprint = ""
-        self.parked = False
-        self.give_up_at = 0.0
-        self.retry_at = 0.0
-        self.gaps = 0
-        self.fruitless_losses = 0
         self._carrier = carrier
-        self._submitted_at = now
-        self._last_tokens_at: dict[int, float] = {}
 
     async def next(self) -> list[Delta]:
         """Wait for news: at most one delta per choice, merged since the last call; [] once all was delivered."""
@@ -58,34 +77,7 @@ class LiveRequest:
         """No more interest. Safe at any time and more than once."""
         self._carrier.release(self)
 
-    def on_news(self, delta: Delta, metrics: GatewayMetrics, now: float) -> None:
-        """Wake the consumer and measure one accepted delta."""
-        self.give_up_at = 0.0
+    def wake(self) -> None:
+        """There is news, or the ending."""
         self.admitted.set()
         self.news.set()
-        num_tokens = len(delta.token_ids)
-        if num_tokens:
-            self.fruitless_losses = 0
-            if self.counted:
-                self._observe_tokens(delta.choice, num_tokens, metrics, now)
-        if self.request.ended:
-            self.observe_ending(metrics, now, delta)
-
-    def _observe_tokens(self, choice: int, num_tokens: int, metrics: GatewayMetrics, now: float) -> None:
-        metrics.output_tokens.inc(num_tokens)
-        last_at = self._last_tokens_at.get(choice)
-        if last_at is not None:
-            metrics.itl.observe((now - last_at) / num_tokens)
-        elif not self._last_tokens_at:
-            metrics.ttft.observe(now - self._submitted_at)
-        self._last_tokens_at[choice] = now
-
-    def observe_ending(self, metrics: GatewayMetrics, now: float, delta: Delta | None = None) -> None:
-        """Count how the request ended; without a delta it was dropped by its consumer or failed."""
-        if not self.counted:
-            return
-        if delta is not None:
-            reason = delta.finish_reason or FinishReason.ABORT
-        else:
-            reason = FinishReason.ABORT if self.request.error is None else FinishReason.ERROR
-        metrics.ended(reason, delta.usage if delta is not None else None, now - self._submitted_at)

@@ -1,6 +1,7 @@
 """What a gateway can know, in a registry of its own; every label comes from a closed set, so nobody can add series.
 
-Names follow the vLLM stems with the prefix `pagoda_`. Metrics of generation are observed once per delta (a step's
+Names are vLLM's where they mean the same, with the prefix `pagoda_`; an engine core's own have another prefix, so one
+name never has two meanings. Metrics of generation are observed once per delta (a step's
 tokens of one choice), never per token; gauges are read when scraped.
 """
 
@@ -12,20 +13,13 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 
+from pagoda_proto import buckets
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import FinishReason, Load, Usage
 
 _Metric = TypeVar("_Metric", bound=MetricWrapperBase)
 
-TTFT_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
-)  # fmt: skip
-ITL_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-LATENCY_BUCKETS = (
-    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
-)  # fmt: skip
 HTTP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
-TOKEN_BUCKETS = tuple(float(2**i) for i in range(18))
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 STATUS_CLASSES = frozenset({"2xx", "3xx", "4xx", "5xx", "disconnected"})
@@ -37,7 +31,7 @@ class GatewayMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
-        self._model_name = model_name
+        self.model_name = model_name
         self._routes: frozenset[str] = frozenset()
         self.num_open: Callable[[], int] = lambda: 0
         self._create_generation_metrics()
@@ -45,22 +39,23 @@ class GatewayMetrics:
         self._create_http_metrics()
 
     def _create_generation_metrics(self) -> None:
-        self.ttft = self._histogram("time_to_first_token_seconds", "Submission to first token", TTFT_BUCKETS)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Submission to first token", buckets.FIRST_TOKEN_S)
         self.itl = self._histogram(
-            "inter_token_latency_seconds", "Between two deltas of a choice, per token", ITL_BUCKETS
+            "inter_token_latency_seconds", "Between two deltas of a choice, per token", buckets.BETWEEN_TOKENS_S
         )
-        self.latency = self._histogram("e2e_request_latency_seconds", "Submission to ending", LATENCY_BUCKETS)
-        self.prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request", TOKEN_BUCKETS)
-        self.output_size = self._histogram("request_generation_tokens", "Output tokens of a request", TOKEN_BUCKETS)
+        self.latency = self._histogram("e2e_request_latency_seconds", "Submission to ending", buckets.LATENCY_S)
+        self.prompt_size = self._histogram("request_prompt_tokens", "Prompt tokens of a request", buckets.TOKENS)
+        self.output_size = self._histogram("request_generation_tokens", "Output tokens of a request", buckets.TOKENS)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of ended requests")
-        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens served from the prefix cache")
+        self.looked_up_tokens = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self.cached_tokens = self._counter("prefix_cache_hits", "Prompt tokens served from the prefix cache")
         self.output_tokens = self._counter("generation_tokens", "Output tokens received from engine cores")
         names = ("model_name", "finished_reason")
         success = Counter("pagoda_request_success", "Requests by how they ended", names, registry=self.registry)
-        self._success = {reason: success.labels(self._model_name, reason.value) for reason in FinishReason}
+        self._success = {reason: success.labels(self.model_name, reason.value) for reason in FinishReason}
         names = ("model_name", "reason")
         refused = Counter("pagoda_admission_rejections", "Requests refused, by code", names, registry=self.registry)
-        self._refused = {code: refused.labels(self._model_name, code.value) for code in ErrorCode}
+        self._refused = {code: refused.labels(self.model_name, code.value) for code in ErrorCode}
 
     def _create_stream_metrics(self) -> None:
         self.resumed = self._counter("requests_resumed", "Requests submitted again after a loss or a move")
@@ -68,7 +63,7 @@ class GatewayMetrics:
         self.sessions_lost = self._counter("engine_sessions_lost", "Sessions to the engine core that broke")
         self.slow_clients = self._counter("slow_clients", "Connections ended because their client read nothing")
         canary = Counter("pagoda_canary_requests", "Health requests by outcome", ("result",), registry=self.registry)
-        self.canary = {result: canary.labels(result) for result in ("success", "failure")}
+        self.canary = {result: canary.labels(result) for result in ("success", "failure", "overtaken")}
 
     def _create_http_metrics(self) -> None:
         self._http = Counter(
@@ -83,14 +78,14 @@ class GatewayMetrics:
         )
 
     def _labelled(self, metric: _Metric) -> _Metric:
-        return metric.labels(self._model_name)
+        return metric.labels(self.model_name)
 
     def _counter(self, stem: str, text: str) -> Counter:
         return self._labelled(Counter(f"pagoda_{stem}", text, ("model_name",), registry=self.registry))
 
-    def _histogram(self, stem: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(self, stem: str, text: str, bounds: tuple[float, ...]) -> Histogram:
         name = f"pagoda_{stem}"
-        return self._labelled(Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry))
+        return self._labelled(Histogram(name, text, ("model_name",), buckets=bounds, registry=self.registry))
 
     def _gauge(self, stem: str, text: str, read: Callable[[], float]) -> None:
         self._labelled(Gauge(f"pagoda_{stem}", text, ("model_name",), registry=self.registry)).set_function(read)
@@ -98,7 +93,7 @@ class GatewayMetrics:
     def watch_engine(
         self, load: Callable[[], Load], connected: Callable[[], bool], num_open: Callable[[], int]
     ) -> None:
-        """Gauges read from the session when scraped. Call once."""
+        """Gauges read from the session when scraped. Call once. What concerns the engine core is its own word."""
         self.num_open = num_open
         self._gauge("num_requests_running", "Running in the engine core, of all gateways", lambda: load().num_running)
         self._gauge("num_requests_waiting", "Waiting in the engine core, of all gateways", lambda: load().num_waiting)
@@ -108,10 +103,12 @@ class GatewayMetrics:
         self._gauge("open_requests", "Requests of this gateway without an ending", num_open)
 
     def ended(self, reason: FinishReason, usage: Usage | None, seconds: float) -> None:
+        """Without `usage` when the request ended before the model had seen its prompt."""
         self._success[reason].inc()
         self.latency.observe(seconds)
         if usage is not None:
             self.prompt_tokens.inc(usage.prompt_tokens)
+            self.looked_up_tokens.inc(usage.prompt_tokens)
             self.cached_tokens.inc(usage.cached_prompt_tokens)
             self.prompt_size.observe(usage.prompt_tokens)
             self.output_size.observe(usage.output_tokens)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pagoda_proto.deltas import WaitingDeltas
-from pagoda_proto.errors import PagodaError
-from pagoda_proto.records import Delta, FinishReason, PriorOutput, RequestRecord, Usage
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import Begun, Delta, FinishReason, PriorOutput, RequestRecord, Usage
 
 
 class Taken(Enum):
@@ -23,22 +23,44 @@ class Taken(Enum):
 
 @dataclass
 class _Choice:
-    """`tokens` has four bytes per token; `closed` means we asked to stop it, `ended` that the engine core said so."""
+    """`tokens` has four bytes per token; `closed` means that its text is complete and we asked to stop it, `reason`
+    how the engine core said it ended.
+    """
 
     tokens: array[int] = field(default_factory=lambda: array("I"))
     prompt_logprobs_seen: bool = False
     closed: bool = False
-    ended: bool = False
+    reason: FinishReason | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def outcome(self) -> FinishReason:
+        """A choice that we asked to stop stopped; one that was left running was aborted."""
+        if self.closed and self.reason in (None, FinishReason.ABORT):
+            return FinishReason.STOP
+        return self.reason or FinishReason.ABORT
+
+
+_GRAVEST = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishReason.STOP)
 
 
 class OpenRequest:
-    """Single owner: the session that carries it. `ended` is set once; nothing is accepted afterwards."""
+    """Single owner: the pool that carries it. `ended` is set once; nothing is accepted afterwards.
+
+    `begun` is under what its first token was made, None before.
+    """
 
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
         self.attempt = 0
         self.ended = False
         self.error: PagodaError | None = None
+        self.error_code: ErrorCode | None = None  # of the last choice that failed
+        self.begun: Begun | None = None
+        self._usage: Usage | None = None  # as the engine core told it
         self._choices = [_Choice() for _ in range(record.params.n)]
         self._pending = WaitingDeltas()
         self._failed: list[Delta] = []  # delivered by themselves, after the tokens that came before
@@ -52,6 +74,21 @@ class OpenRequest:
         """Every choice has ended or was asked to: there is nothing to submit again."""
         return all(choice.ended or choice.closed for choice in self._choices)
 
+    @property
+    def outcome(self) -> FinishReason:
+        """How it ended as its user sees it; of several choices the gravest."""
+        outcomes = {choice.outcome for choice in self._choices}
+        return next(reason for reason in _GRAVEST if reason in outcomes)
+
+    def usage(self) -> Usage:
+        """The engine core's word, or what is known here until it comes."""
+        return self._usage or Usage(
+            prompt_tokens=len(self.record.prompt_token_ids),
+            cached_prompt_tokens=self.begun.cached_prompt_tokens if self.begun is not None else 0,
+            output_tokens=self.num_output_tokens,
+            replays=self.attempt,
+        )
+
     def prior_outputs(self) -> list[PriorOutput]:
         return [
             PriorOutput(choice=i, token_ids=choice.tokens.tolist(), finished=choice.ended or choice.closed)
@@ -60,7 +97,7 @@ class OpenRequest:
         ]
 
     def close(self, choices: tuple[int, ...]) -> None:
-        """Nothing more is wanted for these choices; for none named, for all."""
+        """The text of these choices is complete; of none named, of all."""
         for i in choices or range(len(self._choices)):
             self._choices[i].closed = True
 
@@ -88,7 +125,10 @@ class OpenRequest:
     def _book(self, choice: _Choice, delta: Delta) -> None:
         choice.tokens.extend(delta.token_ids)
         choice.prompt_logprobs_seen |= delta.prompt_logprobs is not None
-        choice.ended |= delta.finish_reason is not None
+        choice.reason = choice.reason or delta.finish_reason
+        self.error_code = delta.error_code or self.error_code
+        self.begun = self.begun or delta.begun
+        self._usage = delta.usage
         self.ended = delta.ends_request
         if delta.finish_reason is FinishReason.ERROR or (self._failed and delta.ends_request):
             self._failed.append(delta)
@@ -107,11 +147,7 @@ class OpenRequest:
         for i in open_choices or [len(self._choices) - 1]:
             self._book(self._choices[i], self._last_delta(i))
         last = self._failed[-1] if self._failed else self._pending.last()
-        last.usage = Usage(
-            prompt_tokens=len(self.record.prompt_token_ids),
-            output_tokens=self.num_output_tokens,
-            replays=self.attempt,
-        )
+        last.usage = self._usage = self.usage()
         self.ended = True
 
     def _last_delta(self, index: int) -> Delta:

@@ -23,6 +23,7 @@ from pagoda_gateway.http_protocol import ConnectionGuard
 from pagoda_gateway.http_server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_gateway.waits import Waits
 
 Report = Callable[[dict[str, object]], None]
 
@@ -46,10 +47,11 @@ async def serve(
         text = await asyncio.to_thread(load_text, config)
         name = served_name(config)
         metrics = GatewayMetrics(name)
-        engine = SessionClient(EngineAddress(config.engine, config.keys_dir), config.resume_wait_s, metrics)
+        address, waits = EngineAddress(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
+        engine = SessionClient(address, metrics, waits, log_requests=config.log_requests)
         health = Health(engine, metrics, health_times)
         ctx = GatewayContext(config=config, text=text, engine=engine, served_model_name=name, created=int(time.time()))
-        guard = ConnectionGuard(config, metrics.slow_client)
+        guard = ConnectionGuard(config, metrics.slow_client, engine.clock.now)
         server = HttpServer(uvicorn_config(create_app(ctx, health, metrics), config, guard))
         engine.start()
         health.start(lambda ready: report({"event": "ready" if ready else "unready"}))

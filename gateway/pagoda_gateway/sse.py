@@ -1,7 +1,7 @@
 """Server-sent events that never hang and never lie: silence is pinged, a lost client is noticed, errors are said.
 
 Until the first event is there nothing is sent, so an early failure has its proper status; after `ping_interval_s` of
-silence the stream opens anyway. A failure in mid-stream is one `error` event, and no `[DONE]` follows it.
+silence (0: never) the stream opens anyway. A failure in mid-stream is one `error` event, and no `[DONE]` follows it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = _Writer(send)
-        pinger = asyncio.create_task(writer.keep_pinging(self._ping_interval_s))
+        pinger = asyncio.create_task(writer.keep_pinging(self._ping_interval_s)) if self._ping_interval_s else None
         try:
             async with until_disconnect(receive), contextlib.aclosing(self._events) as events:
                 async for data in events:
@@ -93,7 +93,8 @@ class EventStream(Response):
             hidden = PagodaError(ErrorCode.INTERNAL, "")
             await _fail(writer, unexpected(error, scope), hidden, scope, receive, send)
         finally:
-            pinger.cancel()
+            if pinger is not None:
+                pinger.cancel()
 
 
 async def _fail(

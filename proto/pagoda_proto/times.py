@@ -2,12 +2,15 @@
 
     a beat < suspicion < a worker's death < its lease < its step is stuck for good
     a load report < a silent engine core; its loop is stuck < its supervisor replaces it < streams wait for it
+    a restart < a new request waits for it < a begun one waits for it < one that is lost again and again is given up
 
 Whoever judges others by a clock first asks whether it was held up itself (`StallGuard`): a process that was stopped
 wakes up to deadlines that everybody seems to have missed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 STALL_S = 1.0  # a tick later than this means that the watcher itself did not run
 
@@ -44,6 +47,9 @@ OFFLINE_STOPS_S = 30.0  # a closing AsyncLLM waits this long for the step that i
 # What streams wait for
 RESUME_WAIT_S = 30.0  # a begun stream waits this long for its engine core, or another one
 NO_WORKER_WAIT_S = 120.0  # .. and in there for a worker that can go on with it
+SUBMIT_WAIT_S = 20.0  # a new request waits until an engine core has been gone for this long
+CONNECT_WAIT_S = 2.0  # .. and this long at least, also for one that was never there
+LOSING_S = 180.0  # who is lost again and again is given up when no token came for this long
 
 
 class StallGuard:
@@ -58,3 +64,22 @@ class StallGuard:
         gap_s = now - self._ticked_at
         self._ticked_at = now
         return gap_s if gap_s > self._due_s + STALL_S else 0.0
+
+
+class LivedClock:
+    """Time less the stretches in which this process did not run: what it slept through it blames on nobody.
+
+    `clock` is any monotonic clock. Somebody in the process asks at least every `due_s`; all who share deadlines share
+    one of these.
+    """
+
+    def __init__(self, due_s: float, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._guard = StallGuard(due_s, clock())
+        self._slept_s = 0.0
+
+    def now(self) -> float:
+        """Seconds that only count while somebody asks."""
+        now = self._clock()
+        self._slept_s += self._guard.tick(now)
+        return now - self._slept_s

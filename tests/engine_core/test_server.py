@@ -432,12 +432,13 @@ async def test_tcp_on_loopback_reports_its_port_and_metrics_their_page(socket_di
             async for _ in pb_grpc.EngineStub(channel).Generate(pb.GenerateRequest(record=record)):
                 pass
         page = await asyncio.to_thread(lambda: urllib.request.urlopen(str(event["metrics"])).read().decode())
-    assert "pagoda_generation_tokens_total 5.0" in page
-    assert 'pagoda_request_success_total{finished_reason="length"} 1.0' in page
-    assert "pagoda_num_workers 1.0" in page
-    assert "pagoda_draft_tokens_total 2.0" in page, "after the first two tokens there is room for two"
-    assert "pagoda_accepted_draft_tokens_total 2.0" in page
-    assert "pagoda_step_seconds_total" in page
+    assert "pagoda_engine_core_generation_tokens_total 5.0" in page
+    assert 'pagoda_engine_core_request_success_total{finished_reason="length"} 1.0' in page
+    assert "pagoda_engine_core_num_workers 1.0" in page
+    drafts = "pagoda_engine_core_spec_decode_num_draft_tokens_total 2.0"
+    assert drafts in page, "after the first two tokens there is room for two"
+    assert "pagoda_engine_core_spec_decode_num_accepted_tokens_total 2.0" in page
+    assert "pagoda_engine_core_step_seconds_total" in page
     stop.set()
     await task
 

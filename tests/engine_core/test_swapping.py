@@ -274,12 +274,12 @@ def test_metrics_tell_the_kinds_apart_and_how_full_the_space_is() -> None:
     assert 0 < most_used <= 5
     assert totals["swap_preemptions"] > 0
     recomputed = totals["preemptions"] - totals["swap_preemptions"]
-    assert f'pagoda_num_preemptions_total{{kind="swap"}} {totals["swap_preemptions"]:.1f}' in page
-    assert f'pagoda_num_preemptions_total{{kind="recompute"}} {recomputed:.1f}' in page
-    assert f"pagoda_swapped_out_blocks_total {totals['swapped_out_blocks']:.1f}" in page
-    assert f"pagoda_swapped_in_blocks_total {totals['swapped_in_blocks']:.1f}" in page
-    assert "pagoda_swap_blocks_total 5.0" in page
-    assert "pagoda_swap_blocks_used 0.0" in page
+    assert f'pagoda_engine_core_num_preemptions_total{{kind="swap"}} {totals["swap_preemptions"]:.1f}' in page
+    assert f'pagoda_engine_core_num_preemptions_total{{kind="recompute"}} {recomputed:.1f}' in page
+    assert f"pagoda_engine_core_swapped_out_blocks_total {totals['swapped_out_blocks']:.1f}" in page
+    assert f"pagoda_engine_core_swapped_in_blocks_total {totals['swapped_in_blocks']:.1f}" in page
+    assert "pagoda_engine_core_swap_blocks_total 5.0" in page
+    assert "pagoda_engine_core_swap_blocks_used 0.0" in page
 
 
 def test_a_worker_without_swap_space_where_swapping_was_asked_for_is_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import grpc
 
-from pagoda_proto.convert import delta_to_pb, load_to_pb, prior_from_pb, record_from_pb
+from pagoda_proto.convert import begun_from_pb, delta_to_pb, load_to_pb, prior_from_pb, record_from_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
-from pagoda_proto.records import Delta, FinishReason, Load, RequestRecord, Usage
+from pagoda_proto.records import SESSION_PROTOCOL, Begun, Delta, FinishReason, Load, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
 
 VOCAB = 512
@@ -43,10 +43,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 class Run:
-    """One attempt of one request on one session."""
+    """One attempt of one request on one session. `begun` is the one given back, or that of this engine core now."""
 
-    def __init__(self, record: RequestRecord, submit: pb.Submit) -> None:
+    def __init__(self, record: RequestRecord, submit: pb.Submit, begun: Begun) -> None:
         self.record = record
+        self.begun = begun_from_pb(submit.begun) if submit.HasField("begun") else begun
         self.attempt = submit.attempt
         self.tokens: list[list[int]] = [[] for _ in range(record.params.n)]
         self.finished = [False] * record.params.n
@@ -62,6 +63,7 @@ class Run:
     def usage(self) -> Usage:
         return Usage(
             prompt_tokens=len(self.record.prompt_token_ids),
+            cached_prompt_tokens=self.begun.cached_prompt_tokens,
             output_tokens=sum(map(len, self.tokens)),
             replays=self.attempt,
         )
@@ -82,6 +84,7 @@ class Run:
             prompt_logprobs=prompt if params.prompt_logprobs is not None and first else None,
             finish_reason=finish,
             usage=self.usage() if self.ended else None,
+            begun=self.begun if first and tokens else None,
         )
 
     def step(self, choice: int) -> Delta:
@@ -100,7 +103,17 @@ class FakeEngineCore(EngineServicer):
     def __init__(self, address: str) -> None:
         self.address = address
         self.boots = 0
-        self.load = Load(engine_id="none", num_workers=1, vocab_size=VOCAB, max_model_len=4096, model_fingerprint="m1")
+        self.load = Load(
+            engine_id="none",
+            num_workers=1,
+            vocab_size=VOCAB,
+            max_model_len=4096,
+            model_fingerprint="m1",
+            numerics_id="n1",
+            protocol=SESSION_PROTOCOL,
+        )
+        self.cached_prompt_tokens = 0  # what requests that begin now find in the prefix cache
+        self.metadata: list[dict[str, str]] = []  # of every session
         self.steps: asyncio.Semaphore | None = None
         self.script: Script | None = None
         self.on_submit: Callable[[pb.Submit], pb.ServerFrame | None] | None = None
@@ -160,6 +173,7 @@ class FakeEngineCore(EngineServicer):
             await self.sent.wait_for(lambda: self.num_sent >= count)
 
     async def Session(self, requests: AsyncIterator[pb.ClientFrame], context: Any) -> AsyncIterator[pb.ServerFrame]:
+        self.metadata.append({key: str(value) for key, value in context.invocation_metadata()})
         outbox: asyncio.Queue[pb.ServerFrame | Exception] = asyncio.Queue()
         outbox.put_nowait(pb.ServerFrame(load=load_to_pb(self.load)))
         self._outboxes.append(outbox)
@@ -201,7 +215,12 @@ class FakeEngineCore(EngineServicer):
         if old is not None:
             old[1].cancel()
         outbox.put_nowait(pb.ServerFrame(accepted=pb.Accepted(request_id=record.request_id, attempt=submit.attempt)))
-        run = Run(record, submit)
+        begun = Begun(
+            model_fingerprint=self.load.model_fingerprint,
+            numerics_id=self.load.numerics_id,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+        )
+        run = Run(record, submit, begun)
         self.running[record.request_id] = (run, asyncio.create_task(self._run(run, outbox)))
 
     def _on_abort(self, abort: pb.Abort, outbox: asyncio.Queue[Any]) -> None:

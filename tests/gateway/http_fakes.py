@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,10 +25,12 @@ class Running:
 
 
 @asynccontextmanager
-async def running_http(app: ASGIApp, config: GatewayConfig) -> AsyncIterator[Running]:
+async def running_http(
+    app: ASGIApp, config: GatewayConfig, now: Callable[[], float] = time.monotonic
+) -> AsyncIterator[Running]:
     listener = bind("127.0.0.1", 0)
     slow: list[bool] = []
-    server = HttpServer(uvicorn_config(app, config, ConnectionGuard(config, lambda: slow.append(True))))
+    server = HttpServer(uvicorn_config(app, config, ConnectionGuard(config, lambda: slow.append(True), now)))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await server.listening.wait()
     try:

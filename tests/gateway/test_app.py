@@ -31,7 +31,7 @@ class Gateway:
         model = write_model_dir(root / "model")
         config = GatewayConfig(model=str(model), engine=f"unix:{root}/none")
         self.metrics = GatewayMetrics("m")
-        engine = SessionClient(EngineAddress(config.engine), 1.0, self.metrics)
+        engine = SessionClient(EngineAddress(config.engine), self.metrics)
         self.health = Health(engine, self.metrics)
         ctx = GatewayContext(
             config=config,
@@ -80,10 +80,10 @@ async def test_unknown_paths_and_methods(gateway: Gateway) -> None:
 
 async def test_health_without_an_engine_core(gateway: Gateway) -> None:
     live = await gateway.client.get("/health/live")
-    assert (live.status_code, live.json()["dead"]) == (503, ["engine session", "health"])
+    assert (live.status_code, live.json()["dead"]) == (503, ["engine session", "engine clock", "health"])
     ready = await gateway.client.get("/health/ready")
     assert ready.status_code == 503
-    assert "engine core not connected" in ready.json()["problems"]
+    assert "engine core is not connected" in ready.json()["problems"]
     startup = await gateway.client.get("/health/startup")
     assert (startup.status_code, startup.json()["phase"]) == (503, "connecting")
     for path in ("/health", "/ping"):

@@ -3,73 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator
-from pathlib import Path
+import random
 from typing import Any
 
 import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, Run, expected_tokens, running_engine, until
+from tests.gateway.streams import Connect, collect, record, sample, tokens_of
 
 from pagoda_gateway.engine import EngineClient
 from pagoda_gateway.engine_client import SessionClient
-from pagoda_gateway.engine_session import EngineAddress
-from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta, FinishReason, RequestRecord
-
-_ids = itertools.count()
-
-
-def record(**params: Any) -> RequestRecord:
-    fields = {"max_tokens": 12} | params
-    return RequestRecord(
-        request_id=f"req{next(_ids)}", prompt_token_ids=[7, 8, 9], params=SamplingParams(**fields), seed=42
-    )
-
-
-@pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"unix:{tmp_path}/e"
-
-
-@pytest.fixture
-async def engine(address: str) -> AsyncIterator[FakeEngineCore]:
-    async with running_engine(address) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def client(address: str) -> AsyncIterator[SessionClient]:
-    client = SessionClient(EngineAddress(address), resume_wait_s=20.0, metrics=GatewayMetrics("m"))
-    client.start()
-    yield client
-    await client.aclose()
-    assert client.num_open == 0
-
-
-async def collect(generation: Any) -> list[Delta]:
-    """All deltas, checked for contiguity per choice and for one ending, which comes last."""
-    deltas: list[Delta] = []
-    while batch := await generation.next():
-        deltas += batch
-    lengths: dict[int, int] = {}
-    for delta in deltas:
-        assert delta.first_index == lengths.get(delta.choice, 0)
-        lengths[delta.choice] = delta.first_index + len(delta.token_ids)
-    assert [d.ends_request for d in deltas] == [False] * (len(deltas) - 1) + [True]
-    assert await generation.next() == []
-    return deltas
-
-
-def tokens_of(deltas: list[Delta], choice: int = 0) -> list[int]:
-    return [token for delta in deltas if delta.choice == choice for token in delta.token_ids]
-
-
-def sample(client: SessionClient, name: str, **labels: str) -> float:
-    return client._metrics.registry.get_sample_value(f"pagoda_{name}", {"model_name": "m"} | labels) or 0.0
+from pagoda_proto.records import Delta, FinishReason
 
 
 async def test_tokens_logprobs_and_usage(engine: FakeEngineCore, client: SessionClient) -> None:
@@ -140,11 +85,9 @@ async def test_resume_while_the_consumer_is_slow(engine: FakeEngineCore, client:
     assert await generation.next() == []
 
 
-async def test_a_silent_engine_core_is_a_lost_one(
-    engine: FakeEngineCore, client: SessionClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_engine_core_is_a_lost_one(engine: FakeEngineCore, connect: Connect) -> None:
     """As SIGSTOP: the connection stands, nothing comes."""
-    monkeypatch.setattr("pagoda_gateway.engine_session.SILENCE_S", 0.5)
+    client = connect(silent_s=0.5)
     engine.pulse_s = 0.05
     engine.steps = asyncio.Semaphore(3)
     request = record()
@@ -175,42 +118,111 @@ async def test_several_losses_in_a_row(engine: FakeEngineCore, client: SessionCl
     assert tokens_of(await reading) == expected_tokens(request)
 
 
-async def test_a_request_that_never_gets_on_is_given_up(engine: FakeEngineCore, client: SessionClient) -> None:
+async def test_a_request_that_never_gets_on_is_given_up(engine: FakeEngineCore, connect: Connect) -> None:
+    client = connect(losing_s=0.5)
     engine.steps = asyncio.Semaphore(0)
     reading = asyncio.create_task(collect(await client.submit(record())))
-    for i in range(6):
+    while not reading.done():
         engine.break_streams()
-        await until(lambda: len(engine.submits) >= i + 2 or reading.done())  # noqa: B023
+        submits = len(engine.submits)
+        await until(lambda: len(engine.submits) > submits or reading.done())  # noqa: B023
     [last] = await reading
     assert last.error_code is ErrorCode.UNAVAILABLE
+    assert "again and again" in last.error_message
+
+
+async def test_a_long_prefill_outlives_any_number_of_losses(engine: FakeEngineCore, client: SessionClient) -> None:
+    """What counts is the time without a token, not how often an engine core died meanwhile."""
+    engine.steps = asyncio.Semaphore(0)
+    request = record()
+    reading = asyncio.create_task(collect(await client.submit(request)))
+    for i in range(30):
+        engine.break_streams()
+        await until(lambda: len(engine.submits) >= i + 2)  # noqa: B023
+    engine.steps = None
+    engine.break_streams()
+    assert tokens_of(await reading) == expected_tokens(request)
+
+
+async def test_ten_engine_cores_die_under_one_stream(engine: FakeEngineCore, client: SessionClient) -> None:
+    engine.steps = asyncio.Semaphore(0)
+    request = record(max_tokens=32, logprobs=0)
+    reading = asyncio.create_task(collect(await client.submit(request)))
+    for i in range(10):
+        for _ in range(2):
+            engine.steps.release()
+        await engine.wait_sent(2 * i + 2)
+        await engine.kill()
+        await engine.start()
+        await until(lambda: len(engine.submits) == i + 2)  # noqa: B023
+    engine.steps = None
+    engine.break_streams()
+    deltas = await reading
+    assert tokens_of(deltas) == expected_tokens(request)
+    assert [e.top_ids for d in deltas for e in d.logprobs or ()] == [[t] for t in expected_tokens(request)]
+
+
+async def test_random_losses_under_streams_of_four_choices(engine: FakeEngineCore, client: SessionClient) -> None:
+    """`collect` checks contiguity, one ending per choice and one of the request."""
+    rng = random.Random(3)
+    engine.steps = asyncio.Semaphore(0)
+    requests = [record(n=4, max_tokens=rng.randrange(1, 24)) for _ in range(8)]
+    reading = asyncio.gather(*[collect(await client.submit(request)) for request in requests])
+    while not reading.done():
+        for _ in range(rng.randrange(1, 40)):
+            engine.steps.release()
+        await asyncio.sleep(rng.random() * 0.02)
+        if rng.random() < 0.3:
+            await engine.kill()
+            await engine.start()
+        elif rng.random() < 0.5:
+            engine.break_streams()
+        else:
+            engine.migrate_all()
+    for request, deltas in zip(requests, await reading, strict=True):
+        for choice in range(4):
+            assert tokens_of(deltas, choice) == expected_tokens(request, choice)
 
 
 @pytest.mark.parametrize(("num_before", "code"), [(0, ErrorCode.UNAVAILABLE), (3, ErrorCode.STREAM_INTERRUPTED)])
 async def test_no_engine_core_comes_back(
-    engine: FakeEngineCore, address: str, num_before: int, code: ErrorCode
+    engine: FakeEngineCore, connect: Connect, num_before: int, code: ErrorCode
 ) -> None:
-    client = SessionClient(EngineAddress(address), resume_wait_s=0.2, metrics=GatewayMetrics("m"))
-    client.start()
+    client = connect(resume_s=0.2)
     engine.steps = asyncio.Semaphore(num_before)
     request = record(n=2)
     generation = await client.submit(request)
     await engine.wait_sent(2 * num_before)
-    await until(lambda: client._open[request.request_id].request.num_output_tokens == 2 * num_before)
+    await until(lambda: sample(client, "generation_tokens_total") == 2 * num_before)
     await engine.kill()
     deltas = await collect(generation)
     assert tokens_of(deltas) == expected_tokens(request)[:num_before]
     assert {d.error_code for d in deltas if d.finish_reason} == {code}
     assert client.num_open == 0
     assert client.load.num_workers == 0
-    await client.aclose()
 
 
-async def test_submit_without_an_engine_core(address: str, client: SessionClient, monkeypatch: Any) -> None:
-    monkeypatch.setattr("pagoda_gateway.engine_client.SUBMIT_WAIT_S", 0.05)
+async def test_submit_without_an_engine_core(address: str, connect: Connect) -> None:
+    client = connect(connect_s=0.05, restart_s=7.0)
     with pytest.raises(PagodaError) as error:
         await client.submit(record())
     assert error.value.code is ErrorCode.UNAVAILABLE
-    assert error.value.retry_after_s > 0
+    assert error.value.message == "the engine core is not connected"
+    assert 6.0 < error.value.retry_after_s < 7.0  # when a restart is due
+
+
+async def test_a_restart_refuses_nobody(engine: FakeEngineCore, connect: Connect) -> None:
+    """Who comes while an engine core that was there is away waits for it, however short the wait for a stranger."""
+    client = connect(connect_s=0.01)
+    await until(lambda: client.connected)
+    await collect(await client.submit(record()))
+    await engine.kill()
+    await until(lambda: not client.connected)
+    request = record()
+    submitting = asyncio.create_task(client.submit(request))
+    await asyncio.sleep(0.2)
+    await engine.start()
+    assert tokens_of(await collect(await submitting)) == expected_tokens(request)
 
 
 async def test_submit_waits_for_a_connection(address: str, client: SessionClient) -> None:
@@ -278,7 +290,7 @@ async def test_migrate_from_a_draining_engine_core_waits_for_the_next(
     await engine.wait_sent(3)
     engine.set_load(draining=True)
     engine.migrate_all()
-    await until(lambda: bool(client._parked))
+    await until(lambda: bool(client._pool.num_parked))
     engine.steps = None
     await engine.kill()
     engine.set_load(draining=False)
@@ -434,24 +446,11 @@ async def test_a_code_of_another_version_ends_its_own_request_only(
     assert len(engine.submits) == 2
 
 
-async def test_closing_ends_open_requests(engine: FakeEngineCore, address: str) -> None:
-    client = SessionClient(EngineAddress(address), resume_wait_s=5.0, metrics=GatewayMetrics("m"))
-    client.start()
+async def test_closing_ends_open_requests(engine: FakeEngineCore, client: SessionClient) -> None:
     engine.steps = asyncio.Semaphore(1)
     generation = await client.submit(record())
     assert (await generation.next())[0].token_ids
     await client.aclose()
     [last] = await generation.next()
     assert last.error_code is ErrorCode.STREAM_INTERRUPTED
-    assert not client.alive
-
-
-@pytest.mark.parametrize("address", ["0.0.0.0:1", "engine:50051", "10.0.0.1:5", "", "ipc:///x"])
-def test_only_local_engine_cores(address: str) -> None:
-    with pytest.raises(ValueError, match=r"loopback|host:port"):
-        EngineAddress(address)
-
-
-@pytest.mark.parametrize("address", ["unix:/run/x", "127.0.0.1:5", "localhost:5", "[::1]:5"])
-def test_local_addresses(address: str) -> None:
-    EngineAddress(address)
+    assert client.dead_tasks() == ["engine session", "engine clock"]

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, running_engine, until
@@ -15,11 +14,16 @@ from pagoda_gateway.engine_client import SessionClient
 from pagoda_gateway.engine_session import EngineAddress
 from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.waits import Waits
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import RequestRecord
+from pagoda_proto.times import STALL_S
 
 TIMES = HealthTimes(success_max_age_s=0.5, idle_s=0.1, canary_timeout_s=0.2, canary_spacing_s=0.02, tick_s=0.01)
+
+# A hold-up of the loop is either shorter than this or does not count.
+SLOW = dataclasses.replace(TIMES, idle_s=0.3, success_max_age_s=STALL_S + 0.5)
 
 
 class Watched:
@@ -27,7 +31,7 @@ class Watched:
 
     def __init__(self, address: str, times: HealthTimes = TIMES) -> None:
         self.metrics = GatewayMetrics("m")
-        self.client = SessionClient(EngineAddress(address), resume_wait_s=1.0, metrics=self.metrics)
+        self.client = SessionClient(EngineAddress(address), self.metrics, Waits(resume_s=1.0, tick_s=0.01))
         self.health = Health(self.client, self.metrics, times)
         self.changes: list[bool] = []
         self.client.start()
@@ -45,17 +49,6 @@ class Watched:
 
 
 @pytest.fixture
-def address(tmp_path: Path) -> str:
-    return f"unix:{tmp_path}/e"
-
-
-@pytest.fixture
-async def engine(address: str) -> AsyncIterator[FakeEngineCore]:
-    async with running_engine(address) as engine:
-        yield engine
-
-
-@pytest.fixture
 async def watched(address: str) -> AsyncIterator[Watched]:
     watched = Watched(address)
     yield watched
@@ -63,7 +56,7 @@ async def watched(address: str) -> AsyncIterator[Watched]:
 
 
 async def test_not_ready_without_an_engine_core(watched: Watched, address: str) -> None:
-    assert "engine core not connected" in watched.health.problems()
+    assert "engine core is not connected" in watched.health.problems()
     assert watched.health.phase == "connecting"
     assert watched.health.dead_tasks() == []
     assert not watched.health.started
@@ -101,7 +94,7 @@ async def test_an_engine_core_that_yields_nothing_is_not_ready(engine: FakeEngin
     await watched.until_changes(True)
     engine.steps = asyncio.Semaphore(0)
     await watched.until_changes(True, False)
-    assert watched.health.problems() == ["no token within 0.5 s"]
+    assert watched.health.problems() == ["no token and no step within 0.5 s"]
     assert watched.canaries("failure") >= 1
     engine.steps = None
     await watched.until_changes(True, False, True)
@@ -149,6 +142,84 @@ async def test_draining_is_unready_at_once(engine: FakeEngineCore, watched: Watc
 
 async def test_a_dead_task_is_named(engine: FakeEngineCore, watched: Watched) -> None:
     await watched.client.aclose()
-    assert watched.health.dead_tasks() == ["engine session"]
+    assert watched.health.dead_tasks() == ["engine session", "engine clock"]
     await watched.health.aclose()
-    assert watched.health.dead_tasks() == ["engine session", "health"]
+    assert watched.health.dead_tasks() == ["engine session", "engine clock", "health"]
+
+
+async def step_for(engine: FakeEngineCore, seconds: float) -> None:
+    """Loads of an engine core whose workers step, as in a long prefill, and which sends no token."""
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        engine.set_load(num_running=1, seconds_since_progress=0.02)
+        engine.set_load(num_running=1, seconds_since_progress=0.0)
+        await asyncio.sleep(0.02)
+
+
+async def test_a_long_prefill_is_progress_and_needs_no_canary(engine: FakeEngineCore, address: str) -> None:
+    watched = Watched(address, SLOW)
+    await watched.until_changes(True)
+    engine.steps = asyncio.Semaphore(0)  # whoever comes now waits behind it
+    await step_for(engine, 0.3)
+    before = len(engine.submits)
+    await step_for(engine, SLOW.success_max_age_s + 0.5)
+    assert len(engine.submits) == before
+    assert watched.changes == [True]
+    await watched.aclose()
+
+
+async def test_a_canary_that_is_overtaken_is_no_failure(engine: FakeEngineCore, address: str) -> None:
+    times = dataclasses.replace(TIMES, success_max_age_s=1000.0, canary_timeout_s=0.6)
+    engine.steps = asyncio.Semaphore(0)
+    watched = Watched(address, times)
+    await until(lambda: len(engine.submits) == 1)
+    await step_for(engine, 1.0)
+    assert watched.canaries("failure") == 0
+    assert watched.canaries("overtaken") == 1
+    await watched.aclose()
+
+
+async def test_a_frozen_worker_is_unready_after_the_stated_time(engine: FakeEngineCore, address: str) -> None:
+    """The engine core goes on telling its load; the steps have stopped."""
+    watched = Watched(address, SLOW)
+    await watched.until_changes(True)
+    engine.steps = asyncio.Semaphore(0)
+    await step_for(engine, 0.2)
+    frozen_at = time.monotonic()
+    while watched.changes == [True]:
+        engine.set_load(num_running=1, seconds_since_progress=time.monotonic() - frozen_at)
+        await asyncio.sleep(0.02)
+        assert time.monotonic() - frozen_at < 20
+    assert watched.changes == [True, False]
+    assert watched.health.problems() == ["no token and no step within 1.5 s"]
+    assert watched.canaries("failure") >= 1
+    await watched.aclose()
+
+
+async def test_a_canary_says_why_it_failed(
+    engine: FakeEngineCore, watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine.steps = asyncio.Semaphore(0)
+    await until(lambda: watched.canaries("failure") >= 1)
+    engine.on_submit = lambda submit: pb.ServerFrame(
+        rejected=pb.Rejected(request_id=submit.record.request_id, code="overloaded", message="")
+    )
+    await until(lambda: "overloaded" in caplog.text)
+    assert "canary failed: no token within 0.2 s" in caplog.text
+    assert "canary failed: overloaded: " in caplog.text
+
+
+async def test_readiness_does_not_age_while_the_gateway_sleeps(engine: FakeEngineCore, address: str) -> None:
+    watched = Watched(address, SLOW)
+    await watched.until_changes(True)
+    time.sleep(2.5)  # noqa: ASYNC251 - the stall is what is tested
+    assert watched.health.problems() == []
+    await asyncio.sleep(0.1)
+    assert watched.changes == [True]
+    await watched.aclose()
+
+
+async def test_an_engine_core_of_another_protocol_is_named(engine: FakeEngineCore, watched: Watched) -> None:
+    engine.set_load(protocol=77)
+    await until(lambda: watched.client.connected)
+    assert any("speaks version 77" in problem for problem in watched.health.problems())

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pagoda_engine_core.metrics import Metrics
 from pagoda_gateway.metrics import METHODS, STATUS_CLASSES, GatewayMetrics
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import FinishReason, Load, Usage
@@ -52,7 +57,8 @@ def test_numbers_of_a_request() -> None:
 
     assert value("request_success_total", finished_reason="stop") == 1
     assert value("prompt_tokens_total") == 5
-    assert value("prompt_tokens_cached_total") == 4
+    assert value("prefix_cache_queries_total") == 5
+    assert value("prefix_cache_hits_total") == 4
     assert value("e2e_request_latency_seconds_sum") == 2.0
     assert value("admission_rejections_total", reason="overloaded") == 1
     assert value("slow_clients_total") == 1
@@ -73,3 +79,20 @@ def test_gauges_are_read_when_scraped() -> None:
         'pagoda_engine_connected{model_name="m"} 1.0',
     ):
         assert line in text
+
+
+def test_no_name_has_two_meanings() -> None:
+    """Both tiers are scraped into one place; a sum over a name that both export would count everything twice."""
+    gateway = GatewayMetrics("m")
+    gateway.watch_engine(lambda: Load(engine_id="e"), lambda: True, lambda: 0)
+    engine_core = Metrics()
+    blocks = {f"{whose}_{kind}": 0 for whose in ("blocks", "swap_blocks") for kind in ("total", "used", "cached")}
+    stats: Any = SimpleNamespace(load=Load(engine_id="e"), totals={}, **blocks)
+    engine_core.watch(lambda: stats)
+    names = [
+        {family.name for family in text_string_to_metric_families(generate_latest(registry).decode())}
+        for registry in (gateway.registry, engine_core.registry)
+    ]
+    assert len(names[1]) > 20
+    assert names[0] & names[1] == set()
+    assert all(name.startswith("pagoda_engine_core_") for name in names[1])

@@ -108,6 +108,9 @@ async def test_ready_when_the_engine_core_is(engine: FakeEngineCore, start: Star
         assert gateway.names == ["listening", "ready"]
         for path in ("/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/v1/models"):
             assert (await gateway.client.get(path)).status_code == 200
+        for path in ("/health", "/health/live", "/health/ready", "/health/startup", "/ping", "/version", "/metrics"):
+            head = await gateway.client.head(path)
+            assert (head.status_code, head.content) == (200, b"")
         answer = await gateway.client.post("/v1/completions", json=prompt())
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 12
@@ -119,8 +122,7 @@ async def test_ready_when_the_engine_core_is(engine: FakeEngineCore, start: Star
     assert gateway.names == ["listening", "ready", "unready"]
 
 
-async def test_without_an_engine_core_it_says_so(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda_gateway.engine_client.SUBMIT_WAIT_S", 0.05)
+async def test_without_an_engine_core_it_says_so(start: Start) -> None:
     async with start() as gateway:
         answer = await gateway.client.post("/v1/completions", json=prompt())
         assert answer.status_code == 503

@@ -108,6 +108,16 @@ async def test_pings_open_a_silent_stream_and_stop_with_it() -> None:
     assert len(client.messages) == num_messages
 
 
+async def test_without_an_interval_nothing_is_pinged() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        await asyncio.sleep(0.1)
+        yield b"data: 1\n\n"
+
+    client = Client()
+    await client.read(events(), ping_interval_s=0.0)
+    assert client.body == b"data: 1\n\n"
+
+
 async def test_a_client_that_leaves_closes_the_events() -> None:
     closed = asyncio.Event()
 

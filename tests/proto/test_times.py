@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagoda_proto import times
-from pagoda_proto.times import StallGuard
+from pagoda_proto.times import LivedClock, StallGuard
 
 
 def test_a_worker_is_suspected_then_given_up_then_gives_up_itself() -> None:
@@ -42,3 +42,15 @@ def test_a_watcher_that_was_held_up_says_for_how_long() -> None:
     assert guard.tick(10.5) == 0.0
     assert guard.tick(10.5 + 0.5 + times.STALL_S) == 0.0
     assert guard.tick(20.0) == 20.0 - 12.0
+
+
+def test_a_new_request_outwaits_a_restart_and_a_begun_one_waits_longer() -> None:
+    restarted_s = times.RESTART_MOST_S + times.START_S
+    assert times.CONNECT_WAIT_S < restarted_s < times.SUBMIT_WAIT_S < times.RESUME_WAIT_S
+    assert times.RESUME_WAIT_S < times.NO_WORKER_WAIT_S < times.LOSING_S
+
+
+def test_time_that_was_slept_through_does_not_count() -> None:
+    moments = iter([10.0, 10.5, 11.0, 251.0, 251.5, 252.75])
+    clock = LivedClock(0.5, lambda: next(moments))
+    assert [clock.now() for _ in range(5)] == [10.5, 11.0, 11.0, 11.5, 12.75]

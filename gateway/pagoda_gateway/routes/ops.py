@@ -7,6 +7,7 @@ from importlib import metadata, resources
 import msgspec
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagoda_gateway.context import GatewayContext
@@ -22,6 +23,7 @@ def router(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> APIR
     _add_health(routes, health)
     _add_reports(routes, ctx, metrics)
     _add_docs(routes)
+    _add_heads(routes)
     return routes
 
 
@@ -60,6 +62,13 @@ def _add_reports(routes: APIRouter, ctx: GatewayContext, metrics: GatewayMetrics
     async def load() -> Response:
         content = {"server_load": metrics.num_open(), "engine": msgspec.to_builtins(ctx.engine.load)}
         return JSONResponse(content)
+
+
+def _add_heads(routes: APIRouter) -> None:
+    """Probes ask by HEAD, too: the same answer, of which the server leaves the body out."""
+    for route in list(routes.routes):
+        if isinstance(route, APIRoute):
+            routes.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _add_docs(routes: APIRouter) -> None:

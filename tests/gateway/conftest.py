@@ -1,0 +1,46 @@
+"""An engine core that is a fake, and clients of it that are real."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tests.gateway.fake_engine_core import FakeEngineCore, running_engine
+from tests.gateway.streams import Connect, waits
+
+from pagoda_gateway.engine_client import SessionClient
+from pagoda_gateway.engine_session import EngineAddress
+from pagoda_gateway.metrics import GatewayMetrics
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"unix:{tmp_path}/e"
+
+
+@pytest.fixture
+async def engine(address: str) -> AsyncIterator[FakeEngineCore]:
+    async with running_engine(address) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def connect(address: str) -> AsyncIterator[Connect]:
+    clients: list[SessionClient] = []
+
+    def start(**fields: float) -> SessionClient:
+        client = SessionClient(EngineAddress(address), GatewayMetrics("m"), waits(**fields))
+        client.start()
+        clients.append(client)
+        return client
+
+    yield start
+    await asyncio.gather(*(client.aclose() for client in clients))
+    assert [client.num_open for client in clients] == [0] * len(clients)
+
+
+@pytest.fixture
+async def client(connect: Connect) -> SessionClient:
+    return connect()

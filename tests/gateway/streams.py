@@ -1,0 +1,55 @@
+"""Requests for a fake engine core, and what came of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from pagoda_gateway.engine_client import SessionClient
+from pagoda_gateway.waits import Waits
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.records import Delta, RequestRecord
+
+Connect = Callable[..., SessionClient]  # a started client, its waits given by name
+TICK_S = 0.02
+
+_ids = itertools.count()
+
+
+def waits(**fields: float) -> Waits:
+    return Waits(**{"tick_s": TICK_S, **fields})
+
+
+def record(prompt_token_ids: tuple[int, ...] = (7, 8, 9), **params: Any) -> RequestRecord:
+    fields = {"max_tokens": 12} | params
+    return RequestRecord(
+        request_id=f"req{next(_ids)}",
+        prompt_token_ids=list(prompt_token_ids),
+        params=SamplingParams(**fields),
+        seed=42,
+    )
+
+
+async def collect(generation: Any) -> list[Delta]:
+    """All deltas, checked for contiguity per choice and for one ending of each, the request's last."""
+    deltas: list[Delta] = []
+    while batch := await generation.next():
+        deltas += batch
+    lengths: dict[int, int] = {}
+    for delta in deltas:
+        assert delta.first_index == lengths.get(delta.choice, 0)
+        lengths[delta.choice] = delta.first_index + len(delta.token_ids)
+    endings = [delta.choice for delta in deltas if delta.finish_reason is not None]
+    assert sorted(endings) == sorted(set(lengths))
+    assert [d.ends_request for d in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert await generation.next() == []
+    return deltas
+
+
+def tokens_of(deltas: list[Delta], choice: int = 0) -> list[int]:
+    return [token for delta in deltas if delta.choice == choice for token in delta.token_ids]
+
+
+def sample(client: SessionClient, name: str, **labels: str) -> float:
+    return client._metrics.registry.get_sample_value(f"pagoda_{name}", {"model_name": "m"} | labels) or 0.0
