@@ -25,15 +25,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
-
 from tests.e2e.stack import free_port
-from tests.faults.streams import Flow, Outcome, Report, Request, make_requests, run_streams
+from tests.faults.streams import (
+    Disturbance,
+    Flow,
+    Outcome,
+    Report,
+    Request,
+    make_requests,
+    run_streams,
+    undisturbed,
+)
 
 ROOT = Path(__file__).parents[2]
 PROJECT = "pagoda-check"
@@ -200,30 +208,33 @@ class Check:
     def undisturbed_run(self) -> str:
         for request in self.requests:
             request["model"] = self.model()
-        self.undisturbed = self.run()
-        report = Report("undisturbed")
-        report.judge(self.undisturbed, self.undisturbed)
-        assert not report.problems, report.problems
+        self.undisturbed = undisturbed(self.compose.url, self.requests)
         return f"{sum(outcome.usage[1] for outcome in self.undisturbed if outcome.usage)} tokens"
 
     # The stack disturbed
 
-    def run(self, disturb: Callable[[Flow], Awaitable[None]] | None = None) -> list[Outcome]:
-        return asyncio.run(run_streams(self.compose.url, self.requests, clients=NUM_STREAMS, disturb=disturb))
+    def run(self, disturb: Disturbance, again: bool = False) -> Report:
+        """Every stream must be as undisturbed, and none refused."""
+        report, url = Report(""), self.compose.url
+        report.judge(
+            asyncio.run(run_streams(url, self.requests, clients=NUM_STREAMS, disturb=disturb, again=again)),
+            self.undisturbed,
+        )
+        assert not report.problems, report.problems[:3]
+        assert not report.kinds["refused"], report.line()
+        return report
 
     def disturbed(self, action: Callable[[], object]) -> str:
-        """Act once the streams flow; every one of them must be as undisturbed."""
+        """Act once the streams flow."""
         acted = False
 
         async def disturb(flow: Flow) -> None:
             nonlocal acted
-            acted = await flow.more(5 * NUM_STREAMS)
+            flowing = await flow.more(5 * NUM_STREAMS)
             await asyncio.to_thread(action)
-            acted = acted and not flow.ended
+            acted = flowing and not flow.ended
 
-        report = Report("")
-        report.judge(self.run(disturb), self.undisturbed)
-        assert not report.problems, report.problems
+        report = self.run(disturb)
         assert acted, "the streams had ended before anything happened"
         wait_until(lambda: self.compose.healthy() and self.compose.ready(), "all containers healthy again")
         return f"{report.kinds['identical']} of {NUM_STREAMS} streams identical"
@@ -249,32 +260,14 @@ class Check:
 
     def scaled(self) -> str:
         """Requests without a pause between them, while workers come and go."""
-        done = asyncio.Event()
 
-        async def load(report: Report) -> None:
-            while not done.is_set():
-                report.judge(await run_streams(self.compose.url, self.requests, clients=NUM_STREAMS), self.undisturbed)
-
-        async def scale() -> None:
+        async def scale(flow: Flow) -> None:
             up = ("up", "-d", "--no-build", "--no-recreate", "--scale")
             for number in (3, 1):
                 await asyncio.to_thread(self.compose, *up, f"worker={number}")
                 await asyncio.to_thread(wait_until, self.compose.healthy, "all containers healthy")
-            done.set()
 
-        async def both() -> Report:
-            report = Report("")
-            loading = asyncio.create_task(load(report))
-            try:
-                await scale()
-            finally:
-                done.set()
-                await loading
-            return report
-
-        report = asyncio.run(both())
-        assert not report.problems, report.problems[:3]
-        assert not report.kinds["refused"], report.line()
+        report = self.run(scale, again=True)
         assert len(self.compose.containers("worker")) == 1
         return f"1 -> 3 -> 1: {report.kinds['identical']} streams identical, none refused or broken"
 

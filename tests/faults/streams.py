@@ -8,6 +8,7 @@ come back; anything else is a broken promise.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections import Counter
@@ -18,6 +19,8 @@ from typing import Any
 import httpx
 
 STREAM_TIMEOUT_S = 300.0  # of silence; pings count as sound
+REFUSED_PAUSE_S = 0.2
+UNLIMITED = httpx.Limits(max_connections=None)
 
 Request = dict[str, Any]
 
@@ -107,6 +110,9 @@ class Outcome:
         return f"status {self.status} {self.error} {'; '.join(self.problems)}".strip()
 
 
+Seen = tuple[int, Outcome]  # the request's index and what became of it
+
+
 @dataclass
 class Report:
     """Counts of a scenario; `problems` holds one line for whatever must not have happened."""
@@ -116,9 +122,9 @@ class Report:
     problems: list[str] = field(default_factory=list)
     note: str = ""
 
-    def judge(self, outcomes: Sequence[Outcome], undisturbed: Sequence[Outcome]) -> None:
-        for index, (outcome, expected) in enumerate(zip(outcomes, undisturbed, strict=True)):
-            kind = outcome.kind(expected)
+    def judge(self, seen: Sequence[Seen], undisturbed: Sequence[Outcome]) -> None:
+        for index, outcome in seen:
+            kind = outcome.kind(undisturbed[index])
             self.kinds[kind] += 1
             if kind not in ("identical", "refused"):
                 self.problems.append(f"stream {index} is {kind}: {outcome.describe()}")
@@ -180,29 +186,55 @@ class Flow:
         return not self.ended
 
 
+Disturbance = Callable[[Flow], Awaitable[None]]
+
+
 async def run_streams(
     url: str,
     requests: Sequence[Request],
     *,
     clients: int = 8,
-    disturb: Callable[[Flow], Awaitable[None]] | None = None,
-) -> list[Outcome]:
-    """All requests, `clients` at a time, in order; `disturb` runs beside them and is told how they flow."""
-    flow, outcomes, waiting = Flow(), [Outcome()] * len(requests), iter(enumerate(requests))
+    disturb: Disturbance | None = None,
+    again: bool = False,
+) -> list[Seen]:
+    """Run the requests, `clients` at a time, in order; what was seen of each, by its index.
+
+    `disturb` runs beside them and is told how they flow. With `again` the requests are taken round and round until it
+    is done; without, each is run once.
+    """
+    flow, seen = Flow(), list[Seen]()
+    waiting = itertools.cycle(enumerate(requests)) if again else iter(enumerate(requests))
+    working = True
 
     async def one_client(client: httpx.AsyncClient) -> None:
-        for index, request in waiting:
-            outcomes[index] = await stream(client, request, flow)
+        while working and (entry := next(waiting, None)) is not None:
+            seen.append((entry[0], await stream(client, entry[1], flow)))
+            if seen[-1][1].status != 200:
+                await asyncio.sleep(REFUSED_PAUSE_S)
 
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=STREAM_TIMEOUT_S, limits=limits) as client:
-        async with asyncio.TaskGroup() as group:
+    async with httpx.AsyncClient(base_url=url, timeout=STREAM_TIMEOUT_S, limits=UNLIMITED) as client:
+        running = [asyncio.create_task(one_client(client)) for _ in range(clients)]
+        everything = asyncio.gather(*running)
+        everything.add_done_callback(lambda _: flow.end())
+        try:
             if disturb is not None:
-                group.create_task(_awaited(disturb(flow)))
-            await asyncio.gather(*(one_client(client) for _ in range(clients)))
-            flow.end()
+                await disturb(flow)
+        finally:
+            working = not again
+            await everything
+    return seen
+
+
+def undisturbed(url: str, requests: Sequence[Request]) -> list[Outcome]:
+    """The oracle: every request on a stack that nobody touches.
+
+    Raises:
+        RuntimeError: one of them did not end well even so.
+    """
+    outcomes = [
+        outcome for _, outcome in sorted(asyncio.run(run_streams(url, requests, clients=4)), key=lambda s: s[0])
+    ]
+    bad = [outcome.describe() for outcome in outcomes if outcome.kind(outcome) != "identical"]
+    if bad:
+        raise RuntimeError(f"{len(bad)} undisturbed streams did not end well, the first: {bad[0]}")
     return outcomes
-
-
-async def _awaited(work: Awaitable[None]) -> None:
-    await work
