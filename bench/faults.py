@@ -63,7 +63,7 @@ def strangers(directory: Path, seed: int) -> Iterator[Report]:
     with apart(directory) as place:
         other = ["--model", str(scenarios.changed_weights(directory))]
         yield scenarios.stranger_takes_over_nothing(place, "other weights", other, seed=seed)
-    with apart(directory, worker_arguments=["--kernels", "torch"]) as place:
+    with apart(directory) as place:
         yield scenarios.stranger_takes_over_nothing(place, "other kernels", ["--kernels", "reference"], seed=seed)
 
 

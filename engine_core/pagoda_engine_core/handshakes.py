@@ -13,21 +13,17 @@ _EVENTS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL 
 
 
 class RefusedHandshakes:
-    """`monitor` is readable when there is something to `take`."""
+    """Lives as long as the socket's context."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
-        self.monitor: zmq.Socket[Any] = socket.get_monitor_socket(_EVENTS)
+        self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(_EVENTS)
 
     def take(self) -> int:
         """How many there were since it was last asked."""
         count = 0
         while True:
             try:
-                self.monitor.recv_multipart(zmq.NOBLOCK)
+                self._monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return count
             count += 1
-
-    def close(self) -> None:
-        self._socket.disable_monitor()

@@ -145,9 +145,7 @@ class ZmqExecutor:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._refused = RefusedHandshakes(self._socket) if keys else None
-        if self._refused is not None:
-            self._poller.register(self._refused.monitor, zmq.POLLIN)
+        self._refused = RefusedHandshakes(self._socket)
 
     def _bind(self, endpoint: str) -> None:
         try:
@@ -186,8 +184,7 @@ class ZmqExecutor:
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
         if ready.pop(self._wake_fd, 0):
             os.eventfd_read(self._wake_fd)
-        if self._refused is not None and ready.pop(self._refused.monitor, 0):
-            self._counters["handshakes_refused"] += self._refused.take()
+        self._counters["handshakes_refused"] += self._refused.take()
         ended = [peer for peer in self._peers.values() if peer.pidfd in ready]
         if ready.pop(self._socket, 0):
             self._receive_all()  # what a process said before it ended still counts
@@ -219,8 +216,6 @@ class ZmqExecutor:
         for peer in self._peers.values():
             self._close_pidfd(peer)
         self._peers.clear()
-        if self._refused is not None:
-            self._refused.close()
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.destroy(linger=0)

@@ -30,7 +30,8 @@ class Tiers:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}  # the last one of each name
+        self._started: list[subprocess.Popen[bytes]] = []
         self.grpc, self.zmq, self.http = (free_port() for _ in range(3))
 
     @property
@@ -44,6 +45,7 @@ class Tiers:
                 [sys.executable, "-m", program, *arguments], stdout=log, stderr=subprocess.STDOUT
             )
         self.processes[name] = process
+        self._started.append(process)
         return process
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
@@ -54,9 +56,9 @@ class Tiers:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        for process in reversed(self.processes.values()):
+        for process in reversed(self._started):
             process.terminate()
-        for process in self.processes.values():
+        for process in self._started:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)
             process.kill()

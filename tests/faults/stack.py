@@ -101,14 +101,14 @@ class Apart:
 
 
 @contextlib.contextmanager
-def apart(directory: Path, *, worker_arguments: Sequence[str] = (), program: str = "pagoda.cli") -> Iterator[Apart]:
+def apart(directory: Path, *, program: str = "pagoda.cli") -> Iterator[Apart]:
     """Ready tiers with one worker, named worker-0."""
     with tiers_apart(directory) as tiers, ChaosProxy(tiers.grpc) as gateway_link, ChaosProxy(tiers.zmq) as worker_link:
         place = Apart(tiers, gateway_link, worker_link)
         addresses = ("--listen", f"127.0.0.1:{tiers.grpc}", "--worker-endpoint", f"tcp://127.0.0.1:{tiers.zmq}")
         tiers.start("engine-core", "engine-core", *addresses)
         tiers.wait_until(lambda: healthy(f"grpc://127.0.0.1:{tiers.grpc}"))
-        place.start_worker("worker-0", *worker_arguments, program=program)
+        place.start_worker("worker-0", program=program)
         tiers.start(
             "gateway", "gateway", "--engine", f"127.0.0.1:{gateway_link.port}", "--port", str(tiers.http), *NAME
         )

@@ -63,7 +63,7 @@ def test_other_weights_take_over_nothing(tmp_path: Path) -> None:
 
 
 def test_other_kernels_take_over_nothing(tmp_path: Path) -> None:
-    with apart(tmp_path, worker_arguments=["--kernels", "torch"]) as place:
+    with apart(tmp_path) as place:
         check(scenarios.stranger_takes_over_nothing(place, "other kernels", ["--kernels", "reference"]))
 
 

@@ -152,6 +152,7 @@ def test_sec_25_strangers_cannot_add_series(stack: Stack) -> None:
         client.post("/v1/completions", json={"model": word(), "prompt": word(), "user": word()})
         client.post("/v1/chat/completions", json={"model": word(), word(): word()}, headers={"X-Request-Id": word()})
 
+    series(stack)  # the page counts those who read it
     with httpx.Client(base_url=stack.url, timeout=PATIENCE_S) as client:
         for _ in range(5):
             ask(client)
@@ -159,7 +160,7 @@ def test_sec_25_strangers_cannot_add_series(stack: Stack) -> None:
         for _ in range(100):
             ask(client)
     assert series(stack) == before
-    assert not any("reated" not in one and re.search(r'="[A-Z]{8}"', one) for one in before)
+    assert not any(re.search(r'="/?[A-Z]{8}"', one) for one in before)
 
 
 @pytest.fixture
@@ -201,7 +202,10 @@ def corpus() -> Iterator[bytes]:
 
 
 def test_sec_32_bytes_that_are_no_message_cost_their_own_call_only(stack: Stack, channel: grpc.Channel) -> None:
-    allowed = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL, grpc.StatusCode.OUT_OF_RANGE}
+    allowed = {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.UNKNOWN,
+    }
     for payload in corpus():
         assert raw_call(channel, "/pagoda.engine.v1.Engine/Generate", payload) in allowed, payload[:40]
     assert stack.ready()
