@@ -64,7 +64,9 @@ def strangers(directory: Path, seed: int) -> Iterator[Report]:
         other = ["--model", str(scenarios.changed_weights(directory))]
         yield scenarios.stranger_takes_over_nothing(place, "other weights", other, seed=seed)
     with apart(directory) as place:
-        yield scenarios.stranger_takes_over_nothing(place, "other kernels", ["--kernels", "reference"], seed=seed)
+        yield scenarios.stranger_takes_over_nothing(
+            place, "other kernels", ["--kernels", scenarios.other_kernels()], seed=seed
+        )
 
 
 def memory(directory: Path, seed: int) -> Iterator[Report]:

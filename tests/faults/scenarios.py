@@ -164,6 +164,13 @@ def changed_weights(directory: Path) -> Path:
     return changed
 
 
+def other_kernels() -> str:
+    """A back end that `auto` does not take here."""
+    from pagoda_worker.kernels.cpu.build import LIBRARY
+
+    return "torch" if LIBRARY.exists() else "reference"
+
+
 def stranger_takes_over_nothing(place: Apart, name: str, arguments: Sequence[str], *, seed: int = 0) -> Report:
     """A worker that would compute other tokens waits while the only right one dies, and until that one is back."""
     report = Report(f"a worker with {name} takes over nothing")

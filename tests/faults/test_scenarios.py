@@ -64,7 +64,7 @@ def test_other_weights_take_over_nothing(tmp_path: Path) -> None:
 
 def test_other_kernels_take_over_nothing(tmp_path: Path) -> None:
     with apart(tmp_path) as place:
-        check(scenarios.stranger_takes_over_nothing(place, "other kernels", ["--kernels", "reference"]))
+        check(scenarios.stranger_takes_over_nothing(place, "other kernels", ["--kernels", scenarios.other_kernels()]))
 
 
 def test_a_step_without_memory_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
