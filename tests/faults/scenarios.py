@@ -29,10 +29,11 @@ def _judge(
     *,
     again: bool = False,
     clients: int = 8,
+    may_fail: bool = False,
 ) -> Report:
     """Run and judge the streams, then see that the stack is as it was: ready, and no block in use."""
     streams = run_streams(place.url, requests, clients=clients, disturb=disturb, again=again)
-    report.judge(asyncio.run(streams), oracle)
+    report.judge(asyncio.run(streams), oracle, may_fail)
     try:
         place.wait_until(place.ready, RECOVERY_S)
         place.wait_until(lambda: place.stats().blocks_used == 0, RECOVERY_S)
@@ -172,9 +173,12 @@ def other_kernels() -> str:
 
 
 def stranger_takes_over_nothing(place: Apart, name: str, arguments: Sequence[str], *, seed: int = 0) -> Report:
-    """A worker that would compute other tokens waits while the only right one dies, and until that one is back."""
+    """A worker that would compute other tokens waits when the only right one dies and comes again.
+
+    What had begun goes on with its own tokens or ends in an error; no token may be of the stranger's making.
+    """
     report = Report(f"a worker with {name} takes over nothing")
-    requests = make_requests(seed, 4, max_tokens=1200, choices=[1])
+    requests = make_requests(seed, 4, max_tokens=800, choices=[1])
     oracle = undisturbed(place.url, requests)
     place.start_worker("stranger", *arguments)
 
@@ -184,7 +188,7 @@ def stranger_takes_over_nothing(place: Apart, name: str, arguments: Sequence[str
         await asyncio.sleep(5.0)  # time enough for the stranger to be asked
         place.start_worker("worker-0")
 
-    return _judge(place, report, requests, oracle, disturb)
+    return _judge(place, report, requests, oracle, disturb, may_fail=True)
 
 
 def one_memory_error(place: Apart, fail: Callable[[], None], *, seed: int = 0) -> Report:

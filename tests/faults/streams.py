@@ -20,6 +20,7 @@ import httpx
 
 STREAM_TIMEOUT_S = 300.0  # of silence; pings count as sound
 REFUSED_PAUSE_S = 0.2
+NO_ENDING = "closed without an ending"
 UNLIMITED = httpx.Limits(max_connections=None)
 
 Request = dict[str, Any]
@@ -93,7 +94,7 @@ class Outcome:
         elif done and (ended != num_choices or self.usage is None):
             self.problems.append(f"[DONE] after {ended} of {num_choices} endings, usage {self.usage}")
         elif not done and not self.error:
-            self.error = "closed without an ending"
+            self.error = NO_ENDING
         if done and self.usage and self.usage[1] != sum(len(choice.token_ids) for choice in self.choices.values()):
             self.problems.append(f"usage {self.usage} is not the number of tokens")
 
@@ -122,11 +123,13 @@ class Report:
     problems: list[str] = field(default_factory=list)
     note: str = ""
 
-    def judge(self, seen: Sequence[Seen], undisturbed: Sequence[Outcome]) -> None:
+    def judge(self, seen: Sequence[Seen], undisturbed: Sequence[Outcome], may_fail: bool = False) -> None:
+        """With `may_fail` a stream may also end in an error that is told."""
         for index, outcome in seen:
             kind = outcome.kind(undisturbed[index])
             self.kinds[kind] += 1
-            if kind not in ("identical", "refused"):
+            told = may_fail and kind == "broken" and outcome.error != NO_ENDING
+            if kind not in ("identical", "refused") and not told:
                 self.problems.append(f"stream {index} is {kind}: {outcome.describe()}")
 
     def line(self) -> str:
@@ -156,7 +159,7 @@ async def stream(client: httpx.AsyncClient, request: Request, flowing: Callable[
                     outcome.add(json.loads(line.removeprefix("data: ")))
                     flowing()
     except httpx.HTTPError as error:
-        outcome.error = type(error).__name__
+        outcome.problems.append(f"the connection broke: {type(error).__name__}")
     outcome.close(done, request["n"])
     return outcome
 

@@ -11,7 +11,7 @@ from tests.faults.failing_worker import FAIL_FILE
 from tests.faults.stack import Apart, Place, apart, served
 from tests.faults.streams import Report
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
