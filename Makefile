@@ -12,12 +12,13 @@ ARGS ?=
 TEST_PROCESSES ?= 2
 PACKAGES := services gateway engine_core worker proto
 PROTO_TOOLS := grpcio-tools==1.78.0
+LOCK_TOOL := uv==0.13.9
 PROTO := proto/pagoda_proto/engine/v1/engine.proto
 
-.PHONY: help install run test check lint format types arch proto proto-check bench clean
+.PHONY: help install run test test-containers test-matrix check lint format types arch proto proto-check locks bench clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(VENV)/.installed  ## what `pagoda serve` needs, into .venv
 
@@ -26,6 +27,12 @@ run: $(VENV)/.installed  ## serve the bundled demo model; ARGS="MODEL --port 900
 
 test: $(VENV)/.installed-dev  ## the whole test suite; ARGS="-k name" for a part
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
+
+test-containers: $(VENV)/.installed-dev  ## the images and the compose file on a real Docker daemon
+	$(BIN)/python -m tests.containers.check $(ARGS)
+
+test-matrix: $(VENV)/.installed-dev  ## the suite on other processors, Pythons, cores, loads; ARGS="--list" names them
+	$(BIN)/python -m tests.matrix $(ARGS)
 
 check: lint types arch proto-check test  ## everything that must pass before a change goes in
 
@@ -52,6 +59,14 @@ proto-check: $(VENV)/.proto  ## is the committed gRPC code what engine.proto say
 	  --grpc_python_out="$$out" $(PROTO) && \
 	for file in $$(cd "$$out" && find . -type f); do \
 	  cmp "$$out/$$file" "proto/$$file" || { echo "run: make proto"; exit 1; }; done
+
+locks: $(VENV)/.locks  ## lock anew what the images install
+	set -e; lock() { out=$$1; shift; $(VENV)/.locks/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade \
+	  --generate-hashes --no-annotate --custom-compile-command "make locks" -o "deploy/locks/$$out.txt" "$$@"; }; \
+	lock build deploy/locks/build.in; \
+	lock gateway pyproject.toml --extra gateway; \
+	lock engine-core pyproject.toml --extra engine-core; \
+	lock worker pyproject.toml --extra worker deploy/locks/torch.in --override deploy/locks/without-torch.txt
 
 bench: $(VENV)/.installed  ## load a running server; ARGS="--rate 4" and so on
 	$(BIN)/pagoda bench serve $(ARGS)
@@ -89,3 +104,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.torch
 $(VENV)/.proto: | $(BIN)/pip
 	$(PYTHON) -m venv $@
 	$@/bin/pip install --quiet --disable-pip-version-check "$(PROTO_TOOLS)" || { rm -rf $@; exit 1; }
+
+$(VENV)/.locks: | $(BIN)/pip
+	$(PYTHON) -m venv $@
+	$@/bin/pip install --quiet --disable-pip-version-check "$(LOCK_TOOL)" || { rm -rf $@; exit 1; }

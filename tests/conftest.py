@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="where the GPU kernels are tested: on a cpu Triton interprets them; auto takes a GPU if there is one",
     )  # fmt: skip
+    parser.addoption(
+        "--order-seed", type=int, default=0,
+        help="run modules, and the tests of each, in an order drawn with this seed; 0: as they are written",
+    )  # fmt: skip
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Modules stay together: what they start is started once."""
+    if not (seed := config.getoption("--order-seed")):
+        return
+    rng = random.Random(seed)
+    modules: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    shuffled = rng.sample(list(modules.values()), len(modules))
+    items[:] = [item for module in shuffled for item in rng.sample(module, len(module))]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,9 +20,6 @@ FUNCTION_LINES = 60
 LONGER_FILES: dict[str, int] = {}  # path -> its own ceiling, for a file that is one idea all the same
 LONG_FUNCTIONS_ALLOWED = ("worker/pagoda_worker/kernels/", "tests/")
 
-# Names of modules and functions that turn bytes or text into running code.
-BANNED_IMPORTS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "jsonpickle", "cPickle"}
-BANNED_CALLS = {"eval", "exec", "torch.load", "yaml.unsafe_load", "yaml.full_load", "os.system", "os.popen"}
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 READS_THE_ENVIRONMENT = "services/pagoda/settings.py"
 
@@ -79,17 +76,6 @@ def test_functions_fit_on_a_screen() -> None:
                 if lines > FUNCTION_LINES:
                     too_long[f"{name(path)}:{node.lineno} {node.name}"] = lines
     assert not too_long
-
-
-def test_nothing_turns_bytes_into_code() -> None:
-    found = []
-    for path in product_files():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            bad_import = any(module.split(".")[0] in BANNED_IMPORTS for module in imported(node))
-            bad_call = isinstance(node, ast.Call) and dotted(node.func) in BANNED_CALLS
-            if bad_import or bad_call:
-                found.append(f"{name(path)}:{node.lineno}")  # type: ignore[attr-defined]
-    assert not found
 
 
 def test_only_the_settings_read_the_environment() -> None:

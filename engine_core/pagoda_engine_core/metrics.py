@@ -31,6 +31,7 @@ _TOTALS = {
     "replays": ("requests_replayed", "Requests that lost their worker after they had begun"),
     "worker_deaths": ("worker_deaths", "Workers that died or hung"),
     "workers_refused": ("workers_refused", "Registrations that were refused"),
+    "handshakes_refused": ("zmq_auth_rejected", "Connections to the workers' port refused for want of a listed key"),
     "steps": ("steps", "Steps computed"),
     "scheduler_failures": ("scheduler_failures", "Times a scheduler failed and its worker began anew"),
     "requests_abandoned": ("requests_abandoned", "Requests that ended because their session did"),

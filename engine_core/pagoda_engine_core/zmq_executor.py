@@ -34,6 +34,7 @@ from pagoda_engine_core.executor import (
     WorkerLeft,
     WorkerState,
 )
+from pagoda_engine_core.handshakes import RefusedHandshakes
 from pagoda_engine_core.liveness import TICK_S, Limits, Liveness
 from pagoda_engine_core.registration import Registry
 from pagoda_proto.channel import MAX_FRAME_BYTES, Envelope, FrameError, decode_from_worker, encode, open_envelope
@@ -144,6 +145,7 @@ class ZmqExecutor:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._refused = RefusedHandshakes(self._socket)
 
     def _bind(self, endpoint: str) -> None:
         try:
@@ -182,6 +184,7 @@ class ZmqExecutor:
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
         if ready.pop(self._wake_fd, 0):
             os.eventfd_read(self._wake_fd)
+        self._counters["handshakes_refused"] += self._refused.take()
         ended = [peer for peer in self._peers.values() if peer.pidfd in ready]
         if ready.pop(self._socket, 0):
             self._receive_all()  # what a process said before it ended still counts

@@ -1,4 +1,4 @@
-"""Deployment files are checked against public schemas and against our own options, since no daemon runs them here."""
+"""Deployment files against public schemas, our own options and the locks; `make test-containers` is what runs them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
@@ -20,13 +22,14 @@ from pagoda_worker.config import WorkerConfig
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 DOCKERFILES = {"gateway": GatewayConfig, "engine_core": EngineConfig, "worker": WorkerConfig}
-# Every image, and the extras that it installs.
+# Every image, and the lock that it installs, named like the extra it satisfies.
 IMAGES = {
     "gateway/Dockerfile": "gateway",
     "engine_core/Dockerfile": "engine-core",
     "worker/Dockerfile": "worker",
-    "worker/Dockerfile.cuda": "worker,gpu",
+    "worker/Dockerfile.cuda": "worker",
 }
+LOCKED = ("build", *dict.fromkeys(IMAGES.values()))
 MANIFESTS = sorted(path for path in (ROOT / "deploy/k8s").rglob("*.yaml") if path.name != "kustomization.yaml")
 
 
@@ -54,16 +57,75 @@ def test_every_dockerfile_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("dockerfile", IMAGES)
-def test_image_runs_unprivileged_with_a_healthcheck_and_only_its_own_extra(dockerfile: str) -> None:
+def test_image_runs_unprivileged_with_a_healthcheck(dockerfile: str) -> None:
     text = (ROOT / dockerfile).read_text()
     assert re.search(r"^USER 10001$", text, re.M)
     assert re.search(r"^HEALTHCHECK .*pagoda.*ping", text, re.M)
-    assert re.findall(r"'\.\[(.+)\]'", text) == [IMAGES[dockerfile]]
 
 
-def test_extras_of_images_exist() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {extra for names in IMAGES.values() for extra in names.split(",")} <= set(extras)
+def requirements(extra: str) -> list[Requirement]:
+    """What the extra asks for, with what Pagoda itself needs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [Requirement(line) for line in project["dependencies"] + project["optional-dependencies"][extra]]
+
+
+def lock(name: str) -> dict[str, list[str]]:
+    """Package -> its locked versions; several where they depend on the version of Python."""
+    versions: dict[str, list[str]] = {}
+    for name_, version in re.findall(r"^([a-z0-9-]+)==([^ ]+)", (ROOT / f"deploy/locks/{name}.txt").read_text(), re.M):
+        versions.setdefault(name_, []).append(version)
+    return versions
+
+
+@pytest.mark.parametrize("dockerfile", IMAGES)
+def test_sec_28_images_install_what_is_locked_and_nothing_else(dockerfile: str) -> None:
+    text = (ROOT / dockerfile).read_text().replace("\\\n", " ")
+    installs = re.findall(r"pip install([^&\n]*)", text)
+    assert installs
+    for arguments in installs:
+        if "torch==" in arguments:
+            assert '"torch==${TORCH_VERSION}"' in arguments  # its build is the operator's choice, its version is not
+        elif "/opt/wheel/" in arguments:
+            assert "--no-deps" in arguments
+        else:
+            assert "--require-hashes" in arguments
+    locks = set(re.findall(r"-r deploy/locks/([a-z-]+)[.]txt", text))
+    assert locks == {"build", IMAGES[dockerfile]}
+    assert "pip check" in text
+    assert re.findall(r"pip wheel.*--no-build-isolation", text)
+    assert set(re.findall(r"^FROM (\S+)", text, re.M)) == {"${BASE_IMAGE}"}  # which an operator pins by digest
+
+
+@pytest.mark.parametrize("name", LOCKED)
+def test_sec_28_every_locked_file_has_a_hash(name: str) -> None:
+    text = (ROOT / f"deploy/locks/{name}.txt").read_text().replace("\\\n", " ")
+    entries = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert entries
+    assert all(re.match(r"[a-z0-9-]+==\S+ .*--hash=sha256:[0-9a-f]{64}", entry) for entry in entries)
+
+
+@pytest.mark.parametrize("extra", dict.fromkeys(IMAGES.values()))
+def test_sec_28_locks_satisfy_what_is_asked_for(extra: str) -> None:
+    locked = lock(extra)
+    unsatisfied = [
+        str(wanted)
+        for wanted in requirements(extra)
+        if wanted.name != "torch"
+        and not all(map(wanted.specifier.contains, locked.get(canonicalize_name(wanted.name), ["0"])))
+    ]
+    assert not unsatisfied, "run: make locks"
+
+
+def test_sec_28_one_torch_everywhere_and_never_a_second_index() -> None:
+    files = [ROOT / "Makefile", ROOT / ".ci/run", ROOT / "docker-compose.yml", *map(ROOT.joinpath, IMAGES)]
+    texts = {path.name: path.read_text() for path in files}
+    assert not [name for name, text in texts.items() if "--extra-index-url" in text]
+    made = re.search(r"^TORCH [?]= torch==(\S+)$", texts["Makefile"], re.M)
+    assert made is not None
+    images = {match for path in files for match in re.findall(r"^ARG TORCH_VERSION=(\S+)$", path.read_text(), re.M)}
+    assert images == {made[1]}
+    [asked] = [wanted for wanted in requirements("worker") if wanted.name == "torch"]
+    assert asked.specifier.contains(made[1])
 
 
 @pytest.mark.parametrize("service", ["gateway", "engine-core", "worker", "worker-gpu"])
@@ -82,7 +144,22 @@ def test_compose_gives_the_gpu_worker_a_gpu_only_when_asked() -> None:
     )
     [device] = service["deploy"]["resources"]["reservations"]["devices"]
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
-    assert service["tmpfs"] == ["/tmp:exec"]  # compiled kernels are loaded from there
+    assert "compiled:/var/cache/pagoda" in service["volumes"]
+    assert "TRITON_CACHE_DIR=/var/cache/pagoda/" in (ROOT / "worker/Dockerfile.cuda").read_text()
+
+
+def test_compose_starts_nothing_that_nobody_uses() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+    assert set(compose["services"]) == {"engine-core", "gateway", "worker", "worker-gpu"}
+    mounted = {mount.split(":")[0] for service in compose["services"].values() for mount in service["volumes"]}
+    assert set(compose["volumes"]) <= mounted
+
+
+def test_images_are_called_alike_in_compose_and_manifests() -> None:
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    pods = [deployment["spec"]["template"]["spec"] for deployment in deployments()]
+    images = {container["image"] for pod in pods for container in pod["containers"]}
+    assert {service["image"] for name, service in compose.items() if name != "worker-gpu"} == images
 
 
 def test_compose_publishes_only_the_gateway_and_only_on_loopback() -> None:
@@ -114,6 +191,19 @@ def test_deployment_is_probed_unprivileged_and_names_real_options(deployment: di
         assert {entry["name"] for entry in container.get("env", [])} <= environment_names(config)
 
 
+def test_a_gateway_is_given_time_to_drain() -> None:
+    [pod] = [d["spec"]["template"]["spec"] for d in deployments() if d["metadata"]["name"] == "pagoda-gateway"]
+    [container] = pod["containers"]
+    told = {entry["name"]: entry.get("value") for entry in container["env"]}
+    [command, pre_stop_s] = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert command == "sleep"
+    probe = container["readinessProbe"]
+    assert int(pre_stop_s) >= 2 * probe["periodSeconds"]  # until then load balancers have heard
+    margin_s = 10
+    drain_s = float(told["PAGODA_DRAIN_TIMEOUT_S"]) + GatewayConfig().lame_duck_s
+    assert pod["terminationGracePeriodSeconds"] >= int(pre_stop_s) + drain_s + margin_s
+
+
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders the kustomization; it is not installed")
 def test_kustomization_renders_every_manifest() -> None:
     rendered = list(yaml.safe_load_all(run("kubectl", "kustomize", "deploy/k8s/base")))
@@ -138,6 +228,7 @@ def test_the_gpu_overlay_changes_the_workers_and_nothing_else(tmp_path: Path) ->
     assert [toleration["key"] for toleration in pod["tolerations"]] == ["nvidia.com/gpu"]
     assert {entry["name"] for entry in container["env"]} <= environment_names(WorkerConfig)
     assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/tmp", "/var/cache/pagoda"}
     manifest = tmp_path / "worker.yaml"
     manifest.write_text(yaml.safe_dump(gpu["Deployment", "pagoda-worker"]))
     run(BIN / "kubernetes-validate", "--strict", manifest)

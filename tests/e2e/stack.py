@@ -22,7 +22,7 @@ import psutil
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc
 
-READY_TIMEOUT_S = 120.0
+READY_TIMEOUT_S = 240.0
 
 
 def free_port() -> int:
@@ -46,7 +46,7 @@ class Stack:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
 
     def async_client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=120)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=240)
 
     def children(self, role: str) -> list[psutil.Process]:
         """The processes of one tier: gateway, engine-core or worker."""
@@ -67,7 +67,7 @@ class Stack:
     def _admin(self, method: str, request: Any) -> Any:
         engine_socket = next(self.data_dir.rglob("engine*.sock"))
         with grpc.insecure_channel(f"unix:{engine_socket}") as channel:
-            return getattr(engine_pb2_grpc.AdminStub(channel), method)(request, timeout=10)
+            return getattr(engine_pb2_grpc.AdminStub(channel), method)(request, timeout=60)
 
     def ready_workers(self) -> list[pb.Worker]:
         """None while no engine core listens: one that was killed is started again in its own time."""
@@ -78,7 +78,7 @@ class Stack:
                 raise
             return []
 
-    def wait_until(self, condition: Any, timeout_s: float = 60.0) -> None:
+    def wait_until(self, condition: Any, timeout_s: float = 240.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -89,7 +89,7 @@ class Stack:
         if self.process.poll() is not None:
             raise RuntimeError(f"the stack ended with {self.process.returncode}; log:\n{self.tail()}")
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health/ready", timeout=5).status_code == 200
+            return httpx.get(f"{self.url}/health/ready", timeout=30).status_code == 200
         return False
 
     def tail(self) -> str:
@@ -118,7 +118,7 @@ def running_stack(tmp_path: Path, *arguments: str, model: str = "", workers: int
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         try:
-            process.wait(40)
+            process.wait(120)
         except subprocess.TimeoutExpired:
             for member in family:
                 with contextlib.suppress(psutil.NoSuchProcess):

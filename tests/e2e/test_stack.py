@@ -66,7 +66,7 @@ def test_prefix_cache_is_reported(stack: Stack) -> None:
     ],
 )
 def test_a_bad_field_is_a_400_that_names_it(stack: Stack, body: dict, param: str) -> None:
-    answer = httpx.post(f"{stack.url}/v1/completions", json={"model": MODEL, "prompt": "hi", **body}, timeout=30)
+    answer = httpx.post(f"{stack.url}/v1/completions", json={"model": MODEL, "prompt": "hi", **body}, timeout=120)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
 
@@ -104,7 +104,7 @@ def test_a_client_that_leaves_frees_its_blocks(stack: Stack) -> None:
     next(iter(stream))
     assert stack.stats().blocks_used > 0
     stream.close()
-    stack.wait_until(lambda: stack.stats().blocks_used == 0, 5)
+    stack.wait_until(lambda: stack.stats().blocks_used == 0)
 
 
 def test_stop_strings_and_n(stack: Stack) -> None:
@@ -133,8 +133,8 @@ def test_nothing_is_left_after_the_supervisor_ends(tmp_path: Path, signum: signa
         family = stack.family()
         assert len(family) == 4
         stack.process.send_signal(signum)
-        stack.process.wait(40)
-        _, left = psutil.wait_procs(alive(family), timeout=10)
+        stack.process.wait(120)
+        _, left = psutil.wait_procs(alive(family), timeout=60)
         assert alive(left) == []
         if signum is not signal.SIGKILL:
             assert stack.process.returncode == 0, stack.tail()

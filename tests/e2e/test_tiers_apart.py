@@ -2,73 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
-from tests.e2e.stack import free_port
+from tests.e2e.stack import running_stack
+from tests.e2e.tiers import STOP_S, Tiers, healthy, pagoda, tiers_apart
 
 pytestmark = pytest.mark.e2e
 
 
-class Tiers:
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._started: list[subprocess.Popen[bytes]] = []
-        self.pagoda("keygen", str(directory / "keys"))
-        self.grpc, self.zmq, self.http = (free_port() for _ in range(3))
-
-    def keys(self, role: str) -> list[str]:
-        return ["--keys-dir", str(self._directory / "keys" / role)]
-
-    def pagoda(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pagoda.cli", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-
-    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "pagoda.cli", *arguments]
-        with (self._directory / f"{name}.log").open("wb") as log:
-            self._started.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT))
-        return self._started[-1]
-
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            logs = {path.name: path.read_text()[-1500:] for path in self._directory.glob("*.log")}
-            assert time.monotonic() < deadline, logs
-            time.sleep(0.1)
-
-    def healthy(self, *target: str) -> bool:
-        return self.pagoda("ping", *target).returncode == 0
-
-    def stop(self) -> None:
-        for process in reversed(self._started):
-            process.terminate()
-        for process in self._started:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            process.kill()
-
-
 @pytest.fixture
 def tiers(tmp_path: Path) -> Iterator[Tiers]:
-    tiers = Tiers(tmp_path)
-    yield tiers
-    tiers.stop()
+    with tiers_apart(tmp_path) as started:
+        yield started
 
 
 def test_tiers_meet_over_encrypted_links_and_strangers_stay_out(tiers: Tiers, tmp_path: Path) -> None:
+    pagoda("keygen", str(tmp_path / "keys"))
+
+    def keys(role: str) -> list[str]:
+        return ["--keys-dir", str(tmp_path / "keys" / role)]
+
     addresses = ["--listen", f"127.0.0.1:{tiers.grpc}", "--worker-endpoint", f"tcp://127.0.0.1:{tiers.zmq}"]
-    engine = tiers.start("engine", "engine-core", *addresses, *tiers.keys("engine-core"))
-    tiers.wait_until(lambda: tiers.healthy(f"grpcs://127.0.0.1:{tiers.grpc}", *tiers.keys("engine-core")))
+    engine = tiers.start("engine", "engine-core", *addresses, *keys("engine-core"))
+    tiers.wait_until(lambda: healthy(f"grpcs://127.0.0.1:{tiers.grpc}", *keys("engine-core")))
 
     stranger_keys = tmp_path / "strange"
-    tiers.pagoda("keygen", str(stranger_keys))
+    pagoda("keygen", str(stranger_keys))
     # It knows whom to talk to, but is not on the list of those who may.
     (stranger_keys / "worker" / "engine-core.public").write_bytes(
         (tmp_path / "keys" / "worker" / "engine-core.public").read_bytes()
@@ -78,20 +42,33 @@ def test_tiers_meet_over_encrypted_links_and_strangers_stay_out(tiers: Tiers, tm
     tiers.start(
         "stranger", "worker", *link, "--keys-dir", str(stranger_keys / "worker"), "--alive-file", str(stranger_alive)
     )
-    tiers.start("worker", "worker", *link, *tiers.keys("worker"), "--alive-file", str(alive))
+    tiers.start("worker", "worker", *link, *keys("worker"), "--alive-file", str(alive))
     gateway = ["--engine", f"127.0.0.1:{tiers.grpc}", "--port", str(tiers.http), "--served-model-name", "demo"]
-    tiers.start("gateway", "gateway", *gateway, *tiers.keys("gateway"))
+    tiers.start("gateway", "gateway", *gateway, *keys("gateway"))
 
-    tiers.wait_until(lambda: tiers.healthy(f"http://127.0.0.1:{tiers.http}/health/ready"))
-    assert tiers.healthy(f"file:{alive}")
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{tiers.http}/v1", api_key="none")
+    tiers.wait_until(lambda: healthy(f"{tiers.url}/health/ready"))
+    assert healthy(f"file:{alive}")
+    client = openai.OpenAI(base_url=f"{tiers.url}/v1", api_key="none")
     answer = client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "What is 2 + 3?"}])
     assert "5" in (answer.choices[0].message.content or "")
     assert not stranger_alive.exists()
 
     engine.terminate()
-    assert engine.wait(20) == 0
-    tiers.wait_until(lambda: not tiers.healthy(f"file:{alive}", "--max-age-s", "2"))
+    assert engine.wait(STOP_S) == 0
+    tiers.wait_until(lambda: not healthy(f"file:{alive}", "--max-age-s", "2"))
+
+
+def test_sec_02_a_tower_listens_on_its_http_port_and_on_nothing_else(tmp_path: Path) -> None:
+    with running_stack(tmp_path) as stack:
+        listening = {
+            (connection.laddr.ip, connection.laddr.port)
+            for process in stack.family()
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert listening == {("127.0.0.1", stack.port)}
+        [socket] = stack.data_dir.rglob("engine.sock")
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize(
@@ -103,10 +80,8 @@ def test_tiers_meet_over_encrypted_links_and_strangers_stay_out(tiers: Tiers, tm
         (["gateway", "--engine", "engine-core:7700"], "keys_dir"),
     ],
 )
-def test_a_link_off_this_machine_without_keys_is_refused_at_start(
-    tiers: Tiers, arguments: list[str], message: str
-) -> None:
-    done = tiers.pagoda(*arguments)
+def test_sec_02_a_link_off_this_machine_without_keys_is_refused_at_start(arguments: list[str], message: str) -> None:
+    done = pagoda(*arguments)
     assert done.returncode == 2, done
     assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stderr

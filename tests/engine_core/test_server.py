@@ -24,7 +24,7 @@ from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Delta, FinishReason, RequestRecord
 from pagoda_proto.steps import Hello
 
-WAIT_S = 30
+WAIT_S = 120
 
 
 class Server:

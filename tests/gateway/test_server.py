@@ -32,7 +32,7 @@ class Gateway:
         self.events: list[dict[str, object]] = []
         self.stop = asyncio.Event()
         self.task = asyncio.create_task(serve(config, self.events.append, self.stop, health_times=TIMES))
-        self.client = httpx.AsyncClient(timeout=20)
+        self.client = httpx.AsyncClient(timeout=120)
 
     @property
     def names(self) -> list[object]:

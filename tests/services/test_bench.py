@@ -31,7 +31,7 @@ def body_maker(**changes: Any) -> BodyMaker:
 
 
 async def load(server: SseServer, plan: Plan, **changes: Any) -> LoadResult:
-    client = LoadClient(Target(server.url), body_maker(**changes), timeout_s=30.0)
+    client = LoadClient(Target(server.url), body_maker(**changes), timeout_s=120.0)
     result = await run_load(client, plan)
     client.close()
     return result

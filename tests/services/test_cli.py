@@ -14,7 +14,7 @@ from pagoda.cli import COMMANDS
 
 def pagoda(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pagoda.cli", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))

@@ -137,7 +137,7 @@ def test_the_first_signal_asks_and_the_second_one_ends(kind: str, words: list[st
             process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.2)
-        assert process.wait(timeout=60) == (EXIT_CRASH if words else EXIT_OK)
+        assert process.wait(timeout=240) == (EXIT_CRASH if words else EXIT_OK)
 
 
 def test_the_event_loop_is_uvloops_where_installed() -> None:

@@ -40,7 +40,7 @@ class Running:
         raise AssertionError(f"the supervisor ended without the event {wanted}")
 
     def end(self) -> int:
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=240)
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def supervise(**children: list[str]) -> Iterator[Running]:
 def gone(pid: int) -> bool:
     """Wait for a process to be gone; False when it stays."""
     try:
-        psutil.Process(pid).wait(timeout=30)
+        psutil.Process(pid).wait(timeout=120)
     except psutil.NoSuchProcess:
         return True
     except psutil.TimeoutExpired:

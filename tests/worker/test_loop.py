@@ -35,7 +35,7 @@ from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loop import run, serve
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class FakeEngine:

@@ -14,7 +14,7 @@ from pagoda_worker.control import Membership
 from pagoda_worker.loop import Identity
 from pagoda_worker.wire import Wire, local_or_encrypted
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 # --- pieces -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,121 @@
+"""A TCP proxy that does to links what networks do: hold everything, let a peer vanish, reset, delay."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
+
+
+class _Link:
+    """One connection through the proxy. A vanished one swallows all and never closes, as a peer without power."""
+
+    def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
+        self.writers = (client, server)
+        self.vanished = False
+
+    def reset(self) -> None:
+        for writer in self.writers:
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
+            writer.transport.abort()
+
+
+class ChaosProxy:
+    """Listens on `port` of the loopback address and connects to `target_port` there; runs in a thread of its own."""
+
+    def __init__(self, target_port: int) -> None:
+        self._target_port = target_port
+        self._loop = asyncio.new_event_loop()
+        self._links: set[_Link] = set()
+        self._passing = asyncio.Event()
+        self._passing.set()
+        self._delay_s = 0.0
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self.port = 0
+        self.num_links = 0  # accepted so far
+
+    def __enter__(self) -> ChaosProxy:
+        self._thread.start()
+        self._server = asyncio.run_coroutine_threadsafe(
+            asyncio.start_server(self._accept, "127.0.0.1", 0), self._loop
+        ).result()
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def hold(self) -> None:
+        """A partition: nothing arrives on any link until `release`, then everything does."""
+        self._call(self._passing.clear)
+
+    def release(self) -> None:
+        self._call(self._passing.set)
+
+    def vanish(self) -> None:
+        """What is connected now becomes half-open for good; new links work."""
+
+        def vanish() -> None:
+            for link in self._links:
+                link.vanished = True
+
+        self._call(vanish)
+
+    def reset(self) -> None:
+        self._call(lambda: [link.reset() for link in list(self._links)])
+
+    def delay(self, seconds: float) -> None:
+        self._delay_s = seconds
+
+    def _call(self, function: Callable[[], object]) -> None:
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (function(), done.set()))
+        done.wait()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_links += 1
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+        except OSError:
+            writer.transport.abort()
+            return
+        link = _Link(writer, far_writer)
+        self._links.add(link)
+        try:
+            await asyncio.gather(self._pump(link, reader, far_writer), self._pump(link, far_reader, writer))
+        finally:
+            self._links.discard(link)
+            for end in link.writers:
+                end.close()
+
+    async def _pump(self, link: _Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                await self._passing.wait()
+                if self._delay_s:
+                    await asyncio.sleep(self._delay_s)
+                if not link.vanished:
+                    writer.write(data)
+                    await writer.drain()
+            await self._passing.wait()
+            if not link.vanished:
+                writer.close()
+
+    async def _close(self) -> None:
+        self._server.close()
+        self._passing.set()
+        for link in list(self._links):
+            link.reset()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)

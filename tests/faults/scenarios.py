@@ -1,0 +1,204 @@
+"""What happens to a stack, and what must be true of every stream all the same.
+
+Each scenario runs seeded requests undisturbed first and then disturbed, and reports. Without a word about refusal it
+allows none but of requests that had not begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.faults.stack import ROLES, Apart, Place, kill, pause
+from tests.faults.streams import Disturbance, Flow, Outcome, Report, Request, make_requests, run_streams, undisturbed
+
+RECOVERY_S = 240.0
+LONG = 1800  # tokens: the demo model's context, less a prompt
+
+
+def _judge(
+    place: Place,
+    report: Report,
+    requests: Sequence[Request],
+    oracle: Sequence[Outcome],
+    disturb: Disturbance,
+    *,
+    again: bool = False,
+    clients: int = 8,
+    may_fail: bool = False,
+) -> Report:
+    """Run and judge the streams, then see that the stack is as it was: ready, and no block in use."""
+    streams = run_streams(place.url, requests, clients=clients, disturb=disturb, again=again)
+    report.judge(asyncio.run(streams), oracle, may_fail)
+    try:
+        place.wait_until(place.ready, RECOVERY_S)
+        place.wait_until(lambda: place.stats().blocks_used == 0, RECOVERY_S)
+    except (TimeoutError, AssertionError) as error:
+        report.problems.append(f"the stack did not recover: {error}")
+    return report
+
+
+def _kill_one(place: Place, rng: random.Random) -> bool:
+    victims = place.children(rng.choice(ROLES))
+    kill(victims[:1] if len(victims) < 2 else [rng.choice(victims)])
+    return bool(victims)
+
+
+def kill_every(place: Place, *, seed: int = 0, seconds: float = 60.0, gap_s: float = 2.0) -> Report:
+    """Worker or engine core, over and over, under streams that follow each other without a pause."""
+    rng, report = random.Random(seed), Report(f"a kill every {gap_s:g} s for {seconds:g} s")
+    requests = make_requests(seed, 16)
+    oracle, kills = undisturbed(place.url, requests), 0
+
+    async def disturb(flow: Flow) -> None:
+        nonlocal kills
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            kills += _kill_one(place, rng)
+            await asyncio.sleep(gap_s)
+
+    _judge(place, report, requests, oracle, disturb, again=True, clients=4)
+    report.note = f"{kills} kills"
+    if not report.kinds["identical"]:
+        report.problems.append("no stream at all came through")
+    return report
+
+
+def kills_under_one_stream(place: Place, *, seed: int = 0, kills: int = 10) -> Report:
+    """One long stream; whatever serves it dies as soon as it goes on."""
+    rng, report = random.Random(seed), Report(f"{kills} kills under one stream")
+    [request] = make_requests(seed, 1, choices=[1])
+    request["max_tokens"] = LONG
+    done = 0
+
+    async def disturb(flow: Flow) -> None:
+        nonlocal done
+        while done < kills and await flow.more(3):
+            done += _kill_one(place, rng)
+
+    _judge(place, report, [request], undisturbed(place.url, [request]), disturb, clients=1)
+    report.note = f"{done} kills"
+    if done < kills:
+        report.problems.append(f"the stream ended after {done} kills")
+    return report
+
+
+def pauses(place: Place, role: str, seconds: Sequence[float], *, seed: int = 0) -> Report:
+    """Every process of a role (all of the stack's for "") is stopped for a while, over and over."""
+    report = Report(f"{role or 'everything'} stopped {len(seconds)} times")
+    requests = make_requests(seed, 8, max_tokens=400)
+    oracle = undisturbed(place.url, requests)
+
+    async def disturb(flow: Flow) -> None:
+        for duration_s in seconds:
+            await flow.more(5)
+            await asyncio.to_thread(pause, place.children(role) if role else place.family(), duration_s)
+
+    _judge(place, report, requests, oracle, disturb, again=True)
+    report.note = f"{min(seconds):g} to {max(seconds):g} s"
+    return report
+
+
+def links(place: Apart, link: str, fault: str, *, times: int = 10, hold_s: float = 8.0, seed: int = 0) -> Report:
+    """A link ("gateway" or "worker") is half-open, blackholed, reset or slow, over and over."""
+    report = Report(f"{link} link: {fault}, {times} times")
+    proxy = place.gateway_link if link == "gateway" else place.worker_link
+    requests = make_requests(seed, 8, max_tokens=400)
+    oracle = undisturbed(place.url, requests)
+
+    async def strike() -> None:
+        if fault == "half-open":
+            proxy.vanish()
+        elif fault == "reset":
+            proxy.reset()
+        elif fault == "blackhole":
+            proxy.hold()
+            await asyncio.sleep(hold_s)
+            proxy.release()
+        else:
+            proxy.delay(0.3)
+            await asyncio.sleep(hold_s)
+            proxy.delay(0.0)
+
+    async def disturb(flow: Flow) -> None:
+        for _ in range(times):
+            await flow.more(20)
+            await strike()
+
+    _judge(place, report, requests, oracle, disturb, again=True)
+    report.note = f"{proxy.num_links} connections"
+    return report
+
+
+def many_choices(place: Place, *, seed: int = 0, count: int = 2000, gap_s: float = 5.0) -> Report:
+    """Requests for several choices, while something dies now and then."""
+    rng, report = random.Random(seed), Report(f"{count} requests of 2 to 4 choices")
+    requests = make_requests(seed, count, max_tokens=40, choices=(2, 3, 4))
+    oracle, kills = undisturbed(place.url, requests), 0
+
+    async def disturb(flow: Flow) -> None:
+        nonlocal kills
+        while await flow.more(20):
+            kills += _kill_one(place, rng)
+            await asyncio.sleep(gap_s)
+
+    _judge(place, report, requests, oracle, disturb)
+    report.note = f"{kills} kills"
+    return report
+
+
+def changed_weights(directory: Path) -> Path:
+    """The demo model with a few bits of one weight changed: equal headers, other tokens."""
+    from pagoda.checkpoints import locate
+
+    changed = directory / "changed"
+    shutil.copytree(locate("", ""), changed)
+    path = changed / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    begin = len(data) // 2
+    data[begin : begin + 4096 : 2] = bytes(byte ^ 0x40 for byte in data[begin : begin + 4096 : 2])
+    path.write_bytes(data)
+    return changed
+
+
+def other_kernels() -> str:
+    """A back end that `auto` does not take here."""
+    from pagoda_worker.kernels.cpu.build import LIBRARY
+
+    return "torch" if LIBRARY.exists() else "reference"
+
+
+def stranger_takes_over_nothing(place: Apart, name: str, arguments: Sequence[str], *, seed: int = 0) -> Report:
+    """A worker that would compute other tokens waits when the only right one dies and comes again.
+
+    What had begun goes on with its own tokens or ends in an error; no token may be of the stranger's making.
+    """
+    report = Report(f"a worker with {name} takes over nothing")
+    requests = make_requests(seed, 4, max_tokens=800, choices=[1])
+    oracle = undisturbed(place.url, requests)
+    place.start_worker("stranger", *arguments)
+
+    async def disturb(flow: Flow) -> None:
+        await flow.more(20)
+        kill(place.children("worker-0"))
+        await asyncio.sleep(5.0)  # time enough for the stranger to be asked
+        place.start_worker("worker-0")
+
+    return _judge(place, report, requests, oracle, disturb, may_fail=True)
+
+
+def one_memory_error(place: Apart, fail: Callable[[], None], *, seed: int = 0) -> Report:
+    """One step of the only worker runs out of memory (see failing_worker); it is computed again."""
+    report = Report("one step runs out of memory")
+    requests = make_requests(seed, 6, max_tokens=600)
+    oracle = undisturbed(place.url, requests)
+
+    async def disturb(flow: Flow) -> None:
+        await flow.more(20)
+        fail()
+
+    return _judge(place, report, requests, oracle, disturb)

@@ -1,0 +1,134 @@
+"""What is disturbed: `pagoda serve`, or its tiers apart with a proxy on each link."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import grpc
+import httpx
+import psutil
+from tests.e2e.stack import running_stack
+from tests.e2e.tiers import Tiers, healthy, tiers_apart
+from tests.faults.proxy import ChaosProxy
+
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.engine.v1 import engine_pb2_grpc
+
+NAME = ("--served-model-name", "demo")
+ROLES = ("worker", "engine-core")  # what may die in mid-stream; a gateway takes its clients' connections along
+
+
+class Place(Protocol):
+    """A running stack, from outside."""
+
+    @property
+    def url(self) -> str: ...
+    def children(self, role: str) -> list[psutil.Process]: ...
+    def family(self) -> list[psutil.Process]: ...
+    def stats(self) -> pb.GetStatsResponse: ...
+    def ready(self) -> bool: ...
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = ...) -> None: ...
+
+
+@contextlib.contextmanager
+def served(directory: Path, *arguments: str, workers: int = 1) -> Iterator[Place]:
+    """`pagoda serve`; when it has ended, none of the processes it ever showed may be left.
+
+    Raises:
+        RuntimeError: one of them is.
+    """
+    with running_stack(directory, *NAME, *arguments, workers=workers) as stack:
+        family = stack.family()
+        yield stack
+        family += stack.family()
+    _, left = psutil.wait_procs(family, timeout=30)
+    if left:
+        raise RuntimeError(f"processes are left: {left}")
+
+
+class Apart:
+    """One engine core, one gateway, any number of workers, and a proxy on the link of the last two."""
+
+    def __init__(self, tiers: Tiers, gateway_link: ChaosProxy, worker_link: ChaosProxy) -> None:
+        self._tiers = tiers
+        self.gateway_link, self.worker_link = gateway_link, worker_link
+        self.wait_until = tiers.wait_until
+
+    @property
+    def url(self) -> str:
+        return self._tiers.url
+
+    @property
+    def directory(self) -> Path:
+        return self._tiers.directory
+
+    def start_worker(self, name: str, *arguments: str, program: str = "pagoda.cli") -> None:
+        link = f"tcp://127.0.0.1:{self.worker_link.port}"
+        self._tiers.start(name, "worker", "--engine", link, "--worker-id", name, *arguments, program=program)
+
+    def children(self, role: str) -> list[psutil.Process]:
+        """The processes whose name begins with the role."""
+        started = [(name, process) for name, process in self._tiers.processes.items() if process.poll() is None]
+        return [psutil.Process(process.pid) for name, process in started if name.startswith(role)]
+
+    def family(self) -> list[psutil.Process]:
+        return self.children("")
+
+    def stats(self) -> pb.GetStatsResponse:
+        with self._admin() as admin:
+            return admin.GetStats(pb.GetStatsRequest(), timeout=30)
+
+    def ready_workers(self) -> list[str]:
+        with self._admin() as admin:
+            workers = admin.ListWorkers(pb.ListWorkersRequest(), timeout=30).workers
+            return [worker.worker_id for worker in workers if worker.state == "ready"]
+
+    def ready(self) -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/health/ready", timeout=10).status_code == 200
+        return False
+
+    @contextlib.contextmanager
+    def _admin(self) -> Iterator[engine_pb2_grpc.AdminStub]:
+        with grpc.insecure_channel(f"127.0.0.1:{self._tiers.grpc}") as channel:
+            yield engine_pb2_grpc.AdminStub(channel)
+
+
+@contextlib.contextmanager
+def apart(directory: Path, *, program: str = "pagoda.cli") -> Iterator[Apart]:
+    """Ready tiers with one worker, named worker-0."""
+    with tiers_apart(directory) as tiers, ChaosProxy(tiers.grpc) as gateway_link, ChaosProxy(tiers.zmq) as worker_link:
+        place = Apart(tiers, gateway_link, worker_link)
+        addresses = ("--listen", f"127.0.0.1:{tiers.grpc}", "--worker-endpoint", f"tcp://127.0.0.1:{tiers.zmq}")
+        tiers.start("engine-core", "engine-core", *addresses)
+        tiers.wait_until(lambda: healthy(f"grpc://127.0.0.1:{tiers.grpc}"))
+        place.start_worker("worker-0", program=program)
+        tiers.start(
+            "gateway", "gateway", "--engine", f"127.0.0.1:{gateway_link.port}", "--port", str(tiers.http), *NAME
+        )
+        tiers.wait_until(place.ready)
+        yield place
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def pause(processes: Sequence[psutil.Process], seconds: float) -> None:
+    """SIGSTOP, and SIGCONT for those that are still there."""
+    try:
+        for process in processes:
+            os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(seconds)
+    finally:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)

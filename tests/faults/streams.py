@@ -1,0 +1,243 @@
+"""What a client saw of a stream, judged against the same request undisturbed.
+
+Requests carry seeds, so the undisturbed run is the oracle: text, token ids, log-probabilities, endings and usage must
+be equal to the last bit, whatever happened underneath. A stream may also be refused before it begins, with a time to
+come back; anything else is a broken promise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+STREAM_TIMEOUT_S = 300.0  # of silence; pings count as sound
+REFUSED_PAUSE_S = 0.2
+NO_ENDING = "closed without an ending"
+UNLIMITED = httpx.Limits(max_connections=None)
+
+Request = dict[str, Any]
+
+
+def make_requests(
+    seed: int, count: int, *, max_tokens: int = 200, choices: Sequence[int] = (1, 1, 1, 2)
+) -> list[Request]:
+    """Half of them greedy, half sampled; some with penalties, some with several choices."""
+    rng = random.Random(seed)
+    return [
+        {
+            "model": "demo",
+            "prompt": [rng.randrange(30, 120) for _ in range(rng.randrange(5, 120))],
+            "max_tokens": rng.randrange(max_tokens // 2, max_tokens + 1),
+            "n": rng.choice(choices),
+            "logprobs": 1,
+            "seed": rng.randrange(2**32),
+            "temperature": rng.choice((0.0, 0.9)),
+            "frequency_penalty": rng.choice((0.0, 0.0, 0.3)),
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for _ in range(count)
+    ]
+
+
+@dataclass
+class Choice:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass
+class Outcome:
+    """One stream. `status` 200 and neither `error` nor `problems`: it ended as it should, in its own words."""
+
+    status: int = 0
+    choices: dict[int, Choice] = field(default_factory=dict)
+    usage: tuple[int, int] | None = None
+    error: str = ""
+    retry_after: str | None = None
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, event: dict[str, Any]) -> None:
+        if event.get("error"):
+            self.error = str(event["error"]["code"])
+            return
+        for entry in event["choices"]:
+            choice = self.choices.setdefault(entry["index"], Choice())
+            if choice.finish_reason is not None:
+                self.problems.append(f"choice {entry['index']} goes on after its end")
+            choice.text += entry["text"]
+            choice.token_ids += entry.get("token_ids") or []
+            choice.logprobs += (entry.get("logprobs") or {}).get("token_logprobs", [])
+            choice.finish_reason = entry["finish_reason"]
+        if event.get("usage"):
+            if self.usage is not None:
+                self.problems.append("usage is told twice")
+            self.usage = (event["usage"]["prompt_tokens"], event["usage"]["completion_tokens"])
+
+    def close(self, done: bool, num_choices: int) -> None:
+        """The connection ended, after `[DONE]` or not."""
+        ended = sum(choice.finish_reason is not None for choice in self.choices.values())
+        if done and self.error:
+            self.problems.append("[DONE] follows an error")
+        elif done and (ended != num_choices or self.usage is None):
+            self.problems.append(f"[DONE] after {ended} of {num_choices} endings, usage {self.usage}")
+        elif not done and not self.error:
+            self.error = NO_ENDING
+        if done and self.usage and self.usage[1] != sum(len(choice.token_ids) for choice in self.choices.values()):
+            self.problems.append(f"usage {self.usage} is not the number of tokens")
+
+    def kind(self, undisturbed: Outcome) -> str:
+        if self.problems:
+            return "wrong"
+        if self.status == 503 and self.retry_after is not None:
+            return "refused"
+        if self.status != 200 or self.error:
+            return "broken"
+        return "identical" if (self.choices, self.usage) == (undisturbed.choices, undisturbed.usage) else "different"
+
+    def describe(self) -> str:
+        return f"status {self.status} {self.error} {'; '.join(self.problems)}".strip()
+
+
+Seen = tuple[int, Outcome]  # the request's index and what became of it
+
+
+@dataclass
+class Report:
+    """Counts of a scenario; `problems` holds one line for whatever must not have happened."""
+
+    name: str
+    kinds: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+    note: str = ""
+
+    def judge(self, seen: Sequence[Seen], undisturbed: Sequence[Outcome], may_fail: bool = False) -> None:
+        """With `may_fail` a stream may also end in an error that is told."""
+        for index, outcome in seen:
+            kind = outcome.kind(undisturbed[index])
+            self.kinds[kind] += 1
+            told = may_fail and kind == "broken" and outcome.error != NO_ENDING
+            if kind not in ("identical", "refused") and not told:
+                self.problems.append(f"stream {index} is {kind}: {outcome.describe()}")
+
+    def line(self) -> str:
+        names = ("identical", "different", "broken", "wrong", "refused")
+        counts = ", ".join(f"{self.kinds[name]} {name}" for name in names)
+        return f"{self.name:36} {self.kinds.total():5} streams: {counts}{'; ' + self.note if self.note else ''}"
+
+
+async def stream(client: httpx.AsyncClient, request: Request, flowing: Callable[[], None] = lambda: None) -> Outcome:
+    """Run one request to its end. `flowing` is called with every chunk."""
+    outcome = Outcome()
+    done = False
+    try:
+        async with client.stream("POST", "/v1/completions", json=request) as response:
+            outcome.status = response.status_code
+            if response.status_code != 200:
+                await response.aread()
+                outcome.error = str(response.json()["error"]["code"])
+                outcome.retry_after = response.headers.get("retry-after")
+                return outcome
+            async for line in response.aiter_lines():
+                if done and line:
+                    outcome.problems.append("something follows [DONE]")
+                elif line == "data: [DONE]":
+                    done = True
+                elif line.startswith("data: "):
+                    outcome.add(json.loads(line.removeprefix("data: ")))
+                    flowing()
+    except httpx.HTTPError as error:
+        outcome.problems.append(f"the connection broke: {type(error).__name__}")
+    outcome.close(done, request["n"])
+    return outcome
+
+
+class Flow:
+    """How many chunks all streams have got so far; others wait for a number of them."""
+
+    def __init__(self) -> None:
+        self.chunks = 0
+        self.ended = False
+        self._changed = asyncio.Event()
+
+    def __call__(self) -> None:
+        self.chunks += 1
+        self._changed.set()
+
+    def end(self) -> None:
+        self.ended = True
+        self._changed.set()
+
+    async def more(self, chunks: int) -> bool:
+        """Wait until so many more have come; False when the streams ended before."""
+        goal = self.chunks + chunks
+        while self.chunks < goal and not self.ended:
+            self._changed.clear()
+            await self._changed.wait()
+        return not self.ended
+
+
+Disturbance = Callable[[Flow], Awaitable[None]]
+
+
+async def run_streams(
+    url: str,
+    requests: Sequence[Request],
+    *,
+    clients: int = 8,
+    disturb: Disturbance | None = None,
+    again: bool = False,
+) -> list[Seen]:
+    """Run the requests, `clients` at a time, in order; what was seen of each, by its index.
+
+    `disturb` runs beside them and is told how they flow. With `again` the requests are taken round and round until it
+    is done; without, each is run once.
+    """
+    flow, seen = Flow(), list[Seen]()
+    waiting = itertools.cycle(enumerate(requests)) if again else iter(enumerate(requests))
+    working = True
+
+    async def one_client(client: httpx.AsyncClient) -> None:
+        while working and (entry := next(waiting, None)) is not None:
+            seen.append((entry[0], await stream(client, entry[1], flow)))
+            if seen[-1][1].status != 200:
+                await asyncio.sleep(REFUSED_PAUSE_S)
+
+    async with httpx.AsyncClient(base_url=url, timeout=STREAM_TIMEOUT_S, limits=UNLIMITED) as client:
+        running = [asyncio.create_task(one_client(client)) for _ in range(clients)]
+        everything = asyncio.gather(*running)
+        everything.add_done_callback(lambda _: flow.end())
+        try:
+            if disturb is not None:
+                await disturb(flow)
+        finally:
+            working = not again
+            await everything
+    return seen
+
+
+def undisturbed(url: str, requests: Sequence[Request]) -> list[Outcome]:
+    """The oracle: every request on a stack that nobody touches.
+
+    Raises:
+        RuntimeError: one of them did not end well even so.
+    """
+    outcomes = [
+        outcome for _, outcome in sorted(asyncio.run(run_streams(url, requests, clients=4)), key=lambda s: s[0])
+    ]
+    bad = [outcome.describe() for outcome in outcomes if outcome.kind(outcome) != "identical"]
+    if bad:
+        raise RuntimeError(f"{len(bad)} undisturbed streams did not end well, the first: {bad[0]}")
+    return outcomes

@@ -1,0 +1,75 @@
+"""The scenarios of bench/faults.py, each for a few seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.faults import scenarios
+from tests.faults.failing_worker import FAIL_FILE
+from tests.faults.stack import Apart, Place, apart, served
+from tests.faults.streams import Report
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with served(tmp_path_factory.mktemp("served")) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def tiers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    with apart(tmp_path_factory.mktemp("apart")) as place:
+        yield place
+
+
+def check(report: Report) -> None:
+    assert not report.problems, "\n".join([report.line(), *report.problems])
+
+
+def test_streams_go_on_under_kills(stack: Place) -> None:
+    check(scenarios.kill_every(stack, seconds=6.0))
+
+
+def test_one_stream_outlives_many_deaths(stack: Place) -> None:
+    check(scenarios.kills_under_one_stream(stack, kills=4))
+
+
+def test_an_engine_core_that_was_stopped_goes_on_with_its_worker(stack: Place) -> None:
+    check(scenarios.pauses(stack, "engine-core", [5.5]))
+
+
+def test_a_stack_that_was_stopped_goes_on(stack: Place) -> None:
+    check(scenarios.pauses(stack, "", [12.0]))
+
+
+def test_choices_stay_whole_under_kills(stack: Place) -> None:
+    check(scenarios.many_choices(stack, count=60, gap_s=2.0))
+
+
+@pytest.mark.parametrize("link", ["gateway", "worker"])
+@pytest.mark.parametrize("fault", ["half-open", "blackhole", "reset", "delay"])
+def test_a_bad_link_costs_no_stream(tiers: Apart, link: str, fault: str) -> None:
+    check(scenarios.links(tiers, link, fault, times=1, hold_s=6.0))
+
+
+def test_other_weights_take_over_nothing(tmp_path: Path) -> None:
+    with apart(tmp_path) as place:
+        changed = scenarios.changed_weights(tmp_path)
+        check(scenarios.stranger_takes_over_nothing(place, "other weights", ["--model", str(changed)]))
+
+
+def test_other_kernels_take_over_nothing(tmp_path: Path) -> None:
+    with apart(tmp_path) as place:
+        check(scenarios.stranger_takes_over_nothing(place, "other kernels", ["--kernels", scenarios.other_kernels()]))
+
+
+def test_a_step_without_memory_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trigger = tmp_path / "fail"
+    monkeypatch.setenv(FAIL_FILE, str(trigger))
+    with apart(tmp_path, program="tests.faults.failing_worker") as place:
+        check(scenarios.one_memory_error(place, trigger.touch))
+        assert not trigger.exists()

@@ -1,0 +1,197 @@
+"""The whole suite under other circumstances than this machine's: `make test-matrix ARGS="--rows avx2,load"`.
+
+A row is a copy of the tree in which something is different, and the same suite. What decides at run time is given the
+circumstance itself instead of being told of it: on the row `avx2` the kernel library holds no higher level, on
+`no-compiler` there is neither library nor compiler, so the processes that tests start meet the same. Further words go
+to pytest: `ARGS="--rows one-core -- tests/proto -x"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("services", "gateway", "engine_core", "worker", "proto")
+KERNELS = "worker/pagoda_worker/kernels/cpu"
+LIBRARY = f"{KERNELS}/libpagoda.so"
+COMPILERS = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+)(-[0-9.]+)?")
+BUILD = """
+import runpy, sys
+script = runpy.run_path(sys.argv[1])
+script["build"].__globals__["LEVELS"] = script["LEVELS"][: int(sys.argv[2])]
+script["build"]()
+"""
+# level -> what torch is to take the processor for
+LEVELS = {
+    "base": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    "avx512bf16": {},
+}
+FLAGS_OF = {"base": "fxsr", "avx2": "avx2", "avx512": "avx512dq", "avx512bf16": "avx512_bf16"}  # in /proc/cpuinfo
+
+
+@dataclass
+class Row:
+    """What is different. `levels` counts those of the kernel library, 0 for none and no compiler either."""
+
+    levels: int = len(LEVELS)
+    needs_flag: str = ""
+    python: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    prefix: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    load: int = 0  # processes that do nothing but compute
+
+
+def _rows() -> dict[str, Row]:
+    rows = {
+        level: Row(levels=number, needs_flag=FLAGS_OF[level], environment=environment)
+        for number, (level, environment) in enumerate(LEVELS.items(), 1)
+    }
+    rows["no-compiler"] = Row(levels=0)
+    rows["one-core"] = Row(prefix=("taskset", "-c", "0"))
+    rows |= {f"python3.{minor}": Row(python=f"3.{minor}") for minor in (11, 12, 13)}
+    rows["load"] = Row(load=20)
+    rows |= {f"order-{seed}": Row(arguments=("--order-seed", str(seed))) for seed in (1, 2)}
+    # Modules of tests that pytest does not rewrite lose their assertions, of which it warns.
+    rows["optimised"] = Row(environment={"PYTHONOPTIMIZE": "1"}, arguments=("-W", "ignore::pytest.PytestConfigWarning"))
+    return rows
+
+
+ROWS = _rows()
+
+
+class Unavailable(Exception):
+    """This machine cannot give what a row needs."""
+
+
+@contextlib.contextmanager
+def copied_tree() -> Iterator[Path]:
+    """What git has or would have, with the library as it is built here."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    )
+    with tempfile.TemporaryDirectory(prefix="pagoda-matrix-") as scratch:
+        for name in (*filter(None, listed.stdout.decode().split("\0")), LIBRARY):
+            if (ROOT / name).is_file():
+                target = Path(scratch) / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, target)
+        yield Path(scratch)
+
+
+def set_levels(tree: Path, row: Row, environment: dict[str, str]) -> None:
+    """Give the copy the library of such a machine, or none and a PATH without compilers."""
+    if row.needs_flag and row.needs_flag not in Path("/proc/cpuinfo").read_text().split():
+        raise Unavailable(f"this processor has no {row.needs_flag}")
+    if row.levels == 0:
+        (tree / LIBRARY).unlink(missing_ok=True)
+        environment["PATH"] = str(_path_without_compilers(tree / ".path", environment["PATH"]))
+    elif row.levels < len(LEVELS):
+        subprocess.run([sys.executable, "-c", BUILD, str(tree / KERNELS / "build.py"), str(row.levels)], check=True)
+
+
+def _path_without_compilers(directory: Path, path: str) -> Path:
+    directory.mkdir()
+    for place in path.split(os.pathsep):
+        for entry in sorted(Path(place).iterdir()) if Path(place).is_dir() else []:
+            link = directory / entry.name
+            if not COMPILERS.fullmatch(entry.name) and not link.is_symlink():
+                link.symlink_to(entry)
+    return directory
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version with all that the tests need; made beside the usual environment when first asked for."""
+    if not version or sys.version_info[:2] == tuple(map(int, version.split("."))):
+        return sys.executable
+    venv = ROOT / f".venv-{version}"
+    if not (venv / ".installed-dev").exists():
+        command = ["make", f"VENV={venv.name}", f"PYTHON={_find_python(version)}", f"{venv.name}/.installed-dev"]
+        if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
+            raise Unavailable(f"Python {version} is here, but not what the tests need for it (see above)")
+    return str(venv / "bin/python")
+
+
+def _find_python(version: str) -> str:
+    found = shutil.which(f"python{version}")
+    if found and subprocess.run([found, "--version"], capture_output=True, check=False).returncode == 0:
+        return found
+    pyenv = shutil.which("pyenv") or str(Path.home() / ".pyenv/bin/pyenv")
+    if Path(pyenv).exists():
+        root = Path(subprocess.run([pyenv, "root"], capture_output=True, text=True, check=True).stdout.strip())
+        if installed := sorted(root.glob(f"versions/{version}.*/bin/python{version}")):
+            return str(installed[-1])
+    raise Unavailable(f"no Python {version} on PATH, nor one of pyenv's")
+
+
+@contextlib.contextmanager
+def busy_machine(processes: int) -> Iterator[None]:
+    burning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in burning:
+            process.kill()
+            process.wait()
+
+
+def run_row(row: Row, words: list[str]) -> str:
+    """Run the suite; pytest's closing line, or why there is none."""
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "CI": "true", **row.environment}
+    with copied_tree() as tree:
+        python = interpreter(row.python)
+        set_levels(tree, row, environment)
+        environment["PYTHONPATH"] = os.pathsep.join(str(tree / package) for package in (*PACKAGES, "."))
+        command = [*row.prefix, python, "-m", "pytest", "-p", "no:cacheprovider", *row.arguments, *words]
+        with busy_machine(row.load):
+            done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.splitlines() or ["nothing was said"]
+    if done.returncode == 0:
+        return lines[-1].strip("= ")
+    told = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    print(*(told or lines[-30:]), sep="\n", flush=True)
+    return f"FAILED: {lines[-1].strip('= ')}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=",".join(ROWS), help="rows, separated by commas")
+    parser.add_argument("--list", action="store_true", help="name the rows")
+    parser.add_argument("pytest", nargs="*", default=["-q", "-n", "2"], help="words for pytest [-q -n 2]")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print("\n".join(ROWS))
+        return 0
+    names = arguments.rows.split(",")
+    if unknown := set(names) - set(ROWS):
+        parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    failed = False
+    for name in names:
+        began = time.monotonic()
+        try:
+            result = run_row(ROWS[name], arguments.pytest)
+        except Unavailable as error:
+            result = f"not here: {error}"
+        failed = failed or result.startswith("FAILED")
+        print(f"{name:12} {time.monotonic() - began:6.0f} s  {result}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
