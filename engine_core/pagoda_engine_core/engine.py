@@ -293,7 +293,7 @@ class EngineCore:
         """Begin anew with this worker. The requests it ran count a death, so that none can do this for ever."""
         log.exception("the scheduler of epoch %d failed; its requests are replayed", group.epoch)
         self._totals["scheduler_failures"] += 1
-        self._leave(group.epoch, LeaveCause.DIED, now)
+        self._leave(group.epoch, LeaveCause.RESET, now)
         self._executor.send(group.epoch, ResetWorker())
 
     def _expire(self, now: float) -> None:

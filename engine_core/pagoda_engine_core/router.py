@@ -82,7 +82,7 @@ class Router:
         if group is None:
             return []
         self._gone.append(group.scheduler.counters.totals)
-        blamed = cause is not LeaveCause.LEFT
+        blamed = cause.blames
         running = {request.request_id for request in group.requests.values() if request.num_rows}
         deltas = []
         for request in group.scheduler.take_back(now):

@@ -107,6 +107,11 @@ class ScriptedExecutor:
         self.plans: dict[int, deque[StepPlan]] = {}
         self.runners: dict[int, FakeRunner] = {}
         self.closed = False
+        self.held: list[str] = []  # every word of numerics that are held, in order
+
+    def hold(self, numerics_id: str) -> None:
+        if self.held[-1:] != [numerics_id]:
+            self.held.append(numerics_id)
 
     def join(self, epoch: int, hello: Hello) -> FakeRunner:
         self.events.append(WorkerJoined(epoch, hello))

@@ -155,7 +155,7 @@ def test_a_lost_worker_costs_no_token_and_deaths_count_only_for_what_ran(cause: 
     bench.step(first)
     assert bench.router.num_running == 2
     bench.lose(first, cause)
-    blamed = 0 if cause is LeaveCause.LEFT else 1
+    blamed = int(cause.blames)
     assert [request.deaths for request in requests] == [blamed, blamed, 0, 0]
     assert bench.router.totals()["replays"] == 2
     bench.join()
