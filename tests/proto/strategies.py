@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
-from pagoda_proto.records import Delta, FinishReason, LedgerEntry, Load, PriorOutput, RequestRecord, Usage
+from pagoda_proto.records import Begun, Delta, FinishReason, LedgerEntry, Load, PriorOutput, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
 
 U32 = st.integers(0, 2**32 - 1)
@@ -85,6 +85,7 @@ DELTAS = st.builds(
     error_message=TEXT,
     usage=st.none() | USAGES,
     ledger=st.none() | st.lists(st.builds(LedgerEntry, TEXT, F64), min_size=1, max_size=3),
+    begun=st.none() | st.builds(Begun, model_fingerprint=TEXT, numerics_id=TEXT, cached_prompt_tokens=U32),
 )
 LOADS = st.builds(
     Load,
@@ -98,4 +99,7 @@ LOADS = st.builds(
     max_model_len=U32,
     seconds_since_progress=F64,
     model_fingerprint=TEXT,
+    numerics_id=TEXT,
+    protocol=U32,
+    policy=TEXT,
 )

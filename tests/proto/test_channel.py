@@ -82,6 +82,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         protocol=U32,
         worker_id=TEXT,
         incarnation=TEXT,
+        registration=U32,
         model_fingerprint=TEXT,
         numerics_id=TEXT,
         vocab_size=U32,
