@@ -110,9 +110,10 @@ class Executor(Protocol):
         After `ResetWorker` the life is over (`WorkerLeft`); the worker comes back in a new one.
         """
 
-    def hold(self, numerics_id: str) -> None:
+    def hold(self, numerics_id: str) -> str:
         """While no life goes on, only workers of these numerics may begin one; "" lets any. Until this is called after
-        a last life has ended, those are the numerics of that one."""
+        a last life has ended, those are the numerics of that one. Returns those of a worker that was turned away
+        for that, "" for none."""
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:
         """What has happened; returns as soon as there is something, on `wake`, or after `timeout_s`."""
@@ -182,8 +183,9 @@ class InprocExecutor(Generic[Launched]):
                 self._end_life(LeaveCause.LEFT, "drained")
                 self._epoch = -1
 
-    def hold(self, numerics_id: str) -> None:
-        """The one worker there is never changes its numerics."""
+    def hold(self, numerics_id: str) -> str:
+        """Nobody is ever turned away: the one worker there is keeps its numerics."""
+        return ""
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:
         if not self._events and (self._plans or self._launched):

@@ -11,6 +11,8 @@ from collections import deque
 
 WEIGHT = 0.2
 """Of the newest measurement in the average."""
+WINDOW_S = 2.0
+RATE_WEIGHT = 0.5
 
 
 class Pace:
@@ -52,3 +54,29 @@ class Pace:
         if smaller is not None:
             bounds.append(self._seconds[smaller] * 2 ** (size - smaller))
         return min(bounds, default=0.0)
+
+
+class Throughput:
+    """Tokens a second, prompt and output, of all workers together while there is work."""
+
+    def __init__(self) -> None:
+        self._began_at: float | None = None
+        self._num_tokens = 0
+        self.tokens_per_s = 0.0  # 0: not measured yet
+
+    def computed(self, num_tokens: int, now: float) -> None:
+        """A step is done. The first one after a pause only starts the measurement."""
+        if self._began_at is None:
+            self._began_at, self._num_tokens = now, 0
+            return
+        self._num_tokens += num_tokens
+        age_s = now - self._began_at
+        if age_s < WINDOW_S:
+            return
+        rate = self._num_tokens / age_s
+        self.tokens_per_s += (rate - self.tokens_per_s) * (RATE_WEIGHT if self.tokens_per_s else 1.0)
+        self._began_at, self._num_tokens = now, 0
+
+    def pause(self) -> None:
+        """There is no work; the time until the next step says nothing of speed."""
+        self._began_at = None

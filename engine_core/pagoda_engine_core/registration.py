@@ -33,13 +33,18 @@ class Registry:
         self._asked_model_len = max_model_len
         self._granted = 0
         self._newest: OrderedDict[str, tuple[int, bool]] = OrderedDict()  # registration, and whether it was admitted
+        self._refused_numerics = ""
         self._numerics_id = ""  # with nobody alive: of those who may come
         self.model_fingerprint = ""
         self.limits: ModelLimits | None = None
 
-    def hold(self, numerics_id: str) -> None:
-        """While nobody is alive, admit workers of these numerics only; "" lets any in."""
+    def hold(self, numerics_id: str) -> str:
+        """While nobody is alive, admit workers of these numerics only; "" lets any in. Returns the numerics of one that
+        was refused for that."""
+        if not numerics_id:
+            self._refused_numerics = ""
         self._numerics_id = numerics_id
+        return self._refused_numerics
 
     def is_stale(self, hello: Hello) -> bool:
         """Whether this registration was admitted before, or its process has made a later one."""
@@ -57,6 +62,7 @@ class Registry:
             return Refused(reason=f"duplicate_id: a worker named {hello.worker_id!r} is alive")
         needed = alive[0].numerics_id if alive else self._numerics_id
         if needed not in ("", hello.numerics_id):
+            self._refused_numerics = hello.numerics_id
             who = "live workers compute" if alive else "requests that have begun wait for a worker that computes"
             return Refused(
                 reason=f"numerics_id: {who} as {needed!r}, this one as {hello.numerics_id!r}; "

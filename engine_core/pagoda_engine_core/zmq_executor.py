@@ -139,8 +139,8 @@ class ZmqExecutor:
             return most_s
         return min(most_s, max(STEP_DEADLINE_LEAST_S, STEP_DEADLINE_FACTOR * peer.pace.step_s(num_tokens)))
 
-    def hold(self, numerics_id: str) -> None:
-        self._registry.hold(numerics_id)
+    def hold(self, numerics_id: str) -> str:
+        return self._registry.hold(numerics_id)
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:
         if self._events:

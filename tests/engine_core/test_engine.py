@@ -17,8 +17,9 @@ from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.executor import InprocExecutor, LeaveCause, StepDone, WorkerChanged, WorkerLeft, WorkerState
 from pagoda_engine_core.zmq_executor import ZmqExecutor
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import FinishReason, PriorOutput, RequestRecord
+from pagoda_proto.records import Begun, FinishReason, PriorOutput, RequestRecord
 from pagoda_proto.steps import Drain, ResetWorker, StepPlan, StepResult
+from pagoda_proto.times import NO_WORKER_WAIT_S
 
 
 class Bench:
@@ -37,6 +38,12 @@ class Bench:
     def settle(self) -> None:
         while self.executor.answer_all() or self.engine.step(0):
             self.clock.advance(0.01)
+
+    def pass_time(self, seconds: float) -> None:
+        """While the engine core runs: a leap of the clock would be its own stall."""
+        for _ in range(round(seconds / 0.25)):
+            self.clock.advance(0.25)
+            self.engine.step(0)
 
     def deltas(self, request_id: str) -> list[list[int]]:
         return self.sink.choices(request_id)
@@ -159,7 +166,7 @@ def test_the_queue_is_bounded_in_requests_and_tokens() -> None:
     full = bench.submit(make_record())
     bench.settle()
     assert bench.sink.rejections[full].code is ErrorCode.OVERLOADED
-    assert bench.sink.retry_after_s[full] >= 1
+    assert bench.sink.retry_after_s[full] == 0  # nobody knows: no step was ever done
     bench = Bench(max_queued_tokens=100)
     bench.submit(make_record(range(60)))
     large = bench.submit(make_record(range(60)))
@@ -185,25 +192,167 @@ def test_without_a_worker_a_request_waits_no_longer_than_its_timeout() -> None:
     bench = Bench(queue_timeout_s=5.0)
     slow, fast = bench.submit(make_record()), bench.submit(make_record(queue_timeout_s=1.0))
     bench.settle()
-    bench.clock.advance(1.5)
-    bench.settle()
+    bench.pass_time(1.5)
     assert bench.sink.rejections[fast].code is ErrorCode.UNAVAILABLE
     assert slow not in bench.sink.rejections
-    bench.clock.advance(4.0)
-    bench.settle()
+    bench.pass_time(4.0)
     assert bench.sink.rejections[slow].code is ErrorCode.UNAVAILABLE
 
 
-def test_after_its_worker_a_request_waits_no_longer_than_its_timeout(bench: Bench) -> None:
-    request_id = bench.submit(make_record(queue_timeout_s=2.0))
+@pytest.mark.parametrize("held", [True, False])
+def test_patience_is_not_spent_while_the_engine_core_itself_was_stopped(held: bool) -> None:
+    bench = Bench(queue_timeout_s=5.0)
+    if not held:
+        bench.executor.join(1, make_hello())
+        bench.settle()
+        bench.executor.events.append(WorkerLeft(1, LeaveCause.LEFT, "gone"))
+        bench.engine.step(0)
+    request_id = bench.submit(make_record())
+    bench.settle()
+    bench.clock.advance(600.0)
+    bench.pass_time(4.0)
+    assert not {**bench.sink.rejections, **bench.sink.endings}
+    bench.pass_time(2.0)
+    assert request_id in {**bench.sink.rejections, **bench.sink.endings}
+
+
+@pytest.mark.parametrize("num_tokens", [0, 3])
+def test_what_has_begun_waits_for_a_worker_far_longer_than_its_queue_timeout(bench: Bench, num_tokens: int) -> None:
+    request_id = bench.submit(make_record(queue_timeout_s=2.0, max_tokens=50))
     bench.engine.step(0)
+    for _ in range(num_tokens):
+        bench.executor.answer(1)
+        bench.engine.step(0)
     bench.executor.events.append(WorkerLeft(1, LeaveCause.DIED, "gone"))
+    bench.executor.plans.pop(1)
     bench.engine.step(0)
-    bench.clock.advance(3.0)
-    bench.engine.step(0)
+    bench.pass_time(NO_WORKER_WAIT_S - 5)
+    assert not bench.sink.endings
+    bench.pass_time(10)
     ending = bench.sink.endings[request_id]
-    assert (ending.finish_reason, ending.error_code) == (FinishReason.ERROR, ErrorCode.UNAVAILABLE)
+    code = ErrorCode.STREAM_INTERRUPTED if num_tokens else ErrorCode.UNAVAILABLE
+    assert (ending.finish_reason, ending.error_code) == (FinishReason.ERROR, code)
+    assert "no worker came" in ending.error_message
     assert bench.engine.idle
+
+
+def test_what_has_begun_is_not_measured_by_the_bounds_of_the_queue() -> None:
+    bench = Bench(max_queued_requests=2, max_queued_tokens=30)
+    records = [make_record(range(10), max_tokens=8, seed=i) for i in range(6)]
+    for record in records:
+        (expected,) = reference_tokens(record)
+        bench.sink.prime(record.request_id, 0, expected[:2])
+        bench.submit(record, 1, prior=[PriorOutput(choice=0, token_ids=expected[:2])])
+    bench.settle()
+    assert not bench.sink.rejections
+    bench.executor.join(1, make_hello())
+    bench.settle()
+    for record in records:
+        assert bench.deltas(record.request_id) == reference_tokens(record)
+
+
+def test_a_worker_that_joins_has_work_from_its_next_step() -> None:
+    bench = Bench(max_rows=4)
+    bench.executor.join(1, make_hello("w1"))
+    for seed in range(12):
+        bench.submit(make_record(max_tokens=30, seed=seed))
+    bench.engine.step(0)
+    bench.executor.answer_all()
+    bench.engine.step(0)
+    bench.executor.join(2, make_hello("w2"))
+    bench.engine.step(0)
+    bench.engine.step(0)
+    first, *_ = [message for epoch, message in bench.executor.sent if epoch == 2]
+    assert isinstance(first, StepPlan)
+    assert len(first.new_rows) == 4
+    bench.settle()
+    assert len(bench.sink.endings) == 12
+
+
+# --- weights and numerics of what has begun --------------------------------------------------------------------------
+
+
+def begin(bench: Bench, record: RequestRecord) -> Begun:
+    """Submit, and let the worker of epoch 1 make two tokens; what came with the first."""
+    bench.submit(record)
+    bench.engine.step(0)
+    for _ in range(2):
+        bench.executor.answer(1)
+        bench.engine.step(0)
+    told = [delta.begun for batch in bench.sink.batches for delta in batch if delta.begun is not None]
+    assert len(told) == 1
+    return told[0]
+
+
+def lose(bench: Bench, epoch: int) -> None:
+    bench.executor.plans.pop(epoch)
+    bench.executor.events.append(WorkerLeft(epoch, LeaveCause.DIED, "gone"))
+    bench.engine.step(0)
+
+
+def test_the_first_tokens_say_under_what_they_were_made(bench: Bench) -> None:
+    assert begin(bench, make_record(n=2, max_tokens=9)) == Begun(
+        model_fingerprint="fake", numerics_id="fake-numerics", cached_prompt_tokens=0
+    )
+
+
+def test_what_has_begun_keeps_the_numerics_of_a_lost_worker(bench: Bench) -> None:
+    record = make_record(max_tokens=9)
+    begin(bench, record)
+    lose(bench, 1)
+    bench.pass_time(0.5)
+    assert bench.executor.held[-1] == "fake-numerics"
+    bench.executor.join(2, make_hello("w2"))
+    bench.settle()
+    assert bench.deltas(record.request_id) == reference_tokens(record)
+    lose(bench, 2)
+    bench.pass_time(0.5)
+    assert bench.executor.held[-1] == ""
+
+
+def test_a_begun_request_never_goes_on_with_other_numerics(bench: Bench) -> None:
+    record = make_record(max_tokens=9)
+    begun = begin(bench, record)
+    bench.executor.join(2, make_hello("w2", numerics_id="other"))  # no executor of ours lets it in
+    bench.engine.step(0)
+    lose(bench, 1)
+    plain = make_record(max_tokens=4)
+    bench.submit(plain)
+    bench.settle()
+    assert bench.deltas(plain.request_id) == reference_tokens(plain)
+    assert record.request_id not in bench.sink.endings
+    bench.pass_time(NO_WORKER_WAIT_S + 1)
+    ending = bench.sink.endings[record.request_id]
+    assert ending.error_code is ErrorCode.STREAM_INTERRUPTED
+    assert repr(begun.numerics_id) in ending.error_message
+    assert "'other'" in ending.error_message
+
+
+def test_a_resumed_request_goes_on_only_where_it_began() -> None:
+    bench = Bench()
+    record = make_record(max_tokens=9)
+    (expected,) = reference_tokens(record)
+    begun = Begun(model_fingerprint="fake", numerics_id="fake-numerics", cached_prompt_tokens=3)
+    bench.sink.prime(record.request_id, 0, expected[:4])
+    bench.submit(record, 1, prior=[PriorOutput(choice=0, token_ids=expected[:4])], begun=begun)
+    bench.pass_time(0.5)
+    assert bench.executor.held[-1] == "fake-numerics"  # before any worker was there
+    bench.executor.join(1, make_hello())
+    bench.settle()
+    assert bench.deltas(record.request_id) == [expected]
+    assert bench.sink.endings[record.request_id].usage.cached_prompt_tokens == 3
+    assert not any(delta.begun for batch in bench.sink.batches for delta in batch)
+
+
+def test_a_request_that_began_with_another_model_is_refused_by_name(bench: Bench) -> None:
+    begun = Begun(model_fingerprint="another", numerics_id="fake-numerics")
+    prior = [PriorOutput(choice=0, token_ids=[1])]
+    request_id = bench.submit(make_record(max_tokens=9), 1, prior=prior, begun=begun)
+    bench.settle()
+    error = bench.sink.rejections[request_id]
+    assert error.code is ErrorCode.STREAM_INTERRUPTED
+    assert "'another'" in error.message
+    assert "'fake'" in error.message
 
 
 def test_aborts_free_everything(bench: Bench) -> None:
@@ -237,6 +386,22 @@ def test_an_abort_while_nobody_can_check_is_a_cancellation() -> None:
     bench.settle()
     assert bench.sink.rejections[request_id].code is ErrorCode.CANCELLED
     assert bench.engine.idle
+
+
+def test_some_choices_can_be_aborted_while_nobody_can_check() -> None:
+    bench = Bench()
+    some, every = make_record(n=3, max_tokens=5), make_record(n=2)
+    bench.submit(some)
+    bench.submit(every)
+    bench.engine.abort(some.request_id, (0, 2))
+    bench.engine.abort(every.request_id, (0,))
+    bench.engine.abort(every.request_id, (1,))
+    bench.settle()
+    assert bench.sink.rejections[every.request_id].code is ErrorCode.CANCELLED
+    bench.executor.join(1, make_hello())
+    bench.settle()
+    assert bench.deltas(some.request_id) == [[], reference_tokens(some)[1], []]
+    assert [bench.sink.reasons[some.request_id, choice] for choice in range(3)] == ["abort", "length", "abort"]
 
 
 def test_abandoning_a_sink_ends_its_requests_only(bench: Bench) -> None:
