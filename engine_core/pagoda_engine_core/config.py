@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from itertools import pairwise
 
+from pagoda_proto import times
 from pagoda_proto.options import option
+
+MAX_PORT = 65_535
+_LEAST = {"max_model_len": 0, "speculation_tokens": 0, "metrics_port": -1}  # of the whole numbers; 1 of the others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,23 +30,39 @@ class EngineConfig:
     max_queued_requests: int = option(4096, "requests waiting at once; more are refused as overloaded")
     max_queued_tokens: int = option(4_000_000, "prompt tokens waiting at once; more are refused as overloaded")
     queue_timeout_s: float = option(120.0, "a request that could not start after this long is refused")
-    worker_lease_s: float = option(4.0, "a worker that hears nothing from the engine core for this long fences itself")
-    worker_suspect_s: float = option(1.5, "without a beat for this long a worker gets no new work")
-    worker_dead_s: float = option(3.0, "without a beat for this long a worker is dead")
-    step_deadline_s: float = option(60.0, "a step running longer than this is hung and its worker dead")
-    max_attempts: int = option(3, "worker losses a request may live through before it is failed")
+    worker_lease_s: float = option(
+        times.WORKER_LEASE_S, "a worker that hears nothing from the engine core for this long fences itself"
+    )
+    worker_suspect_s: float = option(times.WORKER_SUSPECT_S, "without a beat for this long a worker gets no new work")
+    worker_dead_s: float = option(times.WORKER_DEAD_S, "without a beat for this long a worker is dead")
+    step_deadline_s: float = option(
+        times.STEP_DEADLINE_S, "a step running longer than this is hung and its worker dead"
+    )
+    max_attempts: int = option(3, "losses of its worker without a new token after which a request is failed")
     metrics_port: int = option(-1, "loopback port for Prometheus metrics; -1 is off, 0 picks a free one")
 
     def __post_init__(self) -> None:
-        problems = []
-        for name in ("max_tokens_per_step", "max_rows", "chunk_size", "max_steps_in_flight", "max_attempts"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.speculation_tokens < 0:
-            problems.append(f"speculation_tokens must not be negative, got {self.speculation_tokens}")
+        problems = [*self._number_problems(), *self._ladder_problems()]
         if self.policy not in ("fcfs", "priority"):
             problems.append(f"policy must be fcfs or priority, got {self.policy!r}")
         if self.preemption not in ("auto", "swap", "recompute"):
             problems.append(f"preemption must be auto, swap or recompute, got {self.preemption!r}")
         if problems:
             raise ValueError("; ".join(problems))
+
+    def _number_problems(self) -> Iterator[str]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and not value > 0:  # also what is no number
+                yield f"{field.name} must be above 0, got {value}"
+            elif isinstance(value, int) and not isinstance(value, bool) and value < _LEAST.get(field.name, 1):
+                yield f"{field.name} must be at least {_LEAST.get(field.name, 1)}, got {value}"
+        if self.metrics_port > MAX_PORT:
+            yield f"metrics_port must be at most {MAX_PORT}, got {self.metrics_port}"
+
+    def _ladder_problems(self) -> Iterator[str]:
+        """Whoever waits, waits longer than what it waits for can take (see `pagoda_proto.times`)."""
+        rungs = ("worker_suspect_s", "worker_dead_s", "worker_lease_s", "step_deadline_s")
+        for first, then in pairwise(rungs):
+            if not getattr(self, first) < getattr(self, then):
+                yield f"{first} must be below {then}, got {getattr(self, first)} and {getattr(self, then)}"

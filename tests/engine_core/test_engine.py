@@ -1,52 +1,20 @@
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine_core.fake_worker import FakeWorker, make_hello, start_process
-from tests.engine_core.fakes_sink import RecordingSink, ResettableRunner, ScriptedExecutor
-from tests.fakes import ManualClock, make_record, reference_tokens
+from tests.engine_core.bench import Bench
+from tests.engine_core.fake_worker import make_hello
+from tests.engine_core.fakes_sink import RecordingSink, ResettableRunner
+from tests.fakes import make_record, reference_tokens
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.executor import InprocExecutor, LeaveCause, StepDone, WorkerChanged, WorkerLeft, WorkerState
-from pagoda_engine_core.zmq_executor import ZmqExecutor
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import Begun, FinishReason, PriorOutput, RequestRecord
+from pagoda_proto.records import FinishReason, PriorOutput, RequestRecord
 from pagoda_proto.steps import Drain, ResetWorker, StepPlan, StepResult
 from pagoda_proto.times import NO_WORKER_WAIT_S
-
-
-class Bench:
-    """An engine core on a scripted executor and a clock of its own; `settle` runs it until nothing moves."""
-
-    def __init__(self, **config: object) -> None:
-        self.clock = ManualClock(1000.0)
-        self.executor = ScriptedExecutor()
-        self.engine = EngineCore(EngineConfig(**config), self.executor, self.clock)
-        self.sink = RecordingSink()
-
-    def submit(self, record: RequestRecord, attempt: int = 0, **kwargs: object) -> str:
-        self.engine.submit(record, self.sink, attempt, **kwargs)
-        return record.request_id
-
-    def settle(self) -> None:
-        while self.executor.answer_all() or self.engine.step(0):
-            self.clock.advance(0.01)
-
-    def pass_time(self, seconds: float) -> None:
-        """While the engine core runs: a leap of the clock would be its own stall."""
-        for _ in range(round(seconds / 0.25)):
-            self.clock.advance(0.25)
-            self.engine.step(0)
-
-    def deltas(self, request_id: str) -> list[list[int]]:
-        return self.sink.choices(request_id)
 
 
 @pytest.fixture
@@ -267,92 +235,6 @@ def test_a_worker_that_joins_has_work_from_its_next_step() -> None:
     assert len(first.new_rows) == 4
     bench.settle()
     assert len(bench.sink.endings) == 12
-
-
-# --- weights and numerics of what has begun --------------------------------------------------------------------------
-
-
-def begin(bench: Bench, record: RequestRecord) -> Begun:
-    """Submit, and let the worker of epoch 1 make two tokens; what came with the first."""
-    bench.submit(record)
-    bench.engine.step(0)
-    for _ in range(2):
-        bench.executor.answer(1)
-        bench.engine.step(0)
-    told = [delta.begun for batch in bench.sink.batches for delta in batch if delta.begun is not None]
-    assert len(told) == 1
-    return told[0]
-
-
-def lose(bench: Bench, epoch: int) -> None:
-    bench.executor.plans.pop(epoch)
-    bench.executor.events.append(WorkerLeft(epoch, LeaveCause.DIED, "gone"))
-    bench.engine.step(0)
-
-
-def test_the_first_tokens_say_under_what_they_were_made(bench: Bench) -> None:
-    assert begin(bench, make_record(n=2, max_tokens=9)) == Begun(
-        model_fingerprint="fake", numerics_id="fake-numerics", cached_prompt_tokens=0
-    )
-
-
-def test_what_has_begun_keeps_the_numerics_of_a_lost_worker(bench: Bench) -> None:
-    record = make_record(max_tokens=9)
-    begin(bench, record)
-    lose(bench, 1)
-    bench.pass_time(0.5)
-    assert bench.executor.held[-1] == "fake-numerics"
-    bench.executor.join(2, make_hello("w2"))
-    bench.settle()
-    assert bench.deltas(record.request_id) == reference_tokens(record)
-    lose(bench, 2)
-    bench.pass_time(0.5)
-    assert bench.executor.held[-1] == ""
-
-
-def test_a_begun_request_never_goes_on_with_other_numerics(bench: Bench) -> None:
-    record = make_record(max_tokens=9)
-    begun = begin(bench, record)
-    bench.executor.join(2, make_hello("w2", numerics_id="other"))  # no executor of ours lets it in
-    bench.engine.step(0)
-    lose(bench, 1)
-    plain = make_record(max_tokens=4)
-    bench.submit(plain)
-    bench.settle()
-    assert bench.deltas(plain.request_id) == reference_tokens(plain)
-    assert record.request_id not in bench.sink.endings
-    bench.pass_time(NO_WORKER_WAIT_S + 1)
-    ending = bench.sink.endings[record.request_id]
-    assert ending.error_code is ErrorCode.STREAM_INTERRUPTED
-    assert repr(begun.numerics_id) in ending.error_message
-    assert "'other'" in ending.error_message
-
-
-def test_a_resumed_request_goes_on_only_where_it_began() -> None:
-    bench = Bench()
-    record = make_record(max_tokens=9)
-    (expected,) = reference_tokens(record)
-    begun = Begun(model_fingerprint="fake", numerics_id="fake-numerics", cached_prompt_tokens=3)
-    bench.sink.prime(record.request_id, 0, expected[:4])
-    bench.submit(record, 1, prior=[PriorOutput(choice=0, token_ids=expected[:4])], begun=begun)
-    bench.pass_time(0.5)
-    assert bench.executor.held[-1] == "fake-numerics"  # before any worker was there
-    bench.executor.join(1, make_hello())
-    bench.settle()
-    assert bench.deltas(record.request_id) == [expected]
-    assert bench.sink.endings[record.request_id].usage.cached_prompt_tokens == 3
-    assert not any(delta.begun for batch in bench.sink.batches for delta in batch)
-
-
-def test_a_request_that_began_with_another_model_is_refused_by_name(bench: Bench) -> None:
-    begun = Begun(model_fingerprint="another", numerics_id="fake-numerics")
-    prior = [PriorOutput(choice=0, token_ids=[1])]
-    request_id = bench.submit(make_record(max_tokens=9), 1, prior=prior, begun=begun)
-    bench.settle()
-    error = bench.sink.rejections[request_id]
-    assert error.code is ErrorCode.STREAM_INTERRUPTED
-    assert "'another'" in error.message
-    assert "'fake'" in error.message
 
 
 def test_aborts_free_everything(bench: Bench) -> None:
@@ -643,121 +525,3 @@ def test_whatever_happens_every_request_ends_once_with_the_right_tokens(data: st
         assert bench.sink.endings[record.request_id].finish_reason is FinishReason.LENGTH
     assert bench.engine.idle
     assert bench.engine.stats().blocks_used == 0
-
-
-# --- with real workers over real sockets -----------------------------------------------------------------------------
-
-
-class Live:
-    """An engine core with its loop thread and a ZMQ executor."""
-
-    def __init__(self, directory: Path, **config: object) -> None:
-        config = {
-            "worker_endpoint": f"ipc://{directory}/w.sock",
-            "worker_suspect_s": 0.5,
-            "worker_dead_s": 1.0,
-        } | config
-        executor = ZmqExecutor(EngineConfig(**config), "boot")
-        self.engine = EngineCore(EngineConfig(**config), executor)
-        self.endpoint = executor.endpoint
-        self.sink = RecordingSink()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self.engine.run, args=(self._stop,))
-        self._thread.start()
-
-    def submit_all(self, records: list[RequestRecord]) -> None:
-        for record in records:
-            self.engine.submit(record, self.sink)
-
-    def ask(self, question: Callable[[], object]) -> object:
-        return self.engine.call(question).result(10)
-
-    def close(self) -> None:
-        self._stop.set()
-        self.engine.call(lambda: None)
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-
-@pytest.fixture
-def live(socket_dir: Path) -> Iterator[Live]:
-    live = Live(socket_dir)
-    yield live
-    live.close()
-
-
-def records(count: int, max_tokens: int = 40) -> list[RequestRecord]:
-    return [make_record(range(1 + i % 7), max_tokens=max_tokens, seed=i) for i in range(count)]
-
-
-def check(live: Live, submitted: list[RequestRecord]) -> None:
-    live.sink.wait_endings(len(submitted))
-    for record in submitted:
-        assert live.sink.choices(record.request_id) == reference_tokens(record)
-        assert live.sink.endings[record.request_id].finish_reason is FinishReason.LENGTH
-
-
-def test_two_steps_really_are_in_flight_over_the_wire(live: Live) -> None:
-    worker = FakeWorker(live.endpoint)
-    worker.hold.set()
-    with worker:
-        submitted = records(1)
-        live.submit_all(submitted)
-        while worker.most_waiting < 2:
-            worker.registered.wait(0.01)
-        worker.hold.clear()
-        check(live, submitted)
-    assert worker.most_waiting == 2
-
-
-def test_workers_that_join_late_share_the_load(live: Live) -> None:
-    submitted = records(24, max_tokens=30)
-    live.submit_all(submitted)
-    with FakeWorker(live.endpoint, make_hello("w0"), step_s=0.002) as first:
-        first.registered.wait(10)
-        live.sink.wait(lambda: bool(live.sink.tokens))
-        with FakeWorker(live.endpoint, make_hello("w1"), step_s=0.002) as second:
-            second.registered.wait(10)
-            more = records(24, max_tokens=30)
-            live.submit_all(more)
-            check(live, submitted + more)
-            assert first.steps_done > 0
-            assert second.steps_done > 0
-
-
-def test_killed_processes_cost_no_token(live: Live) -> None:
-    submitted = records(24, max_tokens=60)
-    processes = [start_process(live.endpoint, f"w{i}", 0.005) for i in range(2)]
-    try:
-        live.sink.wait(lambda: True)
-        while live.engine.load().num_workers < 2:
-            threading.Event().wait(0.02)
-        live.submit_all(submitted)
-        live.sink.wait(lambda: sum(map(len, live.sink.tokens.values())) > 24 * 5)
-        processes[0].kill()
-        check(live, submitted)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert any(live.sink.endings[record.request_id].usage.replays for record in submitted)
-    assert live.ask(live.engine.stats).totals["worker_deaths"] >= 1
-
-
-def test_a_paused_process_is_replaced_and_what_it_says_late_is_void(live: Live) -> None:
-    submitted = records(8, max_tokens=60)
-    process = start_process(live.endpoint, "w0", 0.005)
-    try:
-        live.submit_all(submitted)
-        live.sink.wait(lambda: sum(map(len, live.sink.tokens.values())) > 20)
-        process.send_signal(signal.SIGSTOP)
-        with FakeWorker(live.endpoint, make_hello("w1")):
-            check(live, submitted)
-            process.send_signal(signal.SIGCONT)
-            while not live.ask(live.engine.stats).totals.get("frames_dropped_epoch"):
-                threading.Event().wait(0.02)
-            while live.engine.load().num_workers < 2:  # it registers anew
-                threading.Event().wait(0.02)
-    finally:
-        process.kill()
-        process.wait()

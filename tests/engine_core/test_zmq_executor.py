@@ -456,7 +456,9 @@ def test_a_step_of_a_worker_whose_pace_is_known_hangs_sooner(socket_dir: Path) -
 
 
 def test_a_killed_process_is_seen_by_its_pidfd_long_before_its_beats_are_missed(socket_dir: Path) -> None:
-    engine = Engine(socket_dir, worker_suspect_s=300.0, worker_dead_s=600.0)
+    engine = Engine(
+        socket_dir, worker_suspect_s=300.0, worker_dead_s=600.0, worker_lease_s=700.0, step_deadline_s=800.0
+    )
     process = start_process(engine.executor.endpoint, "w0")
     try:
         joined = engine.next(WorkerJoined)
@@ -574,7 +576,7 @@ def test_a_living_predecessor_is_not_robbed_but_a_dead_ones_socket_is_replaced(
 
 def test_a_worker_registers_with_the_next_life_of_the_engine_core(socket_dir: Path) -> None:
     endpoint = f"ipc://{socket_dir}/w.sock"
-    config = EngineConfig(worker_endpoint=endpoint, worker_lease_s=0.5)
+    config = EngineConfig(worker_endpoint=endpoint, worker_suspect_s=0.2, worker_dead_s=0.3, worker_lease_s=0.5)
     first = ZmqExecutor(config, "boot-1")
     with FakeWorker(endpoint) as worker:
         while not worker.registered.is_set():
