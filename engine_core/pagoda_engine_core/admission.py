@@ -55,7 +55,7 @@ class FrontDoor:
         return len(self._held)
 
     def admit(
-        self, submission: Submission, running: Submission | None, num_waiting: int, num_tokens: int
+        self, submission: Submission, running: Submission | None, num_waiting: int, num_tokens: int, now: float
     ) -> Request | None:
         """The request to run, or None while it is held. `running` is an earlier attempt of it.
 
@@ -72,7 +72,7 @@ class FrontDoor:
             self._check_bounds(submission, num_waiting + len(self._held), num_tokens)
         if self.limits is None:
             self._drop(submission.request_id)
-            held = self._held[submission.request_id] = Held(submission, submission.submitted_at)
+            held = self._held[submission.request_id] = Held(submission, now)
             self._num_held_tokens += held.num_tokens
             return None
         self._check_model(submission)

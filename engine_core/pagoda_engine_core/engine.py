@@ -163,7 +163,6 @@ class EngineCore:
     def step(self, timeout_s: float = IDLE_WAIT_S) -> bool:
         """One pass; waits for at most `timeout_s`. False when there was nothing to do."""
         self._passed_at = now = self._clock()
-        self._forgive(self._guard.tick(now))
         busy = self._inbox.drain(now)
         busy |= self._plan(now)
         self._publish()
@@ -171,6 +170,7 @@ class EngineCore:
         now = self._clock()
         for event in events:
             self._handle(event, now)
+        self._forgive(self._guard.tick(now))
         self._expire(now)
         self._audit(now)
         self._publish()
@@ -302,7 +302,7 @@ class EngineCore:
         try:
             running = self._answers.get(submission.request_id)
             num_waiting, num_tokens = self._router.num_waiting, self._router.queued_tokens
-            request = self._door.admit(submission, running, num_waiting, num_tokens)
+            request = self._door.admit(submission, running, num_waiting, num_tokens, now)
             if request is None:
                 return
             self._router.check_fits(request)
