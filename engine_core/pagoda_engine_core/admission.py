@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pagoda_engine_core.answers import Sink, Submission
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.pace import RATE_WEIGHT, Throughput
+from pagoda_engine_core.pace import Throughput
 from pagoda_engine_core.request import Request
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
@@ -22,6 +22,8 @@ MAX_PRIORITY = 100
 MAX_RETRY_AFTER_S = 300.0
 FIRST_EXPECTED_OUTPUT = 128
 """Tokens that a request is taken to yield until one has ended."""
+LEAST_WEIGHT = 0.05
+"""Of the newest of many endings in their average."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,6 +48,7 @@ class FrontDoor:
         self._num_held_tokens = 0
         self._throughput = Throughput()
         self._expected_output = float(FIRST_EXPECTED_OUTPUT)
+        self._num_ended = 0
         self.limits: ModelLimits | None = None
         self.model_fingerprint = ""
         self.closed = False
@@ -134,15 +137,15 @@ class FrontDoor:
 
     # --- how long it takes -------------------------------------------------------------------------------------------
 
-    def computed(self, num_tokens: int, now: float, *, busy: bool) -> None:
-        """A step of so many tokens is done; `busy` if requests are left to compute."""
-        self._throughput.computed(num_tokens, now)
-        if not busy:
-            self._throughput.pause()
+    def served(self, num_tokens: int, now: float, *, busy: bool) -> None:
+        """A step has brought so many tokens of requests; `busy` if requests are left."""
+        self._throughput.served(num_tokens, now, busy=busy)
 
     def ended(self, num_output_tokens: int) -> None:
         """A request has yielded so many tokens."""
-        self._expected_output += (num_output_tokens - self._expected_output) * RATE_WEIGHT / 4
+        self._num_ended += 1
+        weight = max(1 / self._num_ended, LEAST_WEIGHT)
+        self._expected_output += (num_output_tokens - self._expected_output) * weight
 
     def seconds_for(self, num_prompt_tokens: int, num_waiting: int, num_running: int) -> float:
         """When all that is before a new request will be computed: prompts that wait, their output, and half of that of

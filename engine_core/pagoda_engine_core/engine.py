@@ -236,7 +236,7 @@ class EngineCore:
         self._totals["steps"] += 1
         self._observer.stepped(event.result.elapsed_s, event.result.forward_s)
         self._answers.emit(self._router.ended(group, deltas), now)
-        self._door.computed(num_tokens, now, busy=self._router.num_running > 0)
+        self._door.served(num_tokens, now, busy=len(self._answers) > 0)
         for usage in (delta.usage for delta in deltas if delta.usage is not None):
             self._door.ended(usage.output_tokens)
 

@@ -29,6 +29,7 @@ class Group:
     suspect: str = ""
     slowness: float = 1.0
     pace: Pace = field(default_factory=Pace)
+    served: int = 0  # tokens of requests, prompt and output, up to the last step
     unaudited: bool = False  # it has worked since its books were last audited
 
     @property
@@ -49,15 +50,19 @@ class Group:
         load = self.scheduler.queued_tokens + RUNNING_REQUEST_COST_TOKENS * self.scheduler.num_running
         return (missing + load) * self.slowness
 
-    def stepped(self, num_tokens: int, seconds: float, fleet: Pace) -> None:
-        """A step is done; `fleet` is the pace of all groups together."""
+    def stepped(self, now: float, fleet: Pace) -> int:
+        """The oldest step is done; `fleet` is the pace of all groups together. How many tokens of requests that has
+        brought, whether they were computed or came from the prefix cache."""
         self.unaudited = True
-        if not num_tokens:
-            return
-        expected_s = fleet.step_s(num_tokens)
-        fleet.observe(num_tokens, seconds)
-        if expected_s > 0:
-            self.slowness += (seconds / expected_s - self.slowness) * WEIGHT
+        num_tokens, seconds = self.pace.answered(now)
+        if num_tokens:
+            expected_s = fleet.step_s(num_tokens)
+            fleet.observe(num_tokens, seconds)
+            if expected_s > 0:
+                self.slowness += (seconds / expected_s - self.slowness) * WEIGHT
+        totals, before = self.scheduler.counters.totals, self.served
+        self.served = totals.prompt_tokens + totals.output_tokens
+        return self.served - before
 
     def audit(self) -> None:
         """Raises BrokenInvariant when the books do not add up."""

@@ -12,6 +12,7 @@ from collections import deque
 WEIGHT = 0.2
 """Of the newest measurement in the average."""
 WINDOW_S = 2.0
+SHORT_WINDOW_S = 0.5
 RATE_WEIGHT = 0.5
 
 
@@ -64,19 +65,16 @@ class Throughput:
         self._num_tokens = 0
         self.tokens_per_s = 0.0  # 0: not measured yet
 
-    def computed(self, num_tokens: int, now: float) -> None:
-        """A step is done. The first one after a pause only starts the measurement."""
+    def served(self, num_tokens: int, now: float, *, busy: bool) -> None:
+        """A step is done; `busy` if there is more to do. The first one after a pause only starts the measurement."""
         if self._began_at is None:
             self._began_at, self._num_tokens = now, 0
-            return
-        self._num_tokens += num_tokens
-        age_s = now - self._began_at
-        if age_s < WINDOW_S:
-            return
-        rate = self._num_tokens / age_s
-        self.tokens_per_s += (rate - self.tokens_per_s) * (RATE_WEIGHT if self.tokens_per_s else 1.0)
-        self._began_at, self._num_tokens = now, 0
-
-    def pause(self) -> None:
-        """There is no work; the time until the next step says nothing of speed."""
-        self._began_at = None
+        else:
+            self._num_tokens += num_tokens
+            age_s = now - self._began_at
+            if age_s >= (WINDOW_S if busy else SHORT_WINDOW_S):
+                rate = self._num_tokens / age_s
+                self.tokens_per_s += (rate - self.tokens_per_s) * (RATE_WEIGHT if self.tokens_per_s else 1.0)
+                self._began_at, self._num_tokens = now, 0
+        if not busy:  # the time until the next step says nothing of speed
+            self._began_at = None

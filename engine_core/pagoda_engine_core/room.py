@@ -6,7 +6,7 @@ choices (preempted ones, siblings) will take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -46,12 +46,13 @@ class Room:
     def full(self) -> bool:
         return self._rows < 1 or self._tokens < 1
 
-    def need(self, choice: Choice, num_choices: int, lifetime_blocks: int) -> Need:
-        """What a request needs whose first live choice is `choice`."""
+    def need(self, choices: Sequence[Choice], lifetime_blocks: int) -> Need:
+        """What a request needs whose live choices are these."""
+        choice = choices[0]
         prefix = self._kv.lookup(choice)
         blocks = self._kv.cost(prefix, choice.num_tokens)
         blocks += self._kv.blocks_for(choice.num_tokens) < lifetime_blocks  # one to go on with
-        return Need(num_choices, min(self._chunk_size, choice.num_tokens - prefix.num_tokens), blocks)
+        return Need(len(choices), min(self._chunk_size, choice.num_tokens - prefix.num_tokens), blocks)
 
     def lacks(self, need: Need) -> Cause | None:
         """What keeps a request from beginning in the next step."""

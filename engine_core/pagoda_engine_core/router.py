@@ -91,10 +91,8 @@ class Router:
         return []
 
     def stepped(self, group: Group, now: float) -> int:
-        """A result of the group's oldest step is in; its tokens."""
-        num_tokens, seconds = group.pace.answered(now)
-        group.stepped(num_tokens, seconds, self._fleet)
-        return num_tokens
+        """The result of the group's oldest step is in; how many tokens of requests that has brought."""
+        return group.stepped(now, self._fleet)
 
     @property
     def needed_numerics(self) -> str:

@@ -109,8 +109,7 @@ class Scheduler:
 
     def need(self, request: Request, room: Room) -> Need:
         """What a live request would take of the next step."""
-        choices = request.live_choices
-        return room.need(choices[0], len(choices), self._lifetime_blocks(request))
+        return room.need(request.live_choices, self._lifetime_blocks(request))
 
     def requests_in(self, step: int) -> set[str]:
         """The requests whose rows a step in flight computes."""

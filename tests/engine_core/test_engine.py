@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -525,3 +527,50 @@ def test_whatever_happens_every_request_ends_once_with_the_right_tokens(data: st
         assert bench.sink.endings[record.request_id].finish_reason is FinishReason.LENGTH
     assert bench.engine.idle
     assert bench.engine.stats().blocks_used == 0
+
+
+@pytest.mark.parametrize("max_tokens", [2, 60])
+def test_a_refused_request_is_told_when_the_queue_will_be_done(max_tokens: int) -> None:
+    """Output counts, too: told and true may differ by the steps that run, not by what the answers' length makes."""
+    bench = Bench(max_queued_requests=20, max_rows=2)
+    bench.executor.join(1, make_hello())
+
+    def work(until: Callable[[], bool]) -> float:
+        began = bench.clock()
+        while not until():
+            bench.executor.answer_all()
+            bench.clock.advance(0.2)
+            bench.engine.step(0)
+        return bench.clock() - began
+
+    for seed in range(12):  # some traffic, by which pace and length of answers are known
+        bench.submit(make_record(max_tokens=max_tokens, seed=seed))
+    work(lambda: len(bench.sink.endings) == 12)
+    queue = [bench.submit(make_record(max_tokens=max_tokens, seed=seed)) for seed in range(22)]
+    bench.engine.step(0)
+    for _ in range(20):
+        refused = bench.submit(make_record())
+        bench.engine.step(0)
+        if refused in bench.sink.rejections:
+            break
+    told_s = bench.sink.retry_after_s[refused]
+    needed_s = work(lambda: set(queue) <= {*bench.sink.endings, *bench.sink.rejections})
+    assert needed_s / 2 < told_s < needed_s * 2
+
+
+def test_broken_books_are_found_while_nothing_runs(bench: Bench) -> None:
+    bench.submit(make_record())
+    bench.settle()
+    bench.pass_time(6.0)
+    assert (1, ResetWorker()) not in bench.executor.sent
+    record = make_record()
+    bench.submit(record)
+    bench.settle()
+    bench.engine._router.groups[1].scheduler._pool.ref_counts[3] += 1
+    bench.pass_time(6.0)
+    assert (1, ResetWorker()) in bench.executor.sent
+    again = make_record()
+    bench.executor.join(2, make_hello())
+    bench.submit(again)
+    bench.settle()
+    assert bench.deltas(again.request_id) == reference_tokens(again)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_engine_core.pace import Pace
+from pagoda_engine_core.pace import Pace, Throughput
 
 
 def test_nothing_is_assumed_of_what_was_never_seen() -> None:
@@ -36,3 +36,21 @@ def test_a_prediction_lies_within_what_was_seen_and_its_ratio(steps: list[tuple[
         pace.observe(size, seconds)
     seen = [seconds for _, seconds in steps]
     assert min(seen) * 0.999 <= pace.step_s(num_tokens) <= max(seen) * 1.001 * max(1, num_tokens)
+
+
+def test_a_rate_is_that_of_the_time_in_which_there_was_work() -> None:
+    throughput = Throughput()
+    now = 0.0
+    for _ in range(3):
+        for step in range(30):
+            now += 0.1
+            throughput.served(10, now, busy=step < 29)
+        now += 1000.0
+    assert 90 < throughput.tokens_per_s < 110
+
+
+def test_one_step_is_no_rate() -> None:
+    throughput = Throughput()
+    throughput.served(2048, 5.0, busy=False)
+    throughput.served(2048, 500.0, busy=False)
+    assert throughput.tokens_per_s == 0
