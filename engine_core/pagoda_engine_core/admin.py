@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import grpc
 
 from pagoda_engine_core.counters import BLOCKS
-from pagoda_engine_core.engine import EngineCore, Stats, WorkerView
+from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.session import abort_with
+from pagoda_engine_core.views import Stats, WorkerView
 from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc

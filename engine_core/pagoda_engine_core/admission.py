@@ -4,31 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from pagoda_engine_core.answers import Sink, Submission
 from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.pace import Throughput
 from pagoda_engine_core.request import Request
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import MAX_SEED, ModelLimits, check_for_model
 from pagoda_proto.records import PriorOutput, RequestRecord
 from pagoda_proto.steps import Hello
+from pagoda_proto.times import NO_WORKER_WAIT_S
 
 MAX_ATTEMPT = 2**31 - 1
-RATE_WINDOW_S = 2.0
+MAX_PRIORITY = 100
+MAX_RETRY_AFTER_S = 300.0
+FIRST_EXPECTED_OUTPUT = 128
+"""Tokens that a request is taken to yield until one has ended."""
+LEAST_WEIGHT = 0.05
+"""Of the newest of many endings in their average."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A submission that waits for the model's limits; `since` is what its patience counts from."""
+
+    submission: Submission
+    since: float
+    aborted: set[int] = field(default_factory=set)  # choices
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.submission.record.prompt_token_ids)
 
 
 class FrontDoor:
     """Lets submissions in. Until a first worker has told the model's limits they are held, neither in nor refused."""
 
-    def __init__(self, config: EngineConfig, now: float) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._held: dict[str, Submission] = {}
+        self._held: dict[str, Held] = {}
         self._num_held_tokens = 0
-        self._window_began = now
-        self._window_tokens = 0
-        self._tokens_per_s = 0.0
+        self._throughput = Throughput()
+        self._expected_output = float(FIRST_EXPECTED_OUTPUT)
+        self._num_ended = 0
         self.limits: ModelLimits | None = None
+        self.model_fingerprint = ""
         self.closed = False
 
     @property
@@ -36,7 +58,7 @@ class FrontDoor:
         return len(self._held)
 
     def admit(
-        self, submission: Submission, running: Submission | None, num_waiting: int, num_tokens: int
+        self, submission: Submission, running: Submission | None, num_waiting: int, num_tokens: int, now: float
     ) -> Request | None:
         """The request to run, or None while it is held. `running` is an earlier attempt of it.
 
@@ -44,62 +66,101 @@ class FrontDoor:
         """
         if self.closed:
             raise PagodaError(ErrorCode.UNAVAILABLE, "the engine core is draining")
-        known = running or self._held.get(submission.request_id)
+        held = self._held.get(submission.request_id)
+        known = running or (held.submission if held else None)
         if known is not None and known.attempt >= submission.attempt:
             message = f"request {submission.request_id!r} is here already, as attempt {known.attempt}"
             raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "request_id")
-        if known is None:
+        if known is None and not any(output.token_ids for output in submission.prior):
             self._check_bounds(submission, num_waiting + len(self._held), num_tokens)
         if self.limits is None:
             self._drop(submission.request_id)
-            self._held[submission.request_id] = submission
-            self._num_held_tokens += len(submission.record.prompt_token_ids)
+            held = self._held[submission.request_id] = Held(submission, now)
+            self._num_held_tokens += held.num_tokens
             return None
+        self._check_model(submission)
         return _request(submission, self.limits)
 
-    def open(self, hello: Hello) -> list[Submission]:
-        """The model's limits are known; the submissions that were held, to be admitted now."""
+    def open(self, hello: Hello) -> list[Held]:
+        """The model is known; the submissions that were held, to be admitted now."""
         max_model_len = min(self._config.max_model_len or hello.max_model_len, hello.max_model_len)
         self.limits = ModelLimits(hello.vocab_size, max_model_len)
+        self.model_fingerprint = hello.model_fingerprint
         return self._take_held()
 
-    def close(self) -> list[Submission]:
+    def close(self) -> list[Held]:
         """Nothing gets in any more; the submissions that were held."""
         self.closed = True
         return self._take_held()
 
-    def withdraw(self, request_id: str, sink: Sink | None) -> Submission | None:
-        """Stop holding a submission, if it is held (and `sink`, if given, is where its answers go)."""
+    def withdraw(self, request_id: str, choices: tuple[int, ...], sink: Sink | None) -> Submission | None:
+        """Some choices of a held submission (all, if none is named) are wanted no more; the submission, if that is the
+        end of it. With `sink`, only if that is where its answers go."""
         held = self._held.get(request_id)
-        if held is None or (sink is not None and held.sink is not sink):
+        if held is None or (sink is not None and held.submission.sink is not sink):
             return None
-        return self._drop(request_id)
+        all_choices = set(range(held.submission.record.params.n))
+        held.aborted |= all_choices & set(choices) if choices else all_choices
+        if held.aborted != all_choices:
+            return None
+        self._drop(request_id)
+        return held.submission
 
     def forget(self, sink: Sink) -> None:
-        for request_id in [name for name, held in self._held.items() if held.sink is sink]:
+        for request_id in [name for name, held in self._held.items() if held.submission.sink is sink]:
             self._drop(request_id)
+
+    def forgive(self, seconds: float) -> None:
+        """So much time has passed in which we did not run: nobody's patience is spent by it."""
+        for held in self._held.values():
+            held.since += seconds
 
     def expire(self, now: float) -> list[tuple[Submission, PagodaError]]:
         """Submissions that were held for too long, and what to tell them."""
         late = []
         for held in list(self._held.values()):
-            timeout_s = held.record.queue_timeout_s or self._config.queue_timeout_s
-            if now - held.submitted_at >= timeout_s:
-                self._drop(held.request_id)
-                late.append((held, PagodaError(ErrorCode.UNAVAILABLE, f"no worker has come within {timeout_s:g} s")))
+            submission = held.submission
+            begun = any(output.token_ids for output in submission.prior)
+            timeout_s = submission.record.queue_timeout_s or self._config.queue_timeout_s
+            timeout_s = NO_WORKER_WAIT_S if begun else timeout_s
+            if now - held.since >= timeout_s:
+                self._drop(submission.request_id)
+                code = ErrorCode.STREAM_INTERRUPTED if begun else ErrorCode.UNAVAILABLE
+                late.append((submission, PagodaError(code, f"no worker came within {timeout_s:g} s")))
         return late
 
-    def computed(self, num_tokens: int, now: float) -> None:
-        """So many tokens are computed in one step; their rate tells how long a queue takes."""
-        self._window_tokens += num_tokens
-        age_s = now - self._window_began
-        if age_s >= RATE_WINDOW_S:
-            self._tokens_per_s = self._window_tokens / age_s
-            self._window_began, self._window_tokens = now, 0
+    @property
+    def needed_numerics(self) -> str:
+        """What the first worker must be like, for a request that has begun is held."""
+        begun = (held.submission.begun for held in self._held.values())
+        return next((one.numerics_id for one in begun if one is not None), "")
 
-    def seconds_for(self, num_tokens: int) -> float:
-        """When to come back if so many tokens are before you: 1 to 60 s."""
-        return min(60.0, max(1.0, (num_tokens + self._num_held_tokens) / max(1.0, self._tokens_per_s)))
+    # --- how long it takes -------------------------------------------------------------------------------------------
+
+    def served(self, num_tokens: int, now: float, *, busy: bool) -> None:
+        """A step has brought so many tokens of requests; `busy` if requests are left."""
+        self._throughput.served(num_tokens, now, busy=busy)
+
+    def ended(self, num_output_tokens: int) -> None:
+        """A request has yielded so many tokens."""
+        self._num_ended += 1
+        weight = max(1 / self._num_ended, LEAST_WEIGHT)
+        self._expected_output += (num_output_tokens - self._expected_output) * weight
+
+    def seconds_for(self, num_prompt_tokens: int, num_waiting: int, num_running: int) -> float:
+        """When all that is before a new request will be computed: prompts that wait, their output, and half of that of
+        what runs. 0 while no rate is known."""
+        rate = self._throughput.tokens_per_s
+        if not rate:
+            return 0.0
+        num_outputs = self._expected_output * (num_waiting + self.num_held + num_running / 2)
+        return min(MAX_RETRY_AFTER_S, max(1.0, (num_prompt_tokens + self._num_held_tokens + num_outputs) / rate))
+
+    def _check_model(self, submission: Submission) -> None:
+        begun = submission.begun
+        if begun is not None and begun.model_fingerprint != self.model_fingerprint:
+            message = f"begun with model {begun.model_fingerprint!r}, {self.model_fingerprint!r} is served here"
+            raise PagodaError(ErrorCode.STREAM_INTERRUPTED, message, "begun")
 
     def _check_bounds(self, submission: Submission, num_waiting: int, num_tokens: int) -> None:
         if num_waiting >= self._config.max_queued_requests:
@@ -108,13 +169,12 @@ class FrontDoor:
         if num_tokens > self._config.max_queued_tokens:
             raise PagodaError(ErrorCode.OVERLOADED, f"{num_tokens} prompt tokens would be waiting")
 
-    def _drop(self, request_id: str) -> Submission | None:
+    def _drop(self, request_id: str) -> None:
         held = self._held.pop(request_id, None)
         if held is not None:
-            self._num_held_tokens -= len(held.record.prompt_token_ids)
-        return held
+            self._num_held_tokens -= held.num_tokens
 
-    def _take_held(self) -> list[Submission]:
+    def _take_held(self) -> list[Held]:
         held, self._held = self._held, {}
         self._num_held_tokens = 0
         return list(held.values())
@@ -127,6 +187,7 @@ def _request(submission: Submission, limits: ModelLimits) -> Request:
         now=submission.submitted_at,
         attempt=submission.attempt,
         prior=submission.prior,
+        begun=submission.begun,
     )
 
 
@@ -158,6 +219,8 @@ def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
         yield Problem("seed", f"must be between 0 and {MAX_SEED}, got {record.seed}")
     if record.params.seed is not None and record.params.seed != record.seed:
         yield Problem("seed", f"the seed in force ({record.seed}) is not the one asked for ({record.params.seed})")
+    if not -MAX_PRIORITY <= record.priority <= MAX_PRIORITY:
+        yield Problem("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {record.priority}")
     if not (math.isfinite(record.queue_timeout_s) and record.queue_timeout_s >= 0):
         yield Problem("queue_timeout_s", f"must be 0 or a number of seconds, got {record.queue_timeout_s}")
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, PriorOutput, RequestRecord
+from pagoda_proto.records import Begun, Delta, PriorOutput, RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,7 @@ class Submission(NamedTuple):
     attempt: int
     prior: tuple[PriorOutput, ...]
     submitted_at: float
+    begun: Begun | None = None
 
     @property
     def request_id(self) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from pagoda_proto import times
+from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 
 
@@ -49,10 +52,18 @@ class EngineConfig:
     step_deadline_s: float = option(
         times.STEP_DEADLINE_S, "a step running longer than this is hung and its worker dead", least=0.1
     )
-    max_attempts: int = option(3, "worker losses a request may live through before it is failed", least=1)
+    max_attempts: int = option(3, "losses of its worker without a new token after which a request is failed", least=1)
     metrics_port: int = option(
         -1, "loopback port for Prometheus metrics; -1 is off, 0 picks a free one", least=-1, most=65535
     )
 
     def __post_init__(self) -> None:
-        check(self)
+        check(self, self._ladder_problems())
+
+    def _ladder_problems(self) -> Iterator[Problem]:
+        """Whoever waits, waits longer than what it waits for can take (see `pagoda_proto.times`)."""
+        rungs = ("worker_suspect_s", "worker_dead_s", "worker_lease_s", "step_deadline_s")
+        for first, then in pairwise(rungs):
+            if not getattr(self, first) < getattr(self, then):
+                values = f"{getattr(self, first)} and {getattr(self, then)}"
+                yield Problem(first, f"{first} must be below {then}, got {values}")

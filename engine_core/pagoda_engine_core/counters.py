@@ -21,6 +21,10 @@ class Totals:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
 
+    def add(self, other: Totals) -> None:
+        for name in TOTALS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 TOTALS = tuple(field.name for field in fields(Totals))
 

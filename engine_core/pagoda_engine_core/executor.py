@@ -35,11 +35,28 @@ class WorkerState(StrEnum):
 
 
 class LeaveCause(StrEnum):
-    """Why a life ended. After `LEFT` no request that was on the worker is under suspicion of killing it."""
+    """Why a life ended. Each means one thing, so that each says whether what was running may have done it."""
 
-    DIED = "died"
-    HUNG = "hung"
-    LEFT = "left"
+    DIED = "died"  # its process ended
+    SILENT = "silent"  # nothing was heard of it for too long
+    HUNG = "hung"  # it was heard, but its step did not end
+    STEP_FAILED = "step failed"  # its step raised
+    UNREACHABLE = "unreachable"  # it does not take what it is sent
+    MISANSWERED = "misanswered"  # it answered what it was not asked
+    RESET = "reset"  # we have lost track of what it holds
+    RENEWED = "renewed"  # its process registered again
+    LEFT = "left"  # it was asked to leave, or said goodbye
+
+    @property
+    def blames(self) -> bool:
+        """Whether requests that were running come under suspicion."""
+        return self in (LeaveCause.DIED, LeaveCause.SILENT, LeaveCause.HUNG, LeaveCause.STEP_FAILED)
+
+    @property
+    def end_state(self) -> WorkerState:
+        if self is LeaveCause.HUNG:
+            return WorkerState.HUNG
+        return WorkerState.GONE if self in (LeaveCause.RESET, LeaveCause.RENEWED, LeaveCause.LEFT) else WorkerState.DEAD
 
 
 class WorkerJoined(NamedTuple):
@@ -55,11 +72,13 @@ class WorkerChanged(NamedTuple):
 
 
 class WorkerLeft(NamedTuple):
-    """The life is over: no event with this epoch follows, and whatever is sent to it goes nowhere."""
+    """The life is over: no event with this epoch follows, and whatever is sent to it goes nowhere. After STEP_FAILED
+    `step` is the one that failed."""
 
     epoch: int
     cause: LeaveCause
     reason: str
+    step: int = 0
 
 
 class StepDone(NamedTuple):
@@ -90,6 +109,11 @@ class Executor(Protocol):
 
         After `ResetWorker` the life is over (`WorkerLeft`); the worker comes back in a new one.
         """
+
+    def hold(self, numerics_id: str) -> str:
+        """While no life goes on, only workers of these numerics may begin one; "" lets any. Until this is called after
+        a last life has ended, those are the numerics of that one. Returns those of a worker that was turned away
+        for that, "" for none."""
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:
         """What has happened; returns as soon as there is something, on `wake`, or after `timeout_s`."""
@@ -131,14 +155,14 @@ class InprocExecutor(Generic[Launched]):
     """One worker inside this process, driven by the thread that calls `wait`: one result per call, and before it is
     waited for, as many plans are launched as the runner takes, so that a device always has its next step.
 
-    A runner that raises has died as a worker process would: its life ends, its rows are forgotten, a new life begins.
+    A runner that raises has failed a step as a worker would: its life ends, its rows are forgotten, a new life begins.
     """
 
     def __init__(self, runner: Runner[Launched], hello: Hello) -> None:
         self._runner = runner
         self._hello = hello
         self._plans: deque[StepPlan] = deque()
-        self._launched: deque[Launched] = deque()
+        self._launched: deque[tuple[int, Launched]] = deque()  # with their steps
         self._events: deque[ExecutorEvent] = deque()
         self._woken = threading.Event()
         self._epoch = 0
@@ -153,11 +177,15 @@ class InprocExecutor(Generic[Launched]):
             case StepPlan():
                 self._plans.append(message)
             case ResetWorker():
-                self._end_life(LeaveCause.LEFT, "reset by the engine core")
+                self._end_life(LeaveCause.RESET, "reset by the engine core")
                 self._begin_life()
             case Drain():
                 self._end_life(LeaveCause.LEFT, "drained")
                 self._epoch = -1
+
+    def hold(self, numerics_id: str) -> str:
+        """Nobody is ever turned away: the one worker there is keeps its numerics."""
+        return ""
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:
         if not self._events and (self._plans or self._launched):
@@ -187,24 +215,28 @@ class InprocExecutor(Generic[Launched]):
 
     def _advance(self) -> None:
         """Bring the oldest step to its result."""
+        step = 0
         try:
             while self._plans and len(self._launched) < self._runner.depth:
-                self._launched.append(self._runner.launch(self._plans.popleft()))
-            result = self._runner.collect(self._launched.popleft())
+                plan = self._plans.popleft()
+                step = plan.step
+                self._launched.append((step, self._runner.launch(plan)))
+            step, launched = self._launched.popleft()
+            result = self._runner.collect(launched)
         except Exception as error:  # the border of a worker: whatever it was, the engine core lives on
-            log.exception("the in-process runner failed after %d steps", self._steps_done)
+            log.exception("the in-process runner failed in step %d", step)
             self._deaths += 1
-            self._end_life(LeaveCause.DIED, f"{type(error).__name__}: {error}")
+            self._end_life(LeaveCause.STEP_FAILED, f"{type(error).__name__}: {error}", step)
             self._begin_life()
         else:
             self._steps_done += 1
             self._events.append(StepDone(self._epoch, result))
 
-    def _end_life(self, cause: LeaveCause, reason: str) -> None:
+    def _end_life(self, cause: LeaveCause, reason: str, step: int = 0) -> None:
         self._plans.clear()
         self._launched.clear()
         self._runner.reset()
-        self._events.append(WorkerLeft(self._epoch, cause, reason))
+        self._events.append(WorkerLeft(self._epoch, cause, reason, step))
 
     def _begin_life(self) -> None:
         self._epoch += 1

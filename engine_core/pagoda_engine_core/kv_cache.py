@@ -180,15 +180,15 @@ class KvCache:
 
     def _names(self, choice: Choice, num_blocks: int) -> list[bytes]:
         """Names of at least the first `num_blocks` blocks. Choices of one request hash their prompt once."""
-        chain = choice.chain
-        if chain is None or chain.block_size != self._block_size:
+        chain = choice.chains.get(self._block_size)
+        if chain is None:
             chain = HashChain(choice.request.record.cache_salt, self._block_size)
             chain.hashes.extend(self._prompt_names(choice.request))
-            choice.chain = chain
+            choice.chains[self._block_size] = chain
         chain.extend(num_blocks, choice.tokens)
         return chain.hashes
 
     def _prompt_names(self, request: Request) -> list[bytes]:
-        chains = (c.chain for c in request.choices if c.chain and c.chain.block_size == self._block_size)
+        chains = (c.chains[self._block_size] for c in request.choices if self._block_size in c.chains)
         known = max((chain.hashes for chain in chains), key=len, default=[])
         return known[: request.num_prompt_tokens // self._block_size]

@@ -6,14 +6,15 @@ by the time it slept, so all of them are set forward by that time before anybody
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pagoda_engine_core.executor import WorkerState
+from pagoda_engine_core.executor import LeaveCause, WorkerState
+from pagoda_proto.times import StallGuard
 
 TICK_S = 0.25
-"""`tick` is due this often; being late by more than `STALL_S` means that we were held up ourselves."""
-STALL_S = 1.0
+"""`tick` is due this often."""
 
 
 class Limits(NamedTuple):
@@ -23,9 +24,12 @@ class Limits(NamedTuple):
 
 
 class Change(NamedTuple):
+    """Another state of a life, or with a `cause` its end."""
+
     epoch: int
     state: WorkerState
     reason: str
+    cause: LeaveCause | None = None
 
 
 @dataclass(slots=True)
@@ -34,6 +38,7 @@ class _Life:
     draining: bool = False
     suspect: bool = False
     owes_since: float | None = None  # since when its oldest unanswered plan (or drain) is the oldest
+    deadlines_s: deque[float] = field(default_factory=deque)  # how long each of those plans may take
     busy_s: float = 0.0  # how long its running step had run, as it said last
 
     @property
@@ -49,7 +54,7 @@ class Liveness:
     def __init__(self, limits: Limits, now: float) -> None:
         self._limits = limits
         self._lives: dict[int, _Life] = {}
-        self._ticked_at = now
+        self._guard = StallGuard(TICK_S, now)
 
     def join(self, epoch: int, now: float) -> None:
         self._lives[epoch] = _Life(heard_at=now)
@@ -60,43 +65,44 @@ class Liveness:
     def state(self, epoch: int) -> WorkerState:
         return self._lives[epoch].state
 
-    def heard(self, epoch: int, now: float) -> None:
-        self._lives[epoch].heard_at = now
-
     def beat(self, epoch: int, busy_s: float, now: float) -> None:
         life = self._lives[epoch]
         life.heard_at = now
         life.busy_s = busy_s
 
-    def owes(self, epoch: int, now: float) -> None:
-        """A plan was sent. Only the oldest one's age counts, and that starts when the one before it was answered."""
+    def owes(self, epoch: int, deadline_s: float, now: float) -> None:
+        """A plan was sent that may take so long. Only the oldest one ages, from when the one before it was answered."""
         life = self._lives[epoch]
+        life.deadlines_s.append(deadline_s)
         if life.owes_since is None:
             life.owes_since = now
 
-    def answered(self, epoch: int, outstanding: int, now: float) -> None:
+    def answered(self, epoch: int, now: float) -> None:
+        """The oldest plan was answered."""
         life = self._lives[epoch]
         life.heard_at = now
         life.busy_s = 0.0
-        life.owes_since = now if outstanding or life.draining else None
+        life.deadlines_s.popleft()
+        life.owes_since = now if life.deadlines_s or life.draining else None
 
     def drain(self, epoch: int, now: float) -> None:
         """The worker was asked to leave, and owes us that."""
-        self._lives[epoch].draining = True
-        self.owes(epoch, now)
+        life = self._lives[epoch]
+        life.draining = True
+        if life.owes_since is None:
+            life.owes_since = now
 
     def tick(self, now: float) -> list[Change]:
         """Judge every life. Call it after everything that has arrived was taken in, at least every `TICK_S`."""
-        gap = now - self._ticked_at
-        self._ticked_at = now
-        if gap > TICK_S + STALL_S:
-            self._forgive(gap)
+        held_up_s = self._guard.tick(now)
+        if held_up_s:
+            self._forgive(held_up_s)
         changes = []
         for epoch, life in list(self._lives.items()):
             change = self._judge(epoch, life, now)
             if change is not None:
                 changes.append(change)
-                if not change.state.alive:
+                if change.cause is not None:
                     del self._lives[epoch]
         return changes
 
@@ -109,10 +115,12 @@ class Liveness:
     def _judge(self, epoch: int, life: _Life, now: float) -> Change | None:
         silent_s = now - life.heard_at
         stuck_s = max(life.busy_s, now - life.owes_since if life.owes_since is not None else 0.0)
+        deadline_s = life.deadlines_s[0] if life.deadlines_s else self._limits.step_deadline_s
         if silent_s > self._limits.dead_s:
-            return Change(epoch, WorkerState.DEAD, f"nothing heard for {silent_s:.1f} s")
-        if stuck_s > self._limits.step_deadline_s:
-            return Change(epoch, WorkerState.HUNG, f"alive, but no step has ended for {stuck_s:.1f} s")
+            return Change(epoch, WorkerState.DEAD, f"nothing heard for {silent_s:.1f} s", LeaveCause.SILENT)
+        if stuck_s > deadline_s:
+            reason = f"alive, but its step has not ended for {stuck_s:.1f} s of {deadline_s:.1f} s"
+            return Change(epoch, WorkerState.HUNG, reason, LeaveCause.HUNG)
         suspect = silent_s > self._limits.suspect_s
         if suspect == life.suspect:
             return None

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from pagoda_engine_core.engine import Stats
+from pagoda_engine_core.views import Stats
 from pagoda_proto import buckets
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Delta, FinishReason

@@ -6,7 +6,7 @@ prompt slows a stream by the length of a step but never skips it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -58,6 +58,10 @@ class Flight(NamedTuple):
 
     step: int
     chunks: list[tuple[Choice, Chunk]]
+
+    def request_ids(self) -> Iterator[str]:
+        """Of the rows that are still there."""
+        return (choice.request.request_id for choice, chunk in self.chunks if choice.row_id == chunk.row_id)
 
     def check(self, result: StepResult, outputs: Mapping[int, RowOutput], errors: Mapping[int, RowError]) -> None:
         """Raises PagodaError PROTOCOL_ERROR, before anything is changed, when `result` does not answer this plan."""

@@ -12,6 +12,8 @@ from typing import Protocol
 
 from pagoda_engine_core.request import Choice, Request
 
+PRIORITY_LEVEL_S = 10.0
+
 
 class Policy(Protocol):
     def key(self, request: Request) -> tuple[float, ...]:
@@ -32,10 +34,11 @@ class Fcfs:
 
 
 class Priority:
-    """Lower `record.priority` first, then by arrival."""
+    """A level of priority is worth so many seconds of waiting: whoever is low is late, but nobody waits for ever, and
+    nothing is ever sorted anew."""
 
     def key(self, request: Request) -> tuple[float, ...]:
-        return (request.record.priority, request.arrived_at)
+        return (request.arrived_at + request.record.priority * PRIORITY_LEVEL_S, request.record.priority)
 
     def victim(self, candidates: Sequence[Choice]) -> Choice:
         return candidates[-1]

@@ -1,11 +1,16 @@
 """One engine core serves one model with one numerics: what its first worker brought decides who may join later.
 
 The model and its limits hold for the life of the engine core, because accepted requests were checked against them. The
-numerics hold while any worker is alive; they are what makes a replay on another worker yield the same tokens.
+numerics hold while any worker is alive, and after that while a request that has begun waits for a worker like the one
+it began on; they are what makes a replay on another worker yield the same tokens.
+
+A process may register again and again. Only its newest registration counts, so that a Hello that was on its way for
+long, or is read late, ends no life that began after it was sent.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from math import inf
 
@@ -14,7 +19,11 @@ from pagoda_proto.params import ModelLimits
 from pagoda_proto.steps import PROTOCOL_VERSION, Hello, Refused
 
 MAX_COUNT = 2**31 - 1
-_COUNTS = ("vocab_size", "max_model_len", "num_blocks", "block_size", "world_size", "max_rows", "max_tokens_per_step")
+MAX_REMEMBERED_PROCESSES = 1024
+_COUNTS = (
+    "registration", "vocab_size", "max_model_len", "num_blocks", "block_size", "world_size", "max_rows",
+    "max_tokens_per_step",
+)  # fmt: skip
 
 
 class Registry:
@@ -23,22 +32,42 @@ class Registry:
     def __init__(self, max_model_len: int = 0) -> None:
         self._asked_model_len = max_model_len
         self._granted = 0
+        self._newest: OrderedDict[str, tuple[int, bool]] = OrderedDict()  # registration, and whether it was admitted
+        self._refused_numerics = ""
+        self._numerics_id = ""  # with nobody alive: of those who may come
         self.model_fingerprint = ""
         self.limits: ModelLimits | None = None
+
+    def hold(self, numerics_id: str) -> str:
+        """While nobody is alive, admit workers of these numerics only; "" lets any in. Returns the numerics of one that
+        was refused for that."""
+        if not numerics_id:
+            self._refused_numerics = ""
+        self._numerics_id = numerics_id
+        return self._refused_numerics
+
+    def is_stale(self, hello: Hello) -> bool:
+        """Whether this registration was admitted before, or its process has made a later one."""
+        newest, admitted = self._newest.get(hello.incarnation, (0, False))
+        return hello.registration < newest or (admitted and hello.registration == newest)
 
     def refusal(self, hello: Hello, alive: Iterable[Hello]) -> Refused | None:
         """Why this worker may not join, or None. `alive` are the workers admitted at this moment, less the asker."""
         problem = _malformed(hello) or self._other_model(hello)
         if problem is not None:
             return Refused(reason=problem, final=True)
-        for other in alive:
-            if other.worker_id == hello.worker_id:
-                return Refused(reason=f"duplicate_id: a worker named {hello.worker_id!r} is alive")
-            if other.numerics_id != hello.numerics_id:
-                return Refused(
-                    reason=f"numerics_id: live workers compute as {other.numerics_id!r}, this one as "
-                    f"{hello.numerics_id!r}; a request moved between them would not continue with the same tokens"
-                )
+        self._remember(hello, admitted=False)
+        alive = tuple(alive)
+        if any(other.worker_id == hello.worker_id for other in alive):
+            return Refused(reason=f"duplicate_id: a worker named {hello.worker_id!r} is alive")
+        needed = alive[0].numerics_id if alive else self._numerics_id
+        if needed not in ("", hello.numerics_id):
+            self._refused_numerics = hello.numerics_id
+            who = "live workers compute" if alive else "requests that have begun wait for a worker that computes"
+            return Refused(
+                reason=f"numerics_id: {who} as {needed!r}, this one as {hello.numerics_id!r}; "
+                f"a request moved between them would not continue with the same tokens"
+            )
         return None
 
     def grant(self, hello: Hello) -> int:
@@ -47,7 +76,15 @@ class Registry:
             self.model_fingerprint = hello.model_fingerprint
             self.limits = ModelLimits(hello.vocab_size, self._asked_model_len or hello.max_model_len)
         self._granted += 1
+        self._numerics_id = hello.numerics_id
+        self._remember(hello, admitted=True)
         return self._granted
+
+    def _remember(self, hello: Hello, *, admitted: bool) -> None:
+        self._newest[hello.incarnation] = (hello.registration, admitted)
+        self._newest.move_to_end(hello.incarnation)
+        if len(self._newest) > MAX_REMEMBERED_PROCESSES:
+            self._newest.popitem(last=False)
 
     def _other_model(self, hello: Hello) -> str | None:
         needed = self.limits.max_model_len if self.limits else self._asked_model_len

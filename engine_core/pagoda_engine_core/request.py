@@ -15,10 +15,12 @@ from typing import NamedTuple
 from pagoda_engine_core.blocks import HashChain
 from pagoda_engine_core.ledger import QUEUED, Cause, Ledger
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, FinishReason, PriorOutput, RequestRecord, Usage
+from pagoda_proto.records import Begun, Delta, FinishReason, PriorOutput, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
 
 NO_ROW = -1
+SUSPECT_DEATHS = 2
+"""A request that was running at so many losses of a worker, and made no token in between, may be what kills them."""
 
 
 class ChoiceState(StrEnum):
@@ -44,7 +46,7 @@ class Choice:
     """
 
     __slots__ = (
-        "block_ids", "chain", "finish_reason", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
+        "block_ids", "chains", "finish_reason", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
         "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "request", "row_id",
         "state", "swap_block_ids",
     )  # fmt: skip
@@ -67,7 +69,7 @@ class Choice:
         self.num_registered = 0  # leading blocks offered to the prefix cache
         self.swap_block_ids: list[int] = []  # while preempted: where the KV of `num_swapped` leading tokens is kept
         self.num_swapped = 0
-        self.chain: HashChain | None = None
+        self.chains: dict[int, HashChain] = {}  # by block size, so that workers compare it without hashing anew
 
     @property
     def live(self) -> bool:
@@ -131,8 +133,11 @@ class Choice:
 class Request:
     """The live state of one record.
 
-    `deaths`, the worker losses it lived through, is changed by the engine; `num_rows`, `started` and the usage counters
-    by the scheduler that holds it. Raises PagodaError INVALID_ARGUMENT when `prior` does not fit the record.
+    `deaths` counts losses of a worker that the request may have caused, `lost_lives` all in which it had a row, both
+    since its last new token; the router writes them. `num_rows`, `started` and the usage counters are the scheduler's
+    that holds it. Once `begun`, its tokens come from the same weights and numerics to its end.
+
+    Raises PagodaError INVALID_ARGUMENT when `prior` does not fit the record.
     """
 
     def __init__(
@@ -143,8 +148,10 @@ class Request:
         now: float,
         attempt: int = 0,
         prior: Sequence[PriorOutput] = (),
+        begun: Begun | None = None,
     ) -> None:
         self.record = record
+        self.begun = begun
         self.request_id = record.request_id
         self.attempt = attempt
         self.max_output_tokens = max_output_tokens
@@ -152,10 +159,10 @@ class Request:
         self.arrived_at = now
         self.ledger = Ledger(Cause.QUEUED_NO_WORKER, now)
         self.eos_token_ids = () if record.params.ignore_eos else record.eos_token_ids
-        self.deaths = 0
+        self.deaths = self.lost_lives = 0
         self.replays = attempt
         self.preemptions = 0
-        self.cached_prompt_tokens = 0
+        self.cached_prompt_tokens = begun.cached_prompt_tokens if begun else 0
         self.started = False  # has had a row
         self.num_rows = 0
         self.prompt_logprobs: list[TopLogprobs] = []
@@ -175,6 +182,21 @@ class Request:
     def resumes(self) -> bool:
         """Whether there is something to replay: a row was lost, or tokens came with the request."""
         return self.started or any(choice.output_ids for choice in self.choices)
+
+    @property
+    def suspect(self) -> bool:
+        return self.deaths >= SUSPECT_DEATHS
+
+    def begin(self, model_fingerprint: str, numerics_id: str) -> Begun | None:
+        """Its first token was made by a worker of these. What the client is to be told of that, once."""
+        if self.begun is not None:
+            return None
+        self.begun = Begun(
+            model_fingerprint=model_fingerprint,
+            numerics_id=numerics_id,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+        )
+        return self.begun
 
     def settle(self, now: float) -> list[Delta]:
         """Endings owed before anything runs: choices whose prior tokens already end them.
@@ -199,6 +221,7 @@ class Request:
         if choice.owes_prompt_logprobs:
             delta.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
         ending = None
+        self.deaths = self.lost_lives = 0
         for token_id in token_ids:
             choice.output_ids.append(token_id)
             delta.token_ids.append(token_id)
@@ -244,7 +267,8 @@ class Request:
         """A row of this request has been planned; `cached_tokens` of its prompt come from the prefix cache."""
         if not self.started:
             self.started = True
-            self.cached_prompt_tokens = cached_tokens
+            if self.begun is None:
+                self.cached_prompt_tokens = cached_tokens
         if self.ledger.cause in QUEUED:
             self.ledger.enter(Cause.PREFILL, now)
 

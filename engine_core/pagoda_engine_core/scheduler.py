@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from heapq import heappop, heappush
 
 from pagoda_engine_core.blocks import BlockPool, require
 from pagoda_engine_core.config import EngineConfig
@@ -24,6 +23,7 @@ from pagoda_engine_core.plan import Budget, Flight, PlanBuilder
 from pagoda_engine_core.policy import OrderedChoices, Policy
 from pagoda_engine_core.preemption import Preemption
 from pagoda_engine_core.request import Choice, ChoiceState, Request
+from pagoda_engine_core.room import Need, Room
 from pagoda_engine_core.speculation import grant_drafts, may_draft
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta
@@ -37,6 +37,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, hello: Hello, policy: Policy, row_ids: Iterator[int]) -> None:
         self._config = config
+        self._identity = (hello.model_fingerprint, hello.numerics_id)
         self._policy = policy
         self._row_ids = row_ids
         self._max_rows = min(config.max_rows, hello.max_rows)
@@ -45,16 +46,13 @@ class Scheduler:
         self._kv = KvCache(self._pool, hello.num_swap_blocks)
         self._preemption = Preemption(config.preemption, hello.swap_block_s)
         self._requests: dict[str, Request] = {}
-        self._waiting = OrderedChoices()
-        self._running = OrderedChoices()
+        self._waiting, self._running = OrderedChoices(), OrderedChoices()
         self._dropped_rows: list[int] = []  # the worker still holds these; the next plan tells it
         self._swap_outs: list[tuple[int, int]] = []  # what the same plan is to save of them
         self._in_flight: deque[Flight] = deque()
-        self._deadlines: list[tuple[float, str]] = []  # heap; may name requests that have started or ended since
-        self._num_added = 0
+        self._num_added = self._step = 0
         self._num_active = 0  # requests with a row
         self._queued_tokens = 0  # prompt tokens of the others
-        self._step = 0
         self._totals = Totals()
 
     # --- what others may ask -----------------------------------------------------------------------------------------
@@ -83,11 +81,6 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
-    def has_work(self) -> bool:
-        """Whether a choice waits, a row can advance, or a row must be dropped. `schedule` may still have to wait."""
-        return bool(self._waiting or self._dropped_rows) or any(choice.distance for choice in self._running)
-
-    @property
     def kv_usage(self) -> float:
         """Share of blocks that are in use, 0..1."""
         return self._pool.num_used / self._pool.num_blocks if self._pool.num_blocks else 0.0
@@ -101,6 +94,26 @@ class Scheduler:
     def fits(self, request: Request) -> bool:
         """Whether one choice at its longest fits into all blocks. The last token sampled needs no KV."""
         return self._lifetime_blocks(request) <= self._pool.num_blocks
+
+    def serves(self, request: Request) -> bool:
+        """Whether the request could run here, now or later: it fits, and began with this model and numerics, if it
+        has begun."""
+        begun = request.begun
+        bound = begun is None or (begun.model_fingerprint, begun.numerics_id) == self._identity
+        return bound and self.fits(request)
+
+    def room(self) -> Room:
+        """What the next step has left for requests that are not here yet."""
+        room = Room(self._max_rows, self._max_tokens_per_step, self._config.chunk_size, self._kv)
+        return room.without(self._running, self._waiting)
+
+    def need(self, request: Request, room: Room) -> Need:
+        """What a live request would take of the next step."""
+        return room.need(request.live_choices, self._lifetime_blocks(request))
+
+    def requests_in(self, step: int) -> set[str]:
+        """The requests whose rows a step in flight computes."""
+        return {name for flight in self._in_flight if flight.step == step for name in flight.request_ids()}
 
     def matched_tokens(self, request: Request) -> int:
         """Leading tokens of the request that this worker's prefix cache holds right now."""
@@ -138,7 +151,6 @@ class Scheduler:
             choice.order = (*self._policy.key(request), self._num_added, choice.index)
             if choice.live:
                 self._waiting.add(choice)
-        heappush(self._deadlines, (self._deadline(request), request.request_id))
         return deltas
 
     def abort(self, request_id: str, choices: Collection[int], now: float) -> list[Delta]:
@@ -150,16 +162,6 @@ class Scheduler:
         """End a whole request with an error."""
         request = self._detach(request_id, (), now)
         return self._told(request, request.fail(code, message, now)) if request else []
-
-    def expire(self, now: float) -> list[Delta]:
-        """Fail requests that have waited longer than their queue timeout and never started anywhere."""
-        deltas: list[Delta] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            request = self._requests.get(heappop(self._deadlines)[1])
-            if request and not request.resumes and self._deadline(request) <= now:
-                message = f"not started after {now - request.arrived_at:.1f} s in the queue"
-                deltas += self.fail(request.request_id, ErrorCode.OVERLOADED, message, now)
-        return deltas
 
     def take_back(self, now: float) -> list[Request]:
         """The worker is lost: hand out all live requests, in order, with nothing but their tokens. The books are not
@@ -175,7 +177,7 @@ class Scheduler:
         self._kv = self._kv.emptied()
         self._pool = self._kv.pool
         self._waiting, self._running = OrderedChoices(), OrderedChoices()
-        for collection in (self._requests, self._in_flight, self._dropped_rows, self._swap_outs, self._deadlines):
+        for collection in (self._requests, self._in_flight, self._dropped_rows, self._swap_outs):
             collection.clear()
         self._num_active = self._queued_tokens = 0
         return requests
@@ -344,6 +346,7 @@ class Scheduler:
             self._kv.commit(choice, chunk.start + chunk.num_tokens)
             return []
         delta, ending = request.add_tokens(choice, output.token_ids, output.logprobs, now)
+        delta.begun = request.begin(*self._identity)
         num_kept = len(delta.token_ids)
         choice.sampled(num_kept, output.num_drafts)
         self._kv.commit(choice, chunk.start + chunk.num_tokens + num_kept - 1)
@@ -392,9 +395,6 @@ class Scheduler:
             del self._requests[request.request_id]
             self._queued_tokens -= request.num_prompt_tokens
         return deltas
-
-    def _deadline(self, request: Request) -> float:
-        return request.arrived_at + (request.record.queue_timeout_s or self._config.queue_timeout_s)
 
     def _lifetime_blocks(self, request: Request) -> int:
         return self._kv.blocks_for(request.num_prompt_tokens + request.max_output_tokens - 1)

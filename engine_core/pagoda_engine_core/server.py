@@ -22,9 +22,11 @@ from prometheus_client import start_http_server
 from pagoda_engine_core import endpoints
 from pagoda_engine_core.admin import AdminService
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.engine import EngineCore, Stats
+from pagoda_engine_core.engine import EngineCore
+from pagoda_engine_core.loop_watch import end_when_stuck
 from pagoda_engine_core.metrics import Metrics
 from pagoda_engine_core.session import EngineService, LoadBoard
+from pagoda_engine_core.views import Stats
 from pagoda_engine_core.zmq_executor import ZmqExecutor
 from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 Report = Callable[[dict[str, object]], None]
 
 SERVICES = ("", "pagoda.engine.v1.Engine", "pagoda.engine.v1.Admin")
+LIVE = "live"
+"""The health service of the process itself: SERVING while the loop comes round, whether workers are there or not."""
 MAX_STREAMS = 1024
 GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
@@ -82,6 +86,7 @@ async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> No
         board.watch(_WorkersReport(report))
         loop_thread.start()
         await _start_task(board.run(), stack)
+        await _start_task(end_when_stuck(lambda: engine.passed_at), stack)
         await stop.wait()
         await _hand_back(engine, board)
         await grpc_server.stop(SESSIONS_END_S)
@@ -167,14 +172,14 @@ async def _listen(
 
 async def _tell_health(engine: EngineCore, healthy: Any) -> None:
     """SERVING while the loop comes round, a worker takes work, and we are not on our way out."""
-    told: bool | None = None
+    told: dict[str, bool] = {}
     while True:
         load = engine.load()
         serving = engine.alive and load.num_workers > 0 and not load.draining
-        if serving is not told:
-            told = serving
-            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-            for service in SERVICES:
+        for service, well in ((LIVE, engine.alive), *((service, serving) for service in SERVICES)):
+            if told.get(service) is not well:
+                told[service] = well
+                status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
                 await healthy.set(service, status)
         await asyncio.sleep(PULSE_S)
 

@@ -19,13 +19,15 @@ from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, Load, RequestRecord
+from pagoda_proto.records import SESSION_PROTOCOL, Delta, Load, RequestRecord
+from pagoda_proto.times import LOAD_KEEPALIVE_S
 
 log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.1
-LOAD_KEEPALIVE_S = 1.0
 CODE_TRAILER = "pagoda-code"
+PROTOCOL_KEY = "pagoda-protocol"
+"""Metadata of a Session call: the version of the contract that the gateway speaks."""
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PagodaError) -> NoReturn:
@@ -171,6 +173,7 @@ class EngineService(pb_grpc.EngineServicer):
     async def Session(
         self, request_iterator: AsyncIterator[pb.ClientFrame], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
+        await _check_protocol(context)
         mailbox = Mailbox()
         self._board.join(mailbox)
         reader = asyncio.create_task(self._read(request_iterator, mailbox))
@@ -207,10 +210,11 @@ class EngineService(pb_grpc.EngineServicer):
         try:
             record = record_from(submit.record)
             prior = tuple(convert.prior_from_pb(message) for message in submit.prior_outputs)
+            begun = convert.begun_from_pb(submit.begun) if submit.HasField("begun") else None
         except PagodaError as error:
             mailbox.reject(submit.record.request_id, submit.attempt, error)
         else:
-            self._engine.submit(record, mailbox, submit.attempt, prior)
+            self._engine.submit(record, mailbox, submit.attempt, prior, begun)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -238,6 +242,16 @@ class EngineService(pb_grpc.EngineServicer):
                 raise PagodaError(ErrorCode.OVERLOADED, "this stream was not read for too long")
             if mailbox.refusal is not None:
                 raise mailbox.refusal
+
+
+async def _check_protocol(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """End the call of a gateway that says it speaks another version."""
+    spoken = [value for key, value in context.invocation_metadata() or () if key == PROTOCOL_KEY]
+    if any(value != str(SESSION_PROTOCOL) for value in spoken):
+        message = f"session protocol {SESSION_PROTOCOL} is spoken here, this gateway speaks {spoken[0]!r}"
+        log.warning("refused a session: %s", message)
+        trailers = ((CODE_TRAILER, ErrorCode.PROTOCOL_ERROR.value),)
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message, trailers)
 
 
 def _session_error(mailbox: Mailbox, reader: asyncio.Task[None]) -> PagodaError | None:

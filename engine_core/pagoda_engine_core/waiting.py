@@ -19,6 +19,12 @@ class Rank(IntEnum):
     REPLAY = 1
     NEW = 2
 
+    @classmethod
+    def of(cls, request: Request) -> Rank:
+        if request.suspect:
+            return cls.SUSPECT
+        return cls.REPLAY if request.resumes else cls.NEW
+
 
 class _Place(NamedTuple):
     rank: Rank
@@ -28,6 +34,8 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Waiting:
+    """`since` is what its patience counts from."""
+
     place: _Place
     request: Request
     since: float
@@ -65,6 +73,11 @@ class WaitingQueue:
         waiting = self._by_id.pop(request_id)
         del self._sorted[bisect.bisect_left(self._sorted, waiting.place, key=_place)]
         self.num_tokens -= waiting.request.num_prompt_tokens
+
+    def forgive(self, seconds: float) -> None:
+        """So much time has passed that nobody is to be blamed for."""
+        for waiting in self._sorted:
+            waiting.since += seconds
 
     def take_all(self) -> list[Request]:
         requests = [waiting.request for waiting in self._sorted]

@@ -1,8 +1,8 @@
 """Workers over ZMQ: every frame is judged by its envelope, and only the present life of a worker is listened to.
 
-One ROUTER socket, bound here and polled by the engine loop's thread. A worker connects twice, so that beats never wait
-behind tensors: data (`{incarnation}/d`: Hello, plans, results, Goodbye) and control (`{incarnation}/c`: Beat, Drain).
-Routing ids are the peers' own claim; what is believed is the epoch that we granted on that route.
+Polled by the engine loop's thread. A worker connects twice per registration, so that beats never wait behind tensors:
+data (`{incarnation}.{registration}/d`: Hello, plans, results, Goodbye) and control (`../c`: Beat, Drain). Routing ids
+are the peers' own claim; what is believed is the epoch that we granted on that route.
 """
 
 from __future__ import annotations
@@ -15,12 +15,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
-from pagoda_engine_core import endpoints
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.executor import (
     MAX_REMEMBERED_LIVES,
@@ -35,12 +32,14 @@ from pagoda_engine_core.executor import (
     WorkerState,
 )
 from pagoda_engine_core.handshakes import RefusedHandshakes
-from pagoda_engine_core.liveness import TICK_S, Limits, Liveness
+from pagoda_engine_core.liveness import TICK_S, Change, Limits, Liveness
+from pagoda_engine_core.pace import Pace
 from pagoda_engine_core.registration import Registry
-from pagoda_proto.channel import MAX_FRAME_BYTES, Envelope, FrameError, decode_from_worker, encode, open_envelope
+from pagoda_engine_core.worker_socket import WorkerSocket
+from pagoda_proto.channel import Envelope, FrameError, OtherVersionError, decode_from_worker, encode, open_envelope
 from pagoda_proto.host import host_id
-from pagoda_proto.keys import CurveKeys, load_curve
 from pagoda_proto.steps import (
+    PROTOCOL_VERSION,
     Beat,
     BeatAck,
     Drain,
@@ -49,30 +48,20 @@ from pagoda_proto.steps import (
     Message,
     Refused,
     ResetWorker,
+    StepFailed,
     StepPlan,
     StepResult,
     Welcome,
 )
+from pagoda_proto.times import STEP_DEADLINE_FACTOR, STEP_DEADLINE_LEAST_S
 
 log = logging.getLogger(__name__)
 
-SOCKET_OPTIONS = {
-    zmq.ROUTER_MANDATORY: 1,  # sending to a peer that is gone fails instead of vanishing
-    zmq.ROUTER_HANDOVER: 0,  # a second peer with a known routing id never takes the first one's place
-    zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
-    zmq.LINGER: 0,
-    zmq.SNDHWM: 1000,
-    zmq.RCVHWM: 1000,
-    zmq.HEARTBEAT_IVL: 1000,
-    zmq.HEARTBEAT_TIMEOUT: 3000,
-    zmq.HEARTBEAT_TTL: 3000,
-    zmq.HANDSHAKE_IVL: 3000,
-}
-WORKER_KEYS = "worker*.public"
 MAX_FRAMES_PER_WAIT = 1000
+MAX_NAMES_TOLD = 100
+FIRST_STEPS = 8
+"""So many steps of a life may take as long as the configuration says: what they compute first they also prepare."""
 DATA, CONTROL = b"/d", b"/c"
-_CAUSES = {WorkerState.DEAD: LeaveCause.DIED, WorkerState.HUNG: LeaveCause.HUNG}
-_END_STATES = {LeaveCause.DIED: WorkerState.DEAD, LeaveCause.HUNG: WorkerState.HUNG, LeaveCause.LEFT: WorkerState.GONE}
 
 
 class _DroppedError(Exception):
@@ -90,31 +79,14 @@ class _Peer:
     sequence: int = 0  # last one sent
     steps: deque[int] = field(default_factory=deque)
     steps_done: int = 0
+    pace: Pace = field(default_factory=Pace)
 
     def route(self, kind: bytes) -> bytes:
-        return self.hello.incarnation.encode() + kind
+        return _route(self.hello, kind)
 
 
-class _AllowedKeys:
-    """ZAP's question (RFC 27), asked by libzmq before a peer's first frame reaches us."""
-
-    def __init__(self, keys: CurveKeys) -> None:
-        self._allowed = frozenset(keys.peers)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._allowed
-
-
-def admit_only(
-    context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: CurveKeys
-) -> ThreadAuthenticator:
-    """Let only holders of `keys.peers` connect to `socket`, encrypted; to be called before it is bound."""
-    authenticator = ThreadAuthenticator(context)
-    authenticator.start()
-    authenticator.configure_curve_callback(domain="*", credentials_provider=_AllowedKeys(keys))
-    socket.curve_server = True
-    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-    return authenticator
+def _route(hello: Hello, kind: bytes) -> bytes:
+    return f"{hello.incarnation}.{hello.registration}".encode() + kind
 
 
 class ZmqExecutor:
@@ -132,28 +104,14 @@ class ZmqExecutor:
         self._ended: deque[WorkerInfo] = deque(maxlen=MAX_REMEMBERED_LIVES)
         self._events: list[ExecutorEvent] = []
         self._counters: Counter[str] = Counter()
-        keyed = bool(config.keys_dir) and config.worker_endpoint.startswith("tcp://")
-        keys = load_curve(config.keys_dir, WORKER_KEYS) if keyed else None
-        self._path = endpoints.prepare(config.worker_endpoint, file_scheme="ipc://", tcp_scheme="tcp://", keyed=keyed)
-        self._context = zmq.Context(io_threads=1)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._authenticator = admit_only(self._context, self._socket, keys) if keys else None
-        for option, value in SOCKET_OPTIONS.items():
-            self._socket.setsockopt(option, value)
-        self._bind(config.worker_endpoint)
+        self._told: set[tuple[str, int]] = set()  # names that were refused for their protocol version, and that
+        self._socket = WorkerSocket(config)
+        self.endpoint = self._socket.endpoint
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._socket.socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._refused = RefusedHandshakes(self._socket)
-
-    def _bind(self, endpoint: str) -> None:
-        try:
-            self._socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise OSError(error.errno, f"cannot listen for workers at {endpoint}: {error}") from error
-        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._refused = RefusedHandshakes(self._socket.socket)
 
     # --- Executor ----------------------------------------------------------------------------------------------------
 
@@ -164,8 +122,9 @@ class ZmqExecutor:
         now = self._clock()
         match message:
             case StepPlan():
+                self._liveness.owes(epoch, self._deadline_s(peer, message.num_tokens), now)
                 peer.steps.append(message.step)
-                self._liveness.owes(epoch, now)
+                peer.pace.asked(message.num_tokens, now)
                 self._send_or_lose(peer, DATA, message)
             case Drain():
                 self._liveness.drain(epoch, now)
@@ -174,7 +133,16 @@ class ZmqExecutor:
                     self._send_or_lose(peer, DATA, message)
             case ResetWorker():
                 self._send_or_lose(peer, DATA, message)
-                self._lose(epoch, LeaveCause.LEFT, "reset by the engine core")
+                self._lose(epoch, LeaveCause.RESET, "reset by the engine core")
+
+    def _deadline_s(self, peer: _Peer, num_tokens: int) -> float:
+        most_s = self._config.step_deadline_s
+        if peer.pace.num_steps < FIRST_STEPS:
+            return most_s
+        return min(most_s, max(STEP_DEADLINE_LEAST_S, STEP_DEADLINE_FACTOR * peer.pace.step_s(num_tokens)))
+
+    def hold(self, numerics_id: str) -> str:
+        return self._registry.hold(numerics_id)
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:
         if self._events:
@@ -186,12 +154,12 @@ class ZmqExecutor:
             os.eventfd_read(self._wake_fd)
         self._counters["handshakes_refused"] += self._refused.take()
         ended = [peer for peer in self._peers.values() if peer.pidfd in ready]
-        if ready.pop(self._socket, 0):
+        if ready.pop(self._socket.socket, 0):
             self._receive_all()  # what a process said before it ended still counts
         for peer in ended:
             self._lose(peer.epoch, LeaveCause.DIED, f"process {peer.hello.pid} ended")
         for change in self._liveness.tick(self._clock()):
-            self._changed(change.epoch, change.state, change.reason)
+            self._changed(change)
         events, self._events = self._events, []
         return events
 
@@ -216,30 +184,41 @@ class ZmqExecutor:
         for peer in self._peers.values():
             self._close_pidfd(peer)
         self._peers.clear()
-        if self._authenticator is not None:
-            self._authenticator.stop()
-        self._context.destroy(linger=0)
+        self._socket.close()
         wake_fd, self._wake_fd = self._wake_fd, -1
         if wake_fd >= 0:
             os.close(wake_fd)
-        if self._path is not None:
-            Path(self._path).unlink(missing_ok=True)
 
     # --- frames in ---------------------------------------------------------------------------------------------------
 
     def _receive_all(self) -> None:
         now = self._clock()
         for _ in range(MAX_FRAMES_PER_WAIT):
-            try:
-                route, *parts = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            received = self._socket.receive()
+            if received is None:
                 return
+            route, parts = received
             try:
                 self._receive(route, parts, now)
+            except OtherVersionError as other:
+                self._refuse_version(route, other)
             except _DroppedError as dropped:
                 self._drop(str(dropped), route)
             except FrameError as error:
                 self._drop("malformed", route, str(error))
+
+    def _refuse_version(self, route: bytes, other: OtherVersionError) -> None:
+        self._counters["frames_dropped_version"] += 1
+        if not other.is_hello:
+            return
+        reason = f"protocol: version {PROTOCOL_VERSION} is spoken here, this worker speaks {other.version}"
+        name = (other.worker_id, other.version)
+        if name not in self._told and len(self._told) < MAX_NAMES_TOLD:
+            self._told.add(name)
+            log.warning("refused worker %r: %s", other.worker_id, reason)
+        self._counters["workers_refused"] += 1
+        envelope = Envelope(self._boot_id, other.worker_id, 0, 0)
+        self._send_frame(route, envelope, Refused(reason=reason, final=True), other.version)
 
     def _drop(self, reason: str, route: bytes, detail: str = "") -> None:
         name = f"frames_dropped_{reason}"
@@ -258,6 +237,8 @@ class ZmqExecutor:
         match message:
             case StepResult() if kind == DATA:
                 self._result(peer, message, now)
+            case StepFailed() if kind == DATA:
+                self._lose(peer.epoch, LeaveCause.STEP_FAILED, message.reason or "a step raised", message.step)
             case Beat() if kind == CONTROL:
                 self._liveness.beat(peer.epoch, message.busy_s, now)
                 self._send(peer, CONTROL, BeatAck())
@@ -294,11 +275,12 @@ class ZmqExecutor:
     def _result(self, peer: _Peer, result: StepResult, now: float) -> None:
         if not peer.steps or peer.steps[0] != result.step:
             expected = peer.steps[0] if peer.steps else None
-            self._lose(peer.epoch, LeaveCause.DIED, f"answered step {result.step} when {expected} was due")
+            self._lose(peer.epoch, LeaveCause.MISANSWERED, f"answered step {result.step} when {expected} was due")
             raise _DroppedError("step")
         peer.steps.popleft()
         peer.steps_done += 1
-        self._liveness.answered(peer.epoch, len(peer.steps), now)
+        peer.pace.answered(now)
+        self._liveness.answered(peer.epoch, now)
         self._events.append(StepDone(peer.epoch, result))
 
     # --- lives -------------------------------------------------------------------------------------------------------
@@ -307,9 +289,15 @@ class ZmqExecutor:
         hello = decode_from_worker(payload)
         if not isinstance(hello, Hello):
             raise _DroppedError("epoch")
-        if route != hello.incarnation.encode() + DATA or envelope.worker_id != hello.worker_id:
+        if route != _route(hello, DATA) or envelope.worker_id != hello.worker_id:
             raise _DroppedError("route")
         earlier = [peer for peer in self._peers.values() if peer.hello.incarnation == hello.incarnation]
+        present = next((peer for peer in earlier if peer.hello.registration == hello.registration), None)
+        if present is not None:
+            self._greet_again(present, envelope.sequence)
+            return
+        if self._registry.is_stale(hello):
+            raise _DroppedError("registration")
         refused = self._registry.refusal(hello, [p.hello for p in self._peers.values() if p not in earlier])
         if refused is not None:
             log.warning("refused worker %r: %s", hello.worker_id, refused.reason)
@@ -317,8 +305,16 @@ class ZmqExecutor:
             self._send_frame(route, Envelope(self._boot_id, hello.worker_id, 0, 0), refused)
             return
         for peer in earlier:  # it has begun anew, so whatever it held is gone
-            self._lose(peer.epoch, LeaveCause.LEFT, "registered again")
+            self._lose(peer.epoch, LeaveCause.RENEWED, "registered again")
         self._admit(hello, envelope.sequence, now)
+
+    def _greet_again(self, peer: _Peer, sequence: int) -> None:
+        """A Hello that was sent before our Welcome was read. Once there are plans, a Welcome would void them."""
+        if sequence <= peer.sequences[DATA]:
+            raise _DroppedError("sequence")
+        peer.sequences[DATA] = sequence
+        if not (peer.steps or peer.steps_done):
+            self._welcome(peer)
 
     def _admit(self, hello: Hello, sequence: int, now: float) -> None:
         try:
@@ -330,6 +326,9 @@ class ZmqExecutor:
         self._liveness.join(peer.epoch, now)
         self._events.append(WorkerJoined(peer.epoch, hello))
         log.info("worker %r joined as epoch %d (%s)", hello.worker_id, peer.epoch, hello.device)
+        self._welcome(peer)
+
+    def _welcome(self, peer: _Peer) -> None:
         welcome = Welcome(epoch=peer.epoch, engine_boot_id=self._boot_id, lease_s=self._config.worker_lease_s)
         self._send_or_lose(peer, DATA, welcome)
 
@@ -350,26 +349,26 @@ class ZmqExecutor:
         self._poller.register(pidfd, select.POLLIN)
         return pidfd
 
-    def _changed(self, epoch: int, state: WorkerState, reason: str) -> None:
-        if state in _CAUSES:
-            self._lose(epoch, _CAUSES[state], reason)
+    def _changed(self, change: Change) -> None:
+        if change.cause is not None:
+            self._lose(change.epoch, change.cause, change.reason)
         else:
-            log.info("worker of epoch %d is %s: %s", epoch, state, reason)
-            self._events.append(WorkerChanged(epoch, state))
+            log.info("worker of epoch %d is %s: %s", change.epoch, change.state, change.reason)
+            self._events.append(WorkerChanged(change.epoch, change.state))
 
-    def _lose(self, epoch: int, cause: LeaveCause, reason: str) -> None:
+    def _lose(self, epoch: int, cause: LeaveCause, reason: str, step: int = 0) -> None:
         """End a life. From here on the epoch is unknown, so nothing that still arrives under it has any effect."""
         peer = self._peers.pop(epoch, None)
         if peer is None:
             return
         self._close_pidfd(peer)
         self._liveness.forget(epoch)
-        self._ended.appendleft(WorkerInfo(epoch, peer.hello, _END_STATES[cause], peer.steps_done))
-        if cause is not LeaveCause.LEFT:
-            self._counters["worker_deaths"] += 1
-        level = logging.INFO if cause is LeaveCause.LEFT else logging.WARNING
+        self._ended.appendleft(WorkerInfo(epoch, peer.hello, cause.end_state, peer.steps_done))
+        died = cause.end_state is not WorkerState.GONE
+        self._counters["worker_deaths"] += died
+        level = logging.WARNING if died else logging.INFO
         log.log(level, "worker %r (epoch %d) %s: %s", peer.hello.worker_id, epoch, cause, reason)
-        self._events.append(WorkerLeft(epoch, cause, reason))
+        self._events.append(WorkerLeft(epoch, cause, reason, step))
 
     def _close_pidfd(self, peer: _Peer) -> None:
         if peer.pidfd is not None:
@@ -381,20 +380,14 @@ class ZmqExecutor:
 
     def _send_or_lose(self, peer: _Peer, kind: bytes, message: Message) -> None:
         if not self._send(peer, kind, message):
-            self._lose(peer.epoch, LeaveCause.DIED, "cannot be reached")
+            self._lose(peer.epoch, LeaveCause.UNREACHABLE, "cannot be reached")
 
     def _send(self, peer: _Peer, kind: bytes, message: Message) -> bool:
         peer.sequence += 1
         envelope = Envelope(self._boot_id, peer.hello.worker_id, peer.epoch, peer.sequence)
         return self._send_frame(peer.route(kind), envelope, message)
 
-    def _send_frame(self, route: bytes, envelope: Envelope, message: Message) -> bool:
-        """False when nobody is there, or when a peer has not read for so long that its queue is full."""
-        try:
-            self._socket.send_multipart([route, *encode(envelope, message)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
-                raise
-            self._counters["frames_unsent"] += 1
-            return False
-        return True
+    def _send_frame(self, route: bytes, envelope: Envelope, message: Message, version: int = PROTOCOL_VERSION) -> bool:
+        sent = self._socket.send(route, encode(envelope, message, version))
+        self._counters["frames_unsent"] += not sent
+        return sent

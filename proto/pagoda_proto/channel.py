@@ -30,6 +30,25 @@ class FrameError(ValueError):
     """Bytes that are not a frame of this protocol. The sender is ignored; nothing else is harmed."""
 
 
+class OtherVersionError(FrameError):
+    """A frame whose sender speaks another version. The envelope is the same in all of them, and so are a Hello's name
+    and a Refused, so that the sender can be told."""
+
+    def __init__(self, version: int, worker_id: str, payload: bytes) -> None:
+        super().__init__(f"protocol version {PROTOCOL_VERSION} expected, got {version}")
+        self.version = version
+        self.worker_id = worker_id
+        self.payload = payload
+
+    @property
+    def is_hello(self) -> bool:
+        try:
+            message = msgspec.msgpack.decode(self.payload)
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            return False
+        return isinstance(message, dict) and message.get("type") == "hello"
+
+
 class Envelope(NamedTuple):
     """Who speaks, in which life. `epoch` and `engine_boot_id` are 0 and "" before Welcome."""
 
@@ -44,10 +63,11 @@ _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
-def encode(envelope: Envelope, message: Message) -> list[bytes]:
-    """Message parts of a frame, ready for `send_multipart` (a ROUTER puts the routing id in front)."""
+def encode(envelope: Envelope, message: Message, version: int = PROTOCOL_VERSION) -> list[bytes]:
+    """Message parts of a frame, ready for `send_multipart` (a ROUTER puts the routing id in front). Another `version`
+    is for telling its speaker that it is refused."""
     return [
-        bytes([PROTOCOL_VERSION]),
+        bytes([version]),
         envelope.engine_boot_id.encode(),
         envelope.worker_id.encode(),
         _U64.pack(envelope.epoch),
@@ -60,13 +80,14 @@ def open_envelope(parts: Sequence[bytes]) -> tuple[Envelope, bytes]:
     """Check the envelope and return it with the still encoded payload.
 
     Raises:
-        FrameError: wrong number or size of parts, other protocol version, ids that are not text.
+        FrameError: wrong number or size of parts, ids that are not text.
+        OtherVersionError: a whole frame, of another protocol version.
     """
     if len(parts) != NUM_PARTS:
         raise FrameError(f"a frame has {NUM_PARTS} parts, got {len(parts)}")
     version, boot_id, worker_id, epoch, sequence, payload = parts
-    if len(version) != 1 or version[0] != PROTOCOL_VERSION:
-        raise FrameError(f"protocol version {PROTOCOL_VERSION} expected, got {version[:8]!r}")
+    if len(version) != 1:
+        raise FrameError(f"a protocol version is 1 byte, got {version[:8]!r}")
     if len(boot_id) > MAX_ID_BYTES or len(worker_id) > MAX_ID_BYTES:
         raise FrameError(f"ids have at most {MAX_ID_BYTES} bytes")
     if len(epoch) != _U64.size or len(sequence) != _U64.size:
@@ -77,6 +98,8 @@ def open_envelope(parts: Sequence[bytes]) -> tuple[Envelope, bytes]:
         ids = boot_id.decode(), worker_id.decode()
     except UnicodeDecodeError as error:
         raise FrameError("ids must be UTF-8") from error
+    if version[0] != PROTOCOL_VERSION:
+        raise OtherVersionError(version[0], ids[1], payload)
     return Envelope(*ids, _U64.unpack(epoch)[0], _U64.unpack(sequence)[0]), payload
 
 

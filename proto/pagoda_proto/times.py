@@ -20,6 +20,8 @@ WORKER_SUSPECT_S = 1.5  # without a beat for this long it gets no new work
 WORKER_DEAD_S = 3.0  # .. and its rows go elsewhere
 WORKER_LEASE_S = 4.0  # a worker that hears nothing for this long forgets its rows and registers anew
 STEP_DEADLINE_S = 60.0  # a step is hung after this, whatever it computes; sooner where the worker's speed is known
+STEP_DEADLINE_LEAST_S = 10.0  # .. namely after so many times what the worker takes for such a step, but never before
+STEP_DEADLINE_FACTOR = 20.0
 STUCK_EXIT_S = 20.0  # a process whose lost step (or loop) runs on for this long ends itself
 
 # Gateway and engine core

@@ -1,6 +1,6 @@
 """Workers without tensors that speak the real wire.
 
-Peer         the two DEALER sockets of a worker and nothing else; tests say every word themselves
+Peer         the two DEALER sockets of one registration and nothing else; tests say every word themselves
 FakeWorker   a whole worker on a thread: registers, beats, executes plans with FakeRunner, registers anew
 processes    `python -m tests.engine_core.fake_worker ENDPOINT WORKER_ID [STEP_S]` runs one as a process
 """
@@ -67,16 +67,29 @@ class Peer:
         self.hello = hello
         self.boot_id, self.epoch = "", 0
         self._sequence = 0
+        self._endpoint = endpoint
+        self._with_control = with_control
         self._context = zmq.Context()
-        self.data = self._connect(endpoint, b"/d")
-        self.control = self._connect(endpoint, b"/c") if with_control else self.data
+        self._sockets: list[zmq.Socket[bytes]] = []
+        self._connect()
 
-    def _connect(self, endpoint: str, kind: bytes) -> zmq.Socket[bytes]:
+    def _connect(self) -> None:
+        self.data = self._socket(b"/d")
+        self.control = self._socket(b"/c") if self._with_control else self.data
+
+    def _socket(self, kind: bytes) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.ROUTING_ID, self.hello.incarnation.encode() + kind)
+        route = f"{self.hello.incarnation}.{self.hello.registration}".encode() + kind
+        socket.setsockopt(zmq.ROUTING_ID, route)
         socket.setsockopt(zmq.LINGER, 200)
-        socket.connect(endpoint)
+        socket.connect(self._endpoint)
+        self._sockets.append(socket)
         return socket
+
+    def renew(self) -> None:
+        """Sockets and routing ids of the next registration; those of the last stay open, as if nobody had noticed."""
+        self.hello = msgspec.structs.replace(self.hello, registration=self.hello.registration + 1)
+        self._connect()
 
     def frame(self, message: Message, **changes: object) -> list[bytes]:
         self._sequence += 1
@@ -163,6 +176,7 @@ class FakeWorker:
         try:
             while not self._stop.is_set() and not self._drained and self._register(peer):
                 self._serve(peer)
+                peer.renew()
         finally:
             peer.close()
 

@@ -107,6 +107,12 @@ class ScriptedExecutor:
         self.plans: dict[int, deque[StepPlan]] = {}
         self.runners: dict[int, FakeRunner] = {}
         self.closed = False
+        self.held: list[str] = []  # every word of numerics that are held, in order
+
+    def hold(self, numerics_id: str) -> str:
+        if self.held[-1:] != [numerics_id]:
+            self.held.append(numerics_id)
+        return ""
 
     def join(self, epoch: int, hello: Hello) -> FakeRunner:
         self.events.append(WorkerJoined(epoch, hello))
@@ -125,7 +131,7 @@ class ScriptedExecutor:
 
     def send(self, epoch: int, message: ToExecutor) -> None:
         self.sent.append((epoch, message))
-        if isinstance(message, StepPlan):
+        if isinstance(message, StepPlan) and epoch in self.plans:  # to a life that is over it goes nowhere
             self.plans[epoch].append(message)
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:

@@ -131,6 +131,13 @@ class Harness:
         self.scheduler = Scheduler(self.config, hello, load_policy(self.config.policy), self._row_ids)
         self.results.clear()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a choice waits, a row can advance, or a row must be dropped."""
+        scheduler = self.scheduler
+        advancing = any(choice.distance for choice in scheduler._running)
+        return bool(scheduler._waiting or scheduler._dropped_rows) or advancing
+
     def request(self, record: RequestRecord, *, attempt: int = 0, prior: Sequence[PriorOutput] = ()) -> Request:
         limit = record.params.max_tokens
         assert limit is not None
@@ -177,7 +184,7 @@ class Harness:
         """The worker dies; a new one takes over everything."""
         requests = self.scheduler.take_back(self.clock())
         self.scheduler.check_invariants()
-        assert not self.scheduler.has_work
+        assert not self.has_work
         assert self.scheduler.counters.blocks_used == self.scheduler.counters.swap_blocks_used == 0
         self.new_worker()
         for request in requests:
@@ -193,8 +200,7 @@ class Harness:
                 break
             self.land()
             self.scheduler.check_invariants()
-        assert not self.scheduler.has_work, "stuck"
-        assert self.scheduler.num_waiting == self.scheduler.num_running == self.scheduler.queued_tokens == 0
+        assert self.scheduler.num_waiting == self.scheduler.num_running == self.scheduler.queued_tokens == 0, "stuck"
         assert self.scheduler.counters.blocks_used == self.scheduler.counters.swap_blocks_used == 0
         assert not self.runner.rows, "the worker was not told to drop these rows"
 

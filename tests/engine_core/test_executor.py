@@ -47,7 +47,7 @@ def test_a_life_begins_with_the_first_wait_and_plans_are_answered_one_by_one() -
     assert executor.workers()[0].steps_done == 2
 
 
-def test_a_runner_that_raises_has_died_and_comes_back_empty() -> None:
+def test_a_runner_that_raises_has_failed_a_step_and_comes_back_empty() -> None:
     runner = ResettableRunner()
     executor = InprocExecutor(runner, make_hello())
     (joined,) = executor.wait(0)
@@ -56,7 +56,7 @@ def test_a_runner_that_raises_has_died_and_comes_back_empty() -> None:
     executor.wait(0)
     left, again = executor.wait(0)
     assert isinstance(left, WorkerLeft)
-    assert (left.epoch, left.cause) == (joined.epoch, LeaveCause.DIED)
+    assert (left.epoch, left.cause, left.step) == (joined.epoch, LeaveCause.STEP_FAILED, 7)
     assert isinstance(again, WorkerJoined)
     assert again.epoch > joined.epoch
     assert not runner.rows
@@ -69,7 +69,7 @@ def test_reset_and_drain_end_a_life_without_blame() -> None:
     (first,) = executor.wait(0)
     executor.send(first.epoch, ResetWorker())
     left, second = executor.wait(0)
-    assert left.cause is LeaveCause.LEFT
+    assert left.cause is LeaveCause.RESET
     executor.send(second.epoch, Drain())
     (left,) = executor.wait(0)
     assert left.cause is LeaveCause.LEFT

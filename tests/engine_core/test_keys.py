@@ -28,7 +28,7 @@ WAIT_S = 60.0
 def connect(context: zmq.Context, endpoint: str, keys: CurveKeys | None, incarnation: str) -> zmq.Socket:
     dealer = context.socket(zmq.DEALER)
     dealer.linger = 0
-    dealer.setsockopt(zmq.ROUTING_ID, f"{incarnation}/d".encode())
+    dealer.setsockopt(zmq.ROUTING_ID, f"{incarnation}.1/d".encode())
     if keys is not None:
         dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = keys.public, keys.secret, keys.peers[0]
     dealer.connect(endpoint)

@@ -195,7 +195,7 @@ def test_choices_of_one_request_hash_their_prompt_once() -> None:
     request = make_request(9, n=2)
     kv.matched_tokens(request.choices[1])
     kv.matched_tokens(request.choices[0])
-    first, second = (choice.chain for choice in request.choices)
+    first, second = (choice.chains[4] for choice in request.choices)
     assert first is not None
     assert second is not None
     assert len(first.hashes) == 2
@@ -207,6 +207,5 @@ def test_another_block_size_means_other_names() -> None:
     for block_size, expected in ((4, 8), (16, 2)):
         kv = KvCache(BlockPool(16, block_size, True))
         kv.matched_tokens(request.choices[0])
-        chain = request.choices[0].chain
-        assert chain is not None
+        chain = request.choices[0].chains[block_size]
         assert (chain.block_size, len(chain.hashes)) == (block_size, expected)

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagoda_engine_core.executor import WorkerState
-from pagoda_engine_core.liveness import STALL_S, TICK_S, Limits, Liveness
+from pagoda_engine_core.liveness import TICK_S, Limits, Liveness
+from pagoda_proto.times import STALL_S
 
 LIMITS = Limits(suspect_s=1.5, dead_s=3.0, step_deadline_s=60.0)
 
@@ -51,16 +52,27 @@ def test_silence_makes_suspect_then_dead(watch: Watch) -> None:
 
 def test_a_suspect_that_is_heard_is_ready_again(watch: Watch) -> None:
     watch.pass_time(2.0)
-    watch.liveness.heard(1, watch.now)
+    watch.liveness.beat(1, 0.0, watch.now)
     watch.pass_time(0.25)
     assert watch.seen == [(1, WorkerState.SUSPECT), (1, WorkerState.READY)]
 
 
 def test_beating_without_advancing_is_hung(watch: Watch) -> None:
-    watch.liveness.owes(1, watch.now)
+    watch.liveness.owes(1, 60.0, watch.now)
     watch.pass_time(60.0, beats=(1,))
     assert watch.seen == []
     watch.pass_time(0.5, beats=(1,))
+    assert watch.seen == [(1, WorkerState.HUNG)]
+
+
+def test_every_plan_has_its_own_deadline(watch: Watch) -> None:
+    watch.liveness.owes(1, 60.0, watch.now)
+    watch.liveness.owes(1, 10.0, watch.now)
+    watch.pass_time(40.0, beats=(1,))
+    watch.liveness.answered(1, watch.now)
+    watch.pass_time(9.0, beats=(1,))
+    assert watch.seen == []
+    watch.pass_time(1.5, beats=(1,))
     assert watch.seen == [(1, WorkerState.HUNG)]
 
 
@@ -70,17 +82,17 @@ def test_a_worker_that_says_it_is_stuck_is_believed(watch: Watch) -> None:
 
 
 def test_only_the_oldest_plan_ages(watch: Watch) -> None:
-    watch.liveness.owes(1, watch.now)
+    watch.liveness.owes(1, 60.0, watch.now)
     for _ in range(4):
         watch.pass_time(40.0, beats=(1,))
-        watch.liveness.owes(1, watch.now)
-        watch.liveness.answered(1, outstanding=1, now=watch.now)
+        watch.liveness.owes(1, 60.0, watch.now)
+        watch.liveness.answered(1, watch.now)
     assert watch.seen == []
 
 
 def test_an_idle_worker_is_never_hung(watch: Watch) -> None:
-    watch.liveness.owes(1, watch.now)
-    watch.liveness.answered(1, outstanding=0, now=watch.now)
+    watch.liveness.owes(1, 60.0, watch.now)
+    watch.liveness.answered(1, watch.now)
     watch.pass_time(100.0, beats=(1,))
     assert watch.seen == []
 
@@ -93,7 +105,7 @@ def test_a_worker_that_never_leaves_after_drain_is_hung(watch: Watch) -> None:
 
 
 def test_our_own_stall_is_nobodys_death(watch: Watch) -> None:
-    watch.liveness.owes(1, watch.now)
+    watch.liveness.owes(1, 60.0, watch.now)
     watch.now += 600.0
     assert watch.liveness.tick(watch.now) == []
     watch.pass_time(1.0)
@@ -110,7 +122,7 @@ def test_a_worker_heard_in_every_tick_lives(gaps: list[float]) -> None:
     liveness.join(1, now)
     for gap in gaps:
         now += gap
-        liveness.heard(1, now)
+        liveness.beat(1, 0.0, now)
         assert liveness.tick(now) == []
         assert liveness.state(1) is WorkerState.READY
 

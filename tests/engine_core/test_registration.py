@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from tests.engine_core.fake_worker import make_hello
 
-from pagoda_engine_core.registration import Registry
+from pagoda_engine_core.registration import MAX_REMEMBERED_PROCESSES, Registry
 from pagoda_proto.params import ModelLimits
 
 
@@ -39,11 +40,31 @@ def test_duplicates_and_other_numerics_may_try_again_later() -> None:
     registry = Registry()
     first = make_hello("w0")
     registry.grant(first)
-    for other in (make_hello("w0"), make_hello("w1", numerics_id="other")):
-        refused = registry.refusal(other, [first])
+    twin, other = make_hello("w0"), make_hello("w1", numerics_id="other")
+    for hello in (twin, other):
+        refused = registry.refusal(hello, [first])
         assert refused is not None
         assert not refused.final
-        assert registry.refusal(other, []) is None
+    assert registry.refusal(twin, []) is None
+    assert registry.refusal(other, []) is not None
+    registry.hold("")
+    assert registry.refusal(other, []) is None
+    registry.hold("a third one")
+    assert registry.refusal(other, []) is not None
+
+
+def test_only_the_newest_registration_of_a_process_counts() -> None:
+    registry = Registry()
+    first, second, third = (make_hello(incarnation="a", registration=number) for number in (1, 2, 3))
+    assert not registry.is_stale(second)
+    registry.grant(second)
+    assert [registry.is_stale(hello) for hello in (first, second, third)] == [True, True, False]
+    assert registry.refusal(msgspec.structs.replace(third, worker_id="taken"), [make_hello("taken")]) is not None
+    assert [registry.is_stale(hello) for hello in (second, third)] == [True, False]  # it may ask again
+    assert not registry.is_stale(make_hello(incarnation="b", registration=1))
+    for number in range(MAX_REMEMBERED_PROCESSES):
+        registry.grant(make_hello(incarnation=str(number)))
+    assert len(registry._newest) == MAX_REMEMBERED_PROCESSES
 
 
 def test_the_model_stays_also_when_nobody_is_left() -> None:

@@ -8,9 +8,9 @@ from tests.engine_core.fake_worker import make_hello, runner_of
 from tests.fakes import FakeRunner, make_record, reference_tokens
 
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.executor import LeaveCause, WorkerState
+from pagoda_engine_core.executor import LeaveCause, WorkerLeft, WorkerState
 from pagoda_engine_core.request import Request
-from pagoda_engine_core.router import Router
+from pagoda_engine_core.router import MAX_LOST_LIVES, Router
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, FinishReason, RequestRecord
 
@@ -24,6 +24,7 @@ class Bench:
         self.router = Router(EngineConfig(**config))
         self.runners: dict[int, FakeRunner] = {}
         self.deltas: list[Delta] = []
+        self.now = NOW
         self._epochs = itertools.count(1)
 
     def join(self, **hello: object) -> int:
@@ -33,24 +34,27 @@ class Bench:
         return epoch
 
     def add(self, record: RequestRecord) -> Request:
-        request = Request(record, max_output_tokens=record.params.max_tokens or 1, now=NOW)
-        self.router.add(request, NOW)
+        request = Request(record, max_output_tokens=record.params.max_tokens or 1, now=self.now)
+        self.router.add(request, self.now)
         return request
 
     def dispatch(self) -> None:
-        self.deltas += self.router.dispatch(NOW)
+        self.deltas += self.router.dispatch(self.now)
 
-    def step(self, epoch: int) -> bool:
+    def step(self, epoch: int, seconds: float = 0.0) -> bool:
         group = self.router.groups[epoch]
-        plan = group.scheduler.schedule(NOW)
+        plan = group.scheduler.schedule(self.now)
         if plan is None:
             return False
+        group.pace.asked(plan.num_tokens, self.now)
         result = self.runners[epoch].execute(plan)
-        self.deltas += self.router.ended(group, group.scheduler.apply(result, NOW))
+        deltas = group.scheduler.apply(result, self.now + seconds)
+        self.router.stepped(group, self.now + seconds)
+        self.deltas += self.router.ended(group, deltas)
         return True
 
-    def lose(self, epoch: int, cause: LeaveCause = LeaveCause.DIED) -> None:
-        self.deltas += self.router.leave(epoch, cause, NOW)
+    def lose(self, epoch: int, cause: LeaveCause = LeaveCause.DIED, step: int = 0) -> None:
+        self.deltas += self.router.leave(WorkerLeft(epoch, cause, "test", step), self.now)
 
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         while not until():
@@ -121,6 +125,73 @@ def test_requests_wait_here_until_a_group_can_begin_them() -> None:
     assert (bench.router.num_waiting, bench.router.queued_tokens, bench.router.num_running) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("short", ["rows", "tokens", "blocks"])
+def test_nobody_waits_behind_strangers_in_a_group(short: str) -> None:
+    config = {"rows": {"max_rows": 3}, "tokens": {"max_tokens_per_step": 25}, "blocks": {}}[short]
+    bench = Bench(**config)
+    epoch = bench.join(num_blocks=10 if short == "blocks" else 64)
+    for seed in range(8):
+        bench.add(make_record(range(seed, seed + 8), max_tokens=6, seed=seed))
+    while len(bench.endings()) < 8:
+        bench.dispatch()
+        bench.step(epoch)
+        group = bench.router.groups[epoch]
+        assert not group.scheduler.num_waiting or group.scheduler.counters.totals.preemptions
+    assert bench.router.num_waiting == 0
+
+
+def test_who_waits_for_room_is_not_overtaken_on_the_workers_that_could_take_him() -> None:
+    bench = Bench(max_rows=2)
+    large, small = bench.join(num_blocks=64), bench.join(num_blocks=4)
+    for seed in range(2):
+        bench.add(make_record(range(40), max_tokens=30, seed=seed))
+    bench.dispatch()
+    assert len(bench.held(large)) == 2
+    head = bench.add(make_record(range(40), max_tokens=4))
+    behind = [bench.add(make_record((1, 2), max_tokens=4, seed=seed)) for seed in range(3)]
+    bench.step(large)
+    bench.dispatch()
+    assert bench.held(small) == {behind[0].request_id, behind[1].request_id}  # where the head would not fit anyway
+    assert head.ledger.cause in ("queued_rows", "queued_behind")
+    bench.router.abort(next(iter(bench.held(large))), (), NOW)
+    bench.dispatch()
+    assert head.request_id in bench.held(large)
+    assert behind[2].request_id not in bench.held(large)
+
+
+def test_a_prompt_is_hashed_once_however_long_it_waits() -> None:
+    bench = Bench(max_rows=1)
+    epochs = [bench.join(block_size=4), bench.join(block_size=8)]
+    for seed in range(2):
+        bench.add(make_record(max_tokens=40, seed=seed))
+    head = bench.add(make_record(range(30)))
+    bench.dispatch()
+    for epoch in epochs:
+        bench.step(epoch)
+    before = dict(head.choices[0].chains)
+    for _ in range(5):
+        bench.dispatch()
+        for epoch in epochs:
+            bench.step(epoch)
+    assert all(head.choices[0].chains[size] is chain for size, chain in before.items())
+
+
+def test_a_slow_worker_gets_its_share() -> None:
+    """Four times slower is a fifth of the work."""
+    bench = Bench()
+    quick, slow = bench.join(), bench.join()
+    for seed in range(40):  # both are known by now
+        for _ in range(6):
+            bench.add(make_record(max_tokens=2, seed=seed))
+        bench.dispatch()
+        while bench.step(quick, 0.01) + bench.step(slow, 0.04):
+            bench.now += 10.0
+    for seed in range(30):
+        bench.add(make_record(max_tokens=50, seed=seed))
+    bench.dispatch()
+    assert 3 <= len(bench.held(slow)) <= 10
+
+
 def test_a_request_goes_where_it_fits() -> None:
     bench = Bench()
     bench.join(num_blocks=4)
@@ -155,9 +226,40 @@ def test_a_lost_worker_costs_no_token_and_deaths_count_only_for_what_ran(cause: 
     bench.step(first)
     assert bench.router.num_running == 2
     bench.lose(first, cause)
-    blamed = 0 if cause is LeaveCause.LEFT else 1
+    blamed = int(cause.blames)
     assert [request.deaths for request in requests] == [blamed, blamed, 0, 0]
     assert bench.router.totals()["replays"] == 2
+    bench.join()
+    bench.run()
+    for request in requests:
+        assert bench.tokens(request.record) == reference_tokens(request.record)[0]
+
+
+def test_a_failed_step_blames_the_rows_of_that_step_only() -> None:
+    bench = Bench(max_steps_in_flight=2)
+    epoch = bench.join()
+    first = bench.add(make_record(max_tokens=10))
+    bench.dispatch()
+    group = bench.router.groups[epoch]
+    group.scheduler.schedule(NOW)
+    second = bench.add(make_record(max_tokens=10))
+    bench.dispatch()
+    assert bench.held(epoch) == {first.request_id, second.request_id}
+    group.scheduler.schedule(NOW)
+    bench.lose(epoch, LeaveCause.STEP_FAILED, step=1)
+    assert (first.deaths, second.deaths) == (1, 0)
+
+
+def test_a_token_clears_a_request() -> None:
+    bench = Bench()
+    requests = [bench.add(make_record((i, 1), max_tokens=20, seed=i)) for i in range(6)]
+    for _ in range(12):
+        epoch = bench.join()
+        bench.dispatch()
+        assert len(bench.held(epoch)) == 6  # and nobody is ever kept apart
+        bench.step(epoch)
+        bench.lose(epoch)
+    assert [request.deaths for request in requests] == [1] * 6
     bench.join()
     bench.run()
     for request in requests:
@@ -178,53 +280,83 @@ def test_replays_go_before_new_requests() -> None:
 
 
 def test_what_kills_workers_is_found_out_and_costs_nobody_else() -> None:
+    """It kills in its first step, so at first nobody who ran beside it has a token to show either."""
     bench = Bench()
     poison = make_record((66, 6), max_tokens=20)
     innocents = [make_record((i, 1), max_tokens=20, seed=i) for i in range(7)]
     for record in (*innocents, poison):
         bench.add(record)
-    together: list[int] = []
+    lost = 0
     while len(bench.endings()) < 8:
-        if not bench.router.groups:
-            bench.join()
+        epoch = bench.join() if not bench.router.groups else next(iter(bench.router.groups))
         bench.dispatch()
-        (epoch,) = bench.router.groups
-        held = bench.held(epoch)
-        assert bench.step(epoch)
-        if poison.request_id in held:
-            together.append(len(held))
+        if poison.request_id in bench.held(epoch):
+            bench.router.groups[epoch].scheduler.schedule(NOW)
+            lost += 1
             bench.lose(epoch)
+        else:
+            assert bench.step(epoch)
     endings = bench.endings()
     assert endings[poison.request_id].error_code is ErrorCode.REQUEST_FAILED_REPEATEDLY
-    assert together == [8, 8, 1]  # the third time it was alone
+    assert lost == 3
     for record in innocents:
         assert bench.tokens(record) == reference_tokens(record)[0]
 
 
-def test_a_suspect_runs_alone_and_others_go_on_elsewhere() -> None:
-    bench = Bench()
-    suspect = Request(make_record(max_tokens=6), max_output_tokens=6, now=NOW)
-    suspect.deaths = 2
-    busy, free = bench.join(), bench.join()
-    for _ in range(2):
-        bench.add(make_record(max_tokens=20))
+def make_suspect(bench: Bench, record: RequestRecord) -> Request:
+    request = Request(record, max_output_tokens=record.params.max_tokens or 1, now=NOW)
+    request.deaths = 2
+    bench.router.add(request, NOW)
+    return request
+
+
+def test_a_suspect_proves_itself_by_a_token_while_others_run_beside_it() -> None:
+    bench = Bench(chunk_size=2)
+    epoch = bench.join()
+    first, second = (make_suspect(bench, make_record(range(i, i + 6), max_tokens=9)) for i in range(2))
+    plain = bench.add(make_record(max_tokens=9))
     bench.dispatch()
-    assert [len(bench.held(epoch)) for epoch in (busy, free)] == [1, 1]
-    bench.router.add(suspect, NOW)
-    bench.add(make_record())
+    assert bench.held(epoch) == {first.request_id, plain.request_id}  # one suspect at a time; who is new gets in
+    bench.step(epoch)
     bench.dispatch()
-    assert sorted(len(bench.held(epoch)) for epoch in (busy, free)) == [1, 2]  # one of them is let run empty
-    bench.run(until=lambda: any(suspect.request_id in bench.held(epoch) for epoch in (busy, free)))
-    alone = next(epoch for epoch in (busy, free) if suspect.request_id in bench.held(epoch))
-    bench.add(make_record())
-    bench.dispatch()
-    assert bench.held(alone) == {suspect.request_id}
+    assert second.request_id not in bench.held(epoch)
+    bench.run(until=lambda: second.request_id in bench.held(epoch))
+    assert bench.tokens(first.record)  # one token acquits
+    assert first.request_id in bench.held(epoch)
     bench.run()
-    assert bench.endings()[suspect.request_id].finish_reason is FinishReason.LENGTH
-    assert len(bench.endings()) == 5
-    bench.add(make_record())
-    bench.run()
-    assert len(bench.endings()) == 6
+    assert len(bench.endings()) == 3
+    assert all(ending.finish_reason is FinishReason.LENGTH for ending in bench.endings().values())
+
+
+def test_only_the_unproven_suspect_is_convicted() -> None:
+    bench = Bench(chunk_size=2)
+    epoch = bench.join()
+    suspect = make_suspect(bench, make_record(range(6)))
+    bystander = bench.add(make_record())
+    bystander.deaths = 1
+    bench.dispatch()
+    bench.step(epoch)
+    bench.lose(epoch)
+    assert bench.endings()[suspect.request_id].error_code is ErrorCode.REQUEST_FAILED_REPEATEDLY
+    assert bystander.deaths == 2
+    for _ in range(3):
+        epoch = bench.join()
+        bench.dispatch()
+        bench.step(epoch)
+        bench.lose(epoch, LeaveCause.RENEWED)
+    assert bystander.request_id not in bench.endings()
+
+
+def test_what_no_worker_ever_makes_a_token_of_ends_whoever_is_to_blame() -> None:
+    bench = Bench(chunk_size=1)
+    request = bench.add(make_record())
+    for count in range(MAX_LOST_LIVES):
+        assert not bench.endings(), count
+        epoch = bench.join()
+        bench.dispatch()
+        bench.step(epoch)
+        bench.lose(epoch, LeaveCause.RESET)
+    assert bench.endings()[request.request_id].error_code is ErrorCode.INTERNAL
 
 
 def test_waiting_requests_can_be_aborted_and_expire() -> None:

@@ -54,10 +54,10 @@ def test_steps_count_up_and_the_last_plan_only_drops_rows() -> None:
     harness = Harness()
     harness.add(make_record(PROMPT, max_tokens=2))
     assert [harness.step().step for _ in range(2)] == [1, 2]
-    assert harness.scheduler.has_work
+    assert harness.has_work
     plan = harness.step()
     assert (plan.step, plan.finished_rows, plan.chunks) == (3, [0], [])
-    assert not harness.scheduler.has_work
+    assert not harness.has_work
     assert harness.plan() is None
 
 
@@ -124,7 +124,7 @@ def test_the_next_step_is_planned_on_a_token_nobody_knows_yet() -> None:
     starts = [plan.chunks[0].start for plan in (harness.plan(), harness.plan(), harness.plan()) if plan]
     assert starts == [10 - 10, 10, 11]
     assert harness.scheduler.steps_in_flight == 3
-    assert not harness.scheduler.has_work, "the last token there can be is being sampled"
+    assert not harness.has_work, "the last token there can be is being sampled"
     harness.drain()
     harness.check_all()
 
@@ -325,7 +325,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     client = harness.clients[too_long.request_id]
     assert client.error_code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
     assert "need 5 KV blocks; the worker has 4" in client.error_message
-    assert not harness.scheduler.has_work
+    assert not harness.has_work
     harness.add(fitting)
     harness.drain()
     assert harness.clients[fitting.request_id].reasons == [FinishReason.LENGTH]
@@ -351,33 +351,6 @@ def test_a_known_request_is_not_added_twice() -> None:
     harness.add(record)
     with pytest.raises(PagodaError, match="here already"):
         harness.scheduler.add(harness.request(record), 0.0)
-
-
-def test_waiting_too_long_ends_what_never_started() -> None:
-    harness = Harness(max_rows=1, queue_timeout_s=10.0)
-    running, impatient, patient = (
-        make_record(PROMPT, max_tokens=50),
-        make_record(PROMPT, queue_timeout_s=2.0),
-        make_record(PROMPT),
-    )
-    for record in (running, impatient, patient):
-        harness.add(record)
-    harness.step()
-    ended_at = {}
-    for _ in range(12):
-        harness.receive(harness.scheduler.expire(harness.clock()))
-        for record in (running, impatient, patient):
-            if harness.clients[record.request_id].last is not None:
-                ended_at.setdefault(record.request_id, harness.clock())
-        harness.clock.advance(1.0)
-    assert ended_at == {impatient.request_id: 2.0, patient.request_id: 10.0}
-    client = harness.clients[patient.request_id]
-    assert (client.error_code, client.reasons) == (ErrorCode.OVERLOADED, [FinishReason.ERROR])
-    assert causes(client.last) == {"queued_behind": 10.0}
-    assert causes(harness.clients[impatient.request_id].last) == {"queued_rows": 2.0}
-
-
-# --- prior outputs and lost workers ----------------------------------------------------------------------------------
 
 
 def test_prior_tokens_are_continued_not_repeated() -> None:
@@ -410,7 +383,7 @@ def test_a_request_whose_choices_are_all_finished_ends_in_add() -> None:
     record = make_record(PROMPT)
     harness.add(record, prior=[PriorOutput(choice=0, token_ids=[1], finished=True)])
     assert harness.clients[record.request_id].last is not None
-    assert not harness.scheduler.has_work
+    assert not harness.has_work
 
 
 def test_a_lost_worker_costs_time_but_no_token() -> None:
@@ -427,7 +400,7 @@ def test_a_lost_worker_costs_time_but_no_token() -> None:
     assert [request.request_id for request in taken] == [record.request_id for record in records]
     assert [request.replays for request in taken] == [1, 1, 0], "the third had not started"
     harness.clock.advance(5.0)
-    while harness.scheduler.has_work:
+    while harness.has_work:
         harness.step()
         harness.clock.advance(1.0)
     harness.check_all()
@@ -449,13 +422,3 @@ def test_replayed_requests_keep_their_place() -> None:
         harness.scheduler.add(request, 1.0)
     (new,) = harness.step().new_rows
     assert len(new.token_ids) == 11
-
-
-def test_replayed_requests_do_not_expire() -> None:
-    harness = Harness(queue_timeout_s=5.0)
-    harness.add(make_record(PROMPT))
-    harness.step()
-    harness.lose_worker()
-    assert harness.scheduler.expire(100.0) == []
-    harness.drain()
-    harness.check_all()

@@ -255,7 +255,7 @@ def test_the_ledger_tells_why_time_passed() -> None:
     first, second, third = (make_record(PROMPT, max_tokens=2) for _ in range(3))
     for record in (first, second, third):
         harness.add(record)
-    while harness.scheduler.has_work:
+    while harness.has_work:
         harness.clock.advance(1.0)
         harness.plan()
         harness.clock.advance(10.0)

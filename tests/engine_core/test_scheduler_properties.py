@@ -82,7 +82,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_rows=max_rows,
             prefix_cache=prefix_cache,
             policy=policy,
-            queue_timeout_s=30.0,
         )
 
     @rule(arrivals=st.lists(records(), min_size=1, max_size=4))
@@ -142,7 +141,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 8.0]))
     def time_passes(self, seconds: float) -> None:
         self.harness.clock.advance(seconds)
-        self.harness.receive(self.harness.scheduler.expire(self.harness.clock()))
 
     @invariant()
     def books_add_up(self) -> None:

@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import grpc
+import msgspec
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tests.engine_core.fake_worker import FakeWorker, make_hello
+from tests.engine_core.fake_worker import REPO, FakeWorker, make_hello
 from tests.fakes import FakeRunner, make_record, reference_tokens
 
 from pagoda_engine_core import outbox
@@ -21,8 +23,9 @@ from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import Delta, FinishReason, RequestRecord
+from pagoda_proto.records import SESSION_PROTOCOL, Delta, FinishReason, RequestRecord
 from pagoda_proto.steps import Hello
+from pagoda_proto.times import LOOP_STUCK_S
 
 WAIT_S = 120
 
@@ -348,6 +351,72 @@ async def test_generate_that_is_cancelled_frees_its_blocks(server: Server, worke
 
     await eventually(freed)
     worker.hold.clear()
+
+
+async def test_the_process_is_live_also_without_workers(server: Server) -> None:
+    stub = health_pb2_grpc.HealthStub(server.channel)
+
+    async def live() -> bool:
+        with contextlib.suppress(grpc.aio.AioRpcError):  # it is not told yet
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service="live"))
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+        return False
+
+    await eventually(live)
+
+
+@pytest.mark.parametrize("spoken", [SESSION_PROTOCOL, SESSION_PROTOCOL + 1])
+async def test_a_gateway_of_another_protocol_is_refused_by_both_names(server: Server, spoken: int) -> None:
+    frames: asyncio.Queue[pb.ClientFrame] = asyncio.Queue()
+
+    async def requests() -> AsyncIterator[pb.ClientFrame]:
+        while True:
+            yield await frames.get()
+
+    call = server.engine.Session(requests(), metadata=(("pagoda-protocol", str(spoken)),))
+    if spoken == SESSION_PROTOCOL:
+        load = (await call.read()).load
+        assert (load.protocol, load.policy) == (SESSION_PROTOCOL, "fcfs")
+        call.cancel()
+        return
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call.read()
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert str(spoken) in refused.value.details()
+    assert str(SESSION_PROTOCOL) in refused.value.details()
+
+
+async def test_a_resumed_request_is_bound_to_what_it_began_with(server: Server, worker: FakeWorker) -> None:
+    session, record = Session(server), make_record(max_tokens=8)
+    session.submit(record)
+    await session.until(record.request_id)
+    (begun,) = [delta.begun for delta in session.deltas if delta.begun is not None]
+    assert begun.numerics_id == session.loads[-1].numerics_id == "fake-numerics"
+    again = make_record(max_tokens=8)
+    prior = pb.ChoiceTokens(choice=0, token_ids=reference_tokens(again)[0][:3])
+    foreign = convert.begun_to_pb(msgspec.structs.replace(begun, model_fingerprint="another"))
+    submit = pb.Submit(record=convert.record_to_pb(again), attempt=1, prior_outputs=[prior], begun=foreign)
+    session.frames.put_nowait(pb.ClientFrame(submit=submit))
+    session.answers.clear()
+    answer = await session.answer()
+    assert answer.rejected.code == ErrorCode.STREAM_INTERRUPTED
+
+
+@pytest.mark.slow
+async def test_a_process_whose_loop_is_stuck_tells_its_stacks_and_ends(socket_dir: Path) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "tests.engine_core.stuck_loop", str(socket_dir), stderr=asyncio.subprocess.PIPE, cwd=REPO
+    )
+    try:
+        with FakeWorker(f"ipc://{socket_dir}/w.sock"):
+            async with asyncio.timeout(LOOP_STUCK_S + WAIT_S):
+                _, stacks = await process.communicate()
+        assert process.returncode == 1
+        assert b"in block_for_ever" in stacks
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def test_health_follows_the_workers(server: Server) -> None:

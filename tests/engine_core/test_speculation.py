@@ -190,7 +190,7 @@ def test_a_hint_waits_for_the_step_in_flight() -> None:
     assert harness.plan(), "nothing is known of drafts yet"
     harness.land()
     assert harness.plan() is None
-    assert harness.scheduler.has_work
+    assert harness.has_work
     harness.land()
     plan = harness.plan()
     assert plan is not None

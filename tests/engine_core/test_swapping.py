@@ -167,7 +167,7 @@ def test_a_failing_sibling_ends_a_swapped_choice_too() -> None:
     for _ in range(3):
         harness.step()
     preempt(harness, request, 1)
-    while harness.scheduler.has_work:
+    while harness.has_work:
         harness.step()
         harness.scheduler.check_invariants()
     assert harness.clients[request.request_id].error_code is ErrorCode.NUMERICAL_ERROR

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 from hypothesis import HealthCheck, given, settings
@@ -23,10 +24,24 @@ from pagoda_engine_core.executor import (
     WorkerLeft,
     WorkerState,
 )
-from pagoda_engine_core.zmq_executor import ZmqExecutor
-from pagoda_proto.channel import MAX_FRAME_BYTES, NUM_PARTS
+from pagoda_engine_core.zmq_executor import FIRST_STEPS, ZmqExecutor
+from pagoda_proto.channel import MAX_FRAME_BYTES, NUM_PARTS, decode_to_worker
 from pagoda_proto.host import host_id
-from pagoda_proto.steps import Beat, BeatAck, Drain, Goodbye, Refused, ResetWorker, StepPlan, StepResult, Welcome
+from pagoda_proto.steps import (
+    PROTOCOL_VERSION,
+    Beat,
+    BeatAck,
+    Chunk,
+    Drain,
+    Goodbye,
+    Refused,
+    ResetWorker,
+    StepFailed,
+    StepPlan,
+    StepResult,
+    Welcome,
+)
+from pagoda_proto.times import STEP_DEADLINE_LEAST_S, STEP_DEADLINE_S
 
 
 class Engine:
@@ -132,20 +147,109 @@ def test_reset_ends_the_life_and_the_worker_registers_anew(engine: Engine) -> No
     epoch = engine.admit(peer)
     engine.executor.send(epoch, ResetWorker())
     left = engine.next(WorkerLeft)
-    assert left.cause is LeaveCause.LEFT
+    assert left.cause is LeaveCause.RESET
     assert peer.receive()[1] == ResetWorker()
+    peer.renew()
     assert engine.admit(peer) > epoch
 
 
-def test_a_second_hello_of_the_same_incarnation_voids_the_first_life(engine: Engine) -> None:
+def test_a_second_registration_of_the_same_process_voids_the_first_life(engine: Engine) -> None:
     peer = engine.peer()
     first = engine.admit(peer)
+    peer.renew()
     second = engine.admit(peer)
     assert second > first
     left = engine.next(WorkerLeft)
-    assert (left.epoch, left.cause) == (first, LeaveCause.LEFT)
+    assert (left.epoch, left.cause) == (first, LeaveCause.RENEWED)
     peer.send(StepResult(step=1), epoch=first)
     engine.counted("epoch")
+
+
+def test_a_worker_comes_back_while_its_old_connections_still_stand(engine: Engine) -> None:
+    """As after a link that broke in one direction: this end sees two living connections, the old one silent."""
+    peer = engine.peer()
+    engine.admit(peer)
+    old = peer.data
+    peer.renew()
+    epoch = engine.admit(peer)
+    assert not old.closed
+    engine.executor.send(epoch, StepPlan(step=1))
+    assert peer.receive()[1] == StepPlan(step=1)
+    peer.send(StepResult(step=1))
+    assert engine.next(StepDone).epoch == epoch
+
+
+def test_hellos_that_piled_up_begin_one_life(engine: Engine) -> None:
+    peer = engine.peer()
+    for _ in range(5):
+        peer.say_hello()
+    joined = engine.next(WorkerJoined)
+    for _ in range(5):
+        engine.pump(lambda: peer.data.poll(0) > 0)
+        _, welcome = peer.receive()
+        assert isinstance(welcome, Welcome)
+        assert welcome.epoch == joined.epoch
+    assert engine.seen == []
+
+
+def test_a_hello_that_comes_after_plans_changes_nothing(engine: Engine) -> None:
+    peer = engine.peer()
+    epoch = engine.admit(peer)
+    engine.executor.send(epoch, StepPlan(step=1))
+    peer.send(peer.hello, engine_boot_id="", epoch=0)
+    peer.send(StepResult(step=1))
+    assert engine.next(StepDone).epoch == epoch
+    assert peer.receive()[1] == StepPlan(step=1)
+    assert not peer.data.poll(0)
+    assert engine.seen == []
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_a_hello_of_an_earlier_registration_is_stale(engine: Engine, over: bool) -> None:
+    peer = engine.peer()
+    engine.admit(peer)
+    first, hello = peer.data, peer.hello
+    peer.renew()
+    epoch = engine.admit(peer)
+    if over:
+        peer.send(Goodbye())
+        engine.next(WorkerLeft)
+        engine.next(WorkerLeft)
+    peer.send(hello, first, engine_boot_id="", epoch=0)
+    engine.counted("registration")
+    assert not any(isinstance(event, WorkerJoined) for event in engine.seen)
+    alive = [worker.epoch for worker in engine.executor.workers() if worker.state.alive]
+    assert alive == ([] if over else [epoch])
+
+
+def test_a_step_that_raised_ends_the_life_and_says_which(engine: Engine) -> None:
+    peer = engine.peer()
+    epoch = engine.admit(peer)
+    engine.executor.send(epoch, StepPlan(step=1))
+    peer.send(StepFailed(step=1, reason="out of memory"))
+    assert engine.next(WorkerLeft) == WorkerLeft(epoch, LeaveCause.STEP_FAILED, "out of memory", 1)
+    peer.renew()
+    peer.hello = msgspec.structs.replace(peer.hello, max_tokens_per_step=64)
+    engine.admit(peer)
+    assert engine.executor.workers()[0].hello.max_tokens_per_step == 64
+
+
+def test_a_worker_of_another_protocol_version_is_told_both(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    peer = engine.peer("old")
+    for _ in range(3):
+        peer.data.send_multipart([bytes([PROTOCOL_VERSION - 1]), *peer.frame(peer.hello)[1:]])
+        engine.pump(lambda: peer.data.poll(0) > 0)
+        version, _, _, _, _, payload = peer.data.recv_multipart()
+        refused = decode_to_worker(payload)
+        assert version == bytes([PROTOCOL_VERSION - 1])  # or it could not read it
+        assert isinstance(refused, Refused)
+        assert refused.final
+        for number in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
+            assert str(number) in refused.reason
+    peer.data.send_multipart([bytes([PROTOCOL_VERSION + 1]), *peer.frame(StepResult(step=1))[1:]])
+    engine.pump(lambda: engine.executor.counters()["frames_dropped_version"] == 4)
+    assert len([record for record in caplog.records if "'old'" in record.getMessage()]) == 1
+    assert not peer.data.poll(0)
 
 
 def test_a_duplicate_worker_id_is_refused_while_the_first_lives(engine: Engine) -> None:
@@ -189,12 +293,20 @@ def test_workers_that_do_not_match_are_refused(
     assert not any(isinstance(event, WorkerJoined) for event in engine.seen)
 
 
-def test_other_numerics_may_come_when_nobody_is_left(engine: Engine) -> None:
-    peer = engine.peer()
+def test_other_numerics_may_come_when_nobody_is_left_and_no_request_needs_the_old_ones(engine: Engine) -> None:
+    peer, other = engine.peer(), engine.peer("w1", numerics_id="other")
     engine.admit(peer)
     peer.send(Goodbye())
+    other.say_hello()
     engine.next(WorkerLeft)
-    engine.admit(engine.peer("w1", numerics_id="other"))
+    engine.pump(lambda: other.data.poll(0) > 0)
+    refused = other.receive()[1]
+    assert isinstance(refused, Refused)
+    assert "fake-numerics" in refused.reason
+    assert not refused.final
+    engine.executor.hold("")
+    other.renew()
+    engine.admit(other)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +361,7 @@ def test_a_result_that_was_not_due_ends_the_life(engine: Engine) -> None:
     engine.executor.send(epoch, StepPlan(step=1))
     peer.send(StepResult(step=2))
     left = engine.next(WorkerLeft)
-    assert (left.epoch, left.cause) == (epoch, LeaveCause.DIED)
+    assert (left.epoch, left.cause) == (epoch, LeaveCause.MISANSWERED)
 
 
 def test_results_over_control_and_beats_over_data_are_not_taken(engine: Engine) -> None:
@@ -266,7 +378,7 @@ def test_silence_makes_suspect_then_dead_and_late_frames_are_void(socket_dir: Pa
         epoch = engine.admit(peer)
         assert engine.next(WorkerChanged) == WorkerChanged(epoch, WorkerState.SUSPECT)
         left = engine.next(WorkerLeft)
-        assert (left.epoch, left.cause) == (epoch, LeaveCause.DIED)
+        assert (left.epoch, left.cause) == (epoch, LeaveCause.SILENT)
         peer.beat()
         engine.counted("epoch")
         assert engine.executor.workers()[0].state is WorkerState.DEAD
@@ -291,25 +403,62 @@ def test_when_we_were_paused_ourselves_nobody_is_dead(socket_dir: Path) -> None:
         engine.close()
 
 
+class Ahead:
+    """A clock that the test can set forward, by less at a time than would be taken for our own stall."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    def advance(self, engine: Engine, peer: Peer, seconds: float) -> None:
+        end = self.ahead_s + seconds
+        while self.ahead_s < end:
+            self.ahead_s = min(end, self.ahead_s + 0.5)
+            peer.beat(busy_s=0.1)
+            engine.pump(lambda: peer.control.poll(0) > 0 or any(isinstance(e, WorkerLeft) for e in engine.seen))
+            while peer.control.poll(0):
+                peer.receive(peer.control)
+
+
 def test_a_worker_that_beats_but_never_answers_is_hung(socket_dir: Path) -> None:
-    engine = Engine(socket_dir, step_deadline_s=0.5)
+    clock = Ahead()
+    engine = Engine(socket_dir, clock)
     try:
         peer = engine.peer()
         epoch = engine.admit(peer)
         engine.executor.send(epoch, StepPlan(step=1))
+        clock.advance(engine, peer, STEP_DEADLINE_S - 5)
+        assert engine.seen == []
+        clock.advance(engine, peer, 6)
+        assert engine.next(WorkerLeft).cause is LeaveCause.HUNG
+    finally:
+        engine.close()
 
-        def beat_and_look() -> bool:
-            peer.beat(busy_s=0.1)
-            return any(isinstance(event, WorkerLeft) for event in engine.seen)
 
-        engine.pump(beat_and_look)
+def test_a_step_of_a_worker_whose_pace_is_known_hangs_sooner(socket_dir: Path) -> None:
+    clock = Ahead()
+    engine = Engine(socket_dir, clock)
+    try:
+        peer = engine.peer()
+        epoch = engine.admit(peer)
+        plan = StepPlan(step=1, chunks=[Chunk(1, 0, 1, True)])
+        for step in range(1, FIRST_STEPS + 2):
+            engine.executor.send(epoch, msgspec.structs.replace(plan, step=step))
+            if step <= FIRST_STEPS:
+                peer.send(StepResult(step=step))
+                engine.next(StepDone)
+        clock.advance(engine, peer, STEP_DEADLINE_LEAST_S + 5)
         assert engine.next(WorkerLeft).cause is LeaveCause.HUNG
     finally:
         engine.close()
 
 
 def test_a_killed_process_is_seen_by_its_pidfd_long_before_its_beats_are_missed(socket_dir: Path) -> None:
-    engine = Engine(socket_dir, worker_suspect_s=300.0, worker_dead_s=600.0)
+    engine = Engine(
+        socket_dir, worker_suspect_s=300.0, worker_dead_s=600.0, worker_lease_s=700.0, step_deadline_s=800.0
+    )
     process = start_process(engine.executor.endpoint, "w0")
     try:
         joined = engine.next(WorkerJoined)
@@ -427,7 +576,7 @@ def test_a_living_predecessor_is_not_robbed_but_a_dead_ones_socket_is_replaced(
 
 def test_a_worker_registers_with_the_next_life_of_the_engine_core(socket_dir: Path) -> None:
     endpoint = f"ipc://{socket_dir}/w.sock"
-    config = EngineConfig(worker_endpoint=endpoint, worker_lease_s=0.5)
+    config = EngineConfig(worker_endpoint=endpoint, worker_suspect_s=0.2, worker_dead_s=0.3, worker_lease_s=0.5)
     first = ZmqExecutor(config, "boot-1")
     with FakeWorker(endpoint) as worker:
         while not worker.registered.is_set():

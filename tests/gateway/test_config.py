@@ -20,7 +20,7 @@ def test_streams_wait_as_long_as_the_ladder_says() -> None:
 @pytest.mark.parametrize("name", TIMES)
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf"), -float("inf")])
 def test_every_time_is_one(name: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{name} must be .*, got {value}"):
+    with pytest.raises(ValueError, match=rf"{name} must be .*, got {value}"):
         GatewayConfig(**{name: value})  # type: ignore[arg-type]
 
 
@@ -29,12 +29,12 @@ def test_zero_is_taken_where_it_means_something(name: str) -> None:
     if name in OFF_AT_0:
         GatewayConfig(**{name: 0.0})  # type: ignore[arg-type]
         return
-    with pytest.raises(ValueError, match=f"{name} must be between 0.1 and"):
+    with pytest.raises(ValueError, match=rf"{name} must be between 0\.1 and"):
         GatewayConfig(**{name: 0.0})  # type: ignore[arg-type]
 
 
 def test_pings_are_no_flood() -> None:
-    with pytest.raises(ValueError, match="ping_interval_s must be 0 or at least 0.1, got 0.001"):
+    with pytest.raises(ValueError, match=r"ping_interval_s must be 0 or at least 0\.1, got 0\.001"):
         GatewayConfig(ping_interval_s=0.001)
 
 

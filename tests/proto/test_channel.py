@@ -15,6 +15,7 @@ from pagoda_proto.channel import (
     MAX_ID_BYTES,
     Envelope,
     FrameError,
+    OtherVersionError,
     decode_from_worker,
     decode_to_worker,
     encode,
@@ -242,3 +243,14 @@ def test_limits_are_inclusive() -> None:
     longest = "x" * MAX_ID_BYTES
     envelope = Envelope(longest, longest, 2**64 - 1, 2**64 - 1)
     assert open_envelope(encode(envelope, Drain()))[0] == envelope
+
+
+@pytest.mark.parametrize(("payload", "is_hello"), [(b"\x81\xa4type\xa5hello", True), (b"\x81\xa4type\xa4beat", False),
+                                                   (b"\x01", False), (b"\xc1", False), (b"", False)])  # fmt: skip
+def test_a_frame_of_another_version_still_says_whose_it_is(payload: bytes, is_hello: bool) -> None:
+    envelope = Envelope("", "w7", 0, 1)
+    parts = [*encode(envelope, BeatAck(), PROTOCOL_VERSION + 1)[:-1], payload]
+    with pytest.raises(OtherVersionError) as raised:
+        open_envelope(parts)
+    assert (raised.value.version, raised.value.worker_id) == (PROTOCOL_VERSION + 1, "w7")
+    assert raised.value.is_hello is is_hello

@@ -1,0 +1,67 @@
+"""What others may see of an engine core, as plain values of a moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from pagoda_engine_core.admission import FrontDoor
+from pagoda_engine_core.counters import sum_blocks
+from pagoda_engine_core.executor import Executor, WorkerInfo
+from pagoda_engine_core.router import Router
+from pagoda_proto.records import SESSION_PROTOCOL, Load
+
+
+class WorkerView(NamedTuple):
+    """A worker's life, and what the engine core has placed there."""
+
+    info: WorkerInfo
+    num_free_blocks: int
+    num_rows: int
+
+
+class Stats(NamedTuple):
+    """Numbers of this moment, and totals since the engine core started."""
+
+    load: Load
+    blocks_total: int
+    blocks_used: int
+    blocks_cached: int
+    swap_blocks_total: int
+    swap_blocks_used: int
+    totals: dict[str, int]
+
+
+def workers(executor: Executor, router: Router) -> list[WorkerView]:
+    views = []
+    for info in executor.workers():
+        group = router.groups.get(info.epoch)
+        used = group.scheduler.counters.blocks_used if group else 0
+        rows = group.scheduler.num_rows if group else 0
+        views.append(WorkerView(info, info.hello.num_blocks - used if info.state.alive else 0, rows))
+    return views
+
+
+def stats(load: Load, executor: Executor, router: Router, totals: Mapping[str, int]) -> Stats:
+    counters = [group.scheduler.counters for group in router.groups.values()]
+    everything = Counter(totals) + router.totals() + Counter(executor.counters())
+    return Stats(load=load, totals=dict(everything), **sum_blocks(counters))
+
+
+def load_of(engine_id: str, policy: str, router: Router, door: FrontDoor) -> Load:
+    limits = door.limits
+    return Load(
+        engine_id=engine_id,
+        num_workers=sum(group.ready for group in router.groups.values()),
+        num_waiting=router.num_waiting + door.num_held,
+        num_running=router.num_running,
+        kv_usage=round(router.kv_usage, 3),
+        draining=door.closed,
+        vocab_size=limits.vocab_size if limits else 0,
+        max_model_len=limits.max_model_len if limits else 0,
+        model_fingerprint=door.model_fingerprint,
+        numerics_id=next((group.hello.numerics_id for group in router.groups.values()), ""),
+        protocol=SESSION_PROTOCOL,
+        policy=policy,
+    )

@@ -1,0 +1,37 @@
+"""An engine core on a scripted executor."""
+
+from __future__ import annotations
+
+from tests.engine_core.fakes_sink import RecordingSink, ScriptedExecutor
+from tests.fakes import ManualClock
+
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.engine import EngineCore
+from pagoda_proto.records import RequestRecord
+
+
+class Bench:
+    """An engine core on a scripted executor and a clock of its own; `settle` runs it until nothing moves."""
+
+    def __init__(self, **config: object) -> None:
+        self.clock = ManualClock(1000.0)
+        self.executor = ScriptedExecutor()
+        self.engine = EngineCore(EngineConfig(**config), self.executor, self.clock)
+        self.sink = RecordingSink()
+
+    def submit(self, record: RequestRecord, attempt: int = 0, **kwargs: object) -> str:
+        self.engine.submit(record, self.sink, attempt, **kwargs)
+        return record.request_id
+
+    def settle(self) -> None:
+        while self.executor.answer_all() or self.engine.step(0):
+            self.clock.advance(0.01)
+
+    def pass_time(self, seconds: float) -> None:
+        """While the engine core runs: a leap of the clock would be its own stall."""
+        for _ in range(round(seconds / 0.25)):
+            self.clock.advance(0.25)
+            self.engine.step(0)
+
+    def deltas(self, request_id: str) -> list[list[int]]:
+        return self.sink.choices(request_id)

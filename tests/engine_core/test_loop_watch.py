@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda_engine_core.loop_watch import LOOK_S, LoopWatch
+
+
+def look_for(watch: LoopWatch, now: float, seconds: float, rounds: float) -> tuple[bool, float]:
+    stuck, end = False, now + seconds
+    while now < end:
+        now += LOOK_S
+        stuck |= watch.look(rounds, now)
+    return stuck, now
+
+
+def test_a_loop_that_does_not_come_round_is_stuck() -> None:
+    watch = LoopWatch(8.0, 0.0, 100.0)
+    stuck, now = look_for(watch, 100.0, 8.0, 0.0)
+    assert not stuck
+    assert look_for(watch, now, 1.0, 0.0)[0]
+
+
+def test_a_process_that_was_stopped_is_not_stuck() -> None:
+    watch = LoopWatch(8.0, 0.0, 100.0)
+    _, now = look_for(watch, 100.0, 7.0, 0.0)
+    assert not watch.look(0.0, now + 600.0)
+    assert look_for(watch, now + 600.0, 2.0, 0.0)[0]
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 900.0), st.booleans()), max_size=60))
+def test_whoever_comes_round_between_looks_is_never_stuck(looks: list[tuple[float, bool]]) -> None:
+    watch, now, rounds = LoopWatch(8.0, 0.0, 0.0), 0.0, 0.0
+    for gap_s, _ in looks:
+        now, rounds = now + gap_s, rounds + 1
+        assert not watch.look(rounds, now)
