@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagoda_gateway.clients import TrustedProxies
 from pagoda_proto.options import option
 
-_POSITIVE = ("max_body_bytes", "max_headers", "max_header_bytes", "max_connections", "max_prompts", "max_messages")
+_POSITIVE = (
+    "max_body_bytes", "max_headers", "max_header_bytes", "max_connections", "max_connections_per_client", "max_prompts",
+    "max_messages", "max_tools", "text_threads", "max_waiting_texts", "max_waiting_texts_per_client", "max_held_bytes",
+    "max_tokenize_chars", "max_prompt_logprob_values", "max_logprob_values",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +30,21 @@ class GatewayConfig:
     keep_alive_s: float = option(30.0, "an idle connection is closed after this long")
     max_connections: int = option(2048, "most connections at once")
     max_connections_per_client: int = option(512, "most connections at once from one address")
+    forwarded_allow_ips: str = option(
+        "127.0.0.1,::1", "proxies whose X-Forwarded-For names the client: addresses and CIDR blocks, comma-separated"
+    )
+    text_threads: int = option(2, "threads that parse, render and tokenise what is not short")
+    max_waiting_texts: int = option(256, "most texts waiting for a thread")
+    max_waiting_texts_per_client: int = option(64, "most of them from one address")
+    max_held_bytes: int = option(128 * 1024 * 1024, "most bytes of large bodies and prompt log-probabilities at once")
+    max_tokenize_chars: int = option(1024 * 1024, "longest text that /tokenize takes")
+    max_prompt_logprob_values: int = option(
+        262_144, "most prompt log-probabilities of one request: prompts x tokens x (1 + prompt_logprobs)"
+    )
+    max_logprob_values: int = option(
+        1_048_576, "most log-probabilities of one answer that is no stream: prompts x n x max_tokens x (1 + logprobs)"
+    )
+    min_priority: int = option(0, "lowest `priority` a request may ask for; lower runs earlier")
     max_prompts: int = option(128, "most prompts in one completion request")
     max_messages: int = option(2048, "most messages in one chat request")
     max_tools: int = option(256, "most tools in one chat request")
@@ -43,5 +63,9 @@ class GatewayConfig:
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 problems.append(f"{name} must be at least 1, got {getattr(self, name)}")
+        try:
+            TrustedProxies(self.forwarded_allow_ips)
+        except ValueError as error:
+            problems.append(f"forwarded_allow_ips: {error}")
         if problems:
             raise ValueError("; ".join(problems))

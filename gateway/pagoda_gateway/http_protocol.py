@@ -13,6 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from pagoda_gateway.clients import TrustedProxies, client_key
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.limits import check_header_sizes, refusal
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -21,27 +22,31 @@ MAX_REQUEST_LINE_BYTES = 8192
 
 
 class ConnectionGuard:
-    """Counts connections, in all and by client address."""
+    """Counts connections, in all and by client address; those of a proxy are counted request by request, as `limits`
+    knows for whom they are."""
 
     def __init__(self, config: GatewayConfig, on_slow_client: Callable[[], None]) -> None:
         self.config = config
         self.on_slow_client = on_slow_client
+        self._proxies = TrustedProxies(config.forwarded_allow_ips)
         self._by_client: Counter[str] = Counter()
         self._total = 0
 
-    def enter(self, client: str) -> PagodaError | None:
+    def enter(self, peer: str) -> PagodaError | None:
         """Admit a connection, or say why not; who was admitted must `leave`."""
         config = self.config
         if self._total >= config.max_connections:
             return PagodaError(ErrorCode.OVERLOADED, f"this server takes {config.max_connections} connections at once")
-        if self._by_client[client] >= config.max_connections_per_client:
+        client = client_key(peer)
+        if not self._proxies.trusts(peer) and self._by_client[client] >= config.max_connections_per_client:
             limit = config.max_connections_per_client
             return PagodaError(ErrorCode.OVERLOADED, f"one address may have {limit} connections at once")
         self._total += 1
         self._by_client[client] += 1
         return None
 
-    def leave(self, client: str) -> None:
+    def leave(self, peer: str) -> None:
+        client = client_key(peer)
         self._total -= 1
         self._by_client[client] -= 1
         if not self._by_client[client]:

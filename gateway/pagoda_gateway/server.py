@@ -58,7 +58,7 @@ async def serve(
         metrics = GatewayMetrics(name)
         engine = SessionClient(EngineAddress(config.engine, config.keys_dir), config.resume_wait_s, metrics)
         health = Health(engine, metrics, health_times)
-        ctx = GatewayContext(config=config, text=text, engine=engine, served_model_name=name, created=int(time.time()))
+        ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()))
         guard = ConnectionGuard(config, metrics.slow_client)
         server = HttpServer(uvicorn_config(create_app(ctx, health, metrics), config, guard))
         engine.start()
@@ -68,6 +68,7 @@ async def serve(
         finally:
             await health.aclose()
             await engine.aclose()
+            ctx.pool.close()
             server.cut_connections()
 
 

@@ -33,13 +33,7 @@ class Gateway:
         self.metrics = GatewayMetrics("m")
         engine = SessionClient(EngineAddress(config.engine), 1.0, self.metrics)
         self.health = Health(engine, self.metrics)
-        ctx = GatewayContext(
-            config=config,
-            text=ModelText.load(model),
-            engine=engine,
-            served_model_name="m",
-            created=1,
-        )
+        ctx = GatewayContext.new(config, ModelText.load(model), engine, served_model_name="m", created=1)
         app: Any = create_app(ctx, self.health, self.metrics)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 

@@ -12,12 +12,13 @@ from urllib.parse import unquote
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.gateway.fake_engine_core import until
 from tests.gateway.http_fakes import Running, error_code, parse, running_http, talk
 
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.limits import LimitsMiddleware, is_normal_path
+from pagoda_gateway.memory import MemoryBudget
 
 CONFIG = GatewayConfig(
     max_body_bytes=1000,
@@ -29,7 +30,12 @@ CONFIG = GatewayConfig(
     max_connections=20,
     max_connections_per_client=12,
     slow_client_timeout_s=0.2,
+    forwarded_allow_ips="",
 )
+
+
+def limited(app: ASGIApp, config: GatewayConfig) -> LimitsMiddleware:
+    return LimitsMiddleware(app, config, MemoryBudget(config.max_held_bytes))
 
 
 class Echo:
@@ -65,7 +71,7 @@ async def echo() -> Echo:
 
 @pytest.fixture
 async def http(echo: Echo) -> AsyncIterator[Running]:
-    async with running_http(LimitsMiddleware(echo, CONFIG), CONFIG) as running:
+    async with running_http(limited(echo, CONFIG), CONFIG) as running:
         yield running
 
 
@@ -211,7 +217,7 @@ async def test_connections_of_one_client_are_bounded(http: Running) -> None:
 
 async def test_all_connections_are_bounded() -> None:
     config = GatewayConfig(max_connections=1)
-    async with running_http(LimitsMiddleware(Echo(), config), config) as http:
+    async with running_http(limited(Echo(), config), config) as http:
         _, writer = await asyncio.open_connection("127.0.0.1", http.port)
         await until(lambda: len(http.server.server_state.connections) == 1)
         assert (await talk(http.port, b""))[0] == 503
@@ -252,7 +258,7 @@ async def test_websockets_are_closed() -> None:
     async def receive() -> Any:
         return {"type": "websocket.connect"}
 
-    await LimitsMiddleware(Echo(), CONFIG)({"type": "websocket"}, receive, send)
+    await limited(Echo(), CONFIG)({"type": "websocket"}, receive, send)
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
@@ -267,7 +273,7 @@ async def test_limits_hold_without_our_protocol() -> None:
         return {"type": "http.request", "body": b"", "more_body": False}
 
     scope = {"type": "http", "path": "/", "headers": [(b"x", b"y")] * 11}
-    await LimitsMiddleware(Echo(), CONFIG)(scope, receive, send)
+    await limited(Echo(), CONFIG)(scope, receive, send)
     assert sent[0]["status"] == 431
     assert json.loads(sent[1]["body"])["error"]["code"] == "headers_too_large"
 

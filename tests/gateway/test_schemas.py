@@ -13,8 +13,8 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from tests.gateway.fakes_engine import make_gateway
 
+from pagoda_gateway.body import parse_body
 from pagoda_gateway.json_body import MAX_DEPTH, check_content_type, parse_object
-from pagoda_gateway.requests import parse_body
 from pagoda_gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
 
