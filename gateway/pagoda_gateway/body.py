@@ -6,16 +6,18 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from pagoda_gateway import schemas
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.errors import invalid_fields
-from pagoda_gateway.json_body import check_content_type, parse_object
+from pagoda_gateway.json_body import check_content_type, parse_object, parsed_bytes
+from pagoda_gateway.memory import Holding
 from pagoda_gateway.sse import ClientGone, until_disconnect
 from pagoda_gateway.text_pool import INLINE_SIZE
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
-Body = TypeVar("Body", bound=BaseModel)
+Body = TypeVar("Body", bound=schemas.Body)
 T = TypeVar("T")
 
 
@@ -29,8 +31,10 @@ async def read_body(ctx: GatewayContext, request: Request, schema: type[Body]) -
     check_content_type(request.headers.get("content-type", ""))
     data = b"".join([chunk async for chunk in request.stream()])
 
+    hold_for(request, parsed_bytes(data))
+
     def work() -> Body:
-        body = parse_object(data)
+        body = parse_object(data, schema.max_values)
         _check_counts(ctx, body)
         return parse_body(schema, body)
 
@@ -47,15 +51,16 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
         raise PagodaError(ErrorCode.CANCELLED, "the client left") from None
 
 
-def hold_instead_of_body(request: Request, num_bytes: int) -> None:
-    """Nothing of the body is needed any more; what is held for the request from now on is this much.
+def hold_for(request: Request, num_bytes: int, *, instead: bool = False) -> None:
+    """Count this much as held for the request; `instead` of its body, of which nothing is needed any more.
 
     Raises:
         PagodaError: OVERLOADED when that is more than there is.
     """
-    holding = request.scope.get("state", {}).get("body_memory")
+    holding: Holding | None = request.scope.get("state", {}).get("memory")
     if holding is not None:
-        holding.release()
+        if instead:
+            holding.release()
         holding.grow_to(num_bytes)
 
 

@@ -51,7 +51,7 @@ class LimitsMiddleware:
         client = self._client_of(scope)
         scope["client"] = (client, 0)
         holding = self._memory.holding(client)
-        scope.setdefault("state", {})["body_memory"] = holding
+        scope.setdefault("state", {})["memory"] = holding
         self._open_by_client[client] += 1
         try:
             await self._serve(scope, receive, send, holding)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from pagoda_gateway.json_body import MAX_VALUES
 from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
@@ -26,7 +27,10 @@ Word = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Body(BaseModel):
+    """`max_values` bounds arrays and objects together, before anything of a body is parsed."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    max_values: ClassVar[int] = 2**17
 
 
 def _no_promise(why: str, refused: bool = True) -> Callable[[Any], Any]:
@@ -241,6 +245,8 @@ def _kind_of_prompt(value: Any) -> str:
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
 
+    max_values = MAX_VALUES  # prompts of token ids
+
     prompt: Annotated[
         Annotated[Text, Tag("text")]
         | Annotated[list[Text], Field(fail_fast=True), Tag("texts")]
@@ -290,6 +296,8 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     """POST /detokenize."""
+
+    max_values = MAX_VALUES
 
     model: str | None = Field(None, max_length=512)
     tokens: TokenIds

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ from pagoda_gateway.text.model_text import ModelText
 
 Report = Callable[[dict[str, object]], None]
 
+
+SWITCH_INTERVAL_S = 0.001  # how long the event loop waits for a text thread that computes in Python
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ async def serve(
         ValueError: the engine address or the model's files cannot be used.
         OSError: the HTTP address cannot be bound.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     listener = bind(config.host, config.port)
     with contextlib.closing(listener):
         text = await asyncio.to_thread(load_text, config)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from pagoda_gateway.answer import Answer, Update
 from pagoda_gateway.answer_schemas import ChatAnswer
-from pagoda_gateway.body import client_of, hold_instead_of_body, read_body
+from pagoda_gateway.body import client_of, hold_for, read_body
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.described import described
 from pagoda_gateway.encoding import encoded_list
@@ -36,7 +36,7 @@ def router(ctx: GatewayContext) -> APIRouter:
             record = await chat_record(ctx, body, client_of(request))
             with_tools = tools_in_use(body)
             body = body.model_copy(update={"messages": [], "tools": None, "metadata": None})
-            hold_instead_of_body(request, held_bytes(record.params, [len(record.prompt_token_ids)]))
+            hold_for(request, held_bytes(record.params, [len(record.prompt_token_ids)]), instead=True)
             usage = stream_usage(body)
             answer = await Answer.open(ctx, [record], needs_usage=not body.stream or usage.at_end)
             head = Head.new(ctx, "chatcmpl-", record)

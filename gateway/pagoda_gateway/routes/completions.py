@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from pagoda_gateway.answer import Answer, Part, Update
 from pagoda_gateway.answer_schemas import CompletionAnswer
-from pagoda_gateway.body import client_of, hold_instead_of_body, read_body
+from pagoda_gateway.body import client_of, hold_for, read_body
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.described import described
 from pagoda_gateway.encoding import encoded_columns, encoded_list
@@ -39,7 +39,7 @@ def router(ctx: GatewayContext) -> APIRouter:
             body = body.model_copy(update={"prompt": ""})
             prompts, records = [prompt for prompt, _ in prepared], [record for _, record in prepared]
             lengths = [len(prompt.token_ids) for prompt in prompts]
-            hold_instead_of_body(request, held_bytes(records[0].params, lengths))
+            hold_for(request, held_bytes(records[0].params, lengths), instead=True)
             usage = stream_usage(body)
             answer = await Answer.open(ctx, records, needs_usage=not body.stream or usage.at_end)
             return Presented(answer, _Completion(ctx, body, prompts, answer), Head.new(ctx, "cmpl-", records[0]), usage)
