@@ -45,7 +45,7 @@ async def ask(place: tuple[str, int], path: str, body: bytes, patience_s: float 
                 while await reader.read(1 << 16):
                     pass
         finally:
-            writer.close()
+            writer.transport.abort()  # closing would go on sending
     except (OSError, TimeoutError):
         await asyncio.sleep(0.01)
 

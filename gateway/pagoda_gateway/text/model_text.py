@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pagoda_gateway.text.chat import ChatTemplate
+from pagoda_gateway.text.chat import RESERVED, ChatTemplate
 from pagoda_gateway.text.conversation import Message, template_messages
 from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_gateway.text.special import MARK, SpecialTokens
@@ -94,6 +94,11 @@ class ModelText:
             message = "this model has no chat template; use /v1/completions or start with --chat-template"
             raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "messages")
         return template
+
+    @property
+    def template_options(self) -> frozenset[str]:
+        """What chat templates of this model read from their caller besides messages and tools."""
+        return frozenset(name for template in self.templates.values() for name in template.variables) - RESERVED
 
     def render_chat(
         self,
