@@ -39,5 +39,5 @@ def described(
 
 
 def _content(schema: type[BaseModel], place: str) -> dict[str, Any]:
-    where = place + "/content/application~1json/schema/$defs/{model}"
+    where = place.replace("{", "{{").replace("}", "}}") + "/content/application~1json/schema/$defs/{model}"
     return {"content": {"application/json": {"schema": schema.model_json_schema(ref_template=where)}}}

@@ -215,6 +215,50 @@ async def test_connections_of_one_client_are_bounded(http: Running) -> None:
     assert (await talk(http.port, get("/", CLOSE)))[0] == 200
 
 
+async def test_requests_behind_a_proxy_are_counted_by_their_own_clients() -> None:
+    config = GatewayConfig(max_connections_per_client=1, forwarded_allow_ips="127.0.0.0/8")
+    echo = Echo()
+
+    def ask(path: str, client: str) -> bytes:
+        return get(path, f"x-forwarded-for: {client}", CLOSE)
+
+    async with running_http(limited(echo, config), config) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        writer.write(ask("/stream", "1.1.1.1"))
+        await reader.readexactly(100_000)
+        status, _, body = await talk(http.port, ask("/", "1.1.1.1"))
+        assert (status, error_code(body)) == (503, "overloaded")
+        assert (await talk(http.port, ask("/", "2.2.2.2")))[0] == 200
+        writer.close()
+        await echo.gone.wait()
+        await until(lambda: not http.server.server_state.connections)
+        assert (await talk(http.port, ask("/", "1.1.1.1")))[0] == 200
+
+
+async def test_uploads_of_one_client_cannot_hold_all_memory() -> None:
+    """Abandoned uploads count until their connection ends."""
+    config = GatewayConfig(max_held_bytes=1_000_000, body_timeout_s=60.0, forwarded_allow_ips="127.0.0.1")
+    app = limited(Echo(), config)
+    part = b"x" * 300_000
+
+    def upload(client: str, *lines: str) -> bytes:
+        return post(part, "content-length: 400000", f"x-forwarded-for: {client}", *lines)
+
+    async with running_http(app, config) as http:
+        _, abandoned = await asyncio.open_connection("127.0.0.1", http.port)
+        abandoned.write(upload("1.1.1.1"))
+        await until(lambda: app._memory.held_bytes >= len(part))
+        status, headers, body = await talk(http.port, upload("1.1.1.1"))
+        assert (status, error_code(body)) == (503, "overloaded")
+        assert int(headers["retry-after"]) >= 1
+        whole = upload("2.2.2.2", CLOSE) + b"x" * 100_000
+        assert (await talk(http.port, whole))[0] == 200
+        small = post(b"x" * 1000, "content-length: 1000", "x-forwarded-for: 1.1.1.1", CLOSE)
+        assert (await talk(http.port, small))[0] == 200
+        abandoned.close()
+        await until(lambda: app._memory.held_bytes == 0)
+
+
 async def test_all_connections_are_bounded() -> None:
     config = GatewayConfig(max_connections=1)
     async with running_http(limited(Echo(), config), config) as http:
