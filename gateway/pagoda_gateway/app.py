@@ -23,14 +23,14 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 def create_app(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> ASGIApp:
     """The whole gateway as one ASGI app. It owns no task: whoever runs it starts the engine client and `health`."""
     # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing.
-    api = FastAPI(title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None)
+    api = FastAPI(title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(api)
     routers = [module.router(ctx) for module in (chat, completions, models, tokenize)]
     routers.append(ops.router(ctx, health, metrics))
     for router in routers:
         api.include_router(router)
     metrics.know_routes(frozenset(route_templates(routers)))
-    return Edge(LimitsMiddleware(api, ctx.config), metrics, lambda: health.draining)
+    return Edge(LimitsMiddleware(api, ctx.config, ctx.memory), metrics, lambda: health.draining)
 
 
 def route_templates(routers: list[APIRouter]) -> Iterator[str]:

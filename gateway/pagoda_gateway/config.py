@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pagoda_gateway.clients import TrustedProxies
 from pagoda_proto import times
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
@@ -28,9 +29,28 @@ class GatewayConfig:
     keep_alive_s: float = option(30.0, "an idle connection is closed after this long", least=0.1)
     max_connections: int = option(2048, "most connections at once", least=1)
     max_connections_per_client: int = option(512, "most connections at once from one address", least=1)
+    forwarded_allow_ips: str = option(
+        "127.0.0.1,::1", "proxies whose X-Forwarded-For names the client: addresses and CIDR blocks, comma-separated"
+    )
+    text_threads: int = option(2, "threads that parse, render and tokenise what is not short", least=1, most=256)
+    max_waiting_texts: int = option(256, "most texts waiting for a thread", least=1)
+    max_waiting_texts_per_client: int = option(64, "most of them from one address", least=1)
+    max_held_bytes: int = option(
+        128 * 1024 * 1024, "most bytes of large bodies and prompt log-probabilities at once", least=1, most=2**53
+    )
+    max_tokenize_chars: int = option(1024 * 1024, "longest text that /tokenize takes", least=1)
+    max_prompt_logprob_values: int = option(
+        262_144, "most prompt log-probabilities of one request: prompts x tokens x (1 + prompt_logprobs)", least=1
+    )
+    max_logprob_values: int = option(
+        1_048_576,
+        "most log-probabilities of one answer that is no stream: prompts x n x max_tokens x (1 + logprobs)",
+        least=1,
+    )
+    min_priority: int = option(0, "lowest `priority` a request may ask for; lower runs earlier", least=-(2**31))
     max_prompts: int = option(128, "most prompts in one completion request", least=1)
     max_messages: int = option(2048, "most messages in one chat request", least=1)
-    max_tools: int = option(256, "most tools in one chat request")
+    max_tools: int = option(256, "most tools in one chat request", least=1)
     slow_client_timeout_s: float = option(60.0, "a stream whose client reads nothing for this long is ended", least=0.1)
     resume_wait_s: float = option(times.RESUME_WAIT_S, "how long open streams wait for a lost engine core to come back")
     ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long; 0: never")
@@ -47,3 +67,7 @@ class GatewayConfig:
         if 0 < self.ping_interval_s < LEAST_PING_S:
             rule = f"ping_interval_s must be 0 or at least {LEAST_PING_S}"
             yield Problem("ping_interval_s", f"{rule}, got {self.ping_interval_s}")
+        try:
+            TrustedProxies(self.forwarded_allow_ips)
+        except ValueError as error:
+            yield Problem("forwarded_allow_ips", f"forwarded_allow_ips: {error}")

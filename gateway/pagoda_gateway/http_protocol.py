@@ -14,6 +14,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from pagoda_gateway.clients import TrustedProxies, client_key
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.limits import check_header_sizes, refusal
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -23,7 +24,8 @@ CLOCK_SLACK_S = 0.05  # a loop's timers may be early by its clock's resolution
 
 
 class ConnectionGuard:
-    """Counts connections, in all and by client address. `now` is a clock that stands still while this process does."""
+    """Counts connections, in all and by client address; those of a proxy are counted request by request, as `limits`
+    knows for whom they are. `now` is a clock that stands still while this process does."""
 
     def __init__(
         self,
@@ -34,22 +36,25 @@ class ConnectionGuard:
         self.config = config
         self.on_slow_client = on_slow_client
         self.now = now
+        self._proxies = TrustedProxies(config.forwarded_allow_ips)
         self._by_client: Counter[str] = Counter()
         self._total = 0
 
-    def enter(self, client: str) -> PagodaError | None:
+    def enter(self, peer: str) -> PagodaError | None:
         """Admit a connection, or say why not; who was admitted must `leave`."""
         config = self.config
         if self._total >= config.max_connections:
             return PagodaError(ErrorCode.OVERLOADED, f"this server takes {config.max_connections} connections at once")
-        if self._by_client[client] >= config.max_connections_per_client:
+        client = client_key(peer)
+        if not self._proxies.trusts(peer) and self._by_client[client] >= config.max_connections_per_client:
             limit = config.max_connections_per_client
             return PagodaError(ErrorCode.OVERLOADED, f"one address may have {limit} connections at once")
         self._total += 1
         self._by_client[client] += 1
         return None
 
-    def leave(self, client: str) -> None:
+    def leave(self, peer: str) -> None:
+        client = client_key(peer)
         self._total -= 1
         self._by_client[client] -= 1
         if not self._by_client[client]:

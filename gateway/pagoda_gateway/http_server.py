@@ -79,6 +79,7 @@ def uvicorn_config(app: Any, config: GatewayConfig, guard: ConnectionGuard) -> u
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # `limits` reads them
         backlog=BACKLOG,
         timeout_keep_alive=math.ceil(config.keep_alive_s),
         timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + LEAVE_S),

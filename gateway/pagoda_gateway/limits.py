@@ -1,7 +1,9 @@
 """Nothing reaches a route before it is known to be small, complete, plain and asked for by its normal name.
 
 Pure ASGI, around the whole app. A request's body is read here, counted while it streams, under one deadline; routes
-get it whole. What concerns bytes before a request exists (headers, connections, slow readers) is in `http_protocol`,
+get it whole, and in `scope["client"]` whom the request is counted under.
+
+What concerns bytes before a request exists (headers, connections, slow readers) is in `http_protocol`,
 which leaves its verdict in `scope["state"]["refusal"]` so that responses stay in order.
 """
 
@@ -9,12 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections import Counter
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagoda_gateway.clients import TrustedProxies
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.errors import error_response
+from pagoda_gateway.memory import Holding, MemoryBudget
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 LINGER_S = 1.0
@@ -29,9 +34,12 @@ def refusal(error: PagodaError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
 
 
 class LimitsMiddleware:
-    def __init__(self, app: ASGIApp, config: GatewayConfig) -> None:
+    def __init__(self, app: ASGIApp, config: GatewayConfig, memory: MemoryBudget) -> None:
         self._app = app
         self._config = config
+        self._memory = memory
+        self._proxies = TrustedProxies(config.forwarded_allow_ips)
+        self._open_by_client: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -40,14 +48,41 @@ class LimitsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        client = self._client_of(scope)
+        scope["client"] = (client, 0)
+        holding = self._memory.holding(client)
+        scope.setdefault("state", {})["memory"] = holding
+        self._open_by_client[client] += 1
+        try:
+            await self._serve(scope, receive, send, holding)
+        finally:
+            holding.release()
+            self._open_by_client[client] -= 1
+            if not self._open_by_client[client]:
+                del self._open_by_client[client]
+
+    def _client_of(self, scope: Scope) -> str:
+        peer = scope.get("client")
+        forwarded_for = (value for name, value in scope["headers"] if name == b"x-forwarded-for")
+        return self._proxies.client_of(peer[0] if peer else "", forwarded_for)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, holding: Holding) -> None:
         try:
             self._check_head(scope)
-            body = await self._read_body(receive)
+            self._check_client(scope["client"][0])
+            body = await self._read_body(receive, holding)
         except PagodaError as error:
             await _refuse(error, receive, send)
             return
         if body is not None:
-            await self._app(scope, _replay(body, receive), send)
+            replay = _replay(body, receive)
+            del body
+            await self._app(scope, replay, send)
+
+    def _check_client(self, client: str) -> None:
+        limit = self._config.max_connections_per_client
+        if self._open_by_client[client] > limit:
+            raise PagodaError(ErrorCode.OVERLOADED, f"one address may have {limit} requests open at once")
 
     def _check_head(self, scope: Scope) -> None:
         """Raises PagodaError by what the head alone tells."""
@@ -68,7 +103,7 @@ class LimitsMiddleware:
         limit = self._config.max_body_bytes
         return PagodaError(ErrorCode.REQUEST_TOO_LARGE, f"the request body must be at most {limit} bytes")
 
-    async def _read_body(self, receive: Receive) -> bytes | None:
+    async def _read_body(self, receive: Receive, holding: Holding) -> bytes | None:
         """The whole body, or None when the client went away meanwhile."""
         chunks: list[bytes] = []
         num_bytes = 0
@@ -83,6 +118,7 @@ class LimitsMiddleware:
                     num_bytes += len(chunks[-1])
                     if num_bytes > self._config.max_body_bytes:
                         raise self._too_large()
+                    holding.grow_to(num_bytes)
                     if not message.get("more_body", False):
                         return b"".join(chunks)
         except TimeoutError:

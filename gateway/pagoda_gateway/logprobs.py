@@ -31,18 +31,12 @@ def _finite(logprob: float) -> float:
 
 def chat_logprobs(
     text: ModelText, token_ids: Sequence[int], entries: Sequence[TopLogprobs], top: int
-) -> list[dict[str, Any]]:
-    """`choices[].logprobs.content`, with `top` alternatives each."""
-    return [
-        _chat_token(text, token_id, entry.logprob)
-        | {
-            "top_logprobs": [
-                _chat_token(text, other, logprob)
-                for other, logprob in zip(entry.top_ids[:top], entry.top_logprobs, strict=False)
-            ]
-        }
-        for token_id, entry in zip(token_ids, entries, strict=True)
-    ]
+) -> Iterator[dict[str, Any]]:
+    """The items of `choices[].logprobs.content`, with `top` alternatives each."""
+    for token_id, entry in zip(token_ids, entries, strict=True):
+        others = zip(entry.top_ids[:top], entry.top_logprobs, strict=False)
+        alternatives = [_chat_token(text, other, logprob) for other, logprob in others]
+        yield _chat_token(text, token_id, entry.logprob) | {"top_logprobs": alternatives}
 
 
 def _chat_token(text: ModelText, token_id: int, logprob: float) -> dict[str, Any]:
@@ -50,8 +44,12 @@ def _chat_token(text: ModelText, token_id: int, logprob: float) -> dict[str, Any
     return {"token": token_text(text, token_id), "logprob": _finite(logprob), "bytes": list(data)}
 
 
+COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+Row = tuple[str, float | None, dict[str, float] | None, int]
+
+
 class CompletionLogprobs:
-    """`choices[].logprobs` of one choice of a plain completion, piece by piece.
+    """`choices[].logprobs` of one choice of a plain completion, row by row; `COLUMNS` names what a row has.
 
     `text_offset` counts characters of the choice's text, echoed prompt included.
     """
@@ -62,23 +60,28 @@ class CompletionLogprobs:
         self._detokenizer = Detokenizer(text.table, skip_special_tokens=skip_special_tokens)
         self._offset = 0
 
-    def prompt(self, token_ids: Sequence[int], entries: Sequence[TopLogprobs]) -> dict[str, Any]:
-        """The echoed prompt: its first token has no log-probability."""
-        first = self._describe(token_ids[:1], [None])
-        return joined([first, self.output(token_ids[1:], entries)])
+    def prompt(self, token_ids: Sequence[int], entries: Sequence[TopLogprobs], shown: str) -> Iterator[Row]:
+        """The echoed prompt, shown as this text: its first token has no log-probability."""
+        opening = Detokenizer(self._text.table, at_start=True)
+        for token_id, entry in zip(token_ids, (None, *entries), strict=True):
+            yield self._row(token_id, entry)
+            text = opening.push((token_id,))
+            if token_id in self._text.table.special_ids:  # it counts where the client wrote it out
+                text = self._text.token_bytes(token_id).decode(errors="replace")
+                text = text if shown.startswith(text, self._offset) else ""
+            self._offset += len(text)
+        self._offset = len(shown)
 
-    def output(self, token_ids: Sequence[int], entries: Sequence[TopLogprobs]) -> dict[str, Any]:
-        return self._describe(token_ids, entries)
-
-    def _describe(self, token_ids: Sequence[int], entries: Sequence[TopLogprobs | None]) -> dict[str, Any]:
-        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    def output(self, token_ids: Sequence[int], entries: Sequence[TopLogprobs]) -> Iterator[Row]:
         for token_id, entry in zip(token_ids, entries, strict=True):
-            found["tokens"].append(token_text(self._text, token_id, "bytes:"))
-            found["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
-            found["top_logprobs"].append(None if entry is None else dict(self._top_pairs(token_id, entry)))
-            found["text_offset"].append(self._offset)
+            yield self._row(token_id, entry)
             self._offset += len(self._detokenizer.push((token_id,)))
-        return found
+
+    def _row(self, token_id: int, entry: TopLogprobs | None) -> Row:
+        token = token_text(self._text, token_id, "bytes:")
+        if entry is None:
+            return token, None, None, self._offset
+        return token, _finite(entry.logprob), dict(self._top_pairs(token_id, entry)), self._offset
 
     def _top_pairs(self, token_id: int, entry: TopLogprobs) -> Iterator[tuple[str, float]]:
         for other, logprob in zip(entry.top_ids[: self._top], entry.top_logprobs, strict=False):
@@ -86,25 +89,16 @@ class CompletionLogprobs:
         yield token_text(self._text, token_id, "bytes:"), _finite(entry.logprob)
 
 
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Consecutive pieces of completion logprobs as one."""
-    names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-    return {name: [item for part in parts for item in part[name]] for name in names}
-
-
 def prompt_logprobs(
     text: ModelText, token_ids: Sequence[int], entries: Sequence[TopLogprobs], top: int
-) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: null for the first token, then token id -> logprob, rank, text."""
-    found: list[dict[str, Any] | None] = [None]
+) -> Iterator[dict[str, Any] | None]:
+    """The items of vLLM's `prompt_logprobs`: null for the first token, then token id -> logprob, rank, text."""
+    yield None
     for token_id, entry in zip(token_ids[1:], entries, strict=True):
         ranked = enumerate(zip(entry.top_ids[:top], entry.top_logprobs, strict=False), 1)
         tokens = {other: (logprob, rank) for rank, (other, logprob) in ranked}
         tokens[token_id] = (entry.logprob, entry.rank)
-        found.append(
-            {
-                str(other): {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(text, other)}
-                for other, (logprob, rank) in tokens.items()
-            }
-        )
-    return found
+        yield {
+            str(other): {"logprob": _finite(logprob), "rank": rank, "decoded_token": token_text(text, other)}
+            for other, (logprob, rank) in tokens.items()
+        }

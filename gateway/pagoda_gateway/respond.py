@@ -1,4 +1,4 @@
-"""What the generating routes share: the head of every object, the two ways to answer, and how a route is documented."""
+"""What the generating routes share: the head of every object and the two ways to answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from fastapi import Request
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from pagoda_gateway.answer import Answer
@@ -108,10 +107,3 @@ async def _whole(open_answer: Callable[[], Awaitable[Conversation]]) -> Response
         return await conversation.whole()
     finally:
         await conversation.answer.aclose()
-
-
-def described(path: str, schema: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI's description of a route that reads its own body; references point into the document itself."""
-    place = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/post/requestBody/content/application~1json/schema"
-    content = {"application/json": {"schema": schema.model_json_schema(ref_template=place + "/$defs/{model}")}}
-    return {"requestBody": {"required": True, "content": content}}

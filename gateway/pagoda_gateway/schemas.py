@@ -7,10 +7,12 @@ client is told about the field instead of being misunderstood. Types are strict:
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from pagoda_gateway.json_body import MAX_VALUES
 from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
@@ -25,7 +27,29 @@ Word = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class Body(BaseModel):
+    """`max_values` bounds arrays and objects together, before anything of a body is parsed."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    max_values: ClassVar[int] = 2**17
+
+
+def _no_promise(why: str, refused: bool = True) -> Callable[[Any], Any]:
+    """For values that ask for what is not there yet, so that the answer says so."""
+
+    def check(value: Any) -> Any:
+        if value is refused:
+            raise ValueError(f"{str(refused).lower()} cannot be promised yet: {why}")
+        return value
+
+    return check
+
+
+def _is_text_part(value: Any) -> Any:
+    """Other parts are refused in one sentence, whatever else is in them."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind != "text" and isinstance(kind, str):
+        raise ValueError(f"is a part of type {kind[:64]!a}; this model takes text parts only")
+    return value
 
 
 class TextPart(Body):
@@ -45,11 +69,20 @@ class ToolCallParam(Body):
     index: int | None = None
 
 
+def _kind_of_content(value: Any) -> str:
+    return "parts" if isinstance(value, list) else "text"
+
+
+TextParts = Annotated[list[Annotated[TextPart, BeforeValidator(_is_text_part)]], Field(fail_fast=True, min_length=1)]
+Content = Annotated[Annotated[Text, Tag("text")] | Annotated[TextParts, Tag("parts")], Discriminator(_kind_of_content)]
+
+
 class Message(Body):
     """One turn. Fields of answers (refusal, annotations, ..) are taken back as they are sent: empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Content | None = None
+    reasoning_content: Text | None = Field(None, description="of an assistant; shown as the chat template shows it")
     name: Label | None = None
     tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True, max_length=128)] | None = None
     tool_call_id: Label | None = None
@@ -64,6 +97,8 @@ class Message(Body):
             raise ValueError("content is required, except in an assistant message with tool_calls")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls belong to assistant messages")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise ValueError("reasoning_content belongs to assistant messages")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("a tool message needs tool_call_id")
         return self
@@ -73,7 +108,9 @@ class FunctionDefinition(Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: Literal[False] | None = None
+    strict: Annotated[
+        Literal[False] | None, BeforeValidator(_no_promise("tool calls are not held to their schema"))
+    ] = None
 
 
 class Tool(Body):
@@ -134,7 +171,7 @@ class Sampling(Body):
     bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     prompt_logprobs: int | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(0, description="lower runs earlier, if at all")
     cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
     return_token_ids: bool | None = None
 
@@ -154,9 +191,11 @@ class ChatRequest(Sampling):
     max_completion_tokens: int | None = Field(None, description="the same as max_tokens")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    parallel_tool_calls: Annotated[
+        Literal[True] | None, BeforeValidator(_no_promise("a model may make several calls in one turn", refused=False))
+    ] = None
     response_format: TextFormat | None = None
     metadata: Annotated[dict[MetadataKey, Label], Field(max_length=16)] | None = Field(
         None, description="informational"
@@ -171,6 +210,8 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Label | None = Field(None, description="for chat templates that read it")
+    verbosity: Label | None = Field(None, description="for chat templates that read it")
 
     audio: None = None
     chat_template: None = None
@@ -179,8 +220,6 @@ class ChatRequest(Sampling):
     moderation: None = None
     prediction: None = None
     prompt_cache_options: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
     web_search_options: None = None
 
     @model_validator(mode="after")
@@ -205,6 +244,8 @@ def _kind_of_prompt(value: Any) -> str:
 
 class CompletionRequest(Sampling):
     """POST /v1/completions."""
+
+    max_values = MAX_VALUES  # prompts of token ids
 
     prompt: Annotated[
         Annotated[Text, Tag("text")]
@@ -242,7 +283,7 @@ class TokenizeRequest(Body):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _one_input(self) -> TokenizeRequest:
@@ -255,6 +296,8 @@ class TokenizeRequest(Body):
 
 class DetokenizeRequest(Body):
     """POST /detokenize."""
+
+    max_values = MAX_VALUES
 
     model: str | None = Field(None, max_length=512)
     tokens: TokenIds

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ from pagoda_gateway.waits import Waits
 Report = Callable[[dict[str, object]], None]
 
 
+SWITCH_INTERVAL_S = 0.001  # how long the event loop waits for a text thread that computes in Python
+
 logger = logging.getLogger(__name__)
 
 
@@ -42,6 +45,7 @@ async def serve(
         ValueError: the engine address or the model's files cannot be used.
         OSError: the HTTP address cannot be bound.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     listener = bind(config.host, config.port)
     with contextlib.closing(listener):
         text = await asyncio.to_thread(load_text, config)
@@ -50,7 +54,7 @@ async def serve(
         address, waits = EngineAddress(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
         engine = SessionClient(address, metrics, waits, log_requests=config.log_requests)
         health = Health(engine, metrics, health_times)
-        ctx = GatewayContext(config=config, text=text, engine=engine, served_model_name=name, created=int(time.time()))
+        ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()))
         guard = ConnectionGuard(config, metrics.slow_client, engine.clock.now)
         server = HttpServer(uvicorn_config(create_app(ctx, health, metrics), config, guard))
         engine.start()
@@ -60,6 +64,7 @@ async def serve(
         finally:
             await health.aclose()
             await engine.aclose()
+            ctx.pool.close()
             server.cut_connections()
 
 

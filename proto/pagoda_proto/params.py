@@ -23,6 +23,7 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_SEED = 2**64 - 1
+MIN_SEED = -(2**63)
 MAX_TOKENS_CEILING = 2**31 - 1
 
 
@@ -32,16 +33,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     Attributes:
         n: Choices to generate from the one prompt.
         temperature: 0 is greedy; otherwise logits are divided by it.
-        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_k: Keep the k most likely tokens; 0 keeps all, and so does -1.
         top_p: Keep the smallest set of tokens whose probability reaches p.
         min_p: Drop tokens less likely than min_p times the most likely one.
         repetition_penalty: > 1 discourages tokens seen in prompt or output (CTRL, arXiv 1909.05858).
         presence_penalty: Subtracted once from the logit of a token already in the output.
         frequency_penalty: Subtracted per occurrence in the output.
-        seed: 64-bit; None lets admission draw one and write it into the request record.
+        seed: 64-bit, negative ones count from 2^64 down; None lets admission draw one and write it into the record.
         max_tokens: Most output tokens per choice; None means up to the context length.
         min_tokens: No end of sequence and no stop token before this many output tokens.
-        stop: Strings that end a choice; handled by the text side, which then aborts the choice.
+        stop: Strings that end a choice, or one; handled by the text side, which then aborts the choice.
         stop_token_ids: Tokens that end a choice.
         ignore_eos: Do not end at the model's end-of-sequence tokens.
         logit_bias: Added to the logits of these token ids.
@@ -76,6 +77,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        for name, value in _one_form(self):
+            msgspec.structs.force_setattr(self, name, value)
         problems = list(_own_problems(self))
         if problems:
             raise InvalidParams(problems)
@@ -83,6 +86,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _one_form(p: SamplingParams) -> Iterator[tuple[str, object]]:
+    """What several values say alike has one form inside, whichever door it came through."""
+    if isinstance(p.stop, str):
+        yield "stop", (p.stop,)
+    elif not isinstance(p.stop, tuple):
+        yield "stop", tuple(p.stop)
+    if p.top_k == -1:
+        yield "top_k", 0
+    if p.seed is not None and MIN_SEED <= p.seed < 0:
+        yield "seed", p.seed & MAX_SEED
 
 
 def _in_range(name: str, value: float, low: float, high: float) -> Iterator[Problem]:
@@ -107,7 +122,7 @@ def _own_problems(p: SamplingParams) -> Iterator[Problem]:
     yield from _in_range("presence_penalty", p.presence_penalty, -2, 2)
     yield from _in_range("frequency_penalty", p.frequency_penalty, -2, 2)
     if p.seed is not None:
-        yield from _in_range("seed", p.seed, 0, MAX_SEED)
+        yield from _in_range("seed", p.seed, MIN_SEED, MAX_SEED)
     yield from _length_problems(p)
     yield from _list_problems(p)
 
@@ -157,8 +172,8 @@ def model_problems(params: SamplingParams, prompt_token_ids: list[int], limits: 
         "bad_words": tuple(token for word in params.bad_words_token_ids for token in word),
     }
     for name, ids in lists.items():
-        bad = next((token for token in ids if not 0 <= token < limits.vocab_size), None)
-        if bad is not None:
+        if ids and not 0 <= min(ids) <= max(ids) < limits.vocab_size:
+            bad = next(token for token in ids if not 0 <= token < limits.vocab_size)
             problems.append(Problem(name, f"token ids must be between 0 and {limits.vocab_size - 1}, got {bad}"))
     if not prompt_token_ids:
         problems.append(Problem("prompt", "must have at least one token"))

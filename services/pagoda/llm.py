@@ -106,8 +106,15 @@ class LLM:
                 template itself reads.
 
         Raises:
+            TypeError: the template does not read an option.
             PagodaError: as `generate`, and when the template does not take these messages.
         """
+        known = {"tools", "add_generation_prompt", "continue_final_message"} | self._local.text.template_options
+        for name in template_options:
+            if name not in known:
+                raise TypeError(
+                    f"chat() got an unexpected option {name!r}; this model takes {', '.join(sorted(known))}"
+                )
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self._local.text.encode_chat(one, **template_options) for one in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)

@@ -174,14 +174,14 @@ class Gateway:
     def __init__(self, model_dir: Path, script: Script, **config: object) -> None:
         self.text = ModelText.load(model_dir)
         self.engine = FakeEngine(script)
-        self.context = GatewayContext(
-            config=GatewayConfig(**config),  # type: ignore[arg-type]
-            text=self.text,
-            engine=self.engine,
+        self.context = GatewayContext.new(
+            GatewayConfig(**config),  # type: ignore[arg-type]
+            self.text,
+            self.engine,
             served_model_name=MODEL,
             created=1_700_000_000,
         )
-        self.app = FastAPI()
+        self.app = FastAPI(redirect_slashes=False)
         errors.install(self.app)
         for module in (chat, completions, models, tokenize):
             self.app.include_router(module.router(self.context))

@@ -10,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from pagoda_gateway.text.vocabulary import byte_level_alphabet
 
+DEMO_MODEL = Path(__file__).parents[2] / "services/pagoda/demo_model"
 EOS, START = "<|im_end|>", "<|im_start|>"
 SPECIALS = ("<|endoftext|>", START, EOS)
 WORDS = ("Ġhello", "Ġworld", "Ġthe", "hello", "world", "the", "<", "tool", "call", "ĊĊ")

@@ -33,13 +33,7 @@ class Gateway:
         self.metrics = GatewayMetrics("m")
         engine = SessionClient(EngineAddress(config.engine), self.metrics)
         self.health = Health(engine, self.metrics)
-        ctx = GatewayContext(
-            config=config,
-            text=ModelText.load(model),
-            engine=engine,
-            served_model_name="m",
-            created=1,
-        )
+        ctx = GatewayContext.new(config, ModelText.load(model), engine, served_model_name="m", created=1)
         app: Any = create_app(ctx, self.health, self.metrics)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 
@@ -76,6 +70,47 @@ async def test_unknown_paths_and_methods(gateway: Gateway) -> None:
     assert (answer.status_code, error_code(answer.content)) == (404, "not_found")
     answer = await gateway.client.delete("/version")
     assert (answer.status_code, error_code(answer.content)) == (405, "method_not_allowed")
+
+
+async def test_a_slash_too_many_is_not_redirected(gateway: Gateway) -> None:
+    for path in ("/v1/chat/completions/", "/v1/models/m/", "/health/"):
+        answer = await gateway.client.post(path, headers={"host": "evil.example"}, json={})
+        assert answer.status_code in (404, 405)
+        assert "location" not in answer.headers
+        assert "evil" not in answer.text
+
+
+async def test_sec_29_browsers_of_other_sites_get_nothing(gateway: Gateway) -> None:
+    """No route answers a preflight, allows an origin or sets a cookie; bodies are read as application/json only."""
+    ask = {"origin": "http://evil.example", "access-control-request-method": "POST", "host": "evil.example"}
+    for path in ("/v1/chat/completions", "/v1/models", "/docs", "/version", "/metrics"):
+        for method in ("OPTIONS", "GET", "POST"):
+            answer = await gateway.client.request(method, path, headers=ask)
+            assert not [name for name in answer.headers if name.startswith("access-control-")]
+            assert "set-cookie" not in answer.headers
+            assert method != "OPTIONS" or answer.status_code in (404, 405)
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        answer = await gateway.client.post("/v1/completions", content=b"{}", headers={"content-type": kind})
+        assert answer.status_code == 415
+
+
+@pytest.mark.parametrize("forged", ['x\n{"level": "error"}', "x\r\nset-cookie: a=b", 'a"b', "x" * 300])
+async def test_sec_31_what_clients_write_forges_no_line(
+    gateway: Gateway, caplog: pytest.LogCaptureFixture, forged: str
+) -> None:
+    answer = await gateway.client.post("/v1/completions", json={"prompt": "x", "model": forged, "user": "u"})
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert message.isascii()
+    assert message.isprintable()
+    assert len(message) < 256
+    assert forged not in caplog.text
+
+
+async def test_sec_20_compressed_and_multipart_bodies_are_refused(gateway: Gateway) -> None:
+    for encoding in ("gzip", "br", "zstd", "gzip, identity", "deflate"):
+        answer = await gateway.client.post("/tokenize", content=b"{}", headers={"content-encoding": encoding})
+        assert (answer.status_code, error_code(answer.content)) == (415, "unsupported_media_type")
 
 
 async def test_health_without_an_engine_core(gateway: Gateway) -> None:

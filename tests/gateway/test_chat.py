@@ -95,7 +95,7 @@ async def test_a_final_message_can_be_continued(tmp_path: Path) -> None:
 
 
 async def test_parameters_reach_the_record(tmp_path: Path) -> None:
-    gateway = saying(tmp_path, "x")
+    gateway = saying(tmp_path, "x", min_priority=-4)
     await post(
         gateway, temperature=0.5, top_k=-1, top_p=0.9, min_p=0.1, repetition_penalty=1.2, presence_penalty=0.5,
         frequency_penalty=-0.5, seed=-1, max_completion_tokens=7, min_tokens=2, stop_token_ids=[3], ignore_eos=True,
@@ -424,7 +424,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user"}]}, "messages[0]"),
     ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [IMAGE]}, "messages[0].content[0].type"),
+    ({"messages": [IMAGE]}, "messages[0].content[0]"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"temperature": -1}, "temperature"),
@@ -451,7 +451,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": "a b"}, "cache_salt"),
     ({"cache_salt": "x" * 65}, "cache_salt"),
     ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"reasoning_effort": "low"}, "reasoning_effort"),
+    ({"verbosity": "low"}, "verbosity"),
+    ({"tools": []}, "tools"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}, "tools[0].function.strict"),
+    ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]}, "messages[0]"),
+    ({"priority": -1}, "priority"),
+    ({"priority": -(10**9)}, "priority"),
     ({"web_search_options": {}}, "web_search_options"),
     ({"audio": {"voice": "x", "format": "mp3"}}, "audio"),
     ({"modalities": ["audio"]}, "modalities[0]"),
@@ -508,7 +515,7 @@ async def test_fields_that_change_nothing_are_taken(tmp_path: Path) -> None:
     await post(
         gateway, user="u", metadata={"k": "v"}, store=False, service_tier="auto", modalities=["text"],
         response_format={"type": "text"}, parallel_tool_calls=True, logprobs=False, reasoning_effort=None,
-        safety_identifier="s", prompt_cache_key="p", tools=[], stream=False, stop=None,
+        safety_identifier="s", prompt_cache_key="p", stream=False, stop=None,
     )  # fmt: skip
 
 

@@ -12,12 +12,13 @@ from urllib.parse import unquote
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.gateway.fake_engine_core import until
 from tests.gateway.http_fakes import Running, error_code, parse, running_http, talk
 
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.limits import LimitsMiddleware, is_normal_path
+from pagoda_gateway.memory import MemoryBudget
 
 CONFIG = GatewayConfig(
     max_body_bytes=1000,
@@ -29,7 +30,12 @@ CONFIG = GatewayConfig(
     max_connections=20,
     max_connections_per_client=12,
     slow_client_timeout_s=0.2,
+    forwarded_allow_ips="",
 )
+
+
+def limited(app: ASGIApp, config: GatewayConfig) -> LimitsMiddleware:
+    return LimitsMiddleware(app, config, MemoryBudget(config.max_held_bytes))
 
 
 class Echo:
@@ -65,7 +71,7 @@ async def echo() -> Echo:
 
 @pytest.fixture
 async def http(echo: Echo) -> AsyncIterator[Running]:
-    async with running_http(LimitsMiddleware(echo, CONFIG), CONFIG) as running:
+    async with running_http(limited(echo, CONFIG), CONFIG) as running:
         yield running
 
 
@@ -209,9 +215,53 @@ async def test_connections_of_one_client_are_bounded(http: Running) -> None:
     assert (await talk(http.port, get("/", CLOSE)))[0] == 200
 
 
+async def test_requests_behind_a_proxy_are_counted_by_their_own_clients() -> None:
+    config = GatewayConfig(max_connections_per_client=1, forwarded_allow_ips="127.0.0.0/8")
+    echo = Echo()
+
+    def ask(path: str, client: str) -> bytes:
+        return get(path, f"x-forwarded-for: {client}", CLOSE)
+
+    async with running_http(limited(echo, config), config) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        writer.write(ask("/stream", "1.1.1.1"))
+        await reader.readexactly(100_000)
+        status, _, body = await talk(http.port, ask("/", "1.1.1.1"))
+        assert (status, error_code(body)) == (503, "overloaded")
+        assert (await talk(http.port, ask("/", "2.2.2.2")))[0] == 200
+        writer.close()
+        await echo.gone.wait()
+        await until(lambda: not http.server.server_state.connections)
+        assert (await talk(http.port, ask("/", "1.1.1.1")))[0] == 200
+
+
+async def test_uploads_of_one_client_cannot_hold_all_memory() -> None:
+    """Abandoned uploads count until their connection ends."""
+    config = GatewayConfig(max_held_bytes=1_000_000, body_timeout_s=60.0, forwarded_allow_ips="127.0.0.1")
+    app = limited(Echo(), config)
+    part = b"x" * 300_000
+
+    def upload(client: str, *lines: str) -> bytes:
+        return post(part, "content-length: 400000", f"x-forwarded-for: {client}", *lines)
+
+    async with running_http(app, config) as http:
+        _, abandoned = await asyncio.open_connection("127.0.0.1", http.port)
+        abandoned.write(upload("1.1.1.1"))
+        await until(lambda: app._memory.held_bytes >= len(part))
+        status, headers, body = await talk(http.port, upload("1.1.1.1"))
+        assert (status, error_code(body)) == (503, "overloaded")
+        assert int(headers["retry-after"]) >= 1
+        whole = upload("2.2.2.2", CLOSE) + b"x" * 100_000
+        assert (await talk(http.port, whole))[0] == 200
+        small = post(b"x" * 1000, "content-length: 1000", "x-forwarded-for: 1.1.1.1", CLOSE)
+        assert (await talk(http.port, small))[0] == 200
+        abandoned.close()
+        await until(lambda: app._memory.held_bytes == 0)
+
+
 async def test_all_connections_are_bounded() -> None:
     config = GatewayConfig(max_connections=1)
-    async with running_http(LimitsMiddleware(Echo(), config), config) as http:
+    async with running_http(limited(Echo(), config), config) as http:
         _, writer = await asyncio.open_connection("127.0.0.1", http.port)
         await until(lambda: len(http.server.server_state.connections) == 1)
         assert (await talk(http.port, b""))[0] == 503
@@ -252,7 +302,7 @@ async def test_websockets_are_closed() -> None:
     async def receive() -> Any:
         return {"type": "websocket.connect"}
 
-    await LimitsMiddleware(Echo(), CONFIG)({"type": "websocket"}, receive, send)
+    await limited(Echo(), CONFIG)({"type": "websocket"}, receive, send)
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
@@ -267,7 +317,7 @@ async def test_limits_hold_without_our_protocol() -> None:
         return {"type": "http.request", "body": b"", "more_body": False}
 
     scope = {"type": "http", "path": "/", "headers": [(b"x", b"y")] * 11}
-    await LimitsMiddleware(Echo(), CONFIG)(scope, receive, send)
+    await limited(Echo(), CONFIG)(scope, receive, send)
     assert sent[0]["status"] == 431
     assert json.loads(sent[1]["body"])["error"]["code"] == "headers_too_large"
 

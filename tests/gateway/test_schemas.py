@@ -11,10 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from tests.gateway.fakes_engine import make_gateway
+from pydantic import BaseModel
+from tests.gateway.fakes_engine import MODEL, make_gateway, play
 
+from pagoda_gateway.answer_schemas import (
+    ChatAnswer,
+    CompletionAnswer,
+    DetokenizeAnswer,
+    ErrorAnswer,
+    Model,
+    ModelList,
+    TokenizeAnswer,
+)
+from pagoda_gateway.body import parse_body
 from pagoda_gateway.json_body import MAX_DEPTH, check_content_type, parse_object
-from pagoda_gateway.requests import parse_body
 from pagoda_gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
 
@@ -155,6 +165,52 @@ async def test_the_routes_are_documented_with_resolvable_schemas(tmp_path: Path)
         for step in reference.removeprefix("#/").split("/"):
             node = node[step.replace("~1", "/").replace("~0", "~")]
         assert isinstance(node, dict)
+
+
+async def test_every_route_says_what_it_answers_and_how_it_fails(tmp_path: Path) -> None:
+    document = make_gateway(tmp_path).app.openapi()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            assert "200" in responses, path
+            assert "ErrorObject" in json.dumps(responses["5XX"]), path
+
+
+ANSWERED: list[tuple[str, dict[str, Any], type[BaseModel]]] = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, ChatAnswer),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "logprobs": True,
+            "top_logprobs": 2,
+            "prompt_logprobs": 1,
+            "return_token_ids": True,
+        },
+        ChatAnswer,
+    ),
+    ("/v1/completions", {"prompt": "x"}, CompletionAnswer),
+    (
+        "/v1/completions",
+        {"prompt": "hello world", "logprobs": 2, "echo": True, "prompt_logprobs": 1, "return_token_ids": True},
+        CompletionAnswer,
+    ),
+    ("/tokenize", {"prompt": "x", "return_token_strs": True}, TokenizeAnswer),
+    ("/detokenize", {"tokens": [1]}, DetokenizeAnswer),
+    ("/v1/chat/completions", {"messages": []}, ErrorAnswer),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "schema"), ANSWERED)
+async def test_answers_are_as_described(
+    tmp_path: Path, path: str, body: dict[str, Any], schema: type[BaseModel]
+) -> None:
+    gateway = make_gateway(tmp_path)
+    gateway.engine.script = play(gateway.ids("ab"))
+    response = await gateway.client.post(path, json=body)
+    schema.model_validate(response.json())
+    for route, listed in (("/v1/models", ModelList), (f"/v1/models/{MODEL}", Model)):
+        listed.model_validate((await gateway.client.get(route)).json())
 
 
 def _references(node: Any) -> list[str]:

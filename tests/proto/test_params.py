@@ -30,7 +30,7 @@ BOUNDS: list[tuple[str, Any, Any]] = [  # field, last good value, first bad one
     ("n", limits.MAX_N, limits.MAX_N + 1),
     ("temperature", 0.0, -0.001),
     ("temperature", 100.0, 100.001),
-    ("top_k", 0, -1),
+    ("top_k", -1, -2),
     ("top_k", limits.MAX_TOKENS_CEILING, limits.MAX_TOKENS_CEILING + 1),
     ("top_p", 1e-9, 0.0),
     ("top_p", 1.0, 1.001),
@@ -42,7 +42,7 @@ BOUNDS: list[tuple[str, Any, Any]] = [  # field, last good value, first bad one
     ("presence_penalty", 2.0, 2.001),
     ("frequency_penalty", -2.0, -2.001),
     ("frequency_penalty", 2.0, 2.001),
-    ("seed", 0, -1),
+    ("seed", limits.MIN_SEED, limits.MIN_SEED - 1),
     ("seed", limits.MAX_SEED, limits.MAX_SEED + 1),
     ("seed", 1, 10**400),
     ("temperature", 1, 10**400),
@@ -96,6 +96,14 @@ def test_bad_words() -> None:
     assert faulty(bad_words_token_ids=((),)) == ["bad_words"]
 
 
+def test_what_says_the_same_has_one_form() -> None:
+    assert SamplingParams(stop="END") == SamplingParams(stop=("END",)) == SamplingParams(stop=["END"])  # type: ignore[arg-type]
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    assert SamplingParams(seed=-1).seed == 2**64 - 1
+    assert SamplingParams(seed=limits.MIN_SEED).seed == 2**63
+    assert faulty(stop="x" * (limits.MAX_STOP_STRING_CHARS + 1)) == ["stop"]
+
+
 def test_min_tokens_may_not_exceed_max_tokens() -> None:
     assert faulty(min_tokens=5, max_tokens=5) == []
     assert faulty(min_tokens=6, max_tokens=5) == ["min_tokens"]
@@ -103,7 +111,7 @@ def test_min_tokens_may_not_exceed_max_tokens() -> None:
 
 def test_all_problems_are_told_at_once() -> None:
     with pytest.raises(InvalidParams) as caught:
-        SamplingParams(n=0, top_p=2.0, seed=-1, stop=("",), logit_bias={3: 1000.0})
+        SamplingParams(n=0, top_p=2.0, seed=2**64, stop=("",), logit_bias={3: 1000.0})
     assert [problem.param for problem in caught.value.problems] == ["n", "top_p", "seed", "stop", "logit_bias[3]"]
     assert (caught.value.code, caught.value.param) == (ErrorCode.INVALID_ARGUMENT, "n")
     assert "n: must be between 1 and 16, got 0; top_p: " in caught.value.message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +9,18 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagoda_gateway.answer import Answer, Update
+from pagoda_gateway.answer_schemas import ChatAnswer
+from pagoda_gateway.body import client_of, hold_for, read_body
 from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.described import described
+from pagoda_gateway.encoding import encoded_list
 from pagoda_gateway.logprobs import chat_logprobs, prompt_logprobs
-from pagoda_gateway.requests import chat_record, read_body, tools_in_use
-from pagoda_gateway.respond import Head, described, json_response, respond, stream_usage
+from pagoda_gateway.present import Gathered, Presented
+from pagoda_gateway.prompts import tools_in_use
+from pagoda_gateway.requests import chat_record, held_bytes
+from pagoda_gateway.respond import Head, respond, stream_usage
 from pagoda_gateway.schemas import ChatRequest
-from pagoda_gateway.sse import DONE, event
+from pagoda_gateway.text.generation import TextDelta
 from pagoda_gateway.text.tools import HermesParser, ToolCall
 from pagoda_proto.records import FinishReason, RequestRecord
 
@@ -26,11 +31,16 @@ def router(ctx: GatewayContext) -> APIRouter:
     async def chat_completions(request: Request) -> Response:
         body = await read_body(ctx, request, ChatRequest)
 
-        async def open_chat() -> _Chat:
-            record = await chat_record(ctx, body)
-            needs_usage = not body.stream or stream_usage(body).at_end
-            answer = await Answer.open(ctx, [record], needs_usage=needs_usage)
-            return _Chat(ctx, body, record, answer)
+        async def open_chat() -> Presented:
+            nonlocal body
+            record = await chat_record(ctx, body, client_of(request))
+            with_tools = tools_in_use(body)
+            body = body.model_copy(update={"messages": [], "tools": None, "metadata": None})
+            hold_for(request, held_bytes(record.params, [len(record.prompt_token_ids)]), instead=True)
+            usage = stream_usage(body)
+            answer = await Answer.open(ctx, [record], needs_usage=not body.stream or usage.at_end)
+            head = Head.new(ctx, "chatcmpl-", record)
+            return Presented(answer, _Chat(ctx, body, record, answer, with_tools), head, usage)
 
         return await respond(ctx, request, open_chat, stream=bool(body.stream))
 
@@ -41,7 +51,7 @@ def router(ctx: GatewayContext) -> APIRouter:
         response_model=None,
         tags=["generation"],
         summary="Continue a conversation",
-        openapi_extra=described("/v1/chat/completions", ChatRequest),
+        openapi_extra=described("/v1/chat/completions", ChatRequest, ChatAnswer),
     )
     return routes
 
@@ -52,60 +62,70 @@ class _Choice:
 
     index: int
     parser: HermesParser | None
-    texts: list[str] = field(default_factory=list)
+    gathered: Gathered = field(default_factory=Gathered)
     calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
-
-@dataclass
-class _News:
-    """What one update means to the client."""
-
-    text: str = ""
-    calls: list[ToolCall] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    def read(self, delta: TextDelta) -> tuple[str, list[ToolCall]]:
+        """Text and tool calls of a delta; OpenAI's names for its ending."""
+        text, calls = delta.text, list[ToolCall]()
+        if self.parser is not None:
+            events = self.parser.push(delta.text)
+            if delta.finish_reason is not None:
+                events += self.parser.flush()
+            text = "".join(item for item in events if isinstance(item, str))
+            calls = [item for item in events if isinstance(item, ToolCall)]
+        if delta.finish_reason is not None:
+            called = self.parser is not None and self.parser.num_calls > 0
+            is_call = called and delta.finish_reason is FinishReason.STOP
+            self.finish_reason = "tool_calls" if is_call else delta.finish_reason.value
+            self.stop_reason = delta.stop_reason
+        return text, calls
 
 
 class _Chat:
-    """A chat answer in OpenAI's shapes."""
+    """The shape of a chat answer."""
 
-    def __init__(self, ctx: GatewayContext, body: ChatRequest, record: RequestRecord, answer: Answer) -> None:
-        self.answer = answer
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    def __init__(
+        self, ctx: GatewayContext, body: ChatRequest, record: RequestRecord, answer: Answer, with_tools: bool
+    ) -> None:
+        self._answer = answer
         self._ctx = ctx
         self._body = body
+        self._top = body.top_logprobs or 0
         self._record = record
-        self._head = Head.new(ctx, "chatcmpl-", record)
-        with_tools = tools_in_use(body)
         self._choices = [_Choice(i, HermesParser() if with_tools else None) for i in range(record.params.n)]
+
+    def usage(self) -> dict[str, Any]:
+        return self._answer.usage()
 
     # As one object
 
-    async def whole(self) -> Response:
-        while updates := await self.answer.next():
-            for update in updates:
-                choice = self._choices[update.index]
-                news = self._read(choice, update)
-                choice.texts.append(news.text)
-                choice.calls += news.calls
-                choice.logprobs += news.logprobs
-                choice.token_ids += update.delta.token_ids
-        content = self._head.fields("chat.completion")
-        content["choices"] = [self._choice(choice) for choice in self._choices]
-        content["usage"] = self.answer.usage()
-        if self._body.prompt_logprobs is not None:
-            part = self.answer.parts[0]
-            content["prompt_logprobs"] = prompt_logprobs(
-                self._ctx.text, self._record.prompt_token_ids, part.prompt_logprobs, self._body.prompt_logprobs
-            )
-        if self._body.return_token_ids:
-            content["prompt_token_ids"] = self._record.prompt_token_ids
-        return json_response(content)
+    def take(self, update: Update) -> None:
+        choice = self._choices[update.index]
+        text, calls = choice.read(update.delta)
+        choice.gathered.add(update.delta)
+        choice.gathered.texts[-1] = text
+        choice.calls += calls
 
-    def _choice(self, choice: _Choice) -> dict[str, Any]:
-        text = "".join(choice.texts)
+    async def fields(self) -> dict[str, Any]:
+        text, body, record = self._ctx.text, self._body, self._record
+        content: dict[str, Any] = {"choices": [await self._choice(choice) for choice in self._choices]}
+        if body.prompt_logprobs is not None:
+            found = self._answer.parts[0].prompt_logprobs
+            entries = prompt_logprobs(text, record.prompt_token_ids, found, body.prompt_logprobs)
+            content["prompt_logprobs"] = await encoded_list(entries, 1 + body.prompt_logprobs)
+        if body.return_token_ids:
+            content["prompt_token_ids"] = record.prompt_token_ids
+        return content
+
+    async def _choice(self, choice: _Choice) -> dict[str, Any]:
+        gathered = choice.gathered
+        text = "".join(gathered.texts)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if choice.calls:
             message["content"] = text or None
@@ -113,87 +133,55 @@ class _Chat:
         content = {
             "index": choice.index,
             "message": message,
-            "logprobs": {"content": choice.logprobs, "refusal": None} if self._body.logprobs else None,
+            "logprobs": await self._logprobs(gathered.token_ids, gathered.logprobs) if self._body.logprobs else None,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
-        return content | ({"token_ids": choice.token_ids} if self._body.return_token_ids else {})
+        return content | ({"token_ids": gathered.token_ids} if self._body.return_token_ids else {})
 
     # As a stream
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Chunks of all choices that changed, as one piece of bytes per batch."""
-        usage = stream_usage(self._body)
-        opening = b"".join(self._opening(choice) for choice in self._choices)
-        while updates := await self.answer.next():
-            data = b"".join(chunk for update in updates for chunk in self._chunks(update))
-            if data:
-                yield opening + data
-                opening = b""
-        closing = self._head.usage_event("chat.completion.chunk", self.answer.usage()) if usage.at_end else b""
-        yield opening + closing + DONE
+    def opening(self) -> list[dict[str, Any]]:
+        prompt = {"prompt_token_ids": self._record.prompt_token_ids} if self._body.return_token_ids else {}
+        return [_delta(choice, {"role": "assistant", "content": ""}, **prompt) for choice in self._choices]
 
-    def _chunks(self, update: Update) -> Iterator[bytes]:
-        choice = self._choices[update.index]
-        news = self._read(choice, update)
+    async def chunks(self, update: Update) -> list[dict[str, Any]]:
+        choice, delta = self._choices[update.index], update.delta
+        text, calls = choice.read(delta)
         extra: dict[str, Any] = {}
-        if news.logprobs:
-            extra["logprobs"] = {"content": news.logprobs, "refusal": None}
-        if self._body.return_token_ids and update.delta.token_ids:
-            extra["token_ids"] = update.delta.token_ids
-        ended = update.delta.finish_reason is not None
-        if news.text or (extra and not news.calls and not ended):
-            yield self._chunk(choice, {"content": news.text}, **extra)
-            extra = {}
-        for call in news.calls:
+        if self._body.logprobs and delta.token_ids:
+            extra["logprobs"] = await self._logprobs(delta.token_ids, delta.logprobs or [])
+        if self._body.return_token_ids and delta.token_ids:
+            extra["token_ids"] = delta.token_ids
+        ended = delta.finish_reason is not None
+        deltas: list[dict[str, Any]] = []
+        if text or (extra and not calls and not ended):
+            deltas.append({"content": text})
+        for call in calls:
             begun = self._call(choice, call)
             arguments = {"index": call.index, "function": {"arguments": begun["function"]["arguments"]}}
             begun = {"index": call.index, **begun, "function": {**begun["function"], "arguments": ""}}
-            yield self._chunk(choice, {"tool_calls": [begun]}, **extra)
-            yield self._chunk(choice, {"tool_calls": [arguments]})
-            extra = {}
+            deltas += {"tool_calls": [begun]}, {"tool_calls": [arguments]}
         if ended:
-            yield self._chunk(choice, {}, **extra, finish_reason=choice.finish_reason, stop_reason=choice.stop_reason)
-
-    def _opening(self, choice: _Choice) -> bytes:
-        prompt = {"prompt_token_ids": self._record.prompt_token_ids} if self._body.return_token_ids else {}
-        return self._chunk(choice, {"role": "assistant", "content": ""}, **prompt)
-
-    def _chunk(self, choice: _Choice, delta: dict[str, Any], **extra: Any) -> bytes:
-        content = self._head.fields("chat.completion.chunk")
-        content["choices"] = [{"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, **extra}]
-        usage = stream_usage(self._body)
-        if usage.in_chunks:
-            content["usage"] = self.answer.usage()
-        elif usage.at_end:
-            content["usage"] = None
-        return event(content)
+            deltas.append({})
+        found = [_delta(choice, item) for item in deltas]
+        if found:
+            found[0] |= extra  # what came along is told once
+        if ended:
+            found[-1] |= {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return found
 
     # Both
 
-    def _read(self, choice: _Choice, update: Update) -> _News:
-        """Take an update in: tool calls out of its text, OpenAI's names for its ending."""
-        delta = update.delta
-        news = _News()
-        if choice.parser is None:
-            news.text = delta.text
-        else:
-            events = choice.parser.push(delta.text)
-            if delta.finish_reason is not None:
-                events += choice.parser.flush()
-            news.text = "".join(item for item in events if isinstance(item, str))
-            news.calls = [item for item in events if isinstance(item, ToolCall)]
-        if self._body.logprobs and delta.token_ids:
-            top = self._body.top_logprobs or 0
-            news.logprobs = chat_logprobs(self._ctx.text, delta.token_ids, delta.logprobs or [], top)
-        if delta.finish_reason is not None:
-            called = choice.parser is not None and choice.parser.num_calls > 0
-            is_call = called and delta.finish_reason is FinishReason.STOP
-            choice.finish_reason = "tool_calls" if is_call else delta.finish_reason.value
-            choice.stop_reason = delta.stop_reason
-        return news
+    async def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
+        content = await encoded_list(chat_logprobs(self._ctx.text, token_ids, entries, self._top), 1 + self._top)
+        return {"content": content, "refusal": None}
 
     def _call(self, choice: _Choice, call: ToolCall) -> dict[str, Any]:
         """Its id follows from the request's, so a replayed stream names its calls alike."""
         call_id = f"call_{self._record.request_id[:20]}{choice.index:02x}{call.index:04x}"
         return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _delta(choice: _Choice, delta: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None, **extra}

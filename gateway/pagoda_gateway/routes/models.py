@@ -7,7 +7,9 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from pagoda_gateway.answer_schemas import Model, ModelList
 from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.described import described
 from pagoda_gateway.requests import check_model
 from pagoda_gateway.respond import json_response
 
@@ -15,11 +17,21 @@ from pagoda_gateway.respond import json_response
 def router(ctx: GatewayContext) -> APIRouter:
     routes = APIRouter(tags=["models"])
 
-    @routes.get("/v1/models", response_model=None, summary="All models")
+    @routes.get(
+        "/v1/models",
+        response_model=None,
+        summary="All models",
+        openapi_extra=described("/v1/models", None, ModelList),
+    )
     async def list_models() -> Response:
         return json_response({"object": "list", "data": [_model(ctx)]})
 
-    @routes.get("/v1/models/{model_id:path}", response_model=None, summary="One model")
+    @routes.get(
+        "/v1/models/{model_id:path}",
+        response_model=None,
+        summary="One model",
+        openapi_extra=described("/v1/models/{model_id}", None, Model),
+    )
     async def get_model(model_id: str) -> Response:
         check_model(ctx, model_id)
         return json_response(_model(ctx))

@@ -10,7 +10,9 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from pagoda_gateway.answer_schemas import Live, LoadAnswer, Ready, Startup, Version
 from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.described import described
 from pagoda_gateway.health import Health
 from pagoda_gateway.metrics import GatewayMetrics
 
@@ -28,37 +30,74 @@ def router(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> APIR
 
 
 def _add_health(routes: APIRouter, health: Health) -> None:
-    @routes.get("/health/live", tags=["health"], summary="The event loop answers and its long-lived tasks run")
+    @routes.get(
+        "/health/live",
+        tags=["health"],
+        summary="The event loop answers and its long-lived tasks run",
+        openapi_extra=described("/health/live", None, Live, unavailable=Live),
+    )
     async def live() -> Response:
         dead = health.dead_tasks()
         return JSONResponse({"live": not dead, "dead": dead}, 503 if dead else 200)
 
-    @routes.get("/health/ready", tags=["health"], summary="Requests would be answered: tokens came lately")
+    @routes.get(
+        "/health/ready",
+        tags=["health"],
+        summary="Requests would be answered: tokens came lately",
+        openapi_extra=described("/health/ready", None, Ready, unavailable=Ready),
+    )
     async def ready() -> Response:
         problems = health.problems()
         return JSONResponse({"ready": not problems, "problems": problems}, 503 if problems else 200)
 
-    @routes.get("/health/startup", tags=["health"], summary="Whether it was ready once, and how far it is")
+    @routes.get(
+        "/health/startup",
+        tags=["health"],
+        summary="Whether it was ready once, and how far it is",
+        openapi_extra=described("/health/startup", None, Startup, unavailable=Startup),
+    )
     async def startup() -> Response:
         content = {"started": health.started, "phase": health.phase, "problems": health.problems()}
         return JSONResponse(content, 200 if health.started else 503)
 
-    @routes.get("/health", tags=["health"], summary="As /health/ready, with an empty body")
-    @routes.get("/ping", tags=["health"], summary="As /health")
+    @routes.get(
+        "/health",
+        tags=["health"],
+        summary="As /health/ready, with an empty body",
+        openapi_extra=described("/health", None, None, unavailable=None),
+    )
+    @routes.get(
+        "/ping", tags=["health"], summary="As /health", openapi_extra=described("/ping", None, None, unavailable=None)
+    )
     async def short() -> Response:
         return Response(status_code=503 if health.problems() else 200)
 
 
 def _add_reports(routes: APIRouter, ctx: GatewayContext, metrics: GatewayMetrics) -> None:
-    @routes.get("/version", tags=["operation"], summary="The version of this gateway")
+    @routes.get(
+        "/version",
+        tags=["operation"],
+        summary="The version of this gateway",
+        openapi_extra=described("/version", None, Version, unavailable=None),
+    )
     async def version() -> dict[str, str]:
         return {"version": VERSION}
 
-    @routes.get("/metrics", tags=["operation"], summary="Prometheus metrics of this gateway")
+    @routes.get(
+        "/metrics",
+        tags=["operation"],
+        summary="Prometheus metrics of this gateway",
+        openapi_extra=described("/metrics", None, None, unavailable=None),
+    )
     async def prometheus() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
-    @routes.get("/load", tags=["operation"], summary="Open requests here, and the engine core's own report")
+    @routes.get(
+        "/load",
+        tags=["operation"],
+        summary="Open requests here, and the engine core's own report",
+        openapi_extra=described("/load", None, LoadAnswer, unavailable=None),
+    )
     async def load() -> Response:
         content = {"server_load": metrics.num_open(), "engine": msgspec.to_builtins(ctx.engine.load)}
         return JSONResponse(content)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from pagoda_gateway.answer_schemas import DetokenizeAnswer, TokenizeAnswer
+from pagoda_gateway.body import client_of, read_body, while_connected
 from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.described import described
+from pagoda_gateway.encoding import encoded_list
 from pagoda_gateway.logprobs import token_text
-from pagoda_gateway.requests import chat_prompt, check_model, in_thread_if_long, model_limits, read_body
-from pagoda_gateway.respond import described, json_response
+from pagoda_gateway.prompts import Reader, model_limits
+from pagoda_gateway.requests import check_model
+from pagoda_gateway.respond import json_response
 from pagoda_gateway.schemas import DetokenizeRequest, TokenizeRequest
+from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_proto.errors import InvalidParams, Problem
 
+IDS_PER_PIECE = 16 * 1024
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -25,7 +33,7 @@ def router(ctx: GatewayContext) -> APIRouter:
         methods=["POST"],
         response_model=None,
         summary="Token ids of a text or a conversation",
-        openapi_extra=described("/tokenize", TokenizeRequest),
+        openapi_extra=described("/tokenize", TokenizeRequest, TokenizeAnswer),
     )
     routes.add_api_route(
         "/detokenize",
@@ -33,7 +41,7 @@ def router(ctx: GatewayContext) -> APIRouter:
         methods=["POST"],
         response_model=None,
         summary="The text of token ids",
-        openapi_extra=described("/detokenize", DetokenizeRequest),
+        openapi_extra=described("/detokenize", DetokenizeRequest, DetokenizeAnswer),
     )
     return routes
 
@@ -42,27 +50,28 @@ def _tokenize(ctx: GatewayContext) -> Endpoint:
     async def tokenize(request: Request) -> Response:
         body = await read_body(ctx, request, TokenizeRequest)
         check_model(ctx, body.model)
-        token_ids = await _token_ids(ctx, body)
-        strings = [token_text(ctx.text, token_id) for token_id in token_ids] if body.return_token_strs else None
+        max_model_len = model_limits(ctx).max_model_len
+        token_ids = await while_connected(request, _token_ids(ctx, body, client_of(request)))
+        strings = (
+            await encoded_list((token_text(ctx.text, i) for i in token_ids), 1) if body.return_token_strs else None
+        )
+        tokens = await encoded_list(token_ids, 1)
         return json_response(
-            {
-                "count": len(token_ids),
-                "max_model_len": model_limits(ctx).max_model_len,
-                "tokens": token_ids,
-                "token_strs": strings,
-            }
+            {"count": len(token_ids), "max_model_len": max_model_len, "tokens": tokens, "token_strs": strings}
         )
 
     return tokenize
 
 
-async def _token_ids(ctx: GatewayContext, body: TokenizeRequest) -> list[int]:
-    """Texts longer than the context may be counted too: the size of the body bounds them."""
-    if body.prompt is None:
-        prompt = await chat_prompt(ctx, body, None, bool(body.add_special_tokens))
-        return prompt.token_ids
-    text, special = body.prompt, body.add_special_tokens is not False
-    return await in_thread_if_long(len(text), lambda: ctx.text.encode(text, special))
+async def _token_ids(ctx: GatewayContext, body: TokenizeRequest, client: str) -> list[int]:
+    """Texts longer than the context are counted too, up to a length of their own."""
+    reader = Reader(
+        ctx, client, "prompt" if body.messages is None else "messages", max_chars=ctx.config.max_tokenize_chars
+    )
+    if body.messages is not None:
+        return await reader.chat_ids(body, bool(body.add_special_tokens))
+    (token_ids,) = await reader.text_ids([body.prompt or ""], body.add_special_tokens is not False)
+    return token_ids
 
 
 def _detokenize(ctx: GatewayContext) -> Endpoint:
@@ -70,10 +79,19 @@ def _detokenize(ctx: GatewayContext) -> Endpoint:
         body = await read_body(ctx, request, DetokenizeRequest)
         check_model(ctx, body.model)
         vocab_size = model_limits(ctx).vocab_size
-        bad = next((token_id for token_id in body.tokens if token_id >= vocab_size), None)
-        if bad is not None:
+        if body.tokens and max(body.tokens) >= vocab_size:
+            bad = next(token_id for token_id in body.tokens if token_id >= vocab_size)
             raise InvalidParams([Problem("tokens", f"token ids must be between 0 and {vocab_size - 1}, got {bad}")])
-        text = await in_thread_if_long(len(body.tokens), lambda: ctx.text.decode(body.tokens, False))
+        text = await while_connected(request, _text(ctx, body.tokens, client_of(request)))
         return json_response({"prompt": text})
 
     return detokenize
+
+
+async def _text(ctx: GatewayContext, token_ids: list[int], client: str) -> str:
+    detokenizer = Detokenizer(ctx.text.table, skip_special_tokens=False, at_start=True)
+    pieces: list[str] = []
+    for start in range(0, len(token_ids), IDS_PER_PIECE):
+        part = token_ids[start : start + IDS_PER_PIECE]
+        pieces.append(await ctx.pool.run(client, len(part), partial(detokenizer.push, part)))
+    return "".join(pieces) + detokenizer.flush()

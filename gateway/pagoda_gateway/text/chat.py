@@ -10,26 +10,28 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
 
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_OUTPUT_CHARS = 4 * 1024 * 1024
+MAX_LOOPED = 1_000_000  # numbers that all ranges of one rendering have together
 MAX_ERROR_CHARS = 256
 _CONTINUE_TAG = "\ue000pagoda-continue\ue000 "  # private use: no sensible message holds it
 # Only the caller of the template may set these, whatever a template reads.
 RESERVED = frozenset({
     "messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt", "continue_final_message",
     "return_dict", "return_tensors", "return_assistant_tokens_mask", "padding", "truncation", "max_length",
-    "add_special_tokens", "bos_token", "eos_token", "pad_token", "unk_token",
+    "add_special_tokens", "range", "bos_token", "eos_token", "pad_token", "unk_token",
 })  # fmt: skip
 _RENDER_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
@@ -106,6 +108,20 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
+class _Ranges:
+    """`range` for one rendering: jinja bounds each, this bounds their sum, and so loops within loops."""
+
+    def __init__(self) -> None:
+        self._num_left = MAX_LOOPED
+
+    def __call__(self, *args: int) -> range:
+        numbers = safe_range(*args)
+        self._num_left -= len(numbers)
+        if self._num_left < 0:
+            raise SecurityError("the template loops too often")
+        return numbers
+
+
 def _small_power(base: Any, exponent: Any) -> bool:
     if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
         return exponent * math.log2(abs(base) + 1) <= 4096
@@ -128,7 +144,8 @@ def _environment() -> _Sandbox:
 class ChatTemplate:
     """One compiled template.
 
-    `variables` are the names it reads from its caller. `knows_tools` says that it shows tools to the model;
+    `variables` are the names it reads from its caller. `reads_parts` says that content may be a list of text parts.
+    `knows_tools` says that it shows tools to the model;
     `speaks_hermes` that it asks for calls as JSON between `<tool_call>` tags.
     """
 
@@ -147,6 +164,19 @@ class ChatTemplate:
         self.speaks_hermes = (
             self.knows_tools and "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source
         )
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Whether a list of one part comes out as its text does."""
+        text = "a part"
+        try:
+            as_text, as_part = (
+                self.render([{"role": "user", "content": content}])
+                for content in (text, [{"type": "text", "text": text}])
+            )
+        except PagodaError:
+            return False
+        return text in as_text and as_text == as_part
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
         """Only plain values for names that the template reads and no caller owns.
@@ -186,6 +216,7 @@ class ChatTemplate:
         variables = {
             **self._special_tokens,
             **(kwargs or {}),
+            "range": _Ranges(),
             "messages": messages,
             "tools": tools or None,
             "documents": None,

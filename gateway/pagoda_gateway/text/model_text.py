@@ -13,8 +13,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pagoda_gateway.text.chat import ChatTemplate, Message
+from pagoda_gateway.text.chat import RESERVED, ChatTemplate
+from pagoda_gateway.text.conversation import Message, template_messages
 from pagoda_gateway.text.detokenizer import Detokenizer
+from pagoda_gateway.text.special import MARK, SpecialTokens
 from pagoda_gateway.text.tools import CLOSE, OPEN
 from pagoda_gateway.text.vocabulary import TokenTable, byte_level_alphabet, read_rules
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -54,6 +56,7 @@ class ModelText:
     table: TokenTable
     templates: Mapping[str, ChatTemplate]
     longest_token_bytes: int
+    special: SpecialTokens
 
     @staticmethod
     def load(model_dir: Path | str, chat_template_override: str = "") -> ModelText:
@@ -92,6 +95,11 @@ class ModelText:
             raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "messages")
         return template
 
+    @property
+    def template_options(self) -> frozenset[str]:
+        """What chat templates of this model read from their caller besides messages and tools."""
+        return frozenset(name for template in self.templates.values() for name in template.variables) - RESERVED
+
     def render_chat(
         self,
         messages: Sequence[Message],
@@ -105,13 +113,37 @@ class ModelText:
         Raises:
             PagodaError: INVALID_ARGUMENT when the template does not take these messages.
         """
-        return self.template(bool(tools)).render(
-            messages,
-            tools=tools,
+        marked = self.render_marked(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
+        return marked.replace(MARK, "")
+
+    def render_marked(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """As `render_chat`, with the marks that tell `encode_marked` which special tokens are only written out."""
+        template = self.template(bool(tools))
+        return template.render(
+            self.special.marked(template_messages(messages, parts=template.reads_parts)),
+            tools=self.special.marked(tools) if tools else None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            kwargs=kwargs,
+            kwargs=self.special.marked(kwargs),
         )
+
+    def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text from `render_marked`.
+
+        Raises:
+            PagodaError: INVALID_ARGUMENT where this tokenizer takes even plain text for a special token.
+        """
+        if MARK not in text:
+            return self.encode(text, add_special_tokens)
+        opening = self.encode("") if add_special_tokens else []
+        return opening + self.special.encode(text)
 
     def encode_chat(
         self,
@@ -121,13 +153,11 @@ class ModelText:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of the rendered chat; the template writes its own special tokens.
-
-        Special-token text inside a message is not told apart from the template's, as with Hugging Face's
-        `apply_chat_template`: who must keep users from writing `<|im_start|>` filters it before.
+        """Token ids of the rendered chat; the template writes its own special tokens, and nobody else does: those
+        that a message writes out are read as plain text.
         """
-        text = self.render_chat(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
-        return self.encode(text, add_special_tokens=False)
+        text = self.render_marked(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
+        return self.encode_marked(text)
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of whole token sequences (the first token opens the text)."""
@@ -149,10 +179,10 @@ class ModelText:
                 found.append(spaced)
         return tuple(found)
 
-    def min_tokens_of(self, text: str) -> int:
-        """A lower bound of the tokens of `text`, found without tokenising; 0 where this tokenizer gives none."""
+    def min_tokens_of(self, num_chars: int) -> int:
+        """A lower bound of the tokens of so many characters, whatever they are; 0 where this tokenizer gives none."""
         longest = self.longest_token_bytes
-        return -(-len(text.encode()) // longest) if longest else 0
+        return -(-num_chars // longest) if longest else 0
 
 
 class _ModelFiles:
@@ -177,13 +207,13 @@ class _ModelFiles:
             raise BadModelFiles(f"{name}: {error}") from error
 
     def _json(self, name: str) -> dict[str, Any]:
-        return parse_object(name, self.text(name, MAX_CONFIG_BYTES) or "{}")
+        return _json_object(name, self.text(name, MAX_CONFIG_BYTES) or "{}")
 
     def tokenizer(self) -> tuple[Tokenizer, dict[str, Any]]:
         source = self.text("tokenizer.json", MAX_TOKENIZER_BYTES)
         if source is None:
             raise BadModelFiles(f"no tokenizer.json in model directory {self.root.name!r}")
-        definition = parse_object("tokenizer.json", source)
+        definition = _json_object("tokenizer.json", source)
         try:
             tokenizer = Tokenizer.from_str(source)
         except Exception as error:  # the library raises bare Exception for every malformed file
@@ -193,7 +223,7 @@ class _ModelFiles:
         return tokenizer, definition
 
 
-def parse_object(name: str, source: str) -> dict[str, Any]:
+def _json_object(name: str, source: str) -> dict[str, Any]:
     """Raises BadModelFiles when `source` is not a JSON object."""
     try:
         value = json.loads(source)
@@ -220,6 +250,7 @@ def _build(files: _ModelFiles, tokenizer: Tokenizer, definition: dict[str, Any],
         table=_table(tokenizer, definition),
         templates={name: ChatTemplate(source, special) for name, source in _templates(files, template).items()},
         longest_token_bytes=_longest_token_bytes(definition, tokenizer),
+        special=SpecialTokens(tokenizer),
     )
 
 

@@ -1,0 +1,179 @@
+"""What the routes answer, for /openapi.json. Tests hold real answers against these; nothing here runs in a request."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Answered(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ErrorObject(Answered):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorAnswer(Answered):
+    error: ErrorObject
+
+
+class CachedTokens(Answered):
+    cached_tokens: int
+
+
+class Usage(Answered):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class CalledFunction(Answered):
+    name: str
+    arguments: str
+
+
+class ToolCall(Answered):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(Answered):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] = []
+
+
+class TokenLogprob(Answered):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Answered):
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class PromptLogprob(Answered):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class ChatChoice(Answered):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None
+    token_ids: list[int] = []
+
+
+class ChatAnswer(Answered):
+    """With `stream: true`, server-sent events of `chat.completion.chunk` objects and a final [DONE] instead."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs = []
+    prompt_token_ids: list[int] = []
+
+
+class CompletionLogprobs(Answered):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answered):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None
+    prompt_logprobs: PromptLogprobs = []
+    token_ids: list[int] = []
+    prompt_token_ids: list[int] = []
+
+
+class CompletionAnswer(Answered):
+    """With `stream: true`, server-sent events of such objects and a final [DONE] instead."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str | None
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class TokenizeAnswer(Answered):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(Answered):
+    prompt: str
+
+
+class Model(Answered):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: None
+    max_model_len: int | None
+
+
+class ModelList(Answered):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Live(Answered):
+    live: bool
+    dead: list[str]
+
+
+class Ready(Answered):
+    ready: bool
+    problems: list[str]
+
+
+class Startup(Answered):
+    started: bool
+    phase: str
+    problems: list[str]
+
+
+class Version(Answered):
+    version: str
+
+
+class LoadAnswer(Answered):
+    server_load: int
+    engine: dict[str, Any]

@@ -1,0 +1,57 @@
+"""A request's client is its connection's peer, unless the peer is a proxy we were told to believe.
+
+Then it is the last address in X-Forwarded-For that is no such proxy. Whatever stands before that address was written by
+somebody we do not know. Addresses that one subscriber has by the thousand (IPv6 /64) count as one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class TrustedProxies:
+    def __init__(self, addresses: str) -> None:
+        """`addresses` are addresses and CIDR blocks, separated by commas. Raises ValueError naming a wrong one."""
+        self._networks: list[Network] = []
+        for item in filter(None, (part.strip() for part in addresses.split(","))):
+            try:
+                self._networks.append(ipaddress.ip_network(item))
+            except ValueError as error:
+                raise ValueError(f"{item!r} is neither an address nor a CIDR block: {error}") from error
+
+    def trusts(self, address: str) -> bool:
+        found = _address(address)
+        return found is not None and any(found in network for network in self._networks)
+
+    def client_of(self, peer: str, forwarded_for: Iterable[bytes]) -> str:
+        """The address to count a request under."""
+        client = peer
+        if self.trusts(peer):
+            hops = b",".join(forwarded_for).decode("latin-1").split(",")
+            for hop in reversed([hop.strip() for hop in hops]):
+                if _address(hop) is None:
+                    break
+                client = hop
+                if not self.trusts(hop):
+                    break
+        return client_key(client)
+
+
+def client_key(address: str) -> str:
+    """What connections and requests of one client have in common."""
+    found = _address(address)
+    if isinstance(found, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((found, 64), strict=False))
+    return address if found is None else str(found)
+
+
+def _address(text: str) -> Address | None:
+    try:
+        found = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    return found.ipv4_mapped or found if isinstance(found, ipaddress.IPv6Address) else found

@@ -1,0 +1,47 @@
+"""Large JSON is made in slices, and the event loop goes round between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+VALUES_PER_SLICE = 4096
+_encoder = msgspec.json.Encoder()
+
+
+def slices(items: Iterable[Any], values_each: int) -> Iterator[list[Any]]:
+    """Lists of items that hold about `VALUES_PER_SLICE` values, if each item holds `values_each`."""
+    rest = iter(items)
+    while part := list(islice(rest, max(1, VALUES_PER_SLICE // values_each))):
+        yield part
+
+
+async def encoded_list(items: Iterable[Any], values_each: int) -> msgspec.Raw:
+    """A JSON array of the items."""
+    pieces: list[bytes] = []
+    for part in slices(items, values_each):
+        if pieces:
+            await asyncio.sleep(0)
+        pieces.append(_encoder.encode(part)[1:-1])
+    return _array(pieces)
+
+
+async def encoded_columns(
+    rows: Iterable[Sequence[Any]], names: Sequence[str], values_each: int
+) -> dict[str, msgspec.Raw]:
+    """Rows as one JSON array per column."""
+    pieces: list[list[bytes]] = [[] for _ in names]
+    for part in slices(rows, values_each):
+        if pieces[0]:
+            await asyncio.sleep(0)
+        for column, values in zip(pieces, zip(*part, strict=True), strict=True):
+            column.append(_encoder.encode(values)[1:-1])
+    return {name: _array(column) for name, column in zip(names, pieces, strict=True)}
+
+
+def _array(pieces: list[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")

@@ -1,0 +1,62 @@
+"""What requests make the gateway hold is counted before it is held, in all and by client.
+
+Small things are not counted: connections are bounded, and so is what each may send below `COUNTED_ABOVE_BYTES`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+COUNTED_ABOVE_BYTES = 64 * 1024
+
+
+class MemoryBudget:
+    """Bytes that may be held at once; one client may have half of them."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held = 0
+        self._by_client: Counter[str] = Counter()
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held
+
+    def holding(self, client: str) -> Holding:
+        """Nothing yet; who got it must `release` it in the end."""
+        return Holding(self, client)
+
+    def move(self, client: str, num_bytes: int) -> None:
+        """Take bytes, or give them back with a negative number. Raises PagodaError OVERLOADED; then nothing moved."""
+        if num_bytes > 0:
+            own = self._by_client[client] + num_bytes
+            if own > self._max_bytes // 2 or self._held + num_bytes > self._max_bytes:
+                message = "the server holds as much of requests as it may; try again, or send less at once"
+                raise PagodaError(ErrorCode.OVERLOADED, message, retry_after_s=1.0)
+        self._held += num_bytes
+        self._by_client[client] += num_bytes
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+
+class Holding:
+    """One request's share. Only the event loop touches it."""
+
+    def __init__(self, budget: MemoryBudget, client: str) -> None:
+        self._budget = budget
+        self._client = client
+        self._num_bytes = 0
+
+    def grow_to(self, num_bytes: int) -> None:
+        """Raises PagodaError OVERLOADED when that is more than there is."""
+        if num_bytes > max(COUNTED_ABOVE_BYTES, self._num_bytes):
+            self._budget.move(self._client, num_bytes - self._num_bytes)
+            self._num_bytes = num_bytes
+
+    def release(self) -> None:
+        """Safe to call twice."""
+        if self._num_bytes:
+            self._budget.move(self._client, -self._num_bytes)
+            self._num_bytes = 0

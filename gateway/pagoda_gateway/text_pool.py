@@ -1,0 +1,153 @@
+"""Text work is cut into pieces, and pieces take turns by client: nobody's backlog is in front of anybody else's.
+
+Parsing, rendering, tokenising and their inverses run here unless they are shorter than waking a thread. The books
+belong to the event loop; threads only run pieces. A piece whose client is gone is dropped before it begins; one that
+runs is short, because whoever cuts the work bounds it. Large pieces leave one thread to the small ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+INLINE_SIZE = 4096  # characters, bytes or token ids; less is done faster than a thread is woken
+LARGE_SIZE = 128 * 1024
+
+T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Piece:
+    """`size` is what the work is proportional to."""
+
+    client: str
+    size: int
+    work: Callable[[], Any]
+    result: asyncio.Future[Any]
+
+    @property
+    def large(self) -> bool:
+        return self.size > LARGE_SIZE
+
+
+@dataclass
+class _Line:
+    """One client's waiting pieces."""
+
+    small: deque[Piece] = field(default_factory=deque)
+    large: deque[Piece] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return len(self.small) + len(self.large)
+
+    def of(self, piece: Piece) -> deque[Piece]:
+        return self.large if piece.large else self.small
+
+
+class FairQueue:
+    """First come, first served within a client; clients take turns. Pure books, bounded in all and by client."""
+
+    def __init__(self, max_waiting: int, max_waiting_per_client: int) -> None:
+        self._max_waiting = max_waiting
+        self._max_per_client = max_waiting_per_client
+        self._lines: OrderedDict[str, _Line] = OrderedDict()  # in the order of turns; none is empty
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def add(self, piece: Piece) -> None:
+        """Raises PagodaError OVERLOADED."""
+        line = self._lines.get(piece.client, _Line())
+        if self._num_waiting >= self._max_waiting or len(line) >= self._max_per_client:
+            message = "too many texts are waiting to be read; try again"
+            raise PagodaError(ErrorCode.OVERLOADED, message, retry_after_s=1.0)
+        line.of(piece).append(piece)
+        self._lines[piece.client] = line
+        self._num_waiting += 1
+
+    def remove(self, piece: Piece) -> None:
+        """Nothing happens if it is not waiting."""
+        line = self._lines.get(piece.client)
+        if line is not None and piece in line.of(piece):
+            line.of(piece).remove(piece)
+            self._leave(piece.client, line)
+
+    def next(self, *, large: bool) -> Piece | None:
+        """The piece whose turn it is; without `large`, the first small one."""
+        for client, line in self._lines.items():
+            pieces = line.small or (line.large if large else line.small)
+            if pieces:
+                piece = pieces.popleft()
+                self._lines.move_to_end(client)
+                self._leave(client, line)
+                return piece
+        return None
+
+    def _leave(self, client: str, line: _Line) -> None:
+        self._num_waiting -= 1
+        if not line:
+            del self._lines[client]
+
+
+class TextPool:
+    """A few threads behind a `FairQueue`. Used from one event loop."""
+
+    def __init__(self, num_threads: int, queue: FairQueue) -> None:
+        self._queue = queue
+        self._num_threads = num_threads
+        self._most_large = max(1, num_threads - 1)
+        self._num_running = 0
+        self._num_large = 0
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
+
+    async def run(self, client: str, size: int, work: Callable[[], T]) -> T:
+        """The result of `work`. Cancelling takes a waiting piece out of the queue.
+
+        Raises:
+            PagodaError: OVERLOADED when too much is waiting; or what `work` raises.
+        """
+        if size <= INLINE_SIZE:
+            return work()
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        piece = Piece(client, size, work, result)
+        self._queue.add(piece)
+        self._begin()
+        try:
+            return await result
+        finally:
+            self._queue.remove(piece)
+
+    def close(self) -> None:
+        """What waits is never run; what runs is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self) -> None:
+        while self._num_running < self._num_threads:
+            piece = self._queue.next(large=self._num_large < self._most_large)
+            if piece is None:
+                return
+            self._num_running += 1
+            self._num_large += piece.large
+            done = asyncio.wrap_future(self._threads.submit(piece.work))
+            done.add_done_callback(partial(self._end, piece))
+
+    def _end(self, piece: Piece, done: asyncio.Future[Any]) -> None:
+        self._num_running -= 1
+        self._num_large -= piece.large
+        error = None if done.cancelled() else done.exception()
+        if not piece.result.done():
+            if done.cancelled():
+                piece.result.cancel()
+            elif error is not None:
+                piece.result.set_exception(error)
+            else:
+                piece.result.set_result(done.result())
+        self._begin()

@@ -1,0 +1,55 @@
+"""Under which address a request is counted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda_gateway.clients import TrustedProxies, client_key
+from pagoda_gateway.config import GatewayConfig
+
+
+@pytest.mark.parametrize(
+    ("peer", "forwarded", "client"),
+    [
+        ("9.9.9.9", [], "9.9.9.9"),
+        ("9.9.9.9", [b"1.2.3.4"], "9.9.9.9"),  # nobody asked for its opinion
+        ("127.0.0.1", [], "127.0.0.1"),
+        ("127.0.0.1", [b"1.2.3.4"], "1.2.3.4"),
+        ("127.0.0.1", [b"6.6.6.6, 1.2.3.4"], "1.2.3.4"),  # what stands before is the client's own invention
+        ("127.0.0.1", [b"6.6.6.6", b"1.2.3.4"], "1.2.3.4"),
+        ("127.0.0.1", [b"1.2.3.4, 10.1.2.3"], "1.2.3.4"),
+        ("127.0.0.1", [b"10.1.2.3"], "10.1.2.3"),
+        ("127.0.0.1", [b"nonsense"], "127.0.0.1"),
+        ("127.0.0.1", [b"nonsense, 10.1.2.3"], "10.1.2.3"),
+        ("127.0.0.1", [b"\xff"], "127.0.0.1"),
+        ("127.0.0.1", [b""], "127.0.0.1"),
+        ("::ffff:127.0.0.1", [b"1.2.3.4"], "1.2.3.4"),
+        ("::1", [b"2001:db8::5"], "2001:db8::/64"),
+        ("", [b"1.2.3.4"], ""),
+    ],
+)
+def test_whose_word_is_taken(peer: str, forwarded: list[bytes], client: str) -> None:
+    assert TrustedProxies("127.0.0.1, ::1,10.0.0.0/8").client_of(peer, forwarded) == client
+
+
+def test_nobody_is_believed_without_a_list() -> None:
+    assert TrustedProxies("").client_of("127.0.0.1", [b"1.2.3.4"]) == "127.0.0.1"
+
+
+def test_a_subscriber_of_ipv6_is_one_client() -> None:
+    assert client_key("2001:db8::1") == client_key("2001:db8::ffff") != client_key("2001:db8:0:1::1")
+    assert client_key("fe80::1%eth0") == "fe80::/64"
+    assert client_key("::ffff:1.2.3.4") == "1.2.3.4"
+
+
+@given(peer=st.sampled_from(["127.0.0.1", "9.9.9.9", "", "x"]), forwarded=st.lists(st.binary(max_size=20), max_size=3))
+def test_any_header_gives_a_client(peer: str, forwarded: list[bytes]) -> None:
+    assert isinstance(TrustedProxies("127.0.0.1").client_of(peer, forwarded), str)
+
+
+@pytest.mark.parametrize("text", ["*", "10.0.0.0/33", "proxy.local", "10.0.0.1/8"])
+def test_what_is_no_address_is_refused_at_start(text: str) -> None:
+    with pytest.raises(ValueError, match="forwarded_allow_ips"):
+        GatewayConfig(forwarded_allow_ips=text)

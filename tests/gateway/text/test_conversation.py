@@ -1,0 +1,59 @@
+"""One form of a conversation for every door, and content parts as the template wants them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.gateway.model_dir import CHAT_TEMPLATE, DEMO_MODEL
+
+from pagoda_gateway.text.chat import ChatTemplate
+from pagoda_gateway.text.conversation import template_messages, text_size
+from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.errors import InvalidParams
+
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+READS_PARTS = "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+READS_PARTS += "{{ p.text }}|{% endfor %}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        (CHAT_TEMPLATE, False),
+        ("{{ messages[0].content | trim }}", False),
+        ("{{ raise_exception('no') }}", False),
+        (READS_PARTS.replace("|{%", "{%"), True),
+        (READS_PARTS, False),  # a list of one part and its text are not the same here: text is the safe side
+    ],
+)
+def test_what_a_template_does_with_parts_is_tried(source: str, reads: bool) -> None:
+    assert ChatTemplate(source, {}).reads_parts is reads
+
+
+def test_parts_stay_parts_where_they_are_read() -> None:
+    demo = ModelText.load(DEMO_MODEL)
+    assert demo.template().reads_parts
+    assert "user\nab<" in demo.render_chat([{"role": "user", "content": PARTS}])
+    assert template_messages([{"role": "user", "content": PARTS}], parts=True)[0]["content"] == PARTS
+    assert template_messages([{"role": "user", "content": PARTS}], parts=False)[0]["content"] == "a\nb"
+
+
+def test_reasoning_is_the_templates_business() -> None:
+    message = {"role": "assistant", "content": "x", "reasoning_content": "r"}
+    (found,) = template_messages([message], parts=False)
+    assert ChatTemplate("{{ messages[0].reasoning_content }}", {}).render([found]) == "r"
+    assert ChatTemplate("{{ messages[0].content }}", {}).render([found]) == "x"
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", '{"a": 1, "a": 2}', "\ud800"])
+def test_arguments_are_an_object(arguments: str) -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(InvalidParams) as caught:
+        template_messages([{"role": "assistant", "tool_calls": [call]}], parts=False)
+    assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
+
+
+def test_all_text_counts() -> None:
+    value: Any = {"a": ["bc", {"d": "e"}, 1, None], "f": ("g",)}
+    assert text_size(value) == 7
