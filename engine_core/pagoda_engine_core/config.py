@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagoda_proto.options import option
+from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +14,7 @@ class EngineConfig:
     worker_endpoint: str = option("", "ZMQ address for workers: ipc:///path or tcp://host:port (loopback only)")
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     max_model_len: int = option(0, "longest prompt plus output; 0 takes the workers' own limit")
-    max_tokens_per_step: int = option(2048, "most tokens computed in one step of a worker")
+    max_tokens_per_step: int = option(DEFAULT_MAX_TOKENS_PER_STEP, "most tokens computed in one step of a worker")
     max_rows: int = option(256, "most choices running at once on a worker")
     chunk_size: int = option(512, "most prompt tokens of one choice computed in one step")
     speculation_tokens: int = option(16, "steps are filled with drafts up to this many tokens; 0 allows no drafts")

@@ -24,6 +24,8 @@ MAX_BAD_WORD_TOKENS = 1024
 MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_SEED = 2**64 - 1
 MAX_TOKENS_CEILING = 2**31 - 1
+# What one step computes at most, unless told otherwise: an engine core sends no more, a worker reserves memory for it.
+DEFAULT_MAX_TOKENS_PER_STEP = 2048
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

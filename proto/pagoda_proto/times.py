@@ -17,6 +17,12 @@ WORKER_SUSPECT_S = 1.5  # without a beat for this long it gets no new work
 WORKER_DEAD_S = 3.0  # .. and its rows go elsewhere
 WORKER_LEASE_S = 4.0  # a worker that hears nothing for this long forgets its rows and registers anew
 STEP_DEADLINE_S = 60.0  # a step is hung after this, whatever it computes; sooner where the worker's speed is known
+HELLO_ANSWER_S = 3.0  # a registration that is not answered for this long is given up and begun anew, then for longer
+HELLO_ANSWER_MOST_S = 12.0
+HELLO_PAUSE_S = 1.0  # between a registration that was refused and the next; longer every time
+HELLO_PAUSE_MOST_S = 10.0
+IDLE_S = 10.0  # a worker without plans for this long may register anew at nobody's cost
+BUDGET_RESTORE_S = 120.0  # after so long without a lack of memory a worker offers steps twice as large
 STUCK_EXIT_S = 20.0  # a process whose lost step (or loop) runs on for this long ends itself
 
 # Gateway and engine core
@@ -48,3 +54,13 @@ class StallGuard:
         gap_s = now - self._ticked_at
         self._ticked_at = now
         return gap_s if gap_s > self._due_s + STALL_S else 0.0
+
+
+def hello_answer_s(failed: int) -> float:
+    """How long a registration waits for its answer after so many attempts in a row have failed."""
+    return min(HELLO_ANSWER_S * 2 ** min(failed, 16), HELLO_ANSWER_MOST_S)
+
+
+def hello_pause_s(refused: int) -> float:
+    """How long a worker waits after having been refused so many times in a row."""
+    return min(HELLO_PAUSE_S * 2 ** min(refused - 1, 16), HELLO_PAUSE_MOST_S)

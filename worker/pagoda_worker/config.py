@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pagoda_proto.options import option
+from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
 from pagoda_worker.device_choice import parse_device
 from pagoda_worker.kernel_choice import parse_choice
 
@@ -52,7 +53,7 @@ class WorkerConfig:
     enforce_eager: bool = option(False, "on a GPU, launch every operation of a decode step instead of recorded graphs")
     max_model_len: int = option(0, "longest prompt plus output; 0 takes the model's own limit")
     max_rows: int = option(256, "most choices at once")
-    max_tokens_per_step: int = option(8192, "most tokens one step may compute")
+    max_tokens_per_step: int = option(DEFAULT_MAX_TOKENS_PER_STEP, "most tokens one step may compute")
     speculation: str = option("", "guess tokens and verify them: ngram, draft-model; empty: off")
     draft_model: str = option("", "model directory for draft-model; same vocabulary as the model")
     max_drafts: int = option(0, "most tokens guessed at once for a choice; 0: 8")
