@@ -30,3 +30,18 @@ def test_a_watcher_that_was_held_up_says_for_how_long() -> None:
     assert guard.tick(10.5) == 0.0
     assert guard.tick(10.5 + 0.5 + times.STALL_S) == 0.0
     assert guard.tick(20.0) == 20.0 - 12.0
+
+
+def test_an_attempt_to_register_outwaits_an_engine_core_that_is_held_up_but_not_stuck() -> None:
+    assert times.WORKER_DEAD_S <= times.HELLO_ANSWER_S
+    assert times.LOOP_STUCK_S < times.HELLO_ANSWER_MOST_S
+    assert times.hello_answer_s(0) == times.HELLO_ANSWER_S
+    assert times.hello_answer_s(10**6) == times.HELLO_ANSWER_MOST_S
+    assert times.hello_pause_s(1) == times.HELLO_PAUSE_S
+    assert times.hello_pause_s(10**6) == times.HELLO_PAUSE_MOST_S
+
+
+def test_streams_outwait_a_worker_whose_link_has_healed() -> None:
+    found_s = times.WORKER_LEASE_S + 2 * times.HELLO_ANSWER_MOST_S  # connecting and answer, each at its longest
+    assert found_s < times.RESUME_WAIT_S
+    assert found_s + times.HELLO_PAUSE_MOST_S < times.NO_WORKER_WAIT_S

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from pagoda_proto.options import option
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
+from pagoda_worker.cores import available_cores
 from pagoda_worker.device_choice import parse_device
 from pagoda_worker.kernel_choice import parse_choice
 
@@ -18,6 +19,19 @@ WORDS = {
     "instruction_set": ("", "base", "avx2", "avx512", "avx512bf16"),
     "kv_cache_dtype": ("auto", "int8"),
     "speculation": ("", "ngram", "draft-model"),
+}
+# Lowest and highest; whole numbers where these are. The highest are beyond any machine: a slip of the hand is told.
+RANGES = {
+    "threads": (0, 4096),
+    "block_size": (0, 4096),
+    "kv_cache_gib": (0.0, 1e6),
+    "num_blocks": (0, 2**31 - 1),
+    "swap_space_gib": (0.0, 1e6),
+    "gpu_memory_utilization": (0.01, 1.0),
+    "max_model_len": (0, 2**31 - 1),
+    "max_rows": (1, 2**20),
+    "max_tokens_per_step": (1, 2**20),
+    "max_drafts": (0, 1024),
 }
 BLOCK_SIZES = {"cpu": 32, "cuda": 64}
 
@@ -40,7 +54,7 @@ class WorkerConfig:
         "triton,attention=flash (auto takes flash-attention if it is installed and measured to be faster)",
     )
     instruction_set: str = option("", "level of the native kernels: base, avx2, avx512, avx512bf16; empty: the best")
-    threads: int = option(0, "compute threads; 0 takes every core this process may use")
+    threads: int = option(0, "compute threads; 0 takes one per core this process may use")
     block_size: int = option(0, "tokens per KV block; 0 takes 32 on a CPU and 64 on a GPU")
     kv_cache_gib: float = option(0.0, "memory for the KV cache; 0 sizes it from what the machine has free")
     kv_cache_dtype: str = option("auto", "KV cache entries: auto (as computed) or int8, about half of bfloat16")
@@ -60,24 +74,14 @@ class WorkerConfig:
     fallback: bool = option(True, "run architectures without a native implementation through transformers")
 
     def __post_init__(self) -> None:
-        problems = [*_unknown_words(self)]
-        if not 0 < self.gpu_memory_utilization <= 1:
-            problems.append(
-                f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization:g}"
-            )
-        if self.block_size < 0 or self.block_size % 16:
-            problems.append(f"block_size must be a multiple of 16, got {self.block_size}")
-        if self.kv_cache_gib < 0:
-            problems.append(f"kv_cache_gib must not be negative, got {self.kv_cache_gib}")
-        if self.swap_space_gib < 0 and self.swap_space_gib != AUTO_SWAP_SPACE:
-            problems.append(f"swap_space_gib must not be negative, or -1 for the default, got {self.swap_space_gib}")
-        problems += _speculation_problems(self)
+        problems = [*_unknown_words(self), *_out_of_range(self), *_speculation_problems(self)]
         if problems:
             raise ValueError("; ".join(problems))
 
     def settled(self, device_type: str) -> WorkerConfig:
-        """With block_size as this kind of device likes it, if nobody said it."""
-        return replace(self, block_size=self.block_size or BLOCK_SIZES[device_type])
+        """With what nobody said: block_size as this kind of device likes it, and as many threads as there are cores."""
+        block_size = self.block_size or BLOCK_SIZES[device_type]
+        return replace(self, block_size=block_size, threads=self.threads or available_cores())
 
 
 def _unknown_words(config: WorkerConfig) -> Iterator[str]:
@@ -93,10 +97,21 @@ def _unknown_words(config: WorkerConfig) -> Iterator[str]:
             yield str(error)
 
 
+def _out_of_range(config: WorkerConfig) -> Iterator[str]:
+    for name, (low, high) in RANGES.items():
+        value = getattr(config, name)
+        whole = isinstance(low, int)
+        if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+            yield f"{name} must be a {'whole ' if whole else ''}number, got {value!r}"
+        elif not low <= value <= high and not (name == "swap_space_gib" and value == AUTO_SWAP_SPACE):  # nor NaN
+            default = ", or -1 for the default" if name == "swap_space_gib" else ""
+            yield f"{name} must be between {low:g} and {high:g}{default}, got {value!r}"
+        elif name == "block_size" and value % 16:
+            yield f"block_size must be a multiple of 16, got {value}"
+
+
 def _speculation_problems(config: WorkerConfig) -> Iterator[str]:
     if bool(config.draft_model) != (config.speculation == "draft-model"):
         yield "draft_model and speculation=draft-model go together"
-    if config.max_drafts < 0:
-        yield f"max_drafts must not be negative, got {config.max_drafts}"
     if config.max_drafts and not config.speculation:
         yield "max_drafts is given, but speculation is off"
