@@ -58,9 +58,9 @@ class StallGuard:
 
 def hello_answer_s(failed: int) -> float:
     """How long a registration waits for its answer after so many attempts in a row have failed."""
-    return min(HELLO_ANSWER_S * 2 ** min(failed, 16), HELLO_ANSWER_MOST_S)
+    return min(HELLO_ANSWER_S * 2.0 ** min(failed, 16), HELLO_ANSWER_MOST_S)
 
 
 def hello_pause_s(refused: int) -> float:
     """How long a worker waits after having been refused so many times in a row."""
-    return min(HELLO_PAUSE_S * 2 ** min(refused - 1, 16), HELLO_PAUSE_MOST_S)
+    return min(HELLO_PAUSE_S * 2.0 ** min(refused - 1, 16), HELLO_PAUSE_MOST_S)

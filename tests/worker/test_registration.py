@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from tests.worker.fakes_link import Link
-from tests.worker.test_loop import WAIT_S, FakeEngine, Worker, first_plan
+from tests.worker.fakes_loop import WAIT_S, FakeEngine, Worker, first_plan
 
 from pagoda_proto.steps import Hello, Refused
 from pagoda_worker.config import WorkerConfig
