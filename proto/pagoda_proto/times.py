@@ -17,13 +17,13 @@ WORKER_SUSPECT_S = 1.5  # without a beat for this long it gets no new work
 WORKER_DEAD_S = 3.0  # .. and its rows go elsewhere
 WORKER_LEASE_S = 4.0  # a worker that hears nothing for this long forgets its rows and registers anew
 STEP_DEADLINE_S = 60.0  # a step is hung after this, whatever it computes; sooner where the worker's speed is known
+STUCK_EXIT_S = 20.0  # a process whose lost step (or loop) runs on for this long ends itself
 HELLO_ANSWER_S = 3.0  # a registration that is not answered for this long is given up and begun anew, then for longer
 HELLO_ANSWER_MOST_S = 12.0
 HELLO_PAUSE_S = 1.0  # between a registration that was refused and the next; longer every time
 HELLO_PAUSE_MOST_S = 10.0
 IDLE_S = 10.0  # a worker without plans for this long may register anew at nobody's cost
 BUDGET_RESTORE_S = 120.0  # after so long without a lack of memory a worker offers steps twice as large
-STUCK_EXIT_S = 20.0  # a process whose lost step (or loop) runs on for this long ends itself
 
 # Gateway and engine core
 LOAD_KEEPALIVE_S = 1.0  # an engine core tells its load at least this often
