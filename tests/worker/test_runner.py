@@ -428,3 +428,28 @@ def test_no_plan_breaks_the_runner_or_a_row_it_is_not_about(given_plans: list[St
 
 def plain_step(runner: Any, row: NewRow) -> None:
     assert runner.execute(StepPlan(step=1, new_rows=[row])).errors == []
+
+
+class Scribbling:
+    """Operations that leave nothing in tensors which they may overwrite, but what they return."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, *norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total = (one.clone() for one in self._ops.add_rms_norm(x, residual, *norm))
+        x.fill_(torch.nan)
+        residual.fill_(torch.nan)
+        return normed, total
+
+
+def test_a_model_reads_nothing_that_add_rms_norm_may_have_overwritten() -> None:
+    plain, scribbled = tiny_llama("reference"), tiny_llama("reference")
+    model = scribbled._compute._model
+    assert isinstance(model, Decoder)
+    model.ops = Scribbling(model.ops)  # type: ignore[assignment]
+    plan = StepPlan(step=1, new_rows=[new_row(1, PROMPT, [0, 1, 2])], chunks=[Chunk(1, 0, len(PROMPT), True)])
+    assert scribbled.execute(plan).outputs == plain.execute(plan).outputs
