@@ -9,6 +9,7 @@ from itertools import pairwise
 from pagoda_proto import times
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
+from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,9 @@ class EngineConfig:
     )
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     max_model_len: int = option(0, "longest prompt plus output; 0 takes the workers' own limit")
-    max_tokens_per_step: int = option(2048, "most tokens computed in one step of a worker", least=1, most=2**24)
+    max_tokens_per_step: int = option(
+        DEFAULT_MAX_TOKENS_PER_STEP, "most tokens computed in one step of a worker", least=1, most=2**24
+    )
     max_rows: int = option(256, "most choices running at once on a worker", least=1, most=2**20)
     chunk_size: int = option(512, "most prompt tokens of one choice computed in one step", least=1, most=2**24)
     speculation_tokens: int = option(

@@ -25,6 +25,8 @@ MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_SEED = 2**64 - 1
 MIN_SEED = -(2**63)
 MAX_TOKENS_CEILING = 2**31 - 1
+# What one step computes at most, unless told otherwise: an engine core sends no more, a worker reserves memory for it.
+DEFAULT_MAX_TOKENS_PER_STEP = 2048
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -34,7 +36,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         n: Choices to generate from the one prompt.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_k: Keep the k most likely tokens; 0 keeps all, and so does -1.
-        top_p: Keep the smallest set of tokens whose probability reaches p.
+        top_p: Of what min_p and top_k keep, keep the smallest set of tokens whose share reaches p.
         min_p: Drop tokens less likely than min_p times the most likely one.
         repetition_penalty: > 1 discourages tokens seen in prompt or output (CTRL, arXiv 1909.05858).
         presence_penalty: Subtracted once from the logit of a token already in the output.

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda_proto.params import SamplingParams
+from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP, SamplingParams
 
 PROTOCOL_VERSION = 4
 
@@ -162,7 +162,7 @@ class Hello(Message, frozen=True, tag="hello"):
     group: str = ""  # worker group; rank 0 of each group talks to the engine core
     world_size: int = 1
     max_rows: int = 256
-    max_tokens_per_step: int = 8192
+    max_tokens_per_step: int = DEFAULT_MAX_TOKENS_PER_STEP
     num_swap_blocks: int = 0
     swap_block_s: float = 0.0  # how long it takes to move one block, as measured at start
 

@@ -23,6 +23,12 @@ STEP_DEADLINE_S = 60.0  # a step is hung after this, whatever it computes; soone
 STEP_DEADLINE_LEAST_S = 10.0  # .. namely after so many times what the worker takes for such a step, but never before
 STEP_DEADLINE_FACTOR = 20.0
 STUCK_EXIT_S = 20.0  # a process whose lost step (or loop) runs on for this long ends itself
+HELLO_ANSWER_S = 3.0  # a registration that is not answered for this long is given up and begun anew, then for longer
+HELLO_ANSWER_MOST_S = 12.0
+HELLO_PAUSE_S = 1.0  # between a registration that was refused and the next; longer every time
+HELLO_PAUSE_MOST_S = 10.0
+IDLE_S = 10.0  # a worker without plans for this long may register anew at nobody's cost
+BUDGET_RESTORE_S = 120.0  # after so long without a lack of memory a worker offers steps twice as large
 
 # Gateway and engine core
 LOAD_KEEPALIVE_S = 1.0  # an engine core tells its load at least this often
@@ -85,3 +91,13 @@ class LivedClock:
         now = self._clock()
         self._slept_s += self._guard.tick(now)
         return now - self._slept_s
+
+
+def hello_answer_s(failed: int) -> float:
+    """How long a registration waits for its answer after so many attempts in a row have failed."""
+    return min(HELLO_ANSWER_S * 2.0 ** min(failed, 16), HELLO_ANSWER_MOST_S)
+
+
+def hello_pause_s(refused: int) -> float:
+    """How long a worker waits after having been refused so many times in a row."""
+    return min(HELLO_PAUSE_S * 2.0 ** min(refused - 1, 16), HELLO_PAUSE_MOST_S)

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import os
 from pathlib import Path
 
+from pagoda_worker.cores import available_cores as available_cores
+from pagoda_worker.cores import cpu_quota as cpu_quota
+
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def available_cores() -> int:
-    """Cores this process may run on at once, at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota()
-    return cores if quota is None else max(1, min(cores, math.floor(quota)))
-
-
-def cpu_quota(root: Path = _CGROUP) -> float | None:
-    """Cores' worth of time the control group grants; None is no limit."""
-    limit = _words(root / "cpu.max")
-    if not limit:
-        limit = [*_words(root / "cpu/cpu.cfs_quota_us"), *_words(root / "cpu/cpu.cfs_period_us")]
-    if len(limit) != 2 or limit[0] in ("max", "-1") or int(limit[1]) == 0:
-        return None
-    return int(limit[0]) / int(limit[1])
 
 
 def memory_limit(root: Path = _CGROUP) -> int | None:

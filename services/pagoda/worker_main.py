@@ -6,7 +6,6 @@ import argparse
 
 from pagoda import checkpoints, tier
 from pagoda.flags import add_options
-from pagoda.machine import available_cores
 from pagoda.options import ModelSourceConfig
 from pagoda.process import run_blocking
 from pagoda_worker.config import WorkerConfig
@@ -20,8 +19,7 @@ def main(arguments: argparse.Namespace) -> int:
     settings, report = tier.begin("worker", arguments)
     model = settings.build(WorkerConfig).model
     model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
-    threads = settings.build(WorkerConfig).threads or available_cores()
-    config = settings.build(WorkerConfig, model=str(model_dir), threads=threads)
+    config = settings.build(WorkerConfig, model=str(model_dir))
 
     from pagoda_worker.loop import run
 

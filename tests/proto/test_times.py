@@ -55,3 +55,18 @@ def test_time_that_was_slept_through_does_not_count() -> None:
     moments = iter([10.0, 10.5, 11.0, 251.0, 251.5, 252.75])
     clock = LivedClock(0.5, lambda: next(moments))
     assert [clock.now() for _ in range(5)] == [10.5, 11.0, 11.0, 11.5, 12.75]
+
+
+def test_an_attempt_to_register_outwaits_an_engine_core_that_is_held_up_but_not_stuck() -> None:
+    assert times.WORKER_DEAD_S <= times.HELLO_ANSWER_S
+    assert times.LOOP_STUCK_S < times.HELLO_ANSWER_MOST_S
+    assert times.hello_answer_s(0) == times.HELLO_ANSWER_S
+    assert times.hello_answer_s(10**6) == times.HELLO_ANSWER_MOST_S
+    assert times.hello_pause_s(1) == times.HELLO_PAUSE_S
+    assert times.hello_pause_s(10**6) == times.HELLO_PAUSE_MOST_S
+
+
+def test_streams_outwait_a_worker_whose_link_has_healed() -> None:
+    found_s = times.WORKER_LEASE_S + 2 * times.HELLO_ANSWER_MOST_S  # connecting and answer, each at its longest
+    assert found_s < times.RESUME_WAIT_S
+    assert found_s + times.HELLO_PAUSE_MOST_S < times.NO_WORKER_WAIT_S

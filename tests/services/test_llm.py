@@ -6,10 +6,12 @@ import asyncio
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.engine_core.fakes_sink import ResettableRunner
 from tests.fakes import FakeModel, make_record, reference_tokens
 
@@ -23,6 +25,11 @@ from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.executor import InprocExecutor
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.steps import PROTOCOL_VERSION, Hello
+from pagoda_worker.batch import Batch
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.loading import Model, load_model
+from pagoda_worker.loop import Identity
+from pagoda_worker.runner import ModelRunner
 
 DEMO = Path(pagoda.__file__).parent / "demo_model"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, seed=0, ignore_eos=True)
@@ -352,3 +359,43 @@ def test_offline_throughput_is_reported(tmp_path: Path) -> None:
     assert pagoda.cli.main(["bench", "throughput", *words, "--json", str(report)]) == 0
     found = json.loads(report.read_text())
     assert (found["requests"], found["input_tokens"], found["output_tokens"]) == (3, 27, 12)
+
+
+# --- a step that is lost ----------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """A model whose forward pass fails when it is told to, and is the model it wraps otherwise."""
+
+    def __init__(self, model: Model, failures: dict[int, Exception]) -> None:
+        self.kv_shape = model.kv_shape
+        self.logits = model.logits
+        self.num_forwards = 0
+        self._model = model
+        self._failures = failures
+
+    def forward(self, batch: Batch, kv: Any) -> torch.Tensor:
+        self.num_forwards += 1
+        if error := self._failures.get(self.num_forwards):
+            raise error
+        return self._model.forward(batch, kv)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("9 GiB"), ValueError("a bug")], ids=type)
+def test_a_step_that_raises_costs_time_and_no_token(text: ModelText, error: Exception) -> None:
+    config = WorkerConfig(model=str(DEMO), num_blocks=64, max_model_len=128, threads=1).settled("cpu")
+    loaded = load_model(config)
+
+    def generated(failures: dict[int, Exception]) -> tuple[list[list[int]], int]:
+        model = Failing(loaded.model, failures)
+        runner = ModelRunner(replace(loaded, model=model), 64, config)
+        executor = InprocExecutor(runner, Identity.of_this_process().hello(runner.facts))
+        llm = LLM.over(Local(text, EngineCore(EngineConfig(), executor)))
+        params = SamplingParams(temperature=1.0, max_tokens=8, seed=3, ignore_eos=True)
+        outputs = llm.generate([[1, 2, 3], [4, 5, 6, 7]], params)
+        return [output.outputs[0].token_ids for output in outputs], model.num_forwards
+
+    undisturbed, num_forwards = generated({})
+    disturbed, num_more = generated({4: error})
+    assert disturbed == undisturbed
+    assert num_more > num_forwards

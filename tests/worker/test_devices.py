@@ -108,5 +108,5 @@ def test_workers_beside_each_other_take_a_gpu_each(text: str, index: int, device
 
 @pytest.mark.parametrize("share", [0.0, -0.1, 1.01])
 def test_a_share_of_memory_is_a_share(share: float) -> None:
-    with pytest.raises(ValueError, match="gpu_memory_utilization must be between"):
+    with pytest.raises(ValueError, match=r"gpu_memory_utilization must be between 0\.01 and 1"):
         WorkerConfig(gpu_memory_utilization=share)

@@ -434,7 +434,7 @@ def test_a_long_prompt_from_the_cache_is_indexed_in_steps(monkeypatch: pytest.Mo
         ({"speculation": "draft-model"}, "draft_model and speculation=draft-model go together"),
         ({"draft_model": "/m"}, "draft_model and speculation=draft-model go together"),
         ({"speculation": "ngram", "draft_model": "/m"}, "draft_model and speculation=draft-model go together"),
-        ({"speculation": "ngram", "max_drafts": -1}, "max_drafts must be between 0 and 65536, got -1"),
+        ({"speculation": "ngram", "max_drafts": -1}, "max_drafts must be between 0 and 1024, got -1"),
         ({"max_drafts": 4}, "max_drafts is given, but speculation is off"),
     ],
 )

@@ -121,7 +121,9 @@ def test_shards_are_the_same_model(config: WorkerConfig, tmp_path: Path) -> None
     assert len(list(path.glob("*.safetensors"))) > 1
     ids = prompts()[4]
     whole = logits_of(load_model(config), ids, [len(ids)])
-    assert torch.equal(logits_of(load_model(replace(config, model=str(path))), ids, [len(ids)]), whole)
+    sharded = load_model(replace(config, model=str(path)))
+    assert torch.equal(logits_of(sharded, ids, [len(ids)]), whole)
+    assert sharded.fingerprint == load_model(config).fingerprint
 
 
 def test_max_model_len(config: WorkerConfig) -> None:

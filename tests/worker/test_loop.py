@@ -7,15 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
 
+import msgspec
 import pytest
-import zmq
-from tests.worker.fakes_model import NUM_BLOCKS, FakeModel, fake_runner, new_row
+from tests.worker.fakes_loop import WAIT_S, FakeEngine, Worker, first_plan, next_plan
+from tests.worker.fakes_model import BOMB, HUGE, NUM_BLOCKS, FakeModel, new_row
 
 import pagoda
-from pagoda_proto.channel import Envelope, decode_from_worker, encode, open_envelope
+from pagoda_proto import times
+from pagoda_proto.channel import Envelope, encode
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.steps import (
     Beat,
@@ -24,142 +24,15 @@ from pagoda_proto.steps import (
     Drain,
     Goodbye,
     Hello,
-    Message,
     Refused,
     ResetWorker,
+    StepFailed,
     StepPlan,
     StepResult,
     Welcome,
 )
-from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.loop import run, serve
-
-WAIT_S = 120.0
-
-
-class FakeEngine:
-    """A ROUTER that speaks the protocol exactly as told to. Beats are answered on demand only."""
-
-    def __init__(self, endpoint: str, boot_id: str = "boot-1") -> None:
-        self.boot_id = boot_id
-        self.epoch = 0
-        self.hello: Hello | None = None
-        self.hellos = 0
-        self.beats: list[tuple[Envelope, Beat]] = []
-        self.answer_beats = True
-        self._context = zmq.Context()
-        self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(endpoint)
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-    def send(self, message: Message, *, kind: str = "/d", epoch: int | None = None, boot_id: str | None = None) -> None:
-        assert self.hello is not None
-        envelope = Envelope(
-            self.boot_id if boot_id is None else boot_id,
-            self.hello.worker_id,
-            self.epoch if epoch is None else epoch,
-            1,
-        )
-        self.send_parts(encode(envelope, message), kind)
-
-    def send_parts(self, parts: list[bytes], kind: str = "/d") -> None:
-        assert self.hello is not None
-        route = self.hello.incarnation.encode() + kind.encode()
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            try:
-                self.socket.send_multipart([route, *parts])
-                return
-            except zmq.ZMQError as error:  # right after a reconnection one of the two routes may lag behind
-                if error.errno != zmq.EHOSTUNREACH or time.monotonic() > deadline:
-                    raise
-                self.socket.poll(10, zmq.POLLERR)
-
-    def receive(self, timeout_s: float = WAIT_S) -> tuple[bytes, Envelope, Any] | None:
-        if not self.socket.poll(int(timeout_s * 1000)):
-            return None
-        route, *parts = self.socket.recv_multipart()
-        envelope, payload = open_envelope(parts)
-        return route, envelope, decode_from_worker(payload)
-
-    def until(self, kind: type, timeout_s: float = WAIT_S) -> tuple[Envelope, Any]:
-        """The next message of this kind; beats before it are answered, Hellos noted."""
-        while True:
-            received = self.receive(timeout_s)
-            assert received is not None, f"no {kind.__name__} came"
-            route, envelope, message = received
-            if isinstance(message, Hello):
-                assert route == message.incarnation.encode() + b"/d"
-                assert (envelope.engine_boot_id, envelope.epoch) == ("", 0)
-                self.hello, self.hellos = message, self.hellos + 1
-            if isinstance(message, Beat):
-                self.beats.append((envelope, message))
-                assert route.endswith(b"/c")
-                if self.answer_beats and envelope.epoch == self.epoch:
-                    self.send(BeatAck(), kind="/c")
-            if isinstance(message, kind):
-                return envelope, message
-
-    def admit(self, lease_s: float = 60.0) -> None:
-        """Wait for a Hello and welcome the worker under the next epoch."""
-        self.until(Hello)
-        self.welcome(lease_s)
-
-    def welcome(self, lease_s: float = 60.0) -> None:
-        self.epoch += 1
-        self.send(Welcome(epoch=self.epoch, engine_boot_id=self.boot_id, lease_s=lease_s))
-
-    def result(self) -> StepResult:
-        envelope, result = self.until(StepResult)
-        assert (envelope.engine_boot_id, envelope.epoch) == (self.boot_id, self.epoch)
-        assert isinstance(result, StepResult)
-        return result
-
-
-class Worker:
-    """The loop in a thread, as the process would run it; with a fake model unless the configuration names one."""
-
-    def __init__(
-        self, config: WorkerConfig, model: FakeModel | None = None, accelerator: Accelerator | None = None
-    ) -> None:
-        self.stop = threading.Event()
-        self.error: BaseException | None = None
-        self.events: SimpleQueue[dict[str, object]] = SimpleQueue()
-        self.config = config
-        self.model = model or FakeModel()
-        self.runner = fake_runner(self.model, accelerator)
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            if self.config.model:
-                run(self.config, self.events.put, self.stop)
-            else:
-                serve(self.runner, self.config, self.events.put, self.stop)
-        except Exception as error:  # noqa: BLE001 - judged by the test
-            self.error = error
-
-    def event(self, name: str) -> dict[str, object]:
-        while True:
-            event = self.events.get(timeout=WAIT_S)
-            if event["event"] == name:
-                return event
-
-    def end(self) -> None:
-        self.stop.set()
-        if self.model.gate is not None:
-            self.model.gate.set()
-        self.join()
-
-    def join(self) -> None:
-        self.thread.join(WAIT_S)
-        assert not self.thread.is_alive()
+from pagoda_worker.loop import run
 
 
 @pytest.fixture
@@ -194,14 +67,6 @@ def start(endpoint: str) -> Iterator[Start]:
 @pytest.fixture
 def worker(start: Start) -> Worker:
     return start()
-
-
-def first_plan(step: int = 1, row_id: int = 1) -> StepPlan:
-    return StepPlan(step=step, new_rows=[new_row(row_id, [5, 6, 7], [row_id])], chunks=[Chunk(row_id, 0, 3, True)])
-
-
-def next_plan(step: int, row_id: int = 1, start: int | None = None) -> StepPlan:
-    return StepPlan(step=step, chunks=[Chunk(row_id, start if start is not None else step + 1, 1, True)])
 
 
 def test_hello_tells_what_the_runner_offers(engine: FakeEngine, worker: Worker) -> None:
@@ -264,7 +129,7 @@ def test_beats_tell_progress_and_that_a_step_is_running(engine: FakeEngine, star
     assert (done.steps_done, done.busy_s) == (1, 0.0)
 
 
-def test_a_lost_lease_ends_the_standing_and_the_same_incarnation_registers_anew(
+def test_a_lost_lease_ends_the_standing_and_the_same_incarnation_registers_anew_under_the_next_number(
     engine: FakeEngine, worker: Worker
 ) -> None:
     engine.answer_beats = False
@@ -272,7 +137,8 @@ def test_a_lost_lease_ends_the_standing_and_the_same_incarnation_registers_anew(
     first = engine.hello
     worker.event("ready")
     engine.until(Hello)
-    assert engine.hello == first
+    assert first is not None
+    assert engine.hello == msgspec.structs.replace(first, registration=first.registration + 1)
     engine.answer_beats = True
     engine.welcome()
     assert worker.event("ready")["epoch"] == 2
@@ -280,12 +146,10 @@ def test_a_lost_lease_ends_the_standing_and_the_same_incarnation_registers_anew(
     assert engine.result().errors == []
 
 
-def test_answered_beats_keep_the_lease_alive(engine: FakeEngine, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagoda_worker.control.BEAT_INTERVAL_S", 0.1)
-    start()
-    engine.admit(lease_s=1.5)
+def test_answered_beats_keep_the_lease_alive(engine: FakeEngine, worker: Worker) -> None:
+    engine.admit(lease_s=3.0)
     began = time.monotonic()
-    while time.monotonic() < began + 2.0:
+    while time.monotonic() < began + 4.0:
         engine.until(Beat)
     assert engine.hellos == 1
     engine.send(first_plan())
@@ -381,11 +245,9 @@ def test_reset_makes_the_worker_begin_anew(engine: FakeEngine, worker: Worker) -
     assert "unknown" in engine.result().errors[0].message
 
 
-def test_a_second_welcome_voids_the_first(engine: FakeEngine, worker: Worker) -> None:
+def test_a_welcome_that_nobody_asked_for_is_dropped(engine: FakeEngine, worker: Worker) -> None:
     engine.admit()
-    worker.event("ready")
-    engine.welcome()
-    assert worker.event("ready")["epoch"] == 2
+    engine.send(Welcome(epoch=2, engine_boot_id=engine.boot_id, lease_s=60.0), epoch=2)
     engine.send(first_plan())
     assert engine.result().step == 1
     assert engine.hellos == 1
@@ -446,6 +308,46 @@ def test_stop_while_no_engine_core_is_there(worker: Worker) -> None:
     worker.stop.set()
     worker.join()
     assert worker.error is None
+
+
+@pytest.mark.parametrize(("token", "offered"), [(BOMB, 2048), (HUGE, 1024)])
+def test_a_lost_step_is_told_and_the_worker_begins_anew(
+    engine: FakeEngine, start: Start, token: int, offered: int
+) -> None:
+    """With steps half as large, if it was memory that ran out."""
+    start()
+    engine.admit()
+    assert engine.hello is not None
+    assert engine.hello.max_tokens_per_step == 2048
+    engine.send(first_plan())
+    assert engine.result().errors == []
+    bad = StepPlan(step=2, new_rows=[new_row(2, [token], [2])], chunks=[Chunk(2, 0, 1, True)])
+    engine.send(bad)
+    envelope, failed = engine.until(StepFailed)
+    assert (envelope.engine_boot_id, envelope.epoch) == (engine.boot_id, engine.epoch)
+    assert failed.step == 2
+    assert ("out of memory" in failed.reason) == (token == HUGE)
+    engine.admit()
+    assert (engine.hello.registration, engine.hello.max_tokens_per_step) == (2, offered)
+    engine.send(next_plan(1))
+    assert "unknown" in engine.result().errors[0].message
+    engine.send(first_plan(step=2))
+    assert engine.result().errors == []
+
+
+def test_an_idle_worker_registers_anew_to_offer_larger_steps_again(
+    engine: FakeEngine, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(times, "BUDGET_RESTORE_S", 0.5)
+    monkeypatch.setattr(times, "IDLE_S", 0.1)
+    start()
+    engine.admit()
+    engine.send(StepPlan(step=1, new_rows=[new_row(2, [HUGE], [2])], chunks=[Chunk(2, 0, 1, True)]))
+    engine.until(StepFailed)
+    engine.admit()
+    assert engine.hello is not None
+    while engine.hello.max_tokens_per_step < 2048:
+        engine.admit()
 
 
 def test_a_step_that_breaks_the_runner_ends_the_process_without_a_goodbye(engine: FakeEngine, start: Start) -> None:
@@ -562,12 +464,12 @@ def test_a_process_that_was_stopped_past_its_lease_emits_nothing_of_its_old_life
 
 STUCK = """
 import sys, threading, time
-from pagoda_worker import control
+from pagoda_proto import times
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loop import serve
 from tests.worker.fakes_model import fake_runner
 
-control.STUCK_S = 0.5
+times.STUCK_EXIT_S = 0.5
 runner = fake_runner()
 runner.launch = lambda plan: time.sleep(1000)
 serve(runner, WorkerConfig(engine=sys.argv[1], worker_id="w-1"), lambda event: None, threading.Event())
@@ -583,5 +485,50 @@ def test_a_process_stuck_in_a_step_nobody_waits_for_ends_itself(engine: FakeEngi
             engine.send(first_plan())
             engine.answer_beats = False
             assert process.wait(WAIT_S) == 1
+        finally:
+            process.kill()
+
+
+HELD_UP = """
+import pathlib, sys, threading, time
+from pagoda_proto import times
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.loop import serve
+from tests.worker.fakes_model import fake_runner
+
+times.STUCK_EXIT_S = 3.0
+runner, go_on = fake_runner(), pathlib.Path(sys.argv[2])
+launch = runner.launch
+
+def slow_launch(plan):
+    while not go_on.exists():
+        time.sleep(0.01)
+    return launch(plan)
+
+runner.launch = slow_launch
+serve(runner, WorkerConfig(engine=sys.argv[1], worker_id="w-1"), lambda event: None, threading.Event())
+"""
+
+
+@pytest.mark.e2e
+def test_a_process_that_was_stopped_in_a_step_does_not_take_itself_for_stuck(
+    engine: FakeEngine, endpoint: str, tmp_path: Path
+) -> None:
+    arguments = [sys.executable, "-c", HELD_UP, endpoint, str(tmp_path / "go-on")]
+    with subprocess.Popen(arguments, cwd=Path(__file__).parents[2]) as process:
+        try:
+            engine.admit(lease_s=1.0)
+            engine.until(Beat)
+            engine.send(first_plan())
+            while engine.until(Beat)[1].busy_s == 0:
+                pass
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(4.5)  # longer than a stuck step may last
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.5)
+            (tmp_path / "go-on").touch()
+            engine.admit()
+            engine.send(first_plan())
+            assert engine.result().errors == []
         finally:
             process.kill()

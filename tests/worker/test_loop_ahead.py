@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.worker.fakes_accelerator import FakeAccelerator, HeldFetch
+from tests.worker.fakes_loop import WAIT_S, FakeEngine, Worker, first_plan, next_plan
 from tests.worker.fakes_model import FakeModel
-from tests.worker.test_loop import WAIT_S, FakeEngine, Worker, first_plan, next_plan
 
 from pagoda_proto.steps import Beat, Drain, Goodbye, Hello
 from pagoda_worker.config import WorkerConfig

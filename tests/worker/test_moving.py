@@ -26,7 +26,6 @@ from tests.worker.fakes_model import (
 from tests.worker.test_drafting import Allowing, draft_model, plain, speculating
 from tests.worker.test_runner import MANNERS, tiny_llama, tokens_of
 
-from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, RowOutput, StepPlan, StepResult
 from pagoda_worker import moving
@@ -36,7 +35,7 @@ from pagoda_worker.kernels.kv_cache import Blocks
 from pagoda_worker.memory import GIB, NotEnoughMemory
 from pagoda_worker.moving import BlockMover, SwapSpace
 from pagoda_worker.pending import Pending
-from pagoda_worker.runner import ModelRunner
+from pagoda_worker.runner import LostStep, ModelRunner
 
 NUM_SWAP_BLOCKS = 12
 SWAP_SPACE_GIB = NUM_SWAP_BLOCKS * KV_SHAPE.bytes_per_block(BLOCK_SIZE) / GIB  # of the fake model
@@ -308,47 +307,32 @@ IN = StepPlan(
     swap_ins=[(2, 7)],
     chunks=[Chunk(0, 3, 1, True), Chunk(2, 16, 1, True)],
 )
+FORK = StepPlan(
+    step=2,
+    new_rows=[new_row(2, [5] * 16, [9], num_computed=15)],
+    append_blocks=[AppendBlocks(1, [4])],
+    block_copies=[(1, 9)],
+    chunks=[Chunk(0, 2, 1, True), Chunk(1, 16, 1, True), Chunk(2, 15, 1, True)],
+)
 ERRORS = [RuntimeError("boom"), torch.OutOfMemoryError("tried to allocate 9 GiB")]
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_failed_swap_out_ends_the_row_when_it_comes_back(error: Exception) -> None:
+@pytest.mark.parametrize(
+    ("broken", "plans"), [("export_error", [OUT]), ("import_error", [OUT, IN]), ("copy_error", [FORK])]
+)
+def test_a_move_that_fails_is_a_lost_step(error: Exception, broken: str, plans: list[StepPlan]) -> None:
     runner, ops = failing_runner()
-    ops.export_error = error
-    out = runner.execute(OUT)
-    assert (out.errors, [output.row_id for output in out.outputs]) == ([], [0])
-    ops.export_error = None
-    into = runner.execute(IN)
-    assert [(one.row_id, one.code, one.message) for one in into.errors] == [
-        (2, ErrorCode.INTERNAL, "a block to be swapped in was never swapped out")
-    ]
-    assert [output.row_id for output in into.outputs] == [0]
-
-
-@pytest.mark.parametrize("error", ERRORS)
-def test_a_failed_swap_in_ends_its_rows_only(error: Exception) -> None:
-    runner, ops = failing_runner()
-    assert runner.execute(OUT).errors == []
-    ops.import_error = error
-    into = runner.execute(IN)
-    assert [(one.row_id, one.code) for one in into.errors] == [(2, ErrorCode.INTERNAL)]
-    memory = isinstance(error, torch.OutOfMemoryError)
-    assert ("ran out of memory in a move of 1 blocks" if memory else "RuntimeError") in into.errors[0].message
-    assert [output.row_id for output in into.outputs] == [0]
-
-
-def test_a_failed_copy_ends_the_rows_that_have_it_only() -> None:
-    runner, ops = failing_runner()
-    ops.copy_error = RuntimeError("boom")
-    fork = new_row(2, [5] * 16, [9], num_computed=15)
-    chunks = [Chunk(0, 2, 1, True), Chunk(1, 16, 1, True), Chunk(2, 15, 1, True)]
-    result = runner.execute(
-        StepPlan(
-            step=2, new_rows=[fork], append_blocks=[AppendBlocks(1, [4])], block_copies=[(1, 9)], chunks=chunks
-        )
-    )  # fmt: skip
-    assert [error.row_id for error in result.errors] == [2]
-    assert [output.row_id for output in result.outputs] == [0, 1]
+    *before, last = plans
+    for plan in before:
+        assert runner.execute(plan).errors == []
+    setattr(ops, broken, error)
+    with pytest.raises(LostStep) as raised:
+        runner.execute(last)
+    assert (raised.value.step, raised.value.out_of_memory) == (last.step, isinstance(error, torch.OutOfMemoryError))
+    setattr(ops, broken, None)
+    forgotten = runner.execute(StepPlan(step=1, chunks=[Chunk(0, 2, 1, True)]))
+    assert "unknown" in forgotten.errors[0].message
 
 
 def test_a_device_lost_in_a_swap_is_nobodys_to_survive() -> None:

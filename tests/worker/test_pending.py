@@ -10,14 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.worker.fakes_accelerator import FakeAccelerator
+from tests.worker.fakes_accelerator import FakeAccelerator, HeldFetch
 from tests.worker.fakes_model import BOMB, GONE, HUGE, POISON, Driver, FakeModel, fake_runner, new_row
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, RowOutput, StepPlan, StepResult
 from pagoda_worker.pending import Pending
-from pagoda_worker.runner import ModelRunner
+from pagoda_worker.runner import LostStep, ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 BY_HOST: list[dict[str, Any]] = [
@@ -166,25 +166,31 @@ def test_a_row_that_ends_in_one_step_is_unknown_in_the_next() -> None:
     assert list(tokens_of(second)) == [0]
 
 
-def test_a_launch_that_fails_leaves_the_step_before_it_its_answer() -> None:
+def test_a_launch_that_fails_is_a_lost_step_and_takes_the_step_before_it_along() -> None:
     runner = fake_runner(accelerator=FakeAccelerator())
     one = runner.launch(first([5, 6]))
     bomb = StepPlan(step=2, new_rows=[new_row(1, [BOMB], [1])], chunks=[Chunk(0, 2, 1, True), Chunk(1, 0, 1, True)])
-    two = runner.launch(bomb)
-    assert tokens_of(runner.collect(one)) == {0: alone([5, 6], 1)}
-    result = runner.collect(two)
-    assert result.outputs == []
-    assert {error.row_id: error.code for error in result.errors} == dict.fromkeys((0, 1), ErrorCode.INTERNAL)
+    with pytest.raises(LostStep, match="step 2"):
+        runner.launch(bomb)
+    assert one.result is None
+    assert "unknown" in runner.execute(then(1, 2)).errors[0].message
 
 
-def test_a_row_that_fails_twice_is_told_of_once_per_step() -> None:
-    """It computes no number in step 1; step 2, which has it too, fails altogether."""
-    runner = fake_runner(accelerator=FakeAccelerator())
-    one = runner.launch(first([POISON]))
-    bomb = StepPlan(step=2, new_rows=[new_row(1, [BOMB], [1])], chunks=[Chunk(0, 1, 1, True), Chunk(1, 0, 1, True)])
-    two = runner.launch(bomb)
-    assert [error.row_id for error in runner.collect(one).errors] == [0]
-    assert sorted(error.row_id for error in runner.collect(two).errors) == [0, 1]
+def test_a_step_that_fails_while_a_later_one_is_launched_is_named_by_its_own_number() -> None:
+    class Broken(HeldFetch):
+        def wait(self) -> list[torch.Tensor]:
+            raise RuntimeError("boom")
+
+    class BrokenFetches(FakeAccelerator):
+        def fetch(self, *tensors: torch.Tensor) -> HeldFetch:
+            return Broken(tensors, self.journal)
+
+    runner = fake_runner(accelerator=BrokenFetches())
+    runner.launch(first([5, 6]))
+    runner.launch(then(2, 2))
+    with pytest.raises(LostStep) as raised:
+        runner.launch(then(3, 3))
+    assert raised.value.step == 1
 
 
 def test_claims_that_do_not_hold_are_answered_with_their_own_step() -> None:
@@ -195,16 +201,16 @@ def test_claims_that_do_not_hold_are_answered_with_their_own_step() -> None:
     assert [error.row_id for error in runner.collect(two).errors] == [7]
 
 
-def test_too_little_memory_ends_the_rows_of_the_step_and_nothing_else() -> None:
+def test_too_little_memory_costs_the_step_and_gives_back_what_it_held() -> None:
     accelerator = FakeAccelerator()
     runner = fake_runner(accelerator=accelerator)
     runner.execute(first([5, 6]))
-    huge = runner.execute(StepPlan(step=2, new_rows=[new_row(1, [HUGE, 1], [1])], chunks=[Chunk(1, 0, 2, True)]))
-    [error] = huge.errors
-    assert (error.row_id, error.code) == (1, ErrorCode.INTERNAL)
-    assert error.message == "the device ran out of memory in a step of 1 rows and 2 tokens"
+    with pytest.raises(LostStep) as raised:
+        runner.execute(StepPlan(step=2, new_rows=[new_row(1, [HUGE, 1], [1])], chunks=[Chunk(1, 0, 2, True)]))
+    assert raised.value.out_of_memory
+    assert raised.value.reason == "out of memory in a step of 1 rows and 2 tokens"
     assert accelerator.journal[-1] == "emptied"
-    assert tokens_of(runner.execute(then(3, 2))) == {0: alone([5, 6], 2)[1:]}
+    assert tokens_of(runner.execute(first([5, 6]))) == {0: alone([5, 6], 1)}
 
 
 def test_a_lost_device_is_nobodys_to_survive() -> None:

@@ -28,6 +28,7 @@ from tests.worker.formats.sources import PlainSource
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowOutput, StepPlan
+from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.build import LIBRARY
@@ -36,7 +37,7 @@ from pagoda_worker.layers.rope import RopeShape
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.spec import DecoderSpec, expected_tensors
-from pagoda_worker.runner import ModelRunner
+from pagoda_worker.runner import LostStep, ModelRunner, ran_out_of_memory
 
 MakeRunner = Callable[[], ModelRunner]
 
@@ -288,19 +289,50 @@ def test_logits_that_are_no_numbers_end_one_row(bad: int, prompt_logprobs: int |
     assert "unknown" in again.errors[0].message
 
 
-def test_a_failing_forward_ends_the_rows_of_its_step_only(caplog: pytest.LogCaptureFixture) -> None:
+def test_whatever_a_forward_pass_raises_costs_the_step_and_no_row_is_blamed(caplog: pytest.LogCaptureFixture) -> None:
     runner = fake_runner()
-    rows = [new_row(1, [1, 2], [0]), new_row(2, [1, BOMB], [1]), new_row(3, [1, 2], [2])]
+    runner.execute(StepPlan(step=1, new_rows=[new_row(3, [1, 2], [2])]))
+    rows = [new_row(1, [1, 2], [0]), new_row(2, [1, BOMB], [1])]
+    with caplog.at_level(logging.ERROR), pytest.raises(LostStep) as raised:
+        runner.execute(StepPlan(step=2, new_rows=rows, chunks=[Chunk(1, 0, 2, True), Chunk(2, 0, 2, True)]))
+    assert (raised.value.step, raised.value.out_of_memory) == (2, False)
+    assert raised.value.reason == "RuntimeError in a step of 2 rows and 4 tokens"
+    assert raised.value.__context__ is None  # it would keep the failed step's tensors
+    forgotten = runner.execute(StepPlan(step=1, chunks=[Chunk(3, 0, 2, True)]))
+    assert "unknown" in forgotten.errors[0].message
+    assert len(runner.execute(StepPlan(step=2, new_rows=rows[:1], chunks=[Chunk(1, 0, 2, True)])).outputs) == 1
+
+
+def test_a_failure_is_traced_when_it_first_appears(caplog: pytest.LogCaptureFixture) -> None:
+    runner = fake_runner()
+    bomb = StepPlan(step=1, new_rows=[new_row(1, [BOMB], [5])], chunks=[Chunk(1, 0, 1, True)])
     with caplog.at_level(logging.ERROR):
-        result = runner.execute(StepPlan(step=1, new_rows=rows, chunks=[Chunk(1, 0, 2, True), Chunk(2, 0, 2, True)]))
-        for i in (4, 5):
-            bomb = new_row(i, [BOMB], [5])
-            runner.execute(StepPlan(step=i, new_rows=[bomb], chunks=[Chunk(i, 0, 1, True)]))
-    assert {error.row_id: error.code for error in result.errors} == {1: ErrorCode.INTERNAL, 2: ErrorCode.INTERNAL}
-    assert result.outputs == []
+        for _ in range(3):
+            with pytest.raises(LostStep):
+                runner.execute(bomb)
     assert [record.exc_info is not None for record in caplog.records] == [True, False, False]
-    survivor = runner.execute(StepPlan(step=2, chunks=[Chunk(3, 0, 2, True)]))
-    assert len(survivor.outputs) == 1
+
+
+HOST_ALLOCATION = "[enforce fail] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes."
+MEMORY_ERRORS = [MemoryError(), torch.OutOfMemoryError("tried to allocate 9 GiB"), RuntimeError(HOST_ALLOCATION)]
+
+
+@pytest.mark.parametrize(("error", "memory"), [*((error, True) for error in MEMORY_ERRORS), (ValueError("no"), False)])
+def test_it_is_told_whether_memory_ran_out(error: Exception, memory: bool) -> None:
+    class Failing(FakeModel):
+        def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    with pytest.raises(LostStep) as raised:
+        fake_runner(Failing()).execute(StepPlan(step=1, new_rows=[new_row(1, [5], [0])], chunks=[Chunk(1, 0, 1, True)]))
+    assert raised.value.out_of_memory == memory
+    assert raised.value.reason.startswith("out of memory in" if memory else "ValueError in")
+
+
+def test_torch_says_what_we_take_for_a_lack_of_host_memory() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(10**15)
+    assert ran_out_of_memory(raised.value)
 
 
 def test_a_plan_about_nothing_is_answered() -> None:
@@ -396,3 +428,28 @@ def test_no_plan_breaks_the_runner_or_a_row_it_is_not_about(given_plans: list[St
 
 def plain_step(runner: Any, row: NewRow) -> None:
     assert runner.execute(StepPlan(step=1, new_rows=[row])).errors == []
+
+
+class Scribbling:
+    """Operations that leave nothing in tensors which they may overwrite, but what they return."""
+
+    def __init__(self, ops: Any) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, *norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total = (one.clone() for one in self._ops.add_rms_norm(x, residual, *norm))
+        x.fill_(torch.nan)
+        residual.fill_(torch.nan)
+        return normed, total
+
+
+def test_a_model_reads_nothing_that_add_rms_norm_may_have_overwritten() -> None:
+    plain, scribbled = tiny_llama("reference"), tiny_llama("reference")
+    model = scribbled._compute._model
+    assert isinstance(model, Decoder)
+    model.ops = Scribbling(model.ops)  # type: ignore[assignment]
+    plan = StepPlan(step=1, new_rows=[new_row(1, PROMPT, [0, 1, 2])], chunks=[Chunk(1, 0, len(PROMPT), True)])
+    assert scribbled.execute(plan).outputs == plain.execute(plan).outputs

@@ -73,13 +73,14 @@ def oracle_logits(logits: np.ndarray, r: Row) -> np.ndarray:
 def oracle_survivors(z: np.ndarray, p: SamplingParams) -> tuple[list[int], np.ndarray]:
     ids = sorted(range(len(z)), key=lambda t: (-z[t], t))
     w = np.exp((z[ids] - z.max()) / p.temperature)
+    keep = int((w >= p.min_p * w[0]).sum())
+    ids, w = ids[:keep], w[:keep]
     if p.top_k:
         ids, w = ids[: p.top_k], w[: p.top_k]
     if p.top_p < 1:
         keep = int(np.searchsorted(np.cumsum(w) / w.sum(), p.top_p)) + 1
         ids, w = ids[:keep], w[:keep]
-    keep = int((w >= p.min_p * w[0]).sum())
-    return ids[:keep], w[:keep] / w[:keep].sum()
+    return ids, w / w.sum()
 
 
 def assert_matches_oracle(logits: np.ndarray, r: Row, got: int) -> None:
@@ -210,6 +211,13 @@ def test_top_p_is_taken_of_what_top_k_left() -> None:
 
 def test_min_p_is_relative_to_the_best() -> None:
     assert {token(np.log([0.5, 0.26, 0.2, 0.04]), row(seed=s, min_p=0.5)) for s in range(40)} == {0, 1}
+
+
+def test_top_p_is_a_share_of_what_min_p_leaves() -> None:
+    """min_p leaves 0.4 and 0.3, of which the first is 57 %; of all tokens it would be 40 %."""
+    logits = np.log([0.4, 0.3, 0.1, 0.1, 0.1])
+    assert {token(logits, row(seed=s, min_p=0.5, top_p=0.5)) for s in range(40)} == {0}
+    assert {token(logits, row(seed=s, top_p=0.5)) for s in range(40)} == {0, 1}
 
 
 def test_min_tokens_masks_eos_and_stop_tokens_until_reached() -> None:

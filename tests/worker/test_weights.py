@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,7 @@ def test_a_tied_model_may_carry_its_head(tmp_path: Path, tied: bool) -> None:
                 checkpoint.check({"a": Wanted((2,))}, (), tied)
 
 
-def test_the_digest_tells_files_apart(tmp_path: Path) -> None:
+def test_the_digest_tells_shapes_apart(tmp_path: Path) -> None:
     digests = set()
     for index, shape in enumerate(((2, 2), (4,), (4,))):
         path = tmp_path / str(index)
@@ -210,3 +211,20 @@ def test_the_digest_tells_files_apart(tmp_path: Path) -> None:
         save_file({"a": torch.zeros(shape)}, path / "model.safetensors")
         digests.add(open_checkpoint(path).digest)
     assert len(digests) == 2
+
+
+@pytest.mark.parametrize(("size", "told"), [(0, "cannot be mapped"), (40, "shorter than its header says")])
+def test_a_file_that_is_cut_short_before_it_is_mapped_is_refused(tmp_path: Path, size: int, told: str) -> None:
+    save_file({"a": torch.zeros(64)}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        os.truncate(tmp_path / "model.safetensors", size)
+        with pytest.raises(CheckpointError, match=rf"model\.safetensors: .*{told}"):
+            checkpoint.stored("a")
+
+
+def test_a_file_that_is_gone_before_it_is_mapped_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(64)}, tmp_path / "model.safetensors")
+    with open_checkpoint(tmp_path) as checkpoint:
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(CheckpointError, match="cannot be mapped into memory: No such file"):
+            checkpoint.stored("a")

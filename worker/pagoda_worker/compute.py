@@ -71,11 +71,7 @@ class Compute:
             return None
         drafts: Mapping[int, Ids] = self._drafter.draft(work)
         num_drafted = {row_id: len(tokens) for row_id, tokens in drafts.items()}
-        batch, hidden, logits, advance = self._forward(work, drafts, earlier)
-        if drafts and not hidden.isfinite().all():  # a draft may be no number, and masks do not hide those
-            self._erase(batch, work)
-            drafts = NO_DRAFTS
-            batch, hidden, logits, advance = self._forward(work, drafts, earlier)
+        drafts, (batch, hidden, logits, advance) = self._forward_finite(work, drafts, earlier)
         rows = [row for row, chunk in work if chunk.sample]
         for row, chunk in work:
             row.num_computed = chunk.start + chunk.num_tokens
@@ -88,6 +84,19 @@ class Compute:
         fetch = self._accelerator.fetch(*chosen.tensors)
         promised = {row.row_id: (index, row.promise()) for index, row in enumerate(rows)}
         return OnDevice(ids=chosen.ids, fetch=fetch, promised=promised)
+
+    def _forward_finite(
+        self, work: Work, drafts: Mapping[int, Ids], earlier: Sequence[OnDevice]
+    ) -> tuple[Mapping[int, Ids], Computed]:
+        """The drafts that were kept, and the step with them: none, if with them some state is no number.
+
+        A masked K or V that is no number shows nevertheless, so what the drafts wrote is erased.
+        """
+        computed = self._forward(work, drafts, earlier)
+        if not drafts or computed.hidden.isfinite().all():
+            return drafts, computed
+        self._erase(computed.batch, work)
+        return NO_DRAFTS, self._forward(work, NO_DRAFTS, earlier)
 
     def _device_chooses(self, work: Work, rows: Sequence[Row]) -> bool:
         plain = all(row.params.prompt_logprobs is None for row, _ in work)

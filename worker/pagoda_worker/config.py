@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
+from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
+from pagoda_worker.cores import available_cores
 from pagoda_worker.device_choice import parse_device
 from pagoda_worker.kernel_choice import parse_choice
 
@@ -44,7 +46,7 @@ class WorkerConfig:
     instruction_set: str = option(
         "", "level of the native kernels: base, avx2, avx512, avx512bf16; empty: the best", words=INSTRUCTION_SETS
     )
-    threads: int = option(0, "compute threads; 0 takes every core this process may use", most=4096)
+    threads: int = option(0, "compute threads; 0 takes one per core this process may use", most=4096)
     block_size: int = option(0, "tokens per KV block; 0 takes 32 on a CPU and 64 on a GPU", most=4096)
     kv_cache_gib: float = option(0.0, "memory for the KV cache; 0 sizes it from what the machine has free")
     kv_cache_dtype: str = option(
@@ -62,18 +64,21 @@ class WorkerConfig:
     enforce_eager: bool = option(False, "on a GPU, launch every operation of a decode step instead of recorded graphs")
     max_model_len: int = option(0, "longest prompt plus output; 0 takes the model's own limit")
     max_rows: int = option(256, "most choices at once", least=1, most=2**20)
-    max_tokens_per_step: int = option(8192, "most tokens one step may compute", least=1, most=2**24)
+    max_tokens_per_step: int = option(
+        DEFAULT_MAX_TOKENS_PER_STEP, "most tokens one step may compute", least=1, most=2**20
+    )
     speculation: str = option("", "guess tokens and verify them: ngram, draft-model; empty: off", words=SPECULATIONS)
     draft_model: str = option("", "model directory for draft-model; same vocabulary as the model")
-    max_drafts: int = option(0, "most tokens guessed at once for a choice; 0: 8", most=65536)
+    max_drafts: int = option(0, "most tokens guessed at once for a choice; 0: 8", most=1024)
     fallback: bool = option(True, "run architectures without a native implementation through transformers")
 
     def __post_init__(self) -> None:
         check(self, _further_problems(self))
 
     def settled(self, device_type: str) -> WorkerConfig:
-        """With block_size as this kind of device likes it, if nobody said it."""
-        return replace(self, block_size=self.block_size or BLOCK_SIZES[device_type])
+        """With what nobody said: block_size as this kind of device likes it, and as many threads as there are cores."""
+        block_size = self.block_size or BLOCK_SIZES[device_type]
+        return replace(self, block_size=block_size, threads=self.threads or available_cores())
 
 
 def _further_problems(config: WorkerConfig) -> Iterator[Problem]:

@@ -12,21 +12,18 @@ import os
 import resource
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import zmq
-
+from pagoda_proto import times
 from pagoda_proto.channel import Envelope, FrameError, decode_to_worker
 from pagoda_proto.steps import Beat, BeatAck, Drain, Refused, ResetWorker, Welcome
-from pagoda_worker.wire import Link, Wire
+from pagoda_worker.wire import Wire
 
 log = logging.getLogger(__name__)
 
-BEAT_INTERVAL_S = 0.5
-# A step that runs on so long after the engine core gave this worker up will not end; only a new process helps.
-STUCK_S = 20.0
 STUCK_EXIT_CODE = 1
 IDLE_INTERVAL_S = 0.1  # how soon the thread notices that a membership began, or that it shall end
 
@@ -102,28 +99,46 @@ class Progress:
         return Beat(steps_done=self.steps_done, busy_s=self.busy_s(now), rss_bytes=_rss_bytes())
 
 
+class StuckWatch:
+    """Tells of a step that runs on long after its membership was lost: it will not end, only a new process helps.
+
+    Only time in which the watcher itself ran counts; `now` is any monotonic clock.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._guard = times.StallGuard(IDLE_INTERVAL_S, now)
+        self._since: float | None = None
+
+    def stuck(self, now: float, lost_and_busy: bool) -> bool:
+        held_up_s = self._guard.tick(now)
+        if not lost_and_busy:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since + held_up_s
+        return now - self._since > times.STUCK_EXIT_S
+
+
 class Control:
-    """The control connection and its thread. Use as a context manager; leaving it ends the thread.
+    """The control connection of one registration, and its thread. Use as a context manager; leaving it ends both.
 
     Attributes:
         connected: Set while the connection stands. Hello waits for it: an engine core may use it right after Welcome.
-        drain: Set when the engine core asked this worker to leave.
 
-    `alive_file` is touched at every acknowledged beat: health, for whoever cannot ask a process without a port.
+    `connect` makes its wire, in the thread that it belongs to. `drain` is set when the engine core asks this worker to
+    leave; `alive_file` is touched at every acknowledged beat: health, for whoever cannot ask a process without a port.
     """
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        link: Link,
-        incarnation: str,
+        connect: Callable[[], Wire],
         membership: Membership,
         progress: Progress,
+        drain: threading.Event,
         alive_file: str = "",
     ) -> None:
         self.connected = threading.Event()
-        self.drain = threading.Event()
-        self._connect = (context, link, f"{incarnation}/c")
+        self._connect = connect
+        self._drain = drain
         self._membership = membership
         self._progress = progress
         self._alive_file = Path(alive_file) if alive_file else None
@@ -145,7 +160,7 @@ class Control:
             raise RuntimeError("the control thread failed") from self._failure
 
     def _run(self) -> None:
-        wire = Wire(*self._connect)
+        wire = self._connect()
         try:
             self._serve(wire)
         except Exception as error:  # noqa: BLE001 - the thread's outermost loop: the step loop raises it
@@ -155,22 +170,24 @@ class Control:
 
     def _serve(self, wire: Wire) -> None:
         next_beat = 0.0
+        watch = StuckWatch(time.monotonic())
         while not self._closing.is_set():
             now = time.monotonic()
             standing = self._membership.standing(now)
             if standing is not None and now >= next_beat:
                 wire.send(self._progress.beat(now), standing.boot_id, standing.epoch)
-                next_beat = now + BEAT_INTERVAL_S
+                next_beat = now + times.BEAT_S
             if wire.reaches():
                 self.connected.set()
             else:
                 self.connected.clear()
             frame = wire.receive(IDLE_INTERVAL_S)
-            standing = self._membership.standing(time.monotonic())
+            now = time.monotonic()
+            standing = self._membership.standing(now)
             if frame is not None and standing is not None:
                 self._receive(wire, standing, *frame)
-            if standing is None and self._progress.busy_s(time.monotonic()) > STUCK_S:
-                log.critical("a step of a lost membership has run for %.0f s; ending the process", STUCK_S)
+            if watch.stuck(now, standing is None and self._progress.busy_since is not None):
+                log.critical("a step of a lost membership runs on for %.0f s; ending the process", times.STUCK_EXIT_S)
                 os._exit(STUCK_EXIT_CODE)
 
     def _receive(self, wire: Wire, standing: Standing, envelope: Envelope, payload: bytes) -> None:
@@ -189,7 +206,7 @@ class Control:
                 if self._membership.heard(standing, time.monotonic()) and self._alive_file is not None:
                     self._alive_file.touch()
             case Drain() if envelope.epoch:
-                self.drain.set()
+                self._drain.set()
             case ResetWorker() if envelope.epoch:
                 self._membership.lose(standing, "reset by the engine core")
             case _:

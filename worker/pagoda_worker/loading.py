@@ -6,7 +6,6 @@ import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,13 +14,14 @@ import torch
 from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.devices import choose_device
+from pagoda_worker.fingerprint import fingerprint
 from pagoda_worker.formats import FIELD, read_layout
 from pagoda_worker.formats.source import Formats, choose_formats, left_alone, open_source
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Cache, Needs, Ops
 from pagoda_worker.models import ARCHITECTURES
-from pagoda_worker.models.config_reader import ConfigReader, UnsupportedConfig
+from pagoda_worker.models.config_reader import HARMLESS, ConfigReader, UnsupportedConfig
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.models.spec import DecoderSpec
@@ -30,6 +30,7 @@ from pagoda_worker.weights import Checkpoint, Progress, open_checkpoint, read_js
 
 log = logging.getLogger(__name__)
 
+CHOOSES_THE_CODE = {"architectures", "model_type"}  # harmless to whoever runs it, not to which code runs
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -54,7 +55,7 @@ class LoadedModel:
     device: torch.device
     vocab_size: int  # width of the logits
     max_model_len: int
-    fingerprint: str  # which weights: over config.json and the headers of the files
+    fingerprint: str  # which weights, and what config.json makes of them
     numerics_id: str
     native: bool
     batch_invariant: bool  # whether a token's bits are its row's alone, whatever is computed beside it
@@ -92,7 +93,6 @@ def load_model(
     with open_weights(path, progress) as checkpoint:
         dtype = _run_dtype(config.dtype, fields, checkpoint.dtype(), device)
         ops = _load_ops(config, device, dtype, spec)
-        fingerprint = sha256(f"{sorted(fields.items())!r}\n{checkpoint.digest}".encode()).hexdigest()[:16]
         if spec is None:
             _refuse_quantised_cache(config)
             from pagoda_worker.models.fallback import TransformersModel
@@ -118,7 +118,7 @@ def load_model(
         device=device,
         vocab_size=vocab,
         max_model_len=max_len,
-        fingerprint=fingerprint,
+        fingerprint=fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint.digest),
         numerics_id=numerics_id(
             ops, kv_shape, "native" if spec is not None else fallback.implementation, formats.description
         ),

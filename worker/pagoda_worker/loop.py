@@ -1,8 +1,9 @@
 """The worker process: load, register, execute plans in order, leave.
 
-Whatever goes wrong between engine core and worker has one remedy: forget all rows and register anew. The weights stay,
-and the engine core has every row's record. So a lost lease, a gap in the steps, a reset and a restarted engine core are
-one branch: leave `_serve`, say Hello.
+Whatever goes wrong between engine core and worker has one remedy: forget all rows and register anew, over new
+connections. The weights stay, and the engine core has every row's record. So a lost lease, a link that swallows what it
+is given, a gap in the steps, a step that raised, a reset and a restarted engine core are one branch: leave `_serve`,
+begin the next `Registration`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import zmq
 
-from pagoda_proto.channel import MAX_ID_BYTES, FrameError, decode_to_worker
+from pagoda_proto import times
+from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.host import host_id
 from pagoda_proto.steps import (
@@ -29,27 +31,25 @@ from pagoda_proto.steps import (
     Hello,
     Refused,
     ResetWorker,
+    StepFailed,
     StepPlan,
     ToWorker,
     Welcome,
 )
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.control import Control, Membership, Progress, Standing
+from pagoda_worker.control import Progress, Standing
 from pagoda_worker.pending import Pending
-from pagoda_worker.runner import MAX_PENDING, ModelRunner
+from pagoda_worker.registration import POLL_S, Registration
+from pagoda_worker.runner import MAX_PENDING, LostStep, ModelRunner
+from pagoda_worker.step_budget import StepBudget
 from pagoda_worker.table import RunnerFacts
-from pagoda_worker.wire import Wire, local_or_encrypted
+from pagoda_worker.wire import local_or_encrypted
 
 log = logging.getLogger(__name__)
 
 Report = Callable[[dict[str, object]], None]
 
-POLL_S = 0.1  # how soon a loop that waits notices stop, drain and a lost lease
 PENDING_POLL_S = 0.001  # how soon it notices that a step on a device is over
-HELLO_INTERVAL_S = 1.0
-MAX_HELLO_INTERVAL_S = 10.0
-SEND_TIMEOUT_S = 1.0
-GOODBYE_LINGER_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Identity:
             raise ValueError(f"worker_id: 1 to {MAX_ID_BYTES} printable bytes are needed, got {name[:200]!r}")
         return cls(name, secrets.token_hex(8))
 
-    def hello(self, facts: RunnerFacts) -> Hello:
+    def hello(self, facts: RunnerFacts, registration: int = 1) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,
             worker_id=self.worker_id,
             incarnation=self.incarnation,
-            registration=1,
+            registration=registration,
             host_id=host_id(),
             pid=os.getpid(),
             **asdict(facts),
@@ -131,16 +131,13 @@ def serve(runner: ModelRunner, config: WorkerConfig, report: Report, stop: threa
     """
     identity = Identity.of_this_process(config.worker_id)
     link = local_or_encrypted(config.engine, identity.worker_id, config.keys_dir)
-    membership, progress = Membership(), Progress()
+    progress, drain = Progress(), threading.Event()
     with zmq.Context(io_threads=1) as context:
-        wire = Wire(context, link, f"{identity.incarnation}/d")
-        linger_s = 0.0
-        try:
-            with Control(context, link, identity.incarnation, membership, progress, config.alive_file) as control:
-                StepLoop(runner, identity.hello(runner.facts), wire, membership, progress, control).run(report, stop)
-            linger_s = GOODBYE_LINGER_S
-        finally:
-            wire.close(linger_s)
+
+        def connect(hello: Hello) -> Registration:
+            return Registration(context, link, hello, progress, drain, config.alive_file)
+
+        StepLoop(runner, identity, connect, progress, drain).run(report, stop)
 
 
 class StepLoop:
@@ -149,131 +146,121 @@ class StepLoop:
     def __init__(
         self,
         runner: ModelRunner,
-        hello: Hello,
-        wire: Wire,
-        membership: Membership,
+        identity: Identity,
+        connect: Callable[[Hello], Registration],
         progress: Progress,
-        control: Control,
+        drain: threading.Event,
     ) -> None:
         self._runner = runner
-        self._hello = hello
-        self._wire = wire
-        self._membership = membership
+        self._identity = identity
+        self._connect = connect
         self._progress = progress
-        self._control = control
+        self._drain = drain
+        self._budget = StepBudget(runner.facts.max_tokens_per_step)
         self._next_step = 1
         self._pending: deque[Pending] = deque()  # launched and not answered, oldest first
 
     def run(self, report: Report, stop: threading.Event) -> None:
         def leaving() -> bool:
-            self._control.check()
-            return stop.is_set() or self._control.drain.is_set()
+            return stop.is_set() or self._drain.is_set()
 
-        welcome: Welcome | None = None
+        number = failed = 0  # registrations so far, and those of them in a row that nothing came of
         while not leaving():
-            if welcome is None:
+            number += 1
+            if not failed:
                 report({"event": "registering"})
-                welcome = self._register(leaving)
-                continue
-            standing = self._membership.admit(welcome, time.monotonic())
-            log.info("registered as epoch %d of engine core %s", *reversed(standing))
-            report({"event": "ready", "epoch": standing.epoch})
-            welcome = self._serve(standing, leaving)
-            self._forget()
-        self._say_goodbye("drained" if self._control.drain.is_set() else "stopped")
+            with self._connect(self._hello(number)) as registration:
+                answer = registration.ask(times.hello_answer_s(failed), leaving)
+                if isinstance(answer, Welcome):
+                    self._live(registration, answer, report, leaving)
+            failed = 0 if isinstance(answer, Welcome) else failed + 1
+            if isinstance(answer, Refused):
+                stop.wait(_pause_s(answer, failed))
 
-    def _register(self, leaving: Callable[[], bool]) -> Welcome | None:
-        """Say Hello until the engine core answers; None when this worker is to leave instead."""
-        interval_s, next_hello = HELLO_INTERVAL_S, 0.0
-        while not leaving():
-            now = time.monotonic()
-            if now >= next_hello and self._control.connected.wait(POLL_S) and self._wire.send(self._hello):
-                next_hello = now + interval_s
-            frame = self._wire.receive(POLL_S)
-            match self._decode(frame[1]) if frame else None:
-                case Welcome() as welcome:
-                    return welcome
-                case Refused() as refused:
-                    if refused.final:
-                        raise PagodaError(
-                            ErrorCode.UNAVAILABLE, f"the engine core refuses this worker: {refused.reason}"
-                        )
-                    log.warning("registration refused, trying again in %.0f s: %s", interval_s, refused.reason)
-                    next_hello = time.monotonic() + interval_s
-                    interval_s = min(2 * interval_s, MAX_HELLO_INTERVAL_S)
-        return None
+    def _hello(self, number: int) -> Hello:
+        offered = self._budget.offered(time.monotonic())
+        return self._identity.hello(replace(self._runner.facts, max_tokens_per_step=offered), number)
 
-    def _serve(self, standing: Standing, leaving: Callable[[], bool]) -> Welcome | None:
-        """Execute plans until this standing is over; a newer Welcome that came without being asked for is returned.
+    def _live(self, registration: Registration, welcome: Welcome, report: Report, leaving: Callable[[], bool]) -> None:
+        """One life of this worker at an engine core, from its Welcome until it is over."""
+        standing = registration.membership.admit(welcome, time.monotonic())
+        log.info("registered as epoch %d of engine core %s", *reversed(standing))
+        report({"event": "ready", "epoch": standing.epoch})
+        try:
+            self._serve(registration, standing, leaving)
+        except LostStep as lost:
+            self._tell_lost(registration, standing, lost)
+        if leaving() and registration.membership.standing(time.monotonic()) == standing:
+            registration.send(standing, Goodbye(reason="drained" if self._drain.is_set() else "stopped"))
+        elif not leaving():
+            log.warning("forgetting all rows and registering anew: %s", registration.membership.why_lost)
+        self._forget()
+
+    def _tell_lost(self, registration: Registration, standing: Standing, lost: LostStep) -> None:
+        if lost.out_of_memory:
+            self._budget.ran_out(time.monotonic())
+            log.error("a lower gpu_memory_utilization, max_tokens_per_step or max_rows leaves more room")
+        if registration.membership.standing(time.monotonic()) == standing:
+            registration.send(standing, StepFailed(step=lost.step, reason=lost.reason))
+        registration.membership.lose(standing, str(lost))
+
+    def _serve(self, registration: Registration, standing: Standing, leaving: Callable[[], bool]) -> None:
+        """Execute plans until this standing is over.
 
         A step that is over is answered before anything else. While one is under way on a device the next is launched
         as soon as its plan comes, so that the device does not wait for the host.
         """
-        self._next_step = 1
+        self._next_step, heard_at = 1, time.monotonic()
         while not leaving():
-            if self._membership.standing(time.monotonic()) != standing:
-                log.warning("forgetting all rows and registering anew: %s", self._membership.why_lost)
-                return None
+            registration.check()
+            now = time.monotonic()
+            if registration.membership.standing(now) != standing:
+                return
             if self._pending and (self._pending[0].done or len(self._pending) == MAX_PENDING):
-                self._answer(standing)
+                self._answer(registration, standing)
                 continue
-            message = self._next_message(standing, PENDING_POLL_S if self._pending else POLL_S)
-            if isinstance(message, Welcome):
-                return message
-            self._take(message, standing)
+            message = registration.receive(standing, PENDING_POLL_S if self._pending else POLL_S)
+            if message is not None:
+                heard_at = now
+                self._take(message, registration, standing)
+            elif not self._pending and now - heard_at > times.IDLE_S and self._may_offer_more(registration, now):
+                registration.membership.lose(standing, "idle, and larger steps can be offered again")
         while self._pending:
-            self._answer(standing)
-        return None
+            self._answer(registration, standing)
 
-    def _take(self, message: ToWorker | None, standing: Standing) -> None:
+    def _may_offer_more(self, registration: Registration, now: float) -> bool:
+        return self._budget.offered(now) > registration.hello.max_tokens_per_step
+
+    def _take(self, message: ToWorker, registration: Registration, standing: Standing) -> None:
+        lose = registration.membership.lose
         match message:
             case StepPlan() as plan if plan.step == self._next_step:
                 self._next_step += 1
                 self._launch(plan)
             case StepPlan() as plan:
-                self._membership.lose(standing, f"step {plan.step} came when {self._next_step} was due")
+                lose(standing, f"step {plan.step} came when {self._next_step} was due")
             case ResetWorker():
-                self._membership.lose(standing, "reset by the engine core")
+                lose(standing, "reset by the engine core")
             case Drain():
-                self._control.drain.set()
+                self._drain.set()
             case Refused() as refused:
-                self._membership.lose(standing, f"refused: {refused.reason}")
-
-    def _next_message(self, standing: Standing, timeout_s: float) -> ToWorker | None:
-        """The next frame of this standing, or a Welcome of a later one; everything else is dropped undecoded."""
-        frame = self._wire.receive(timeout_s)
-        if frame is None:
-            return None
-        envelope, payload = frame
-        if standing.covers(envelope):
-            if not self._membership.heard(standing, time.monotonic()):
-                return None  # it waited while this process could not run
-            message = self._decode(payload)
-            if message is None:
-                self._membership.lose(standing, "a frame could not be read")
-            return message
-        if envelope.engine_boot_id == standing.boot_id and envelope.epoch > standing.epoch:
-            later = self._decode(payload)
-            if isinstance(later, Welcome):
-                return later
-        self._wire.drop(f"it is of epoch {envelope.epoch} of engine core {envelope.engine_boot_id!r}, not {standing}")
-        return None
+                lose(standing, f"refused: {refused.reason}")
 
     def _launch(self, plan: StepPlan) -> None:
         if not self._pending:
             self._progress.busy_since = time.monotonic()
         self._pending.append(self._runner.launch(plan))
 
-    def _answer(self, standing: Standing) -> None:
+    def _answer(self, registration: Registration, standing: Standing) -> None:
         """Answer the oldest step. The answer is discarded if the lease ran out meanwhile, and the standing is over."""
         result = self._runner.collect(self._pending.popleft())
         now = time.monotonic()
         self._progress.busy_since = now if self._pending else None
         self._progress.steps_done += 1
-        if self._membership.standing(now) != standing:
+        if registration.membership.standing(now) != standing:
             return
-        if not self._wire.send(result, *standing, timeout_s=SEND_TIMEOUT_S):
-            self._membership.lose(standing, f"the result of step {result.step} could not be sent")
+        if not registration.send(standing, result):
+            registration.membership.lose(standing, f"the result of step {result.step} could not be sent")
 
     def _forget(self) -> None:
         """Drop all rows and the steps under way. A device that never ends them leaves us busy: the process ends."""
@@ -281,14 +268,15 @@ class StepLoop:
         self._runner.reset()
         self._progress.busy_since = None
 
-    def _decode(self, payload: bytes) -> ToWorker | None:
-        try:
-            return decode_to_worker(payload)
-        except FrameError as error:
-            self._wire.drop(str(error))
-            return None
 
-    def _say_goodbye(self, reason: str) -> None:
-        standing = self._membership.standing(time.monotonic())
-        if standing is not None:
-            self._wire.send(Goodbye(reason=reason), *standing, timeout_s=SEND_TIMEOUT_S)
+def _pause_s(refused: Refused, times_refused: int) -> float:
+    """How long to wait before the next attempt.
+
+    Raises:
+        PagodaError: trying again cannot help.
+    """
+    if refused.final:
+        raise PagodaError(ErrorCode.UNAVAILABLE, f"the engine core refuses this worker: {refused.reason}")
+    pause_s = times.hello_pause_s(times_refused)
+    log.warning("registration refused, trying again in %.0f s: %s", pause_s, refused.reason)
+    return pause_s

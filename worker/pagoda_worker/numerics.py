@@ -11,7 +11,7 @@ from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
 
 # Raised whenever a change of the arithmetic (order of sums, rounding, fusion) changes bits.
-KERNEL_ABI = 2
+KERNEL_ABI = 3
 
 
 def numerics_id(ops: Ops, kv_shape: KVShape, implementation: str, weights: str = "as stored") -> str:

@@ -46,8 +46,8 @@ class Pending:
 
     Attributes:
         began: When the plan came, by time.perf_counter; `computing` when its rows were ready to be computed.
-        launched: What is under way; None where there is nothing to compute, or it failed.
-        errors: Of claims that did not hold and of a launch that failed.
+        launched: What is under way; None where there is nothing to compute.
+        errors: Of claims that did not hold.
         lost: Rows that an earlier step ended after this one was launched.
         result: The answer, once it is made.
     """

@@ -5,7 +5,8 @@ and chooses the tokens, the next step may be launched in between: it reads those
 the next launch begins by finishing the step before it, so a step never sees a token that is not there.
 
 Rows are independent: whatever goes wrong with one (a claim that does not hold, logits that are no numbers) ends that
-row and no other. A failure of the forward pass itself ends the rows of that step, and the runner goes on.
+row and no other. Whatever is raised is no row's fault: the step is lost, and all rows are forgotten with it. They are
+computed again from their records, here or elsewhere, as if the process had died, but the weights stay.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -30,15 +31,25 @@ from pagoda_worker.kernels.ops import Cache
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.memory import num_swap_blocks
 from pagoda_worker.moving import BlockMover
-from pagoda_worker.pending import OnDevice, OnHost, Pending, Work
+from pagoda_worker.pending import OnDevice, OnHost, Pending
 from pagoda_worker.sampler import Fault
-from pagoda_worker.table import UNKNOWN_ROW, Pairs, RowTable, RunnerFacts
+from pagoda_worker.table import UNKNOWN_ROW, RowTable, RunnerFacts
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 MAX_PENDING = 2  # launched and not answered: one computes, one waits behind it
+
+
+class LostStep(RuntimeError):
+    """Step `step` raised, and the runner has forgotten all rows. `reason` names no content of theirs."""
+
+    def __init__(self, step: int, reason: str, *, out_of_memory: bool) -> None:
+        super().__init__(f"step {step} is lost: {reason}")
+        self.step = step
+        self.reason = reason
+        self.out_of_memory = out_of_memory
 
 
 class ModelRunner:
@@ -120,6 +131,7 @@ class ModelRunner:
         """Run one plan. Every chunk that samples gets an output or an error; a row in `errors` has been dropped.
 
         Raises:
+            LostStep: it could not be computed.
             torch.AcceleratorError: the device is lost, and this process with it.
         """
         return self.collect(self.launch(plan))
@@ -131,32 +143,45 @@ class ModelRunner:
         or enough steps are under way.
 
         Raises:
+            LostStep: this step, or one that had to be finished first, could not be computed.
             torch.AcceleratorError: the device is lost, and this process with it.
         """
         began = time.perf_counter()
         while self._pending and (isinstance(self._pending[-1].launched, OnHost) or len(self._pending) >= MAX_PENDING):
-            self._settle(self._pending.popleft())
-        self._table.apply(plan)
-        self._move_blocks(plan)
-        work = self._compute.arranged(self._table.accept(plan.chunks))
-        pending = Pending(step=plan.step, work=work, began=began, computing=time.perf_counter())
-        earlier = [step.launched for step in self._pending if isinstance(step.launched, OnDevice)]
-        pending.launched = self._guarded(lambda: self._compute.start(work, earlier), work)
-        if pending.launched is None:
-            pending.work = []  # its rows, if any, have ended
-        pending.errors = self._table.take_errors()
-        self._pending.append(pending)
-        return pending
+            self._settle_oldest()
+        return self._or_lost(plan.step, plan.chunks, lambda: self._launch(plan, began))
 
     def collect(self, pending: Pending) -> StepResult:
         """The answer to a launched plan, as `execute` gives it; waits for the device if need be.
 
         Raises:
+            LostStep: this step, or one before it, could not be computed.
             torch.AcceleratorError: the device is lost, and this process with it.
         """
         while pending.result is None:
-            self._settle(self._pending.popleft())
+            self._settle_oldest()
         return pending.result
+
+    def _launch(self, plan: StepPlan, began: float) -> Pending:
+        table, mover = self._table, self._mover
+        table.apply(plan)
+        if pairs := table.swap_outs(plan):
+            mover.swap_out(pairs)
+        if pairs := table.swap_ins(plan):
+            mover.swap_in(pairs)
+        if pairs := table.copies(plan):
+            mover.copy(pairs)
+        work = self._compute.arranged(table.accept(plan.chunks))
+        pending = Pending(step=plan.step, work=work, began=began, computing=time.perf_counter())
+        earlier = [step.launched for step in self._pending if isinstance(step.launched, OnDevice)]
+        pending.launched = self._compute.start(work, earlier)
+        pending.errors = table.take_errors()
+        self._pending.append(pending)
+        return pending
+
+    def _settle_oldest(self) -> None:
+        pending = self._pending.popleft()
+        self._or_lost(pending.step, (chunk for _, chunk in pending.work), lambda: self._settle(pending))
 
     def _settle(self, pending: Pending) -> None:
         """Make the answer of the oldest pending step."""
@@ -181,7 +206,7 @@ class ModelRunner:
         if launched is None:
             return []
         alive = [(row, chunk) for row, chunk in pending.work if row.row_id not in pending.lost]
-        answers = self._guarded(lambda: self._compute.finish(launched, pending.work), alive) or {}
+        answers = self._compute.finish(launched, pending.work)
         outputs = []
         for row, _ in alive:
             match answers.get(row.row_id):
@@ -191,55 +216,31 @@ class ModelRunner:
                     outputs.append(output)
         return outputs
 
-    def _move_blocks(self, plan: StepPlan) -> None:
-        """Swap out, swap in, copy. What fails ends the rows that would have had the blocks, now or when they return."""
-        table, mover = self._table, self._mover
-        outs = table.swap_outs(plan)
-        if self._failure_of(mover.swap_out, outs):
-            table.lose_swapped(outs)
-        ins = table.swap_ins(plan)
-        if failure := self._failure_of(mover.swap_in, ins):
-            table.fail_holders(ins, ErrorCode.INTERNAL, failure)
-        copies = table.copies(plan)
-        if failure := self._failure_of(mover.copy, copies):
-            table.fail_holders(copies, ErrorCode.INTERNAL, failure)
-
-    def _failure_of(self, move: Callable[[Pairs], None], pairs: Pairs) -> str:
-        """Make these moves, if there are any; why they failed, or nothing."""
-        return self._attempt(lambda: move(pairs), lambda: f"a move of {len(pairs)} blocks")[1] if pairs else ""
-
-    def _guarded(self, do: Callable[[], T], work: Work) -> T | None:
-        """What `do` returns. None when it failed: these rows have ended."""
-
-        def what() -> str:
-            return f"a step of {len(work)} rows and {sum(chunk.num_tokens for _, chunk in work)} tokens"
-
-        value, failure = self._attempt(do, what)
-        if failure:
-            for row, _ in work:
-                self._table.fail(row.row_id, ErrorCode.INTERNAL, failure)
-        return value
-
-    def _attempt(self, do: Callable[[], T], what: Callable[[], str]) -> tuple[T | None, str]:
-        """What `do` returns, or None and why it failed; `what` says what is being done."""
+    def _or_lost(self, step: int, chunks: Iterable[Chunk], do: Callable[[], T]) -> T:
+        """What `do` returns; what it raises is the loss of this step and of all rows."""
         try:
             with torch.inference_mode():
-                return do(), ""
+                return do()
         except torch.AcceleratorError:
             raise
-        except torch.OutOfMemoryError as error:
+        except Exception as error:  # noqa: BLE001 - whatever a model raises costs a step, never the process
             self._log_failure(error)
-            log.error("a lower gpu_memory_utilization, max_tokens_per_step or max_rows leaves more room")
-            failure = f"the device ran out of memory in {what()}"
-        except Exception as error:  # noqa: BLE001 - whatever a model raises ends rows, never the process
-            self._log_failure(error)
-            failure = f"the step failed: {type(error).__name__}"
-        if self._accelerator is not None:  # the failed step's tensors are let go of only now that its error is
+            out_of_memory, name = ran_out_of_memory(error), type(error).__name__
+        # Only now are the error and the tensors that its frames hold let go of.
+        self.reset()
+        if self._accelerator is not None:
             self._accelerator.empty_cache()
-        return None, failure
+        sizes = [chunk.num_tokens for chunk in chunks]
+        size = f"a step of {len(sizes)} rows and {sum(sizes)} tokens"
+        raise LostStep(step, f"{'out of memory' if out_of_memory else name} in {size}", out_of_memory=out_of_memory)
 
     def _log_failure(self, error: Exception) -> None:
         """Trace a failure when it first appears; repetitions of it get one line each."""
         failure = f"{type(error).__name__}: {error}"
         log.error("step failed: %s", failure, exc_info=error if failure != self._last_failure else None)
         self._last_failure = failure
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether it was memory that was missing: numpy's and Python's, a device's, or the host's as torch asks for it."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

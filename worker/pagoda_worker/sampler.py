@@ -1,9 +1,10 @@
 """A token is a function of (the row's logits, its parameters, its outputs so far, one uniform number).
 
 In order: what `Processing` says, then for a greedy row the highest logit; for a random row the weights
-exp(logit / temperature), top_k, top_p (over what top_k left), min_p, and the inverse of the cumulative distribution at
-u = philox(seed, choice, output position). Tokens stand in the order of `order` throughout, so that the survivors of all
-three filters are its first tokens, and the token is the first whose cumulative weight exceeds u times the survivors'.
+exp(logit / temperature), min_p, top_k, top_p (over what these left, as in vLLM), and the inverse of the cumulative
+distribution at u = philox(seed, choice, output position). Tokens stand in the order of `order` throughout, so that the
+survivors of all three filters are its first tokens, and the token is the first whose cumulative weight exceeds u times
+the survivors'.
 
 Here rows are sampled one by one on the host, in float64 by numpy, so that a row's result cannot depend on its
 neighbours. Rows that ask for no processing cost one pass in search of the highest logit. This is what back ends sample
@@ -122,7 +123,7 @@ def draw_token(logits: Logits, top: float, params: SamplingParams, draw: float) 
         ids = order.first(logits, params.top_k)
         return _pick(ids, order.weights(logits[ids], top, params.temperature), None, params, draw)
     weights = order.weights(logits, top, params.temperature)
-    total = float(weights.sum())
+    total = float((weights[weights >= params.min_p] if params.min_p > 0.0 else weights).sum())
     ids = order.sort(logits, _prefix(logits, top, weights, params, total * SLACK, draw))
     return _pick(ids, weights[ids], total, params, draw)
 
@@ -132,8 +133,7 @@ def _prefix(logits: Logits, top: float, weights: Weights, params: SamplingParams
 
     That is a prefix past the cut of some filter or, where there is no filter, past the draw.
     """
-    filtered = params.top_p < 1.0 or params.min_p > 0.0
-    share = draw if not filtered else params.top_p if params.top_p < 1.0 else math.inf
+    share = params.top_p if params.top_p < 1.0 else draw
     by_min_p = -math.log(params.min_p) * SLACK if params.min_p > 0.0 else math.inf
     for look in LOOKS:
         depth = by_min_p if by_min_p < look else look
@@ -146,17 +146,14 @@ def _prefix(logits: Logits, top: float, weights: Weights, params: SamplingParams
 def _pick(ids: Ids, weights: Weights, total: float | None, params: SamplingParams, draw: float) -> int:
     """Cut `ids`, a prefix of the order that holds the answer, to the survivors and invert their distribution.
 
-    `total` is the mass that top_p is a share of; None means that of `ids`.
+    `total` is the mass that top_p is a share of; None means that of what min_p leaves of `ids`.
     """
-    cumulative = np.cumsum(weights)  # one sequential chain from the best token: the same however long the prefix
-    total = float(cumulative[-1]) if total is None else total
-    count = len(ids)
+    count = int(np.count_nonzero(weights >= params.min_p)) if params.min_p > 0.0 else len(ids)
+    cumulative = np.cumsum(weights[:count])  # one chain from the best token: the same however long the prefix
+    survivors = total = float(cumulative[-1]) if total is None else total
     if params.top_p < 1.0:
         count = min(count, int(np.searchsorted(cumulative, params.top_p * total, side="left")) + 1)
-    if params.min_p > 0.0:
-        count = min(count, int(np.count_nonzero(weights >= params.min_p)))
-    filtered = params.top_p < 1.0 or params.min_p > 0.0
-    survivors = float(cumulative[count - 1]) if filtered else total
+        survivors = float(cumulative[count - 1])
     place = int(np.searchsorted(cumulative[:count], draw * survivors, side="right"))
     last = int(np.searchsorted(cumulative[:count], cumulative[count - 1], side="left"))  # the last of any weight
     return int(ids[min(place, last)])

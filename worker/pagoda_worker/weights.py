@@ -13,13 +13,14 @@ import mmap
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
 from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+
+from pagoda_worker.fingerprint import content_digest
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 INDEX = "model.safetensors.index.json"
@@ -72,7 +73,7 @@ class Checkpoint:
 
     path: Path
     entries: dict[str, Entry]
-    digest: str  # over headers and sizes, not over the weights themselves
+    digest: str  # of its content, see `fingerprint`
     progress: Progress | None = None
     bytes_read: int = 0
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
@@ -97,7 +98,9 @@ class Checkpoint:
         """A tensor as it is stored, a view of the file. Counts as progress."""
         entry = self.entries[name]
         if entry.num_bytes:
-            raw = torch.frombuffer(self._map(entry.file), dtype=torch.uint8, count=entry.num_bytes, offset=entry.begin)
+            raw = torch.frombuffer(
+                self._map(entry.file, entry.end), dtype=torch.uint8, count=entry.num_bytes, offset=entry.begin
+            )
         else:
             raw = torch.empty(0, dtype=torch.uint8)
         if raw.data_ptr() % 8:
@@ -148,29 +151,38 @@ class Checkpoint:
         # A mapping that a tensor still looks into is closed by the last such tensor.
         self._maps.clear()
 
-    def _map(self, file: Path) -> mmap.mmap:
+    def _map(self, file: Path, end: int) -> mmap.mmap:
         if file not in self._maps:
-            with file.open("rb") as opened:
-                self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            try:
+                with file.open("rb") as opened:
+                    self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:  # ValueError: it has become empty
+                raise CheckpointError(file, [f"cannot be mapped into memory: {_told(error)}"]) from error
+        if len(self._maps[file]) < end:
+            raise CheckpointError(file, ["the file has become shorter than its header says"])
         return self._maps[file]
 
 
 def open_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint:
-    """Read the headers of all safetensors files of a model directory.
+    """Read the headers of all safetensors files of a model directory, and of the tensors what tells which they are.
 
     Raises:
         CheckpointError: there are none, or one of them is not sound.
     """
     entries: dict[str, Entry] = {}
-    digest = sha256()
     for file, names in _files(path):
         header, size = _header(file)
-        digest.update(f"{file.name}:{size}:".encode() + header)
         found = _entries(file, header, size)
         entries |= {name: found[name] for name in (found if names is None else names & set(found))}
         if names is not None and names - set(found):
             raise CheckpointError(path, _listing(f"{INDEX} names, but {file.name} lacks", sorted(names - set(found))))
-    return Checkpoint(path, entries, digest.hexdigest(), progress)
+    try:
+        digest = content_digest(entries)
+    except EOFError as error:
+        raise CheckpointError(Path(error.args[0]), ["the file is shorter than its header says"]) from error
+    except OSError as error:
+        raise CheckpointError(path, [_told(error)]) from error
+    return Checkpoint(path, entries, digest, progress)
 
 
 def _files(path: Path) -> list[tuple[Path, set[str] | None]]:
@@ -211,7 +223,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(path, [error.strerror or str(error)]) from error
+        raise CheckpointError(path, [_told(error)]) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(path, [f"not JSON: {error}"]) from error
     if not isinstance(value, dict):
@@ -230,7 +242,7 @@ def _header(file: Path) -> tuple[bytes, int]:
                 raise CheckpointError(file, [f"header of {length} bytes in a file of {size}"])
             return opened.read(length), size
     except OSError as error:
-        raise CheckpointError(file, [error.strerror or str(error)]) from error
+        raise CheckpointError(file, [_told(error)]) from error
 
 
 def _entries(file: Path, header: bytes, size: int) -> dict[str, Entry]:
@@ -261,6 +273,11 @@ def _entry(file: Path, value: Any, start: int) -> Entry | None:
     if not isinstance(dtype, str) or dtype not in DTYPES or end - begin != prod(shape) * DTYPES[dtype].itemsize:
         return None
     return Entry(file, dtype, tuple(shape), start + begin, start + end)
+
+
+def _told(error: Exception) -> str:
+    """Without the path, which the message names anyway."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _listing(what: str, names: list[str]) -> list[str]:

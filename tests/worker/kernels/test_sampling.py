@@ -74,12 +74,13 @@ def acceptable(logits: np.ndarray, r: Row) -> set[int]:
     weights = order.weights(z[ids], float(z.max()), p.temperature)
     cumulative = np.cumsum(weights)
     low = high = cumulative[-1]
-    if p.top_p < 1.0:
-        cuts = [np.searchsorted(cumulative, p.top_p * low * (1 + side)) for side in (-2 * ERROR, 2 * ERROR)]
-        low, high = (cumulative[min(cut, len(ids) - 1)] for cut in cuts)
     if p.min_p > 0.0:
         kept = [max(1, int(np.count_nonzero(weights >= p.min_p * (1 + side)))) for side in (10 * ERROR, -10 * ERROR)]
-        low, high = min(low, cumulative[kept[0] - 1]), min(high, cumulative[kept[1] - 1])
+        low, high = cumulative[kept[0] - 1], cumulative[kept[1] - 1]
+    if p.top_p < 1.0:
+        sides = ((low, -2 * ERROR), (high, 2 * ERROR))
+        cuts = [np.searchsorted(cumulative, p.top_p * mass * (1 + side)) for mass, side in sides]
+        low, high = (cumulative[min(cut, len(ids) - 1)] for cut in cuts)
     u = float(uniform(r.seed, r.choice, r.num_outputs))
     first = np.searchsorted(cumulative, u * low * (1 - 2 * ERROR))
     last = np.searchsorted(cumulative, u * high * (1 + 2 * ERROR), side="right")

@@ -140,7 +140,7 @@ class Ops(Protocol):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rms_norm(x + residual), x + residual); x [T, H] may be overwritten."""
+        """(rms_norm(x + residual), x + residual), both new to the caller: x and residual [T, H] may be overwritten."""
 
     def rope_write(
         self,

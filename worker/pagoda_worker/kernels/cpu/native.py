@@ -7,7 +7,6 @@ the same code either way, so both paths compute the same bits.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.batch import Batch
+from pagoda_worker.cores import placement
 from pagoda_worker.device_sampler import greedy_sampler
 from pagoda_worker.kernels.cpu import cache, sampling
 from pagoda_worker.kernels.cpu import library as lib
@@ -297,13 +297,6 @@ def load_native(device: torch.device, needs: Needs) -> NativeOps:
             f"not hidden size {needs.hidden_size} and head size {needs.head_dim}"
         )
     try:
-        return NativeOps(lib.Library(_cpus(needs.num_threads), needs.instruction_set))
+        return NativeOps(lib.Library(placement(needs.num_threads), needs.instruction_set))
     except lib.LibraryError as error:
         raise BackendError(f"kernels: {error}") from error
-
-
-def _cpus(num_threads: int) -> list[int]:
-    """One entry per thread: its own core if there is one for each, else -1 for wherever the system puts it."""
-    available = sorted(os.sched_getaffinity(0))
-    count = num_threads or len(available)
-    return available if count == len(available) else [-1] * count

@@ -180,14 +180,6 @@ def draw(
         _key, _ordinal, total, _size = find(
             k - 1, z_row, mass_row, count_row, list_row, peak, steps, heat, vocab, True, BINS, SHIFT, BLOCK
         )
-    survivors = total
-    p = tl.load(reals + at + column.TOP_P)
-    if p < 1.0:
-        target = tl.ceil(p * total.to(tl.float64)).to(tl.int64) - 1
-        target = tl.minimum(tl.maximum(target, 0), total - 1)
-        _key, _ordinal, survivors, _size = find(
-            target, z_row, mass_row, count_row, list_row, peak, steps, heat, vocab, False, BINS, SHIFT, BLOCK
-        )
     least = tl.load(reals + at + column.MIN_P)
     if least > 0.0:
         likely = tl.zeros([BLOCK], tl.int64)
@@ -196,7 +188,15 @@ def draw(
             z = tl.load(z_row + ids, mask=ids < vocab, other=float("-inf"))
             weight = tl.exp((z.to(tl.float64) - peak) / heat)
             likely += tl.where(weight >= least, token_mass(z, peak, heat, SHIFT), 0)
-        survivors = tl.minimum(survivors, tl.sum(likely, 0))
+        total = tl.minimum(total, tl.sum(likely, 0))
+    survivors = total
+    p = tl.load(reals + at + column.TOP_P)
+    if p < 1.0:
+        target = tl.ceil(p * total.to(tl.float64)).to(tl.int64) - 1
+        target = tl.minimum(tl.maximum(target, 0), total - 1)
+        _key, _ordinal, survivors, _size = find(
+            target, z_row, mass_row, count_row, list_row, peak, steps, heat, vocab, False, BINS, SHIFT, BLOCK
+        )
     u = uniform(tl.load(numbers + at + column.SEED), tl.load(numbers + at + column.CHOICE), position)
     target = tl.minimum((u * survivors.to(tl.float64)).to(tl.int64), survivors - 1)
     key, ordinal, _, size = find(

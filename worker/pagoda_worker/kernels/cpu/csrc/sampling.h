@@ -32,6 +32,22 @@ PAGODA_INLINE uint64_t bits(double x) {
 // x in [0, 2^52) to the nearest whole number, ties to even.
 PAGODA_INLINE uint64_t whole(float x) { return bits((double)x + WHOLE) - WHOLE_BITS; }
 
+// The natural logarithm of a positive number, within 2e-16 of its size or of 1: ours, because every libm has bits of
+// its own. x = m * 2^e with m in [sqrt(1/2), sqrt(2)), and log m = 2 (s + s^3 / 3 + s^5 / 5 ..), s = (m - 1) / (m + 1).
+static double log(double x) {
+  int e = 0;
+  uint64_t u = bits(x);
+  if (u < (uint64_t)1 << 52) e = -54, u = bits(x * 18014398509481984.0);  // subnormal: 2^54 times as much
+  e += (int)(u >> 52) - 1023;
+  u = (u & ((uint64_t)1 << 52) - 1) | (uint64_t)1023 << 52;
+  double m, series = 0.0;
+  memcpy(&m, &u, 8);
+  if (m > 1.4142135623730951) m *= 0.5, ++e;
+  double s = (m - 1.0) / (m + 1.0), square = s * s;
+  for (int n = 23; n > 1; n -= 2) series = (series + 1.0 / n) * square;
+  return e * 0.6931471805599453 + (2.0 * s + 2.0 * s * series);
+}
+
 // The sum of `whole` over lanes. Every vector adds 16 WHOLE_BITS too, modulo 2^64, which `total` takes off.
 #if PAGODA_LEVEL >= 2
 struct Mass { __m512i v; int vectors; };
@@ -177,9 +193,9 @@ static Weighing weighing_of(const SampleCall& c, int r) {
   double scale = 1.0 / row.temperature;
   Weighing w{highest(maxima, slices), scale < -(double)LOWEST ? (float)scale : -LOWEST, NEAR, false};
   if (!(w.top > -INF)) return w;
-  w.whole = k == c.vocab && (row.top_p < 1.0 || row.min_p <= 0.0);
+  w.whole = k == c.vocab && row.min_p <= 0.0;
   if (k <= slices && k < c.vocab) w.edge = edge_of(k, maxima, slices, w);
-  if (k == c.vocab && !w.whole) w.edge = past(bucket_of((float)__builtin_log(row.min_p)));
+  if (k == c.vocab && !w.whole) w.edge = past(bucket_of((float)log(row.min_p)));
   return w;
 }
 
@@ -386,12 +402,12 @@ static uint64_t random53(uint64_t seed, uint32_t choice, uint32_t position) {
 static int draw(const SampleRow& row, uint64_t mass, Search& search) {
   int k = tokens_kept(row, search.vocab);
   if (k < search.vocab) mass = search.mass_of_first((uint64_t)k);
-  if (row.top_p < 1.0) {
+  if (row.min_p > 0.0) mass = search.capped(mass, (float)log(row.min_p));
+  if (row.top_p < 1.0) {  // a share of what the others left
     double share = __builtin_ceil(row.top_p * (double)mass);
     uint64_t wanted = share < (double)mass ? (uint64_t)share : mass;
     mass = search.reach(wanted).mass;
   }
-  if (row.min_p > 0.0) mass = search.capped(mass, (float)__builtin_log(row.min_p));
   uint64_t u = random53(row.seed, row.choice, row.position);
   return search.reach((uint64_t)((unsigned __int128)u * mass >> 53) + 1).id;
 }
@@ -455,7 +471,7 @@ static int rank_of(const float* row, int vocab, const float* maxima, int token) 
 static void report(const SampleCall& c, int r, float top, SampleResult& out) {
   const float* row = c.raw[r] ? c.raw[r] : c.logits + (size_t)r * c.vocab;
   const float* maxima = c.raw_maxima + (size_t)r * num_slices(c);
-  double log_mass = (double)top + __builtin_log((double)c.raw_mass[r] / (double)UNIT);
+  double log_mass = (double)top + log((double)c.raw_mass[r] / (double)UNIT);
   out.logprob = (float)((double)row[out.token] - log_mass);
   out.rank = rank_of(row, c.vocab, maxima, out.token);
   int count = first_tokens(row, c.vocab, maxima, c.rows[r].num_top, out.top_ids);

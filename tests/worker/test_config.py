@@ -1,0 +1,50 @@
+"""Every number an operator may get wrong is refused by name, all of them at once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import pytest
+
+from pagoda_worker.config import AUTO_SWAP_SPACE, RANGES, WorkerConfig
+
+NUMBERS = {field.name for field in fields(WorkerConfig) if type(field.default) in (int, float)}
+
+
+def test_every_number_has_a_range_that_holds_its_default() -> None:
+    assert set(RANGES) == NUMBERS
+    for name, (low, high) in RANGES.items():
+        default = getattr(WorkerConfig(), name)
+        assert low <= default <= high or default == AUTO_SWAP_SPACE
+        assert type(low) is type(high) is type(default)
+
+
+@pytest.mark.parametrize("name", sorted(NUMBERS))
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -16, 2**40, "8", True, None])
+def test_a_number_that_is_none_or_absurd_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must be [^;]*, got {value!r}$"):
+        WorkerConfig(**{name: value}, speculation="ngram" if name == "max_drafts" else "")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["max_rows", "max_tokens_per_step", "gpu_memory_utilization"])
+def test_zero_is_refused_where_it_has_no_meaning(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be between .*, got 0"):
+        WorkerConfig(**{name: 0})  # type: ignore[arg-type]
+
+
+def test_a_fraction_is_no_whole_number() -> None:
+    with pytest.raises(ValueError, match=r"max_rows must be a whole number, got 2\.5"):
+        WorkerConfig(max_rows=2.5)  # type: ignore[arg-type]
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ValueError, match="max_rows") as raised:
+        WorkerConfig(dtype="float8", max_rows=0, block_size=17, kv_cache_gib=-1.0, swap_space_gib=-2.0, draft_model="x")
+    told = str(raised.value).split("; ")
+    names = ("dtype", "max_rows", "block_size", "kv_cache_gib", "swap_space_gib", "draft_model")
+    assert sorted(problem.split()[0] for problem in told) == sorted(names)
+
+
+def test_swap_space_may_be_left_to_us() -> None:
+    assert WorkerConfig(swap_space_gib=-1).swap_space_gib == AUTO_SWAP_SPACE
