@@ -18,6 +18,7 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device_sampler import DeviceSampler
 from pagoda_worker.drafting import MAX_DRAFTS
 from pagoda_worker.feeding import uploaded
+from pagoda_worker.kernels.ops import guarded
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.memory import DeviceUse, NotEnoughMemory
 from pagoda_worker.rows import Row
@@ -38,9 +39,18 @@ def device_use(
 
     Raises:
         NotEnoughMemory: the largest step does not even fit without a cache.
+        BackendError: the kernels fail at it.
     """
+
+    def run() -> None:
+        guarded(
+            models[0].ops.name,
+            lambda: _run_largest(models, config, accelerator, sampler),
+            but=(torch.OutOfMemoryError, torch.AcceleratorError),
+        )
+
     try:
-        step = accelerator.peak_of(lambda: _run_largest(models, config, accelerator, sampler))
+        step = accelerator.peak_of(run)
     except torch.OutOfMemoryError as error:
         size = f"max_tokens_per_step={config.max_tokens_per_step} tokens and max_rows={config.max_rows} rows"
         raise NotEnoughMemory(f"a step of {size} does not fit beside the weights: lower one of them") from error

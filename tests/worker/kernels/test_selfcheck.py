@@ -118,4 +118,4 @@ def test_a_family_that_fails_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("pagoda_worker.kernels.cpu.selfcheck.problems", lambda ops: {"attention": "it is wrong"})
     ops, remarks = load_ops(CPU, "auto", NEEDS)
     assert ops.name == "linear native, pointwise native, attention torch, sampling native"
-    assert remarks == ["attention by torch: the native kernels failed their check: it is wrong"]
+    assert remarks == ["attention by torch, not by native: failed its self-check: it is wrong"]
