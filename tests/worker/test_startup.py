@@ -21,6 +21,7 @@ from pagoda_worker.device_sampler import Chosen, GreedySampler
 from pagoda_worker.graphs import ladder
 from pagoda_worker.kernels import choose
 from pagoda_worker.kernels.aten import AtenOps
+from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.lines import Lines
 from pagoda_worker.loading import LoadedModel
@@ -263,7 +264,7 @@ def torch_threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", ["torch", *(["native"] if LIBRARY.exists() else [])])
 def test_torch_has_no_threads_beside_those_of_the_kernels(kernels: str, tmp_path: Path, torch_threads: int) -> None:
     model = save(make_model(*NATIVE["llama"]), tmp_path, torch.bfloat16)
     load_runner(WorkerConfig(model=str(model), kernels=kernels, num_blocks=64), lambda done, of: None)

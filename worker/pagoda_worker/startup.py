@@ -20,7 +20,7 @@ from pagoda_worker.lines import Lines
 from pagoda_worker.loading import LoadedModel, load_model
 from pagoda_worker.memory import num_kv_blocks
 from pagoda_worker.models.decoder import Decoder
-from pagoda_worker.profiling import device_use
+from pagoda_worker.profiling import device_use, warm_up
 from pagoda_worker.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -120,9 +120,10 @@ def _num_blocks(
     sampler: DeviceSampler,
     graphs: Callable[[], int],
 ) -> int:
+    models = (loaded,) if draft is None else (loaded, draft)
+    warm_up(models, config, accelerator, sampler)
     if config.num_blocks or config.kv_cache_gib:
         return num_kv_blocks(config, loaded, draft)
-    models = (loaded,) if draft is None else (loaded, draft)
     use = device_use(models, config, accelerator, sampler, graphs)
     return num_kv_blocks(config, loaded, draft, use=use, spare=loaded.spare_blocks)
 

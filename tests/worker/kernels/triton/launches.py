@@ -27,7 +27,6 @@ from pagoda_worker.kernels.triton.sampling_lines import SamplingLines
 
 CPU = torch.device("cpu")
 VOCAB, ROWS = 152_000, 4
-SHARED_BYTES = int(sys.argv[2])
 
 
 class Driver:
@@ -54,7 +53,7 @@ def compile_only(run: Any) -> Any:
 
 def attention(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, block_size: int, **variant: Any) -> None:
     for low, high in {HEIGHTS[0], HEIGHTS[-1] if dim > 128 else HEIGHTS[0]}:
-        tiles = Tiles(low=low, high=high, fill=0, shared_bytes=SHARED_BYTES)
+        tiles = Tiles(low=low, high=high, fill=0, shared_bytes=int(sys.argv[2]))
         attention_in(tiles, (heads, kv_heads, dim), dtype, block_size, **variant)
 
 

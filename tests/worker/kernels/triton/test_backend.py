@@ -273,7 +273,7 @@ def test_without_an_interpreter_it_needs_a_device(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pagoda_worker.kernels.triton.ops", None)
+    monkeypatch.setitem(sys.modules, "pagoda_worker.kernels.triton.load", None)
     with pytest.raises(BackendError, match="triton cannot be imported"):
         load_ops(DEVICE, "triton", NEEDS)
     ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", NEEDS)

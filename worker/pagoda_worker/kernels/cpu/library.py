@@ -19,6 +19,8 @@ from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.kernels.quantized import QuantizedWeight
 
+# Raised, here and in csrc/pagoda.cpp, when a function or a struct of the library changes: one of another build is then
+# refused. What changes bits raises `numerics.NUMERICS_VERSION` instead.
 ABI = 3
 LEVELS = ("base", "avx2", "avx512", "avx512bf16")
 PANEL = 32  # columns of a packed panel
@@ -171,10 +173,7 @@ class Library:
                 f"kernels: {path.name} was not built: there was no C++ compiler when Pagoda was installed"
             )
         self._library = _open(path)
-        runnable = [name for index, name in enumerate(LEVELS) if self._library.pagoda_supports(index)]
-        if level and level not in runnable:
-            raise BackendError(f"kernels: this machine runs the kernels at {', '.join(runnable)}, not at {level!r}")
-        self.level = level or runnable[-1]
+        self.level = chosen_level(level, [bool(self._library.pagoda_supports(i)) for i in range(len(LEVELS))])
         self._level = LEVELS.index(self.level)
         self.num_threads = len(cpus)
         self._pool = self._library.pagoda_pool_new((ctypes.c_int * len(cpus))(*cpus), len(cpus))
@@ -248,6 +247,18 @@ class Library:
         sizes = (ctypes.c_int64 * len(tensors))(*[tensor[0].nbytes for tensor in tensors])
         flat = (ctypes.c_int64 * (2 * len(pairs)))(*[block for pair in pairs for block in pair])
         self._library.pagoda_copy_blocks(self._pool, addresses, sizes, len(tensors), flat, len(pairs))
+
+
+def chosen_level(wanted: str, supported: Sequence[bool]) -> str:
+    """The level `wanted`, or the highest if it is "", of LEVELS which this machine and library have.
+
+    Raises:
+        BackendError: they do not have it.
+    """
+    runnable = [name for name, has in zip(LEVELS, supported, strict=True) if has]
+    if wanted and wanted not in runnable:
+        raise BackendError(f"kernels: this machine runs the kernels at {', '.join(runnable)}, not at {wanted!r}")
+    return wanted or runnable[-1]
 
 
 def _open(path: Path) -> ctypes.CDLL:
