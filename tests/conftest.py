@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from pagoda_worker.kernels.cpu import build as building
+
 # Triton decides when it is first imported, by whomever, whether its kernels are interpreted; see --device.
 INTERPRET = "TRITON_INTERPRET"
+NO_LIBRARY = "none"
 
 # A busy machine is no failure: examples have no deadline. A build server tries the same examples every time.
 settings.register_profile(
@@ -27,6 +30,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="where the GPU kernels are tested: on a cpu Triton interprets them; auto takes a GPU if there is one",
+    )  # fmt: skip
+    parser.addoption(
+        "--level", choices=(NO_LIBRARY, *(name for name, _ in building.LEVELS)),
+        help="as on a machine with no higher level of the CPU kernels, or with no compiler at all: for the length of "
+        "the run the library is built so, and child processes see it too",
     )  # fmt: skip
     parser.addoption(
         "--order-seed", type=int, default=0,
@@ -58,6 +66,35 @@ def pytest_configure(config: pytest.Config) -> None:
         if not torch.cuda.is_available():
             raise pytest.UsageError("--device cuda: torch sees no CUDA device")
         os.environ.pop(INTERPRET, None)
+    if not hasattr(config, "workerinput"):  # one process of a run does it for all
+        _set_library(config.getoption("--level"))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        _put_back(os.getpid())
+
+
+def _set_library(level: str | None) -> None:
+    for kept in building.LIBRARY.parent.glob("libpagoda.*.kept.so"):  # of a run that was killed
+        pid = int(kept.name.split(".")[1])
+        if not Path(f"/proc/{pid}").exists():
+            _put_back(pid)
+    if level is None or not building.LIBRARY.exists():
+        return
+    building.LIBRARY.replace(_kept(os.getpid()))
+    if level != NO_LIBRARY and building.build(highest=level) is None:
+        raise pytest.UsageError(f"--level {level}: there is no C++ compiler here")
+
+
+def _kept(pid: int) -> Path:
+    """What was installed before the run of this process."""
+    return building.LIBRARY.with_name(f"libpagoda.{pid}.kept.so")
+
+
+def _put_back(pid: int) -> None:
+    if _kept(pid).exists():
+        _kept(pid).replace(building.LIBRARY)
 
 
 @pytest.fixture(autouse=True)

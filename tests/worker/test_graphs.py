@@ -18,6 +18,7 @@ from pagoda_proto.steps import Chunk
 from pagoda_worker.batch import Batch, build_batch
 from pagoda_worker.graphs import Graphed, ladder, reserve_for, rung
 from pagoda_worker.kernels.aten import AtenOps
+from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.lines import Lines
 from pagoda_worker.pending import Work
 from pagoda_worker.rows import Row
@@ -173,8 +174,18 @@ def test_what_the_host_says_is_not_read_again() -> None:
 
 
 def test_a_step_that_waits_for_the_device_is_refused_with_the_way_out() -> None:
-    with pytest.raises(RuntimeError, match=r"11 rows cannot be recorded .*capturing.*enforce_eager"):
+    with pytest.raises(BackendError, match=r"11 rows cannot be recorded .*capturing.*enforce_eager"):
         Case(Waits(CPU), FakeAccelerator()).captured()
+
+
+@pytest.mark.parametrize("error", [OSError("no compiler"), ValueError("ptxas"), KeyError("cubin")])
+def test_whatever_stops_a_recording_is_an_error_of_the_back_end(error: Exception) -> None:
+    class Fails(CapturableOps):
+        def lengths(self, batch: Batch) -> torch.Tensor:
+            raise error
+
+    with pytest.raises(BackendError, match=f"11 rows cannot be recorded .*{type(error).__name__}"):
+        Case(Fails(CPU), FakeAccelerator()).captured()
 
 
 def test_recording_goes_from_the_largest_to_the_smallest_and_tells() -> None:

@@ -19,7 +19,10 @@ from pagoda_proto.steps import Chunk, StepPlan
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device_sampler import Chosen, GreedySampler
 from pagoda_worker.graphs import ladder
+from pagoda_worker.kernels import choose
 from pagoda_worker.kernels.aten import AtenOps
+from pagoda_worker.kernels.cpu.build import LIBRARY
+from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.lines import Lines
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.memory import GIB, NotEnoughMemory
@@ -217,6 +220,36 @@ def test_tokens_are_those_of_a_host(enforce_eager: bool, ahead: int) -> None:
     assert (device.made[0].replays > 0) is not enforce_eager
 
 
+def test_kernels_that_fail_at_the_largest_step_are_named() -> None:
+    class Fails(CapturableOps):
+        def attend(self, *operands: Any) -> torch.Tensor:
+            raise OSError("no compiler")
+
+    with pytest.raises(BackendError, match="torch failed: OSError: no compiler"):
+        start(Device(), Fails(CPU), config())
+
+
+@pytest.mark.parametrize("broken", ["linear", "attend", "new_kv_cache"])
+def test_when_the_first_step_fails_auto_takes_the_next_back_end(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Fails(AtenOps):
+        name = "native"
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("no compiler")
+
+    setattr(Fails, broken, fail)
+    monkeypatch.setitem(choose.LOADERS, "native", lambda device, needs: (Fails(device, needs.dtype), {}))
+    model = str(save(make_model(*NATIVE["llama"]), tmp_path, torch.bfloat16))
+    with pytest.raises(BackendError, match=r"native failed: .*OSError"):
+        load_runner(WorkerConfig(model=model, kernels="native", num_blocks=64), lambda done, of: None)
+    runner = load_runner(WorkerConfig(model=model, num_blocks=64), lambda done, of: None)
+    assert runner.execute(StepPlan(step=1, new_rows=[new_row(1, [3], [0])], chunks=[Chunk(1, 0, 1, True)])).outputs
+    assert "torch serves: " in caplog.text
+    assert "OSError" in caplog.text
+
+
 def test_warm_up_leaves_no_row() -> None:
     runner, _ = start(Device(), CapturableOps(CPU), config())
     runner.warm_up()
@@ -231,7 +264,7 @@ def torch_threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("kernels", ["native", "torch"])
+@pytest.mark.parametrize("kernels", ["torch", *(["native"] if LIBRARY.exists() else [])])
 def test_torch_has_no_threads_beside_those_of_the_kernels(kernels: str, tmp_path: Path, torch_threads: int) -> None:
     model = save(make_model(*NATIVE["llama"]), tmp_path, torch.bfloat16)
     load_runner(WorkerConfig(model=str(model), kernels=kernels, num_blocks=64), lambda done, of: None)

@@ -15,6 +15,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import BackendError, guarded
 from pagoda_worker.lines import Lines
 from pagoda_worker.pending import OnDevice, Work
 
@@ -119,7 +121,7 @@ class Graphed:
         """Record all sizes over `kv`; `progress` is called with recordings made and recordings in all.
 
         Raises:
-            RuntimeError: the device cannot record the step.
+            BackendError: the device cannot record the step.
         """
         started, free = time.monotonic(), self._accelerator.memory().free
         for number, _ in enumerate(self.captured(kv), 1):
@@ -132,19 +134,18 @@ class Graphed:
         """Record size by size, the largest first, so that the others fit into the memory it leaves; yields bytes taken.
 
         Raises:
-            RuntimeError: the device cannot record the step.
+            BackendError: the device cannot record the step.
         """
         for size in reversed(self._sizes):
             self._accelerator.empty_cache()  # what could serve allocations is free memory too
             before = self._accelerator.memory().free
             with torch.inference_mode():
                 try:
-                    self._recordings[size] = self._record(size, kv)
-                except torch.AcceleratorError:
-                    raise
-                except RuntimeError as error:
+                    record = partial(self._record, size, kv)
+                    self._recordings[size] = guarded("recording", record, but=(torch.AcceleratorError,))
+                except BackendError as error:
                     message = f"a decode step of {size} rows cannot be recorded ({error}); enforce_eager does without"
-                    raise RuntimeError(message) from error
+                    raise BackendError(message) from error
             yield before - self._accelerator.memory().free
 
     def _record(self, size: int, kv: Any) -> Recording:

@@ -19,12 +19,12 @@ from pagoda_worker.formats import FIELD, read_layout
 from pagoda_worker.formats.source import Formats, choose_formats, left_alone, open_source
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import Cache, Needs, Ops
+from pagoda_worker.kernels.ops import Cache, Needs, Ops, guarded
 from pagoda_worker.models import ARCHITECTURES
-from pagoda_worker.models.config_reader import HARMLESS, ConfigReader, UnsupportedConfig
+from pagoda_worker.models.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, check_sizes
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.recorded import Recorded
-from pagoda_worker.models.spec import DecoderSpec
+from pagoda_worker.models.spec import DecoderSpec, linear_layers
 from pagoda_worker.numerics import numerics_id
 from pagoda_worker.weights import Checkpoint, Progress, open_checkpoint, read_json
 
@@ -62,8 +62,13 @@ class LoadedModel:
     spare_blocks: int = 0  # of the KV cache, beyond those that rows are given: their ids follow
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> Cache:
-        cache: Cache = self.ops.new_kv_cache(self.kv_shape, num_blocks + self.spare_blocks, block_size)
-        return cache
+        """Raises BackendError when the back end has none of this kind."""
+
+        def new() -> Cache:
+            cache: Cache = self.ops.new_kv_cache(self.kv_shape, num_blocks + self.spare_blocks, block_size)
+            return cache
+
+        return guarded(self.ops.name, new, but=(MemoryError, torch.OutOfMemoryError, torch.AcceleratorError))
 
 
 def load_model(
@@ -135,7 +140,14 @@ def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, sp
         instruction_set=config.instruction_set,
     )
     if spec is not None:
-        needs = replace(needs, hidden_size=spec.hidden_size, head_dim=spec.head_dim, attention=spec.attention)
+        needs = replace(
+            needs,
+            hidden_size=spec.hidden_size,
+            head_dim=spec.head_dim,
+            inputs=tuple(sorted({inputs for _, inputs in linear_layers(spec).values()})),
+            attention=spec.attention,
+            vocab_size=spec.vocab_size,
+        )
     ops, remarks = load_ops(device, config.kernels, needs)
     for remark in remarks:
         log.warning(remark)
@@ -153,6 +165,7 @@ def _refuse_quantised_cache(config: WorkerConfig) -> None:
 
 def _refuse_hopeless(fields: dict[str, Any]) -> None:
     """What neither the native code nor the fallback can run."""
+    check_sizes(fields)
     if fields.get("is_encoder_decoder"):
         raise UnsupportedConfig("config.json: 'is_encoder_decoder': only decoder-only models are served")
 
@@ -205,6 +218,7 @@ def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
 
     Raises:
         UnsupportedConfig: the architecture or a field is not supported natively; the message names it.
+        CheckpointError: a field has a value that no model can have.
     """
     if architecture not in ARCHITECTURES:
         raise UnsupportedConfig(f"config.json: architecture {architecture!r} has no native implementation")
@@ -212,10 +226,6 @@ def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
     reader = ConfigReader(fields)
     spec: DecoderSpec = getattr(importlib.import_module(module), function)(reader)
     reader.finish()
-    if spec.num_heads % spec.num_kv_heads or spec.head_dim % 2:
-        raise UnsupportedConfig(
-            f"config.json: {spec.num_heads} heads over {spec.num_kv_heads} KV heads of {spec.head_dim} dimensions"
-        )
     return spec
 
 

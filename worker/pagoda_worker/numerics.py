@@ -10,8 +10,9 @@ import torch
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
 
-# Raised whenever a change of the arithmetic (order of sums, rounding, fusion) changes bits.
-KERNEL_ABI = 3
+# Raised whenever a change of the arithmetic (order of sums, rounding, fusion) changes bits. What changes only how the
+# library is called raises `kernels.cpu.library.ABI` instead, which no other machine sees.
+NUMERICS_VERSION = 3
 
 
 def numerics_id(ops: Ops, kv_shape: KVShape, implementation: str, weights: str = "as stored") -> str:
@@ -24,7 +25,7 @@ def numerics_id(ops: Ops, kv_shape: KVShape, implementation: str, weights: str =
         weights: Their format once they are loaded: "as stored", "int4 group 64, activations int8"
     """
     parts = (
-        f"abi {KERNEL_ABI}",
+        f"abi {NUMERICS_VERSION}",
         f"torch {torch.__version__}",
         f"{ops.name} on {ops.device.type}",
         instruction_set(ops.device),

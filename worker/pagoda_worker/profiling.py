@@ -5,7 +5,8 @@ Where K and V lie changes no allocation, so every block table names that one blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,10 +19,12 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device_sampler import DeviceSampler
 from pagoda_worker.drafting import MAX_DRAFTS
 from pagoda_worker.feeding import uploaded
+from pagoda_worker.kernels.ops import guarded
 from pagoda_worker.loading import LoadedModel
 from pagoda_worker.memory import DeviceUse, NotEnoughMemory
 from pagoda_worker.rows import Row
 
+PROMPT_TOKENS = (300, 150)  # beyond a high tile of lines; beyond one split of keys, and within it
 PARAMS = SamplingParams(temperature=1.0, logprobs=1)  # to choose a token takes no more memory for any other row
 
 
@@ -38,9 +41,18 @@ def device_use(
 
     Raises:
         NotEnoughMemory: the largest step does not even fit without a cache.
+        BackendError: the kernels fail at it.
     """
+
+    def run() -> None:
+        guarded(
+            models[0].ops.name,
+            lambda: _run_largest(models, config, accelerator, sampler),
+            but=(torch.OutOfMemoryError, torch.AcceleratorError),
+        )
+
     try:
-        step = accelerator.peak_of(lambda: _run_largest(models, config, accelerator, sampler))
+        step = accelerator.peak_of(run)
     except torch.OutOfMemoryError as error:
         size = f"max_tokens_per_step={config.max_tokens_per_step} tokens and max_rows={config.max_rows} rows"
         raise NotEnoughMemory(f"a step of {size} does not fit beside the weights: lower one of them") from error
@@ -51,19 +63,53 @@ def device_use(
     return DeviceUse(total=total, in_use=total - free, step=step, graphs=recorded)
 
 
+def warm_up(
+    models: Sequence[LoadedModel], config: WorkerConfig, accelerator: Accelerator, sampler: DeviceSampler
+) -> None:
+    """Run a prompt beside a decode, so that no request waits for kernels to be compiled.
+
+    Raises:
+        BackendError: the kernels fail at it.
+    """
+    for loaded in models:
+        guarded(
+            loaded.ops.name,
+            partial(_run, mixed_steps(config, loaded.max_model_len), loaded, config, accelerator, sampler),
+            but=(torch.AcceleratorError,),
+        )
+
+
 def _run_largest(
     models: Sequence[LoadedModel], config: WorkerConfig, accelerator: Accelerator, sampler: DeviceSampler
 ) -> None:
     for loaded in models:
-        kv = loaded.new_kv_cache(1, config.block_size)
-        for batch in largest_steps(config, loaded.max_model_len):
-            with torch.inference_mode():
-                there = uploaded(batch, accelerator)
-                hidden = loaded.model.forward(there, kv)
-                logits = loaded.model.logits(hidden[there.logit_indices])
-                rows = [_row(i, 1, config.block_size) for i in range(batch.num_rows)]
-                if sampler.takes(rows):
-                    sampler.sample(logits[: len(rows)], rows)
+        _run(largest_steps(config, loaded.max_model_len), loaded, config, accelerator, sampler)
+
+
+def _run(
+    batches: Iterable[Batch],
+    loaded: LoadedModel,
+    config: WorkerConfig,
+    accelerator: Accelerator,
+    sampler: DeviceSampler,
+) -> None:
+    kv = loaded.new_kv_cache(1, config.block_size)
+    for batch in batches:
+        with torch.inference_mode():
+            there = uploaded(batch, accelerator)
+            hidden = loaded.model.forward(there, kv)
+            logits = loaded.model.logits(hidden[there.logit_indices])
+            rows = [_row(i, 1, config.block_size) for i in range(batch.num_rows)]
+            if sampler.takes(rows):
+                sampler.sample(logits[: len(rows)], rows)
+
+
+def mixed_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:
+    """A long and a short prompt, each with a token beside it where two rows are allowed."""
+    for tokens in PROMPT_TOKENS:
+        sizes = [min(tokens, config.max_tokens_per_step, max_model_len), 1][: config.max_rows]
+        work = [(_row(i, size, config.block_size), Chunk(i, 0, size, True)) for i, size in enumerate(sizes)]
+        yield build_batch(work, config.block_size, torch.device("cpu"), {})
 
 
 def largest_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:

@@ -14,11 +14,13 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device_sampler import DeviceSampler
 from pagoda_worker.drafting import check_invariant, load_draft_model, make_drafter
 from pagoda_worker.graphs import Graphed, ladder, reserve_for
+from pagoda_worker.kernel_choice import AUTO
+from pagoda_worker.kernels.ops import BackendError, guarded
 from pagoda_worker.lines import Lines
 from pagoda_worker.loading import LoadedModel, load_model
 from pagoda_worker.memory import num_kv_blocks
 from pagoda_worker.models.decoder import Decoder
-from pagoda_worker.profiling import device_use
+from pagoda_worker.profiling import device_use, warm_up
 from pagoda_worker.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -37,28 +39,41 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
 
     Raises:
         ValueError: the model or the configuration cannot be used.
-        RuntimeError: the model fails on its first token.
+        BackendError: the kernels that were named, or any, fail on the first steps.
     """
     started = time.monotonic()
     loaded = load_model(config, progress)
+    log.info("weights read and packed in %.2f s", time.monotonic() - started)
+    try:
+        return _started(config, loaded, progress, recording)
+    except BackendError as error:
+        if not config.kernels.startswith(AUTO) or loaded.ops.name == "torch":
+            raise
+        log.warning("torch serves: %s", error)
+    del loaded  # its weights are packed for the others, and need the room
+    config = replace(config, kernels=config.kernels.replace(AUTO, "torch", 1))
+    return _started(config, load_model(config, progress), progress, recording)
+
+
+def _started(config: WorkerConfig, loaded: LoadedModel, progress: Progress, recording: Progress) -> ModelRunner:
+    """A runner that has computed its first token."""
+    began = time.monotonic()
     config = config.settled(loaded.device.type)
     if config.speculation:
         check_invariant(loaded)
     draft = load_draft_model(config, loaded, progress)
     if loaded.ops.own_threads:
         torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
-    read = time.monotonic()
-    log.info("weights read and packed in %.2f s", read - started)
     if loaded.device.type == "cpu":
         num_blocks = num_kv_blocks(config, loaded, draft)
         runner = ModelRunner(loaded, num_blocks, config, make_drafter(config, draft, num_blocks))
     else:
         runner = runner_on_device(loaded, draft, config, accelerator_of, recording)
-    runner.warm_up()
+    guarded(loaded.ops.name, runner.warm_up, but=(torch.AcceleratorError,))
     facts = runner.facts
     if facts.num_swap_blocks:
         log.info("swap space: %d blocks, each moved in %.2f ms", facts.num_swap_blocks, 1000 * facts.swap_block_s)
-    log.info("first step computed %.2f s later", time.monotonic() - read)
+    log.info("first step computed %.2f s later", time.monotonic() - began)
     return runner
 
 
@@ -73,7 +88,7 @@ def runner_on_device(
 
     Raises:
         NotEnoughMemory: the device has too little left.
-        RuntimeError: the device cannot record a decode step.
+        BackendError: the kernels fail at the largest step, or the device cannot record a decode step.
     """
     decoder = loaded.model
     accelerator = make_accelerator(loaded.device)
@@ -105,9 +120,10 @@ def _num_blocks(
     sampler: DeviceSampler,
     graphs: Callable[[], int],
 ) -> int:
+    models = (loaded,) if draft is None else (loaded, draft)
+    warm_up(models, config, accelerator, sampler)
     if config.num_blocks or config.kv_cache_gib:
         return num_kv_blocks(config, loaded, draft)
-    models = (loaded,) if draft is None else (loaded, draft)
     use = device_use(models, config, accelerator, sampler, graphs)
     return num_kv_blocks(config, loaded, draft, use=use, spare=loaded.spare_blocks)
 

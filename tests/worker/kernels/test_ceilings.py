@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import re
 import shutil
@@ -12,18 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.worker.kernels.test_cpu_library import levels
 
 from pagoda_worker.kernels.cpu import build as building
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.ceilings import CeilingProbe
 from pagoda_worker.kernels.roofline import Ceilings
-
-
-def levels() -> list[str]:
-    if not building.LIBRARY.exists():
-        building.build()
-    handle = ctypes.CDLL(str(building.LIBRARY))
-    return [name for index, name in enumerate(lib.LEVELS) if handle.pagoda_supports(index)]
 
 
 @pytest.fixture(scope="module", params=levels())
@@ -77,7 +70,9 @@ INSTRUCTIONS = (
 @pytest.mark.parametrize(("level", "instruction"), INSTRUCTIONS if platform.machine() in ("x86_64", "AMD64") else ())
 def test_accumulators_stay_in_registers(level: int, instruction: str, tmp_path: Path) -> None:
     """A probe that stores its accumulators measures the store port, which is half as fast."""
-    compiler = next(path for name in ("c++", "g++", "clang++") if (path := shutil.which(name)))
+    compiler = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler on this machine")
     source = tmp_path / "probe.cpp"
     source.write_text(
         '#include "ceilings.h"\n'

@@ -15,14 +15,13 @@ import torch
 
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.build import LIBRARY, CompileError, build
+from pagoda_worker.kernels.ops import BackendError
 
 BF16_NAN = 0x7FC0
 BF16 = (16, 16, 0, 0)  # the form of weights that are not quantised
 
 
 def levels() -> list[str]:
-    if not LIBRARY.exists():
-        build()
     if not LIBRARY.exists():
         return []
     handle = ctypes.CDLL(str(LIBRARY))
@@ -265,14 +264,44 @@ def test_threads_change_nothing() -> None:
 
 
 def test_a_missing_library_is_a_clear_error(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(lib.LibraryError, match="no C\\+\\+ compiler"):
+    with pytest.raises(BackendError, match="no C\\+\\+ compiler"):
         lib.Library([-1], path=tmp_path / "libpagoda.so")
 
 
-@pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")
+@pytest.mark.parametrize("best", range(len(lib.LEVELS)))
+def test_the_best_level_of_any_machine(best: int) -> None:
+    supported = [level <= best for level in range(len(lib.LEVELS))]
+    assert lib.chosen_level("", supported) == lib.LEVELS[best]
+    for level, name in enumerate(lib.LEVELS):
+        if level <= best:
+            assert lib.chosen_level(name, supported) == name
+        else:
+            with pytest.raises(BackendError, match=f"{', '.join(lib.LEVELS[: best + 1])}, not at '{name}'"):
+                lib.chosen_level(name, supported)
+
+
+def test_a_level_in_between_may_be_missing() -> None:
+    assert lib.chosen_level("", [True, True, False, False]) == "avx2"
+    assert lib.chosen_level("", [True, False, True, False]) == "avx512"
+    with pytest.raises(BackendError, match="at base, avx512, not at 'avx2'"):
+        lib.chosen_level("avx2", [True, False, True, False])
+
+
 def test_an_unknown_level_is_a_clear_error() -> None:
-    with pytest.raises(lib.LibraryError, match="not at 'avx1024'"):
-        lib.Library([-1], level="avx1024")
+    with pytest.raises(BackendError, match="not at 'avx1024'"):
+        lib.chosen_level("avx1024", [True] * len(lib.LEVELS))
+
+
+@pytest.mark.parametrize("k", [1, 97])
+def test_odd_inputs_are_refused(library: lib.Library, k: int) -> None:
+    with pytest.raises(BackendError, match=f"pairs, {k} are odd"):
+        library.pack(bf16(3, k))
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 2), (97, 2), (97, 98), (33, 1030)])
+def test_odd_outputs(library: lib.Library, n: int, k: int) -> None:
+    x, w = bf16(5, k, seed=1), bf16(n, k, seed=2, scale=k**-0.5)
+    torch.testing.assert_close(linear(library, x, w).double(), x.double() @ w.double().T, rtol=1e-4, atol=1e-5)
 
 
 def test_without_a_compiler_nothing_is_built(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -293,9 +322,12 @@ echo "$*" > "$last"
         compiler.chmod(0o755)
         return str(compiler)
 
-    linked = build(fake("-mavx512bf16"), tmp_path / "libpagoda.so")
-    assert linked is not None
-    objects = [Path(word).name for word in linked.read_text().split() if word.endswith(".o")]
-    assert objects == ["pagoda.o", "base.o", "avx2.o", "avx512.o"]
+    def objects(compiler: str, **options: str) -> list[str]:
+        linked = build(compiler, tmp_path / "libpagoda.so", **options)
+        assert linked is not None
+        return [Path(word).name for word in linked.read_text().split() if word.endswith(".o")]
+
+    assert objects(fake("-mavx512bf16")) == ["pagoda.o", "base.o", "avx2.o", "avx512.o"]
+    assert objects(fake("nothing"), highest="avx2") == ["pagoda.o", "base.o", "avx2.o"]
     with pytest.raises(CompileError, match="PAGODA_LEVEL=2"):
         build(fake("-DPAGODA_LEVEL=2"), tmp_path / "libpagoda.so")

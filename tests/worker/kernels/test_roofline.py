@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.worker.kernels.test_cpu_library import levels
 
 from pagoda_worker.kernels import measure
 from pagoda_worker.kernels.kv_cache import KVShape
@@ -16,6 +17,8 @@ from pagoda_worker.kernels.roofline import SHAPES, Ceilings, Limits, ModelShape,
 
 SMALL = ModelShape(name="small", hidden=64, middle=96, heads=4, kv_heads=2, head_dim=32, vocab=128, head_norm=True)
 QUICK = Limits(cold_bytes=1, repeats=1, max_tokens=1024)
+
+pytestmark = pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; there is nothing to measure")
 
 
 def point(**changes: Any) -> Point:

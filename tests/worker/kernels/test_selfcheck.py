@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,4 +119,18 @@ def test_a_family_that_fails_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("pagoda_worker.kernels.cpu.selfcheck.problems", lambda ops: {"attention": "it is wrong"})
     ops, remarks = load_ops(CPU, "auto", NEEDS)
     assert ops.name == "linear native, pointwise native, attention torch, sampling native"
-    assert remarks == ["attention by torch: the native kernels failed their check: it is wrong"]
+    assert remarks == ["attention by torch, not by native: failed its self-check: it is wrong"]
+
+
+@pytest.mark.parametrize("odd", [1, 97])
+def test_layers_with_odd_inputs_are_left_to_torch(odd: int) -> None:
+    needs = replace(NEEDS, inputs=(64, odd))
+    ops, remarks = load_ops(CPU, "auto", needs)
+    assert ops.name == "linear torch, pointwise native, attention native, sampling native"
+    assert remarks == [f"linear by torch, not by native: native multiplies inputs in pairs, {odd} are odd"]
+    with pytest.raises(BackendError, match=f"native cannot serve linear: .* {odd} are odd"):
+        load_ops(CPU, "native", needs)
+    assert load_ops(CPU, "native,linear=torch", needs)[0].name == ops.name
+    x, weight = torch.randn(3, odd).bfloat16(), torch.randn(5, odd).bfloat16()
+    got = ops.linear(x, ops.pack_linear(weight))
+    torch.testing.assert_close(got.double(), x.double() @ weight.double().T, rtol=2e-2, atol=2e-2)

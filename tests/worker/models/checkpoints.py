@@ -49,6 +49,7 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {}),
     "olmo2": ("olmo2", {}),
     "cohere2": ("cohere2", {"sliding_window": 40}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "num_experts": 4}),
     "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 40, "rope_parameters": _LLAMA3}),
 }

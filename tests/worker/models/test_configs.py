@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pagoda_worker.layers.rope import RopeShape, inverse_frequencies
 from pagoda_worker.loading import native_spec
 from pagoda_worker.models.config_reader import UnsupportedConfig
 from pagoda_worker.models.spec import DecoderSpec, expected_tensors
+from pagoda_worker.weights import CheckpointError
 
 BASE: dict[str, Any] = {
     "vocab_size": 100,
@@ -23,6 +27,7 @@ BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
 }
+KINDS = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3"]
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 
 
@@ -61,10 +66,6 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
         ("Llama", {"logit_scale": 2.0, "no_rope_layers": [1]}, "not supported natively: logit_scale, no_rope_layers"),
         ("Llama", {"hidden_act": "relu"}, "hidden_act='relu'"),
         ("Llama", {"pretraining_tp": 2}, "pretraining_tp=2"),
-        ("Llama", {"hidden_size": None}, "'hidden_size' is missing"),
-        ("Llama", {"hidden_size": "64"}, "'hidden_size' must be of type int"),
-        ("Llama", {"num_attention_heads": 0}, "at least 1"),
-        ("Llama", {"num_key_value_heads": 3}, "4 heads over 3 KV heads"),
         ("Mistral", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
         ("Mistral", {"layer_types": ["full_attention"]}, "layer_types"),
         ("Qwen2", {"layer_types": ["sliding_attention"] * 4}, "'sliding_window' is not set"),
@@ -76,6 +77,94 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
 def test_what_is_refused_is_named(kind: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedConfig, match=message):
         read(kind, **changes)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
+    ("Llama", {"hidden_size": None}, "'hidden_size' is missing"),
+    ("Llama", {"hidden_size": "64"}, "'hidden_size' must be of type int, got '64'"),
+    ("Llama", {"hidden_size": 64.0}, "'hidden_size' must be of type int, got 64.0"),
+    ("Llama", {"hidden_size": True}, "'hidden_size' must be of type int, got True"),
+    ("Llama", {"num_attention_heads": 0}, "'num_attention_heads' must be from 1 to .*, got 0"),
+    ("Llama", {"num_key_value_heads": 3}, "4 heads over 3 KV heads"),
+    ("Llama", {"num_key_value_heads": 8}, "4 heads over 8 KV heads"),
+    ("Llama", {"hidden_size": 65}, "hidden_size=65 is no multiple of num_attention_heads=4"),
+    ("Llama", {"head_dim": 15}, "of 15 dimensions"),
+    ("Llama", {"num_hidden_layers": 10**9}, "'num_hidden_layers' must be from 1 to 4096, got 1000000000"),
+    ("Llama", {"vocab_size": 10**4000}, "'vocab_size' must be .* got an integer of 13288 bits"),
+    ("Llama", {"max_position_embeddings": -1}, "'max_position_embeddings' .* got -1"),
+    ("Llama", {"rms_norm_eps": NAN}, "'rms_norm_eps' must be .* got nan"),
+    ("Llama", {"rms_norm_eps": -1e-6}, "'rms_norm_eps' .* got -1e-06"),
+    ("Llama", {"rms_norm_eps": 10**400}, "'rms_norm_eps' must be of type float"),
+    ("Llama", {"rope_theta": -1.0}, "'rope_theta' .* got -1.0"),
+    ("Llama", {"rope_theta": INFINITY}, "'rope_theta' .* got inf"),
+    ("Llama", {"rope_parameters": {"rope_theta": 0}}, "'rope_theta' .* got 0"),
+    ("Llama", {"rope_scaling": {"type": "linear", "factor": "4"}}, "'factor' must be of type float, got '4'"),
+    ("Llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "'factor' must be from .* got 0"),
+    (
+        "Llama",
+        {"rope_scaling": {"type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
+        "'high_freq_factor' must be above",
+    ),
+    (
+        "Llama",
+        {"rope_scaling": {"type": "llama3", **LLAMA3, "original_max_position_embeddings": -3}},
+        "'original_max_position_embeddings' .* got -3",
+    ),
+    ("Mistral", {"sliding_window": 0}, "'sliding_window' must be from 1 to .*, got 0"),
+    ("Mistral", {"sliding_window": -4}, "'sliding_window' .* got -4"),
+    ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 0}, "'query_pre_attn_scalar' .* got 0"),
+    ("Gemma2", {"head_dim": 16, "attn_logit_softcapping": -1.0}, "'attn_logit_softcapping' .* got -1"),
+    ("Gemma2", {"head_dim": 16, "final_logit_softcapping": 0.0}, "'final_logit_softcapping' .* got 0"),
+    ("Gemma3", {"head_dim": 16, "sliding_window_pattern": -6}, "'sliding_window_pattern' .* got -6"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), IMPOSSIBLE)
+def test_what_no_model_can_mean_is_no_matter_for_the_fallback(kind: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read(kind, **changes)
+
+
+def test_heads_without_a_size_have_that_of_their_family() -> None:
+    assert read("Gemma2").head_dim == read("Gemma3").head_dim == 256
+    assert read("Qwen3").head_dim == 128
+    assert read("Qwen2").head_dim == read().head_dim == 16
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, -1, 1, 2**63, 10**400, 1e308, 0.0]))
+VALUES = st.one_of(
+    NUMBERS, st.none(), st.booleans(), st.text(max_size=5), st.lists(NUMBERS, max_size=3),
+    st.dictionaries(st.sampled_from(["rope_type", "type", "factor", "rope_theta", "sliding_attention"]), NUMBERS),
+    st.builds(lambda kind, rest: {"rope_type": kind} | rest, st.sampled_from(["linear", "llama3", "default", 3, []]),
+              st.dictionaries(st.sampled_from([*LLAMA3, "rope_theta"]), st.one_of(NUMBERS, st.text(max_size=3)))),
+)  # fmt: skip
+NAMES = [
+    *BASE, "head_dim", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "layer_types",
+    "max_window_layers", "use_sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "sliding_window_pattern", "rope_local_base_freq", "hidden_activation", "attention_bias",
+    "tie_word_embeddings", "pretraining_tp", "unheard_of",
+]  # fmt: skip
+
+
+@given(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
+def test_any_file_is_read_or_refused_by_name(kind: str, changes: dict[str, Any]) -> None:
+    try:
+        spec = read(kind, **changes)
+    except (UnsupportedConfig, CheckpointError) as error:
+        message = str(error)
+    else:
+        message = ""
+        check(spec)
+    assert not message or (message.startswith("config.json") and len(message) < 500)
+
+
+def check(spec: DecoderSpec) -> None:
+    assert spec.num_heads % spec.num_kv_heads == 0
+    assert all(one.theta > 0 and one.factor > 0 for one in spec.ropes)
+    assert all(window is None or window > 0 for window in spec.windows)
+    frequencies = [inverse_frequencies(replace(one, head_dim=min(one.head_dim, 512))) for one in spec.ropes]
+    assert all(torch.isfinite(one).all() for one in frequencies)
 
 
 def test_fields_that_are_off_do_no_harm() -> None:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.worker.models.checkpoints import FALLBACK, make_model, prompts, save
+from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, prompts, save
 from tests.worker.models.conftest import Loaded, Saved
 from tests.worker.models.harness import Harness, logits_of
 from tests.worker.models.test_oracle import choices_of
+from transformers import AutoModelForCausalLM
 
+from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernels.aten import AtenOps
+from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.loading import load_model
+from pagoda_worker.models import fallback
 from pagoda_worker.models.config_reader import UnsupportedConfig
 
+CLEAR = 0.25  # of logits that are rounded to bfloat16 at magnitudes of about 8
 DENSE = ["gpt2", "gpt_neox", "stablelm", "olmo2", "cohere2"]
 
 
@@ -77,6 +84,81 @@ def edited(saved: Saved, name: str, target: Path, **changes: Any) -> WorkerConfi
 def test_refusals(saved: Saved, tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedConfig, match=message):
         load_model(edited(saved, name, tmp_path / "edited", **changes))
+
+
+def small_llama(path: Path, **changes: Any) -> Path:
+    """In 16 bits, and through transformers: the native reader does not know the field."""
+    made = save(make_model(*NATIVE["llama"]), path, torch.bfloat16)
+    fields = json.loads((made / "config.json").read_text()) | {"unheard_of": 1} | changes
+    (made / "config.json").write_text(json.dumps(fields))
+    return made
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_to_16_bits_is_no_fault(dtype: str, tmp_path: Path, loaded: Loaded) -> None:
+    config = WorkerConfig(model=str(small_llama(tmp_path)), dtype=dtype, kernels="torch")
+    assert not load_model(config).native
+
+
+def test_tokens_of_experts_in_bfloat16_are_those_of_transformers(tmp_path: Path) -> None:
+    """Where the likeliest token stands out by more than 16 bits can move it."""
+    path = save(make_model(*FALLBACK["mixtral"]), tmp_path, torch.bfloat16)
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    answers = Harness(load_model(WorkerConfig(model=str(path), kernels="torch")), num_blocks=128).greedy(prompts(), 8)
+    clear = 0
+    for prompt, answer in zip(prompts(), answers, strict=True):
+        with torch.no_grad():
+            logits = theirs(input_ids=torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :].float()
+        best = logits.topk(2)
+        for token, two, (first, second) in zip(answer, best.indices.tolist(), best.values.tolist(), strict=True):
+            assert token == two[0] or first - second < CLEAR
+            clear += first - second >= CLEAR
+    assert clear > 32
+
+
+def _restarted(ids: torch.Tensor, start: int) -> Batch:
+    """Every chunk at the positions of the first."""
+    batch = BATCH(ids, start)
+    return dataclasses.replace(batch, positions=batch.positions - start)
+
+
+BATCH, ATTEND = fallback._batch, fallback._attend
+
+
+def _unscaled(*arguments: Any, scaling: float | None = None, **rest: Any) -> Any:
+    return ATTEND(*arguments, scaling=1.0, **rest)
+
+
+def _sees_what_comes(self: Any, query: torch.Tensor, kv: Any, layer: int, plan: Any, *rest: Any) -> torch.Tensor:
+    """Every token of a chunk attends as its last one does: as if there were no mask."""
+    last = query.flip(0)
+    return REFERENCE(self, last, kv, layer, plan, *rest).flip(0)
+
+
+REFERENCE = ReferenceOps.attend
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("fault", ["positions", "mask", "scale"])
+def test_wrong_wiring_is_refused_in_16_bits(
+    name: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = small_llama(tmp_path) if name == "llama" else save(make_model(*FALLBACK[name]), tmp_path, torch.bfloat16)
+    if fault == "positions":
+        monkeypatch.setattr(fallback, "_batch", _restarted)
+    elif fault == "mask":
+        monkeypatch.setattr(ReferenceOps, "attend", _sees_what_comes)
+    else:
+        monkeypatch.setattr(fallback, "_attend", _unscaled)
+    with pytest.raises(UnsupportedConfig, match="logits on the paged cache differ"):
+        load_model(WorkerConfig(model=str(path), dtype="bfloat16", kernels="torch"))
+
+
+def test_a_wrongly_packed_layer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pack = AtenOps.pack_linear
+    monkeypatch.setattr(AtenOps, "pack_linear", lambda self, weight, bias=None: pack(self, weight.flip(0), bias))
+    with pytest.raises(UnsupportedConfig, match=r"a packed layer of .* computes something else"):
+        load_model(WorkerConfig(model=str(small_llama(tmp_path)), dtype="bfloat16", kernels="torch"))
 
 
 @pytest.mark.parametrize("model_type", ["mamba", "bloom"])

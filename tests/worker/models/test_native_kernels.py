@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.worker.kernels.test_cpu_library import levels
 from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
 from tests.worker.models.harness import Harness, Row, logits_of, make_batch
 
@@ -89,15 +90,13 @@ def test_a_decode_step_is_one_call_with_the_same_bits(native: LoadedModel) -> No
             assert torch.equal(logits, model.logits(hidden))
 
 
-@pytest.mark.parametrize("level", ["base", "avx2", "avx512"])
+@pytest.mark.parametrize("level", levels())
 def test_every_level_computes_the_same_model(path: Path, level: str) -> None:
-    try:
-        lower = load(path, kernels="native", instruction_set=level)
-    except BackendError:
-        pytest.skip(f"this machine does not run {level}")
-    assert lower.numerics_id != load(path, kernels="native").numerics_id
+    """Each level this machine has, held against the best."""
+    best, one = load(path, kernels="native"), load(path, kernels="native", instruction_set=level)
+    assert (one.numerics_id == best.numerics_id) is (level == levels()[-1])
     tokens = prompts()[-1]
-    difference = log_probabilities(lower, tokens) - log_probabilities(load(path, kernels="native"), tokens)
+    difference = log_probabilities(one, tokens) - log_probabilities(best, tokens)
     assert difference.abs().mean() < TOLERANCE
 
 
@@ -120,3 +119,15 @@ def test_any_family_by_another_back_end(path: Path, native: LoadedModel, family:
     assert difference.abs().mean() < TOLERANCE
     if other == "torch":
         assert torch.equal(logits_of(mixed, tokens, [16]), logits_of(mixed, tokens, [10**6]))
+
+
+def test_a_model_with_an_odd_width_has_its_linear_layers_by_torch(tmp_path: Path) -> None:
+    model_type, changes = NATIVE["llama"]
+    path = save(make_model(model_type, changes | {"intermediate_size": 97}), tmp_path, torch.bfloat16)
+    loaded, tokens = load(path), prompts()[-1]
+    assert loaded.ops.name == "linear torch, pointwise native, attention native, sampling native"
+    reference = load(path, kernels="reference", dtype="float32")
+    difference = log_probabilities(loaded, tokens) - log_probabilities(reference, tokens)
+    assert difference.abs().mean() < TOLERANCE
+    with pytest.raises(BackendError, match="97 are odd"):
+        load(path, kernels="native")

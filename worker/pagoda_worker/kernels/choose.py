@@ -1,20 +1,26 @@
-"""Which back end serves, decided once at start. A named one that cannot serve is an error; `auto` takes another."""
+"""Which back end serves, decided once at start. A named one that cannot serve is an error; `auto` takes another.
+
+A back end is foreign ground: a compiler, a driver, a library built for another machine. Whatever it raises while it is
+loaded and checked means one thing, that it cannot serve here, and leaves this module as a BackendError.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
 from pagoda_worker.cuda import device_seconds
 from pagoda_worker.kernel_choice import AUTO, FAMILIES, FLASH, parse_choice
-from pagoda_worker.kernels import trial
-from pagoda_worker.kernels.flash import NotInstalled, load_flash
+from pagoda_worker.kernels import flash, trial
 from pagoda_worker.kernels.mixed import mix
-from pagoda_worker.kernels.ops import BackendError, Needs, Ops
+from pagoda_worker.kernels.ops import BackendError, Needs, Ops, guarded
 
 log = logging.getLogger(__name__)
+
+Load = Callable[[torch.device, Needs], tuple[Ops, dict[str, str]]]
+"""Gives a back end, and by family of operations what keeps it from serving that one here."""
 
 MARGIN = 0.9  # flash-attention must take less than this share of Triton's time: starts are to choose alike
 
@@ -37,120 +43,121 @@ def load_ops(
         chosen = parse_choice(choice)
     except ValueError as error:
         raise BackendError(str(error)) from error
-    parts, remarks = _automatic(device, needs) if chosen.base == AUTO else (_everything(chosen.base, device, needs), [])
-    loaded = {ops.name: ops for ops in parts.values()}
-
-    def load(name: str) -> Ops:
-        if name not in loaded:
-            loaded[name] = load_flash(load("triton"), needs) if name == FLASH else LOADERS[name](device, needs)
-        return loaded[name]
-
-    if chosen.base == AUTO and "attention" not in chosen.overrides:
-        parts["attention"] = _faster_attention(parts["attention"], needs, clock)
+    loader, left = _Loader(device, needs), [family for family in FAMILIES if family not in chosen.overrides]
+    if chosen.base == AUTO:
+        parts, remarks = _automatic(loader, left)
+        if "attention" in left:
+            parts["attention"] = _faster_attention(parts["attention"], needs, clock)
+    else:
+        parts, remarks = dict.fromkeys(FAMILIES, loader.named(chosen.base, left)), []
     for family, name in chosen.overrides.items():
-        parts[family] = load(name)
+        parts[family] = loader.named(name, [family])
     return mix(parts), remarks
 
 
-def _everything(name: str, device: torch.device, needs: Needs) -> dict[str, Ops]:
-    return dict.fromkeys(FAMILIES, LOADERS[name](device, needs))
+class _Loader:
+    """Loads each back end once."""
+
+    def __init__(self, device: torch.device, needs: Needs) -> None:
+        self.device, self.needs = device, needs
+        self._loaded: dict[str, tuple[Ops, dict[str, str]]] = {}
+
+    def load(self, name: str) -> tuple[Ops, dict[str, str]]:
+        """See `Load`; raises BackendError."""
+        if name not in self._loaded:
+            load = self._flash if name == FLASH else lambda: LOADERS[name](self.device, self.needs)
+            self._loaded[name] = guarded(name, load)
+        return self._loaded[name]
+
+    def named(self, name: str, families: Collection[str]) -> Ops:
+        """The back end that somebody asked for.
+
+        Raises:
+            BackendError: it cannot serve one of `families` here.
+        """
+        ops, unfit = self.load(name)
+        reasons = [f"{family}: {why}" for family, why in unfit.items() if family in families]
+        if reasons:
+            raise BackendError(f"kernels: {name} cannot serve {'; '.join(reasons)}")
+        return ops
+
+    def _flash(self) -> tuple[Ops, dict[str, str]]:
+        return flash.load_flash(self.named("triton", ["attention"]), self.needs), {}
 
 
-def _automatic(device: torch.device, needs: Needs) -> tuple[dict[str, Ops], list[str]]:
-    """The fastest that works: what fails its check here is left to torch."""
-    if device.type != "cpu":
-        return _automatic_on_gpu(device, needs)
-    from pagoda_worker.kernels.cpu.native import load_native
-    from pagoda_worker.kernels.cpu.selfcheck import problems
-
+def _automatic(loader: _Loader, families: Collection[str]) -> tuple[dict[str, Ops], list[str]]:
+    """The fastest that works: what it cannot do here is left to torch."""
+    name = "native" if loader.device.type == "cpu" else "triton"
     try:
-        native = load_native(device, needs)
+        ops, unfit = loader.load(name)
     except BackendError as error:
-        return _everything("torch", device, needs), [f"torch serves: {error}"]
-    found = problems(native)
-    torch_ops = _torch(device, needs) if found else native
-    parts = {family: torch_ops if family in found else native for family in FAMILIES}
-    return parts, [f"{family} by torch: the native kernels failed their check: {why}" for family, why in found.items()]
-
-
-def _automatic_on_gpu(device: torch.device, needs: Needs) -> tuple[dict[str, Ops], list[str]]:
-    try:
-        ops, why = _checked_triton(device, needs)
-    except BackendError as error:
-        return _everything("torch", device, needs), [f"torch serves: {error}"]
-    parts: dict[str, Ops] = dict.fromkeys(FAMILIES, ops)
-    if why is None:
-        return parts, []
-    return parts | {"sampling": _torch(device, needs)}, [f"sampling by torch: the triton kernels failed: {why}"]
+        return dict.fromkeys(FAMILIES, loader.named("torch", families)), [f"torch serves: {error}"]
+    unfit = {family: why for family, why in unfit.items() if family in families}
+    other = loader.named("torch", unfit) if unfit else ops
+    parts = {family: other if family in unfit else ops for family in FAMILIES}
+    return parts, [f"{family} by torch, not by {name}: {why}" for family, why in unfit.items()]
 
 
 def _faster_attention(ours: Ops, needs: Needs, clock: trial.Clock) -> Ops:
     """`ours`, or instead of Triton flash-attention: where it is installed, can serve this model and is clearly faster.
 
-    A model that is not ours to know is left to Triton, which refuses nothing that its layers may ask.
+    A model that is not ours to know is left to Triton, which refuses nothing that its layers may ask. Times differ from
+    one start to the next, and workers of one engine core must choose alike: the log says what makes them.
     """
-    if ours.name != "triton" or not needs.attention:
+    if ours.name != "triton" or not needs.attention or not flash.installed():
         return ours
+
+    def compare() -> tuple[Ops, list[trial.Times]]:
+        theirs = flash.load_flash(ours, needs)
+        return theirs, trial.measure((ours, theirs), needs, clock)
+
     try:
-        flash = load_flash(ours, needs)
-        triton_times, flash_times = trial.measure((ours, flash), needs, clock)
-    except NotInstalled:
-        return ours
-    except (BackendError, RuntimeError) as error:  # a lost device will be met again, by what cannot do without
+        theirs, (triton_times, flash_times) = guarded(FLASH, compare)
+    except BackendError as error:  # a lost device will be met again, by what cannot do without
         log.info("attention by triton: %s", error)
         return ours
-    faster = flash if flash_times.of_a_request < MARGIN * triton_times.of_a_request else ours
+    faster = theirs if flash_times.of_a_request < MARGIN * triton_times.of_a_request else ours
     log.info(
-        "attention by %s: %s takes %s, triton %s; it must save %d %%; attention=%s makes this choice without measuring",
-        *(faster.name, flash.numerics, flash_times, triton_times, round(100 * (1 - MARGIN)), faster.name),
+        "attention by %s: %s takes %s, triton %s; it must save %d %%; on workers that are to choose alike, "
+        "--kernels auto,attention=%s makes this choice without measuring",
+        *(faster.name, theirs.numerics, flash_times, triton_times, round(100 * (1 - MARGIN)), faster.name),
     )
     return faster
 
 
-def _reference(device: torch.device, needs: Needs) -> Ops:
+def _reference(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
     from pagoda_worker.kernels.reference import ReferenceOps
 
-    return ReferenceOps(device)
+    return ReferenceOps(device), {}
 
 
-def _torch(device: torch.device, needs: Needs) -> Ops:
+def _torch(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
     from pagoda_worker.kernels.aten import AtenOps
 
-    return AtenOps(device, needs.dtype)
+    return AtenOps(device, needs.dtype), {}
 
 
-def _native(device: torch.device, needs: Needs) -> Ops:
-    """Raises BackendError when they cannot serve here, or compute something wrong on this machine."""
-    from pagoda_worker.kernels.cpu.native import load_native
+def _native(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
+    from pagoda_worker.kernels.cpu.native import load_native, unfit
     from pagoda_worker.kernels.cpu.selfcheck import problems
 
     native = load_native(device, needs)
-    found = problems(native)
-    if found:
-        raise BackendError(f"kernels: native failed its self-check: {'; '.join(found.values())}")
-    return native
+    wrong = {family: f"failed its self-check: {problem}" for family, problem in problems(native).items()}
+    return native, unfit(needs) | wrong
 
 
-def _triton(device: torch.device, needs: Needs) -> Ops:
-    """Raises BackendError like `_native`, and when Triton is not installed."""
-    ops, why = _checked_triton(device, needs)
-    if why is not None:
-        raise BackendError(f"kernels: triton failed its self-check: {why}")
-    return ops
-
-
-def _checked_triton(device: torch.device, needs: Needs) -> tuple[Ops, str | None]:
-    """The back end, and what is wrong with its sampling, which it can do without; raises BackendError."""
+def _triton(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
     try:
-        from pagoda_worker.kernels.triton.ops import load_triton
+        from pagoda_worker.kernels.triton.load import load_triton
         from pagoda_worker.kernels.triton.selfcheck import sampling_problem
     except ImportError as error:
         raise BackendError(f"kernels: triton cannot be imported: {error}") from error
     ops = load_triton(device, needs)
-    return ops, sampling_problem(ops)
+    problem = sampling_problem(ops, needs)
+    return ops, {} if problem is None else {"sampling": f"failed its self-check: {problem}"}
 
 
-LOADERS: dict[str, Callable[[torch.device, Needs], Ops]] = {
+LOADERS: dict[str, Load] = {
     "reference": _reference,
     "torch": _torch,
     "native": _native,

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,17 +27,13 @@ import torch
 from pagoda_worker.batch import Batch
 from pagoda_worker.kernel_choice import FAMILIES, FLASH
 from pagoda_worker.kernels import trial
-from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops
+from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops, guarded
 
 if TYPE_CHECKING:
     from pagoda_worker.kernels.triton.ops import TritonKVCache
 
 DTYPES = (torch.bfloat16, torch.float16)
 WIDEST_HEAD, HEAD_STEP = 256, 8
-
-
-class NotInstalled(BackendError):
-    """Neither version is there."""
 
 
 @dataclass(frozen=True)
@@ -129,41 +127,41 @@ class FlashOps:
         return self.library.call(query, keys, values, plan, shape).flatten(1)
 
 
+def installed() -> bool:
+    """Whether some version is there, whatever may come of loading it."""
+    return any(find_spec(package) is not None for package in PACKAGES)
+
+
 def load_flash(triton: Ops, needs: Needs) -> Ops:
     """The newest version that can serve `needs` and passes its check, over the cache of `triton`.
 
     Raises:
-        NotInstalled: there is none.
-        BackendError: none can; says what is in the way of each.
+        BackendError: there is none, or none can; says what is in the way of each.
     """
     reasons: list[str] = []
-    missing: list[str] = []
-    for package, library_of in PACKAGES.items():
+    for package in filter(find_spec, PACKAGES):
         try:
-            library = library_of(import_module(package))
-        except (ImportError, OSError, AttributeError) as error:
-            absent = isinstance(error, ModuleNotFoundError) and error.name == package
-            (missing if absent else reasons).append(str(error))
-            continue
-        ops = cast("Ops", FlashOps(triton, library))
-        reason = library.unfit(needs) or _failure(ops, triton, needs)
-        if not reason:
-            return ops
-        reasons.append(reason)
+            return guarded(package, partial(_load, package, triton, needs))
+        except BackendError as error:
+            reasons.append(str(error).removeprefix("kernels: "))
     if not reasons:
-        names = "flash_attn (version 2) or flash_attn_interface (version 3, Hopper)"
-        raise NotInstalled(f"kernels: flash needs the package {names}: {'; '.join(missing)}")
+        raise BackendError(
+            "kernels: flash needs the package flash_attn (version 2) or flash_attn_interface (version 3, Hopper)"
+        )
     raise BackendError(f"kernels: flash cannot serve: {'; '.join(reasons)}")
 
 
-def _failure(ops: Ops, triton: Ops, needs: Needs) -> str:
-    title = ops.numerics
-    try:
-        problem = trial.problem(ops, triton, needs)
-    except (RuntimeError, TypeError) as error:  # not built for this device or shape; arguments it does not know
-        first_line = str(error).strip().partition("\n")[0]
-        return f"{title} failed: {first_line}"
-    return f"{title} failed its check: {problem}" if problem else ""
+def _load(package: str, triton: Ops, needs: Needs) -> Ops:
+    """Raises BackendError, and whatever a package does that is not built for this torch, device or shape."""
+    library = PACKAGES[package](import_module(package))
+    ops = cast("Ops", FlashOps(triton, library))
+    unfit = library.unfit(needs)
+    if unfit:
+        raise BackendError(f"kernels: {unfit}")
+    problem = trial.problem(ops, triton, needs)
+    if problem:
+        raise BackendError(f"kernels: {library.title} failed its check: {problem}")
+    return ops
 
 
 def _version_2(package: Any) -> Library:

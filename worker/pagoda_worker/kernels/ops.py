@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +23,7 @@ from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.quantized import Weight
 from pagoda_worker.sampler import Fault, RowState, Sample
 
+T = TypeVar("T")
 Forward = Callable[["Ops", Batch, Any], tuple[torch.Tensor, ...]]
 """What a model computes of all tokens of a batch, by the given back end: (ops, batch, cache) -> results [T, ..]."""
 
@@ -213,7 +214,22 @@ class Ops(Protocol):
 
 
 class BackendError(ValueError):
-    """A back end that was asked for by name and cannot be had here."""
+    """A back end that cannot serve here, for whatever reason; the message says which and why."""
+
+
+def guarded(name: str, run: Callable[[], T], but: tuple[type[Exception], ...] = ()) -> T:
+    """What `run` returns.
+
+    Raises:
+        BackendError: whatever it raised, by the name of the back end it is about; errors of `but` stay what they are.
+    """
+    try:
+        return run()
+    except BackendError:
+        raise
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]  # compilers and drivers write pages
+        raise BackendError(f"kernels: {name} failed: {type(error).__name__}: {first_line}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +239,9 @@ class Needs:
     dtype: torch.dtype
     hidden_size: int = 0
     head_dim: int = 0
+    inputs: tuple[int, ...] = ()  # K of every kind of linear layer
     attention: tuple[AttentionShape, ...] = ()  # of each layer
+    vocab_size: int = 0
     block_size: int = 0  # of the cache; 0: not decided
     num_threads: int = 0  # 0: as many as this process may use
     instruction_set: str = ""  # "" is the best this machine has

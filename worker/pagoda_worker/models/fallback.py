@@ -6,31 +6,42 @@ linear layers are replaced by packed ones. Everything else is the model's code.
 
 A model is taken only if that is the whole truth about it, which is checked by running it: every layer must call the
 attention function exactly once, with heads of one shape and no mask of its own, and the logits of a short prompt must
-agree with those of the unmodified model. Whether they keep their bits when the prompt is cut is found out on the way.
+agree with those of the unmodified model. They are compared in float32, whatever the weights are kept in: rounding to 16
+bits moves logits as far as a wrong mask does, and a router to other experts. Packed layers are held against what they
+replace, one by one. Whether bits stay when a prompt is cut is found out on the way.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from pagoda_worker.batch import Batch
+from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, Cache, Ops
+from pagoda_worker.kernels.ops import AttentionShape, Cache, Needs, Ops
 from pagoda_worker.models.config_reader import UnsupportedConfig
 from pagoda_worker.weights import Checkpoint
 
 ATTENTION = "pagoda_paged"
 PROBE_TOKENS = 12
+CUT = [7, 4, 1]
+AGREEMENT = 1e-3  # of the largest logit, in float32
+SHORT = (torch.bfloat16, torch.float16)
+# Of a layer's output, in shares of the sum of the magnitudes that it adds up: the rounding of its result and some more.
+PACKED_AGREEMENT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 2.0**-16}
 # Their frequencies depend on the longest row of a batch: a request's tokens would depend on its neighbours.
 MUTABLE_ROPES = ("dynamic", "longrope")
 HARMLESS_ARGUMENTS = {
@@ -86,7 +97,7 @@ class TransformersModel:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
         kv.admit(batch)
         context = self._context
-        context.batch, context.kv, context.plan = batch, kv, self.ops.plan(batch, kv)
+        context.batch, context.kv, context.plan = batch, kv, context.ops.plan(batch, kv)
         try:
             output = self._base(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True
@@ -109,17 +120,20 @@ class TransformersModel:
         Returns the shape of the cache it needs, and whether cutting a prompt leaves its bits alone.
         """
         ids = _probe_ids(self.vocab_size, self.ops.device)
-        expected = self._causal(input_ids=ids[None], use_cache=False).logits[0].float()
+        with Widened():
+            expected = self._causal(input_ids=ids[None], use_cache=False).logits[0].float()
         self._attach()
         shape = self._probe_shape(config, ids, dtype)
+        with Widened():
+            self._context.ops, _ = load_ops(self.ops.device, "reference", Needs(dtype=torch.float32))
+            found = self._probe(replace(shape, dtype=torch.float32), ids, CUT)
+        _check_agrees(config, found, expected)
+        self._context.ops = self.ops
         _pack_linears(self._causal, self.ops)
         _pack_linears(self._base, self.ops)
-        whole, cut = self._probe(shape, ids, [PROBE_TOKENS]), self._probe(shape, ids, [7, 4, 1])
-        difference = float((cut - expected).abs().max() / expected.abs().max().clamp(min=1.0))
-        if not difference < (1e-3 if dtype == torch.float32 else 0.1):
-            raise UnsupportedConfig(
-                f"{config.architectures}: logits on the paged cache differ from transformers' own by {difference:.2g}"
-            )
+        whole, cut = self._probe(shape, ids, [PROBE_TOKENS]), self._probe(shape, ids, CUT)
+        if dtype == torch.float32:
+            _check_agrees(config, cut, expected)
         return shape, torch.equal(whole, cut)
 
     def _attach(self) -> None:
@@ -135,7 +149,7 @@ class TransformersModel:
 
     def _probe(self, shape: KVShape, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
         """Logits after each of `ids`, computed in chunks."""
-        kv = self.ops.new_kv_cache(shape, 1, 16)
+        kv = self._context.ops.new_kv_cache(shape, 1, 16)
         logits, start = [], 0
         for chunk in torch.split(ids, chunks):
             logits.append(self.logits(self.forward(_batch(chunk, start), kv)))
@@ -163,6 +177,34 @@ class TransformersModel:
         _check_windows(config, calls)
         heads, head_dim = shapes.pop()
         return KVShape(num_layers=layers, num_kv_heads=heads, head_dim=head_dim, dtype=dtype)
+
+
+class Widened(TorchFunctionMode):
+    """Whatever is computed meanwhile is computed in float32: 16-bit operands are widened as they are used.
+
+    Weights are widened one operation at a time, so a model takes hardly more memory than it does anyway.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(func, "__name__", "") == "__get__":  # an attribute of a tensor, its dtype among them
+            return _wide(func(*args, **(kwargs or {})), of_tensors=False)
+        return func(*tree_map(_wide, args), **tree_map(_wide, kwargs or {}))
+
+
+def _wide(value: Any, of_tensors: bool = True) -> Any:
+    if isinstance(value, torch.dtype):
+        return torch.float32 if value in SHORT else value
+    return value.float() if of_tensors and isinstance(value, torch.Tensor) and value.dtype in SHORT else value
+
+
+def _check_agrees(config: Any, found: torch.Tensor, expected: torch.Tensor) -> None:
+    difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+    if not difference < AGREEMENT:
+        raise UnsupportedConfig(
+            f"{config.architectures}: logits on the paged cache differ from transformers' own by {difference:.2g}"
+        )
 
 
 class _Given(nn.Module):
@@ -199,7 +241,19 @@ class _PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._ops = ops
-        self._packed = ops.pack_linear(weight.detach(), None if bias is None else bias.detach())
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        self._packed = ops.pack_linear(weight, bias)
+        self._check(weight, bias)
+
+    def _check(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Raises RuntimeError unless it computes what the layer it replaces does."""
+        x = torch.linspace(-1, 1, 2 * self.in_features, device=weight.device).view(2, -1).to(weight.dtype)
+        share = PACKED_AGREEMENT[weight.dtype]
+        with Widened():
+            expected = F.linear(x, weight, bias)
+            bound = share * F.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
+        if not bool(((self(x).float() - expected).abs() <= bound).all()):
+            raise RuntimeError(f"a packed layer of {self.out_features} x {self.in_features} computes something else")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.reshape(-1, self.in_features)
@@ -275,7 +329,7 @@ def _read_config(path: Path) -> Any:
     """Raises UnsupportedConfig for models that transformers does not know, or that cannot be served faithfully."""
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:
         raise UnsupportedConfig(f"transformers {transformers.__version__} does not know this model: {error}") from error
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedConfig(f"config.json: {config.model_type!r} is not a decoder-only language model")
@@ -307,7 +361,9 @@ def _load(path: Path, config: Any, dtype: torch.dtype, device: torch.device) -> 
             attn_implementation="eager",
             output_loading_info=True,
         )
-    except (ValueError, KeyError, OSError, RuntimeError, ImportError) as error:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
+        raise
+    except Exception as error:
         raise UnsupportedConfig(f"transformers cannot load this model: {error}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         missing = [*report["missing_keys"], *report["mismatched_keys"]][:8]

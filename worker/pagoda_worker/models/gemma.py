@@ -16,28 +16,27 @@ from pagoda_worker.models.spec import DecoderSpec
 
 
 def _gemma_fields(config: ConfigReader) -> dict[str, Any]:
-    config.size("head_dim", 256)
-    common = common_fields(config)
+    common = common_fields(config, default_head_dim=256)
     bias = config.take("attention_bias", bool, False)
     if config.take("use_bidirectional_attention", bool, False):
         raise UnsupportedConfig("config.json: 'use_bidirectional_attention' is not supported")
     return common | {
-        "attention_scale": config.take("query_pre_attn_scalar", float, 256.0) ** -0.5,
+        "attention_scale": config.positive("query_pre_attn_scalar", 256.0) ** -0.5,
         "activation": config.activation("hidden_activation", "hidden_act"),
         "qkv_bias": bias,
         "out_bias": bias,
         "branch_norms": True,
         "norm_offset": 1.0,
         "embed_scale": common["hidden_size"] ** 0.5,
-        "attention_softcap": config.maybe("attn_logit_softcapping", float),
-        "final_softcap": config.maybe("final_logit_softcapping", float),
+        "attention_softcap": config.maybe_positive("attn_logit_softcapping"),
+        "final_softcap": config.maybe_positive("final_logit_softcapping"),
         "tied": config.take("tie_word_embeddings", bool, True),
     }
 
 
 def _windows(config: ConfigReader, period: int) -> tuple[int | None, ...]:
     """Every `period`-th layer is global."""
-    window, layers = config.take("sliding_window", int, 4096), range(config.size("num_hidden_layers"))
+    window, layers = config.size("sliding_window", 4096), range(config.size("num_hidden_layers"))
     return config.layer_windows(window, ["sliding_attention" if (i + 1) % period else "full_attention" for i in layers])
 
 
@@ -48,7 +47,7 @@ def read_gemma2(config: ConfigReader) -> DecoderSpec:
 
 def read_gemma3(config: ConfigReader) -> DecoderSpec:
     fields = _gemma_fields(config)
-    period = config.maybe("sliding_window_pattern", int) or config.maybe("_sliding_window_pattern", int) or 6
+    period = config.maybe_size("sliding_window_pattern") or config.maybe_size("_sliding_window_pattern") or 6
     windows = _windows(config, period)
     return DecoderSpec(
         **fields | {"head_norms": True},
@@ -60,13 +59,13 @@ def read_gemma3(config: ConfigReader) -> DecoderSpec:
 
 def _local_and_global(config: ConfigReader, head_dim: int) -> tuple[RopeShape, RopeShape]:
     parameters = config.maybe("rope_parameters", dict)
-    local_theta = config.take("rope_local_base_freq", float, 10_000.0)
-    global_theta = config.take("rope_theta", float, 1_000_000.0)
+    local_theta = config.positive("rope_local_base_freq", 10_000.0)
+    global_theta = config.positive("rope_theta", 1_000_000.0)
     scaling = config.maybe("rope_scaling", dict) or {}
     if parameters is None:
         return rope_shape({}, head_dim, local_theta), rope_shape(scaling, head_dim, global_theta)
-    try:
-        local, whole = parameters["sliding_attention"], parameters["full_attention"]
-    except KeyError as error:
-        raise UnsupportedConfig(f"config.json: 'rope_parameters' has no {error}") from error
+    for kind in ("sliding_attention", "full_attention"):
+        if not isinstance(parameters.get(kind), dict):
+            raise UnsupportedConfig(f"config.json: 'rope_parameters' has no {kind!r}")
+    local, whole = parameters["sliding_attention"], parameters["full_attention"]
     return rope_shape(local, head_dim, local_theta), rope_shape(whole, head_dim, global_theta)

@@ -4,25 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagoda_worker.models.config_reader import ConfigReader
+from pagoda_worker.models.config_reader import ConfigReader, invalid
 from pagoda_worker.models.spec import DecoderSpec
 
 
-def common_fields(config: ConfigReader) -> dict[str, Any]:
-    """What all families here spell alike."""
+def common_fields(config: ConfigReader, default_head_dim: int = 0) -> dict[str, Any]:
+    """What all families here spell alike. Where heads have no size of their own, 0 shares out the hidden size."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    head_dim = config.size("head_dim", max(1, hidden // heads))
+    head_dim = config.maybe_size("head_dim") or default_head_dim or _even_share(hidden, heads)
+    kv_heads = config.size("num_key_value_heads", heads)
+    if heads % kv_heads or head_dim % 2:
+        raise invalid("config.json", f"{heads} heads over {kv_heads} KV heads of {head_dim} dimensions do not divide")
     return {
         "vocab_size": config.size("vocab_size"),
         "hidden_size": hidden,
         "intermediate_size": config.size("intermediate_size"),
         "num_heads": heads,
-        "num_kv_heads": config.size("num_key_value_heads", heads),
+        "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "norm_eps": config.take("rms_norm_eps", float, 1e-6),
+        "norm_eps": config.positive("rms_norm_eps", 1e-6),
         "max_positions": config.size("max_position_embeddings"),
         "attention_scale": head_dim**-0.5,
     }
+
+
+def _even_share(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise invalid("config.json", f"hidden_size={hidden} is no multiple of num_attention_heads={heads}")
+    return hidden // heads
 
 
 def one_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:
@@ -46,7 +55,7 @@ def read_llama(config: ConfigReader) -> DecoderSpec:
 
 def read_mistral(config: ConfigReader) -> DecoderSpec:
     common = common_fields(config)
-    window = config.maybe("sliding_window", int)
+    window = config.maybe_size("sliding_window")
     layers = config.size("num_hidden_layers")
     return DecoderSpec(
         **common,

@@ -9,7 +9,7 @@ from pagoda_worker.models.spec import DecoderSpec
 
 def _windows(config: ConfigReader) -> tuple[int | None, ...]:
     """Layers from `max_window_layers` on slide, if `use_sliding_window`."""
-    window, full = config.maybe("sliding_window", int), config.take("max_window_layers", int, 28)
+    window, full = config.maybe_size("sliding_window"), config.take("max_window_layers", int, 28)
     if not config.take("use_sliding_window", bool, False):
         window = None
     layers = range(config.size("num_hidden_layers"))
@@ -30,8 +30,7 @@ def read_qwen2(config: ConfigReader) -> DecoderSpec:
 
 
 def read_qwen3(config: ConfigReader) -> DecoderSpec:
-    config.size("head_dim", 128)
-    common = common_fields(config)
+    common = common_fields(config, default_head_dim=128)
     bias = config.take("attention_bias", bool, False)
     return DecoderSpec(
         **common,

@@ -1,12 +1,13 @@
 """Run by test_compiles in a process that does not interpret: every launch of the back end, compiled for a GPU by name.
 
 No device is needed: Triton is told that one is there, and every launch stops once its machine code is made. Prints a
-line per launch: kernel, bytes of shared memory.
+line per launch: kernel, bytes of shared memory. Arguments: the device's capability, the shared memory of a program.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from triton.runtime.jit import JITFunction
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
 from pagoda_worker.kernels.triton import report, sampling
+from pagoda_worker.kernels.triton.load import HEIGHTS
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
 from pagoda_worker.kernels.triton.pointwise import act_mul
@@ -50,12 +52,21 @@ def compile_only(run: Any) -> Any:
 
 
 def attention(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, block_size: int, **variant: Any) -> None:
+    for low, high in {HEIGHTS[0], HEIGHTS[-1] if dim > 128 else HEIGHTS[0]}:
+        tiles = Tiles(low=low, high=high, fill=0, shared_bytes=int(sys.argv[2]))
+        attention_in(tiles, (heads, kv_heads, dim), dtype, block_size, **variant)
+
+
+def attention_in(
+    tiles: Tiles, heads_and_dim: tuple[int, int, int], dtype: torch.dtype, block_size: int, **variant: Any
+) -> None:
+    heads, kv_heads, dim = heads_and_dim
     shape = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, scale=1.0, **variant)
     kv_shape = KVShape(num_layers=1, num_kv_heads=kv_heads, head_dim=dim, dtype=dtype)
     count = -(-600 // block_size)
     rows = [([0], 599, list(range(count))), ([0] * 600, 0, list(range(count)))]
     for fill in (0, 10**6):
-        ops = TritonOps(CPU, Tiles(fill=fill))
+        ops = TritonOps(CPU, replace(tiles, fill=fill))
         kv, batch = ops.new_kv_cache(kv_shape, count, block_size), make_batch(rows, block_size)
         query = torch.zeros(batch.num_tokens, heads, dim, dtype=dtype)
         ops.attend(query, kv, 0, ops.plan(batch, kv), shape, torch.zeros(heads) if variant else None)
@@ -89,6 +100,8 @@ if __name__ == "__main__":
     attention(32, 8, 128, torch.bfloat16, 64)
     attention(14, 2, 64, torch.float16, 16, window=100)
     attention(16, 8, 256, torch.bfloat16, 32, window=100, softcap=3.0)
+    attention(8, 4, 256, torch.bfloat16, 64)
+    attention(4, 1, 256, torch.float32, 64)
     attention(32, 32, 80, torch.bfloat16, 16)
     attention(4, 2, 64, torch.float32, 16)
     for dtype in (torch.bfloat16, torch.float32):

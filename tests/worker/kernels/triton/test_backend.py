@@ -20,10 +20,12 @@ from pagoda_worker.device_sampler import Chosen, GreedySampler
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import BackendError, Needs, Ops
-from pagoda_worker.kernels.triton import ops as backend
+from pagoda_worker.kernels.triton import load as backend
 from pagoda_worker.kernels.triton import selfcheck
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
-from pagoda_worker.kernels.triton.ops import HEIGHTS, TritonOps, load_triton
+from pagoda_worker.kernels.triton.load import HEIGHTS, load_triton
+from pagoda_worker.kernels.triton.ops import TritonOps
+from pagoda_worker.kernels.triton.selfcheck import Verdict
 from pagoda_worker.layers.rope import RopeShape
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.spec import DecoderSpec, expected_tensors
@@ -59,6 +61,8 @@ class Wrong(TritonOps):
         if self.fault == "attention":
             out[-1] = 0
         in_chunks = query.shape[0] < selfcheck.LENGTH
+        if in_chunks and self.fault == "chunks":
+            out[-1] = 0
         if in_chunks and (self.fault == "cut" or (self.fault == "low tiles" and self.tiles.low == 16)):
             out[0, 0] *= 1.002
         return out
@@ -71,14 +75,82 @@ class Wrong(TritonOps):
         ("norm", "norms are wrong"),
         ("activation", "gated layers are wrong"),
         ("attention", "attention is wrong"),
-        ("cut", "depends on how a prompt is cut"),
+        ("chunks", "attention in chunks is wrong"),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfcheck, "TritonOps", Wrong)
     monkeypatch.setattr(Wrong, "fault", fault)
-    found = selfcheck.problem(Wrong(DEVICE, walking.tiles), NEEDS)
-    assert (found is None) if words is None else words in (found or "")
+    found = selfcheck.verdict(Wrong(DEVICE, walking.tiles), NEEDS)
+    assert found.varies is None
+    assert (found.wrong is None) if words is None else words in (found.wrong or "")
+
+
+def test_other_bits_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Wrong, "fault", "cut")
+    found = selfcheck.verdict(Wrong(DEVICE, walking.tiles), NEEDS)
+    assert found.wrong is None
+    assert "depends on how a prompt is cut" in (found.varies or "")
+
+
+def test_kernels_whose_bits_depend_on_cuts_serve_and_say_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(backend, "TritonOps", Wrong)
+    monkeypatch.setattr(backend, "HEIGHTS", HEIGHTS[:1])
+    monkeypatch.setattr(Wrong, "fault", "cut")
+    ops = load_triton(DEVICE, NEEDS)
+    assert (ops.tiles.low, ops.tiles.high) == HEIGHTS[0]
+    assert not ops.batch_invariant
+    assert ops.numerics != ops.with_tiles(ops.tiles).numerics
+    assert "depend on how a prompt is cut" in caplog.text
+
+
+@pytest.mark.parametrize("names", [("rms_norm",), ("attend",)])
+@pytest.mark.parametrize(
+    "error", [OutOfResources(1, 0, "shared memory"), RuntimeError("ptxas"), FileNotFoundError("cc")]
+)
+def test_whatever_a_kernel_raises_another_back_end_serves(
+    error: Exception, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise error
+
+    for name in names:
+        monkeypatch.setattr(TritonOps, name, broken)
+    with pytest.raises(BackendError, match=f"triton failed: {type(error).__name__}"):
+        load_ops(DEVICE, "triton", NEEDS)
+    monkeypatch.setattr(backend, "_tiles", lambda device: [walking.tiles])
+    ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", NEEDS)
+    assert ops.name == "torch"
+    assert remark.startswith("torch serves: kernels: triton failed")
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no Python headers"), ImportError("libcuda"), OSError("no compiler")])
+def test_whatever_is_raised_while_loading_another_back_end_serves(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(backend, "load_triton", broken)
+    with pytest.raises(BackendError, match=f"triton failed: {type(error).__name__}: {error}"):
+        load_ops(DEVICE, "triton", NEEDS)
+    ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", NEEDS)
+    assert ops.name == "torch"
+    assert str(error) in remark
+
+
+def test_only_tiles_that_fit_the_device_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """High tiles ask for too much memory here: the lowest serve."""
+
+    class Small(TritonOps):
+        def attend(self, query: torch.Tensor, *operands: Any) -> torch.Tensor:
+            if self.tiles.high > 16:
+                raise OutOfResources(1, 0, "shared memory")
+            return super().attend(query, *operands)
+
+    monkeypatch.setattr(backend, "TritonOps", Small)
+    assert load_triton(DEVICE, NEEDS).tiles.high == 16
 
 
 def _off_by_one(self: TritonSampler, logits: torch.Tensor, rows: Sequence[Row]) -> Chosen:
@@ -107,41 +179,40 @@ choose = TritonSampler.sample
         (choose, None),
         (_off_by_one, "sampling is wrong"),
         (_without_likely_tokens, "sampling is wrong"),
-        (_too_large, "sampling cannot run: .*shared memory"),
+        (_too_large, "kernels: sampling failed: .*shared memory"),
     ],
 )
 def test_the_sampler_is_checked(sample: Any, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonSampler, "sample", sample)
-    found = selfcheck.sampling_problem(walking)
+    found = selfcheck.sampling_problem(walking, NEEDS)
     assert found is None if words is None else re.match(words, found or "")
 
 
 def test_a_sampler_that_fails_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfcheck, "problem", lambda ops, needs: None)
-    monkeypatch.setattr(selfcheck, "sampling_problem", lambda ops: "it says 7 to everything")
-    with pytest.raises(BackendError, match="self-check: it says 7"):
+    monkeypatch.setattr(backend, "verdict", lambda ops, needs: Verdict())
+    monkeypatch.setattr(selfcheck, "sampling_problem", lambda ops, needs: "it says 7 to everything")
+    with pytest.raises(BackendError, match="cannot serve sampling: failed its self-check: it says 7"):
         load_ops(DEVICE, "triton", NEEDS)
-    monkeypatch.setattr(backend, "_fill", lambda device: 1)
+    monkeypatch.setattr(backend, "_tiles", lambda device: [walking.tiles])
     ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", NEEDS)
     assert ops.name == "linear triton, pointwise triton, attention triton, sampling torch"
     assert ops.capturable is TritonOps.capturable
     assert isinstance(ops.device_sampler(4, 100, torch.clone), GreedySampler)
-    assert remark == "sampling by torch: the triton kernels failed: it says 7 to everything"
+    assert remark == "sampling by torch, not by triton: failed its self-check: it says 7 to everything"
 
 
 def test_tiles_whose_bits_differ_are_not_used_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (selfcheck, backend):
-        monkeypatch.setattr(module, "TritonOps", Wrong)
+    monkeypatch.setattr(backend, "TritonOps", Wrong)
     monkeypatch.setattr(Wrong, "fault", "low tiles")
     tiles = load_triton(DEVICE, NEEDS).tiles
     assert (tiles.low, tiles.high) == HEIGHTS[1]
 
 
 def test_kernels_that_fail_do_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selfcheck, "problem", lambda ops, needs: "all is wrong")
+    monkeypatch.setattr(backend, "verdict", lambda ops, needs: Verdict("all is wrong"))
     with pytest.raises(BackendError, match="all is wrong"):
         load_ops(DEVICE, "triton", NEEDS)
-    monkeypatch.setattr(backend, "_fill", lambda device: 1)
+    monkeypatch.setattr(backend, "_tiles", lambda device: [walking.tiles])
     ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", NEEDS)
     assert ops.name == "torch"
     assert remark.startswith("torch serves: kernels: triton failed its self-check")
@@ -202,7 +273,7 @@ def test_without_an_interpreter_it_needs_a_device(monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_triton_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pagoda_worker.kernels.triton.ops", None)
+    monkeypatch.setitem(sys.modules, "pagoda_worker.kernels.triton.load", None)
     with pytest.raises(BackendError, match="triton cannot be imported"):
         load_ops(DEVICE, "triton", NEEDS)
     ops, (remark,) = load_ops(torch.device("cuda:0"), "auto", NEEDS)

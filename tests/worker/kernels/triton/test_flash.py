@@ -19,15 +19,17 @@ from tests.worker.kernels.triton.support import CPU, DEVICE, batch_of, reference
 from tests.worker.kernels.triton.test_attention import compare
 from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, prompts, save
 from tests.worker.models.harness import Harness
+from triton.runtime.errors import OutOfResources
 
 from pagoda_proto.steps import Chunk
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels import choose, flash, trial
 from pagoda_worker.kernels.choose import load_ops
-from pagoda_worker.kernels.flash import FlashOps, NotInstalled, load_flash
+from pagoda_worker.kernels.flash import FlashOps, load_flash
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops
-from pagoda_worker.kernels.triton import selfcheck
+from pagoda_worker.kernels.triton import load
+from pagoda_worker.kernels.triton.selfcheck import Verdict
 from pagoda_worker.lines import Lines
 from pagoda_worker.loading import LoadedModel, load_model
 from pagoda_worker.rows import Row
@@ -133,8 +135,8 @@ def test_a_small_model_continues_as_by_the_reference(
     kernels: str, version: int, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fakes_flash.install(monkeypatch, version)
-    for check in (selfcheck, trial):
-        monkeypatch.setattr(check, "problem", lambda *_: None)
+    monkeypatch.setattr(load, "verdict", lambda *_: Verdict())
+    monkeypatch.setattr(trial, "problem", lambda *_: "")
     path, size = save(make_model(*NATIVE[family]), tmp_path, torch.float16), BLOCKS[version]
     asked = [prompt for prompt in prompts() if len(prompt) in (1, 33, 90)]
     mine = loaded(path, kernels, block_size=size)
@@ -193,7 +195,7 @@ def test_a_device_that_it_was_not_built_for_is_no_crash(monkeypatch: pytest.Monk
     fakes_flash.install(monkeypatch, 2, 3, flash_attn_with_kvcache=no_kernel)
     assert load_flash(walking, NEEDS).numerics.startswith("flash_attn of"), "version 2 serves instead"
     fakes_flash.install(monkeypatch, 3, flash_attn_with_kvcache=no_kernel)
-    with pytest.raises(BackendError, match=r"flash_attn_3 of unknown version failed: .* no kernel image is available$"):
+    with pytest.raises(BackendError, match=r"flash_attn_interface failed: .* no kernel image is available$"):
         load_flash(walking, NEEDS)
 
 
@@ -202,8 +204,9 @@ def test_a_device_that_it_was_not_built_for_is_no_crash(monkeypatch: pytest.Monk
 
 def test_without_a_package_it_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes_flash.install(monkeypatch)
-    monkeypatch.setattr(selfcheck, "problem", lambda *_: None)
-    with pytest.raises(NotInstalled, match="needs the package flash_attn"):
+    monkeypatch.setattr(load, "verdict", lambda *_: Verdict())
+    assert not flash.installed()
+    with pytest.raises(BackendError, match="needs the package flash_attn"):
         load_ops(CPU, "triton,attention=flash", NEEDS)
 
 
@@ -214,9 +217,9 @@ def test_a_package_that_is_there_but_does_not_load_is_not_missing(
     fakes_flash.install(monkeypatch)
     monkeypatch.delitem(sys.modules, "flash_attn")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(BackendError, match="No module named 'flash_attn_2_cuda_of_another_torch'") as raised:
+    with pytest.raises(BackendError, match="No module named 'flash_attn_2_cuda_of_another_torch'"):
         load_flash(walking, NEEDS)
-    assert not isinstance(raised.value, NotInstalled)
+    assert flash.installed()
     fakes_flash.install(monkeypatch, 2)
     del sys.modules["flash_attn"].flash_attn_varlen_func  # what version 4 alone leaves there
     with pytest.raises(BackendError, match="no attribute 'flash_attn_varlen_func'"):
@@ -240,8 +243,8 @@ def test_what_it_cannot_serve_is_said(changes: dict[str, Any], words: str, monke
 
 def test_sinks_are_refused_where_they_are_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fakes_flash.install(monkeypatch, 3)
-    for check in (selfcheck, trial):
-        monkeypatch.setattr(check, "problem", lambda *_: None)
+    monkeypatch.setattr(load, "verdict", lambda *_: Verdict())
+    monkeypatch.setattr(trial, "problem", lambda *_: "")
     path = save(make_model(*FALLBACK["gpt_oss"]), tmp_path, torch.bfloat16)
     with pytest.raises(BackendError, match="no attention sinks: choose attention=triton"):
         load_model(WorkerConfig(model=str(path), kernels="triton,attention=flash", dtype="bfloat16"))
@@ -264,7 +267,7 @@ class FakeClock:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with Triton; trials of a few tokens."""
-    monkeypatch.setattr(choose, "_checked_triton", lambda *_: (walking, None))
+    monkeypatch.setitem(choose.LOADERS, "triton", lambda *_: (walking, {}))
     monkeypatch.setattr(trial, "problem", lambda *_: "")
     monkeypatch.setattr(trial, "ROWS", 2)
     monkeypatch.setattr(trial, "PROMPT", 6)
@@ -337,14 +340,15 @@ def test_nothing_is_measured_where_there_is_no_choice(
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("out of memory"), OutOfResources(1, 0, "shared memory")])
 def test_a_measurement_that_fails_leaves_triton(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(run: Callable[[], object]) -> float:
-        raise torch.OutOfMemoryError("out of memory")
+        raise error
 
     fakes_flash.install(monkeypatch, 2)
     with caplog.at_level(logging.INFO):
         ops, _ = load_ops(torch.device("cuda:0"), "auto", NEEDS, full)
     assert ops is walking
-    assert "attention by triton: out of memory" in caplog.text
+    assert f"attention by triton: kernels: flash failed: {type(error).__name__}: {error}" in caplog.text

@@ -33,8 +33,8 @@ class CompileError(RuntimeError):
     """The compiler knows the flags of a level and fails on its code; its output is the message."""
 
 
-def build(compiler: str | None = None, out: Path = LIBRARY) -> Path | None:
-    """Compile to `out`; None when this machine has no C++ compiler.
+def build(compiler: str | None = None, out: Path = LIBRARY, highest: str = LEVELS[-1][0]) -> Path | None:
+    """Compile the levels up to `highest` to `out`; None when this machine has no C++ compiler.
 
     Raises:
         CompileError: there is a compiler, but it cannot compile the kernels.
@@ -43,7 +43,8 @@ def build(compiler: str | None = None, out: Path = LIBRARY) -> Path | None:
     if compiler is None:
         return None
     x86 = platform.machine() in ("x86_64", "AMD64")
-    levels = list(enumerate(LEVELS if x86 else LEVELS[:1]))
+    names = [name for name, _ in LEVELS]
+    levels = list(enumerate(LEVELS[: names.index(highest) + 1] if x86 else LEVELS[:1]))
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(lambda entry: _compile_level(compiler, Path(scratch), entry[0], *entry[1]), levels)
         objects = {level: path for (level, _), path in zip(levels, compiled, strict=True) if path is not None}

@@ -16,11 +16,15 @@ import torch
 
 from pagoda_proto.params import MAX_LOGPROBS
 from pagoda_worker.kernels.cpu.build import LIBRARY
+from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.kernels.quantized import QuantizedWeight
 
+# Raised, here and in csrc/pagoda.cpp, when a function or a struct of the library changes: one of another build is then
+# refused. What changes bits raises `numerics.NUMERICS_VERSION` instead.
 ABI = 3
 LEVELS = ("base", "avx2", "avx512", "avx512bf16")
 PANEL = 32  # columns of a packed panel
+PAIR = 2  # inputs that are multiplied at once
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 PEAKS = ("bf16", "int8")  # the multiplications that `Library.multiply` probes
@@ -149,10 +153,6 @@ def pages(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-class LibraryError(RuntimeError):
-    """The kernel library is missing or is not the one this version was made for."""
-
-
 class Library:
     """The loaded library at one instruction set level, with its pool of threads.
 
@@ -164,17 +164,16 @@ class Library:
         close: Ends the threads; nothing may be run after. It happens by itself when the library is let go of.
 
     Raises:
-        LibraryError: it is missing, of another build, or cannot run the level here.
+        BackendError: it is missing, of another build, or cannot run the level here.
     """
 
     def __init__(self, cpus: Sequence[int], level: str = "", path: Path = LIBRARY) -> None:
         if not path.exists():
-            raise LibraryError(f"{path.name} was not built: there was no C++ compiler when Pagoda was installed")
+            raise BackendError(
+                f"kernels: {path.name} was not built: there was no C++ compiler when Pagoda was installed"
+            )
         self._library = _open(path)
-        runnable = [name for index, name in enumerate(LEVELS) if self._library.pagoda_supports(index)]
-        if level and level not in runnable:
-            raise LibraryError(f"this machine runs the kernels at {', '.join(runnable)}, not at {level!r}")
-        self.level = level or runnable[-1]
+        self.level = chosen_level(level, [bool(self._library.pagoda_supports(i)) for i in range(len(LEVELS))])
         self._level = LEVELS.index(self.level)
         self.num_threads = len(cpus)
         self._pool = self._library.pagoda_pool_new((ctypes.c_int * len(cpus))(*cpus), len(cpus))
@@ -190,8 +189,14 @@ class Library:
         self._library.pagoda_sample(self._pool, self._level, logits.data_ptr(), shape[0], shape[1], rows, results)
 
     def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """weight: [n, k] bf16, k even -> [ceil(n / 32), k / 2, 32] int32 pairs."""
+        """weight: [n, k] bf16 -> [ceil(n / 32), k / 2, 32] int32 pairs.
+
+        Raises:
+            BackendError: k is odd.
+        """
         n, k = weight.shape
+        if k % PAIR:
+            raise BackendError(f"kernels: native multiplies inputs in pairs, {k} are odd")
         packed = pages(-(-n // PANEL), k // 2, PANEL, dtype=torch.int32)
         self._library.pagoda_pack(self._pool, self._level, weight.data_ptr(), n, k, packed.data_ptr())
         return packed
@@ -244,6 +249,18 @@ class Library:
         self._library.pagoda_copy_blocks(self._pool, addresses, sizes, len(tensors), flat, len(pairs))
 
 
+def chosen_level(wanted: str, supported: Sequence[bool]) -> str:
+    """The level `wanted`, or the highest if it is "", of LEVELS which this machine and library have.
+
+    Raises:
+        BackendError: they do not have it.
+    """
+    runnable = [name for name, has in zip(LEVELS, supported, strict=True) if has]
+    if wanted and wanted not in runnable:
+        raise BackendError(f"kernels: this machine runs the kernels at {', '.join(runnable)}, not at {wanted!r}")
+    return wanted or runnable[-1]
+
+
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     _check(library, path)  # before anything that another build may not have
@@ -271,4 +288,6 @@ def _check(library: ctypes.CDLL, path: Path) -> None:
     library.pagoda_sizes(sizes)
     found = library.pagoda_abi(), *sizes
     if found != expected:
-        raise LibraryError(f"{path} is of another build: (abi, sizes) {found}, expected {expected}; install again")
+        raise BackendError(
+            f"kernels: {path} is of another build: (abi, sizes) {found}, expected {expected}; install again"
+        )

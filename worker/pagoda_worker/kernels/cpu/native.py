@@ -296,7 +296,10 @@ def load_native(device: torch.device, needs: Needs) -> NativeOps:
             f"kernels: native needs sizes that are multiples of {LANES} and heads of up to {MAX_HEAD_DIM}, "
             f"not hidden size {needs.hidden_size} and head size {needs.head_dim}"
         )
-    try:
-        return NativeOps(lib.Library(placement(needs.num_threads), needs.instruction_set))
-    except lib.LibraryError as error:
-        raise BackendError(f"kernels: {error}") from error
+    return NativeOps(lib.Library(placement(needs.num_threads), needs.instruction_set))
+
+
+def unfit(needs: Needs) -> dict[str, str]:
+    """What these kernels lack for this model, by the family of operations it is lacking in."""
+    odd = sorted({inputs for inputs in needs.inputs if inputs % lib.PAIR})
+    return {"linear": f"native multiplies inputs in pairs, {odd[0]} are odd"} if odd else {}

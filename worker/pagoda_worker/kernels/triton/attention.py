@@ -31,6 +31,7 @@ from pagoda_worker.kernels.ops import AttentionShape
 
 SPLIT = 256  # keys; part of the definition of the result
 TILE = 64  # keys of one step of a program
+SLACK_BYTES = 2048  # of shared memory, for what the compiler keeps besides
 LOG2E = 1.4426950408889634
 
 _TILE: tl.constexpr = tl.constexpr(TILE)
@@ -260,6 +261,7 @@ class Launch:
         rows: tuple[torch.Tensor, torch.Tensor],
         shape: AttentionShape,
         sinks: torch.Tensor | None,
+        shared_bytes: int,
     ) -> None:
         """query [T, Hq, D] of any strides but the last; out [T, Hq D]; cache: keys and values
         [num_blocks, Hkv, block_size, D]; rows: block tables [B, max_blocks] and context lengths [B], int32."""
@@ -270,6 +272,7 @@ class Launch:
         self._layout = {"HEADS": shape.num_heads, "KV_HEADS": shape.num_kv_heads, "D": shape.head_dim, "WIDTH": width}
         self._masks = {"CAPPED": shape.softcap is not None, "WINDOWED": shape.window is not None}
         self._block_size = cache[0].shape[2]
+        self._shared_bytes = shared_bytes
 
     def walk(self, work: torch.Tensor, lines: int) -> None:
         """work [n, 4] int32, tiles of `lines` lines."""
@@ -315,11 +318,26 @@ class Launch:
         return shape.scale / shape.softcap, shape.softcap * LOG2E, shape.window or 0
 
     def _options(self, lines: int) -> dict[str, Any]:
-        """Warps and pipeline stages; compiled for sm_90 with hardly a spill, not yet tuned on a device.
-
-        The pipeline counts the read of a tile's block id as stages of its own: five stages hold two tiles in flight.
-        """
-        line_bytes = self.shape.head_dim * self.query.element_size()
-        many = lines >= 128 or (lines >= 64 and self.shape.head_dim > 128)
-        stages = 5 if lines < 64 and line_bytes <= 256 else 4 if line_bytes <= 512 else 2
+        """Warps and pipeline stages; compiled for sm_90 with hardly a spill, not yet tuned on a device."""
+        dim, item_bytes = self.shape.head_dim, self.query.element_size()
+        many = lines >= 128 or (lines >= 64 and dim > 128)
+        stages = stages_for(lines, triton.next_power_of_2(dim), item_bytes, self._shared_bytes)
         return {"num_warps": 8 if many else 4, "num_stages": stages, "enable_fp_fusion": False}
+
+
+def stages_for(lines: int, width: int, item_bytes: int, shared_bytes: int) -> int:
+    """Pipeline stages of tiles of so many lines, whose memory a program may have; one if none fits.
+
+    The pipeline counts the read of a tile's block id as stages of its own: five stages hold two tiles of keys and of
+    values in flight, from two on it is one of each. One stage holds the keys or the values.
+    """
+    part = TILE * width * item_bytes
+    queries = lines * width * item_bytes * (3 if lines < 64 else 1)  # what low tiles leave goes out through it as well
+    weights = lines * TILE * item_bytes
+    line_bytes = width * item_bytes
+    liked = 5 if lines < 64 and line_bytes <= 256 else 4 if line_bytes <= 512 else 2
+    parts = {5: 4, 4: 2, 2: 2}
+    fits = (
+        n for n, held in parts.items() if n <= liked and held * part + queries + weights + SLACK_BYTES <= shared_bytes
+    )
+    return next(fits, 1)

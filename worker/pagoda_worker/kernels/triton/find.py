@@ -67,8 +67,8 @@ def _list_bin(
 
 @triton.jit
 def find(
-    target, z_row, mass_row, count_row, list_row, top, steps, heat, vocab,
-    BY_COUNT: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    target, z_row, mass_row, count_row, list_row, top, steps, heat, vocab, by_count,
+    BINS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first token in order whose cumulative mass (or count) exceeds `target`, which is below the row's total.
 
@@ -77,7 +77,7 @@ def find(
     """
     bins = tl.arange(0, BINS)
     masses, counts = tl.load(mass_row + bins), tl.load(count_row + bins).to(tl.int64)
-    measured = counts if BY_COUNT else masses
+    measured = tl.where(by_count, counts, masses)
     chosen = tl.sum((tl.cumsum(measured, 0) <= target).to(tl.int32), 0)
     before = tl.sum(tl.where(bins < chosen, measured, 0), 0)
     mass_before = tl.sum(tl.where(bins < chosen, masses, 0), 0)
@@ -90,7 +90,7 @@ def find(
             known = start + lane < size
             ids = tl.load(list_row + start + lane, mask=known, other=0)
             z = tl.load(z_row + ids, mask=known, other=float("-inf"))
-            one = tl.full([BLOCK], 1, tl.int64) if BY_COUNT else token_mass(z, top, heat, SHIFT)
+            one = tl.where(by_count, 1, token_mass(z, top, heat, SHIFT))
             reached += tl.sum(tl.where(known & (sort_key(z) >= middle), one, 0), 0)
         if reached > target:
             low = middle
@@ -103,11 +103,11 @@ def find(
         z = tl.load(z_row + ids, mask=known, other=float("-inf"))
         key, mass = sort_key(z), token_mass(z, top, heat, SHIFT)
         above = known & (key > low)
-        one = tl.full([BLOCK], 1, tl.int64) if BY_COUNT else mass
+        one = tl.where(by_count, 1, mass)
         before += tl.sum(tl.where(above, one, 0), 0)
         mass_before += tl.sum(tl.where(above, mass, 0), 0)
         each = tl.maximum(each, tl.max(tl.where(known & (key == low), mass, 0), 0))
-    ordinal = (target - before) // (1 if BY_COUNT else each)
+    ordinal = (target - before) // tl.where(by_count, 1, each)
     return low.to(tl.int32), ordinal, mass_before + (ordinal + 1) * each, size
 
 

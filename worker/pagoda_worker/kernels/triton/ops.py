@@ -10,6 +10,7 @@ product of fixed tiles. Until such a choice exists a row's bits may depend on th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from pagoda_worker import logprobs, sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.device_sampler import Upload
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
-from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.kernels.triton import pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
@@ -29,9 +30,6 @@ from pagoda_worker.kernels.triton.device_sampler import TritonSampler
 from pagoda_worker.kernels.triton.plan import Plan, Tiles, attend, make_plan
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Whichever pass the self-check first serves: low tiles waste least, tiles of one height need no luck with the hardware.
-HEIGHTS = ((16, 128), (64, 128), (64, 64))
-PROGRAMS_PER_PROCESSOR = 2
 
 
 class Packed(NamedTuple):
@@ -68,15 +66,25 @@ class TritonOps:
     own_threads = False
     integer_linear = False
 
-    def __init__(self, device: torch.device, tiles: Tiles, dtype: torch.dtype = torch.float32) -> None:
-        """`dtype`: what quantised weights become."""
+    def __init__(
+        self, device: torch.device, tiles: Tiles, dtype: torch.dtype = torch.float32, cuts_show: bool = False
+    ) -> None:
+        """`dtype`: what quantised weights become; `cuts_show`: attention's bits depend on how a prompt is cut."""
         self.device = device
         self.tiles = tiles
+        self.cuts_show = cuts_show
         self._dtype = dtype
 
     @property
     def numerics(self) -> str:
-        return f"triton {triton.__version__} attention {SPLIT} {TILE} {self.tiles.low} {self.tiles.high}"
+        cuts = " cuts show" if self.cuts_show else ""
+        return f"triton {triton.__version__} attention {SPLIT} {TILE} {self.tiles.low} {self.tiles.high}{cuts}"
+
+    def with_tiles(self, tiles: Tiles, cuts_show: bool = False) -> TritonOps:
+        """The same back end, cut otherwise."""
+        other = copy(self)
+        other.tiles, other.cuts_show = tiles, cuts_show
+        return other
 
     def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Packed:
         if isinstance(weight, QuantizedWeight):
@@ -176,31 +184,3 @@ class TritonOps:
 def interpreted() -> bool:
     """Whether this process runs Triton's kernels by its interpreter, on any device."""
     return bool(triton.knobs.runtime.interpret)
-
-
-def load_triton(device: torch.device, needs: Needs) -> TritonOps:
-    """The back end with the first of HEIGHTS that computes right on this device.
-
-    Raises:
-        BackendError: it cannot serve this device or these needs, or computes something wrong.
-    """
-    from pagoda_worker.kernels.triton.selfcheck import problem
-
-    if device.type != "cuda" and not interpreted():
-        raise BackendError(f"kernels: triton needs a CUDA device, not {device.type}")
-    if needs.dtype not in DTYPES:
-        raise BackendError(f"kernels: triton has no kernels for {needs.dtype}")
-    found: str | None = None
-    for low, high in HEIGHTS:
-        ops = TritonOps(device, Tiles(low=low, high=high, fill=_fill(device)), needs.dtype)
-        found = problem(ops, needs)
-        if found is None:
-            return ops
-    raise BackendError(f"kernels: triton failed its self-check: {found}")
-
-
-def _fill(device: torch.device) -> int:
-    if device.type != "cuda":
-        return PROGRAMS_PER_PROCESSOR
-    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return PROGRAMS_PER_PROCESSOR * processors

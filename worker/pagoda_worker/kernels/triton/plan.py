@@ -17,6 +17,7 @@ from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.kernels.triton.attention import SPLIT, Launch
 
+SHARED_BYTES = 99 * 1024  # what a program may have on every device since sm_80
 WAVES = 8  # of programs that fill the device, at most: a recorded step is made for contexts of any length
 
 
@@ -29,11 +30,13 @@ class Tiles:
         high: For the others. float32, which tensor cores do not multiply, stays with `low`; beyond 128 dimensions per
             head it is 64, for want of registers.
         fill: Programs that fill the device; with fewer, the splits of low tiles get programs of their own.
+        shared_bytes: Shared memory that a program may have: as many tiles of keys are under way as fit. No bit changes.
     """
 
     low: int = 16
     high: int = 128
     fill: int
+    shared_bytes: int = SHARED_BYTES
 
     def high_for(self, width: int, dtype: torch.dtype) -> int:
         if dtype == torch.float32:
@@ -117,7 +120,7 @@ def attend(
 ) -> torch.Tensor:
     """See Ops.attend; cache: keys and values [num_blocks, Hkv, block_size, D] of one layer."""
     out = query.new_empty((query.shape[0], shape.num_heads * shape.head_dim))
-    launch = Launch(query, out, cache, (plan.tables, plan.contexts), shape, sinks)
+    launch = Launch(query, out, cache, (plan.tables, plan.contexts), shape, sinks, plan.tiles.shared_bytes)
     num_splits = -(-plan.max_context // SPLIT)
     for work in plan.work(shape.num_heads // shape.num_kv_heads, shape.head_dim):
         programs = len(work.items) * shape.num_kv_heads

@@ -169,18 +169,38 @@ def draw(
     row, at, position, heat, masses, sizes, listed, logits, ends, rows, numbers, reals, vocab, stride, slices,
     SLICES: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The token at the row's random number."""
+    """The token at the row's random number.
+
+    top_k, top_p and the draw are the same search one after the other: in a loop it is compiled once.
+    """
     z_row, list_row = logits + row * stride, listed + row * vocab
     mass_row, count_row = masses + row * BINS, sizes + row * BINS
     peak, steps = range_of(ends, row, rows, slices, heat, SLICES, BINS)
     bins = tl.arange(0, BINS)
-    total = tl.sum(tl.load(mass_row + bins), 0)
-    k = tl.load(numbers + at + column.TOP_K)
-    if (k > 0) & (k < tl.sum(tl.load(count_row + bins, mask=bins < BINS - 1, other=0), 0)):
-        _key, _ordinal, total, _size = find(
-            k - 1, z_row, mass_row, count_row, list_row, peak, steps, heat, vocab, True, BINS, SHIFT, BLOCK
-        )
-    least = tl.load(reals + at + column.MIN_P)
+    survivors = tl.sum(tl.load(mass_row + bins), 0)
+    some = tl.sum(tl.load(count_row + bins, mask=bins < BINS - 1, other=0), 0)
+    k, p = tl.load(numbers + at + column.TOP_K), tl.load(reals + at + column.TOP_P)
+    u = uniform(tl.load(numbers + at + column.SEED), tl.load(numbers + at + column.CHOICE), position)
+    key, ordinal, size = some * 0, survivors * 0, some * 0
+    for search in range(3):
+        if search == 1:
+            survivors = likely_mass(
+                survivors, tl.load(reals + at + column.MIN_P), z_row, peak, heat, vocab, SHIFT, BLOCK
+            )
+        share = tl.where(search == 1, tl.ceil(p * survivors.to(tl.float64)) - 1, u * survivors.to(tl.float64))
+        target = tl.minimum(tl.maximum(share.to(tl.int64), 0), survivors - 1)
+        target = tl.where(search == 0, (k - 1).to(tl.int64), target)
+        if (search == 2) | ((search == 1) & (p < 1.0)) | ((search == 0) & (k > 0) & (k < some)):
+            key, ordinal, through, size = find(
+                target, z_row, mass_row, count_row, list_row, peak, steps, heat, vocab, search == 0, BINS, SHIFT, BLOCK
+            )
+            survivors = through
+    return find_id(key, ordinal, size, z_row, list_row, BLOCK).to(tl.int64)
+
+
+@triton.jit
+def likely_mass(survivors, least, z_row, peak, heat, vocab, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The lesser of `survivors` and the mass of the tokens that weigh at least so much of the top one's weight."""
     if least > 0.0:
         likely = tl.zeros([BLOCK], tl.int64)
         for start in range(0, vocab, BLOCK):
@@ -188,21 +208,8 @@ def draw(
             z = tl.load(z_row + ids, mask=ids < vocab, other=float("-inf"))
             weight = tl.exp((z.to(tl.float64) - peak) / heat)
             likely += tl.where(weight >= least, token_mass(z, peak, heat, SHIFT), 0)
-        total = tl.minimum(total, tl.sum(likely, 0))
-    survivors = total
-    p = tl.load(reals + at + column.TOP_P)
-    if p < 1.0:
-        target = tl.ceil(p * total.to(tl.float64)).to(tl.int64) - 1
-        target = tl.minimum(tl.maximum(target, 0), total - 1)
-        _key, _ordinal, survivors, _size = find(
-            target, z_row, mass_row, count_row, list_row, peak, steps, heat, vocab, False, BINS, SHIFT, BLOCK
-        )
-    u = uniform(tl.load(numbers + at + column.SEED), tl.load(numbers + at + column.CHOICE), position)
-    target = tl.minimum((u * survivors.to(tl.float64)).to(tl.int64), survivors - 1)
-    key, ordinal, _, size = find(
-        target, z_row, mass_row, count_row, list_row, peak, steps, heat, vocab, False, BINS, SHIFT, BLOCK
-    )
-    return find_id(key, ordinal, size, z_row, list_row, BLOCK).to(tl.int64)
+        survivors = tl.minimum(survivors, tl.sum(likely, 0))
+    return survivors
 
 
 def shift_of(vocab: int) -> int:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from triton.errors import TritonError
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NewRow
@@ -21,7 +20,7 @@ from pagoda_worker import sampler
 from pagoda_worker.batch import Batch
 from pagoda_worker.device_sampler import samples_of
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, Needs, Ops, Rotation
+from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops, Rotation, guarded
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.rows import Row
@@ -33,7 +32,8 @@ LENGTH = 300  # beyond one split
 CHUNKS = [(3, 4), (200, 201), (201, 204), (255, 257), (220, 260), (299, 300)]  # short ones go to low tiles
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.005, torch.float32: 1e-4}
 CPU = torch.device("cpu")
-VOCAB = 5000  # beyond one slice
+Samples = list[Sample | Fault]
+VOCAB = 5000  # beyond one slice, and beyond the ids that are asked for; a model's own where it is larger
 ASKED: list[dict[str, Any]] = [
     {"temperature": 0.0, "logprobs": 5},
     {"temperature": 1.7, "logprobs": 0},
@@ -45,11 +45,19 @@ ASKED: list[dict[str, Any]] = [
 ]
 
 
-def problem(ops: TritonOps, needs: Needs) -> str | None:
-    """What is wrong with these kernels on this device, or None."""
+class Verdict(NamedTuple):
+    """Of kernels on this device: what is wrong with them, and what of their bits depends on how a prompt is cut."""
+
+    wrong: str | None = None
+    varies: str | None = None
+
+
+def verdict(ops: TritonOps, needs: Needs) -> Verdict:
+    """Raises whatever the compiler and the driver do."""
     with torch.inference_mode():
         generator = torch.Generator().manual_seed(1)
-        return _row_problem(ops, needs.dtype, generator) or _attention_problem(ops, needs, generator)
+        wrong = _row_problem(ops, needs.dtype, generator)
+        return Verdict(wrong) if wrong else _attention_verdict(ops, needs, generator)
 
 
 def _row_problem(ops: TritonOps, dtype: torch.dtype, generator: torch.Generator) -> str | None:
@@ -65,29 +73,46 @@ def _row_problem(ops: TritonOps, dtype: torch.dtype, generator: torch.Generator)
     return None
 
 
-def _attention_problem(ops: TritonOps, needs: Needs, generator: torch.Generator) -> str | None:
+def _attention_verdict(ops: TritonOps, needs: Needs, generator: torch.Generator) -> Verdict:
+    for shape in dict.fromkeys(needs.attention or (_any_shape(needs),)):
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        qkv = torch.randn(LENGTH, width, generator=generator).to(needs.dtype)
+        found = _verdict_of(ops, shape, needs.block_size or BLOCK, qkv)
+        if found != Verdict():
+            return found
+    return Verdict()
+
+
+def _any_shape(needs: Needs) -> AttentionShape:
     dim = needs.head_dim or DEFAULT_DIM
-    qkv = torch.randn(LENGTH, (HEADS + 2 * KV_HEADS) * dim, generator=generator).to(needs.dtype)
-    walking = TritonOps(ops.device, replace(ops.tiles, fill=0))
-    whole = _attend(walking, qkv, dim, [(0, LENGTH)])
-    if _differs(whole, _attend(ReferenceOps(CPU), qkv.double(), dim, [(0, LENGTH)])):
-        return "attention is wrong"
+    return AttentionShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=dim, scale=dim**-0.5)
+
+
+def _verdict_of(ops: TritonOps, shape: AttentionShape, block_size: int, qkv: torch.Tensor) -> Verdict:
+    walking = ops.with_tiles(replace(ops.tiles, fill=0))
+    whole = _attend(walking, qkv, shape, block_size, [(0, LENGTH)])
+    if _differs(whole, _attend(ReferenceOps(CPU), qkv.double(), shape, block_size, [(0, LENGTH)])):
+        return Verdict(f"attention is wrong ({shape})")
     expected = torch.cat([whole[start:end] for start, end in CHUNKS])
-    splitting = TritonOps(ops.device, replace(ops.tiles, fill=1 << 30))
+    splitting = ops.with_tiles(replace(ops.tiles, fill=1 << 30))
     for one in (walking, splitting):
-        if not torch.equal(_attend(one, qkv, dim, CHUNKS), expected):
-            return "attention depends on how a prompt is cut"
-    return None
+        chunks = _attend(one, qkv, shape, block_size, CHUNKS)
+        if _differs(chunks, expected.double()):
+            return Verdict(f"attention in chunks is wrong ({shape})")
+        if not torch.equal(chunks, expected):
+            return Verdict(varies=f"attention depends on how a prompt is cut ({shape})")
+    return Verdict()
 
 
-def _attend(ops: Ops, qkv: torch.Tensor, dim: int, chunks: list[tuple[int, int]]) -> torch.Tensor:
+def _attend(
+    ops: Ops, qkv: torch.Tensor, attention: AttentionShape, block_size: int, chunks: list[tuple[int, int]]
+) -> torch.Tensor:
     """Tokens [start, end) of one row of LENGTH, each chunk as a row of the batch, through rotation and cache."""
-    device = ops.device
-    shape = KVShape(num_layers=1, num_kv_heads=KV_HEADS, head_dim=dim, dtype=qkv.dtype)
-    attention = AttentionShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=dim, scale=dim**-0.5)
+    device, dim = ops.device, attention.head_dim
+    shape = KVShape(num_layers=1, num_kv_heads=attention.num_kv_heads, head_dim=dim, dtype=qkv.dtype)
     angles = (torch.linspace(0, 6, LENGTH)[:, None] * torch.linspace(1, 0.1, dim // 2)).to(device)
-    num_blocks = -(-LENGTH // BLOCK)
-    kv, everything = ops.new_kv_cache(shape, num_blocks, BLOCK), torch.arange(LENGTH, device=device)
+    num_blocks = -(-LENGTH // block_size)
+    kv, everything = ops.new_kv_cache(shape, num_blocks, block_size), torch.arange(LENGTH, device=device)
     turned = Rotation(angles.cos(), angles.sin(), everything)
     query = ops.rope_write(qkv.to(device, copy=True), turned, None, kv, 0, everything)
     positions = torch.cat([everything[start:end] for start, end in chunks])
@@ -105,27 +130,32 @@ def _attend(ops: Ops, qkv: torch.Tensor, dim: int, chunks: list[tuple[int, int]]
     return ops.attend(query[positions], kv, 0, ops.plan(batch, kv), attention)
 
 
-def sampling_problem(ops: TritonOps) -> str | None:
+def sampling_problem(ops: TritonOps, needs: Needs) -> str | None:
     """What is wrong with tokens and log-probabilities in two steps of which the host learns nothing in between."""
+    try:
+        got, expected = guarded("sampling", lambda: _sampled(ops, max(needs.vocab_size, VOCAB)))
+    except BackendError as error:
+        return str(error)
+    same = all(_same(*both) for step in zip(got, expected, strict=True) for both in zip(*step, strict=True))
+    return None if same else "sampling is wrong"
+
+
+def _sampled(ops: TritonOps, vocab: int) -> tuple[list[Samples], list[Samples]]:
+    """Of each step: what the device chooses, and what it should."""
     device, generator = ops.device, torch.Generator().manual_seed(1)
     there, here = _asking_rows(), _asking_rows()
     chosen, expected = [], []
-    try:
-        with torch.inference_mode():
-            chooser = ops.device_sampler(len(there), VOCAB, lambda host: host.to(device))
-            for _ in range(2):
-                logits = 3 * torch.randn(len(there), VOCAB, generator=generator)
-                logits[-1, 5] = torch.nan
-                chosen.append(chooser.sample(logits.to(device, copy=True), there).tensors)
-                expected.append(sampler.sample(logits, here))
-                for promised, row, one in zip(there, here, expected[-1], strict=True):
-                    promised.promise()
-                    row.append(one.token_id if isinstance(one, Sample) else 0)
-            got = [samples_of(there, [tensor.cpu() for tensor in tensors]) for tensors in chosen]
-    except TritonError as error:
-        return f"sampling cannot run: {error}"
-    same = all(_same(*both) for step in zip(got, expected, strict=True) for both in zip(*step, strict=True))
-    return None if same else "sampling is wrong"
+    with torch.inference_mode():
+        chooser = ops.device_sampler(len(there), vocab, lambda host: host.to(device))
+        for _ in range(2):
+            logits = 3 * torch.randn(len(there), vocab, generator=generator)
+            logits[-1, 5] = torch.nan
+            chosen.append(chooser.sample(logits.to(device, copy=True), there).tensors)
+            expected.append(sampler.sample(logits, here))
+            for promised, row, one in zip(there, here, expected[-1], strict=True):
+                promised.promise()
+                row.append(one.token_id if isinstance(one, Sample) else 0)
+    return [samples_of(there, [tensor.cpu() for tensor in tensors]) for tensors in chosen], expected
 
 
 def _asking_rows() -> list[Row]:

@@ -17,9 +17,9 @@ namespace PAGODA_NS {
 
 constexpr int SPLIT = 256;
 constexpr int SPLIT_GROUPS = SPLIT / 16;
-constexpr int LINES = 48;  // of an item of work: so often is what was brought near used
-constexpr int AHEAD = 4;  // groups between what is read and what is fetched meanwhile
-constexpr int RING = 4;   // groups that a tile reads at once, at most
+constexpr int LINES = 48;  // of a work item, at most: one read of keys and values from memory serves them all
+constexpr int AHEAD = 4;   // groups of keys between the one computed with and the one prefetched
+constexpr int RING = 4;    // groups that a tile reads at once, at most
 constexpr float MASKED = -1e30f;
 
 struct AttentionArgs {

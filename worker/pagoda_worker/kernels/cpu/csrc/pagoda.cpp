@@ -110,6 +110,7 @@ void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
 
 extern "C" {
 
+// See ABI in library.py, which says when to raise both.
 int pagoda_abi() { return 3; }
 
 void pagoda_sizes(int* sizes) {

@@ -1,0 +1,72 @@
+"""Run by test_specialisations in a process that does not interpret: which variants of a kernel steps ask for.
+
+Nothing is compiled or run: every launch stops once Triton knows by which variant it would be served. Prints a line per
+variant that some step asks for and the warming steps did not.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from tests.worker.fakes_accelerator import FakeAccelerator
+from tests.worker.formats.sources import PlainSource
+from tests.worker.kernels.triton.launches import CPU, Driver
+from tests.worker.models.harness import make_batch
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from pagoda_worker.batch import Batch
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.feeding import uploaded
+from pagoda_worker.kernels.triton.ops import TritonOps
+from pagoda_worker.kernels.triton.plan import Tiles
+from pagoda_worker.layers.rope import RopeShape
+from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.models.spec import DecoderSpec, expected_tensors
+from pagoda_worker.profiling import mixed_steps
+
+SPEC = DecoderSpec(
+    vocab_size=512, hidden_size=128, intermediate_size=192, num_heads=4, num_kv_heads=2, head_dim=32, norm_eps=1e-6,
+    max_positions=2048, ropes=(RopeShape(theta=1e4, head_dim=32),), rope_of_layer=(0, 0), windows=(None, 64),
+    attention_scale=0.2,
+)  # fmt: skip
+seen: set[str] = set()
+
+
+def recorded(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    _, _, _, _, binder = self.device_caches[0]
+    _, specialisation, rest = binder(*args, debug=False, instrumentation_mode="", **options)
+    seen.add(f"{self.__name__} {specialisation} {rest}")
+
+
+def steps(rng: random.Random) -> list[Batch]:
+    found = []
+    for _ in range(60):
+        rows = []
+        for _ in range(rng.randint(1, 9)):
+            new = rng.choice([1, 1, 1, rng.randint(2, 400)])
+            context = new + rng.choice([0, rng.randint(0, 300)])
+            rows.append(([1] * new, context - new, list(range(-(-context // 32)))))
+        found.append(make_batch(rows, 32))
+    return found
+
+
+if __name__ == "__main__":
+    driver.set_active(Driver(90))
+    JITFunction.run = recorded  # type: ignore[method-assign]
+    weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in expected_tensors(SPEC).items()}
+    for fill in (0, 10**6):
+        ops = TritonOps(CPU, Tiles(fill=fill))
+        model = Decoder(SPEC, ops, PlainSource(weights.__getitem__), torch.bfloat16, SPEC.max_positions)
+        kv = ops.new_kv_cache(model.kv_shape, 32, 32)
+        seen.clear()
+        with torch.inference_mode():
+            for batch in mixed_steps(WorkerConfig(block_size=32), 2048):
+                model.forward(uploaded(batch, FakeAccelerator()), kv)
+            warm = set(seen)
+            for batch in steps(random.Random(fill)):
+                model.forward(uploaded(batch, FakeAccelerator()), kv)
+        print("\n".join(sorted(seen - warm)), end="")
+    assert warm

@@ -1,0 +1,124 @@
+"""config.json of small models as their makers published them: what each has beside the fields of its family.
+
+Fields of bookkeeping are kept, for it is those that a reader stumbles over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_TRAINING: dict[str, Any] = {
+    "attention_dropout": 0.0, "initializer_range": 0.02, "torch_dtype": "bfloat16", "transformers_version": "4.45.0",
+    "use_cache": True, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+
+def _sizes(hidden: int, middle: int, layers: int, heads: tuple[int, int], vocab: int, positions: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden, "intermediate_size": middle, "num_hidden_layers": layers,
+        "num_attention_heads": heads[0], "num_key_value_heads": heads[1], "vocab_size": vocab,
+        "max_position_embeddings": positions,
+    }  # fmt: skip
+
+
+def _llama(sizes: dict[str, Any], **rest: Any) -> dict[str, Any]:
+    family = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "attention_bias": False,
+        "mlp_bias": False, "pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_scaling": None,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return _TRAINING | family | sizes | rest
+
+
+def _llama3(sizes: dict[str, Any], factor: float, **rest: Any) -> dict[str, Any]:
+    scaling = {
+        "factor": factor, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }  # fmt: skip
+    return _llama(sizes, rope_scaling=scaling, rope_theta=500000.0, eos_token_id=[128001, 128008, 128009], **rest)
+
+
+def _smol(sizes: dict[str, Any], theta: float, **rest: Any) -> dict[str, Any]:
+    nanotron = {"is_llama_config": True, "rope_interleaved": False, "tie_word_embeddings": True, "rope_theta": theta}
+    return _llama(sizes, **nanotron, **rest)
+
+
+def _mistral(**rest: Any) -> dict[str, Any]:
+    family = {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_act": "silu", "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    return _TRAINING | family | _sizes(4096, 14336, 32, (32, 8), 32000, 32768) | rest
+
+
+def _qwen(number: int, sizes: dict[str, Any], *, tied: bool, **rest: Any) -> dict[str, Any]:
+    family = {
+        "architectures": [f"Qwen{number}ForCausalLM"], "model_type": f"qwen{number}", "hidden_act": "silu",
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": None, "use_sliding_window": False,
+        "max_window_layers": sizes["num_hidden_layers"], "tie_word_embeddings": tied,
+    }  # fmt: skip
+    return _TRAINING | family | sizes | rest
+
+
+def _qwen3(sizes: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+    return _qwen(3, sizes, tied=tied, attention_bias=False, head_dim=128, rope_scaling=None)
+
+
+_GEMMA: dict[str, Any] = {
+    **_TRAINING, "attention_bias": False, "cache_implementation": "hybrid", "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "pad_token_id": 0, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+_CACHES = {"kv_cache_dtype": {"fp16": "float16", "q4f16": "float16"}}
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Llama-3.2-1B": _llama3(
+        _sizes(2048, 8192, 16, (32, 8), 128256, 131072), 32.0, head_dim=64, tie_word_embeddings=True
+    ),
+    "Llama-3.2-3B": _llama3(
+        _sizes(3072, 8192, 28, (24, 8), 128256, 131072), 32.0, head_dim=128, tie_word_embeddings=True
+    ),
+    "Llama-3.1-8B": _llama3(_sizes(4096, 14336, 32, (32, 8), 128256, 131072), 8.0),
+    "Llama-2-7b": _llama(_sizes(4096, 11008, 32, (32, 32), 32000, 4096), torch_dtype="float16"),
+    "TinyLlama-1.1B-Chat-v1.0": _llama(_sizes(2048, 5632, 22, (32, 4), 32000, 2048), rope_theta=10000.0),
+    "SmolLM-135M": _smol(_sizes(576, 1536, 30, (9, 3), 49152, 2048), 10000.0),
+    "SmolLM2-135M-Instruct": _smol(
+        _sizes(576, 1536, 30, (9, 3), 49152, 8192), 100000, pad_token_id=2, **{"transformers.js_config": _CACHES}
+    ),
+    "SmolLM2-360M": _smol(_sizes(960, 2560, 32, (15, 5), 49152, 8192), 100000),
+    "SmolLM2-1.7B-Instruct": _smol(
+        _sizes(2048, 8192, 24, (32, 32), 49152, 8192), 130000, **{"transformers.js_config": _CACHES}
+    ),
+    "Mistral-7B-v0.1": _mistral(rope_theta=10000.0, sliding_window=4096),
+    "Mistral-7B-Instruct-v0.3": _mistral(vocab_size=32768, rope_theta=1000000.0, sliding_window=None),
+    "Qwen2-0.5B": _qwen(
+        2, _sizes(896, 4864, 24, (14, 2), 151936, 131072), tied=True, sliding_window=131072, max_window_layers=24
+    ),
+    "Qwen2.5-0.5B-Instruct": _qwen(
+        2, _sizes(896, 4864, 24, (14, 2), 151936, 32768), tied=True, sliding_window=32768, max_window_layers=21
+    ),
+    "Qwen2.5-1.5B": _qwen(2, _sizes(1536, 8960, 28, (12, 2), 151936, 131072), tied=True, use_mrope=False),
+    "Qwen2.5-3B": _qwen(2, _sizes(2048, 11008, 36, (16, 2), 151936, 32768), tied=True, sliding_window=32768),
+    "Qwen2.5-7B-Instruct": _qwen(2, _sizes(3584, 18944, 28, (28, 4), 152064, 32768), tied=False, sliding_window=131072),
+    "Qwen3-0.6B": _qwen3(_sizes(1024, 3072, 28, (16, 8), 151936, 40960), tied=True),
+    "Qwen3-1.7B": _qwen3(_sizes(2048, 6144, 28, (16, 8), 151936, 40960), tied=True),
+    "Qwen3-4B": _qwen3(_sizes(2560, 9728, 36, (32, 8), 151936, 40960), tied=True),
+    "Qwen3-8B": _qwen3(_sizes(4096, 12288, 36, (32, 8), 151936, 40960), tied=False),
+    "gemma-2-2b": _GEMMA | _sizes(2304, 9216, 26, (8, 4), 256000, 8192) | {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "hidden_act": "gelu_pytorch_tanh",
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rope_theta": 10000.0, "sliding_window": 4096,
+    },
+    "gemma-3-1b-it": _GEMMA | _sizes(1152, 6912, 26, (4, 1), 262144, 32768) | {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "rope_local_base_freq": 10000, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": 512, "sliding_window_pattern": 6,
+    },
+}  # fmt: skip
+
+MILLIONS = {
+    "Llama-3.2-1B": 1236, "Llama-3.2-3B": 3213, "Llama-3.1-8B": 8030, "Llama-2-7b": 6738,
+    "TinyLlama-1.1B-Chat-v1.0": 1100, "SmolLM-135M": 135, "SmolLM2-135M-Instruct": 135, "SmolLM2-360M": 362,
+    "SmolLM2-1.7B-Instruct": 1711, "Mistral-7B-v0.1": 7242, "Mistral-7B-Instruct-v0.3": 7248, "Qwen2-0.5B": 494,
+    "Qwen2.5-0.5B-Instruct": 494, "Qwen2.5-1.5B": 1544, "Qwen2.5-3B": 3086, "Qwen2.5-7B-Instruct": 7616,
+    "Qwen3-0.6B": 596, "Qwen3-1.7B": 1721, "Qwen3-4B": 4022, "Qwen3-8B": 8191, "gemma-2-2b": 2614,
+    "gemma-3-1b-it": 1000,
+}  # fmt: skip
