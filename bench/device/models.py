@@ -14,6 +14,7 @@ from zlib import crc32
 import numpy as np
 import torch
 from bench.device.hardware import Hardware
+from bench.device.job import ENGINE
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NewRow
@@ -106,7 +107,11 @@ def load(hardware: Hardware, fields: dict[str, Any], **options: Any) -> tuple[Lo
     """The model of `fields` (as in config.json) by the product's own loader, and its weights as they were made up."""
     with TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(fields))
-        config = WorkerConfig(model=directory, device=str(hardware.device), **({"dtype": "bfloat16"} | options))
+        config = WorkerConfig(
+            model=directory,
+            device=str(hardware.device),
+            **({"dtype": "bfloat16", "max_tokens_per_step": ENGINE["max_tokens_per_step"]} | options),
+        )
         weights = made_up(Path(directory), spec_of(fields), hardware)
         return load_model(config, None, lambda path, progress: weights), config, weights
 

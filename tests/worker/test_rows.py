@@ -123,13 +123,13 @@ def test_an_impossible_swap_ends_the_rows_that_would_read_it() -> None:
     assert [(error.row_id, error.code) for error in made.take_errors()] == [(3, ErrorCode.PROTOCOL_ERROR)]
 
 
-def test_a_swap_block_holds_something_from_its_swap_out_until_that_fails_or_all_is_forgotten() -> None:
+def test_a_swap_block_holds_something_from_its_swap_out_until_another_cannot_be_made_or_all_is_forgotten() -> None:
     made = table()
     into = StepPlan(step=3, swap_ins=[(1, 2)])
     assert made.swap_ins(into) == []
-    outs = made.swap_outs(StepPlan(step=2, swap_outs=[(0, 0), (3, 1)]))
+    made.swap_outs(StepPlan(step=2, swap_outs=[(0, 0), (3, 1)]))
     assert made.swap_ins(into) == [(1, 2)]
-    made.lose_swapped(outs[1:])
+    assert made.swap_outs(StepPlan(step=2, swap_outs=[(-1, 1)])) == []
     assert made.swap_ins(into) == []
     assert made.swap_ins(StepPlan(step=4, swap_ins=[(0, 2)])) == [(0, 2)]
     made.clear()

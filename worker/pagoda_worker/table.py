@@ -73,7 +73,7 @@ class RowTable:
         self._rows.pop(row_id, None)
         self._errors.setdefault(row_id, RowError(row_id, code.value, message))
 
-    def fail_holders(self, moves: Pairs, code: ErrorCode, message: str) -> None:
+    def _fail_holders(self, moves: Pairs, code: ErrorCode, message: str) -> None:
         """Drop every row whose block table has a block that one of these (source, block) did not reach."""
         blocks = [block for _, block in moves if 0 <= block < self._facts.num_blocks]
         for row in list(self._rows.values()) if blocks else ():
@@ -101,26 +101,22 @@ class RowTable:
     def swap_outs(self, plan: StepPlan) -> Pairs:
         """The swap-outs that can be made. No row is harmed by the others, until something is missed in its place."""
         good, bad = _sorted_out(plan.swap_outs, self._facts.num_blocks, self._facts.num_swap_blocks)
-        self.lose_swapped(bad)
+        self._swapped.difference_update(swap_block for _, swap_block in bad)  # they hold nothing to be swapped in
         self._swapped.update(swap_block for _, swap_block in good)
         return good
-
-    def lose_swapped(self, swap_outs: Pairs) -> None:
-        """These were not made: their swap blocks hold nothing that could be swapped in."""
-        self._swapped.difference_update(swap_block for _, swap_block in swap_outs)
 
     def swap_ins(self, plan: StepPlan) -> Pairs:
         """The swap-ins that can be made, once the plan's swap-outs are; rows that need the others are dropped."""
         good, bad = _sorted_out(plan.swap_ins, self._facts.num_swap_blocks, self._facts.num_blocks)
-        self.fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block to be swapped in is out of range, or named twice")
+        self._fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block to be swapped in is out of range, or named twice")
         lost = [pair for pair in good if pair[0] not in self._swapped]
-        self.fail_holders(lost, ErrorCode.INTERNAL, "a block to be swapped in was never swapped out")
+        self._fail_holders(lost, ErrorCode.INTERNAL, "a block to be swapped in was never swapped out")
         return [pair for pair in good if pair[0] in self._swapped] if lost else good
 
     def copies(self, plan: StepPlan) -> Pairs:
         """The block copies that can be made; rows that need the others are dropped."""
         good, bad = _sorted_out(plan.block_copies, self._facts.num_blocks, self._facts.num_blocks)
-        self.fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block copy is out of range, or two have one destination")
+        self._fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block copy is out of range, or two have one destination")
         return good
 
     def accept(self, chunks: Sequence[Chunk]) -> list[tuple[Row, Chunk]]:
