@@ -12,13 +12,12 @@ from pagoda_engine_core.pace import Throughput
 from pagoda_engine_core.request import Request
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
-from pagoda_proto.params import MAX_SEED, ModelLimits, check_for_model
+from pagoda_proto.params import MAX_PRIORITY, MAX_SEED, ModelLimits, check_for_model
 from pagoda_proto.records import PriorOutput, RequestRecord
 from pagoda_proto.steps import Hello
 from pagoda_proto.times import NO_WORKER_WAIT_S
 
 MAX_ATTEMPT = 2**31 - 1
-MAX_PRIORITY = 100
 MAX_RETRY_AFTER_S = 300.0
 FIRST_EXPECTED_OUTPUT = 128
 """Tokens that a request is taken to yield until one has ended."""

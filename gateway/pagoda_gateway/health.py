@@ -21,10 +21,8 @@ from pagoda_gateway.engine_client import SessionClient
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
-from pagoda_proto.params import SamplingParams
+from pagoda_proto.params import MAX_PRIORITY, SamplingParams
 from pagoda_proto.records import FinishReason, RequestRecord
-
-CANARY_PRIORITY = 1_000_000
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +139,7 @@ class Health:
             params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             seed=0,
             cache_salt="canary",
-            priority=CANARY_PRIORITY,
+            priority=MAX_PRIORITY,
             queue_timeout_s=self._times.canary_timeout_s,
         )
         generation = await self._engine.submit(record, canary=True)
