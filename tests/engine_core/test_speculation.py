@@ -298,7 +298,7 @@ def test_every_token_has_its_log_probability() -> None:
 
 
 def test_the_option_is_checked() -> None:
-    with pytest.raises(ValueError, match="speculation_tokens must not be negative, got -1"):
+    with pytest.raises(ValueError, match="speculation_tokens must be at least 0, got -1"):
         EngineConfig(speculation_tokens=-1)
 
 
