@@ -18,7 +18,8 @@ from pagoda_proto.steps import Hello
 from pagoda_proto.times import NO_WORKER_WAIT_S
 
 MAX_ATTEMPT = 2**31 - 1
-MAX_PRIORITY = 100
+MIN_PRIORITY, MAX_PRIORITY = -100, 2**31 - 1
+"""Who wants to be late may be as late as he likes; nobody goes before others for longer than the lower bound is worth."""
 MAX_RETRY_AFTER_S = 300.0
 FIRST_EXPECTED_OUTPUT = 128
 """Tokens that a request is taken to yield until one has ended."""
@@ -219,8 +220,8 @@ def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
         yield Problem("seed", f"must be between 0 and {MAX_SEED}, got {record.seed}")
     if record.params.seed is not None and record.params.seed != record.seed:
         yield Problem("seed", f"the seed in force ({record.seed}) is not the one asked for ({record.params.seed})")
-    if not -MAX_PRIORITY <= record.priority <= MAX_PRIORITY:
-        yield Problem("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {record.priority}")
+    if not MIN_PRIORITY <= record.priority <= MAX_PRIORITY:
+        yield Problem("priority", f"must be between {MIN_PRIORITY} and {MAX_PRIORITY}, got {record.priority}")
     if not (math.isfinite(record.queue_timeout_s) and record.queue_timeout_s >= 0):
         yield Problem("queue_timeout_s", f"must be 0 or a number of seconds, got {record.queue_timeout_s}")
 
