@@ -19,7 +19,7 @@ from pagoda_proto.times import NO_WORKER_WAIT_S
 
 MAX_ATTEMPT = 2**31 - 1
 MIN_PRIORITY, MAX_PRIORITY = -100, 2**31 - 1
-"""Who wants to be late may be as late as he likes; nobody goes before others for longer than the lower bound is worth."""
+"""Who wants to be late may be as late as he likes; the lower bound is how far anybody gets before others."""
 MAX_RETRY_AFTER_S = 300.0
 FIRST_EXPECTED_OUTPUT = 128
 """Tokens that a request is taken to yield until one has ended."""
