@@ -19,10 +19,7 @@ from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 ANSWER_WITHIN_S = 5.0
-_TOTALS = (
-    "prompt_tokens", "cached_prompt_tokens", "output_tokens", "preemptions", "replays", "worker_deaths", "steps",
-    "draft_tokens", "accepted_draft_tokens", "swap_preemptions", "swapped_out_blocks", "swapped_in_blocks",
-)  # fmt: skip
+_TOTALS = tuple(field.name for field in pb.GetStatsResponse.DESCRIPTOR.fields if field.name not in ("load", *BLOCKS))
 
 T = TypeVar("T")
 

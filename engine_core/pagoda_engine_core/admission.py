@@ -12,7 +12,7 @@ from pagoda_engine_core.pace import Throughput
 from pagoda_engine_core.request import Request
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
-from pagoda_proto.params import MAX_PRIORITY, MAX_SEED, ModelLimits, check_for_model
+from pagoda_proto.params import MAX_PRIORITY, MAX_SEED, MIN_PRIORITY, ModelLimits, check_for_model
 from pagoda_proto.records import PriorOutput, RequestRecord
 from pagoda_proto.steps import Hello
 from pagoda_proto.times import NO_WORKER_WAIT_S
@@ -218,8 +218,8 @@ def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
         yield Problem("seed", f"must be between 0 and {MAX_SEED}, got {record.seed}")
     if record.params.seed is not None and record.params.seed != record.seed:
         yield Problem("seed", f"the seed in force ({record.seed}) is not the one asked for ({record.params.seed})")
-    if not -MAX_PRIORITY <= record.priority <= MAX_PRIORITY:
-        yield Problem("priority", f"must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {record.priority}")
+    if not MIN_PRIORITY <= record.priority <= MAX_PRIORITY:
+        yield Problem("priority", f"must be between {MIN_PRIORITY} and {MAX_PRIORITY}, got {record.priority}")
     if not (math.isfinite(record.queue_timeout_s) and record.queue_timeout_s >= 0):
         yield Problem("queue_timeout_s", f"must be 0 or a number of seconds, got {record.queue_timeout_s}")
 

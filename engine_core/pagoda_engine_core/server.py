@@ -32,6 +32,7 @@ from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.keys import TlsKeys, load_tls
 from pagoda_proto.records import Load
+from pagoda_proto.times import HAND_BACK_S, SESSIONS_END_S, THREAD_ENDS_S
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +53,6 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),  # gateways find out by pings that we are gone; let them
 )
-HAND_BACK_S = 2.0
-SESSIONS_END_S = 2.0
-THREAD_ENDS_S = 3.0
 SCRAPE_S = 2.0
 PULSE_S = 1.0
 

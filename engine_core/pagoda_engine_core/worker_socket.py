@@ -16,7 +16,9 @@ from pagoda_engine_core import endpoints
 from pagoda_engine_core.config import EngineConfig
 from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.keys import CurveKeys, load_curve
+from pagoda_proto.times import WORKER_DEAD_S
 
+DEAD_LINK_MS = round(WORKER_DEAD_S * 1000)
 SOCKET_OPTIONS = {
     zmq.ROUTER_MANDATORY: 1,  # sending to a peer that is gone fails instead of vanishing
     zmq.ROUTER_HANDOVER: 0,
@@ -24,10 +26,10 @@ SOCKET_OPTIONS = {
     zmq.LINGER: 0,
     zmq.SNDHWM: 1000,
     zmq.RCVHWM: 1000,
-    zmq.HEARTBEAT_IVL: 1000,
-    zmq.HEARTBEAT_TIMEOUT: 3000,
-    zmq.HEARTBEAT_TTL: 3000,
-    zmq.HANDSHAKE_IVL: 3000,
+    zmq.HEARTBEAT_IVL: DEAD_LINK_MS // 3,
+    zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
+    zmq.HEARTBEAT_TTL: DEAD_LINK_MS,
+    zmq.HANDSHAKE_IVL: DEAD_LINK_MS,
 }
 WORKER_KEYS = "worker*.public"
 

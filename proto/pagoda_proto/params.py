@@ -25,7 +25,8 @@ MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_SEED = 2**64 - 1
 MIN_SEED = -(2**63)
 MAX_TOKENS_CEILING = 2**31 - 1
-MAX_PRIORITY = 100  # and -100 the most urgent
+# Who wants to be late may be as late as he likes; the lower bound is how far anybody gets before others.
+MIN_PRIORITY, MAX_PRIORITY = -100, 2**31 - 1
 # What one step computes at most, unless told otherwise: an engine core sends no more, a worker reserves memory for it.
 DEFAULT_MAX_TOKENS_PER_STEP = 2048
 

@@ -35,6 +35,11 @@ LOAD_KEEPALIVE_S = 1.0  # an engine core tells its load at least this often
 ENGINE_SILENT_S = 5.0  # a session in which nothing was heard for this long is lost
 LOOP_STUCK_S = 8.0  # an engine core whose loop has not come round for this long ends itself
 
+# An engine core's way down
+HAND_BACK_S = 2.0  # requests go back to their gateways
+SESSIONS_END_S = 2.0  # .. and take their answers along
+THREAD_ENDS_S = 3.0  # .. and the loop ends
+
 # Supervisor and children
 CHILD_BEAT_S = 1.0
 WATCH_S = 1.0  # the supervisor looks this often who was silent

@@ -73,6 +73,7 @@ def test_a_sink_hears_once_per_pass_of_all_its_requests(bench: Bench) -> None:
         (make_record(max_tokens=2000), 0, ErrorCode.CONTEXT_LENGTH_EXCEEDED, "max_tokens"),
         (make_record(range(1, 200), max_tokens=300), 0, ErrorCode.CONTEXT_LENGTH_EXCEEDED, "max_tokens"),
         (make_record(request_id="x" * 200), 0, ErrorCode.INVALID_ARGUMENT, "request_id"),
+        (make_record(priority=-101), 0, ErrorCode.INVALID_ARGUMENT, "priority"),
         (make_record(seed=2**64), 0, ErrorCode.INVALID_ARGUMENT, "seed"),
         (make_record(queue_timeout_s=-1.0), 0, ErrorCode.INVALID_ARGUMENT, "queue_timeout_s"),
         (make_record(), -1, ErrorCode.INVALID_ARGUMENT, "attempt"),

@@ -13,6 +13,7 @@ from pagoda_engine_core.request import Request
 from pagoda_engine_core.router import MAX_LOST_LIVES, Router
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, FinishReason, RequestRecord
+from pagoda_proto.times import NO_WORKER_WAIT_S
 
 NOW = 50.0
 
@@ -157,6 +158,42 @@ def test_who_waits_for_room_is_not_overtaken_on_the_workers_that_could_take_him(
     bench.dispatch()
     assert head.request_id in bench.held(large)
     assert behind[2].request_id not in bench.held(large)
+
+
+def test_small_requests_do_not_starve_a_large_one() -> None:
+    bench = Bench()
+    epoch = bench.join(num_blocks=16)
+    running = bench.add(make_record(range(40), max_tokens=4))
+    bench.dispatch()
+    bench.step(epoch)
+    head = bench.add(make_record(range(100, 140), max_tokens=4))
+    small = bench.add(make_record((1, 2), max_tokens=2))
+    bench.dispatch()
+    assert bench.held(epoch) == {running.request_id}  # there were blocks for the small one
+    assert head.ledger.cause == "queued_blocks"
+    bench.run()
+    order = [delta.request_id for delta in bench.deltas if delta.ends_request]
+    assert order.index(running.request_id) == 0
+    assert set(order) == {running.request_id, head.request_id, small.request_id}
+
+
+def test_what_has_begun_waits_for_busy_workers_as_long_as_it_takes() -> None:
+    bench = Bench(max_rows=1)
+    first, second = bench.join(), bench.join()
+    requests = [bench.add(make_record((i, 1), max_tokens=200, seed=i)) for i in range(2)]
+    bench.dispatch()
+    bench.step(first)
+    bench.step(second)
+    bench.lose(second)
+    for _ in range(20):
+        bench.now += NO_WORKER_WAIT_S / 4
+        bench.deltas += bench.router.expire(bench.now)
+        bench.dispatch()
+    assert bench.router.num_waiting == 1
+    assert not bench.endings()
+    bench.run()
+    assert {ending.finish_reason for ending in bench.endings().values()} == {FinishReason.LENGTH}
+    assert len(bench.endings()) == len(requests)
 
 
 def test_a_prompt_is_hashed_once_however_long_it_waits() -> None:

@@ -529,38 +529,6 @@ def test_bytes_that_are_not_zmq_harm_nobody(engine: Engine, socket_dir: Path) ->
         engine.admit(engine.peer())
 
 
-@pytest.mark.parametrize(
-    "endpoint",
-    [
-        "",
-        "tcp://0.0.0.0:5555",
-        "tcp://*:5555",
-        "tcp://192.168.1.1:0",
-        "tcp://example.com:1",
-        "inproc://x",
-        "ipc://w.sock",
-    ],
-)
-def test_endpoints_that_others_could_reach_are_refused(endpoint: str) -> None:
-    with pytest.raises(ValueError, match=r"address|socket path"):
-        ZmqExecutor(EngineConfig(worker_endpoint=endpoint), "boot")
-
-
-def test_a_directory_open_to_others_is_refused(socket_dir: Path) -> None:
-    socket_dir.chmod(0o755)
-    with pytest.raises(ValueError, match="0700"):
-        ZmqExecutor(EngineConfig(worker_endpoint=f"ipc://{socket_dir}/w.sock"), "boot")
-
-
-def test_loopback_tcp_tells_its_port() -> None:
-    executor = ZmqExecutor(EngineConfig(worker_endpoint="tcp://127.0.0.1:0"), "boot")
-    try:
-        assert executor.endpoint.startswith("tcp://127.0.0.1:")
-        assert not executor.endpoint.endswith(":0")
-    finally:
-        executor.close()
-
-
 def test_a_living_predecessor_is_not_robbed_but_a_dead_ones_socket_is_replaced(
     engine: Engine, socket_dir: Path
 ) -> None:

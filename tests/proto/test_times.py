@@ -17,6 +17,10 @@ def test_an_engine_core_is_found_silent_only_after_several_reports_are_missing()
     assert 3 * times.CHILD_BEAT_S < times.CHILD_SILENT_S
 
 
+def test_an_engine_core_on_its_way_down_is_gone_before_it_would_be_taken_for_silent() -> None:
+    assert times.HAND_BACK_S + times.SESSIONS_END_S + times.THREAD_ENDS_S < times.CHILD_SILENT_S
+
+
 def test_streams_outwait_an_engine_core_that_is_found_silent_replaced_and_started() -> None:
     replaced_s = times.CHILD_SILENT_S + times.RESTART_MOST_S + times.START_S
     assert replaced_s - times.ENGINE_SILENT_S < times.RESUME_WAIT_S
