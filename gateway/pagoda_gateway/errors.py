@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import secrets
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_PROBLEMS = 8
 MAX_EXAMINED = 64
+MAX_SHOWN_CHARS = 48
 _SILENT = frozenset({ErrorCode.INTERNAL, ErrorCode.PROTOCOL_ERROR})
 
 
@@ -111,13 +113,23 @@ def _explain(item: ErrorDetails) -> str:
         case "missing":
             return "is required"
         case "none_required":
-            return "is not supported"
+            return f"is not supported{_shown(item['input'])}"
         case "literal_error":
-            return f"must be {item['ctx']['expected']}; other values are not supported"
+            expected = item["ctx"]["expected"]
+            return f"must be {expected}; other values are not supported{_shown(item['input'])}"
         case "value_error":
             return str(item["ctx"]["error"])
         case _:
-            return item["msg"][:1].lower() + item["msg"][1:]
+            return item["msg"][:1].lower() + item["msg"][1:] + _shown(item["input"])
+
+
+def _shown(value: Any) -> str:
+    """The offending value, if it is a short thing to say."""
+    if isinstance(value, str):
+        return f", got {value[:MAX_SHOWN_CHARS]!a}{'..' if len(value) > MAX_SHOWN_CHARS else ''}"
+    if value is None or isinstance(value, bool | int | float):
+        return f", got {json.dumps(value)[:MAX_SHOWN_CHARS]}"
+    return ""
 
 
 def _path(loc: tuple[int | str, ...], body: Any) -> str:

@@ -72,6 +72,8 @@ class LimitsMiddleware:
             self._check_client(scope["client"][0])
             body = await self._read_body(receive, holding)
         except PagodaError as error:
+            error.__traceback__ = None  # its frames hold what was read of the body
+            holding.release()
             await _refuse(error, receive, send)
             return
         if body is not None:

@@ -69,6 +69,8 @@ class CompletionLogprobs:
             if token_id in self._text.table.special_ids:  # it counts where the client wrote it out
                 text = self._text.token_bytes(token_id).decode(errors="replace")
                 text = text if shown.startswith(text, self._offset) else ""
+            if text.startswith(" ") and not shown.startswith(" ", self._offset):
+                text = text[1:]  # some tokenizers put a space in front of what follows a special token
             self._offset += len(text)
         self._offset = len(shown)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.gateway.fakes_engine import MODEL, Batch, Gateway, breaking, failing, make_gateway, play
+from tests.gateway.model_dir import byte_fallback_tokenizer, write_model_dir
 from tests.gateway.test_chat import sdk
 
 from pagoda_proto.errors import ErrorCode
@@ -110,6 +111,27 @@ async def test_echo_with_logprobs_covers_the_prompt(tmp_path: Path, stream: bool
     assert logprobs["text_offset"] == [0, 5]
     assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
     assert gateway.engine.record.params.prompt_logprobs == 0
+
+
+async def test_offsets_count_the_echo_as_it_is_shown(tmp_path: Path) -> None:
+    """The first piece of such a tokenizer has a space in front that the text has not."""
+    template = {"chat_template": None, "eos_token": "</s>", "bos_token": "<s>", "add_bos_token": True}
+    root = write_model_dir(tmp_path / "m", tokenizer=byte_fallback_tokenizer(), tokenizer_config=template)
+    gateway = Gateway(root, play([]))
+    ids = gateway.ids(" he")
+    gateway.engine.script = play(ids)
+    for prompt in ("hello</s> he", "he"):
+        (choice,) = (await post(gateway, prompt=prompt, echo=True, logprobs=0))["choices"]
+        assert choice["text"].startswith(prompt)
+        logprobs = choice["logprobs"]
+        assert logprobs["text_offset"][0] == 0
+        assert logprobs["text_offset"][-len(ids)] == len(prompt)
+        shown = gateway.engine.generations[-1].record.prompt_token_ids
+        assert logprobs["text_offset"][1] == 0  # the first token, <s>, is not shown
+        for i in range(1, len(shown) - 1):
+            piece = logprobs["tokens"][i].removeprefix("bytes:")
+            start, end = logprobs["text_offset"][i : i + 2]
+            assert prompt[start:end].strip() == piece.strip()
 
 
 async def test_echo_alone_asks_about_the_prompt_only(tmp_path: Path) -> None:

@@ -139,3 +139,104 @@ async def test_all_problems_at_once(gateway: Gateway) -> None:
     with pytest.raises(InvalidParams) as caught:
         await chat_record(gateway.context, chat(n=0, top_p=2.0, max_tokens=0))
     assert {problem.param for problem in caught.value.problems} == {"n", "top_p", "max_tokens"}
+
+
+@pytest.mark.parametrize("token_id", [-1, 2**31, 2**63, "width"])
+@pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids", "stop_token_ids", "prompt"])
+async def test_sec_14_ids_are_in_the_models_range(gateway: Gateway, field: str, token_id: Any) -> None:
+    number = gateway.text.vocab_size if token_id == "width" else token_id
+    value: Any = {str(number): 1.0} if field == "logit_bias" else [number]
+    with pytest.raises(InvalidParams) as caught:
+        await completion_records(gateway.context, completion(**{field: value}))
+    assert (caught.value.param or "").startswith(field)
+
+
+async def test_sec_08_ids_of_requests_are_ours(gateway: Gateway) -> None:
+    """128 random bits each, whatever clients call their requests; no client names one."""
+    with pytest.raises(InvalidParams, match="request_id"):
+        chat(request_id="x")
+    ids = {(await chat_record(gateway.context, chat(user="same"))).request_id for _ in range(20)}
+    assert len(ids) == 20
+    assert all(len(bytes.fromhex(text)) == 16 for text in ids)
+
+
+@pytest.mark.parametrize("salt", ["", "a b", "x" * 65, "é", "a\n", "../x"])
+async def test_sec_10_salts_are_plain_names(gateway: Gateway, salt: str) -> None:
+    with pytest.raises(InvalidParams) as caught:
+        chat(cache_salt=salt)
+    assert caught.value.param == "cache_salt"
+    assert (await chat_record(gateway.context, chat(cache_salt="x" * 64))).cache_salt == "x" * 64
+    assert (await chat_record(gateway.context, chat())).cache_salt == ""
+
+
+CEILINGS: list[tuple[str, int, Any]] = [
+    ("max_messages", 2, lambda count: {"messages": MESSAGES * count}),
+    ("max_tools", 2, lambda count: {"tools": [{"type": "function", "function": {"name": "f"}}] * count}),
+    ("max_prompts", 2, lambda count: {"prompt": ["x"] * count}),
+    ("n", 16, lambda count: {"n": count}),
+    ("top_logprobs", 20, lambda count: {"logprobs": True, "top_logprobs": count}),
+    ("stop", 16, lambda count: {"stop": ["x"] * min(count, 10_000)}),
+]
+
+
+@pytest.mark.parametrize(("name", "limit", "fields"), CEILINGS, ids=[name for name, _, _ in CEILINGS])
+async def test_sec_15_ceilings_name_themselves(tmp_path: Path, name: str, limit: int, fields: Any) -> None:
+    config = {name: limit} if name.startswith("max_") else {}
+    gateway = make_gateway(tmp_path, **config)
+    gateway.engine.load = Load(engine_id="x", max_model_len=100_000)
+    for count in (limit, limit + 1, 10**9):
+        count = count if count <= limit + 1 or name in ("n", "top_logprobs") else 10_000
+        body = fields(count)
+        path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        whole = body if "prompt" in body else {"messages": MESSAGES, "max_tokens": 1} | body
+        response = await gateway.client.post(path, json=whole)
+        assert response.status_code == (200 if count == limit else 400), response.text
+        if count > limit:
+            error = response.json()["error"]
+            assert error["param"] == name.removeprefix("max_").replace("prompts", "prompt")
+            assert str(limit) in error["message"]
+
+
+async def test_priorities_are_refused_where_they_mean_nothing(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path)
+    for policy, priority, taken in (
+        ("fcfs", 0, True), ("fcfs", 1, False), ("priority", 1, True), ("priority", -1, False),
+        ("", 1, True), ("", -1, False),
+    ):  # fmt: skip
+        gateway.engine.load = msgspec.structs.replace(gateway.engine.load, policy=policy)
+        if taken:
+            assert (await chat_record(gateway.context, chat(priority=priority))).priority == priority
+            continue
+        with pytest.raises(InvalidParams, match="fcfs" if policy == "fcfs" else "at least 0 here") as caught:
+            await chat_record(gateway.context, chat(priority=priority))
+        assert caught.value.param == "priority"
+
+
+async def test_options_with_fields_of_their_own_reach_templates_that_read_them(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path)
+    template = "{{ messages[0].content }}{{ reasoning_effort }}{{ verbosity }}"
+    text = type(gateway.text).load(write_model_dir(tmp_path / "other"), template)
+    object.__setattr__(gateway.context, "text", text)
+    record = await chat_record(gateway.context, chat(reasoning_effort="low", verbosity="high"))
+    assert text.decode(record.prompt_token_ids) == "hellolowhigh"
+    with pytest.raises(InvalidParams, match="give it once"):
+        await chat_record(gateway.context, chat(verbosity="low", chat_template_kwargs={"verbosity": "high"}))
+
+
+async def test_an_image_gives_one_sentence(gateway: Gateway) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:..", "detail": "low"}}
+    with pytest.raises(InvalidParams) as caught:
+        chat(messages=[{"role": "user", "content": [{"type": "text", "text": "see"}, image]}])
+    (problem,) = caught.value.problems
+    assert problem.param == "messages[0].content[1]"
+    assert "'image_url'" in problem.message
+
+
+async def test_what_is_wrong_is_shown_short_and_in_ascii() -> None:
+    for fields in ({"temperature": "hot"}, {"messages": [{"role": "röbot" * 100, "content": "x"}]}, {"n": "é\n" * 99}):
+        with pytest.raises(InvalidParams) as caught:
+            chat(**fields)
+        assert "got " in caught.value.message
+        assert caught.value.message.isascii()
+        assert caught.value.message.isprintable()
+        assert len(caught.value.message) < 300

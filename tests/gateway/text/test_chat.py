@@ -8,7 +8,7 @@ import pytest
 from tests.gateway.model_dir import CHAT_TEMPLATE
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from pagoda_gateway.text.chat import MAX_OUTPUT_CHARS, MAX_TEMPLATE_BYTES, BadTemplate, ChatTemplate
+from pagoda_gateway.text.chat import MAX_OUTPUT_CHARS, MAX_TEMPLATE_BYTES, RESERVED, BadTemplate, ChatTemplate
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 MESSAGES: list[dict[str, Any]] = [
@@ -132,3 +132,18 @@ def test_kwargs_are_plain_values_for_names_the_template_reads() -> None:
 
 def test_the_time_is_there() -> None:
     assert len(ChatTemplate("{{ strftime_now('%Y') }}", {}).render(MESSAGES)) == 4
+
+
+def test_sec_18_loops_within_loops_are_bounded() -> None:
+    source = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(PagodaError, match="loops too often"):
+        ChatTemplate(source, {}).render(MESSAGES)
+    assert ChatTemplate("{% for a in range(2, 9, 3) %}{{ a }}{% endfor %}", {}).render(MESSAGES) == "258"
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_sec_18_no_request_sets_what_belongs_to_the_server(name: str) -> None:
+    template = ChatTemplate("{{ " + name + " }}", {})
+    with pytest.raises(PagodaError, match="cannot be set") as caught:
+        template.check_kwargs({name: "x"})
+    assert caught.value.param == f"chat_template_kwargs.{name}"

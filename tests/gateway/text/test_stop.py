@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda_gateway.text.stop import StopMatcher
+from pagoda_gateway.text.stop import StopMatcher, _automaton
 
 WORDS = st.lists(st.text(alphabet="ab🙂", min_size=1, max_size=5), max_size=5)
 TEXT = st.text(alphabet="ab🙂c", max_size=40)
@@ -74,3 +74,9 @@ def test_many_long_stop_strings_cost_one_step_per_character() -> None:
     shown = matcher.push(text)
     assert shown + matcher.flush() == text
     assert len(shown) == len(text) - 255
+
+
+def test_sec_17_automata_of_past_requests_are_forgotten() -> None:
+    for number in range(1000):
+        StopMatcher([f"stop {number}"])
+    assert _automaton.cache_info().currsize <= 8
