@@ -69,12 +69,13 @@ class ConfigReader:
         """A field that must be there, unless there is a default for its absence (or null).
 
         Raises:
-            CheckpointError: it is missing or of another type.
+            UnsupportedConfig: it is missing.
+            CheckpointError: it is of another type.
         """
         value = self.maybe(name, kind)
         if value is None:
             if default is None:
-                raise invalid(self._where, f"{name!r} is missing")
+                raise UnsupportedConfig(f"{self._where}: {name!r} is missing")
             return default
         return value
 

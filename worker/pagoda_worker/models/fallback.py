@@ -22,8 +22,6 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
@@ -33,13 +31,13 @@ from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Cache, Needs, Ops
 from pagoda_worker.models.config_reader import UnsupportedConfig
+from pagoda_worker.models.widened import Widened
 from pagoda_worker.weights import Checkpoint
 
 ATTENTION = "pagoda_paged"
 PROBE_TOKENS = 12
 CUT = [7, 4, 1]
 AGREEMENT = 1e-3  # of the largest logit, in float32
-SHORT = (torch.bfloat16, torch.float16)
 # Of a layer's output, in shares of the sum of the magnitudes that it adds up: the rounding of its result and some more.
 PACKED_AGREEMENT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 2.0**-16}
 # Their frequencies depend on the longest row of a batch: a request's tokens would depend on its neighbours.
@@ -177,26 +175,6 @@ class TransformersModel:
         _check_windows(config, calls)
         heads, head_dim = shapes.pop()
         return KVShape(num_layers=layers, num_kv_heads=heads, head_dim=head_dim, dtype=dtype)
-
-
-class Widened(TorchFunctionMode):
-    """Whatever is computed meanwhile is computed in float32: 16-bit operands are widened as they are used.
-
-    Weights are widened one operation at a time, so a model takes hardly more memory than it does anyway.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # an attribute of a tensor, its dtype among them
-            return _wide(func(*args, **(kwargs or {})), of_tensors=False)
-        return func(*tree_map(_wide, args), **tree_map(_wide, kwargs or {}))
-
-
-def _wide(value: Any, of_tensors: bool = True) -> Any:
-    if isinstance(value, torch.dtype):
-        return torch.float32 if value in SHORT else value
-    return value.float() if of_tensors and isinstance(value, torch.Tensor) and value.dtype in SHORT else value
 
 
 def _check_agrees(config: Any, found: torch.Tensor, expected: torch.Tensor) -> None:
