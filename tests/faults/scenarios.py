@@ -134,7 +134,9 @@ def links(place: Apart, link: str, fault: str, *, times: int = 10, hold_s: float
     return report
 
 
-def many_choices(place: Place, *, seed: int = 0, count: int = 2000, gap_s: float = 5.0) -> Report:
+def many_choices(
+    place: Place, *, seed: int = 0, count: int = 2000, gap_s: float = 5.0, most_kills: int = 100
+) -> Report:
     """Requests for several choices, while something dies now and then."""
     rng, report = random.Random(seed), Report(f"{count} requests of 2 to 4 choices")
     requests = make_requests(seed, count, max_tokens=40, choices=(2, 3, 4))
@@ -142,7 +144,7 @@ def many_choices(place: Place, *, seed: int = 0, count: int = 2000, gap_s: float
 
     async def disturb(flow: Flow) -> None:
         nonlocal kills
-        while await flow.more(20):
+        while kills < most_kills and await flow.more(20):
             kills += _kill_one(place, rng)
             await asyncio.sleep(gap_s)
 

@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 
 STREAM_TIMEOUT_S = 300.0  # of silence; pings count as sound
-REFUSED_PAUSE_S = 0.2
+MAX_TRIES = 100
 NO_ENDING = "closed without an ending"
 UNLIMITED = httpx.Limits(max_connections=None)
 
@@ -200,7 +200,7 @@ async def run_streams(
     disturb: Disturbance | None = None,
     again: bool = False,
 ) -> list[Seen]:
-    """Run the requests, `clients` at a time, in order; what was seen of each, by its index.
+    """Run the requests, `clients` at a time, in order; what was seen of each try, by the request's index.
 
     `disturb` runs beside them and is told how they flow. With `again` the requests are taken round and round until it
     is done; without, each is run once.
@@ -211,9 +211,11 @@ async def run_streams(
 
     async def one_client(client: httpx.AsyncClient) -> None:
         while working and (entry := next(waiting, None)) is not None:
-            seen.append((entry[0], await stream(client, entry[1], flow)))
-            if seen[-1][1].status != 200:
-                await asyncio.sleep(REFUSED_PAUSE_S)
+            for _ in range(MAX_TRIES):  # as clients do: come again when told to
+                seen.append((entry[0], await stream(client, entry[1], flow)))
+                if (retry_after := seen[-1][1].retry_after) is None:
+                    break
+                await asyncio.sleep(float(retry_after))
 
     async with httpx.AsyncClient(base_url=url, timeout=STREAM_TIMEOUT_S, limits=UNLIMITED) as client:
         running = [asyncio.create_task(one_client(client)) for _ in range(clients)]
@@ -234,9 +236,8 @@ def undisturbed(url: str, requests: Sequence[Request]) -> list[Outcome]:
     Raises:
         RuntimeError: one of them did not end well even so.
     """
-    outcomes = [
-        outcome for _, outcome in sorted(asyncio.run(run_streams(url, requests, clients=4)), key=lambda s: s[0])
-    ]
+    seen = dict(asyncio.run(run_streams(url, requests, clients=4)))  # of a request that was refused first, the last try
+    outcomes = [seen[index] for index in range(len(requests))]
     bad = [outcome.describe() for outcome in outcomes if outcome.kind(outcome) != "identical"]
     if bad:
         raise RuntimeError(f"{len(bad)} undisturbed streams did not end well, the first: {bad[0]}")
