@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pagoda_worker.kernels.cpu import build as building
+from pagoda_worker.library_choice import choose_libraries
 
 # Triton decides when it is first imported, by whomever, whether its kernels are interpreted; see --device.
 INTERPRET = "TRITON_INTERPRET"
@@ -24,12 +25,17 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("pagoda")
+choose_libraries()  # before any test, or process of one, computes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=("auto", "cpu", "cuda"), default="auto",
         help="where the GPU kernels are tested: on a cpu Triton interprets them; auto takes a GPU if there is one",
+    )  # fmt: skip
+    parser.addoption(
+        "--capabilities", default="86,90",
+        help="GPUs whose machine code is made of every kernel; 80,86,89,90,120 are all that are supported",
     )  # fmt: skip
     parser.addoption(
         "--level", choices=(NO_LIBRARY, *(name for name, _ in building.LEVELS)),

@@ -23,7 +23,7 @@ class EngineConfig:
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     max_model_len: int = option(0, "longest prompt plus output; 0 takes the workers' own limit")
     max_tokens_per_step: int = option(
-        DEFAULT_MAX_TOKENS_PER_STEP, "most tokens computed in one step of a worker", least=1, most=2**24
+        DEFAULT_MAX_TOKENS_PER_STEP, "most tokens computed in one step of a worker", least=1, most=2**20
     )
     max_rows: int = option(256, "most choices running at once on a worker", least=1, most=2**20)
     chunk_size: int = option(512, "most prompt tokens of one choice computed in one step", least=1, most=2**24)

@@ -24,6 +24,7 @@ from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 from pagoda_proto.params import ModelLimits, SamplingParams, check_for_model
 from pagoda_proto.records import RequestRecord
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.library_choice import choose_libraries
 
 NO_LIMIT = 2**31 - 1
 
@@ -49,6 +50,7 @@ class Local:
             ConfigError: options or model files that cannot be used.
         """
         settings = from_keywords(model=model, **options)
+        choose_libraries()
         from pagoda_worker.loop import Identity
         from pagoda_worker.startup import load_runner  # imports torch: bad options are told before
 

@@ -9,6 +9,7 @@ from pagoda.flags import add_options
 from pagoda.options import ModelSourceConfig
 from pagoda.process import run_blocking
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.library_choice import choose_libraries
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
     model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
     config = settings.build(WorkerConfig, model=str(model_dir))
 
+    choose_libraries()
     from pagoda_worker.loop import run
 
     return run_blocking(lambda stop: run(config, report, stop), report)

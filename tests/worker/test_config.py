@@ -7,20 +7,12 @@ from dataclasses import fields
 
 import pytest
 
-from pagoda_worker.config import AUTO_SWAP_SPACE, RANGES, WorkerConfig
+from pagoda_worker.config import AUTO_SWAP_SPACE, WorkerConfig
 
-NUMBERS = {field.name for field in fields(WorkerConfig) if type(field.default) in (int, float)}
-
-
-def test_every_number_has_a_range_that_holds_its_default() -> None:
-    assert set(RANGES) == NUMBERS
-    for name, (low, high) in RANGES.items():
-        default = getattr(WorkerConfig(), name)
-        assert low <= default <= high or default == AUTO_SWAP_SPACE
-        assert type(low) is type(high) is type(default)
+NUMBERS = sorted(field.name for field in fields(WorkerConfig) if type(field.default) in (int, float))
 
 
-@pytest.mark.parametrize("name", sorted(NUMBERS))
+@pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -16, 2**40, "8", True, None])
 def test_a_number_that_is_none_or_absurd_is_refused(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be [^;]*, got {value!r}$"):

@@ -9,6 +9,7 @@ import torch
 
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
+from pagoda_worker.library_choice import libraries_in_force
 
 # Raised whenever a change of the arithmetic (order of sums, rounding, fusion) changes bits. What changes only how the
 # library is called raises `kernels.cpu.library.ABI` instead, which no other machine sees.
@@ -44,7 +45,8 @@ def instruction_set(device: torch.device) -> str:
         return f"{name} {capability}"
     flags = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_avx512_fp16_supported")
     found = [name for name in flags if getattr(torch.cpu, name, lambda: False)()]
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_vendor()} {' '.join(found)}"
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_vendor()} {' '.join(found)}"
+    return f"{processor} {libraries_in_force()}"
 
 
 def _vendor() -> str:

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pagoda_worker.library_choice import VARIABLES, steady_libraries
+
+CASES = [
+    ("GenuineIntel", "fpu avx2 avx512dq amx_tile", "AVX512,STRICT"),
+    ("GenuineIntel", "fpu avx2 fma", "AVX2,STRICT"),
+    ("GenuineIntel", "fpu sse4_2", None),
+    ("AuthenticAMD", "fpu avx2 avx512dq", None),
+]
+
+
+@pytest.mark.parametrize(("vendor", "flags", "branch"), CASES)
+def test_each_processor_has_its_branch(vendor: str, flags: str, branch: str | None) -> None:
+    one = f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: {flags}\n\n"
+    found = steady_libraries(one + one.replace("fpu", "later"))
+    assert found["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
+    assert found.get("MKL_CBWR") == branch
+
+
+def test_a_machine_that_says_nothing_gets_no_branch() -> None:
+    assert steady_libraries("") == {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+
+
+@pytest.mark.parametrize("given", ["", "AVX2"])
+def test_what_was_said_stays_and_is_told(given: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    program = (
+        "from pagoda_worker.library_choice import choose_libraries, libraries_in_force\n"
+        "choose_libraries(); print(libraries_in_force())"
+    )
+    environment |= {"ONEDNN_MAX_CPU_ISA": given} if given else {}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert f"ONEDNN_MAX_CPU_ISA={given or 'AVX512_CORE_BF16'}" in done.stdout

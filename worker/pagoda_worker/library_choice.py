@@ -1,0 +1,43 @@
+"""torch's matrix libraries choose kernels by shape, and some of them sum in another order for other shapes.
+
+Both can be told to stay with those that do not, by variables that they read when they are first used:
+
+    oneDNN  ONEDNN_MAX_CPU_ISA  no AMX: its tiles split K by the number of rows
+    MKL     MKL_CBWR            one code branch in its strict mode, which ignores the size and alignment of matrices;
+                                offered for Intel's processors only, elsewhere its usual kernels hold
+
+What an operator has set stays, and is part of `numerics_id`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
+_BRANCHES = {"avx512dq": "AVX512,STRICT", "avx2": "AVX2,STRICT"}  # by the flag that a processor needs for it
+
+
+def steady_libraries(cpuinfo: str) -> dict[str, str]:
+    """The variables for a processor as /proc/cpuinfo describes it."""
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    fields = {name.strip(): value.split() for name, _, value in reversed([*lines])}
+    found = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+    if fields.get("vendor_id") == ["GenuineIntel"]:
+        branches = [branch for flag, branch in _BRANCHES.items() if flag in fields.get("flags", ())]
+        found |= {"MKL_CBWR": branches[0]} if branches else {}
+    return found
+
+
+def choose_libraries() -> None:
+    """Set what is not set yet. To be called before torch computes anything in this process."""
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return
+    for name, value in steady_libraries(cpuinfo).items():
+        os.environ.setdefault(name, value)
+
+
+def libraries_in_force() -> str:
+    return " ".join(f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ)
