@@ -1,6 +1,9 @@
 """Triton's interpreter, mended where it differs from every device: called once, before any kernel runs.
 
-- A size-1 array is no index for newer numpy: loop bounds are taken out of it.
+Triton 3.6 and 3.7 are known, and what is mended is the same in both but for the first of these. A further version is
+judged by test_interpreter.py before pyproject.toml admits it.
+
+- A size-1 array is no index for newer numpy: loop bounds are taken out of it, as 3.7 does by itself.
 - It cuts float32 off to bfloat16 where devices round to nearest even.
 - Its products of bfloat16 matrices multiply the bit patterns, and in any product the order of a row's sums depends on
   where in the matrix the row stands: here every row is a product of its own.
