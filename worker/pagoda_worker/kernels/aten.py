@@ -7,8 +7,8 @@ There are no integer kernels here: a quantised weight becomes the run dtype when
 taken as it is, also where the format says 8 bits. That costs memory and is nearer to the unquantised model.
 
 What keeps a row's bits its own, measured bit for bit by the tests:
-- oneDNN and MKL, told so (`library_choice`), sum every output over all of K in one order, whatever the number of rows; float32 with one row is the
-  exception (a matrix-vector routine), so one row is computed as two.
+- oneDNN and MKL, told so (`library_choice`), sum every output over all of K in one order, whatever the number of rows;
+  float32 with one row is the exception (a matrix-vector routine), so one row is computed as two.
 - Reductions run per row and never across threads.
 - Elementwise kernels treat the end of a thread's range with scalar code, whose `exp` rounds differently from the vector
   code; `_slabs` cuts the work so that a range ends where a row ends.
