@@ -67,6 +67,6 @@ class EngineConfig:
         """Whoever waits, waits longer than what it waits for can take (see `pagoda_proto.times`)."""
         rungs = ("worker_suspect_s", "worker_dead_s", "worker_lease_s", "step_deadline_s")
         for first, then in pairwise(rungs):
-            if not getattr(self, first) < getattr(self, then):
+            if 0 < getattr(self, then) <= getattr(self, first):  # what is no time is told of by its own rule
                 values = f"{getattr(self, first)} and {getattr(self, then)}"
                 yield Problem(first, f"{first} must be below {then}, got {values}")

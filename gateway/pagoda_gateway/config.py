@@ -9,6 +9,7 @@ from pagoda_gateway.clients import TrustedProxies
 from pagoda_proto import times
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
+from pagoda_proto.params import MAX_PRIORITY, MIN_PRIORITY
 
 LEAST_PING_S = 0.1
 
@@ -47,7 +48,9 @@ class GatewayConfig:
         "most log-probabilities of one answer that is no stream: prompts x n x max_tokens x (1 + logprobs)",
         least=1,
     )
-    min_priority: int = option(0, "lowest `priority` a request may ask for; lower runs earlier", least=-(2**31))
+    min_priority: int = option(
+        0, "lowest `priority` a request may ask for; lower runs earlier", least=MIN_PRIORITY, most=MAX_PRIORITY
+    )
     max_prompts: int = option(128, "most prompts in one completion request", least=1)
     max_messages: int = option(2048, "most messages in one chat request", least=1)
     max_tools: int = option(256, "most tools in one chat request", least=1)

@@ -77,7 +77,7 @@ def test_sec_02_a_tower_listens_on_its_http_port_and_on_nothing_else(tmp_path: P
         (["engine-core", "--listen", "0.0.0.0:7700", "--worker-endpoint", "tcp://127.0.0.1:7701"], "keys_dir"),
         (["engine-core", "--listen", "127.0.0.1:0", "--worker-endpoint", "tcp://0.0.0.0:7701"], "keys_dir"),
         (["worker", "--engine", "tcp://10.0.0.1:7701"], "keys_dir"),
-        (["gateway", "--engine", "engine-core:7700"], "keys_dir"),
+        (["gateway", "--engine", "engine-core:7700", "--port", "0"], "keys_dir"),
     ],
 )
 def test_sec_02_a_link_off_this_machine_without_keys_is_refused_at_start(arguments: list[str], message: str) -> None:

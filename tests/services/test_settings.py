@@ -216,6 +216,9 @@ def test_any_number_is_taken_within_its_bounds_or_refused_in_one_line(name: str,
         built = resolve(command, {name: str(value)} | (NEEDED if command != "serve" else {}), {})
     except ConfigError as error:
         for told in error.problems:
+            if " must be below " in told:  # another option's rule, which this value does not go with
+                assert name in told
+                continue
             assert told.startswith(f"{name} ")
             assert told.endswith(f"(from {ALL[name].flag})")
             assert len(told) < 500
@@ -240,7 +243,7 @@ numbers = st.integers(0, 65535)
 texts = st.text(st.characters(codec="utf-8", exclude_characters="\0", exclude_categories=("Cs",)), max_size=20)
 
 
-@given(port=numbers, host=texts, startup_message=st.booleans(), keep_alive_s=st.floats(0, 1e6))
+@given(port=numbers, host=texts, startup_message=st.booleans(), keep_alive_s=st.floats(0.1, 1e6))
 def test_arguments_carry_a_config_into_another_process(
     port: int, host: str, startup_message: bool, keep_alive_s: float
 ) -> None:

@@ -15,7 +15,6 @@ from tests.worker.fakes_capturable import BLOCK, BOMB, MAX_LEN, POISON, VOCAB, H
 from tests.worker.fakes_engine import GREEDY, Choice, Engine
 from tests.worker.fakes_model import Driver, FakeLoaded, new_row
 
-from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import Chunk, ReplaceBlock, StepPlan
 from pagoda_worker.batch import Batch, build_batch
@@ -24,7 +23,7 @@ from pagoda_worker.graphs import Graphed, ladder
 from pagoda_worker.lines import Lines
 from pagoda_worker.pending import OnDevice
 from pagoda_worker.rows import Ints, Row
-from pagoda_worker.runner import ModelRunner
+from pagoda_worker.runner import LostStep, ModelRunner
 
 CPU = torch.device("cpu")
 MAX_ROWS, NUM_BLOCKS = 6, 60
@@ -306,38 +305,46 @@ def test_a_row_of_another_life_is_not_taken_for_one_of_the_same_name() -> None:
     assert tokens == {5: continued([5, 6, 7], 3), 9: continued([9, 8, 7], 3)}
 
 
-def test_after_a_step_that_failed_lines_are_written_again() -> None:
-    accelerator = Unlucky()
+def begun_pair(accelerator: FakeAccelerator) -> ModelRunner:
+    """Two rows with two tokens each."""
     runner = device_runner(accelerator)
     rows = [new_row(i, [5 + i, 6], [i]) for i in (1, 2)]
     runner.execute(step_of(1, *(Chunk(i, 0, 2, True) for i in (1, 2)), new_rows=rows))
     runner.execute(step_of(2, *(Chunk(i, 2, 1, True) for i in (1, 2))))
-    accelerator.fails = True
-    late = new_row(3, [11], [3])
-    failed = runner.execute(step_of(3, Chunk(2, 3, 1, True), Chunk(3, 0, 1, True), new_rows=[late]))
-    assert {error.row_id: error.code for error in failed.errors} == dict.fromkeys((2, 3), ErrorCode.INTERNAL)
-    accelerator.fails = False
-    accelerator.uploads.clear()
-    result = runner.execute(step_of(4, Chunk(1, 3, 1, True)))
+    return runner
+
+
+def go_on_elsewhere(runner: ModelRunner) -> None:
+    """The first of the pair comes back with what it had, under the lines of before, and goes on as if undisturbed."""
+    known = [6, 6, *continued([6, 6], 2)]
+    result = runner.execute(step_of(1, Chunk(1, 0, 4, True), new_rows=[new_row(1, known, [2])]))
     assert result.outputs[0].token_ids == continued([6, 6], 3)[2:]
-    assert accelerator.uploads == [HEAD + CELL + TOKEN]
+    result = runner.execute(step_of(2, Chunk(1, 4, 1, True)))
+    assert result.outputs[0].token_ids == continued([6, 6], 4)[3:]
+
+
+def test_after_a_lost_step_no_line_of_before_is_believed() -> None:
+    accelerator = Unlucky()
+    runner = begun_pair(accelerator)
+    accelerator.fails = True
+    with pytest.raises(LostStep):
+        runner.execute(step_of(3, Chunk(2, 3, 1, True), Chunk(3, 0, 1, True), new_rows=[new_row(3, [11], [3])]))
+    accelerator.fails = False
+    go_on_elsewhere(runner)
 
 
 def test_a_sampler_that_fails_leaves_no_line_believed() -> None:
-    accelerator = FakeAccelerator()
-    runner = device_runner(accelerator)
-    rows = [new_row(i, [5 + i, 6], [i]) for i in (1, 2)]
-    runner.execute(step_of(1, *(Chunk(i, 0, 2, True) for i in (1, 2)), new_rows=rows))
+    runner = begun_pair(FakeAccelerator())
 
     def fail(*_: object) -> torch.Tensor:
         raise RuntimeError("no")
 
     sampler = runner._compute._sampler
     runner._compute._sampler.sample, whole = fail, sampler.sample  # type: ignore[method-assign]
-    assert len(runner.execute(step_of(2, Chunk(2, 2, 1, True))).errors) == 1
+    with pytest.raises(LostStep):
+        runner.execute(step_of(3, Chunk(2, 3, 1, True)))
     sampler.sample = whole  # type: ignore[method-assign]
-    assert runner.execute(step_of(3, Chunk(1, 2, 1, True))).outputs[0].token_ids == continued([6, 6], 2)[1:]
-    assert runner.execute(step_of(4, Chunk(1, 3, 1, True))).outputs[0].token_ids == continued([6, 6], 3)[2:]
+    go_on_elsewhere(runner)
 
 
 def test_a_row_whose_logits_are_no_numbers_ends_alone_and_its_line_is_given_on() -> None:
@@ -356,12 +363,9 @@ def test_a_row_whose_logits_are_no_numbers_ends_alone_and_its_line_is_given_on()
     }
 
 
-def test_a_failed_prefill_beside_decoding_rows_ends_them_and_no_line_of_others() -> None:
-    runner = device_runner(FakeAccelerator())
-    rows = [new_row(i, [5 + i, 6], [i]) for i in (1, 2)]
-    runner.execute(step_of(1, *(Chunk(i, 0, 2, True) for i in (1, 2)), new_rows=rows))
-    runner.execute(step_of(2, *(Chunk(i, 2, 1, True) for i in (1, 2))))
+def test_a_lost_prefill_beside_decoding_rows_leaves_no_line_believed() -> None:
+    runner = begun_pair(FakeAccelerator())
     bomb = new_row(3, [BOMB, 1], [3])
-    failed = runner.execute(step_of(3, Chunk(2, 3, 1, True), Chunk(3, 0, 2, True), new_rows=[bomb]))
-    assert sorted(error.row_id for error in failed.errors) == [2, 3]
-    assert runner.execute(step_of(4, Chunk(1, 3, 1, True))).outputs[0].token_ids == continued([6, 6], 3)[2:]
+    with pytest.raises(LostStep):
+        runner.execute(step_of(3, Chunk(2, 3, 1, True), Chunk(3, 0, 2, True), new_rows=[bomb]))
+    go_on_elsewhere(runner)

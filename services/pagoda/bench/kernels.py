@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ceilings", action="store_true", help="measure the ceilings and nothing else")
     group = parser.add_argument_group("how")
     group.add_argument("--repeats", type=whole(1), default=5, help="runs, of which the median counts [%(default)s]")
-    group.add_argument("--cold-mib", type=whole(1), default=256, help="what a run moves at least [%(default)s]")
+    group.add_argument("--cold-mib", type=whole(), default=256, help="what a run moves at least [%(default)s]")
     group.add_argument("--max-tokens", type=whole(1), default=2**20, help="leave out cases with more [%(default)s]")
     group = parser.add_argument_group("output")
     group.add_argument("--json", type=Path, help="write the report to this file")
