@@ -65,6 +65,15 @@ def test_linear(library: lib.Library, rows: int, n: int, k: int) -> None:
         assert torch.equal(linear(library, x[row : row + 1], w)[0], y[row])
 
 
+@pytest.mark.parametrize("k", [2, 254, 256, 258, 1030])
+def test_bits_of_a_row_are_the_same_in_every_tile(library: lib.Library, k: int) -> None:
+    """Each number of rows falls into other tiles, and a panel may be passed in several turns."""
+    x, w = bf16(40, k, seed=1), bf16(70, k, seed=2, scale=k**-0.5)
+    alone = torch.cat([linear(library, row[None], w) for row in x])
+    for rows in range(2, 41):
+        assert torch.equal(linear(library, x[-rows:], w), alone[-rows:]), rows
+
+
 def test_linear_in_blocks_of_rows(library: lib.Library) -> None:
     """More rows than fit into the cache are computed block by block, with the same bits."""
     x, w = bf16(300, 4096, seed=3), bf16(40, 4096, seed=4, scale=0.02)
