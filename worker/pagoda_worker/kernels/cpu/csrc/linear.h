@@ -11,7 +11,8 @@ namespace PAGODA_NS {
 
 constexpr int PANEL = 32;
 constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
-constexpr int FETCH_AHEAD = 8192;  // bytes between what is multiplied and what is fetched; may reach past the end
+// Bytes between what is multiplied and what is fetched; may reach past the end. Where groups take turns, it is all of a turn.
+constexpr int FETCH_AHEAD = groups_of(MAX_ROWS, 2) == 2 ? 8192 : 16384;
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
 static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out) {
@@ -101,29 +102,34 @@ PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
   }
 }
 
+enum class Fetch { NOTHING, NEAR, PAST };
+
 // What to fetch while rows pass a panel: for a single tile the same panel, a little ahead, which then need not stay in any
-// cache; for several tiles, which find the panel in a near one, the next panel, a share by each. A step is a row of the panel.
+// cache; for several tiles, which find the panel in a near one, the next panel, a share by each. A step is for a row of the
+// panel, in each of the turns of a tile.
 struct Ahead {
   const char* at;
   size_t step, half;
-  bool once;
+  bool single, past;
 
-  PAGODA_INLINE_MEMBER Ahead(const void* panel, size_t bytes, int rows) {
-    const size_t tiles = (size_t)(rows + MAX_ROWS - 1) / MAX_ROWS;
-    step = (PANEL_ROW + tiles - 1) / tiles;
+  PAGODA_INLINE_MEMBER Ahead(const void* panel, size_t bytes, int rows, int most = MAX_ROWS, int turns = 1) {
+    const size_t tiles = (size_t)(rows + most - 1) / most, times = tiles * turns;
+    step = (PANEL_ROW + times - 1) / times;
     half = step / 2;
-    once = tiles == 1;
-    at = (const char*)panel + (tiles == 1 ? FETCH_AHEAD : bytes);
+    single = tiles == 1;
+    past = single && past_caches();
+    at = (const char*)panel + (single ? FETCH_AHEAD : bytes);
   }
   PAGODA_INLINE_MEMBER void fetch() {
-    if (once) fetch<true>();
-    else fetch<false>();
+    if (past) fetch<Fetch::PAST>();
+    else fetch<Fetch::NEAR>();
   }
-  template <bool ONCE>
+  template <Fetch FETCH>
   PAGODA_INLINE_MEMBER void fetch() {
-    if constexpr (ONCE) {
-      prefetch_once(at);
-      prefetch_once(at + half);
+    if constexpr (FETCH == Fetch::NOTHING) return;
+    if constexpr (FETCH == Fetch::PAST) {
+      prefetch_past(at);
+      prefetch_past(at + half);
     } else {
       prefetch(at);
       prefetch(at + half);
@@ -132,7 +138,7 @@ struct Ahead {
   }
   // Past what of the same panel is no row.
   PAGODA_INLINE_MEMBER void skip(size_t bytes) {
-    if (once) at += bytes;
+    if (single) at += bytes;
   }
 };
 
@@ -145,7 +151,6 @@ struct LinearArgs {
 
 // Adds what ROWS rows make with so many pair rows of GROUPS groups to `sums` [ROWS][PANEL]. A function of its own, and one
 // for each way to fetch, so that it has all registers for itself.
-enum Fetch { NOTHING, NEXT, ONCE };
 template <typename NUMBERS, int ROWS, int GROUPS, Fetch FETCH>
 static __attribute__((noinline)) void add_pairs(Rows<ROWS> x, const uint32_t* panel, int num_pairs, Ahead& ahead_,
                                                 typename NUMBERS::Value* sums) {
@@ -156,9 +161,7 @@ static __attribute__((noinline)) void add_pairs(Rows<ROWS> x, const uint32_t* pa
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
     for (int g = 0; g < GROUPS; ++g) acc[r][g] = load(sums + r * PANEL + 16 * g);
-  tile<NUMBERS>(x, groups, PANEL, num_pairs, acc, [&](int) PAGODA_INLINE_MEMBER {
-    if constexpr (FETCH != NOTHING) ahead.fetch<FETCH == ONCE>();
-  });
+  tile<NUMBERS>(x, groups, PANEL, num_pairs, acc, [&](int) PAGODA_INLINE_MEMBER { ahead.fetch<FETCH>(); });
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 2
@@ -171,7 +174,7 @@ template <typename NUMBERS, int ROWS, Fetch FETCH>
 PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, Ahead& ahead, typename NUMBERS::Value* sums) {
   constexpr int GROUPS = groups_of(ROWS, 2);
   add_pairs<NUMBERS, ROWS, GROUPS, FETCH>(x, panel, num_pairs, ahead, sums);
-  if constexpr (GROUPS == 1) add_pairs<NUMBERS, ROWS, 1, NOTHING>(x, panel + 16, num_pairs, ahead, sums + 16);
+  if constexpr (GROUPS == 1) add_pairs<NUMBERS, ROWS, 1, FETCH>(x, panel + 16, num_pairs, ahead, sums + 16);
 }
 
 // Where registers do not hold both groups of a panel for a full tile, groups and tiles take turns, so many pair rows at a
@@ -183,7 +186,8 @@ constexpr int BLOCK = 256;  // rows of a block at most
 static void linear_panel(const LinearArgs& a, int first, int last, const uint32_t* panel, int column) {
   alignas(64) float sums[BLOCK][PANEL];
   const int num_pairs = a.k / 2;
-  Ahead ahead(panel, (size_t)num_pairs * PANEL_ROW, last - first);
+  const int rows = last - first, turns = 2 / groups_of(rows < MAX_ROWS ? rows : MAX_ROWS, 2);
+  Ahead ahead(panel, (size_t)num_pairs * PANEL_ROW, rows, MAX_ROWS, turns);
   for (int begin = 0; begin < num_pairs; begin += TURN, panel += (size_t)TURN * PANEL) {
     const int size = num_pairs - begin < TURN ? num_pairs - begin : TURN;
     in_tiles(first, last, [&](auto count, int from) {
@@ -191,8 +195,8 @@ static void linear_panel(const LinearArgs& a, int first, int last, const uint32_
       const Rows<ROWS> x(a.x.row(from) + 2 * begin, a.x.stride());
       float* to = sums[num_pairs <= TURN ? 0 : from - first];
       if (begin == 0) memset(to, 0, ROWS * sizeof sums[0]);
-      if (ahead.once) add_both<Bf16, ROWS, ONCE>(x, panel, size, ahead, to);
-      else add_both<Bf16, ROWS, NEXT>(x, panel, size, ahead, to);
+      if (ahead.past) add_both<Bf16, ROWS, Fetch::PAST>(x, panel, size, ahead, to);
+      else add_both<Bf16, ROWS, Fetch::NEAR>(x, panel, size, ahead, to);
       if (begin + size == num_pairs) finish_rows(to, ROWS, from, column, a.n, a.e, a.y);
     });
   }

@@ -264,7 +264,7 @@ static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Input
 constexpr int DIRECT_ROWS = PAGODA_LEVEL == 1 ? 2 : MAX_ROWS;
 static void quant_panel_directly(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel,
                                  int column) {
-  Ahead ahead(panel, quant_panel_bytes(a.form, a.k), last - first);
+  Ahead ahead(panel, quant_panel_bytes(a.form, a.k), last - first, DIRECT_ROWS);
   with_form(a.form, [&](auto form) {
     in_tiles<DIRECT_ROWS>(first, last, [&](auto count, int from) {
       quant_tile<decltype(count)::value, decltype(form)>(a, in, from, panel, column, ahead);

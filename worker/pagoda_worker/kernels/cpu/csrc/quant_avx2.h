@@ -2,7 +2,7 @@
 //
 // Two products of 4 by 8 bits are at most 2 * 15 * 127, so that eight such sums still fit into 16 bits: `Nibbles`. Two of
 // 8 by 8 bits do not fit at all. Such weights are unpacked to 16 bits, and those of 4 bits that meet bf16 to bf16, once for
-// all rows of a block, and are then what the micro-kernel multiplies. One or two rows would not be worth it.
+// all rows of a block, and are then what the micro-kernel multiplies. A few rows are not worth it.
 #pragma once
 
 #include "quant.h"
@@ -14,7 +14,7 @@ constexpr int CHUNK = 256;  // inputs that are unpacked at a time: 16 KiB
 enum Way { DIRECT, UNPACKED, BY_NIBBLES };
 static Way way_of(const QuantForm& form, int rows) {
   if (form.bits == 4 && form.input_bits == 8) return BY_NIBBLES;
-  return rows <= DIRECT_ROWS ? DIRECT : UNPACKED;
+  return rows <= (form.bits == 8 ? 2 * MAX_ROWS : DIRECT_ROWS) ? DIRECT : UNPACKED;
 }
 
 // Rows [first, last) of x [rows, k], a block, as `quant_panel` wants them.
@@ -125,8 +125,8 @@ struct Unpacked<FORM, false> {
 template <typename FORM>
 static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32_t* out) {
   for (int i = 0; i < inputs; i += FORM::WORD, words += PANEL_ROW, out += FORM::WORD / 2 * PANEL) {
-    prefetch_once(words + FETCH_AHEAD);
-    prefetch_once(words + FETCH_AHEAD + 64);
+    prefetch(words + FETCH_AHEAD);
+    prefetch(words + FETCH_AHEAD + 64);
     for (int c = 0; c < PANEL; c += 16) {
       const quads w = load_quads(words + 4 * c);
       if constexpr (FORM::BITS == 8) {
@@ -161,7 +161,7 @@ static void unpacked_panel(const QuantArgs& a, const Inputs& in, int first, int 
         typename Numbers::Value* to = sums[from - first];
         if (begin == 0) begin_sums<ROWS, FORM>(rows, from, g, to);
         const Rows<ROWS> x(Unpacked<FORM>::row(in, from, g * group + begin), rows.stride());
-        add_both<Numbers, ROWS, NOTHING>(x, pairs_here, inputs / 2, nothing, to);
+        add_both<Numbers, ROWS, Fetch::NOTHING>(x, pairs_here, inputs / 2, nothing, to);
         if (begin + inputs == group) add_scaled<ROWS, FORM>(rows, from, g, panel, to, totals[from - first]);
       });
     }

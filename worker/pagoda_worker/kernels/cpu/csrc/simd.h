@@ -84,8 +84,6 @@ PAGODA_INLINE f16 even(pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(
 #endif
 constexpr int MAX_ROWS = 12;      // of a tile
 constexpr int ACCUMULATORS = 24;  // of a tile of several groups: one register each of 32
-PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-PAGODA_INLINE void prefetch_once(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
 
 #elif PAGODA_LEVEL == 1  // AVX2 + FMA: two registers
 
@@ -171,8 +169,6 @@ PAGODA_INLINE __m256 even_half(__m256i a) {
 PAGODA_INLINE f16 even(pairs a) { return {even_half(a.lo), even_half(a.hi)}; }
 constexpr int MAX_ROWS = 6;      // of a tile: with one group 12 of 16 registers
 constexpr int ACCUMULATORS = 4;  // of a tile of several groups, which need registers too
-PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-PAGODA_INLINE void prefetch_once(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
 
 #else  // plain C++: what the compiler makes of it
 
@@ -235,8 +231,6 @@ PAGODA_INLINE f16 odd(pairs a) { f16 r; PAGODA_EACH r.v[i] = widen((uint16_t)(a.
 PAGODA_INLINE f16 even(pairs a) { f16 r; PAGODA_EACH r.v[i] = widen((uint16_t)a.v[i]); return r; }
 constexpr int MAX_ROWS = 2;
 constexpr int ACCUMULATORS = 4;
-PAGODA_INLINE void prefetch(const void*) {}
-PAGODA_INLINE void prefetch_once(const void*) {}
 #undef PAGODA_EACH
 
 #endif
@@ -265,6 +259,17 @@ struct Bf16 {
 #endif
   PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return right(load_pairs(b), pass); }
 };
+
+#if PAGODA_LEVEL >= 1
+PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+PAGODA_INLINE void prefetch_past(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
+// Whether what is read once is better fetched past the caches. Intel's processors then read several times more slowly.
+PAGODA_INLINE bool past_caches() { return __builtin_cpu_is("amd"); }
+#else
+PAGODA_INLINE void prefetch(const void*) {}
+PAGODA_INLINE void prefetch_past(const void*) {}
+PAGODA_INLINE bool past_caches() { return false; }
+#endif
 
 // One tree for every level: lanes 0..7 with 8..15, then 4, 2, 1.
 #if PAGODA_LEVEL >= 2
