@@ -109,7 +109,8 @@ class Roofline:
         return torch.randn(*size, generator=self._generator).bfloat16()
 
     def _wanted(self, op: str, num_tokens: int = 0) -> bool:
-        return self.limits.only in op and num_tokens <= self.limits.max_tokens
+        only = self.limits.only
+        return (not only or any(text in op for text in only)) and num_tokens <= self.limits.max_tokens
 
     def _num_copies(self, num_bytes: float, operations: float = 0.0) -> int:
         cold = math.ceil(self.limits.cold_bytes / num_bytes)
@@ -137,7 +138,7 @@ class Roofline:
             weight = self._random(n, k)
             stored: Any = weight if form is None else quantize(weight, form)
             packed = [self.ops.pack_linear(stored) for _ in range(self._num_copies(weight_bytes(n, k, form)))]
-            for rows in LINEAR_ROWS:
+            for rows in self.limits.rows or LINEAR_ROWS:
                 if self._wanted(op, rows) and (matrix != "logits" or rows <= LOGITS_ROWS):
                     yield self._linear(op, matrix, rows, packed, form)
 

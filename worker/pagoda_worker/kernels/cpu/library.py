@@ -168,10 +168,8 @@ class Library:
     """
 
     def __init__(self, cpus: Sequence[int], level: str = "", path: Path = LIBRARY) -> None:
-        if not path.exists():
-            raise LibraryError(f"{path.name} was not built: there was no C++ compiler when Pagoda was installed")
         self._library = _open(path)
-        runnable = [name for index, name in enumerate(LEVELS) if self._library.pagoda_supports(index)]
+        runnable = _runnable(self._library)
         if level and level not in runnable:
             raise LibraryError(f"this machine runs the kernels at {', '.join(runnable)}, not at {level!r}")
         self.level = level or runnable[-1]
@@ -244,7 +242,18 @@ class Library:
         self._library.pagoda_copy_blocks(self._pool, addresses, sizes, len(tensors), flat, len(pairs))
 
 
+def runnable_levels(path: Path = LIBRARY) -> list[str]:
+    """The names of LEVELS that this machine can run, the best last. Raises LibraryError as `Library` does."""
+    return _runnable(_open(path))
+
+
+def _runnable(library: ctypes.CDLL) -> list[str]:
+    return [name for index, name in enumerate(LEVELS) if library.pagoda_supports(index)]
+
+
 def _open(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        raise LibraryError(f"{path.name} was not built: there was no C++ compiler when Pagoda was installed")
     library = ctypes.CDLL(str(path))
     _check(library, path)  # before anything that another build may not have
     pointer, number = ctypes.c_void_p, ctypes.c_int

@@ -109,7 +109,7 @@ PAGODA_INLINE void widen(const Cells& c, int group, int rows, int width, int fir
   for (int row = 0; row < rows; ++row, from += 2 * width, ahead += 2 * width, to += width) {
     int i = first;
     for (; i + 32 <= last; i += 32) {
-      prefetch(ahead + 2 * i);
+      prefetch_once(ahead + 2 * i);
       store_pairs(to + i, widen_pairs(from + 2 * i));
       store_pairs(to + i + 16, widen_pairs(from + 2 * i + 32));
     }
@@ -145,7 +145,7 @@ PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows,
 template <int GROUPS>
 PAGODA_INLINE void fetch(const uint32_t* const* ahead, size_t words) {
 #pragma GCC unroll 8
-  for (int g = 0; g < GROUPS; ++g) prefetch(ahead[g] + words);
+  for (int g = 0; g < GROUPS; ++g) prefetch_once(ahead[g] + words);
 }
 
 // Queries times keys. With few registers this is a function of its own, to have all of them.

@@ -125,8 +125,8 @@ struct Unpacked<FORM, false> {
 template <typename FORM>
 static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32_t* out) {
   for (int i = 0; i < inputs; i += FORM::WORD, words += PANEL_ROW, out += FORM::WORD / 2 * PANEL) {
-    prefetch(words + FETCH_AHEAD);
-    prefetch(words + FETCH_AHEAD + 64);
+    prefetch_once(words + FETCH_AHEAD);
+    prefetch_once(words + FETCH_AHEAD + 64);
     for (int c = 0; c < PANEL; c += 16) {
       const quads w = load_quads(words + 4 * c);
       if constexpr (FORM::BITS == 8) {

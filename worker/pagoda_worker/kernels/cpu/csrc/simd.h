@@ -270,6 +270,10 @@ PAGODA_INLINE void prefetch(const void*) {}
 PAGODA_INLINE void prefetch_past(const void*) {}
 PAGODA_INLINE bool past_caches() { return false; }
 #endif
+PAGODA_INLINE void prefetch_once(const void* p) {  // the choice costs a loop of its own, for which AVX2 lacks registers
+  if (PAGODA_LEVEL >= 2 && past_caches()) prefetch_past(p);
+  else prefetch(p);
+}
 
 // One tree for every level: lanes 0..7 with 8..15, then 4, 2, 1.
 #if PAGODA_LEVEL >= 2
