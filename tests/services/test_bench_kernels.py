@@ -44,7 +44,7 @@ def test_the_command_measures_prints_writes_and_draws(tmp_path: Path, capsys: py
 
 def test_several_instruction_sets_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.json"
-    chosen = "--formats bf16 --only linear,embed --rows 3,5".split()
+    chosen = ["--formats", "bf16", "--only", "linear,embed", "--rows", "3,5"]
     words = ["bench", "kernels", "--shape", SHAPE, *QUICK, *chosen]
     assert main([*words, "--instruction-set", "base,base", "--json", str(out)]) == 0
     written = json.loads(out.read_text())

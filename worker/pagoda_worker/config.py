@@ -14,7 +14,7 @@ QUANTIZATIONS = ("", "int8", "int4", "int4a16")
 WORDS = {
     "dtype": ("auto", "bfloat16", "float16", "float32"),
     "quantization": QUANTIZATIONS,
-    "instruction_set": ("", "base", "avx2", "avx512", "avx512bf16"),
+    "instruction_set": ("", "base", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16"),
     "kv_cache_dtype": ("auto", "int8"),
     "speculation": ("", "ngram", "draft-model"),
 }
@@ -38,7 +38,9 @@ class WorkerConfig:
         "kernel back end: auto, reference, torch, native, triton; or one with exceptions: native,attention=torch, "
         "triton,attention=flash (auto takes flash-attention if it is installed and measured to be faster)",
     )
-    instruction_set: str = option("", "level of the native kernels: base, avx2, avx512, avx512bf16; empty: the best")
+    instruction_set: str = option(
+        "", "level of the native kernels: base, avx2, avxvnni, avx512, avx512vnni, avx512bf16; empty: the best"
+    )
     threads: int = option(0, "compute threads; 0 takes every core this process may use")
     block_size: int = option(0, "tokens per KV block; 0 takes 32 on a CPU and 64 on a GPU")
     kv_cache_gib: float = option(0.0, "memory for the KV cache; 0 sizes it from what the machine has free")

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--instruction-set", default="", metavar="NAME,NAME,..",
-        help="of base, avx2, avx512 and avx512bf16; all for each that runs here, the best one by default",
+        help="levels of the kernels, or all for each that runs here; the best one by default",
     )  # fmt: skip
     group.add_argument("--threads", type=int, default=0, help="one per usable core when left out")
     group.add_argument("--formats", type=_words, help="of linear layers, NAME,NAME,..; bf16 and all others by default")
@@ -79,12 +79,12 @@ def _levels(text: str) -> Sequence[str]:
     """Names of instruction sets; one without a name is the best."""
     if text != "all":
         return _words(text) or ("",)
-    from pagoda_worker.kernels.cpu.library import LibraryError, runnable_levels
+    from pagoda_worker.kernels.measure import runnable_levels
 
     try:
         return runnable_levels()
-    except LibraryError as error:
-        raise ConfigError([f"kernels: {error}"]) from error
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
 
 
 def measure(arguments: argparse.Namespace, level: str) -> dict[str, Any]:

@@ -283,6 +283,30 @@ def test_an_unknown_level_is_a_clear_error() -> None:
         lib.Library([-1], level="avx1024")
 
 
+FEATURES = {"avx2": 1, "fma": 2, "f16c": 4, "avx_vnni": 8, "avx512": 16, "avx512_vnni": 32, "avx512_bf16": 64}
+PROCESSORS = {  # features -> levels it runs
+    (): ["base"],
+    ("avx2", "fma"): ["base"],
+    ("avx2", "fma", "f16c"): ["base", "avx2"],
+    ("avx2", "fma", "f16c", "avx_vnni"): ["base", "avx2", "avxvnni"],
+    ("avx2", "fma", "f16c", "avx512"): ["base", "avx2", "avx512"],
+    ("avx2", "fma", "f16c", "avx512", "avx512_bf16"): ["base", "avx2", "avx512"],
+    ("avx2", "fma", "f16c", "avx512", "avx512_vnni"): ["base", "avx2", "avx512", "avx512vnni"],
+    tuple(FEATURES): list(lib.LEVELS),
+}
+
+
+@pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")
+@pytest.mark.parametrize("features", PROCESSORS)
+def test_a_processor_runs_the_levels_it_has_all_of(features: tuple[str, ...]) -> None:
+    handle = ctypes.CDLL(str(LIBRARY))
+    mask = sum(FEATURES[name] for name in features)
+    runs = [name for index, name in enumerate(lib.LEVELS) if handle.pagoda_runs_with(index, mask)]
+    assert runs == PROCESSORS[features]
+    assert not handle.pagoda_runs_with(len(lib.LEVELS), mask)
+    assert not handle.pagoda_runs_with(-1, mask)
+
+
 def test_without_a_compiler_nothing_is_built(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build(out=tmp_path / "libpagoda.so") is None
@@ -304,6 +328,6 @@ echo "$*" > "$last"
     linked = build(fake("-mavx512bf16"), tmp_path / "libpagoda.so")
     assert linked is not None
     objects = [Path(word).name for word in linked.read_text().split() if word.endswith(".o")]
-    assert objects == ["pagoda.o", "base.o", "avx2.o", "avx512.o"]
+    assert objects == ["pagoda.o", "base.o", "avx2.o", "avxvnni.o", "avx512.o", "avx512vnni.o"]
     with pytest.raises(CompileError, match="PAGODA_LEVEL=2"):
         build(fake("-DPAGODA_LEVEL=2"), tmp_path / "libpagoda.so")

@@ -22,7 +22,7 @@ from pagoda_worker.kernels.cpu.ceilings import CeilingProbe, median_s
 from pagoda_worker.kernels.cpu.native import NativeOps, load_native
 from pagoda_worker.kernels.cpu.program import Recording
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.ops import AttentionShape, BackendError, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import FORMATS, Format, quantize
 from pagoda_worker.kernels.roofline import Limits, ModelShape, Point
 from pagoda_worker.rows import Ints, Row
@@ -50,6 +50,14 @@ Record = Callable[[NativeOps, int], object]
 """Does one operation with the ops it is given, on copy i of its operands."""
 Apply = Callable[[NativeOps, torch.Tensor, torch.Tensor], object]
 """Does one operation on its input and on another tensor of the same size."""
+
+
+def runnable_levels() -> list[str]:
+    """The instruction sets that this machine can run the kernels with. Raises BackendError if there are no kernels."""
+    try:
+        return lib.runnable_levels()
+    except lib.LibraryError as error:
+        raise BackendError(f"kernels: {error}") from error
 
 
 class _Copies(Recording):

@@ -18,8 +18,8 @@ from pagoda_proto.params import MAX_LOGPROBS
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.quantized import QuantizedWeight
 
-ABI = 3
-LEVELS = ("base", "avx2", "avx512", "avx512bf16")
+ABI = 4
+LEVELS = ("base", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16")
 PANEL = 32  # columns of a packed panel
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 

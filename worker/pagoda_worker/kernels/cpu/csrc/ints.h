@@ -45,7 +45,7 @@ PAGODA_INLINE quads load_quads(const void* p) { return {_mm512_loadu_si512(p)}; 
 PAGODA_INLINE quads low_nibbles(quads a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm512_srli_epi32(a.v, 4)}); }
 
-#if PAGODA_LEVEL >= 3  // VNNI
+#ifdef __AVX512VNNI__
 PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
   return {(i32x16)_mm512_dpbusd_epi32((__m512i)acc.v, w.v, _mm512_set1_epi32((int)a))};
 }
@@ -138,6 +138,12 @@ PAGODA_INLINE quads low_nibbles(quads a) {
 }
 PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm256_srli_epi32(a.lo, 4), _mm256_srli_epi32(a.hi, 4)}); }
 
+#ifdef __AVXVNNI__
+PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
+  const __m256i x = _mm256_set1_epi32((int)a);
+  return {(i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.lo, w.lo, x), (i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.hi, w.hi, x)};
+}
+#else
 // Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: the instruction for bytes would saturate.
 PAGODA_INLINE i32x8 dot4_half(i32x8 acc, __m256i w, __m256i a_even, __m256i a_odd) {
   __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), a_even);
@@ -148,6 +154,7 @@ PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
   __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
   return {dot4_half(acc.lo, w.lo, even, odd), dot4_half(acc.hi, w.hi, even, odd)};
 }
+#endif
 typedef int16_t i16x16 __attribute__((vector_size(32)));
 struct halves { i16x16 lo, hi; };  // 16 x 2 whole numbers of 16 bits
 PAGODA_INLINE ints both(halves a) {
@@ -198,6 +205,36 @@ struct Int16 {
     return {acc.lo + (i32x8)_mm256_madd_epi16(b.lo, x), acc.hi + (i32x8)_mm256_madd_epi16(b.hi, x)};
   }
 };
+#ifdef __AVXVNNI__
+// How the micro-kernel multiplies unsigned with signed bytes, four instead of a pair.
+struct Bytes {
+  typedef int32_t Value;
+  typedef ints Sum;
+  typedef int16_t Left;
+  typedef quads Right;
+  static constexpr int PASSES = 1;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int) { return load_quads(b); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int, Right b) {
+    uint32_t four;
+    memcpy(&four, a, 4);
+    return dot4(acc, b, four);
+  }
+};
+// The same with nibbles, eight instead of a pair.
+struct NibbleBytes {
+  typedef int32_t Value;
+  typedef ints Sum;
+  typedef uint32_t Left;
+  typedef quads Right;
+  static constexpr int PASSES = 2;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return Nibbles::right(b, pass); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) {
+    uint32_t four;
+    memcpy(&four, a + pass, 4);
+    return dot4(acc, b, four);
+  }
+};
+#endif
 // Bytes 0 and 1 of every lane, or 2 and 3, as a pair of 16 bits.
 PAGODA_INLINE quads first_bytes(quads a) {
   const __m256i at = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1,

@@ -89,7 +89,11 @@ static void pack_quant_panel(const QuantSource& w, int panel, uint8_t* out) {
 constexpr float FAINT = 0x1p-100f;
 
 // Rows of x [rows, k] as level * scale. A row's numbers are a function of that row alone.
-constexpr int LEVEL_BYTES = PAGODA_LEVEL == 1 ? 2 : 1;  // of a rounded input, at most
+#if PAGODA_LEVEL == 1 && !defined(__AVXVNNI__)
+constexpr int LEVEL_BYTES = 2;  // of a rounded input, at most
+#else
+constexpr int LEVEL_BYTES = 1;
+#endif
 
 class RoundedRows : public Kept {
  public:

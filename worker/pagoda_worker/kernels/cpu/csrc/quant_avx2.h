@@ -1,4 +1,5 @@
 // Weights of 8 or 4 bits at AVX2, which has few registers, and whose one instruction for bytes adds two products in 16 bits.
+// With AVX-VNNI there is one that adds four in 32, and words are multiplied as they are. Without:
 //
 // Two products of 4 by 8 bits are at most 2 * 15 * 127, so that eight such sums still fit into 16 bits: `Nibbles`. Two of
 // 8 by 8 bits do not fit at all. Such weights are unpacked to 16 bits, and those of 4 bits that meet bf16 to bf16, once for
@@ -11,17 +12,25 @@ namespace PAGODA_NS {
 
 constexpr int CHUNK = 256;  // inputs that are unpacked at a time: 16 KiB
 
-enum Way { DIRECT, UNPACKED, BY_NIBBLES };
-static Way way_of(const QuantForm& form, int rows) {
-  if (form.bits == 4 && form.input_bits == 8) return BY_NIBBLES;
-  return rows <= (form.bits == 8 ? 2 * MAX_ROWS : DIRECT_ROWS) ? DIRECT : UNPACKED;
-}
+// Whether the words of a panel are multiplied as they are.
+template <typename FORM>
+#ifdef __AVXVNNI__
+constexpr bool BY_WORDS = FORM::ROUNDED;
+#else
+constexpr bool BY_WORDS = FORM::ROUNDED && FORM::BITS == 4;
+#endif
+
+// Whether so many rows, whose words are not, are better multiplied with each group as it is met.
+static bool few(const QuantForm& form, int rows) { return rows <= (form.bits == 8 ? 2 * MAX_ROWS : DIRECT_ROWS); }
 
 // Rows [first, last) of x [rows, k], a block, as `quant_panel` wants them.
 static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const QuantArgs& a, uint64_t use) {
-  if (a.form.input_bits != 8) in.left.take(x, first, last, a.k, use);
-  else if (way_of(a.form, last - first) == UNPACKED) in.rounded.take<int16_t>(x, first, last, a.k, a.form, use);
-  else in.rounded.take<int8_t>(x, first, last, a.k, a.form, use);
+  with_form(a.form, [&](auto form) {
+    typedef decltype(form) FORM;
+    if constexpr (!FORM::ROUNDED) in.left.take(x, first, last, a.k, use);
+    else if (BY_WORDS<FORM> || few(a.form, last - first)) in.rounded.take<int8_t>(x, first, last, a.k, a.form, use);
+    else in.rounded.take<int16_t>(x, first, last, a.k, a.form, use);
+  });
 }
 
 // A group's sums [ROWS][PANEL] from here on: whole numbers that begin with the rows' offsets.
@@ -63,7 +72,7 @@ PAGODA_INLINE void add_scaled(const LeftRows&, int, int, const uint8_t* head, co
   }
 }
 
-// --- 4 bits by 8 ------------------------------------------------------------------------------------------------------
+// --- words as they are ------------------------------------------------------------------------------------------------------
 
 // Adds one group of ROWS rows through the words of a panel to `sums` [ROWS][PANEL].
 template <int ROWS>
@@ -85,10 +94,33 @@ static __attribute__((noinline)) void add_nibbles(Rows<ROWS> x, const uint32_t* 
   ahead_ = ahead;
 }
 
+#ifdef __AVXVNNI__
+// The same for words of nibbles or bytes.
+template <int ROWS, typename FORM>
+PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_t* words, int group, Ahead& ahead, int32_t* sums) {
+  typedef typename std::conditional<FORM::BITS == 8, Bytes, NibbleBytes>::type Numbers;
+  const int count = group / FORM::WORD;
+  for (int begin = 0; begin < count; begin += TURN) {
+    const Rows<ROWS> x(levels + (size_t)begin * FORM::WORD, stride);
+    add_both<Numbers, ROWS, Fetch::NEAR>(x, words + (size_t)begin * PANEL, count - begin < TURN ? count - begin : TURN, ahead, sums);
+  }
+}
+#else
+template <int ROWS, typename FORM>
+PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_t* words, int group, Ahead& ahead, int32_t* sums) {
+  add_nibbles(Rows<ROWS>(levels, stride), words, group, ahead, sums);
+}
+#endif
+
 template <typename FORM>
-static void nibble_panel(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+static void word_panel(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
   const int group = a.form.group;
-  Ahead ahead(panel, quant_panel_bytes(a.form, a.k), last - first);
+#ifdef __AVXVNNI__
+  const int turns = 2 / groups_of(last - first < MAX_ROWS ? last - first : MAX_ROWS, 2);
+#else
+  const int turns = 1;
+#endif
+  Ahead ahead(panel, quant_panel_bytes(a.form, a.k), last - first, MAX_ROWS, turns);
   in_tiles(first, last, [&](auto count, int from) {
     constexpr int ROWS = decltype(count)::value;
     alignas(64) int32_t sums[ROWS * PANEL];
@@ -97,8 +129,8 @@ static void nibble_panel(const QuantArgs& a, const Inputs& in, int first, int la
     for (int g = 0; g < a.k / group; ++g, at += group_bytes<FORM>(group)) {
       ahead.skip(FORM::HEAD_BYTES);
       begin_sums<ROWS, FORM>(in.rounded, from, g, sums);
-      const Rows<ROWS> levels(in.rounded.levels(from) + (size_t)g * group, in.rounded.stride());
-      add_nibbles<ROWS>(levels, (const uint32_t*)(at + FORM::HEAD_BYTES), group, ahead, sums);
+      const uint8_t* levels = in.rounded.levels(from) + (size_t)g * group;
+      add_words<ROWS, FORM>(levels, in.rounded.stride(), (const uint32_t*)(at + FORM::HEAD_BYTES), group, ahead, sums);
       add_scaled<ROWS, FORM>(in.rounded, from, g, at, sums, totals);
     }
     finish_rows(totals, ROWS, from, column, a.n, a.e, a.y);
@@ -170,10 +202,10 @@ static void unpacked_panel(const QuantArgs& a, const Inputs& in, int first, int 
 
 // A block of rows through one panel.
 static void quant_panel(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
-  if (way_of(a.form, last - first) == DIRECT) return quant_panel_directly(a, in, first, last, panel, column);
   with_form(a.form, [&](auto form) {
     typedef decltype(form) FORM;
-    if constexpr (FORM::BITS == 4 && FORM::ROUNDED) nibble_panel<FORM>(a, in, first, last, panel, column);
+    if constexpr (BY_WORDS<FORM>) word_panel<FORM>(a, in, first, last, panel, column);
+    else if (few(a.form, last - first)) quant_panel_directly(a, in, first, last, panel, column);
     else unpacked_panel<FORM>(a, in, first, last, panel, column);
   });
 }
