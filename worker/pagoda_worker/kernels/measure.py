@@ -143,12 +143,15 @@ class Roofline:
         if not self._wanted(op):
             return
         for matrix, (n, k) in self.shape.matrices.items():
+            wanted = [rows for rows in self.limits.rows or LINEAR_ROWS if matrix != "logits" or rows <= LOGITS_ROWS]
+            wanted = [rows for rows in wanted if self._wanted(op, rows)]
+            if not wanted:
+                continue
             weight = self._random(n, k)
             stored: Any = weight if form is None else quantize(weight, form)
             packed = [self.ops.pack_linear(stored) for _ in range(self._num_copies(weight_bytes(n, k, form)))]
-            for rows in self.limits.rows or LINEAR_ROWS:
-                if self._wanted(op, rows) and (matrix != "logits" or rows <= LOGITS_ROWS):
-                    yield self._linear(op, matrix, rows, packed, form)
+            for rows in wanted:
+                yield self._linear(op, matrix, rows, packed, form)
 
     def _linear(self, op: str, matrix: str, rows: int, packed: Sequence[object], form: Format | None) -> Point:
         n, k = self.shape.matrices[matrix]
