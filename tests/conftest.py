@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="GPUs whose machine code is made of every kernel; 80,86,89,90,120 are all that are supported",
     )  # fmt: skip
     parser.addoption(
-        "--level", choices=(NO_LIBRARY, *(name for name, _ in building.LEVELS)),
+        "--level", choices=(NO_LIBRARY, *(level.name for level in building.LEVELS)),
         help="as on a machine with no higher level of the CPU kernels, or with no compiler at all: for the length of "
         "the run the library is built so, and child processes see it too",
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """The whole suite under other circumstances than this machine's: `make test-matrix ARGS="--rows avx2,load"`.
 
 A row is a copy of the tree in which something is different, and the same suite. What decides at run time is given the
-circumstance itself instead of being told of it: on the row `avx2` the kernel library holds no higher level, on
-`no-compiler` there is neither library nor compiler, so the processes that tests start meet the same. Further words go
-to pytest: `ARGS="--rows one-core -- tests/proto -x"`.
+circumstance itself instead of being told of it: on the row `avx2` the kernel library holds no higher level (`--level`),
+on `no-compiler` there is neither library nor compiler, so the processes that tests start meet the same. Further words
+go to pytest: `ARGS="--rows one-core -- tests/proto -x"`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("services", "gateway", "engine_core", "worker", "proto")
-KERNELS = "worker/pagoda_worker/kernels/cpu"
-LIBRARY = f"{KERNELS}/libpagoda.so"
+LIBRARY = "worker/pagoda_worker/kernels/cpu/libpagoda.so"
 COMPILERS = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+)(-[0-9.]+)?")
-BUILD = """
-import runpy, sys
-script = runpy.run_path(sys.argv[1])
-script["build"].__globals__["LEVELS"] = script["LEVELS"][: int(sys.argv[2])]
-script["build"]()
-"""
 # level -> what torch is to take the processor for
 LEVELS = {
     "base": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
@@ -44,9 +37,9 @@ FLAGS_OF = {"base": "fxsr", "avx2": "avx2", "avx512": "avx512dq", "avx512bf16": 
 
 @dataclass
 class Row:
-    """What is different. `levels` counts those of the kernel library, 0 for none and no compiler either."""
+    """What is different."""
 
-    levels: int = len(LEVELS)
+    compiler: bool = True
     needs_flag: str = ""
     python: str = ""
     environment: dict[str, str] = field(default_factory=dict)
@@ -57,14 +50,15 @@ class Row:
 
 def _rows() -> dict[str, Row]:
     rows = {
-        level: Row(levels=number, needs_flag=FLAGS_OF[level], environment=environment)
-        for number, (level, environment) in enumerate(LEVELS.items(), 1)
+        level: Row(needs_flag=FLAGS_OF[level], environment=environment, arguments=("--level", level))
+        for level, environment in LEVELS.items()
     }
-    rows["no-compiler"] = Row(levels=0)
+    rows["no-compiler"] = Row(compiler=False, arguments=("--level", "none"))
     rows["one-core"] = Row(prefix=("taskset", "-c", "0"))
     rows |= {f"python3.{minor}": Row(python=f"3.{minor}") for minor in (11, 12, 13)}
     rows["load"] = Row(load=20)
     rows |= {f"order-{seed}": Row(arguments=("--order-seed", str(seed))) for seed in (1, 2)}
+    rows["capabilities"] = Row(arguments=("--capabilities", "80,86,89,90,120", "tests/worker/kernels/triton"))
     # Modules of tests that pytest does not rewrite lose their assertions, of which it warns.
     rows["optimised"] = Row(environment={"PYTHONOPTIMIZE": "1"}, arguments=("-W", "ignore::pytest.PytestConfigWarning"))
     return rows
@@ -95,15 +89,9 @@ def copied_tree() -> Iterator[Path]:
         yield Path(scratch)
 
 
-def set_levels(tree: Path, row: Row, environment: dict[str, str]) -> None:
-    """Give the copy the library of such a machine, or none and a PATH without compilers."""
+def check_processor(row: Row) -> None:
     if row.needs_flag and row.needs_flag not in Path("/proc/cpuinfo").read_text().split():
         raise Unavailable(f"this processor has no {row.needs_flag}")
-    if row.levels == 0:
-        (tree / LIBRARY).unlink(missing_ok=True)
-        environment["PATH"] = str(_path_without_compilers(tree / ".path", environment["PATH"]))
-    elif row.levels < len(LEVELS):
-        subprocess.run([sys.executable, "-c", BUILD, str(tree / KERNELS / "build.py"), str(row.levels)], check=True)
 
 
 def _path_without_compilers(directory: Path, path: str) -> Path:
@@ -155,8 +143,10 @@ def run_row(row: Row, words: list[str]) -> str:
     """Run the suite; pytest's closing line, or why there is none."""
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "CI": "true", **row.environment}
     with copied_tree() as tree:
+        check_processor(row)
         python = interpreter(row.python)
-        set_levels(tree, row, environment)
+        if not row.compiler:
+            environment["PATH"] = str(_path_without_compilers(tree / ".path", environment["PATH"]))
         environment["PYTHONPATH"] = os.pathsep.join(str(tree / package) for package in (*PACKAGES, "."))
         command = [*row.prefix, python, "-m", "pytest", "-p", "no:cacheprovider", *row.arguments, *words]
         with busy_machine(row.load):

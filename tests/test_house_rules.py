@@ -21,7 +21,10 @@ LONGER_FILES: dict[str, int] = {}  # path -> its own ceiling, for a file that is
 LONG_FUNCTIONS_ALLOWED = ("worker/pagoda_worker/kernels/", "tests/")
 
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
-READS_THE_ENVIRONMENT = "services/pagoda/settings.py"
+READS_THE_ENVIRONMENT = {
+    "services/pagoda/settings.py",
+    "worker/pagoda_worker/library_choice.py",  # variables of other libraries, which have no other way to be told
+}
 
 
 def python_files(*places: str) -> list[Path]:
@@ -81,7 +84,7 @@ def test_functions_fit_on_a_screen() -> None:
 def test_only_the_settings_read_the_environment() -> None:
     found = []
     for path in product_files():
-        if name(path) == READS_THE_ENVIRONMENT:
+        if name(path) in READS_THE_ENVIRONMENT:
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if dotted(node) in ENVIRONMENT or ENVIRONMENT & set(imported(node)):

@@ -42,6 +42,21 @@ def test_the_command_measures_prints_writes_and_draws(tmp_path: Path, capsys: py
     assert "gate_up 16 x 64 -> 192" in printed
 
 
+def test_several_instruction_sets_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "report.json"
+    chosen = ["--formats", "bf16", "--only", "linear,embed", "--rows", "3,5"]
+    words = ["bench", "kernels", "--shape", SHAPE, *QUICK, *chosen]
+    assert main([*words, "--instruction-set", "base,base", "--json", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert [one["level"] for one in written] == ["base", "base"]
+    shapes = {point["shape"] for point in written[0]["points"] if point["op"] == "linear bf16"}
+    assert {shape.split(" x ")[0].split()[1] for shape in shapes} == {"3", "5"}
+    assert {point["op"] for point in written[0]["points"]} == {"linear bf16", "embed"}
+    assert capsys.readouterr().out.count("custom at level base") == 2
+    assert main([*words, "--instruction-set", "all"]) == 0
+    assert "custom at level base" in capsys.readouterr().out
+
+
 def test_only_the_ceilings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.json"
     assert main(["bench", "kernels", "--ceilings", "--shape", SHAPE, *QUICK, "--json", str(out)]) == 0
@@ -56,6 +71,7 @@ def test_only_the_ceilings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (["--shape", "b7"], "shape must be one of"),
         (["--formats", "bf16,int3"], "not int3"),
         (["--instruction-set", "sse"], "not at 'sse'"),
+        (["--instruction-set", "base,avx2", "--plot", "roof.png"], "draws one instruction set, not base, avx2"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

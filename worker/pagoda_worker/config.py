@@ -15,7 +15,7 @@ from pagoda_worker.kernel_choice import parse_choice
 AUTO_SWAP_SPACE = -1.0
 QUANTIZATIONS = ("", "int8", "int4", "int4a16")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-INSTRUCTION_SETS = ("", "base", "avx2", "avx512", "avx512bf16")
+INSTRUCTION_SETS = ("", "base", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16")
 SPECULATIONS = ("", "ngram", "draft-model")
 BLOCK_SIZES = {"cpu": 32, "cuda": 64}
 
@@ -44,7 +44,9 @@ class WorkerConfig:
         "triton,attention=flash (auto takes flash-attention if it is installed and measured to be faster)",
     )
     instruction_set: str = option(
-        "", "level of the native kernels: base, avx2, avx512, avx512bf16; empty: the best", words=INSTRUCTION_SETS
+        "",
+        "level of the native kernels: base, avx2, avxvnni, avx512, avx512vnni, avx512bf16; empty: the best",
+        words=INSTRUCTION_SETS,
     )
     threads: int = option(0, "compute threads; 0 takes one per core this process may use", most=4096)
     block_size: int = option(0, "tokens per KV block; 0 takes 32 on a CPU and 64 on a GPU", most=4096)

@@ -33,10 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shape", default="b600m",
         help="b135m, b600m, b1b, 8b or hidden=N,middle=N,heads=N,kv_heads=N,head_dim=N,vocab=N [%(default)s]",
     )  # fmt: skip
-    group.add_argument("--instruction-set", default="", help="base, avx2, avx512 or avx512bf16; the best when left out")
+    group.add_argument(
+        "--instruction-set", default="", metavar="NAME,NAME,..",
+        help="levels of the kernels, or all for each that runs here; the best one by default",
+    )  # fmt: skip
     group.add_argument("--threads", type=whole(), default=0, help="one per usable core when left out")
     group.add_argument("--formats", type=_words, help="of linear layers, NAME,NAME,..; bf16 and all others by default")
-    group.add_argument("--only", default="", metavar="TEXT", help="only operations with this text in their name")
+    group.add_argument("--only", type=_words, default=(), metavar="TEXT,TEXT,..", help="in the name of an operation")
+    group.add_argument(
+        "--rows", type=_numbers, default=(), metavar="N,..", help="of linear layers; up to 512 by default"
+    )
     group.add_argument("--ceilings", action="store_true", help="measure the ceilings and nothing else")
     group = parser.add_argument_group("how")
     group.add_argument("--repeats", type=whole(1), default=5, help="runs, of which the median counts [%(default)s]")
@@ -48,23 +54,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    levels = _levels(arguments.instruction_set)
     if arguments.plot is not None:
         plot.require()
-    report = measure(arguments)
+        if len(levels) > 1:
+            raise ConfigError([f"--plot draws one instruction set, not {', '.join(levels)}"])
     console = Console(highlight=False, soft_wrap=True)
     console.width = max(console.width, LEAST_WIDTH)  # a file is as wide as need be
-    console.print(heading(report))
-    if report["points"]:
-        console.print(table(report["points"]))
+    reports = []
+    for level in levels:
+        report = measure(arguments, level)
+        reports.append(report)
+        console.print(heading(report))
+        if report["points"]:
+            console.print(table(report["points"]))
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1), encoding="utf-8")
+        written = reports[0] if len(reports) == 1 else reports
+        arguments.json.write_text(json.dumps(written, indent=1), encoding="utf-8")
     if arguments.plot is not None:
-        plot.draw(report, arguments.plot)
+        plot.draw(reports[0], arguments.plot)
     return 0
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The report as plain data.
+def _levels(text: str) -> Sequence[str]:
+    """Names of instruction sets; one without a name is the best."""
+    if text != "all":
+        return _words(text) or ("",)
+    from pagoda_worker.kernels.measure import runnable_levels
+
+    try:
+        return runnable_levels()
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+
+
+def measure(arguments: argparse.Namespace, level: str) -> dict[str, Any]:
+    """The report of one instruction set as plain data.
 
     Raises:
         ConfigError: the shape is none, or the kernels cannot run here.
@@ -78,11 +103,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError([f"--formats knows {', '.join((PLAIN, *FORMATS))}, not {', '.join(sorted(unknown))}"])
     limits = Limits(
         cold_bytes=arguments.cold_mib * MIB, repeats=arguments.repeats, max_tokens=arguments.max_tokens,
-        only=arguments.only,
+        only=arguments.only, rows=arguments.rows,
     )  # fmt: skip
     try:
         shape = parse_shape(arguments.shape)
-        roofline = Roofline(shape, limits, arguments.threads, arguments.instruction_set)
+        roofline = Roofline(shape, limits, arguments.threads, level)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
     ceilings, points = _measure(roofline, () if arguments.ceilings else formats)
@@ -148,3 +173,10 @@ def table(points: list[dict[str, Any]]) -> Table:
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(",") if part)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    numbers = tuple(int(part) for part in _words(text))
+    if min(numbers, default=1) < 1:
+        raise ValueError(text)
+    return numbers

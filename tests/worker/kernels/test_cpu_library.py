@@ -64,6 +64,15 @@ def test_linear(library: lib.Library, rows: int, n: int, k: int) -> None:
         assert torch.equal(linear(library, x[row : row + 1], w)[0], y[row])
 
 
+@pytest.mark.parametrize("k", [2, 254, 256, 258, 1030])
+def test_bits_of_a_row_are_the_same_in_every_tile(library: lib.Library, k: int) -> None:
+    """Each number of rows falls into other tiles, and a panel may be passed in several turns."""
+    x, w = bf16(40, k, seed=1), bf16(70, k, seed=2, scale=k**-0.5)
+    alone = torch.cat([linear(library, row[None], w) for row in x])
+    for rows in range(2, 41):
+        assert torch.equal(linear(library, x[-rows:], w), alone[-rows:]), rows
+
+
 def test_linear_in_blocks_of_rows(library: lib.Library) -> None:
     """More rows than fit into the cache are computed block by block, with the same bits."""
     x, w = bf16(300, 4096, seed=3), bf16(40, 4096, seed=4, scale=0.02)
@@ -281,10 +290,11 @@ def test_the_best_level_of_any_machine(best: int) -> None:
 
 
 def test_a_level_in_between_may_be_missing() -> None:
-    assert lib.chosen_level("", [True, True, False, False]) == "avx2"
-    assert lib.chosen_level("", [True, False, True, False]) == "avx512"
+    supported = {"base": True, "avx2": True, "avx512": True}
+    assert lib.chosen_level("", [supported.get(name, False) for name in lib.LEVELS]) == "avx512"
+    supported["avx2"] = False
     with pytest.raises(BackendError, match="at base, avx512, not at 'avx2'"):
-        lib.chosen_level("avx2", [True, False, True, False])
+        lib.chosen_level("avx2", [supported.get(name, False) for name in lib.LEVELS])
 
 
 def test_an_unknown_level_is_a_clear_error() -> None:
@@ -302,6 +312,30 @@ def test_odd_inputs_are_refused(library: lib.Library, k: int) -> None:
 def test_odd_outputs(library: lib.Library, n: int, k: int) -> None:
     x, w = bf16(5, k, seed=1), bf16(n, k, seed=2, scale=k**-0.5)
     torch.testing.assert_close(linear(library, x, w).double(), x.double() @ w.double().T, rtol=1e-4, atol=1e-5)
+
+
+FEATURES = {"avx2": 1, "fma": 2, "f16c": 4, "avx_vnni": 8, "avx512": 16, "avx512_vnni": 32, "avx512_bf16": 64}
+PROCESSORS = {  # features -> levels it runs
+    (): ["base"],
+    ("avx2", "fma"): ["base"],
+    ("avx2", "fma", "f16c"): ["base", "avx2"],
+    ("avx2", "fma", "f16c", "avx_vnni"): ["base", "avx2", "avxvnni"],
+    ("avx2", "fma", "f16c", "avx512"): ["base", "avx2", "avx512"],
+    ("avx2", "fma", "f16c", "avx512", "avx512_bf16"): ["base", "avx2", "avx512"],
+    ("avx2", "fma", "f16c", "avx512", "avx512_vnni"): ["base", "avx2", "avx512", "avx512vnni"],
+    tuple(FEATURES): list(lib.LEVELS),
+}
+
+
+@pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")
+@pytest.mark.parametrize("features", PROCESSORS)
+def test_a_processor_runs_the_levels_it_has_all_of(features: tuple[str, ...]) -> None:
+    handle = ctypes.CDLL(str(LIBRARY))
+    mask = sum(FEATURES[name] for name in features)
+    runs = [name for index, name in enumerate(lib.LEVELS) if handle.pagoda_runs_with(index, mask)]
+    assert runs == PROCESSORS[features]
+    assert not handle.pagoda_runs_with(len(lib.LEVELS), mask)
+    assert not handle.pagoda_runs_with(-1, mask)
 
 
 def test_without_a_compiler_nothing_is_built(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -327,7 +361,7 @@ echo "$*" > "$last"
         assert linked is not None
         return [Path(word).name for word in linked.read_text().split() if word.endswith(".o")]
 
-    assert objects(fake("-mavx512bf16")) == ["pagoda.o", "base.o", "avx2.o", "avx512.o"]
+    assert objects(fake("-mavx512bf16")) == ["pagoda.o", "base.o", "avx2.o", "avxvnni.o", "avx512.o", "avx512vnni.o"]
     assert objects(fake("nothing"), highest="avx2") == ["pagoda.o", "base.o", "avx2.o"]
     with pytest.raises(CompileError, match="PAGODA_LEVEL=2"):
         build(fake("-DPAGODA_LEVEL=2"), tmp_path / "libpagoda.so")

@@ -23,7 +23,7 @@ from pagoda_worker.kernels.quantized import QuantizedWeight, round_activations
 from pagoda_worker.kernels.reference import ReferenceOps
 
 ROWS = (1, 2, 5, 13, 64, 200)
-SHAPES = ((80, 64, 32), (96, 192, 64), (528, 256, 256), (96, 512, 128), (80, 4096, 64))  # n, k, group
+SHAPES = ((80, 64, 32), (96, 192, 64), (528, 256, 256), (96, 512, 128), (80, 576, 576), (80, 4096, 64))  # n, k, group
 VARIANTS = list(itertools.product(FORMS, (False, True)))  # (weight bits, activation bits), zeros
 FLOAT32 = 2e-6  # of the largest output: sums of groups in float32, against float64
 
@@ -142,6 +142,23 @@ def test_bits_do_not_depend_on_company_or_threads(ops: NativeOps, form: tuple[in
         library.close()
 
 
+PLAIN_OR_FORM: list[tuple[tuple[int, int] | None, bool]] = [(None, False), *VARIANTS]
+
+
+@pytest.mark.parametrize("group", [32, 608])
+@pytest.mark.parametrize(("form", "zeros"), PLAIN_OR_FORM)
+def test_bits_of_a_row_are_the_same_in_every_tile(
+    ops: NativeOps, form: tuple[int, int] | None, zeros: bool, group: int
+) -> None:
+    """Of one row, of several, unpacked or not: each number of rows falls into other tiles."""
+    n, k = 80, 608
+    weight = torch.randn(n, k).bfloat16() if form is None else make(n, k, group, form, zeros)
+    packed, x = ops.pack_linear(weight), inputs(40, k)
+    alone = torch.cat([ops.logits(row[None], packed) for row in x])
+    for rows in range(2, 41):
+        assert torch.equal(ops.logits(x[-rows:], packed), alone[-rows:]), rows
+
+
 def test_a_thread_keeps_no_rows_from_an_earlier_call(ops: NativeOps) -> None:
     """The same memory with other contents, and another matrix that rounds it by other groups."""
     x, other = inputs(5, 256), inputs(5, 256)
@@ -167,11 +184,8 @@ def test_levels_of_instruction_sets_agree(form: tuple[int, int], zeros: bool) ->
         assert bool(((output - outputs[0]).abs() <= ulp.maximum(floor)).all())
 
 
-GATED: list[tuple[tuple[int, int] | None, bool]] = [(None, False), *VARIANTS]
-
-
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize(("form", "zeros"), GATED)
+@pytest.mark.parametrize(("form", "zeros"), PLAIN_OR_FORM)
 @pytest.mark.parametrize("width", [96, 40])
 def test_gated(ops: NativeOps, width: int, form: tuple[int, int] | None, zeros: bool, activation: str) -> None:
     """The epilogue on the registers rounds as separate operations would."""

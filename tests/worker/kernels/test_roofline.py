@@ -74,7 +74,7 @@ def test_every_operation_is_measured() -> None:
 
 
 def test_what_is_asked_for_is_measured_alone() -> None:
-    limits = Limits(cold_bytes=1, repeats=1, max_tokens=4096, only="decode, bf16")
+    limits = Limits(cold_bytes=1, repeats=1, max_tokens=4096, only=("decode, bf16",))
     (found,) = Roofline(SMALL, limits, threads=1).points()
     assert (found.op, found.shape) == ("decode, bf16 cache", "1 rows x 4096")
     assert found.operations == 4 * 4096 * 4 * 32

@@ -52,6 +52,11 @@ Apply = Callable[[NativeOps, torch.Tensor, torch.Tensor], object]
 """Does one operation on its input and on another tensor of the same size."""
 
 
+def runnable_levels() -> list[str]:
+    """The instruction sets that this machine can run the kernels with. Raises BackendError if there are no kernels."""
+    return lib.runnable_levels()
+
+
 class _Copies(Recording):
     """A tape for many copies of one operation. It keeps what each reads of its step; that is the same for all."""
 
@@ -109,7 +114,8 @@ class Roofline:
         return torch.randn(*size, generator=self._generator).bfloat16()
 
     def _wanted(self, op: str, num_tokens: int = 0) -> bool:
-        return self.limits.only in op and num_tokens <= self.limits.max_tokens
+        only = self.limits.only
+        return (not only or any(text in op for text in only)) and num_tokens <= self.limits.max_tokens
 
     def _num_copies(self, num_bytes: float, operations: float = 0.0) -> int:
         cold = math.ceil(self.limits.cold_bytes / num_bytes)
@@ -134,12 +140,15 @@ class Roofline:
         if not self._wanted(op):
             return
         for matrix, (n, k) in self.shape.matrices.items():
+            wanted = [rows for rows in self.limits.rows or LINEAR_ROWS if matrix != "logits" or rows <= LOGITS_ROWS]
+            wanted = [rows for rows in wanted if self._wanted(op, rows)]
+            if not wanted:
+                continue
             weight = self._random(n, k)
             stored: Any = weight if form is None else quantize(weight, form)
             packed = [self.ops.pack_linear(stored) for _ in range(self._num_copies(weight_bytes(n, k, form)))]
-            for rows in LINEAR_ROWS:
-                if self._wanted(op, rows) and (matrix != "logits" or rows <= LOGITS_ROWS):
-                    yield self._linear(op, matrix, rows, packed, form)
+            for rows in wanted:
+                yield self._linear(op, matrix, rows, packed, form)
 
     def _linear(self, op: str, matrix: str, rows: int, packed: Sequence[object], form: Format | None) -> Point:
         n, k = self.shape.matrices[matrix]

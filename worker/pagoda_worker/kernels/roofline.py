@@ -108,4 +108,5 @@ class Limits:
     cold_bytes: int = 256 * 2**20
     repeats: int = 5
     max_tokens: int = 2**20  # cases with more rows, tokens or tokens of context in all are left out
-    only: str = ""  # operations without this text in their name are left out
+    only: tuple[str, ...] = ()  # operations with none of these in their name are left out, unless there are none
+    rows: tuple[int, ...] = ()  # of linear layers; those of `measure` when empty

@@ -14,18 +14,32 @@ import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 SOURCE = Path(__file__).parent / "csrc"
 LIBRARY = Path(__file__).parent / "libpagoda.so"
 OPTIMISE = ["-std=c++17", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
 WARN = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 FLAGS = [*OPTIMISE, *WARN]
+AVX2 = "-mavx2 -mfma -mf16c"
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma"
+
+
+class Level(NamedTuple):
+    """One instruction set. `kind` is what PAGODA_LEVEL says of registers and floats; of VNNI the compiler tells."""
+
+    name: str
+    kind: int
+    flags: str
+
+
 LEVELS = (
-    ("base", ""),
-    ("avx2", "-mavx2 -mfma -mf16c"),
-    ("avx512", AVX512),
-    ("avx512bf16", AVX512 + " -mavx512bf16 -mavx512vnni"),
+    Level("base", 0, ""),
+    Level("avx2", 1, AVX2),
+    Level("avxvnni", 1, AVX2 + " -mavxvnni"),
+    Level("avx512", 2, AVX512),
+    Level("avx512vnni", 2, AVX512 + " -mavx512vnni"),
+    Level("avx512bf16", 3, AVX512 + " -mavx512bf16 -mavx512vnni"),
 )
 
 
@@ -43,12 +57,12 @@ def build(compiler: str | None = None, out: Path = LIBRARY, highest: str = LEVEL
     if compiler is None:
         return None
     x86 = platform.machine() in ("x86_64", "AMD64")
-    names = [name for name, _ in LEVELS]
-    levels = list(enumerate(LEVELS[: names.index(highest) + 1] if x86 else LEVELS[:1]))
+    names = [level.name for level in LEVELS]
+    levels = LEVELS[: names.index(highest) + 1] if x86 else LEVELS[:1]
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = pool.map(lambda entry: _compile_level(compiler, Path(scratch), entry[0], *entry[1]), levels)
-        objects = {level: path for (level, _), path in zip(levels, compiled, strict=True) if path is not None}
-        mask = sum(1 << level for level in objects)
+        compiled = pool.map(lambda level: _compile_level(compiler, Path(scratch), level), levels)
+        objects = {index: path for index, path in enumerate(compiled) if path is not None}
+        mask = sum(1 << index for index in objects)
         interface = Path(scratch) / "pagoda.o"
         _run(
             [compiler, *FLAGS, "-fvisibility=default", f"-DPAGODA_LEVELS={mask}", "-c", str(SOURCE / "pagoda.cpp")],
@@ -60,18 +74,19 @@ def build(compiler: str | None = None, out: Path = LIBRARY, highest: str = LEVEL
     return out
 
 
-def _compile_level(compiler: str, scratch: Path, level: int, name: str, flags: str) -> Path | None:
+def _compile_level(compiler: str, scratch: Path, level: Level) -> Path | None:
     """The object of one level; None where the compiler cannot make code for such a processor at all."""
-    empty, target = scratch / f"{name}.cpp", scratch / f"{name}.o"
+    empty, target = scratch / f"{level.name}.cpp", scratch / f"{level.name}.o"
+    flags = [*FLAGS, *level.flags.split()]
     empty.touch()
     try:
-        _run([compiler, *FLAGS, *flags.split(), "-c", str(empty)], target)
+        _run([compiler, *flags, "-c", str(empty)], target)
     except CompileError:
-        if level == 0:
+        if level.kind == 0:
             raise
         return None
-    defines = [f"-DPAGODA_LEVEL={level}", f"-DPAGODA_NS={name}"]
-    _run([compiler, *FLAGS, *flags.split(), *defines, "-c", str(SOURCE / "level.cpp")], target)
+    defines = [f"-DPAGODA_LEVEL={level.kind}", f"-DPAGODA_NS={level.name}"]
+    _run([compiler, *flags, *defines, "-c", str(SOURCE / "level.cpp")], target)
     return target
 
 

@@ -21,8 +21,8 @@ from pagoda_worker.kernels.quantized import QuantizedWeight
 
 # Raised, here and in csrc/pagoda.cpp, when a function or a struct of the library changes: one of another build is then
 # refused. What changes bits raises `numerics.NUMERICS_VERSION` instead.
-ABI = 3
-LEVELS = ("base", "avx2", "avx512", "avx512bf16")
+ABI = 4
+LEVELS = ("base", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16")
 PANEL = 32  # columns of a packed panel
 PAIR = 2  # inputs that are multiplied at once
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
@@ -168,12 +168,8 @@ class Library:
     """
 
     def __init__(self, cpus: Sequence[int], level: str = "", path: Path = LIBRARY) -> None:
-        if not path.exists():
-            raise BackendError(
-                f"kernels: {path.name} was not built: there was no C++ compiler when Pagoda was installed"
-            )
         self._library = _open(path)
-        self.level = chosen_level(level, [bool(self._library.pagoda_supports(i)) for i in range(len(LEVELS))])
+        self.level = chosen_level(level, _supported(self._library))
         self._level = LEVELS.index(self.level)
         self.num_threads = len(cpus)
         self._pool = self._library.pagoda_pool_new((ctypes.c_int * len(cpus))(*cpus), len(cpus))
@@ -261,7 +257,18 @@ def chosen_level(wanted: str, supported: Sequence[bool]) -> str:
     return wanted or runnable[-1]
 
 
+def runnable_levels(path: Path = LIBRARY) -> list[str]:
+    """The names of LEVELS that this machine can run, the best last. Raises BackendError as `Library` does."""
+    return [name for name, has in zip(LEVELS, _supported(_open(path)), strict=True) if has]
+
+
+def _supported(library: ctypes.CDLL) -> list[bool]:
+    return [bool(library.pagoda_supports(index)) for index in range(len(LEVELS))]
+
+
 def _open(path: Path) -> ctypes.CDLL:
+    if not path.exists():
+        raise BackendError(f"kernels: {path.name} was not built: there was no C++ compiler when Pagoda was installed")
     library = ctypes.CDLL(str(path))
     _check(library, path)  # before anything that another build may not have
     pointer, number = ctypes.c_void_p, ctypes.c_int

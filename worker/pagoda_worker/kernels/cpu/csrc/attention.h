@@ -51,10 +51,10 @@ struct Cells {
 
 // A line is one (token, head of the group). Its queries lie `lda` apart only within a token, so lines are gathered.
 struct AttentionScratch {
-  uint16_t q[LINES][256];
+  Bf16::Left q[LINES][256];
   int position[LINES];
   float scores[MAX_ROWS][SPLIT], peaks[MAX_ROWS][16];
-  uint16_t probs[MAX_ROWS][SPLIT];
+  Bf16::Left probs[MAX_ROWS][SPLIT];
   float acc[LINES][256], top[LINES], sum[LINES];  // running, of each line
   Cells keys, values;
 };
@@ -148,6 +148,38 @@ PAGODA_INLINE void fetch(const uint32_t* const* ahead, size_t words) {
   for (int g = 0; g < GROUPS; ++g) prefetch_once(ahead[g] + words);
 }
 
+// Queries times keys. With few registers this is a function of its own, to have all of them.
+template <int ROWS, int GROUPS, bool FETCH>
+PAGODA_INLINE void multiply_inline(const Bf16::Left* q, const uint32_t* const* keys, const uint32_t* const* ahead, int num_pairs,
+                                   f16 (&acc)[ROWS][GROUPS]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+    for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
+  tile<Bf16>(Rows<ROWS, sizeof(AttentionScratch::q[0])>(q), keys, 16, num_pairs, acc, [&](int k) PAGODA_INLINE_MEMBER {
+    if constexpr (FETCH) fetch<GROUPS>(ahead, (size_t)k * 16);
+  });
+}
+template <int ROWS, bool FETCH>
+static __attribute__((noinline)) void multiply_apart(const Bf16::Left* q, const uint32_t* keys, const uint32_t* ahead,
+                                                     int num_pairs, float* products) {
+  f16 acc[ROWS][1];
+  multiply_inline<ROWS, 1, FETCH>(q, &keys, &ahead, num_pairs, acc);
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r) store(products + 16 * r, acc[r][0]);
+}
+template <int ROWS, int GROUPS, bool FETCH>
+PAGODA_INLINE void multiply(const Bf16::Left* q, const uint32_t* const* keys, const uint32_t* const* ahead, int num_pairs,
+                            f16 (&acc)[ROWS][GROUPS]) {
+  if constexpr (GROUPS == 1) {
+    alignas(64) float products[16 * ROWS];
+    multiply_apart<ROWS, FETCH>(q, keys[0], ahead[0], num_pairs, products);
+    for (int r = 0; r < ROWS; ++r) acc[r][0] = load(products + 16 * r);
+  } else {
+    multiply_inline<ROWS, GROUPS, FETCH>(q, keys, ahead, num_pairs, acc);
+  }
+}
+
 // Scores of ROWS lines and 16 x GROUPS tokens from t on.
 template <int ROWS, int GROUPS>
 static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionScratch& s) {
@@ -163,15 +195,10 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
   }
   if (a.k_scales) bring(s.keys, a, group[GROUPS - 1] + 1);
   f16 acc[ROWS][GROUPS];
-#pragma GCC unroll 16
-  for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
-  const Rows<ROWS, sizeof s.q[0]> queries(s.q[v.line]);
   if (a.k_scales)  // fetched when they are widened
-    tile(queries, keys, 16, a.dim / 2, acc, [](int) {});
+    multiply<ROWS, GROUPS, false>(s.q[v.line], keys, ahead, a.dim / 2, acc);
   else
-    tile(queries, keys, 16, a.dim / 2, acc, [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * 16); });
+    multiply<ROWS, GROUPS, true>(s.q[v.line], keys, ahead, a.dim / 2, acc);
   const bool seen_by_all =
       t + 16 * GROUPS <= position[0] + 1 && (!a.window || t > position[ROWS - 1] - a.window);
   const bool plain = seen_by_all && a.softcap == 0.0f;
@@ -192,9 +219,10 @@ template <int ROWS>
 static void split_scores(const AttentionArgs& a, const View& v, AttentionScratch& s) {
   for (int r = 0; r < ROWS; ++r) store(s.peaks[r], set1(MASKED));
   int t = v.first;
-  if constexpr (ROWS * 4 <= 2 * MAX_ROWS)  // few rows need more columns to have enough chains of arithmetic
+  constexpr int GROUPS = groups_of(ROWS, 2);
+  if constexpr (ROWS * 4 <= ACCUMULATORS)  // few rows need more columns to have enough chains of arithmetic
     for (; t + 32 < v.last; t += 64) score_tile<ROWS, 4>(a, v, t, s);
-  for (; t < v.last; t += 32) score_tile<ROWS, 2>(a, v, t, s);
+  for (; t < v.last; t += 16 * GROUPS) score_tile<ROWS, GROUPS>(a, v, t, s);
 }
 
 // Scores of N lines -> bf16 probabilities relative to the split's own maximum, times the scales of the values they will
@@ -213,9 +241,9 @@ static void split_softmax(const AttentionArgs& a, const View& v, int r, Attentio
     for (int i = begin; i < end; i += 16)
 #pragma GCC unroll 2
       for (int n = 0; n < N; ++n) {
-        uint16_t* probs = &s.probs[r + n][i];
-        store_bf16_normal(probs, exp(load(&s.scores[r + n][i]) - shift[n]));
-        total[n] = total[n] + load_bf16(probs);
+        Bf16::Left* probs = &s.probs[r + n][i];
+        store_left(probs, exp(load(&s.scores[r + n][i]) - shift[n]));
+        total[n] = total[n] + load_left(probs);
       }
   } else {
     for (int i = begin; i < end; i += 16) {
@@ -224,7 +252,7 @@ static void split_softmax(const AttentionArgs& a, const View& v, int r, Attentio
 #pragma GCC unroll 2
       for (int n = 0; n < N; ++n) {
         const f16 p = exp(load(&s.scores[r + n][i]) - shift[n]);
-        store_bf16_normal(&s.probs[r + n][i], p * scale);
+        store_left(&s.probs[r + n][i], p * scale);
         total[n] = total[n] + p;
       }
     }
@@ -255,9 +283,9 @@ static void split_values(const AttentionArgs& a, const View& v, int dim_first, c
     }
     const Rows<ROWS, sizeof s.probs[0]> probs(&s.probs[0][t - v.from]);
     if (a.k_scales)
-      tile(probs, groups, (size_t)a.dim, pairs_here, acc, [](int) {});
+      tile<Bf16>(probs, groups, (size_t)a.dim, pairs_here, acc, [](int) {});
     else
-      tile(probs, groups, (size_t)a.dim, pairs_here, acc,
+      tile<Bf16>(probs, groups, (size_t)a.dim, pairs_here, acc,
            [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * a.dim); });
   }
 #pragma GCC unroll 16
@@ -287,11 +315,12 @@ static void attend_tile(const AttentionArgs& a, const View& v, AttentionScratch&
   }
   // Few rows leave registers for wide tiles, which read values as one stream instead of in several passes.
   int d = 0;
-  if constexpr (ROWS * 8 <= 2 * MAX_ROWS)
+  if constexpr (ROWS * 8 <= ACCUMULATORS)
     for (; d + 128 <= a.dim; d += 128) split_values<ROWS, 8>(a, v, d, scale_old, scale_new, s);
-  if constexpr (ROWS * 4 <= 2 * MAX_ROWS)
+  if constexpr (ROWS * 4 <= ACCUMULATORS)
     for (; d + 64 <= a.dim; d += 64) split_values<ROWS, 4>(a, v, d, scale_old, scale_new, s);
-  for (; d < a.dim; d += 32) split_values<ROWS, 2>(a, v, d, scale_old, scale_new, s);
+  constexpr int GROUPS = groups_of(ROWS, 2);
+  for (; d < a.dim; d += 16 * GROUPS) split_values<ROWS, GROUPS>(a, v, d, scale_old, scale_new, s);
 }
 
 // The first token that somebody from `position` on sees, down to where a tile of scores may begin.
@@ -332,7 +361,7 @@ static void attention_item(const AttentionArgs& a, int row, int item, AttentionS
     return ((size_t)(begin + (from + i) / group) * a.heads + head * group + (from + i) % group) * a.dim;
   };
   for (int i = 0; i < count; ++i) {
-    memcpy(s.q[i], a.q + place(i), 2 * (size_t)a.dim);
+    for (int d = 0; d < a.dim; d += 16) store_left(&s.q[i][d], load_bf16(a.q + place(i) + d));
     s.position[i] = a.context_lens[row] - length + (from + i) / group;
     s.top[i] = MASKED;
     s.sum[i] = 0.0f;

@@ -76,8 +76,10 @@ static double peak_bf16(long rounds) {
 #endif
 }
 
-#if PAGODA_LEVEL >= 3
+#ifdef __AVX512VNNI__
 PAGODA_INLINE Ints dot4(Ints acc, Ints a, Ints b) { return _mm512_dpbusd_epi32(acc, a, b); }
+#elif defined(__AVXVNNI__)
+PAGODA_INLINE Ints dot4(Ints acc, Ints a, Ints b) { return _mm256_dpbusd_avx_epi32(acc, a, b); }
 #elif PAGODA_LEVEL == 2
 PAGODA_INLINE Ints dot4(Ints acc, Ints a, Ints b) {
   return _mm512_add_epi32(acc, _mm512_madd_epi16(_mm512_maddubs_epi16(unknown(a), b), _mm512_set1_epi16(1)));

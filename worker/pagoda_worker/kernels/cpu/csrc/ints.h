@@ -2,9 +2,9 @@
 //
 // Sums of products are exact, so they are the same at every level. What there is, besides the arithmetic:
 //   dot4(acc, w, a)          acc + the four unsigned bytes of each lane of w times the four signed bytes of a
-//   pair_of(w, s[, z])       nibbles s and s + 4 of each lane less z (or 8), as what dot2 multiplies with two bf16
+//   pair_of(w, s[, z])       nibbles s and s + 4 of each lane less z (or 8), by `right` what Bf16 multiplies
 //   largest_magnitude(x, n)  the bits of the largest |x| of n bf16, NaN above all; n is a multiple of 32
-//   store_rounded(p, a)      a to nearest, ties to even, as 16 int8; |a| <= 127
+//   store_rounded(p, a)      a to nearest, ties to even, as 16 int8 (at AVX2 also int16); |a| <= 127
 #pragma once
 
 #include "simd.h"
@@ -45,7 +45,7 @@ PAGODA_INLINE quads load_quads(const void* p) { return {_mm512_loadu_si512(p)}; 
 PAGODA_INLINE quads low_nibbles(quads a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm512_srli_epi32(a.v, 4)}); }
 
-#if PAGODA_LEVEL >= 3  // VNNI
+#ifdef __AVX512VNNI__
 PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
   return {(i32x16)_mm512_dpbusd_epi32((__m512i)acc.v, w.v, _mm512_set1_epi32((int)a))};
 }
@@ -138,6 +138,12 @@ PAGODA_INLINE quads low_nibbles(quads a) {
 }
 PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm256_srli_epi32(a.lo, 4), _mm256_srli_epi32(a.hi, 4)}); }
 
+#ifdef __AVXVNNI__
+PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
+  const __m256i x = _mm256_set1_epi32((int)a);
+  return {(i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.lo, w.lo, x), (i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.hi, w.hi, x)};
+}
+#else
 // Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: the instruction for bytes would saturate.
 PAGODA_INLINE i32x8 dot4_half(i32x8 acc, __m256i w, __m256i a_even, __m256i a_odd) {
   __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), a_even);
@@ -148,10 +154,97 @@ PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
   __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
   return {dot4_half(acc.lo, w.lo, even, odd), dot4_half(acc.hi, w.hi, even, odd)};
 }
-PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) {  // 2 x 15 x 127 is far from saturating
-  __m256i x = _mm256_set1_epi32((int)a), one = _mm256_set1_epi16(1);
-  return {acc.lo + (i32x8)_mm256_madd_epi16(_mm256_maddubs_epi16(w.lo, x), one),
-          acc.hi + (i32x8)_mm256_madd_epi16(_mm256_maddubs_epi16(w.hi, x), one)};
+#endif
+typedef int16_t i16x16 __attribute__((vector_size(32)));
+struct halves { i16x16 lo, hi; };  // 16 x 2 whole numbers of 16 bits
+PAGODA_INLINE ints both(halves a) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return {(i32x8)_mm256_madd_epi16((__m256i)a.lo, one), (i32x8)_mm256_madd_epi16((__m256i)a.hi, one)};
+}
+// How the micro-kernel multiplies nibbles with bytes: see Bf16. Instead of a pair there are eight of each. Sums are of 16
+// bits, into which MOST times eight go: each half gets four products then, which are at most 15 * 127.
+struct Nibbles {
+  typedef halves Sum;
+  typedef uint32_t Left;
+  typedef quads Right;
+  static constexpr int PASSES = 2, MOST = 4;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) {
+    return pass == 0 ? low_nibbles(load_quads(b)) : high_nibbles(load_quads(b));
+  }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) {
+    int32_t four;
+    memcpy(&four, a + pass, 4);
+    const __m256i x = _mm256_set1_epi32(four);
+    acc.lo += (i16x16)_mm256_maddubs_epi16(b.lo, x);
+    acc.hi += (i16x16)_mm256_maddubs_epi16(b.hi, x);
+    asm("" : "+x"(acc.lo), "+x"(acc.hi));  // else the compiler puts sums off until registers run out
+    return acc;
+  }
+};
+PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) { return acc + both(Nibbles::add(halves{}, &a, 0, w)); }
+
+PAGODA_INLINE ints load(const int32_t* p) {
+  return {(i32x8)_mm256_loadu_si256((const __m256i*)p), (i32x8)_mm256_loadu_si256((const __m256i*)p + 1)};
+}
+PAGODA_INLINE void store(int32_t* p, ints a) {
+  _mm256_storeu_si256((__m256i*)p, (__m256i)a.lo);
+  _mm256_storeu_si256((__m256i*)p + 1, (__m256i)a.hi);
+}
+// How the micro-kernel multiplies whole numbers of 16 bits, in pairs: see Bf16.
+struct Int16 {
+  typedef int32_t Value;
+  typedef ints Sum;
+  typedef int16_t Left;
+  typedef quads Right;
+  static constexpr int PASSES = 1;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int) { return load_quads(b); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int, Right b) {
+    int32_t pair;
+    memcpy(&pair, a, 4);
+    const __m256i x = _mm256_set1_epi32(pair);
+    return {acc.lo + (i32x8)_mm256_madd_epi16(b.lo, x), acc.hi + (i32x8)_mm256_madd_epi16(b.hi, x)};
+  }
+};
+#ifdef __AVXVNNI__
+// How the micro-kernel multiplies unsigned with signed bytes, four instead of a pair.
+struct Bytes {
+  typedef int32_t Value;
+  typedef ints Sum;
+  typedef int16_t Left;
+  typedef quads Right;
+  static constexpr int PASSES = 1;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int) { return load_quads(b); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int, Right b) {
+    uint32_t four;
+    memcpy(&four, a, 4);
+    return dot4(acc, b, four);
+  }
+};
+// The same with nibbles, eight instead of a pair.
+struct NibbleBytes {
+  typedef int32_t Value;
+  typedef ints Sum;
+  typedef uint32_t Left;
+  typedef quads Right;
+  static constexpr int PASSES = 2;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return Nibbles::right(b, pass); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) {
+    uint32_t four;
+    memcpy(&four, a + pass, 4);
+    return dot4(acc, b, four);
+  }
+};
+#endif
+// Bytes 0 and 1 of every lane, or 2 and 3, as a pair of 16 bits.
+PAGODA_INLINE quads first_bytes(quads a) {
+  const __m256i at = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1,
+                                      0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
+  return {_mm256_shuffle_epi8(a.lo, at), _mm256_shuffle_epi8(a.hi, at)};
+}
+PAGODA_INLINE quads second_bytes(quads a) { return first_bytes({_mm256_srli_epi32(a.lo, 16), _mm256_srli_epi32(a.hi, 16)}); }
+PAGODA_INLINE void store_quads(uint32_t* p, quads a) {
+  _mm256_storeu_si256((__m256i*)p, a.lo);
+  _mm256_storeu_si256((__m256i*)p + 1, a.hi);
 }
 
 PAGODA_INLINE f16 nibble(quads a, int s) {  // nibble s of every lane
@@ -168,11 +261,23 @@ PAGODA_INLINE uint32_t largest_magnitude(const uint16_t* x, int n) {
   for (int i = 0; i < n; i += 16) most = _mm256_max_epu16(most, magnitudes(x + i));
   return largest_u16(most);
 }
-PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
+PAGODA_INLINE ints round_bytes(f16 a, __m128i& bytes) {
   __m256i lo = _mm256_cvtps_epi32(a.lo), hi = _mm256_cvtps_epi32(a.hi);
   __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(lo, hi), 0xd8);
-  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   return {(i32x8)lo, (i32x8)hi};
+}
+PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
+  __m128i bytes;
+  const ints whole = round_bytes(a, bytes);
+  _mm_storeu_si128((__m128i*)p, bytes);
+  return whole;
+}
+PAGODA_INLINE ints store_rounded(int16_t* p, f16 a) {
+  __m128i bytes;
+  const ints whole = round_bytes(a, bytes);
+  _mm256_storeu_si256((__m256i*)p, _mm256_cvtepi8_epi16(bytes));
+  return whole;
 }
 
 #else  // plain C++: what the compiler makes of it
@@ -221,17 +326,24 @@ PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
 
 #endif
 
-#if PAGODA_LEVEL < 2  // a pair is two floats, because that is what dot2 would make of it
+#if PAGODA_LEVEL < 2  // a pair is two floats, because that is what Bf16 would make of it
 struct zero_points { f16 v; };
 struct weight_pairs { f16 even, odd; };
 
 PAGODA_INLINE zero_points load_zeros(const uint8_t* p) { return {to_float(load_u8(p))}; }
 PAGODA_INLINE weight_pairs pair_of(quads a, int s, zero_points z) { return {nibble(a, s) - z.v, nibble(a, s + 4) - z.v}; }
 PAGODA_INLINE weight_pairs pair_of(quads a, int s) { return pair_of(a, s, zero_points{set1(8.0f)}); }
-PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, weight_pairs b) {
-  acc = fma(set1(as_float(a & 0xffff0000u)), b.odd, acc);
-  return fma(set1(as_float(a << 16)), b.even, acc);
+PAGODA_INLINE f16 right(weight_pairs b, int pass) { return pass == 0 ? b.odd : b.even; }
+#if PAGODA_LEVEL == 1
+PAGODA_INLINE __m256i as_bf16(__m256 even, __m256 odd) {  // which hold them exactly
+  return _mm256_or_si256(_mm256_castps_si256(odd), _mm256_srli_epi32(_mm256_castps_si256(even), 16));
 }
+PAGODA_INLINE void store_pairs(uint32_t* p, weight_pairs a) {
+  store_pairs(p, pairs{as_bf16(a.even.lo, a.odd.lo), as_bf16(a.even.hi, a.odd.hi)});
+}
+#endif
+#else
+PAGODA_INLINE Bf16::Right right(weight_pairs b, int pass) { return Bf16::right(b, pass); }
 #endif
 
 }  // namespace PAGODA_NS

@@ -1,7 +1,6 @@
 // All kernels at one instruction set level; compiled once per level with -DPAGODA_LEVEL=N -DPAGODA_NS=name and its flags.
 #include "program.h"
 
-#include <cstdlib>
 #include <type_traits>
 
 #include "attention.h"
@@ -18,8 +17,8 @@ static QuantForm form_of(const Op& op) { return {op.i[4], op.i[5], op.i[6], op.i
 
 // Rows of x, as the tiles read them, that stay in half of a 1 MiB L2 while all panels pass.
 static int block_rows(const Op& op) {
-  int row_bytes = op.i[4] != 16 && op.i[5] == 8 ? op.i[1] : 2 * op.i[1];
-  int rows = (512 << 10) / row_bytes;
+  int row_bytes = op.i[1] * (int)(op.i[4] != 16 && op.i[5] == 8 ? LEVEL_BYTES : sizeof(Bf16::Left));
+  int rows = (512 << 10) / row_bytes < BLOCK ? (512 << 10) / row_bytes : BLOCK;
   return rows < 4 * MAX_ROWS ? 4 * MAX_ROWS : rows / MAX_ROWS * MAX_ROWS;
 }
 static int num_panels(const Op& op) { return (op.i[0] + PANEL - 1) / PANEL; }
@@ -39,22 +38,24 @@ static void each_linear_item(const Op& op, const Step& s, int first, int last, F
 }
 
 static void run_linear(const Op& op, const Step& s, uint64_t use, int first, int last) {
-  static thread_local RoundedRows rounded;
+  static thread_local Inputs in;
   const uint16_t* x = (const uint16_t*)op.p[0];
   const Epilogue e{(const uint16_t*)op.p[3], op.i[2], op.i[3]};
   const int n = op.i[0], k = op.i[1];
   if (op.i[4] == 16) {
     const size_t words = (size_t)(k / 2) * PANEL;
+    const LinearArgs a{in.left, op.p[2], k, n, e};
     each_linear_item(op, s, first, last, [&](int from, int to, int panel) {
-      linear_panel(x, from, to, k, (const uint32_t*)op.p[1] + panel * words, panel * PANEL, n, e, op.p[2]);
+      in.left.take(x, from, to, k, use);
+      linear_panel(a, from, to, (const uint32_t*)op.p[1] + panel * words, panel * PANEL);
     });
     return;
   }
-  const QuantArgs a{x, op.p[2], k, n, form_of(op), e};
+  const QuantArgs a{op.p[2], k, n, form_of(op), e};
   const size_t bytes = quant_panel_bytes(a.form, k);
   each_linear_item(op, s, first, last, [&](int from, int to, int panel) {
-    if (a.form.input_bits == 8) rounded.take(x, from, to, k, a.form, use);
-    quant_panel(a, rounded, from, to, (const uint8_t*)op.p[1] + panel * bytes, panel * PANEL);
+    quant_take(in, x, from, to, a, use);
+    quant_panel(a, in, from, to, (const uint8_t*)op.p[1] + panel * bytes, panel * PANEL);
   });
 }
 

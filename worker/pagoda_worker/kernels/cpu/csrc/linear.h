@@ -3,13 +3,16 @@
 // Weights are packed once into panels of 32 columns, [N/32][K/2][32] pairs, so that a panel is one forward stream of memory.
 #pragma once
 
+#include "ints.h"
+#include "kept.h"
 #include "tile.h"
 
 namespace PAGODA_NS {
 
 constexpr int PANEL = 32;
 constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
-constexpr int FETCH_AHEAD = 8192;  // bytes between what is multiplied and what is fetched; may reach past the end
+// Bytes between what is multiplied and what is fetched; may reach past the end. Where groups take turns, it is all of a turn.
+constexpr int FETCH_AHEAD = groups_of(MAX_ROWS, 2) == 2 ? 8192 : 16384;
 
 // w: [n, k] bf16 row major -> panel p of [k/2][32] pairs. Columns past n are zero.
 static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out) {
@@ -88,43 +91,45 @@ static __attribute__((noinline)) void finish_rows(const float* tile, int rows, i
   for (int r = 0; r < rows; ++r, tile += PANEL)
     finish_row(load(tile), load(tile + 16), (size_t)(first + r), column, n, e, y);
 }
-template <int ROWS>
-PAGODA_INLINE void finish_tile(const f16 (&acc)[ROWS][2], int first, int column, int n, const Epilogue& e, void* y) {
-  alignas(64) float tile[ROWS][PANEL];
-  for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < 2; ++c) store(tile[r] + 16 * c, acc[r][c]);
-  finish_rows(tile[0], ROWS, first, column, n, e, y);
-}
-
-// Calls f(count, from) for tiles of rows that make up [first, last); the count is a constant.
-template <typename F>
+// Calls f(count, from) for tiles of at most MOST rows that make up [first, last); the count is a constant.
+template <int MOST = MAX_ROWS, typename F>
 PAGODA_INLINE void in_tiles(int first, int last, F&& f) {
   int rows = last - first;
-  int tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
+  int tiles = (rows + MOST - 1) / MOST;
   for (int t = 0; t < tiles; ++t) {
     int from = first + (int)((long)rows * t / tiles), to = first + (int)((long)rows * (t + 1) / tiles);
-    with_rows<MAX_ROWS>(to - from, [&](auto count) { f(count, from); });
+    with_rows<MOST>(to - from, [&](auto count) { f(count, from); });
   }
 }
 
+enum class Fetch { NOTHING, NEAR, PAST };
+
 // What to fetch while rows pass a panel: for a single tile the same panel, a little ahead, which then need not stay in any
-// cache; for several tiles, which find the panel in a near one, the next panel, a share by each. A step is a row of the panel.
+// cache; for several tiles, which find the panel in a near one, the next panel, a share by each. A step is for a row of the
+// panel, in each of the turns of a tile.
 struct Ahead {
   const char* at;
   size_t step, half;
-  bool once;
+  bool single, past;
 
-  PAGODA_INLINE_MEMBER Ahead(const void* panel, size_t bytes, int rows) {
-    const size_t tiles = (size_t)(rows + MAX_ROWS - 1) / MAX_ROWS;
-    step = (PANEL_ROW + tiles - 1) / tiles;
+  PAGODA_INLINE_MEMBER Ahead(const void* panel, size_t bytes, int rows, int most = MAX_ROWS, int turns = 1) {
+    const size_t tiles = (size_t)(rows + most - 1) / most, times = tiles * turns;
+    step = (PANEL_ROW + times - 1) / times;
     half = step / 2;
-    once = tiles == 1;
-    at = (const char*)panel + (tiles == 1 ? FETCH_AHEAD : bytes);
+    single = tiles == 1;
+    past = single && past_caches();
+    at = (const char*)panel + (single ? FETCH_AHEAD : bytes);
   }
   PAGODA_INLINE_MEMBER void fetch() {
-    if (once) {
-      prefetch_once(at);
-      prefetch_once(at + half);
+    if (past) fetch<Fetch::PAST>();
+    else fetch<Fetch::NEAR>();
+  }
+  template <Fetch FETCH>
+  PAGODA_INLINE_MEMBER void fetch() {
+    if constexpr (FETCH == Fetch::NOTHING) return;
+    if constexpr (FETCH == Fetch::PAST) {
+      prefetch_past(at);
+      prefetch_past(at + half);
     } else {
       prefetch(at);
       prefetch(at + half);
@@ -133,23 +138,68 @@ struct Ahead {
   }
   // Past what of the same panel is no row.
   PAGODA_INLINE_MEMBER void skip(size_t bytes) {
-    if (once) at += bytes;
+    if (single) at += bytes;
   }
 };
 
-// Rows [first, last) of x [rows, k] through one panel.
-static void linear_panel(const uint16_t* x, int first, int last, int k, const uint32_t* panel, int column, int n,
-                         const Epilogue& e, void* y) {
+struct LinearArgs {
+  const LeftRows& x;
+  void* y;
+  int k, n;
+  Epilogue e;
+};
+
+// Adds what ROWS rows make with so many pair rows of GROUPS groups to `sums` [ROWS][PANEL]. A function of its own, and one
+// for each way to fetch, so that it has all registers for itself.
+template <typename NUMBERS, int ROWS, int GROUPS, Fetch FETCH>
+static __attribute__((noinline)) void add_pairs(Rows<ROWS> x, const uint32_t* panel, int num_pairs, Ahead& ahead_,
+                                                typename NUMBERS::Value* sums) {
   const uint32_t* const groups[2] = {panel, panel + 16};
-  Ahead ahead(panel, (size_t)(k / 2) * PANEL_ROW, last - first);
-  in_tiles(first, last, [&](auto count, int from) {
-    constexpr int ROWS = decltype(count)::value;
-    f16 acc[ROWS][2];
-    for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
-    tile(Rows<ROWS>(x + (size_t)from * k, 2 * (size_t)k), groups, PANEL, k / 2, acc,
-         [&](int) PAGODA_INLINE_MEMBER { ahead.fetch(); });
-    finish_tile(acc, from, column, n, e, y);
-  });
+  Ahead ahead = ahead_;
+  typename NUMBERS::Sum acc[ROWS][GROUPS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int g = 0; g < GROUPS; ++g) acc[r][g] = load(sums + r * PANEL + 16 * g);
+  tile<NUMBERS>(x, groups, PANEL, num_pairs, acc, [&](int) PAGODA_INLINE_MEMBER { ahead.fetch<FETCH>(); });
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 2
+    for (int g = 0; g < GROUPS; ++g) store(sums + r * PANEL + 16 * g, acc[r][g]);
+  ahead_ = ahead;
+}
+
+// The same with both groups of a panel, at once if registers hold them for so many rows.
+template <typename NUMBERS, int ROWS, Fetch FETCH>
+PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, Ahead& ahead, typename NUMBERS::Value* sums) {
+  constexpr int GROUPS = groups_of(ROWS, 2);
+  add_pairs<NUMBERS, ROWS, GROUPS, FETCH>(x, panel, num_pairs, ahead, sums);
+  if constexpr (GROUPS == 1) add_pairs<NUMBERS, ROWS, 1, FETCH>(x, panel + 16, num_pairs, ahead, sums + 16);
+}
+
+// Where registers do not hold both groups of a panel for a full tile, groups and tiles take turns, so many pair rows at a
+// time: these stay in the nearest cache until all rows have met them.
+constexpr int TURN = groups_of(MAX_ROWS, 2) == 2 ? 1 << 30 : 128;
+constexpr int BLOCK = 256;  // rows of a block at most
+
+// Rows [first, last), a block, through one panel.
+static void linear_panel(const LinearArgs& a, int first, int last, const uint32_t* panel, int column) {
+  alignas(64) float sums[BLOCK][PANEL];
+  const int num_pairs = a.k / 2;
+  const int rows = last - first, turns = 2 / groups_of(rows < MAX_ROWS ? rows : MAX_ROWS, 2);
+  Ahead ahead(panel, (size_t)num_pairs * PANEL_ROW, rows, MAX_ROWS, turns);
+  for (int begin = 0; begin < num_pairs; begin += TURN, panel += (size_t)TURN * PANEL) {
+    const int size = num_pairs - begin < TURN ? num_pairs - begin : TURN;
+    in_tiles(first, last, [&](auto count, int from) {
+      constexpr int ROWS = decltype(count)::value;
+      const Rows<ROWS> x(a.x.row(from) + 2 * begin, a.x.stride());
+      float* to = sums[num_pairs <= TURN ? 0 : from - first];
+      if (begin == 0) memset(to, 0, ROWS * sizeof sums[0]);
+      if (ahead.past) add_both<Bf16, ROWS, Fetch::PAST>(x, panel, size, ahead, to);
+      else add_both<Bf16, ROWS, Fetch::NEAR>(x, panel, size, ahead, to);
+      if (begin + size == num_pairs) finish_rows(to, ROWS, from, column, a.n, a.e, a.y);
+    });
+  }
 }
 
 }  // namespace PAGODA_NS

@@ -14,48 +14,42 @@
 
 namespace {
 
-// PAGODA_LEVELS is a bit mask of the levels this library was built with; the compiler or the machine may lack some.
-#if PAGODA_LEVELS & 2
-#define PAGODA_AVX2 &pagoda_level_avx2
-#else
-#define PAGODA_AVX2 nullptr
-#endif
-#if PAGODA_LEVELS & 4
-#define PAGODA_AVX512 &pagoda_level_avx512
-#else
-#define PAGODA_AVX512 nullptr
-#endif
-#if PAGODA_LEVELS & 8
-#define PAGODA_AVX512BF16 &pagoda_level_avx512bf16
-#else
-#define PAGODA_AVX512BF16 nullptr
-#endif
-const Level* const LEVELS[] = {&pagoda_level_base, PAGODA_AVX2, PAGODA_AVX512, PAGODA_AVX512BF16};
+// What a level needs of the processor and of the operating system.
+enum Feature : unsigned { AVX2 = 1, FMA = 2, F16C = 4, AVX_VNNI = 8, AVX512 = 16, AVX512_VNNI = 32, AVX512_BF16 = 64 };
 
-#if defined(__x86_64__)
-bool f16c() {  // not every compiler's __builtin_cpu_supports knows it
-  unsigned a, b, c, d;
-  return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
-#endif
+struct Entry {
+  const Level* level;  // null: the compiler could not make it
+  unsigned needs;
+};
+// PAGODA_LEVELS is a bit mask of the levels this library was built with.
+#define PAGODA_BUILT(bit, name) ((PAGODA_LEVELS >> bit & 1) ? &pagoda_level_##name : nullptr)
+constexpr unsigned ANY_AVX2 = AVX2 | FMA | F16C;
+const Entry LEVELS[] = {
+    {&pagoda_level_base, 0},
+    {PAGODA_BUILT(1, avx2), ANY_AVX2},
+    {PAGODA_BUILT(2, avxvnni), ANY_AVX2 | AVX_VNNI},
+    {PAGODA_BUILT(3, avx512), AVX512},
+    {PAGODA_BUILT(4, avx512vnni), AVX512 | AVX512_VNNI},
+    {PAGODA_BUILT(5, avx512bf16), AVX512 | AVX512_VNNI | AVX512_BF16},
+};
+constexpr int NUM_LEVELS = sizeof LEVELS / sizeof LEVELS[0];
 
-bool supported(int level) {
-  if (LEVELS[level] == nullptr) return false;
+unsigned features() {
+  unsigned found = 0;
 #if defined(__x86_64__)
   __builtin_cpu_init();  // its tests include the operating system's part (XGETBV)
-  switch (level) {
-    case 0: return true;
-    case 1: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c();
-    case 2: return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    case 3: return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
-                   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                   __builtin_cpu_supports("avx512dq");
-    default: return false;
-  }
-#else
-  return level == 0;
+  if (__builtin_cpu_supports("avx2")) found |= AVX2;
+  if (__builtin_cpu_supports("fma")) found |= FMA;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    found |= AVX512;
+  if (__builtin_cpu_supports("avx512vnni")) found |= AVX512_VNNI;
+  if (__builtin_cpu_supports("avx512bf16")) found |= AVX512_BF16;
+  unsigned a, b, c, d;  // not every compiler's __builtin_cpu_supports knows these
+  if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C)) found |= F16C;
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4)) found |= AVX_VNNI;
 #endif
+  return found;
 }
 
 // Threads take pieces of an operation in runs, so that each streams through neighbouring memory and none waits long.
@@ -111,7 +105,7 @@ void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
 extern "C" {
 
 // See ABI in library.py, which says when to raise both.
-int pagoda_abi() { return 3; }
+int pagoda_abi() { return 4; }
 
 void pagoda_sizes(int* sizes) {
   sizes[0] = (int)sizeof(Op);
@@ -121,9 +115,14 @@ void pagoda_sizes(int* sizes) {
   sizes[4] = (int)sizeof(SampleResult);
 }
 
-// Whether this library has the level and this processor and operating system can run it:
-// 0 base, 1 AVX2, 2 AVX-512, 3 AVX-512 BF16.
-int pagoda_supports(int level) { return level >= 0 && level < 4 && supported(level); }
+// Whether a processor with these features can run the level; see Feature.
+int pagoda_runs_with(int level, unsigned features) {
+  return level >= 0 && level < NUM_LEVELS && (LEVELS[level].needs & ~features) == 0;
+}
+
+// Whether this library has the level and this processor and operating system can run it. Levels in order: base, AVX2,
+// AVX2 with VNNI, AVX-512, AVX-512 with VNNI, AVX-512 with VNNI and BF16.
+int pagoda_supports(int level) { return pagoda_runs_with(level, features()) && LEVELS[level].level != nullptr; }
 
 // One thread per entry of cpus, pinned to it unless it is -1; entry 0 is for the calling thread, while it computes.
 void* pagoda_pool_new(const int* cpus, int count) { return new Pool(std::vector<int>(cpus, cpus + count)); }
@@ -135,7 +134,7 @@ void pagoda_pack(void* pool_, int level, const uint16_t* w, int n, int k, uint32
   Pool& pool = *(Pool*)pool_;
   int panels = (n + 31) / 32;
   auto body = [&](int thread) {
-    for (int p = thread; p < panels; p += pool.size()) LEVELS[level]->pack_panel(w, n, k, p, out + (size_t)p * (k / 2) * 32);
+    for (int p = thread; p < panels; p += pool.size()) LEVELS[level].level->pack_panel(w, n, k, p, out + (size_t)p * (k / 2) * 32);
   };
   pool.run(body);
 }
@@ -148,14 +147,14 @@ void pagoda_pack_quantized(void* pool_, int level, const QuantSource* w, uint8_t
   int panels = (w->n + 31) / 32;
   size_t bytes = pagoda_quant_panel_bytes(&w->form, w->k);
   auto body = [&](int thread) {
-    for (int p = thread; p < panels; p += pool.size()) LEVELS[level]->pack_quant_panel(*w, p, out + (size_t)p * bytes);
+    for (int p = thread; p < panels; p += pool.size()) LEVELS[level].level->pack_quant_panel(*w, p, out + (size_t)p * bytes);
   };
   pool.run(body);
 }
 
 void pagoda_run(void* pool, int level, const Op* ops, int num_ops, const Step* step) {
   std::unique_ptr<Counter[]> counters(new Counter[num_ops]);
-  run_program(*(Pool*)pool, *LEVELS[level], ops, num_ops, *step, counters.get());
+  run_program(*(Pool*)pool, *LEVELS[level].level, ops, num_ops, *step, counters.get());
 }
 
 // Choose the next token of each row of logits [num_rows, vocab], vocab < 2^20. The logits are overwritten.
@@ -180,14 +179,14 @@ void pagoda_sample(void* pool, int level, float* logits, int num_rows, int vocab
   call.buckets = buckets.data();
   call.raw = raw.data();
   static Pool alone({-1});
-  run_sampling(count * (size_t)vocab <= FEW_LOGITS ? alone : *(Pool*)pool, *LEVELS[level], call);
+  run_sampling(count * (size_t)vocab <= FEW_LOGITS ? alone : *(Pool*)pool, *LEVELS[level].level, call);
 }
 
 // Operations that each thread does in `rounds` of a level's multiplication (kind 0: bf16, 1: int8); see ceilings.h.
 double pagoda_peak(void* pool_, int level, int kind, long rounds) {
   Pool& pool = *(Pool*)pool_;
   std::atomic<double> done{0.0};
-  auto body = [&](int) { done.store(LEVELS[level]->peak(kind, rounds), std::memory_order_relaxed); };
+  auto body = [&](int) { done.store(LEVELS[level].level->peak(kind, rounds), std::memory_order_relaxed); };
   pool.run(body);
   return done.load();
 }
@@ -202,7 +201,7 @@ uint64_t pagoda_read(void* pool_, int level, const char* data, size_t bytes) {
     for (;;) {
       size_t at = next.fetch_add(PIECE, std::memory_order_relaxed);
       if (at >= bytes) break;
-      seen ^= LEVELS[level]->read_all(data + at, bytes - at < PIECE ? bytes - at : PIECE);
+      seen ^= LEVELS[level].level->read_all(data + at, bytes - at < PIECE ? bytes - at : PIECE);
     }
   };
   pool.run(body);

@@ -60,4 +60,5 @@ struct Level {
   uint64_t (*read_all)(const char* data, size_t bytes);
 };
 
-extern const Level pagoda_level_base, pagoda_level_avx2, pagoda_level_avx512, pagoda_level_avx512bf16;
+extern const Level pagoda_level_base, pagoda_level_avx2, pagoda_level_avxvnni, pagoda_level_avx512, pagoda_level_avx512vnni,
+    pagoda_level_avx512bf16;

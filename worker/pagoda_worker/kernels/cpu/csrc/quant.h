@@ -12,9 +12,8 @@
 // order, in float32: one chain per output, so that a row's bits depend on nothing but the row.
 #pragma once
 
-#include <cstdlib>
-
 #include "ints.h"
+#include "kept.h"
 #include "linear.h"
 #include "program.h"
 
@@ -90,45 +89,44 @@ static void pack_quant_panel(const QuantSource& w, int panel, uint8_t* out) {
 constexpr float FAINT = 0x1p-100f;
 
 // Rows of x [rows, k] as level * scale. A row's numbers are a function of that row alone.
-//
-// A thread rounds the rows of a block when it comes to the block, and keeps them while it works through panels. Threads
-// that share a block each round it, which costs less than waiting for each other would.
-class RoundedRows {
+#if PAGODA_LEVEL == 1 && !defined(__AVXVNNI__)
+constexpr int LEVEL_BYTES = 2;  // of a rounded input, at most
+#else
+constexpr int LEVEL_BYTES = 1;
+#endif
+
+class RoundedRows : public Kept {
  public:
-  // Rows [first, last) for a matrix of this form. `use` names the operation and the call: see Level in program.h.
+  // Rows [first, last) for a matrix of this form. LEVEL is int8_t, or int16_t for tiles that multiply as Int16.
+  template <typename LEVEL>
   void take(const uint16_t* x, int first, int last, int k, const QuantForm& form, uint64_t use) {
-    if (use == use_ && first == first_) return;
-    use_ = 0;
+    if (holds(first, use)) return;
     const int groups = k / form.group;
     rows_ = last - first;
-    stride_ = (size_t)k + 64;  // rows at a power of two from each other would share a cache set
-    const size_t level_bytes = ((size_t)rows_ * stride_ + 63) / 64 * 64;
-    reserve(level_bytes + (size_t)rows_ * groups * 8);
-    scales_ = (float*)(memory_ + level_bytes);
+    stride_ = apart((size_t)k * sizeof(LEVEL));
+    const size_t level_bytes = (size_t)rows_ * stride_;
+    levels_ = reserve(level_bytes + (size_t)rows_ * groups * 8);
+    scales_ = (float*)(levels_ + level_bytes);
     offsets_ = (int32_t*)(scales_ + (size_t)rows_ * groups);
     // Where zero is the same level everywhere, its product with the sum is made here.
     const int32_t zero = form.has_zeros ? 1 : 1 << (form.bits - 1);
     for (int r = 0; r < rows_; ++r)
-      for (int g = 0; g < groups; ++g) round_group(x + (size_t)(first + r) * k, r, g, form.group, zero);
-    first_ = first;
-    use_ = use;
+      for (int g = 0; g < groups; ++g) round_group<LEVEL>(x + (size_t)(first + r) * k, r, g, form.group, zero);
+    hold(first, use);
   }
 
   // Of rows from `row` on; those of a group lie side by side.
-  const int8_t* levels(int row) const { return (const int8_t*)memory_ + (size_t)(row - first_) * stride_; }
-  size_t stride() const { return stride_; }
-  const float* scales(int row, int group) const { return scales_ + (size_t)group * rows_ + (row - first_); }
+  const uint8_t* levels(int row) const { return levels_ + (size_t)(row - first()) * stride_; }
+  size_t stride() const { return stride_; }  // bytes
+  const float* scales(int row, int group) const { return scales_ + (size_t)group * rows_ + (row - first()); }
   // What zeros take away: -sum(level), times the middle level if that is zero everywhere.
-  const int32_t* offsets(int row, int group) const { return offsets_ + (size_t)group * rows_ + (row - first_); }
-
-  RoundedRows() = default;
-  RoundedRows(const RoundedRows&) = delete;
-  ~RoundedRows() { free(memory_); }
+  const int32_t* offsets(int row, int group) const { return offsets_ + (size_t)group * rows_ + (row - first()); }
 
  private:
+  template <typename LEVEL>
   void round_group(const uint16_t* x, int row, int group, int size, int32_t zero) {
     const uint16_t* from = x + (size_t)group * size;
-    int8_t* to = (int8_t*)memory_ + (size_t)row * stride_ + (size_t)group * size;
+    LEVEL* to = (LEVEL*)(levels_ + (size_t)row * stride_) + (size_t)group * size;
     const float most = as_float(largest_magnitude(from, size) << 16);
     const f16 inverse = set1(most >= FAINT ? 127.0f / most : 0.0f);
     ints total = set1(0);
@@ -138,21 +136,11 @@ class RoundedRows {
     offsets_[at] = -zero * sum(total);
   }
 
-  // Not std::vector: the linker could give one level another level's copy of its code.
-  void reserve(size_t bytes) {
-    if (bytes <= size_) return;
-    free(memory_);
-    size_ = (bytes + 4095) / 4096 * 4096;
-    memory_ = (uint8_t*)aligned_alloc(64, size_);
-    if (memory_ == nullptr) abort();
-  }
-
-  uint8_t* memory_ = nullptr;
-  size_t size_ = 0, stride_ = 0;
+  uint8_t* levels_ = nullptr;
+  size_t stride_ = 0;
   float* scales_ = nullptr;
   int32_t* offsets_ = nullptr;
-  int rows_ = 0, first_ = -1;
-  uint64_t use_ = 0;
+  int rows_ = 0;
 };
 
 // --- tiles ------------------------------------------------------------------------------------------------------------
@@ -196,7 +184,7 @@ PAGODA_INLINE void group_sums(Rows<ROWS> x, const uint8_t* head, int group, Ahea
   if constexpr (FORM::ZEROS)
     for (int c = 0; c < 2; ++c) z[c] = load_zeros(head + FORM::SCALE_BYTES + 16 * c);
   for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = zero();
-  for (int i = 0; i < group; i += FORM::WORD, words += PANEL_ROW, x.move(2 * FORM::WORD)) {
+  for (int i = 0; i < group; i += FORM::WORD, words += PANEL_ROW, x.move(FORM::WORD * sizeof(Bf16::Left))) {
     const quads w[2] = {load_quads(words), load_quads(words + 64)};
     ahead.fetch();
 #pragma GCC unroll 4
@@ -206,18 +194,26 @@ PAGODA_INLINE void group_sums(Rows<ROWS> x, const uint8_t* head, int group, Ahea
         if constexpr (FORM::ZEROS) pair[c] = pair_of(w[c], s, z[c]);
         else pair[c] = pair_of(w[c], s);
       }
+#pragma GCC unroll 2
+      for (int pass = 0; pass < Bf16::PASSES; ++pass) {
+        const Bf16::Right w0 = right(pair[0], pass), w1 = right(pair[1], pass);
 #pragma GCC unroll 16
-      for (int r = 0; r < ROWS; ++r) {
-        const uint32_t two = x.word(r, 4 * s);
-        acc[r][0] = dot2(acc[r][0], two, pair[0]);
-        acc[r][1] = dot2(acc[r][1], two, pair[1]);
+        for (int r = 0; r < ROWS; ++r) {
+          const Bf16::Left* two = x.template row<Bf16::Left>(r, 2 * s * sizeof(Bf16::Left));
+          acc[r][0] = Bf16::add(acc[r][0], two, pass, w0);
+          acc[r][1] = Bf16::add(acc[r][1], two, pass, w1);
+        }
       }
     }
   }
 }
 
+struct Inputs {  // as the form of the weights wants them
+  LeftRows left;
+  RoundedRows rounded;
+};
+
 struct QuantArgs {
-  const uint16_t* x;  // [rows, k]
   void* y;
   int k, n;
   QuantForm form;
@@ -226,7 +222,7 @@ struct QuantArgs {
 
 // Rows [from, from + ROWS) through a panel. Functions of their own, so that each has all registers for itself.
 template <int ROWS, typename FORM>
-static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const RoundedRows& rounded, int from,
+static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Inputs& in, int from,
                                                  const uint8_t* panel, int column, Ahead& ahead) {
   const int group = a.form.group, groups = a.k / group;
   f16 total[ROWS][2];
@@ -234,11 +230,11 @@ static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Round
   for (int g = 0; g < groups; ++g, panel += group_bytes<FORM>(group)) {
     ahead.skip(FORM::HEAD_BYTES);
     if constexpr (FORM::ROUNDED) {
-      const float* scales = rounded.scales(from, g);
-      const int32_t* offsets = rounded.offsets(from, g);
+      const float* scales = in.rounded.scales(from, g);
+      const int32_t* offsets = in.rounded.offsets(from, g);
       ints acc[ROWS][2];
       for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = set1(FORM::ZEROS ? 0 : offsets[r]);
-      const Rows<ROWS> levels(rounded.levels(from) + (size_t)g * group, rounded.stride());
+      const Rows<ROWS> levels(in.rounded.levels(from) + (size_t)g * group, in.rounded.stride());
       group_sums<ROWS, FORM>(levels, panel + FORM::HEAD_BYTES, group, ahead, acc);
 #pragma GCC unroll 2
       for (int c = 0; c < 2; ++c) {
@@ -252,7 +248,7 @@ static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Round
       }
     } else {
       f16 acc[ROWS][2];
-      const Rows<ROWS> x(a.x + (size_t)from * a.k + (size_t)g * group, 2 * (size_t)a.k);
+      const Rows<ROWS> x(in.left.row(from) + (size_t)g * group, in.left.stride());
       group_sums<ROWS, FORM>(x, panel, group, ahead, acc);
 #pragma GCC unroll 2
       for (int c = 0; c < 2; ++c) {
@@ -262,18 +258,41 @@ static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Round
       }
     }
   }
-  finish_tile(total, from, column, a.n, a.e, a.y);
+  alignas(64) float sums[ROWS * PANEL];
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < 2; ++c) store(sums + r * PANEL + 16 * c, total[r][c]);
+  finish_rows(sums, ROWS, from, column, a.n, a.e, a.y);
 }
 
-// Rows [first, last) through one panel.
-static void quant_panel(const QuantArgs& a, const RoundedRows& rounded, int first, int last, const uint8_t* panel,
-                        int column) {
-  Ahead ahead(panel, quant_panel_bytes(a.form, a.k), last - first);
+// Rows [first, last) through one panel, each group as it is met.
+constexpr int DIRECT_ROWS = PAGODA_LEVEL == 1 ? 2 : MAX_ROWS;
+static void quant_panel_directly(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel,
+                                 int column) {
+  Ahead ahead(panel, quant_panel_bytes(a.form, a.k), last - first, DIRECT_ROWS);
   with_form(a.form, [&](auto form) {
-    in_tiles(first, last, [&](auto count, int from) {
-      quant_tile<decltype(count)::value, decltype(form)>(a, rounded, from, panel, column, ahead);
+    in_tiles<DIRECT_ROWS>(first, last, [&](auto count, int from) {
+      quant_tile<decltype(count)::value, decltype(form)>(a, in, from, panel, column, ahead);
     });
   });
 }
 
 }  // namespace PAGODA_NS
+
+#if PAGODA_LEVEL == 1
+#include "quant_avx2.h"
+#else
+namespace PAGODA_NS {
+
+// Rows [first, last) of x [rows, k], a block, as `quant_panel` wants them.
+static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const QuantArgs& a, uint64_t use) {
+  if (a.form.input_bits == 8) in.rounded.take<int8_t>(x, first, last, a.k, a.form, use);
+  else in.left.take(x, first, last, a.k, use);
+}
+
+// A block of rows through one panel.
+static void quant_panel(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+  quant_panel_directly(a, in, first, last, panel, column);
+}
+
+}  // namespace PAGODA_NS
+#endif

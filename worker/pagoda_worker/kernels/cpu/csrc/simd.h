@@ -1,6 +1,6 @@
 // Sixteen floats at a time, at every instruction set level.
 //
-// All kernels are written once on `f16` (16 floats) and `u16x2` (16 pairs of bf16). A level defines how the sixteen lie in
+// All kernels are written once on `f16` (16 floats) and `pairs` (16 pairs of bf16). A level defines how the sixteen lie in
 // registers; lane order, and the order in which lanes are summed, are the same everywhere. This header has no include
 // guard across levels on purpose: it is compiled once per level inside that level's namespace (see level.cpp), and every
 // function is static, so that the linker can never pick another level's copy.
@@ -77,24 +77,13 @@ PAGODA_INLINE f16 rounded(f16 a) {
   const __m256i bits = (__m256i)_mm512_cvtneps_pbh(a.v);
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))};
 }
-PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
-  return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b.v)};
-}
 #else
 PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) { store_bf16(p, a); }
-PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
-  uint32_t lo = a << 16, hi = a & 0xffff0000u;
-  float alo, ahi;
-  memcpy(&alo, &lo, 4);
-  memcpy(&ahi, &hi, 4);
-  acc.v = _mm512_fmadd_ps(_mm512_set1_ps(ahi), _mm512_castsi512_ps(_mm512_and_si512(b.v, _mm512_set1_epi32((int)0xffff0000))), acc.v);
-  acc.v = _mm512_fmadd_ps(_mm512_set1_ps(alo), _mm512_castsi512_ps(_mm512_slli_epi32(b.v, 16)), acc.v);
-  return acc;
-}
+PAGODA_INLINE f16 odd(pairs a) { return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32((int)0xffff0000)))}; }
+PAGODA_INLINE f16 even(pairs a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
 #endif
-constexpr int MAX_ROWS = 12;  // rows of a tile of 2 groups: 24 accumulators of 32 registers
-PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-PAGODA_INLINE void prefetch_once(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
+constexpr int MAX_ROWS = 12;      // of a tile
+constexpr int ACCUMULATORS = 24;  // of a tile of several groups: one register each of 32
 
 #elif PAGODA_LEVEL == 1  // AVX2 + FMA: two registers
 
@@ -167,18 +156,19 @@ PAGODA_INLINE pairs widen_pairs(const int8_t* p) {
           _mm256_or_si256(_mm256_srli_epi32(widen(p + 8), 16), widen(p + 24))};
 }
 PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) { store_bf16(p, a); }
-PAGODA_INLINE __m256 dot2_half(__m256 acc, __m256 alo, __m256 ahi, __m256i b) {
-  acc = _mm256_fmadd_ps(ahi, _mm256_castsi256_ps(_mm256_and_si256(b, _mm256_set1_epi32((int)0xffff0000))), acc);
-  return _mm256_fmadd_ps(alo, _mm256_castsi256_ps(_mm256_slli_epi32(b, 16)), acc);
+PAGODA_INLINE f16 odd(pairs a) {
+  const __m256i mask = _mm256_set1_epi32((int)0xffff0000);
+  return {_mm256_castsi256_ps(_mm256_and_si256(a.lo, mask)), _mm256_castsi256_ps(_mm256_and_si256(a.hi, mask))};
 }
-PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
-  __m256 alo = _mm256_castsi256_ps(_mm256_set1_epi32((int)(a << 16)));
-  __m256 ahi = _mm256_castsi256_ps(_mm256_set1_epi32((int)(a & 0xffff0000u)));
-  return {dot2_half(acc.lo, alo, ahi, b.lo), dot2_half(acc.hi, alo, ahi, b.hi)};
+// By a shuffle, because a shift would take turns with the multiplications on many processors.
+PAGODA_INLINE __m256 even_half(__m256i a) {
+  const __m256i up = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13,
+                                      -1, -1, 0, 1, -1, -1, 4, 5, -1, -1, 8, 9, -1, -1, 12, 13);
+  return _mm256_castsi256_ps(_mm256_shuffle_epi8(a, up));
 }
-constexpr int MAX_ROWS = 2;  // 2 rows x 2 groups x 2 registers = 8 accumulators of 16
-PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-PAGODA_INLINE void prefetch_once(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
+PAGODA_INLINE f16 even(pairs a) { return {even_half(a.lo), even_half(a.hi)}; }
+constexpr int MAX_ROWS = 6;      // of a tile: with one group 12 of 16 registers
+constexpr int ACCUMULATORS = 4;  // of a tile of several groups, which need registers too
 
 #else  // plain C++: what the compiler makes of it
 
@@ -237,18 +227,53 @@ PAGODA_INLINE pairs widen_pairs(const int8_t* p) {
   PAGODA_EACH r.v[i] = (uint32_t)narrow(p[i]) | (uint32_t)narrow(p[16 + i]) << 16;
   return r;
 }
-PAGODA_INLINE f16 dot2(f16 acc, uint32_t a, pairs b) {
-  float alo = widen((uint16_t)a), ahi = widen((uint16_t)(a >> 16));
-  PAGODA_EACH acc.v[i] += ahi * widen((uint16_t)(b.v[i] >> 16));
-  PAGODA_EACH acc.v[i] += alo * widen((uint16_t)b.v[i]);
-  return acc;
-}
+PAGODA_INLINE f16 odd(pairs a) { f16 r; PAGODA_EACH r.v[i] = widen((uint16_t)(a.v[i] >> 16)); return r; }
+PAGODA_INLINE f16 even(pairs a) { f16 r; PAGODA_EACH r.v[i] = widen((uint16_t)a.v[i]); return r; }
 constexpr int MAX_ROWS = 2;
-PAGODA_INLINE void prefetch(const void*) {}
-PAGODA_INLINE void prefetch_once(const void*) {}
+constexpr int ACCUMULATORS = 4;
 #undef PAGODA_EACH
 
 #endif
+
+// How the micro-kernel multiplies numbers of bf16 (see tile.h). Where no instruction takes pairs of bf16, its rows are kept
+// as floats, each the number it was, and a pair takes two passes over the accumulators, the odd halves before the even ones.
+struct Bf16 {
+  typedef float Value;
+  typedef f16 Sum;
+#if PAGODA_LEVEL >= 3
+  typedef uint16_t Left;
+  typedef pairs Right;
+  static constexpr int PASSES = 1;
+  PAGODA_INLINE_MEMBER static Right right(pairs b, int) { return b; }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int, Right b) {
+    int32_t pair;
+    memcpy(&pair, a, 4);
+    return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)b.v)};
+  }
+#else
+  typedef float Left;
+  typedef f16 Right;
+  static constexpr int PASSES = 2;
+  PAGODA_INLINE_MEMBER static Right right(pairs b, int pass) { return pass == 0 ? odd(b) : even(b); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) { return fma(set1(a[1 - pass]), b, acc); }
+#endif
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return right(load_pairs(b), pass); }
+};
+
+#if PAGODA_LEVEL >= 1
+PAGODA_INLINE void prefetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+PAGODA_INLINE void prefetch_past(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_NTA); }
+// Whether what is read once is better fetched past the caches. Intel's processors then read several times more slowly.
+PAGODA_INLINE bool past_caches() { return __builtin_cpu_is("amd"); }
+#else
+PAGODA_INLINE void prefetch(const void*) {}
+PAGODA_INLINE void prefetch_past(const void*) {}
+PAGODA_INLINE bool past_caches() { return false; }
+#endif
+PAGODA_INLINE void prefetch_once(const void* p) {  // the choice costs a loop of its own, for which AVX2 lacks registers
+  if (PAGODA_LEVEL >= 2 && past_caches()) prefetch_past(p);
+  else prefetch(p);
+}
 
 // One tree for every level: lanes 0..7 with 8..15, then 4, 2, 1.
 #if PAGODA_LEVEL >= 2
@@ -300,12 +325,17 @@ PAGODA_INLINE f16 exp(f16 x) {
   return where_at_least(x, tiny, scale2(p, n));
 }
 
-#if PAGODA_LEVEL < 3
+#if PAGODA_LEVEL >= 3
+PAGODA_INLINE void store_left(uint16_t* p, f16 a) { store_bf16_normal(p, a); }
+PAGODA_INLINE f16 load_left(const uint16_t* p) { return load_bf16(p); }
+#else
 PAGODA_INLINE f16 rounded(f16 a) {
   uint16_t t[16];
   store_bf16(t, a);
   return load_bf16(t);
 }
+PAGODA_INLINE void store_left(float* p, f16 a) { store(p, rounded(a)); }
+PAGODA_INLINE f16 load_left(const float* p) { return load(p); }
 #endif
 
 PAGODA_INLINE f16 silu(f16 x) { return x / (set1(1.0f) + exp(zero() - x)); }

@@ -1,0 +1,83 @@
+// Rows of a matrix as tiles read them, kept by a thread while it works through panels.
+//
+// A thread prepares the rows of a block when it comes to the block. Threads that share a block each prepare it, which costs
+// less than waiting for each other would. What a thread keeps is as large as the largest block it has met.
+#pragma once
+
+#include <cstdlib>
+
+#include "simd.h"
+
+namespace PAGODA_NS {
+
+class Kept {
+ public:
+  Kept() = default;
+  Kept(const Kept&) = delete;
+  ~Kept() { free(memory_); }
+
+ protected:
+  // Whether the rows from `first` on are already here. `use` names the operation and the call: see Level in program.h.
+  bool holds(int first, uint64_t use) const { return use == use_ && first == first_; }
+  void hold(int first, uint64_t use) {
+    first_ = first;
+    use_ = use;
+  }
+  // What was here is lost. Not std::vector: the linker could give one level another level's copy of its code.
+  uint8_t* reserve(size_t bytes) {
+    use_ = 0;
+    if (bytes <= size_) return memory_;
+    free(memory_);
+    size_ = (bytes + 4095) / 4096 * 4096;
+    memory_ = (uint8_t*)aligned_alloc(64, size_);
+    if (memory_ == nullptr) abort();
+    return memory_;
+  }
+  int first() const { return first_; }
+  // Bytes between rows of so many. At a power of two from each other they would share a cache set.
+  static size_t apart(size_t bytes) { return (bytes + 63) / 64 * 64 + 64; }
+
+ private:
+  uint8_t* memory_ = nullptr;
+  size_t size_ = 0;
+  int first_ = -1;
+  uint64_t use_ = 0;
+};
+
+// Rows of bf16 as Bf16::Left.
+class LeftRows : public Kept {
+ public:
+  // Rows [first, last) of x [rows, k].
+  void take(const uint16_t* x, int first, int last, int k, uint64_t use) {
+    if (holds(first, use)) return;
+    x += (size_t)first * k;
+    if constexpr (sizeof(Bf16::Left) == 2) {
+      rows_ = (const char*)x;
+      stride_ = 2 * (size_t)k;
+    } else {
+      stride_ = apart((size_t)k * sizeof(Bf16::Left));
+      char* to = (char*)reserve((size_t)(last - first) * stride_);
+      rows_ = to;
+      for (int r = first; r < last; ++r, x += k, to += stride_) widen(x, (Bf16::Left*)to, k);
+    }
+    hold(first, use);
+  }
+
+  const Bf16::Left* row(int row) const { return (const Bf16::Left*)(rows_ + (size_t)(row - first()) * stride_); }
+  size_t stride() const { return stride_; }  // bytes
+
+ private:
+  static void widen(const uint16_t* x, Bf16::Left* to, int k) {
+    int i = 0;
+    for (; i + 16 <= k; i += 16) store_left(to + i, load_bf16(x + i));
+    for (; i < k; ++i) {
+      const uint32_t bits = (uint32_t)x[i] << 16;
+      memcpy(to + i, &bits, sizeof *to);
+    }
+  }
+
+  const char* rows_ = nullptr;
+  size_t stride_ = 0;
+};
+
+}  // namespace PAGODA_NS

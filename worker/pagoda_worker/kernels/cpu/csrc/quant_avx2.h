@@ -1,0 +1,213 @@
+// Weights of 8 or 4 bits at AVX2, which has few registers, and whose one instruction for bytes adds two products in 16 bits.
+// With AVX-VNNI there is one that adds four in 32, and words are multiplied as they are. Without:
+//
+// Two products of 4 by 8 bits are at most 2 * 15 * 127, so that eight such sums still fit into 16 bits: `Nibbles`. Two of
+// 8 by 8 bits do not fit at all. Such weights are unpacked to 16 bits, and those of 4 bits that meet bf16 to bf16, once for
+// all rows of a block, and are then what the micro-kernel multiplies. A few rows are not worth it.
+#pragma once
+
+#include "quant.h"
+
+namespace PAGODA_NS {
+
+constexpr int CHUNK = 256;  // inputs that are unpacked at a time: 16 KiB
+
+// Whether the words of a panel are multiplied as they are.
+template <typename FORM>
+#ifdef __AVXVNNI__
+constexpr bool BY_WORDS = FORM::ROUNDED;
+#else
+constexpr bool BY_WORDS = FORM::ROUNDED && FORM::BITS == 4;
+#endif
+
+// Whether so many rows, whose words are not, are better multiplied with each group as it is met.
+static bool few(const QuantForm& form, int rows) { return rows <= (form.bits == 8 ? 2 * MAX_ROWS : DIRECT_ROWS); }
+
+// Rows [first, last) of x [rows, k], a block, as `quant_panel` wants them.
+static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const QuantArgs& a, uint64_t use) {
+  with_form(a.form, [&](auto form) {
+    typedef decltype(form) FORM;
+    if constexpr (!FORM::ROUNDED) in.left.take(x, first, last, a.k, use);
+    else if (BY_WORDS<FORM> || few(a.form, last - first)) in.rounded.take<int8_t>(x, first, last, a.k, a.form, use);
+    else in.rounded.take<int16_t>(x, first, last, a.k, a.form, use);
+  });
+}
+
+// A group's sums [ROWS][PANEL] from here on: whole numbers that begin with the rows' offsets.
+template <int ROWS, typename FORM>
+PAGODA_INLINE void begin_sums(const RoundedRows& in, int from, int group, int32_t* sums) {
+  const int32_t* offsets = in.offsets(from, group);
+  for (int r = 0; r < ROWS; ++r)
+    for (int c = 0; c < PANEL; c += 16) store(sums + r * PANEL + c, set1(FORM::ZEROS ? 0 : offsets[r]));
+}
+template <int ROWS, typename FORM>
+PAGODA_INLINE void begin_sums(const LeftRows&, int, int, float* sums) {
+  memset(sums, 0, ROWS * PANEL * sizeof(float));
+}
+
+// A group's sums, times its scales, to the totals [ROWS][PANEL].
+template <int ROWS, typename FORM>
+PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int group, const uint8_t* head, const int32_t* sums,
+                              float* totals) {
+  const float* scales = in.scales(from, group);
+  const int32_t* offsets = in.offsets(from, group);
+  for (int c = 0; c < PANEL; c += 16) {
+    const f16 scale = load_scales<FORM>(head, c);
+    for (int r = 0; r < ROWS; ++r) {
+      ints sum = load(sums + r * PANEL + c);
+      if constexpr (FORM::ZEROS) sum = sum + load_u8(head + FORM::SCALE_BYTES + c) * set1(offsets[r]);
+      float* total = totals + r * PANEL + c;
+      store(total, fma(to_float(sum), scale * set1(scales[r]), load(total)));
+    }
+  }
+}
+template <int ROWS, typename FORM>
+PAGODA_INLINE void add_scaled(const LeftRows&, int, int, const uint8_t* head, const float* sums, float* totals) {
+  for (int c = 0; c < PANEL; c += 16) {
+    const f16 scale = load_scales<FORM>(head, c);
+    for (int r = 0; r < ROWS; ++r) {
+      float* total = totals + r * PANEL + c;
+      store(total, fma(load(sums + r * PANEL + c), scale, load(total)));
+    }
+  }
+}
+
+// --- words as they are ------------------------------------------------------------------------------------------------------
+
+// Adds one group of ROWS rows through the words of a panel to `sums` [ROWS][PANEL].
+template <int ROWS>
+static __attribute__((noinline)) void add_nibbles(Rows<ROWS> x, const uint32_t* words, int group, Ahead& ahead_, int32_t* sums) {
+  constexpr int INPUTS = Nibbles::MOST * 8;
+  Ahead ahead = ahead_;
+#pragma GCC unroll 1
+  for (int i = 0; i < group; i += INPUTS, words += Nibbles::MOST * PANEL, x.move(INPUTS)) {
+    for (int w = 0; w < Nibbles::MOST; ++w) ahead.fetch();
+#pragma GCC unroll 1
+    for (int c = 0; c < PANEL; c += 16) {
+      halves acc[ROWS][1] = {};
+      const uint32_t* const columns = words + c;
+      tile<Nibbles>(x, &columns, PANEL, Nibbles::MOST, acc, [](int) {});
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) store(sums + r * PANEL + c, load(sums + r * PANEL + c) + both(acc[r][0]));
+    }
+  }
+  ahead_ = ahead;
+}
+
+#ifdef __AVXVNNI__
+// The same for words of nibbles or bytes.
+template <int ROWS, typename FORM>
+PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_t* words, int group, Ahead& ahead, int32_t* sums) {
+  typedef typename std::conditional<FORM::BITS == 8, Bytes, NibbleBytes>::type Numbers;
+  const int count = group / FORM::WORD;
+  for (int begin = 0; begin < count; begin += TURN) {
+    const Rows<ROWS> x(levels + (size_t)begin * FORM::WORD, stride);
+    add_both<Numbers, ROWS, Fetch::NEAR>(x, words + (size_t)begin * PANEL, count - begin < TURN ? count - begin : TURN, ahead, sums);
+  }
+}
+#else
+template <int ROWS, typename FORM>
+PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_t* words, int group, Ahead& ahead, int32_t* sums) {
+  add_nibbles(Rows<ROWS>(levels, stride), words, group, ahead, sums);
+}
+#endif
+
+template <typename FORM>
+static void word_panel(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+  const int group = a.form.group;
+#ifdef __AVXVNNI__
+  const int turns = 2 / groups_of(last - first < MAX_ROWS ? last - first : MAX_ROWS, 2);
+#else
+  const int turns = 1;
+#endif
+  Ahead ahead(panel, quant_panel_bytes(a.form, a.k), last - first, MAX_ROWS, turns);
+  in_tiles(first, last, [&](auto count, int from) {
+    constexpr int ROWS = decltype(count)::value;
+    alignas(64) int32_t sums[ROWS * PANEL];
+    alignas(64) float totals[ROWS * PANEL] = {};
+    const uint8_t* at = panel;
+    for (int g = 0; g < a.k / group; ++g, at += group_bytes<FORM>(group)) {
+      ahead.skip(FORM::HEAD_BYTES);
+      begin_sums<ROWS, FORM>(in.rounded, from, g, sums);
+      const uint8_t* levels = in.rounded.levels(from) + (size_t)g * group;
+      add_words<ROWS, FORM>(levels, in.rounded.stride(), (const uint32_t*)(at + FORM::HEAD_BYTES), group, ahead, sums);
+      add_scaled<ROWS, FORM>(in.rounded, from, g, at, sums, totals);
+    }
+    finish_rows(totals, ROWS, from, column, a.n, a.e, a.y);
+  });
+}
+
+// --- unpacked ---------------------------------------------------------------------------------------------------------
+
+// What rows and weights become, and where the rows are.
+template <typename FORM, bool = FORM::ROUNDED>
+struct Unpacked {
+  typedef Int16 Numbers;
+  static const RoundedRows& rows(const Inputs& in) { return in.rounded; }
+  static const void* row(const Inputs& in, int row, int input) { return (const int16_t*)in.rounded.levels(row) + input; }
+};
+template <typename FORM>
+struct Unpacked<FORM, false> {
+  typedef Bf16 Numbers;
+  static const LeftRows& rows(const Inputs& in) { return in.left; }
+  static const void* row(const Inputs& in, int row, int input) { return in.left.row(row) + input; }
+};
+
+// The words of so many inputs of a group -> [inputs / 2][PANEL] pairs.
+template <typename FORM>
+static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32_t* out) {
+  for (int i = 0; i < inputs; i += FORM::WORD, words += PANEL_ROW, out += FORM::WORD / 2 * PANEL) {
+    prefetch_once(words + FETCH_AHEAD);
+    prefetch_once(words + FETCH_AHEAD + 64);
+    for (int c = 0; c < PANEL; c += 16) {
+      const quads w = load_quads(words + 4 * c);
+      if constexpr (FORM::BITS == 8) {
+        store_quads(out + c, first_bytes(w));
+        store_quads(out + PANEL + c, second_bytes(w));
+      } else {
+        for (int s = 0; s < 4; ++s) {
+          if constexpr (FORM::ZEROS) store_pairs(out + s * PANEL + c, pair_of(w, s, load_zeros(head + FORM::SCALE_BYTES + c)));
+          else store_pairs(out + s * PANEL + c, pair_of(w, s));
+        }
+      }
+    }
+  }
+}
+
+template <typename FORM>
+static void unpacked_panel(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+  typedef typename Unpacked<FORM>::Numbers Numbers;
+  const auto& rows = Unpacked<FORM>::rows(in);
+  alignas(64) uint32_t pairs_here[CHUNK / 2 * PANEL];
+  alignas(64) typename Numbers::Value sums[BLOCK][PANEL];
+  alignas(64) float totals[BLOCK][PANEL];
+  memset(totals, 0, (size_t)(last - first) * sizeof totals[0]);
+  const int group = a.form.group;
+  Ahead nothing(panel, 0, last - first);
+  for (int g = 0; g < a.k / group; ++g, panel += group_bytes<FORM>(group))
+    for (int begin = 0; begin < group; begin += CHUNK) {
+      const int inputs = group - begin < CHUNK ? group - begin : CHUNK;
+      unpack<FORM>(panel, panel + FORM::HEAD_BYTES + (size_t)begin / FORM::WORD * PANEL_ROW, inputs, pairs_here);
+      in_tiles(first, last, [&](auto count, int from) {
+        constexpr int ROWS = decltype(count)::value;
+        typename Numbers::Value* to = sums[from - first];
+        if (begin == 0) begin_sums<ROWS, FORM>(rows, from, g, to);
+        const Rows<ROWS> x(Unpacked<FORM>::row(in, from, g * group + begin), rows.stride());
+        add_both<Numbers, ROWS, Fetch::NOTHING>(x, pairs_here, inputs / 2, nothing, to);
+        if (begin + inputs == group) add_scaled<ROWS, FORM>(rows, from, g, panel, to, totals[from - first]);
+      });
+    }
+  finish_rows(totals[0], last - first, first, column, a.n, a.e, a.y);
+}
+
+// A block of rows through one panel.
+static void quant_panel(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+  with_form(a.form, [&](auto form) {
+    typedef decltype(form) FORM;
+    if constexpr (BY_WORDS<FORM>) word_panel<FORM>(a, in, first, last, panel, column);
+    else if (few(a.form, last - first)) quant_panel_directly(a, in, first, last, panel, column);
+    else unpacked_panel<FORM>(a, in, first, last, panel, column);
+  });
+}
+
+}  // namespace PAGODA_NS
