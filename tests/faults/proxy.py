@@ -90,12 +90,12 @@ class ChaosProxy:
             return
         link = _Link(writer, far_writer)
         self._links.add(link)
-        try:
-            await asyncio.gather(self._pump(link, reader, far_writer), self._pump(link, far_reader, writer))
-        finally:
-            self._links.discard(link)
-            for end in link.writers:
-                end.close()
+        pumps = asyncio.gather(self._pump(link, reader, far_writer), self._pump(link, far_reader, writer))
+        with contextlib.suppress(asyncio.CancelledError):  # we are closing; asyncio would log it as a fault of ours
+            await pumps
+        self._links.discard(link)
+        for end in link.writers:
+            end.close()
 
     async def _pump(self, link: _Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
