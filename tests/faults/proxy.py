@@ -22,6 +22,8 @@ class _Link:
 
     def reset(self) -> None:
         for writer in self.writers:
+            if writer.is_closing():
+                continue
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORT)
             writer.transport.abort()
 

@@ -31,8 +31,11 @@ def record(prompt_token_ids: tuple[int, ...] = (7, 8, 9), **params: Any) -> Requ
     )
 
 
-async def collect(generation: Any) -> list[Delta]:
-    """All deltas, checked for contiguity per choice and for one ending of each, the request's last."""
+async def collect(generation: Any, aborted: frozenset[int] = frozenset()) -> list[Delta]:
+    """All deltas, checked for contiguity per choice and for one ending of each, the request's last.
+
+    Who has `aborted` a choice need not be told of its ending: an engine core may be lost before it tells.
+    """
     deltas: list[Delta] = []
     while batch := await generation.next():
         deltas += batch
@@ -41,7 +44,8 @@ async def collect(generation: Any) -> list[Delta]:
         assert delta.first_index == lengths.get(delta.choice, 0)
         lengths[delta.choice] = delta.first_index + len(delta.token_ids)
     endings = [delta.choice for delta in deltas if delta.finish_reason is not None]
-    assert sorted(endings) == sorted(set(lengths))
+    assert len(endings) == len(set(endings))
+    assert set(endings) - aborted == set(lengths) - aborted
     assert [d.ends_request for d in deltas] == [False] * (len(deltas) - 1) + [True]
     assert await generation.next() == []
     return deltas

@@ -364,7 +364,7 @@ async def test_an_aborted_choice_stays_ended_after_a_resume(engine: FakeEngineCo
     await engine.kill()
     engine.steps = None
     await engine.start()
-    deltas = await collect(generation)
+    deltas = await collect(generation, aborted=frozenset({1}))
     assert tokens_of(deltas) == expected_tokens(request)
     assert [(p.choice, p.finished) for p in engine.submits[-1].prior_outputs] == [(0, False), (1, True)]
 

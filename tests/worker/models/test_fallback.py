@@ -46,12 +46,14 @@ def test_bits_do_not_depend_on_chunks(name: str, dtype: str, loaded: Loaded) -> 
         assert torch.equal(logits_of(model, ids, chunks), whole)
 
 
-def test_experts_in_float32_claim_nobodys_numerics(saved: Saved, loaded: Loaded) -> None:
-    """Their matrix products go through a library that is not batch invariant in float32: said, not hidden."""
-    config = WorkerConfig(model=str(saved("qwen3_moe")[1]), dtype="float32", kernels="torch")
-    assert load_model(config).numerics_id != loaded("qwen3_moe").numerics_id
-    config = WorkerConfig(model=str(saved("olmo2")[1]), dtype="float32", kernels="torch")
-    assert load_model(config).numerics_id == loaded("olmo2").numerics_id
+@pytest.mark.parametrize("name", ["qwen3_moe", "olmo2"])
+def test_what_is_not_batch_invariant_claims_nobodys_numerics(name: str, saved: Saved, loaded: Loaded) -> None:
+    """Products of experts go through a library that is batch invariant on some machines only: measured, and said."""
+    config = WorkerConfig(model=str(saved(name)[1]), dtype="float32", kernels="torch")
+    again, before = load_model(config), loaded(name)
+    assert again.batch_invariant == before.batch_invariant
+    assert (again.numerics_id == before.numerics_id) == again.batch_invariant
+    assert again.batch_invariant or name == "qwen3_moe"
 
 
 def test_progress_ends_at_the_whole(saved: Saved) -> None:

@@ -19,7 +19,7 @@ SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 1
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("capability", map(int, metafunc.config.getoption("--capabilities").split(",")))
+    metafunc.parametrize("capability", [int(one) for one in metafunc.config.getoption("--capabilities").split(",")])
 
 
 @pytest.mark.slow
