@@ -28,12 +28,13 @@ from demo.schema import Example
 from demo.scoring import Outcome, accuracies, judge, parse_reply
 from demo.tasks import TASKS
 
-from pagoda import LLM, SamplingParams, checkpoints
+from pagoda import LLM, SamplingParams
+from pagoda.tools import checkpoints
 from pagoda_gateway.text.model_text import ModelText
-from pagoda_worker.batch import Batch
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.config import QUANTIZATIONS, WorkerConfig
-from pagoda_worker.loading import LoadedModel, load_model
-from pagoda_worker.models.config_reader import UnsupportedConfig
+from pagoda_worker.loading.model import LoadedModel, load_model
+from pagoda_worker.rows.batch import Batch
 
 STORED = "as stored"
 BLOCK_SIZE = 32

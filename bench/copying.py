@@ -29,7 +29,7 @@ from bench.workloads import CONTINUED, WORKLOADS
 from pagoda.bench.workload import Row, write_rows
 
 if TYPE_CHECKING:
-    from pagoda.llm import LLM
+    from pagoda.offline.llm import LLM
 
 SEED_TOKENS = 64  # of a random prompt
 FIRST_TOKENS = 4  # of an answer

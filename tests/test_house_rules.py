@@ -22,7 +22,7 @@ LONG_FUNCTIONS_ALLOWED = ("worker/pagoda_worker/kernels/", "tests/")
 
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}
 READS_THE_ENVIRONMENT = {
-    "services/pagoda/settings.py",
+    "services/pagoda/settings/resolving.py",
     "worker/pagoda_worker/library_choice.py",  # variables of other libraries, which have no other way to be told
 }
 
@@ -118,10 +118,13 @@ def loaded_by(code: str) -> set[str]:
     [
         ("import pagoda", (*HEAVY, "fastapi", "grpc", "zmq", "tokenizers", "yaml")),
         ("import pagoda.cli; pagoda.cli.parser_of('')", (*HEAVY, "fastapi", "grpc", "zmq", "tokenizers")),
-        ("import pagoda.gateway_main, pagoda_gateway.server", (*HEAVY, "zmq")),
-        ("import pagoda.engine_core_main, pagoda_engine_core.server", (*HEAVY, "fastapi", "tokenizers", "jinja2")),
-        ("import pagoda.worker_main, pagoda_worker.loop", ("fastapi", "starlette", "tokenizers", "jinja2", "pydantic")),
-        ("import pagoda.serve", (*HEAVY, "fastapi", "grpc", "zmq", "tokenizers")),
+        ("import pagoda.commands.gateway, pagoda_gateway.server", (*HEAVY, "zmq")),
+        ("import pagoda.commands.engine_core, pagoda_engine_core.server", (*HEAVY, "fastapi", "tokenizers", "jinja2")),
+        (
+            "import pagoda.commands.worker, pagoda_worker.process.loop",
+            ("fastapi", "starlette", "tokenizers", "jinja2", "pydantic"),
+        ),
+        ("import pagoda.commands.serve", (*HEAVY, "fastapi", "grpc", "zmq", "tokenizers")),
     ],
 )
 def test_a_process_loads_only_what_its_tier_needs(code: str, forbidden: tuple[str, ...]) -> None:
@@ -140,3 +143,53 @@ def test_python_in_documents_compiles(path: Path) -> None:
 
 def test_a_code_block_is_recognised() -> None:
     assert code_blocks("text\n```python\nx = 1\n```\n```bash\nls\n```\n") == ["x = 1\n"]
+
+
+ROOM_MODULES = 14
+
+
+def rooms() -> dict[Path, list[Path]]:
+    """Directory -> its modules."""
+    found: dict[Path, list[Path]] = {}
+    for path in product_files():
+        found.setdefault(path.parent, []).append(path)
+    return found
+
+
+def test_a_room_holds_what_one_can_keep_in_mind() -> None:
+    crowded = {name(room): len(modules) - 1 for room, modules in rooms().items() if len(modules) - 1 > ROOM_MODULES}
+    assert not crowded
+
+
+def test_every_room_says_in_a_sentence_what_it_is_for() -> None:
+    untold = [name(room) for room in rooms() if not _docstring(room / "__init__.py")]
+    assert set(untold) <= {"proto/pagoda_proto/engine", "proto/pagoda_proto/engine/v1"}  # generated
+
+
+def _docstring(path: Path) -> str:
+    return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "" if path.exists() else ""
+
+
+def test_the_architecture_names_every_room() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    top = {package: (ROOT / directory) for package, directory in (("services", "services/pagoda"),)}
+    top |= {tier: ROOT / tier / f"pagoda_{tier}" for tier in ("gateway", "engine_core", "worker")}
+    missing = [
+        f"{tier}/{room.name}/"
+        for tier, package in top.items()
+        for room in rooms()
+        if room.parent == package and f"`{tier}/{room.name}/`" not in text
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", ["docs/architecture.md", "docs/security.md", "CONTRIBUTING.md"])
+def test_modules_that_documents_name_exist(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    known = [name(path) for path in python_files(*PACKAGES, "tests", "bench")]
+    named = set(re.findall(r"`([\w./]+\.py)`", text))
+    assert named
+    unknown = {
+        module for module in named if not any(f"/{path}".endswith(f"/{module.split('.../')[-1]}") for path in known)
+    }
+    assert not unknown

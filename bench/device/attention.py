@@ -12,10 +12,10 @@ from bench.device.hardware import seconds
 from bench.device.job import Job
 from bench.device.report import Line, attempt
 
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Needs, Ops
+from pagoda_worker.rows.batch import Batch
 
 HEADS = {"8B": (32, 8, 128), "0.6B": (16, 8, 128)}  # query heads, KV heads, dimensions of a head
 SMOKE_HEADS = {"8B": (4, 2, 32), "0.6B": (2, 2, 32)}

@@ -21,11 +21,11 @@ from bench.device.models import load, records_steps, row_of, runner_of, shapes
 from bench.device.report import Line, attempt
 
 from pagoda_proto.steps import Chunk
-from pagoda_worker.batch import build_batch
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.ops import Needs
-from pagoda_worker.loading import LoadedModel
+from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.rows.batch import build_batch
 
 ROOT = Path(__file__).parents[2]
 PROMPT_LENGTHS = (1, 15, 16, 17, 63, 64, 65, 100, 127, 200, 255, 256, 257, 300, 511, 700)
@@ -34,8 +34,8 @@ SMALL_STEPS = {"max_tokens_per_step": 512, "chunk_size": 192}  # prompts come in
 # Of the spread of a position's logits. bfloat16 rounds a logit by up to 0.4 % of itself, and the highest of 150,000 is
 # about 4.5 spreads, so rounding alone moves it by 0.02; the layers' own rounding is of the same kind.
 TOLERANCE = 0.1
-SUITE = ("tests/worker/test_cuda.py", "tests/worker/kernels/triton")
-SMOKE_SUITE = ("tests/worker/test_cuda.py", "tests/worker/kernels/triton/test_pointwise.py")
+SUITE = ("tests/worker/device/test_cuda.py", "tests/worker/kernels/triton")
+SMOKE_SUITE = ("tests/worker/device/test_cuda.py", "tests/worker/kernels/triton/test_pointwise.py")
 SUITE_PROCESSES = 8  # most of a test's time is compiling
 KILLED_BEFORE_S = 5.0  # the end of its time, so that it can still be said what ran
 # That of the repository names plug-ins which need not be here.

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pagoda_worker.accelerator import Accelerator, Memory
-from pagoda_worker.memory import host_available_bytes
+from pagoda_worker.device.accelerator import Accelerator, Memory
+from pagoda_worker.loading.memory import host_available_bytes
 
 Run = Callable[[], object]
 LAUNCH_GAP_US = 10.0  # a shorter pause between two operations is theirs; in a longer one the device waits for the host
@@ -94,7 +94,7 @@ class Cuda:
         return f"{found.name}, {sizes}, capability {found.major}.{found.minor}, CUDA {torch.version.cuda}"
 
     def accelerator(self) -> Accelerator:
-        from pagoda_worker.startup import accelerator_of
+        from pagoda_worker.process.startup import accelerator_of
 
         return accelerator_of(self.device)
 

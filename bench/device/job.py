@@ -12,12 +12,12 @@ from bench.device.hardware import Hardware
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
-from pagoda_engine_core.executor import InprocExecutor
+from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta, FinishReason, RequestRecord
 from pagoda_proto.steps import PROTOCOL_VERSION, AppendBlocks, Chunk, Hello, NewRow, StepPlan
-from pagoda_worker.runner import ModelRunner
+from pagoda_worker.step.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 # Larger steps than the defaults, which keep the answers of others coming while a long prompt is computed.

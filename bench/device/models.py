@@ -18,13 +18,13 @@ from bench.device.job import ENGINE
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NewRow
+from pagoda_worker.checkpoints.checkpoint import Checkpoint, Entry
+from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors, linear_layers
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.loading import LoadedModel, load_model, native_spec
-from pagoda_worker.models.spec import DecoderSpec, expected_tensors, linear_layers
-from pagoda_worker.rows import Row
-from pagoda_worker.runner import ModelRunner
-from pagoda_worker.startup import runner_on_device
-from pagoda_worker.weights import Checkpoint, Entry
+from pagoda_worker.loading.model import LoadedModel, load_model, native_spec
+from pagoda_worker.process.startup import runner_on_device
+from pagoda_worker.rows.rows import Row
+from pagoda_worker.step.runner import ModelRunner
 
 _QWEN = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rms_norm_eps": 1e-6, "hidden_act": "silu",

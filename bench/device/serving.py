@@ -14,8 +14,8 @@ from bench.device.report import Line, attempt
 from bench.device.steps import free
 
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.loading import LoadedModel
-from pagoda_worker.runner import ModelRunner
+from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.step.runner import ModelRunner
 
 SERVED_BAR, START_BAR_S = 9500.0, 10.0
 REQUESTS = {"0.6B": 256, "8B": 512}

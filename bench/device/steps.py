@@ -11,10 +11,10 @@ from bench.device.job import Job, Steady, prompts
 from bench.device.models import load, records_steps, runner_of, shapes, spec_of, weight_bytes
 from bench.device.report import Line, attempt, say
 
+from pagoda_worker.checkpoints.spec import DecoderSpec
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.loading import LoadedModel
-from pagoda_worker.models.spec import DecoderSpec
-from pagoda_worker.runner import ModelRunner
+from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.step.runner import ModelRunner
 
 BATCHES, SMOKE_BATCHES = (1, 8, 32, 128, 256), (1, 3)
 PROMPT, SMOKE_PROMPT = 128, 8

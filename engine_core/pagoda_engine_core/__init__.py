@@ -1,0 +1,1 @@
+"""Tokens and blocks: which worker computes what, and whose tokens those are."""

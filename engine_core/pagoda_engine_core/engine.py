@@ -19,10 +19,15 @@ from typing import TypeVar
 import msgspec
 
 from pagoda_engine_core import views
-from pagoda_engine_core.admission import FrontDoor
-from pagoda_engine_core.answers import Answers, NoObserver, Observer, Sink, Submission
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.executor import (
+from pagoda_engine_core.dispatch.admission import FrontDoor
+from pagoda_engine_core.dispatch.answers import Answers, NoObserver, Observer, Sink, Submission
+from pagoda_engine_core.dispatch.group import Group
+from pagoda_engine_core.dispatch.inbox import Inbox, stopped
+from pagoda_engine_core.dispatch.router import Router
+from pagoda_engine_core.scheduling.request import Request
+from pagoda_engine_core.views import Stats, WorkerView
+from pagoda_engine_core.workers.executor import (
     Executor,
     ExecutorEvent,
     LeaveCause,
@@ -31,11 +36,6 @@ from pagoda_engine_core.executor import (
     WorkerJoined,
     WorkerLeft,
 )
-from pagoda_engine_core.group import Group
-from pagoda_engine_core.inbox import Inbox, stopped
-from pagoda_engine_core.request import Request
-from pagoda_engine_core.router import Router
-from pagoda_engine_core.views import Stats, WorkerView
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Begun, Delta, Load, PriorOutput, RequestRecord
 from pagoda_proto.steps import Drain, ResetWorker

@@ -19,15 +19,15 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import start_http_server
 
-from pagoda_engine_core import endpoints
-from pagoda_engine_core.admin import AdminService
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.loop_watch import end_when_stuck
 from pagoda_engine_core.metrics import Metrics
-from pagoda_engine_core.session import EngineService, LoadBoard
+from pagoda_engine_core.sessions.admin import AdminService
+from pagoda_engine_core.sessions.session import EngineService, LoadBoard
 from pagoda_engine_core.views import Stats
-from pagoda_engine_core.zmq_executor import ZmqExecutor
+from pagoda_engine_core.workers import endpoints
+from pagoda_engine_core.workers.zmq_executor import ZmqExecutor
 from pagoda_proto.channel import MAX_FRAME_BYTES
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.keys import TlsKeys, load_tls

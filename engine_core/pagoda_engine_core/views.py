@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pagoda_engine_core.admission import FrontDoor
-from pagoda_engine_core.counters import sum_blocks
-from pagoda_engine_core.executor import Executor, WorkerInfo
-from pagoda_engine_core.router import Router
+from pagoda_engine_core.dispatch.admission import FrontDoor
+from pagoda_engine_core.dispatch.router import Router
+from pagoda_engine_core.scheduling.counters import sum_blocks
+from pagoda_engine_core.workers.executor import Executor, WorkerInfo
 from pagoda_proto.records import SESSION_PROTOCOL, Load
 
 

@@ -1,0 +1,1 @@
+"""HTTP and text: OpenAI's API in front of an engine core."""

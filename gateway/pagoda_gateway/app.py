@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagoda_gateway import errors
+from pagoda_gateway.api import errors
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
-from pagoda_gateway.limits import LimitsMiddleware
+from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.metrics import OTHER, GatewayMetrics
 from pagoda_gateway.routes import chat, completions, models, ops, tokenize
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagoda_gateway.config import GatewayConfig
-from pagoda_gateway.engine import EngineClient
-from pagoda_gateway.memory import MemoryBudget
+from pagoda_gateway.engine.interface import EngineClient
+from pagoda_gateway.http.memory import MemoryBudget
+from pagoda_gateway.http.text_pool import FairQueue, TextPool
 from pagoda_gateway.text.model_text import ModelText
-from pagoda_gateway.text_pool import FairQueue, TextPool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagoda_gateway.engine_client import SessionClient
+from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError

@@ -17,14 +17,14 @@ from pathlib import Path
 from pagoda_gateway.app import create_app
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.engine_client import SessionClient
-from pagoda_gateway.engine_session import EngineAddress
+from pagoda_gateway.engine.client import SessionClient
+from pagoda_gateway.engine.session import EngineAddress
+from pagoda_gateway.engine.waits import Waits
 from pagoda_gateway.health import Health, HealthTimes
-from pagoda_gateway.http_protocol import ConnectionGuard
-from pagoda_gateway.http_server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
+from pagoda_gateway.http.protocol import ConnectionGuard
+from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.text.model_text import ModelText
-from pagoda_gateway.waits import Waits
 
 Report = Callable[[dict[str, object]], None]
 

@@ -6,21 +6,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagoda.async_llm import AsyncLLM as AsyncLLM
-    from pagoda.llm import LLM as LLM
-    from pagoda.llm import GenerationFailed as GenerationFailed
-    from pagoda.outputs import CompletionOutput as CompletionOutput
-    from pagoda.outputs import RequestOutput as RequestOutput
+    from pagoda.offline.async_llm import AsyncLLM as AsyncLLM
+    from pagoda.offline.llm import LLM as LLM
+    from pagoda.offline.llm import GenerationFailed as GenerationFailed
+    from pagoda.offline.outputs import CompletionOutput as CompletionOutput
+    from pagoda.offline.outputs import RequestOutput as RequestOutput
     from pagoda_proto.errors import PagodaError as PagodaError
     from pagoda_proto.params import SamplingParams as SamplingParams
 
 _HOMES = {
-    "AsyncLLM": "pagoda.async_llm",
-    "CompletionOutput": "pagoda.outputs",
-    "GenerationFailed": "pagoda.llm",
-    "LLM": "pagoda.llm",
+    "AsyncLLM": "pagoda.offline.async_llm",
+    "CompletionOutput": "pagoda.offline.outputs",
+    "GenerationFailed": "pagoda.offline.llm",
+    "LLM": "pagoda.offline.llm",
     "PagodaError": "pagoda_proto.errors",
-    "RequestOutput": "pagoda.outputs",
+    "RequestOutput": "pagoda.offline.outputs",
     "SamplingParams": "pagoda_proto.params",
 }
 

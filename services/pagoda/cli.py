@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pagoda.hints import hint
-from pagoda.process import EXIT_CONFIG, EXIT_CRASH
-from pagoda.settings import ConfigError
+from pagoda.processes.process import EXIT_CONFIG, EXIT_CRASH
+from pagoda.settings.hints import hint
+from pagoda.settings.resolving import ConfigError
 
 
 class Command(NamedTuple):
@@ -23,18 +23,18 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "serve": Command("pagoda.serve", "start gateway, engine core and workers on this machine"),
-    "gateway": Command("pagoda.gateway_main", "start one gateway: HTTP in front, text side"),
-    "engine-core": Command("pagoda.engine_core_main", "start one engine core: requests, scheduling, KV blocks"),
-    "worker": Command("pagoda.worker_main", "start one worker: weights, KV tensors, kernels"),
-    "chat": Command("pagoda.chat", "talk to a running server"),
-    "complete": Command("pagoda.complete", "let a running server continue a text"),
+    "serve": Command("pagoda.commands.serve", "start gateway, engine core and workers on this machine"),
+    "gateway": Command("pagoda.commands.gateway", "start one gateway: HTTP in front, text side"),
+    "engine-core": Command("pagoda.commands.engine_core", "start one engine core: requests, scheduling, KV blocks"),
+    "worker": Command("pagoda.commands.worker", "start one worker: weights, KV tensors, kernels"),
+    "chat": Command("pagoda.commands.chat", "talk to a running server"),
+    "complete": Command("pagoda.commands.complete", "let a running server continue a text"),
     "bench": Command("pagoda.bench.command", "measure a running server, or offline throughput"),
-    "config": Command("pagoda.config_command", "show or check the settings and where each value comes from"),
-    "keygen": Command("pagoda.keygen_command", "make keys for tiers on different hosts"),
-    "ping": Command("pagoda.ping_command", "ask a process whether it is healthy"),
-    "doctor": Command("pagoda.doctor", "check what this machine offers"),
-    "version": Command("pagoda.version", "print versions"),
+    "config": Command("pagoda.commands.config", "show or check the settings and where each value comes from"),
+    "keygen": Command("pagoda.commands.keygen", "make keys for tiers on different hosts"),
+    "ping": Command("pagoda.commands.ping", "ask a process whether it is healthy"),
+    "doctor": Command("pagoda.commands.doctor", "check what this machine offers"),
+    "version": Command("pagoda.tools.version", "print versions"),
 }
 
 
@@ -76,7 +76,7 @@ def parser_of(chosen: str = "") -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code (see `pagoda.process`)."""
+    """Run one command; returns the exit code (see `pagoda.processes.process`)."""
     words = list(sys.argv[1:] if argv is None else argv)
     words = ["version"] if words == ["--version"] else words
     arguments = parser_of(words[0] if words else "").parse_args(words)

@@ -23,7 +23,7 @@ from tests.worker.fakes_model import BOMB, fake_runner
 
 from bench import gpu
 from pagoda_proto.steps import StepResult
-from pagoda_worker.pending import Pending
+from pagoda_worker.step.pending import Pending
 
 SCRIPT = Path(__file__).parents[2] / "bench/gpu.py"
 

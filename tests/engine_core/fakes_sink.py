@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from tests.engine_core.fake_worker import runner_of
 from tests.fakes import FakeRunner
 
-from pagoda_engine_core.executor import ExecutorEvent, StepDone, ToExecutor, WorkerInfo, WorkerJoined, WorkerState
+from pagoda_engine_core.workers.executor import (
+    ExecutorEvent,
+    StepDone,
+    ToExecutor,
+    WorkerInfo,
+    WorkerJoined,
+    WorkerState,
+)
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import Delta, FinishReason
 from pagoda_proto.steps import Hello, StepPlan, StepResult

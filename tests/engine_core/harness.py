@@ -12,9 +12,9 @@ from tests.engine_core.fake_worker import make_hello
 from tests.fakes import FakeModel, FakeRow, FakeRunner, ManualClock, prefix_hashes, reference_outputs
 
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.policy import load_policy
-from pagoda_engine_core.request import Request
-from pagoda_engine_core.scheduler import Scheduler
+from pagoda_engine_core.scheduling.policy import load_policy
+from pagoda_engine_core.scheduling.request import Request
+from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Delta, FinishReason, PriorOutput, RequestRecord
 from pagoda_proto.steps import StepPlan, StepResult, TopLogprobs

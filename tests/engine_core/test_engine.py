@@ -12,7 +12,14 @@ from tests.fakes import make_record, reference_tokens
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
-from pagoda_engine_core.executor import InprocExecutor, LeaveCause, StepDone, WorkerChanged, WorkerLeft, WorkerState
+from pagoda_engine_core.workers.executor import (
+    InprocExecutor,
+    LeaveCause,
+    StepDone,
+    WorkerChanged,
+    WorkerLeft,
+    WorkerState,
+)
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import FinishReason, PriorOutput, RequestRecord
 from pagoda_proto.steps import Drain, ResetWorker, StepPlan, StepResult

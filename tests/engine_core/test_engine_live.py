@@ -12,7 +12,7 @@ from tests.fakes import make_record, reference_tokens
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
-from pagoda_engine_core.zmq_executor import ZmqExecutor
+from pagoda_engine_core.workers.zmq_executor import ZmqExecutor
 from pagoda_proto.records import FinishReason, RequestRecord
 
 

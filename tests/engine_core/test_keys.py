@@ -11,11 +11,11 @@ import zmq
 from tests.engine_core.fake_worker import make_hello
 from tests.fakes import make_record
 
-from pagoda.keygen import generate
+from pagoda.tools.keygen import generate
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.executor import WorkerJoined
 from pagoda_engine_core.server import serve
-from pagoda_engine_core.zmq_executor import ZmqExecutor
+from pagoda_engine_core.workers.executor import WorkerJoined
+from pagoda_engine_core.workers.zmq_executor import ZmqExecutor
 from pagoda_proto import convert
 from pagoda_proto.channel import Envelope, encode
 from pagoda_proto.engine.v1 import engine_pb2 as pb

@@ -10,7 +10,7 @@ from tests.engine_core.bench import Bench
 from tests.engine_core.fake_worker import make_hello
 from tests.fakes import make_record, reference_tokens
 
-from pagoda_engine_core.executor import LeaveCause, StepDone, WorkerChanged, WorkerLeft, WorkerState
+from pagoda_engine_core.workers.executor import LeaveCause, StepDone, WorkerChanged, WorkerLeft, WorkerState
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import FinishReason, RequestRecord
 

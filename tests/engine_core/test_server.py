@@ -16,9 +16,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.engine_core.fake_worker import REPO, FakeWorker, make_hello
 from tests.fakes import FakeRunner, make_record, reference_tokens
 
-from pagoda_engine_core import outbox
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.server import serve
+from pagoda_engine_core.sessions import outbox
 from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pagoda import cli
-from pagoda_worker.compute import Compute
+from pagoda_worker.step.compute import Compute
 
 FAIL_FILE = "FAIL_FILE"
 

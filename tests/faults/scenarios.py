@@ -155,7 +155,7 @@ def many_choices(
 
 def changed_weights(directory: Path) -> Path:
     """The demo model with a few bits of one weight changed: equal headers, other tokens."""
-    from pagoda.checkpoints import locate
+    from pagoda.tools.checkpoints import locate
 
     changed = directory / "changed"
     shutil.copytree(locate("", ""), changed)

@@ -10,8 +10,8 @@ import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, running_engine
 from tests.gateway.streams import Connect, waits
 
-from pagoda_gateway.engine_client import SessionClient
-from pagoda_gateway.engine_session import EngineAddress
+from pagoda_gateway.engine.client import SessionClient
+from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.metrics import GatewayMetrics
 
 

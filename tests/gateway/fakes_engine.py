@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
 from tests.gateway.model_dir import MAX_MODEL_LEN, write_model_dir
 
-from pagoda_gateway import errors
+from pagoda_gateway.api import errors
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.routes import chat, completions, models, tokenize

@@ -13,8 +13,8 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from pagoda_gateway.config import GatewayConfig
-from pagoda_gateway.http_protocol import ConnectionGuard
-from pagoda_gateway.http_server import HttpServer, bind, uvicorn_config
+from pagoda_gateway.http.protocol import ConnectionGuard
+from pagoda_gateway.http.server import HttpServer, bind, uvicorn_config
 
 
 @dataclass

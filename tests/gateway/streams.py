@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-from pagoda_gateway.engine_client import SessionClient
-from pagoda_gateway.waits import Waits
+from pagoda_gateway.engine.client import SessionClient
+from pagoda_gateway.engine.waits import Waits
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta, RequestRecord
 

@@ -17,8 +17,8 @@ from tests.gateway.model_dir import write_model_dir
 from pagoda_gateway.app import create_app
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.engine_client import SessionClient
-from pagoda_gateway.engine_session import EngineAddress
+from pagoda_gateway.engine.client import SessionClient
+from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.health import Health
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.text.model_text import ModelText

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, running_engine, until
 
-from pagoda_gateway.engine_client import SessionClient
-from pagoda_gateway.engine_session import EngineAddress
+from pagoda_gateway.engine.client import SessionClient
+from pagoda_gateway.engine.session import EngineAddress
+from pagoda_gateway.engine.waits import Waits
 from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.metrics import GatewayMetrics
-from pagoda_gateway.waits import Waits
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import RequestRecord

@@ -19,7 +19,7 @@ from tests.gateway.model_dir import write_model_dir
 
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.health import HealthTimes
-from pagoda_gateway.http_server import bind, url_of
+from pagoda_gateway.http.server import bind, url_of
 from pagoda_gateway.server import load_text, serve
 
 TIMES = HealthTimes(idle_s=1000.0, tick_s=0.02, canary_spacing_s=0.02)

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda.checkpoints import locate
+from pagoda.tools.checkpoints import locate
 from pagoda_gateway.text.model_text import BadModelFiles, ModelText
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.loading import load_model
+from pagoda_worker.loading.model import load_model
 
 DEMO = locate("")
 DEPTH = 100_000  # of brackets

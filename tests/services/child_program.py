@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from pagoda.process import die_with_parent
+from pagoda.processes.process import die_with_parent
 
 
 def main() -> int:

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pagoda.restarts import Pauses
-from pagoda.settings import child_environment
-from pagoda.supervisor import ChildSpec, Supervisor
+from pagoda.processes.restarts import Pauses
+from pagoda.processes.supervisor import ChildSpec, Supervisor
+from pagoda.settings.resolving import child_environment
 
 CHILD = Path(__file__).with_name("child_program.py")
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from pagoda_worker.accelerator import Memory
+from pagoda_worker.device.accelerator import Memory
 
 try:
     from triton.runtime.interpreter import GridExecutor

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.worker.formats.sources import PlainSource
+from tests.worker.checkpoints.formats.sources import PlainSource
 
-from pagoda_worker.batch import Batch
+from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Ops
-from pagoda_worker.layers.rope import RopeShape
 from pagoda_worker.models.decoder import Decoder
-from pagoda_worker.models.spec import DecoderSpec, expected_tensors
+from pagoda_worker.rows.batch import Batch
 
 BLOCK, MAX_LEN, VOCAB = 16, 96, 64
 BOMB, POISON = 62, 63

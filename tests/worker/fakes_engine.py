@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, StepPlan, StepResult
-from pagoda_worker.pending import Pending
-from pagoda_worker.runner import ModelRunner
+from pagoda_worker.step.pending import Pending
+from pagoda_worker.step.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0)
 

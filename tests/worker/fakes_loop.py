@@ -22,9 +22,9 @@ from pagoda_proto.steps import (
     StepResult,
     Welcome,
 )
-from pagoda_worker.accelerator import Accelerator
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.loop import run, serve
+from pagoda_worker.device.accelerator import Accelerator
+from pagoda_worker.process.loop import run, serve
 
 WAIT_S = 20.0
 

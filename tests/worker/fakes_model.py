@@ -13,13 +13,13 @@ import torch
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, StepPlan, StepResult
-from pagoda_worker import logprobs, sampler
-from pagoda_worker.accelerator import Accelerator
-from pagoda_worker.batch import Batch
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.device_sampler import DeviceSampler
+from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
-from pagoda_worker.runner import ModelRunner
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.sampling import logprobs, sampler
+from pagoda_worker.sampling.device_sampler import DeviceSampler
+from pagoda_worker.step.runner import ModelRunner
 
 VOCAB = 512
 POISON = 500  # a context with this token has NaN logits

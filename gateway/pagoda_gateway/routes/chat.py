@@ -8,18 +8,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.answer import Answer, Update
-from pagoda_gateway.answer_schemas import ChatAnswer
-from pagoda_gateway.body import client_of, hold_for, read_body
+from pagoda_gateway.api.answer_schemas import ChatAnswer
+from pagoda_gateway.api.described import described
+from pagoda_gateway.api.encoding import encoded_list
+from pagoda_gateway.api.schemas import ChatRequest
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.described import described
-from pagoda_gateway.encoding import encoded_list
-from pagoda_gateway.logprobs import chat_logprobs, prompt_logprobs
-from pagoda_gateway.present import Gathered, Presented
-from pagoda_gateway.prompts import tools_in_use
-from pagoda_gateway.requests import chat_record, held_bytes
-from pagoda_gateway.respond import Head, respond, stream_usage
-from pagoda_gateway.schemas import ChatRequest
+from pagoda_gateway.generation.answer import Answer, Update
+from pagoda_gateway.generation.body import client_of, hold_for, read_body
+from pagoda_gateway.generation.logprobs import chat_logprobs, prompt_logprobs
+from pagoda_gateway.generation.present import Gathered, Presented
+from pagoda_gateway.generation.prompts import tools_in_use
+from pagoda_gateway.generation.requests import chat_record, held_bytes
+from pagoda_gateway.generation.respond import Head, respond, stream_usage
 from pagoda_gateway.text.generation import TextDelta
 from pagoda_gateway.text.tools import HermesParser, ToolCall
 from pagoda_proto.records import FinishReason, RequestRecord

@@ -10,19 +10,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.answer import Answer, Part, Update
-from pagoda_gateway.answer_schemas import CompletionAnswer
-from pagoda_gateway.body import client_of, hold_for, read_body
+from pagoda_gateway.api.answer_schemas import CompletionAnswer
+from pagoda_gateway.api.described import described
+from pagoda_gateway.api.encoding import encoded_columns, encoded_list
+from pagoda_gateway.api.schemas import CompletionRequest
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.described import described
-from pagoda_gateway.encoding import encoded_columns, encoded_list
-from pagoda_gateway.logprobs import COLUMNS, CompletionLogprobs, Row, prompt_logprobs
-from pagoda_gateway.present import Gathered, Presented
-from pagoda_gateway.prompts import Prompt
-from pagoda_gateway.requests import completion_records, held_bytes
-from pagoda_gateway.respond import Head, respond, stream_usage
-from pagoda_gateway.sampling import shows_no_output
-from pagoda_gateway.schemas import CompletionRequest
+from pagoda_gateway.generation.answer import Answer, Part, Update
+from pagoda_gateway.generation.body import client_of, hold_for, read_body
+from pagoda_gateway.generation.logprobs import COLUMNS, CompletionLogprobs, Row, prompt_logprobs
+from pagoda_gateway.generation.present import Gathered, Presented
+from pagoda_gateway.generation.prompts import Prompt
+from pagoda_gateway.generation.requests import completion_records, held_bytes
+from pagoda_gateway.generation.respond import Head, respond, stream_usage
+from pagoda_gateway.generation.sampling import shows_no_output
 from pagoda_proto.records import FinishReason
 from pagoda_proto.steps import TopLogprobs
 

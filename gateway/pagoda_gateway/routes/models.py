@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from pagoda_gateway.answer_schemas import Model, ModelList
+from pagoda_gateway.api.answer_schemas import Model, ModelList
+from pagoda_gateway.api.described import described
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.described import described
-from pagoda_gateway.requests import check_model
-from pagoda_gateway.respond import json_response
+from pagoda_gateway.generation.requests import check_model
+from pagoda_gateway.generation.respond import json_response
 
 
 def router(ctx: GatewayContext) -> APIRouter:

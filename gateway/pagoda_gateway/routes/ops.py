@@ -10,9 +10,9 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from pagoda_gateway.answer_schemas import Live, LoadAnswer, Ready, Startup, Version
+from pagoda_gateway.api.answer_schemas import Live, LoadAnswer, Ready, Startup, Version
+from pagoda_gateway.api.described import described
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.described import described
 from pagoda_gateway.health import Health
 from pagoda_gateway.metrics import GatewayMetrics
 

@@ -8,16 +8,16 @@ from functools import partial
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.answer_schemas import DetokenizeAnswer, TokenizeAnswer
-from pagoda_gateway.body import client_of, read_body, while_connected
+from pagoda_gateway.api.answer_schemas import DetokenizeAnswer, TokenizeAnswer
+from pagoda_gateway.api.described import described
+from pagoda_gateway.api.encoding import encoded_list
+from pagoda_gateway.api.schemas import DetokenizeRequest, TokenizeRequest
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.described import described
-from pagoda_gateway.encoding import encoded_list
-from pagoda_gateway.logprobs import token_text
-from pagoda_gateway.prompts import Reader, model_limits
-from pagoda_gateway.requests import check_model
-from pagoda_gateway.respond import json_response
-from pagoda_gateway.schemas import DetokenizeRequest, TokenizeRequest
+from pagoda_gateway.generation.body import client_of, read_body, while_connected
+from pagoda_gateway.generation.logprobs import token_text
+from pagoda_gateway.generation.prompts import Reader, model_limits
+from pagoda_gateway.generation.requests import check_model
+from pagoda_gateway.generation.respond import json_response
 from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_proto.errors import InvalidParams, Problem
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagoda_gateway.json_body import parse_object
+from pagoda_gateway.api.json_body import parse_object
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 
 Message = Mapping[str, Any]

@@ -1,0 +1,1 @@
+"""What `pagoda bench` measures: a server, a library call, kernels, a start."""

@@ -9,16 +9,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pagoda.asking import first_model
 from pagoda.bench import kernels, latency, offline, startup
 from pagoda.bench.load import LoadClient, LoadResult, Plan, Sent, run_load
 from pagoda.bench.processes import ProcessWatch
 from pagoda.bench.report import render, summarise
 from pagoda.bench.workload import BodyMaker, Row, Shape, arrivals, make_rows, read_rows, write_rows
-from pagoda.http_stream import HttpError, Target
-from pagoda.numbers import number, seed, whole
-from pagoda.process import fast_loop
-from pagoda.settings import ConfigError
+from pagoda.processes.process import fast_loop
+from pagoda.settings.numbers import number, seed, whole
+from pagoda.settings.resolving import ConfigError
+from pagoda.tools.asking import first_model
+from pagoda.tools.http_stream import HttpError, Target
 
 OTHERS: dict[str, tuple[Any, str]] = {
     "throughput": (offline, "offline throughput of a model"),

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda.bench import plot
-from pagoda.numbers import whole
-from pagoda.settings import ConfigError
+from pagoda.settings.numbers import whole
+from pagoda.settings.resolving import ConfigError
 
 if TYPE_CHECKING:
     from pagoda_worker.kernels.measure import Roofline

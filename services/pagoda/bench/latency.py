@@ -15,15 +15,15 @@ from rich.table import Table
 
 from pagoda.bench.report import distribution_ms
 from pagoda.bench.workload import BodyMaker, Row
-from pagoda.flags import add_model_argument, add_options, given_flags
-from pagoda.numbers import number, seed, whole
-from pagoda.settings import ConfigError
+from pagoda.settings.flags import add_model_argument, add_options, given_flags
+from pagoda.settings.numbers import number, seed, whole
+from pagoda.settings.resolving import ConfigError
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta
 
 if TYPE_CHECKING:
-    from pagoda.local import Local
+    from pagoda.offline.local import Local
 
 TIMES = {
     "first_token_ms": "first token of all rows",
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from pagoda.local import Local
+    from pagoda.offline.local import Local
 
     options = given_flags(arguments, "offline")
     started = time.perf_counter()

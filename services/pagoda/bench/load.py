@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
 from pagoda.bench.workload import BodyMaker, Row
-from pagoda.http_stream import Answer, Connection, HttpError, StaleConnection, Target
-from pagoda.timing import Timing
+from pagoda.tools.http_stream import Answer, Connection, HttpError, StaleConnection, Target
+from pagoda.tools.timing import Timing
 
 
 @dataclass

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pagoda.bench.workload import BodyMaker, Shape, make_rows
-from pagoda.flags import add_model_argument, add_options, given_flags
-from pagoda.numbers import seed, whole
+from pagoda.settings.flags import add_model_argument, add_options, given_flags
+from pagoda.settings.numbers import seed, whole
 from pagoda_proto.params import SamplingParams
 
 if TYPE_CHECKING:
-    from pagoda.llm import LLM
+    from pagoda.offline.llm import LLM
 
 WARM_UP_TOKENS = 4
 
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    from pagoda.llm import LLM
+    from pagoda.offline.llm import LLM
 
     started = time.perf_counter()
     with LLM(**given_flags(arguments, "offline")) as llm:

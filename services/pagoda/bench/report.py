@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagoda.bench.load import LoadResult, Sent
-from pagoda.timing import Timing
+from pagoda.tools.timing import Timing
 
 TIMES = ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "stall_ms")
 

@@ -25,15 +25,15 @@ from typing import IO, Any
 from rich.console import Console
 from rich.table import Table
 
-from pagoda import checkpoints
-from pagoda.asking import first_model
 from pagoda.bench.load import LoadClient
 from pagoda.bench.workload import BodyMaker, Row
-from pagoda.flags import add_model_argument, add_options, given_flags
-from pagoda.http_stream import HttpError, Target
-from pagoda.numbers import number, whole
-from pagoda.settings import ConfigError, command_options
-from pagoda.supervisor import python_command
+from pagoda.processes.supervisor import python_command
+from pagoda.settings.flags import add_model_argument, add_options, given_flags
+from pagoda.settings.numbers import number, whole
+from pagoda.settings.resolving import ConfigError, command_options
+from pagoda.tools import checkpoints
+from pagoda.tools.asking import first_model
+from pagoda.tools.http_stream import HttpError, Target
 
 READ_BYTES = 8 * 2**20
 STOP_TIMEOUT_S = 60.0

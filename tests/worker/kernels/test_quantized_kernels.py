@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from tests.worker.kernels.test_cpu_library import levels
 
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import FORMS, NativeOps
 from pagoda_worker.kernels.cpu.program import blank_batch
@@ -21,6 +20,7 @@ from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.kernels.quantized import QuantizedWeight, round_activations
 from pagoda_worker.kernels.reference import ReferenceOps
+from pagoda_worker.rows.batch import Batch
 
 ROWS = (1, 2, 5, 13, 64, 200)
 SHAPES = ((80, 64, 32), (96, 192, 64), (528, 256, 256), (96, 512, 128), (80, 576, 576), (80, 4096, 64))  # n, k, group

@@ -18,16 +18,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.worker.kernels.test_cpu_library import levels
-from tests.worker.test_sampler import oracle_survivors, params_st, row
+from tests.worker.sampling.test_sampler import oracle_survivors, params_st, row
 
 from pagoda_proto.params import SamplingParams
-from pagoda_worker import logprobs, order, sampler
 from pagoda_worker.kernels.cpu import sampling
 from pagoda_worker.kernels.cpu.library import Library
-from pagoda_worker.penalties import Processing
-from pagoda_worker.philox import uniform
-from pagoda_worker.rows import Row
-from pagoda_worker.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault, Sample
+from pagoda_worker.rows import order
+from pagoda_worker.rows.penalties import Processing
+from pagoda_worker.rows.rows import Row
+from pagoda_worker.sampling import logprobs, sampler
+from pagoda_worker.sampling.philox import uniform
+from pagoda_worker.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault, Sample
 
 pytestmark = pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")
 

@@ -12,7 +12,7 @@ import transformers
 from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, save
 
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.loading import LoadedModel, load_model
+from pagoda_worker.loading.model import LoadedModel, load_model
 
 Saved = Callable[[str], tuple[Any, Path]]
 Loaded = Callable[..., LoadedModel]

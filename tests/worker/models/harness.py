@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVCache
-from pagoda_worker.loading import LoadedModel
+from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.rows.batch import Batch
 
 BLOCK_SIZE = 16
 

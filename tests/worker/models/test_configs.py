@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_worker.layers.rope import RopeShape, inverse_frequencies
-from pagoda_worker.loading import native_spec
-from pagoda_worker.models.config_reader import UnsupportedConfig
-from pagoda_worker.models.spec import DecoderSpec, expected_tensors
-from pagoda_worker.weights import CheckpointError
+from pagoda_worker.checkpoints.checkpoint import CheckpointError
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
+from pagoda_worker.checkpoints.rope import RopeShape, inverse_frequencies
+from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
+from pagoda_worker.loading.model import native_spec
 
 BASE: dict[str, Any] = {
     "vocab_size": 100,

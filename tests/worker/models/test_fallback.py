@@ -15,13 +15,13 @@ from tests.worker.models.harness import Harness, logits_of
 from tests.worker.models.test_oracle import choices_of
 from transformers import AutoModelForCausalLM
 
-from pagoda_worker.batch import Batch
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.reference import ReferenceOps
-from pagoda_worker.loading import load_model
+from pagoda_worker.loading.model import load_model
 from pagoda_worker.models import fallback
-from pagoda_worker.models.config_reader import UnsupportedConfig
+from pagoda_worker.rows.batch import Batch
 
 CLEAR = 0.25  # of logits that are rounded to bfloat16 at magnitudes of about 8
 DENSE = ["gpt2", "gpt_neox", "stablelm", "olmo2", "cohere2"]

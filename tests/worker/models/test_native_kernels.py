@@ -15,7 +15,7 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernel_choice import FAMILIES
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.ops import BackendError
-from pagoda_worker.loading import LoadedModel, load_model
+from pagoda_worker.loading.model import LoadedModel, load_model
 from pagoda_worker.models.recorded import Recorded
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here; the torch back end serves")

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from tests.worker.models.published import MILLIONS, PUBLISHED
 
-from pagoda_worker.layers.rope import RopeShape
-from pagoda_worker.loading import native_spec
-from pagoda_worker.models.config_reader import UnsupportedConfig
-from pagoda_worker.models.spec import DecoderSpec, expected_tensors
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
+from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
+from pagoda_worker.loading.model import native_spec
 
 
 def read(name: str, **changes: Any) -> DecoderSpec:

@@ -12,11 +12,11 @@ import torch
 from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, prompts, save
 from tests.worker.models.harness import BLOCK_SIZE, Harness, Row, logits_of
 
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
-from pagoda_worker.loading import LoadedModel, load_model
-from pagoda_worker.memory import num_kv_blocks
-from pagoda_worker.models.config_reader import UnsupportedConfig
+from pagoda_worker.loading.memory import num_kv_blocks
+from pagoda_worker.loading.model import LoadedModel, load_model
 
 NAMES = ["llama", "mistral", "qwen3", "gemma3"]
 KERNELS = ["torch", *(["native"] if LIBRARY.exists() else [])]

@@ -1,0 +1,1 @@
+"""The operations of a model, declared once, and the back ends that implement them."""

@@ -22,14 +22,14 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pagoda_worker import logprobs, sampler
-from pagoda_worker.batch import Batch
-from pagoda_worker.device_sampler import greedy_sampler
 from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.sampling import logprobs, sampler
+from pagoda_worker.sampling.device_sampler import greedy_sampler
 
 GRAIN = 32768  # elements of elementwise work per thread, at least
 ONE_THREAD = 16384  # no elementwise work of up to this many elements is shared between threads, not even gelu

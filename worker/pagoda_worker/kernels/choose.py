@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from pagoda_worker.cuda import device_seconds
+from pagoda_worker.device.cuda import device_seconds
 from pagoda_worker.kernel_choice import AUTO, FAMILIES, FLASH, parse_choice
 from pagoda_worker.kernels import flash, trial
 from pagoda_worker.kernels.mixed import mix

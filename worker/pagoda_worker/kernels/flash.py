@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernel_choice import FAMILIES, FLASH
 from pagoda_worker.kernels import trial
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops, guarded
+from pagoda_worker.rows.batch import Batch
 
 if TYPE_CHECKING:
     from pagoda_worker.kernels.triton.ops import TritonKVCache

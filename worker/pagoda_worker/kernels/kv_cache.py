@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagoda_worker.batch import Batch
+from pagoda_worker.rows.batch import Batch
 
 LEVELS = 127.0  # the largest whole number; its negative is the smallest
 SCALE_DTYPE = torch.float32

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from pagoda_proto.params import SamplingParams
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.ceilings import CeilingProbe, median_s
@@ -25,7 +24,8 @@ from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import FORMATS, Format, quantize
 from pagoda_worker.kernels.roofline import Limits, ModelShape, Point
-from pagoda_worker.rows import Ints, Row
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.rows import Ints, Row
 
 PLAIN = "bf16"
 KV_FORMS = {"bf16": False, "int8": True}  # whether keys and values are quantised, by the name of the cache's format

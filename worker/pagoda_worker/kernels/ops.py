@@ -17,11 +17,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from pagoda_proto.steps import TopLogprobs
-from pagoda_worker.batch import Batch
-from pagoda_worker.device_sampler import DeviceSampler, Upload
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.quantized import Weight
-from pagoda_worker.sampler import Fault, RowState, Sample
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.sampling.device_sampler import DeviceSampler, Upload
+from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
 T = TypeVar("T")
 Forward = Callable[["Ops", Batch, Any], tuple[torch.Tensor, ...]]

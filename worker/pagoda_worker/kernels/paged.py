@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVCache
 from pagoda_worker.kernels.ops import AttentionShape
+from pagoda_worker.rows.batch import Batch
 
 QUERY_SLICE = 256
 LINES = 4  # query lines come in multiples of this

@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pagoda_worker import logprobs, sampler
-from pagoda_worker.batch import Batch
-from pagoda_worker.device_sampler import greedy_sampler
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.sampling import logprobs, sampler
+from pagoda_worker.sampling.device_sampler import greedy_sampler
 
 
 class Plain(NamedTuple):

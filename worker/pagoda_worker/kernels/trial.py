@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Needs, Ops
+from pagoda_worker.rows.batch import Batch
 
 Clock = Callable[[Callable[[], object]], float]
 """Calls a function a few times and returns the seconds the device takes for one call of it."""

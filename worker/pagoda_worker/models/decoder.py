@@ -12,12 +12,9 @@ from typing import Any
 
 import torch
 
-from pagoda_worker.batch import Batch
-from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation
-from pagoda_worker.layers.rope import RotaryTable
-from pagoda_worker.models.source import Source, joined
-from pagoda_worker.models.spec import (
+from pagoda_worker.checkpoints.rope import RotaryTable
+from pagoda_worker.checkpoints.source import Source, joined
+from pagoda_worker.checkpoints.spec import (
     DOWN,
     EMBED,
     FINAL_NORM,
@@ -29,6 +26,9 @@ from pagoda_worker.models.spec import (
     layer_name,
     norm_parts,
 )
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation
+from pagoda_worker.rows.batch import Batch
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
-from pagoda_worker.batch import Batch
+from pagoda_worker.checkpoints.checkpoint import Checkpoint
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Cache, Needs, Ops
-from pagoda_worker.models.config_reader import UnsupportedConfig
 from pagoda_worker.models.widened import Widened
-from pagoda_worker.weights import Checkpoint
+from pagoda_worker.rows.batch import Batch
 
 ATTENTION = "pagoda_paged"
 PROBE_TOKENS = 12

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagoda_worker.layers.rope import RopeShape
-from pagoda_worker.models.config_reader import ConfigReader, UnsupportedConfig, rope_shape
+from pagoda_worker.checkpoints.config_reader import ConfigReader, UnsupportedConfig, rope_shape
+from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.spec import DecoderSpec
 from pagoda_worker.models.llama import common_fields, one_rope
-from pagoda_worker.models.spec import DecoderSpec
 
 
 def _gemma_fields(config: ConfigReader) -> dict[str, Any]:

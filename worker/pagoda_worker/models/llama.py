@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagoda_worker.models.config_reader import ConfigReader, invalid
-from pagoda_worker.models.spec import DecoderSpec
+from pagoda_worker.checkpoints.config_reader import ConfigReader, invalid
+from pagoda_worker.checkpoints.spec import DecoderSpec
 
 
 def common_fields(config: ConfigReader, default_head_dim: int = 0) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pagoda_worker.models.config_reader import ConfigReader
+from pagoda_worker.checkpoints.config_reader import ConfigReader
+from pagoda_worker.checkpoints.spec import DecoderSpec
 from pagoda_worker.models.llama import common_fields, one_rope
-from pagoda_worker.models.spec import DecoderSpec
 
 
 def _windows(config: ConfigReader) -> tuple[int | None, ...]:

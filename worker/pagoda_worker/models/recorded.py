@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.rows.batch import Batch
 
 Run = Callable[[Batch], tuple[torch.Tensor, ...]]
 

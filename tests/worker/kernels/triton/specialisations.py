@@ -10,22 +10,22 @@ import random
 from typing import Any
 
 import torch
+from tests.worker.checkpoints.formats.sources import PlainSource
 from tests.worker.fakes_accelerator import FakeAccelerator
-from tests.worker.formats.sources import PlainSource
 from tests.worker.kernels.triton.launches import CPU, Driver
 from tests.worker.models.harness import make_batch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from pagoda_worker.batch import Batch
+from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.feeding import uploaded
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
-from pagoda_worker.layers.rope import RopeShape
 from pagoda_worker.models.decoder import Decoder
-from pagoda_worker.models.spec import DecoderSpec, expected_tensors
-from pagoda_worker.profiling import mixed_steps
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.step.feeding import uploaded
+from pagoda_worker.step.profiling import mixed_steps
 
 SPEC = DecoderSpec(
     vocab_size=512, hidden_size=128, intermediate_size=192, num_heads=4, num_kv_heads=2, head_dim=32, norm_eps=1e-6,

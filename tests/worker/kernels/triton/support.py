@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 from tests.worker.models.harness import make_batch
 
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.triton.ops import TritonOps, interpreted
 from pagoda_worker.kernels.triton.plan import Tiles
+from pagoda_worker.rows.batch import Batch
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cpu" if interpreted() else "cuda")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worker.formats.sources import PlainSource
+from tests.worker.checkpoints.formats.sources import PlainSource
 from tests.worker.kernels.triton.support import CPU, DEVICE, batch_of, moved, reference, walking
 from triton.runtime.errors import OutOfResources
 
-from pagoda_worker.batch import Batch
+from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.device_sampler import Chosen, GreedySampler
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import BackendError, Needs, Ops
@@ -26,11 +26,11 @@ from pagoda_worker.kernels.triton.device_sampler import TritonSampler
 from pagoda_worker.kernels.triton.load import HEIGHTS, load_triton
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.kernels.triton.selfcheck import Verdict
-from pagoda_worker.layers.rope import RopeShape
 from pagoda_worker.models.decoder import Decoder
-from pagoda_worker.models.spec import DecoderSpec, expected_tensors
-from pagoda_worker.moving import SwapSpace
-from pagoda_worker.rows import Row
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.rows import Row
+from pagoda_worker.sampling.device_sampler import Chosen, GreedySampler
+from pagoda_worker.step.moving import SwapSpace
 
 NEEDS = Needs(dtype=torch.float16, head_dim=32)
 

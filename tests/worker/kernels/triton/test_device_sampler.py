@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from tests.worker.fakes_accelerator import FakeAccelerator
 from tests.worker.fakes_model import POISON, VOCAB, Driver, fake_runner, new_row
 from tests.worker.kernels.triton.support import DEVICE, walking
-from tests.worker.test_startup import Device, config, loaded_by, start, streams
+from tests.worker.process.test_startup import Device, config, loaded_by, start, streams
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import Chunk, RowOutput, StepPlan, StepResult, TopLogprobs
-from pagoda_worker import sampler as host
-from pagoda_worker.device_sampler import Chosen, samples_of
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
 from pagoda_worker.kernels.triton.sampling_lines import MAX_EDITS
-from pagoda_worker.pending import Pending
-from pagoda_worker.rows import Row
-from pagoda_worker.runner import ModelRunner
-from pagoda_worker.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault
+from pagoda_worker.rows.rows import Row
+from pagoda_worker.sampling import sampler as host
+from pagoda_worker.sampling.device_sampler import Chosen, samples_of
+from pagoda_worker.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault
+from pagoda_worker.step.pending import Pending
+from pagoda_worker.step.runner import ModelRunner
 
 BAD_WORDS = ((1, 2), (2, 2, 1), (3, 3, 3, 3, 2), (2, 1, 3), (3,) * 6)
 MANNERS: list[dict[str, Any]] = [

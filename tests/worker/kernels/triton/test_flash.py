@@ -30,9 +30,9 @@ from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops
 from pagoda_worker.kernels.triton import load
 from pagoda_worker.kernels.triton.selfcheck import Verdict
-from pagoda_worker.lines import Lines
-from pagoda_worker.loading import LoadedModel, load_model
-from pagoda_worker.rows import Row
+from pagoda_worker.loading.model import LoadedModel, load_model
+from pagoda_worker.rows.rows import Row
+from pagoda_worker.step.lines import Lines
 
 pytestmark = pytest.mark.skipif(DEVICE != CPU, reason="the fake stands in for the library on a CPU")
 

@@ -12,15 +12,15 @@ from tests.worker.fakes_capturable import BLOCK, VOCAB, decoder
 from tests.worker.fakes_engine import GREEDY, Choice, Engine
 from tests.worker.kernels.triton.support import DEVICE, reference, splitting, walking
 
+from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.graphs import Graphed
 from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.kernels.triton.attention import SPLIT
 from pagoda_worker.kernels.triton.ops import TritonOps
-from pagoda_worker.layers.rope import RopeShape
-from pagoda_worker.loading import LoadedModel
-from pagoda_worker.runner import ModelRunner
-from pagoda_worker.startup import accelerator_of, runner_on_device
+from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.process.startup import accelerator_of, runner_on_device
+from pagoda_worker.step.graphs import Graphed
+from pagoda_worker.step.runner import ModelRunner
 
 MAX_LEN, NUM_BLOCKS, MAX_ROWS = 2 * SPLIT, 40, 3  # a recording is made for two splits
 PROMPTS = [(47, 8), (33, 8), (1, 6), (33, 8)]  # tokens, outputs; the second and the last are forks of one

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 from tests.worker.kernels.triton.support import DEVICE
-from tests.worker.test_sampler import random_logits, row
+from tests.worker.sampling.test_sampler import random_logits, row
 
 from pagoda_proto.params import SamplingParams
-from pagoda_worker.device_sampler import samples_of
 from pagoda_worker.kernels.triton import philox
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
 from pagoda_worker.kernels.triton.report import report
-from pagoda_worker.logprobs import RawLogprobs
-from pagoda_worker.philox import uniform
-from pagoda_worker.rows import Row
-from pagoda_worker.sampler import Fault, Sample, draw_token
-from pagoda_worker.sampler import sample as sample_on_host
+from pagoda_worker.rows.rows import Row
+from pagoda_worker.sampling.device_sampler import samples_of
+from pagoda_worker.sampling.logprobs import RawLogprobs
+from pagoda_worker.sampling.philox import uniform
+from pagoda_worker.sampling.sampler import Fault, Sample, draw_token
+from pagoda_worker.sampling.sampler import sample as sample_on_host
 
 BORDER = 1e-7  # of the mass
 

@@ -1,0 +1,1 @@
+"""The C++ back end: how it is built, bound, checked and called."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.kv_cache import SCALE_DTYPE, Blocks, KVShape
+from pagoda_worker.rows.batch import Batch
 
 GROUP = 16  # tokens, or dimensions, that lie side by side; see csrc/attention.h
 

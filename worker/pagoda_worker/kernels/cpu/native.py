@@ -15,9 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from pagoda_proto.steps import TopLogprobs
-from pagoda_worker.batch import Batch
 from pagoda_worker.cores import placement
-from pagoda_worker.device_sampler import greedy_sampler
 from pagoda_worker.kernels.cpu import cache, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
@@ -25,7 +23,9 @@ from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.sampler import Fault, RowState, Sample
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.sampling.device_sampler import greedy_sampler
+from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
 MAX_HEAD_DIM = 256

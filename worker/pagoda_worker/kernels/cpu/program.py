@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu import library as lib
+from pagoda_worker.rows.batch import Batch
 
 
 class Recording:

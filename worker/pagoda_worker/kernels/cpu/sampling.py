@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 
 from pagoda_proto.steps import TopLogprobs
-from pagoda_worker import logprobs, sampler
 from pagoda_worker.kernels.cpu.library import SAMPLE_RESULT, SAMPLE_ROW, Library
-from pagoda_worker.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault, RowState, Sample
+from pagoda_worker.sampling import logprobs, sampler
+from pagoda_worker.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault, RowState, Sample
 
 NUMERICS = "sampling 1"
 MAX_VOCAB = 2**20  # the weights of fewer equal tokens add up to less than 64 bits

@@ -13,16 +13,16 @@ import numpy as np
 import torch
 
 from pagoda_proto.params import SamplingParams
-from pagoda_worker import sampler
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.cpu.native import FORMS, GROUP, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.kv_cache import quantize as quantize_kv
 from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation
 from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
-from pagoda_worker.order import Ids
-from pagoda_worker.penalties import Processing
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.order import Ids
+from pagoda_worker.rows.penalties import Processing
+from pagoda_worker.sampling import sampler
 
 ROWS, HIDDEN, OUT, BLOCK = 13, 96, 80, 16
 HEADS, KV_HEADS, DIM = 6, 2, 32

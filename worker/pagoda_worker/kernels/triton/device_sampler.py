@@ -14,11 +14,11 @@ from weakref import ref
 import numpy as np
 import torch
 
-from pagoda_worker.device_sampler import Chosen, Upload
 from pagoda_worker.kernels.triton.report import report
 from pagoda_worker.kernels.triton.sampling import sample
 from pagoda_worker.kernels.triton.sampling_lines import MAX_EDITS, SamplingLines, Words, near_words, num_edits, shifts
-from pagoda_worker.rows import Row
+from pagoda_worker.rows.rows import Row
+from pagoda_worker.sampling.device_sampler import Chosen, Upload
 
 NO_LINE = -1
 

@@ -18,9 +18,6 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from pagoda_worker import logprobs, sampler
-from pagoda_worker.batch import Batch
-from pagoda_worker.device_sampler import Upload
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
@@ -28,6 +25,9 @@ from pagoda_worker.kernels.triton import pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
 from pagoda_worker.kernels.triton.plan import Plan, Tiles, attend, make_plan
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.sampling import logprobs, sampler
+from pagoda_worker.sampling.device_sampler import Upload
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -1,4 +1,4 @@
-"""`pagoda_worker.philox` as device code: the same bits, so that a row can draw without the host."""
+"""`pagoda_worker.sampling.philox` as device code: the same bits, so that a row can draw without the host."""
 
 from __future__ import annotations
 

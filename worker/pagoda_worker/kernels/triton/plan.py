@@ -13,9 +13,9 @@ import numpy as np
 import torch
 import triton
 
-from pagoda_worker.batch import Batch
 from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.kernels.triton.attention import SPLIT, Launch
+from pagoda_worker.rows.batch import Batch
 
 SHARED_BYTES = 99 * 1024  # what a program may have on every device since sm_80
 WAVES = 8  # of programs that fill the device, at most: a recorded step is made for contexts of any length

@@ -21,11 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda_worker.device_sampler import NO_TOKEN, NONE_ALLOWED
 from pagoda_worker.kernels.triton import sampling_lines as column
 from pagoda_worker.kernels.triton.find import find, find_id, histogram_bin, range_of, token_mass
 from pagoda_worker.kernels.triton.philox import uniform
 from pagoda_worker.kernels.triton.sampling_lines import ALWAYS, EARLY, IN_PROMPT, SamplingLines
+from pagoda_worker.sampling.device_sampler import NO_TOKEN, NONE_ALLOWED
 
 BINS = 2048
 SLICE = 4096  # logits that one program of `prepare` and `weigh` reads

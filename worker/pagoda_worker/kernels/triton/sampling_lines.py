@@ -18,9 +18,9 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from pagoda_worker.device_sampler import Upload
-from pagoda_worker.penalties import Ids, Processing, completes
-from pagoda_worker.rows import Row
+from pagoda_worker.rows.penalties import Ids, Processing, completes
+from pagoda_worker.rows.rows import Row
+from pagoda_worker.sampling.device_sampler import Upload
 
 Edits = NDArray[np.int32]
 Words = list[tuple[int, ...]]

@@ -16,15 +16,15 @@ import torch
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NewRow
-from pagoda_worker import sampler
-from pagoda_worker.batch import Batch
-from pagoda_worker.device_sampler import samples_of
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops, Rotation, guarded
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.triton.ops import TritonOps
-from pagoda_worker.rows import Row
-from pagoda_worker.sampler import Fault, Sample
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.rows import Row
+from pagoda_worker.sampling import sampler
+from pagoda_worker.sampling.device_sampler import samples_of
+from pagoda_worker.sampling.sampler import Fault, Sample
 
 ROWS, HIDDEN, OUT, BLOCK = 5, 96, 40, 16
 HEADS, KV_HEADS, DEFAULT_DIM = 6, 2, 64

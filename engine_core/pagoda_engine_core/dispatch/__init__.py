@@ -1,0 +1,1 @@
+"""From a session to a worker: admission, what waits, which worker gets it, and the way back."""

@@ -1,0 +1,249 @@
+"""The engine core is the last to know the model, so it checks again; what passes here can run to its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.dispatch.answers import Sink, Submission
+from pagoda_engine_core.scheduling.request import Request
+from pagoda_engine_core.workers.pace import Throughput
+from pagoda_proto.channel import MAX_ID_BYTES
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+from pagoda_proto.params import MAX_PRIORITY, MAX_SEED, MIN_PRIORITY, ModelLimits, check_for_model
+from pagoda_proto.records import PriorOutput, RequestRecord
+from pagoda_proto.steps import Hello
+from pagoda_proto.times import NO_WORKER_WAIT_S
+
+MAX_ATTEMPT = 2**31 - 1
+MAX_RETRY_AFTER_S = 300.0
+FIRST_EXPECTED_OUTPUT = 128
+"""Tokens that a request is taken to yield until one has ended."""
+LEAST_WEIGHT = 0.05
+"""Of the newest of many endings in their average."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A submission that waits for the model's limits; `since` is what its patience counts from."""
+
+    submission: Submission
+    since: float
+    aborted: set[int] = field(default_factory=set)  # choices
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.submission.record.prompt_token_ids)
+
+
+class FrontDoor:
+    """Lets submissions in. Until a first worker has told the model's limits they are held, neither in nor refused."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._held: dict[str, Held] = {}
+        self._num_held_tokens = 0
+        self._throughput = Throughput()
+        self._expected_output = float(FIRST_EXPECTED_OUTPUT)
+        self._num_ended = 0
+        self.limits: ModelLimits | None = None
+        self.model_fingerprint = ""
+        self.closed = False
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def admit(
+        self, submission: Submission, running: Submission | None, num_waiting: int, num_tokens: int, now: float
+    ) -> Request | None:
+        """The request to run, or None while it is held. `running` is an earlier attempt of it.
+
+        `num_waiting` requests with `num_tokens` prompt tokens wait behind the door. Raises PagodaError.
+        """
+        if self.closed:
+            raise PagodaError(ErrorCode.UNAVAILABLE, "the engine core is draining")
+        held = self._held.get(submission.request_id)
+        known = running or (held.submission if held else None)
+        if known is not None and known.attempt >= submission.attempt:
+            message = f"request {submission.request_id!r} is here already, as attempt {known.attempt}"
+            raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "request_id")
+        if known is None and not any(output.token_ids for output in submission.prior):
+            self._check_bounds(submission, num_waiting + len(self._held), num_tokens)
+        if self.limits is None:
+            self._drop(submission.request_id)
+            held = self._held[submission.request_id] = Held(submission, now)
+            self._num_held_tokens += held.num_tokens
+            return None
+        self._check_model(submission)
+        return _request(submission, self.limits)
+
+    def open(self, hello: Hello) -> list[Held]:
+        """The model is known; the submissions that were held, to be admitted now."""
+        max_model_len = min(self._config.max_model_len or hello.max_model_len, hello.max_model_len)
+        self.limits = ModelLimits(hello.vocab_size, max_model_len)
+        self.model_fingerprint = hello.model_fingerprint
+        return self._take_held()
+
+    def close(self) -> list[Held]:
+        """Nothing gets in any more; the submissions that were held."""
+        self.closed = True
+        return self._take_held()
+
+    def withdraw(self, request_id: str, choices: tuple[int, ...], sink: Sink | None) -> Submission | None:
+        """Some choices of a held submission (all, if none is named) are wanted no more; the submission, if that is the
+        end of it. With `sink`, only if that is where its answers go."""
+        held = self._held.get(request_id)
+        if held is None or (sink is not None and held.submission.sink is not sink):
+            return None
+        all_choices = set(range(held.submission.record.params.n))
+        held.aborted |= all_choices & set(choices) if choices else all_choices
+        if held.aborted != all_choices:
+            return None
+        self._drop(request_id)
+        return held.submission
+
+    def forget(self, sink: Sink) -> None:
+        for request_id in [name for name, held in self._held.items() if held.submission.sink is sink]:
+            self._drop(request_id)
+
+    def forgive(self, seconds: float) -> None:
+        """So much time has passed in which we did not run: nobody's patience is spent by it."""
+        for held in self._held.values():
+            held.since += seconds
+
+    def expire(self, now: float) -> list[tuple[Submission, PagodaError]]:
+        """Submissions that were held for too long, and what to tell them."""
+        late = []
+        for held in list(self._held.values()):
+            submission = held.submission
+            begun = any(output.token_ids for output in submission.prior)
+            timeout_s = submission.record.queue_timeout_s or self._config.queue_timeout_s
+            timeout_s = NO_WORKER_WAIT_S if begun else timeout_s
+            if now - held.since >= timeout_s:
+                self._drop(submission.request_id)
+                code = ErrorCode.STREAM_INTERRUPTED if begun else ErrorCode.UNAVAILABLE
+                late.append((submission, PagodaError(code, f"no worker came within {timeout_s:g} s")))
+        return late
+
+    @property
+    def needed_numerics(self) -> str:
+        """What the first worker must be like, for a request that has begun is held."""
+        begun = (held.submission.begun for held in self._held.values())
+        return next((one.numerics_id for one in begun if one is not None), "")
+
+    # --- how long it takes -------------------------------------------------------------------------------------------
+
+    def served(self, num_tokens: int, now: float, *, busy: bool) -> None:
+        """A step has brought so many tokens of requests; `busy` if requests are left."""
+        self._throughput.served(num_tokens, now, busy=busy)
+
+    def ended(self, num_output_tokens: int) -> None:
+        """A request has yielded so many tokens."""
+        self._num_ended += 1
+        weight = max(1 / self._num_ended, LEAST_WEIGHT)
+        self._expected_output += (num_output_tokens - self._expected_output) * weight
+
+    def seconds_for(self, num_prompt_tokens: int, num_waiting: int, num_running: int) -> float:
+        """When all that is before a new request will be computed: prompts that wait, their output, and half of that of
+        what runs. 0 while no rate is known."""
+        rate = self._throughput.tokens_per_s
+        if not rate:
+            return 0.0
+        num_outputs = self._expected_output * (num_waiting + self.num_held + num_running / 2)
+        return min(MAX_RETRY_AFTER_S, max(1.0, (num_prompt_tokens + self._num_held_tokens + num_outputs) / rate))
+
+    def _check_model(self, submission: Submission) -> None:
+        begun = submission.begun
+        if begun is not None and begun.model_fingerprint != self.model_fingerprint:
+            message = f"begun with model {begun.model_fingerprint!r}, {self.model_fingerprint!r} is served here"
+            raise PagodaError(ErrorCode.STREAM_INTERRUPTED, message, "begun")
+
+    def _check_bounds(self, submission: Submission, num_waiting: int, num_tokens: int) -> None:
+        if num_waiting >= self._config.max_queued_requests:
+            raise PagodaError(ErrorCode.OVERLOADED, f"{num_waiting} requests are waiting")
+        num_tokens += self._num_held_tokens + len(submission.record.prompt_token_ids)
+        if num_tokens > self._config.max_queued_tokens:
+            raise PagodaError(ErrorCode.OVERLOADED, f"{num_tokens} prompt tokens would be waiting")
+
+    def _drop(self, request_id: str) -> None:
+        held = self._held.pop(request_id, None)
+        if held is not None:
+            self._num_held_tokens -= held.num_tokens
+
+    def _take_held(self) -> list[Held]:
+        held, self._held = self._held, {}
+        self._num_held_tokens = 0
+        return list(held.values())
+
+
+def _request(submission: Submission, limits: ModelLimits) -> Request:
+    return Request(
+        submission.record,
+        max_output_tokens=check_submission(submission.record, submission.attempt, submission.prior, limits),
+        now=submission.submitted_at,
+        attempt=submission.attempt,
+        prior=submission.prior,
+        begun=submission.begun,
+    )
+
+
+def check_submission(record: RequestRecord, attempt: int, prior: Sequence[PriorOutput], limits: ModelLimits) -> int:
+    """The most output tokens a choice of this request may have.
+
+    Raises:
+        InvalidParams: with every problem of the record, or every problem of the prior outputs.
+        PagodaError: CONTEXT_LENGTH_EXCEEDED when prompt and requested output do not fit.
+    """
+    problems = list(record_problems(record, attempt))
+    if problems:
+        raise InvalidParams(problems)
+    max_output_tokens = check_for_model(record.params, record.prompt_token_ids, limits)
+    problems = [*_eos_problems(record, limits), *_prior_problems(record, prior, max_output_tokens, limits)]
+    if problems:
+        raise InvalidParams(problems)
+    return max_output_tokens
+
+
+def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
+    """What is wrong whatever the model."""
+    size = len(record.request_id.encode(errors="replace"))
+    if not 1 <= size <= MAX_ID_BYTES:
+        yield Problem("request_id", f"must have 1 to {MAX_ID_BYTES} bytes, got {size}")
+    if not 0 <= attempt <= MAX_ATTEMPT:
+        yield Problem("attempt", f"must be between 0 and {MAX_ATTEMPT}, got {attempt}")
+    if not 0 <= record.seed <= MAX_SEED:
+        yield Problem("seed", f"must be between 0 and {MAX_SEED}, got {record.seed}")
+    if record.params.seed is not None and record.params.seed != record.seed:
+        yield Problem("seed", f"the seed in force ({record.seed}) is not the one asked for ({record.params.seed})")
+    if not MIN_PRIORITY <= record.priority <= MAX_PRIORITY:
+        yield Problem("priority", f"must be between {MIN_PRIORITY} and {MAX_PRIORITY}, got {record.priority}")
+    if not (math.isfinite(record.queue_timeout_s) and record.queue_timeout_s >= 0):
+        yield Problem("queue_timeout_s", f"must be 0 or a number of seconds, got {record.queue_timeout_s}")
+
+
+def _eos_problems(record: RequestRecord, limits: ModelLimits) -> Iterator[Problem]:
+    yield from _id_problems("eos_token_ids", record.eos_token_ids, limits)
+
+
+def _prior_problems(
+    record: RequestRecord, prior: Sequence[PriorOutput], max_output_tokens: int, limits: ModelLimits
+) -> Iterator[Problem]:
+    choices = [output.choice for output in prior]
+    if len(set(choices)) != len(choices):
+        yield Problem("prior_outputs", f"each choice may be given once, got {choices}")
+    for output in prior:
+        name = f"prior_outputs[{output.choice}]"
+        if not 0 <= output.choice < record.params.n:
+            yield Problem(name, f"the request has {record.params.n} choices")
+        if len(output.token_ids) > max_output_tokens:
+            yield Problem(name, f"at most {max_output_tokens} tokens are allowed, got {len(output.token_ids)}")
+        yield from _id_problems(name, output.token_ids, limits)
+
+
+def _id_problems(name: str, ids: Sequence[int], limits: ModelLimits) -> Iterator[Problem]:
+    bad = next((token for token in ids if not 0 <= token < limits.vocab_size), None)
+    if bad is not None:
+        yield Problem(name, f"token ids must be between 0 and {limits.vocab_size - 1}, got {bad}")

@@ -1,0 +1,70 @@
+"""One worker's life, as the router sees it: what it holds, what it could take, and what that would cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pagoda_engine_core.scheduling.request import Request
+from pagoda_engine_core.scheduling.scheduler import Scheduler
+from pagoda_engine_core.workers.executor import WorkerState
+from pagoda_engine_core.workers.pace import WEIGHT, Pace
+from pagoda_proto.steps import Hello
+
+RUNNING_REQUEST_COST_TOKENS = 32
+"""How many prompt tokens a running request weighs when groups are compared."""
+
+
+@dataclass(eq=False)
+class Group:
+    """`requests` are those its scheduler holds, by id. `suspect` is the one of them that is to prove, by a token, that
+    it does not kill workers. `slowness` is the time its steps take, as a part of what such steps take elsewhere.
+    """
+
+    epoch: int
+    hello: Hello
+    scheduler: Scheduler
+    max_steps_in_flight: int
+    state: WorkerState = WorkerState.READY
+    requests: dict[str, Request] = field(default_factory=dict)
+    suspect: str = ""
+    slowness: float = 1.0
+    pace: Pace = field(default_factory=Pace)
+    served: int = 0  # tokens of requests, prompt and output, up to the last step
+    unaudited: bool = False  # it has worked since its books were last audited
+
+    @property
+    def ready(self) -> bool:
+        return self.state is WorkerState.READY
+
+    @property
+    def plannable(self) -> bool:
+        return self.ready and self.scheduler.steps_in_flight < self.max_steps_in_flight
+
+    def takes(self, request: Request) -> bool:
+        """Whether it would take the request if there were room: one suspect at a time."""
+        return self.ready and not (request.suspect and self.suspect) and self.scheduler.serves(request)
+
+    def cost(self, request: Request) -> float:
+        """Time until the first token of `request`, about: prefix match, load and speed in one number."""
+        missing = request.num_prompt_tokens - self.scheduler.matched_tokens(request)
+        load = self.scheduler.queued_tokens + RUNNING_REQUEST_COST_TOKENS * self.scheduler.num_running
+        return (missing + load) * self.slowness
+
+    def stepped(self, now: float, fleet: Pace) -> int:
+        """The oldest step is done; `fleet` is the pace of all groups together. How many tokens of requests that has
+        brought, whether they were computed or came from the prefix cache."""
+        self.unaudited = True
+        num_tokens, seconds = self.pace.answered(now)
+        if num_tokens:
+            expected_s = fleet.step_s(num_tokens)
+            fleet.observe(num_tokens, seconds)
+            if expected_s > 0:
+                self.slowness += (seconds / expected_s - self.slowness) * WEIGHT
+        totals, before = self.scheduler.counters.totals, self.served
+        self.served = totals.prompt_tokens + totals.output_tokens
+        return self.served - before
+
+    def audit(self) -> None:
+        """Raises BrokenInvariant when the books do not add up."""
+        self.scheduler.check_invariants()
+        self.unaudited = False

@@ -1,0 +1,91 @@
+"""What must be true of rows and blocks between any two calls, checked from scratch: the books, audited.
+
+Nothing here is cheap; it runs in tests and when an engine core is idle.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from pagoda_engine_core.scheduling.blocks import require
+from pagoda_engine_core.scheduling.kv_cache import KvCache
+from pagoda_engine_core.scheduling.plan import Flight
+from pagoda_engine_core.scheduling.policy import OrderedChoices
+from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
+
+
+def check_books(
+    kv: KvCache,
+    requests: Collection[Request],
+    waiting: OrderedChoices,
+    running: OrderedChoices,
+    flights: Iterable[Flight],
+) -> None:
+    """Raises BrokenInvariant."""
+    for pool in (kv.pool, kv.swap_pool):
+        pool.check_invariants()
+    _check_references(kv, waiting, running)
+    _check_queues(requests, waiting, running)
+    for choice in running:
+        _check_row(choice, kv.pool.block_size)
+    for choice in waiting:
+        _check_swapped(choice, kv)
+    _check_flights(flights, running)
+
+
+def _check_references(kv: KvCache, waiting: OrderedChoices, running: OrderedChoices) -> None:
+    users = Counter(block for choice in running for block in choice.block_ids)
+    require(kv.pool.ref_counts == [users[block] for block in range(kv.pool.num_blocks)], "ref counts != block tables")
+    users = Counter(block for choice in waiting for block in choice.swap_block_ids)
+    swap_users = [users[block] for block in range(kv.swap_pool.num_blocks)]
+    require(kv.swap_pool.ref_counts == swap_users, "ref counts of swap blocks != what is swapped")
+    tables = [choice.block_ids for choice in running]
+    require(all(len(set(table)) == len(table) for table in tables), "a block appears twice in one table")
+
+
+def _check_queues(requests: Collection[Request], waiting: OrderedChoices, running: OrderedChoices) -> None:
+    queued = [*waiting, *running]
+    live = [choice for request in requests for choice in request.live_choices]
+    require({id(choice) for choice in queued} == {id(choice) for choice in live}, "queues != live choices")
+    require(len(queued) == len(live), "a choice is queued twice")
+    for queue in (waiting, running):
+        orders = [choice.order for choice in queue]
+        require(orders == sorted(set(orders)), "a queue is out of order")
+    for choice in waiting:
+        require(choice.state in (ChoiceState.WAITING, ChoiceState.PREEMPTED), "a waiting choice has another state")
+        require(choice.row_id == NO_ROW and not choice.block_ids and not choice.num_computed, "it holds something")
+    for request in requests:
+        num_rows = sum(choice.state is ChoiceState.RUNNING for choice in request.choices)
+        require(request.num_rows == num_rows, "number of rows of a request is wrong")
+        require(bool(request.live_choices), "an ended request is kept")
+
+
+def _check_row(choice: Choice, block_size: int) -> None:
+    require(choice.state is ChoiceState.RUNNING and choice.row_id != NO_ROW, "a running choice has no row")
+    require(choice.num_computed <= len(choice.block_ids) * block_size, "computed beyond the block table")
+    require(choice.num_computed < choice.num_tokens + max(1, choice.num_pending), "computed beyond the tokens")
+    require(choice.num_registered * block_size <= choice.num_computed, "registered before computed")
+    require(choice.num_confirmed <= choice.num_computed, "confirmed before computed")
+    require(not choice.swap_block_ids and not choice.num_swapped, "a running choice is swapped out")
+
+
+def _check_swapped(choice: Choice, kv: KvCache) -> None:
+    require(len(choice.swap_block_ids) == kv.blocks_for(choice.num_swapped), "swap blocks != swapped tokens")
+    require(not choice.num_swapped or choice.state is ChoiceState.PREEMPTED, "swapped, but not preempted")
+    require(choice.num_swapped < choice.num_tokens, "nothing is left to compute")
+
+
+def _check_flights(flights: Iterable[Flight], running: OrderedChoices) -> None:
+    pending: Counter[int] = Counter()
+    drafting: Counter[int] = Counter()
+    for flight in flights:
+        for choice, chunk in flight.chunks:
+            if choice.row_id == chunk.row_id:
+                require(not drafting[chunk.row_id], "a row was planned before its drafts were judged")
+                pending[chunk.row_id] += chunk.sample
+                drafting[chunk.row_id] += chunk.num_drafts
+    require(
+        all(choice.num_pending == pending[choice.row_id] for choice in running), "pending tokens != plans in flight"
+    )
+    require(all(choice.num_drafting == drafting[choice.row_id] for choice in running), "drafts != plans in flight")

@@ -1,0 +1,186 @@
+"""One step under construction: what it may still cost, what it changes, and what its result must answer.
+
+Rows that need a single token (decodes) are promised their token before any chunk of a prompt is granted, so a long
+prompt slows a stream by the length of a step but never skips it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from pagoda_engine_core.scheduling.kv_cache import Growth
+from pagoda_engine_core.scheduling.request import Choice
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowError, RowOutput, StepPlan, StepResult
+
+
+class Budget:
+    """Tokens of one step. `promised` of them belong to decodes that have not asked yet."""
+
+    __slots__ = ("_chunk_size", "_promised", "_tokens")
+
+    def __init__(self, tokens: int, chunk_size: int, promised: int) -> None:
+        self._tokens = tokens
+        self._chunk_size = chunk_size
+        self._promised = promised
+
+    @property
+    def left(self) -> int:
+        """Tokens nobody has a promise on."""
+        return max(0, self._tokens - self._promised)
+
+    def grant_promised(self) -> int:
+        """The one token of a decode, or 0 when there are more decodes than tokens."""
+        self._promised -= 1
+        return self._take(min(1, self._tokens))
+
+    def grant(self, wanted: int) -> int:
+        """As much of `wanted` as fits: at most one chunk."""
+        return self._take(min(wanted, self._chunk_size, self.left))
+
+    def grant_drafts(self, count: int) -> None:
+        """The caller has seen that so many are `left`."""
+        self._take(count)
+
+    def _take(self, tokens: int) -> int:
+        self._tokens -= tokens
+        return tokens
+
+
+class Flight(NamedTuple):
+    """A plan whose result is not back yet, and whom its chunks were for.
+
+    A choice whose `row_id` has changed meanwhile was finished, preempted or replayed; its part of the result is void.
+    """
+
+    step: int
+    chunks: list[tuple[Choice, Chunk]]
+
+    def request_ids(self) -> Iterator[str]:
+        """Of the rows that are still there."""
+        return (choice.request.request_id for choice, chunk in self.chunks if choice.row_id == chunk.row_id)
+
+    def check(self, result: StepResult, outputs: Mapping[int, RowOutput], errors: Mapping[int, RowError]) -> None:
+        """Raises PagodaError PROTOCOL_ERROR, before anything is changed, when `result` does not answer this plan."""
+        if result.step != self.step:
+            raise _protocol_error(f"result of step {self.step} expected, got {result.step}")
+        if len(outputs) != len(result.outputs):
+            raise _protocol_error(f"step {self.step} has two outputs for one row")
+        for choice, chunk in self.chunks:
+            if choice.row_id == chunk.row_id and chunk.row_id not in errors:
+                _check_output(choice, chunk, outputs.get(chunk.row_id))
+
+
+def _check_output(choice: Choice, chunk: Chunk, output: RowOutput | None) -> None:
+    token_ids = output.token_ids if output is not None else []
+    num_drafted = output.num_drafted if output is not None else 0
+    fits = chunk.sample <= len(token_ids) <= chunk.sample * (1 + num_drafted) and num_drafted <= chunk.num_drafts
+    if not fits or (token_ids and min(token_ids) < 0):
+        asked = f"{int(chunk.sample)} tokens" + f" and up to {chunk.num_drafts} drafts" * (chunk.num_drafts > 0)
+        raise _protocol_error(f"row {chunk.row_id} must yield {asked}, got {token_ids}, {num_drafted} of them drafted")
+    if not chunk.sample or output is None:
+        return
+    if output.num_drafts < 0:
+        raise _protocol_error(f"row {chunk.row_id} has {output.num_drafts} drafts")
+    wants = choice.request.record.params.logprobs is not None
+    if wants and (output.logprobs is None or len(output.logprobs) != len(token_ids)):
+        raise _protocol_error(f"row {chunk.row_id} must yield log-probabilities")
+    if choice.owes_prompt_logprobs:
+        num_known = len(choice.request.prompt_logprobs) + len(output.prompt_logprobs or ())
+        num_expected = choice.request.num_prompt_tokens - 1
+        if num_known != num_expected:
+            raise _protocol_error(f"row {chunk.row_id} yields {num_known} of {num_expected} prompt log-probabilities")
+
+
+def _protocol_error(message: str) -> PagodaError:
+    return PagodaError(ErrorCode.PROTOCOL_ERROR, message)
+
+
+class PlanBuilder:
+    """Collects a StepPlan. `reserved_blocks`: free blocks that running rows still need for tokens they already have."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
+        self.reserved_blocks = 0
+        self._new_rows: list[NewRow] = []
+        self._append_blocks: list[AppendBlocks] = []
+        self._replace_blocks: list[ReplaceBlock] = []
+        self._swap_ins: list[tuple[int, int]] = []
+        self._block_copies: list[tuple[int, int]] = []
+        self._decodes: list[tuple[Choice, Chunk]] = []
+        self._prefills: list[tuple[Choice, Chunk]] = []
+
+    @property
+    def empty(self) -> bool:
+        return not (self._decodes or self._prefills)
+
+    @property
+    def decodes(self) -> list[Choice]:
+        """The rows that compute one token."""
+        return [choice for choice, _ in self._decodes]
+
+    def start_row(self, choice: Choice, growth: Growth, swap_ins: list[tuple[int, int]]) -> None:
+        """`choice` becomes a row. Its whole block table travels with it, so of its growth only copies remain to do."""
+        self._swap_ins += swap_ins
+        self._block_copies += growth.copies
+        self._new_rows.append(_new_row(choice))
+
+    def grow_row(self, row_id: int, growth: Growth) -> None:
+        if growth.appended:
+            self._append_blocks.append(AppendBlocks(row_id, growth.appended))
+        self._replace_blocks += [ReplaceBlock(row_id, index, block) for index, block in growth.replaced]
+        self._block_copies += growth.copies
+
+    def compute(self, choice: Choice, num_tokens: int) -> None:
+        """Let the row compute its next `num_tokens`, and sample if that is all it has."""
+        distance = choice.distance
+        chunk = Chunk(choice.row_id, choice.num_computed, num_tokens, num_tokens == distance)
+        (self._decodes if distance == 1 else self._prefills).append((choice, chunk))
+
+    def allow_drafts(self, choice: Choice, num_drafts: int) -> None:
+        """Let a row among `decodes`, grown to hold them, try so many drafts."""
+        index = self.decodes.index(choice)
+        chunk = msgspec.structs.replace(self._decodes[index][1], num_drafts=num_drafts)
+        self._decodes[index] = (choice, chunk)
+        self.budget.grant_drafts(num_drafts)
+
+    def launch(self, step: int, finished_rows: list[int], swap_outs: list[tuple[int, int]]) -> tuple[StepPlan, Flight]:
+        """The plan is final: move its choices to where they will be once it is done."""
+        flight = Flight(step, self._decodes + self._prefills)
+        for choice, chunk in flight.chunks:
+            choice.launched = True
+            choice.num_computed += chunk.num_tokens
+            choice.num_pending += chunk.sample
+            choice.num_drafting += chunk.num_drafts
+        plan = StepPlan(
+            step=step,
+            finished_rows=finished_rows,
+            new_rows=self._new_rows,
+            append_blocks=self._append_blocks,
+            replace_blocks=self._replace_blocks,
+            swap_outs=swap_outs,
+            swap_ins=self._swap_ins,
+            block_copies=self._block_copies,
+            chunks=[chunk for _, chunk in flight.chunks],
+        )
+        return plan, flight
+
+
+def _new_row(choice: Choice) -> NewRow:
+    request, params = choice.request, choice.request.record.params
+    if params.prompt_logprobs is not None and not choice.owes_prompt_logprobs:
+        params = msgspec.structs.replace(params, prompt_logprobs=None)  # told already, or told by choice 0
+    return NewRow(
+        row_id=choice.row_id,
+        token_ids=choice.tokens(0, choice.num_tokens),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed=choice.num_computed,
+        block_ids=list(choice.block_ids),
+        params=params,
+        seed=request.record.seed,
+        choice=choice.index,
+        eos_token_ids=request.eos_token_ids,
+    )

@@ -1,0 +1,322 @@
+"""A request is its record plus the output tokens so far; whatever else is known of it can be lost and computed again.
+
+    Request   one record on its way to its one ending: choices, ledger, usage
+    Choice    one of its n continuations: output tokens for ever; row, blocks and progress only while on a worker
+
+Requests make their own deltas, so that a request ends in one way whether a scheduler, or nobody, holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from pagoda_engine_core.scheduling.blocks import HashChain
+from pagoda_engine_core.scheduling.ledger import QUEUED, Cause, Ledger
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import Begun, Delta, FinishReason, PriorOutput, RequestRecord, Usage
+from pagoda_proto.steps import TopLogprobs
+
+NO_ROW = -1
+SUSPECT_DEATHS = 2
+"""A request that was running at so many losses of a worker, and made no token in between, may be what kills them."""
+
+
+class ChoiceState(StrEnum):
+    WAITING = "waiting"  # not started on this worker
+    RUNNING = "running"  # has a row
+    PREEMPTED = "preempted"  # had a row, and waits to compute its tokens again
+    FINISHED = "finished"
+
+
+class Ending(NamedTuple):
+    """Why a choice ends."""
+
+    reason: FinishReason
+    stop_token_id: int | None = None
+    error_code: ErrorCode | None = None
+    error_message: str = ""
+
+
+class Choice:
+    """One continuation. `num_computed` counts tokens whose KV is computed once all plans in flight are done;
+    `num_pending` tokens those plans will sample. With drafts in flight both are known from below only, so the choice
+    waits for the result. Scheduler and KvCache write what follows `order`.
+    """
+
+    __slots__ = (
+        "block_ids", "chains", "finish_reason", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
+        "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "request", "row_id",
+        "state", "swap_block_ids",
+    )  # fmt: skip
+
+    def __init__(self, request: Request, index: int) -> None:
+        self.request = request
+        self.index = index
+        self.output_ids: list[int] = []
+        self.state = ChoiceState.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.order: tuple[float, ...] = ()  # place in the policy's order, fixed when a scheduler takes the request
+        self.row_id = NO_ROW
+        self.launched = False  # a plan that computes for this row has been made
+        self.block_ids: list[int] = []
+        self.num_computed = 0
+        self.num_confirmed = 0  # of these, so many according to results; without a prefix hit until the first is in
+        self.num_pending = 0
+        self.num_drafts = 0  # what the worker last said it would try
+        self.num_drafting = 0  # drafts that the plan in flight allows
+        self.num_registered = 0  # leading blocks offered to the prefix cache
+        self.swap_block_ids: list[int] = []  # while preempted: where the KV of `num_swapped` leading tokens is kept
+        self.num_swapped = 0
+        self.chains: dict[int, HashChain] = {}  # by block size, so that workers compare it without hashing anew
+
+    @property
+    def live(self) -> bool:
+        return self.state is not ChoiceState.FINISHED
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return self.request.num_prompt_tokens + len(self.output_ids)
+
+    @property
+    def distance(self) -> int:
+        """Tokens to compute before the next can be sampled; 0 while the last one it may have is being sampled, or
+        nobody knows how many are."""
+        request = self.request
+        num_outputs = len(self.output_ids) + self.num_pending
+        if num_outputs >= request.max_output_tokens or self.num_drafting:
+            return 0
+        return request.num_prompt_tokens + num_outputs - self.num_computed
+
+    @property
+    def draft_room(self) -> int:
+        """Drafts that the worker would try with the next token to be planned, and that the choice could keep."""
+        num_outputs = len(self.output_ids) + self.num_pending
+        return max(0, min(self.num_drafts, self.request.max_output_tokens - num_outputs - 1))
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Prompt log-probabilities go out once, with choice 0's first token."""
+        return self.index == 0 and not self.output_ids and self.request.record.params.prompt_logprobs is not None
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Known tokens [start, end)."""
+        prompt, num_prompt = self.request.record.prompt_token_ids, self.request.num_prompt_tokens
+        if end <= num_prompt:
+            return prompt[start:end]
+        return prompt[start:] + self.output_ids[max(0, start - num_prompt) : end - num_prompt]
+
+    def sampled(self, num_kept: int, num_drafts: int) -> None:
+        """A step in flight has yielded `num_kept` tokens: the KV of all but the last is computed."""
+        self.num_pending -= 1
+        self.num_computed += num_kept - 1
+        self.num_drafting = 0
+        self.num_drafts = num_drafts
+
+    def leave_worker(self, state: ChoiceState) -> None:
+        """Forget everything that a worker would have to hold, but keep what a preempted choice has swapped out. The
+        blocks have been freed, or are lost with their worker."""
+        self.state = state
+        self.row_id = NO_ROW
+        self.launched = False
+        self.block_ids = []
+        self.num_computed = self.num_confirmed = self.num_pending = self.num_registered = 0
+        self.num_drafts = self.num_drafting = 0
+        if state is not ChoiceState.PREEMPTED:
+            self.swap_block_ids, self.num_swapped = [], 0
+        if self.owes_prompt_logprobs:
+            self.request.prompt_logprobs.clear()
+
+
+class Request:
+    """The live state of one record.
+
+    `deaths` counts losses of a worker that the request may have caused, `lost_lives` all in which it had a row, both
+    since its last new token; the router writes them. `num_rows`, `started` and the usage counters are the scheduler's
+    that holds it. Once `begun`, its tokens come from the same weights and numerics to its end.
+
+    Raises PagodaError INVALID_ARGUMENT when `prior` does not fit the record.
+    """
+
+    def __init__(
+        self,
+        record: RequestRecord,
+        *,
+        max_output_tokens: int,
+        now: float,
+        attempt: int = 0,
+        prior: Sequence[PriorOutput] = (),
+        begun: Begun | None = None,
+    ) -> None:
+        self.record = record
+        self.begun = begun
+        self.request_id = record.request_id
+        self.attempt = attempt
+        self.max_output_tokens = max_output_tokens
+        self.num_prompt_tokens = len(record.prompt_token_ids)
+        self.arrived_at = now
+        self.ledger = Ledger(Cause.QUEUED_NO_WORKER, now)
+        self.eos_token_ids = () if record.params.ignore_eos else record.eos_token_ids
+        self.deaths = self.lost_lives = 0
+        self.replays = attempt
+        self.preemptions = 0
+        self.cached_prompt_tokens = begun.cached_prompt_tokens if begun else 0
+        self.started = False  # has had a row
+        self.num_rows = 0
+        self.prompt_logprobs: list[TopLogprobs] = []
+        self._stop_ids = frozenset(self.eos_token_ids + record.params.stop_token_ids)
+        self.choices = [Choice(self, index) for index in range(record.params.n)]
+        self._take_prior(prior)
+
+    @property
+    def live_choices(self) -> list[Choice]:
+        return [choice for choice in self.choices if choice.live]
+
+    @property
+    def ended(self) -> bool:
+        return not any(choice.live for choice in self.choices)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether there is something to replay: a row was lost, or tokens came with the request."""
+        return self.started or any(choice.output_ids for choice in self.choices)
+
+    @property
+    def suspect(self) -> bool:
+        return self.deaths >= SUSPECT_DEATHS
+
+    def begin(self, model_fingerprint: str, numerics_id: str) -> Begun | None:
+        """Its first token was made by a worker of these. What the client is to be told of that, once."""
+        if self.begun is not None:
+            return None
+        self.begun = Begun(
+            model_fingerprint=model_fingerprint,
+            numerics_id=numerics_id,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+        )
+        return self.begun
+
+    def settle(self, now: float) -> list[Delta]:
+        """Endings owed before anything runs: choices whose prior tokens already end them.
+
+        If all choices came finished, the request still gets its one ending, on the last choice.
+        """
+        endings = [(choice, self.ending_of(choice)) for choice in self.live_choices]
+        deltas = [self.finish(choice, ending, now) for choice, ending in endings if ending]
+        if not deltas and self.ended:
+            last = self.choices[-1]
+            deltas = [self.finish(last, self._ending_of_finished(last), now)]
+        return deltas
+
+    def add_tokens(
+        self, choice: Choice, token_ids: Sequence[int], logprobs: list[TopLogprobs] | None, now: float
+    ) -> tuple[Delta, Ending | None]:
+        """Append sampled tokens up to the first that ends the choice; what follows it is dropped.
+
+        The delta that tells of them, and the ending, with which it is to be finished.
+        """
+        delta = self._delta(choice)
+        if choice.owes_prompt_logprobs:
+            delta.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+        ending = None
+        self.deaths = self.lost_lives = 0
+        for token_id in token_ids:
+            choice.output_ids.append(token_id)
+            delta.token_ids.append(token_id)
+            ending = self.ending_of(choice)
+            if ending:
+                break
+        if self.record.params.logprobs is not None and logprobs is not None:
+            delta.logprobs = logprobs[: len(delta.token_ids)]
+        if self.ledger.cause is not Cause.DECODE:
+            self.ledger.enter(Cause.DECODE, now)
+        return delta, ending
+
+    def ending_of(self, choice: Choice) -> Ending | None:
+        """How the tokens of `choice` end it, if they do. A stop token at output position < min_tokens does not."""
+        num_outputs = len(choice.output_ids)
+        if num_outputs > self.record.params.min_tokens and choice.output_ids[-1] in self._stop_ids:
+            return Ending(FinishReason.STOP, choice.output_ids[-1])
+        return Ending(FinishReason.LENGTH) if num_outputs >= self.max_output_tokens else None
+
+    def finish(self, choice: Choice, ending: Ending, now: float, delta: Delta | None = None) -> Delta:
+        """End a live choice, in `delta` or one of its own; the last one carries usage and ledger."""
+        choice.state = ChoiceState.FINISHED
+        choice.finish_reason = ending.reason
+        delta = delta or self._delta(choice)
+        delta.finish_reason = ending.reason
+        delta.stop_token_id = ending.stop_token_id
+        delta.error_code = ending.error_code
+        delta.error_message = ending.error_message
+        return self._close(delta, now) if self.ended else delta
+
+    def abort(self, choices: Collection[int], now: float) -> list[Delta]:
+        """End these live choices (empty: all) without a worker's help."""
+        ending = Ending(FinishReason.ABORT)
+        doomed = [choice for choice in self.live_choices if not choices or choice.index in choices]
+        return [self.finish(choice, ending, now) for choice in doomed]
+
+    def fail(self, code: ErrorCode, message: str, now: float) -> list[Delta]:
+        """End all live choices with an error."""
+        ending = Ending(FinishReason.ERROR, None, code, message)
+        return [self.finish(choice, ending, now) for choice in self.live_choices]
+
+    def note_row(self, cached_tokens: int, now: float) -> None:
+        """A row of this request has been planned; `cached_tokens` of its prompt come from the prefix cache."""
+        if not self.started:
+            self.started = True
+            if self.begun is None:
+                self.cached_prompt_tokens = cached_tokens
+        if self.ledger.cause in QUEUED:
+            self.ledger.enter(Cause.PREFILL, now)
+
+    def note_idle(self, now: float) -> None:
+        """The last row has gone: choices left were preempted, or have yet to start. What resumes keeps its cause."""
+        if self.ledger.cause in (Cause.PREFILL, Cause.DECODE):
+            preempted = any(choice.state is ChoiceState.PREEMPTED for choice in self.choices)
+            self.ledger.enter(Cause.PREEMPTED if preempted else Cause.QUEUED_BEHIND, now)
+
+    def note_blocked(self, cause: Cause, now: float) -> None:
+        """First in line and still waiting, because of `cause`. What resumes keeps its own cause."""
+        if not self.num_rows and self.ledger.cause in QUEUED and self.ledger.cause is not cause:
+            self.ledger.enter(cause, now)
+
+    def _take_prior(self, prior: Sequence[PriorOutput]) -> None:
+        if len({output.choice for output in prior}) != len(prior):
+            raise PagodaError(ErrorCode.INVALID_ARGUMENT, "one entry per choice at most", "prior_outputs")
+        for output in prior:
+            if not 0 <= output.choice < len(self.choices):
+                message = f"choice must be between 0 and {len(self.choices) - 1}, got {output.choice}"
+                raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "prior_outputs")
+            choice = self.choices[output.choice]
+            choice.output_ids = list(output.token_ids)
+            if output.finished:
+                choice.state = ChoiceState.FINISHED
+                choice.finish_reason = self._ending_of_finished(choice).reason
+
+    def _ending_of_finished(self, choice: Choice) -> Ending:
+        """An earlier attempt told this ending; if the tokens do not show one, the choice was cut short from outside."""
+        return self.ending_of(choice) or Ending(FinishReason.ABORT)
+
+    def _delta(self, choice: Choice) -> Delta:
+        return Delta(
+            request_id=self.request_id,
+            attempt=self.attempt,
+            choice=choice.index,
+            first_index=len(choice.output_ids),
+            token_ids=[],
+        )
+
+    def _close(self, delta: Delta, now: float) -> Delta:
+        self.ledger.close(now)
+        delta.ledger = self.ledger.entries()
+        delta.usage = Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            output_tokens=sum(len(choice.output_ids) for choice in self.choices),
+            preemptions=self.preemptions,
+            replays=self.replays,
+        )
+        return delta

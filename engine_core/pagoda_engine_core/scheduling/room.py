@@ -1,0 +1,68 @@
+"""A worker has room for a request that can begin in its next step; whoever cannot waits where all workers see it.
+
+What counts against the room are the worker's own: what running rows take in the next step, and all that its waiting
+choices (preempted ones, siblings) will take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from pagoda_engine_core.scheduling.kv_cache import KvCache
+from pagoda_engine_core.scheduling.ledger import Cause
+from pagoda_engine_core.scheduling.request import Choice
+
+
+class Need(NamedTuple):
+    """What a request takes when it begins: rows at once or later, tokens of the first step, blocks of all it knows."""
+
+    rows: int
+    tokens: int
+    blocks: int
+
+
+class Room:
+    """Rows, tokens and blocks that the next step of one worker has left."""
+
+    def __init__(self, rows: int, tokens: int, chunk_size: int, kv: KvCache) -> None:
+        self._rows = rows
+        self._tokens = tokens
+        self._blocks = kv.pool.num_free
+        self._chunk_size = chunk_size
+        self._kv = kv
+
+    def without(self, running: Iterable[Choice], waiting: Iterable[Choice]) -> Room:
+        """This room, less what those take."""
+        for choice in chain(running, waiting):
+            distance = choice.distance
+            self._rows -= 1
+            self._tokens -= min(distance, self._chunk_size)
+            self._blocks -= max(0, self._kv.blocks_for(choice.num_computed + distance) - len(choice.block_ids))
+        return self
+
+    @property
+    def full(self) -> bool:
+        return self._rows < 1 or self._tokens < 1
+
+    def need(self, choices: Sequence[Choice], lifetime_blocks: int) -> Need:
+        """What a request needs whose live choices are these."""
+        choice = choices[0]
+        prefix = self._kv.lookup(choice)
+        blocks = self._kv.cost(prefix, choice.num_tokens)
+        blocks += self._kv.blocks_for(choice.num_tokens) < lifetime_blocks  # one to go on with
+        return Need(len(choices), min(self._chunk_size, choice.num_tokens - prefix.num_tokens), blocks)
+
+    def lacks(self, need: Need) -> Cause | None:
+        """What keeps a request from beginning in the next step."""
+        if self._rows < 1:
+            return Cause.QUEUED_ROWS
+        if self._tokens < 1:
+            return Cause.QUEUED_BUDGET
+        return Cause.QUEUED_BLOCKS if need.blocks > self._blocks else None
+
+    def take(self, need: Need) -> None:
+        self._rows -= need.rows
+        self._tokens -= need.tokens
+        self._blocks -= need.blocks

@@ -1,0 +1,400 @@
+"""Computed tokens chase total tokens: every choice is some distance behind, and a step lets rows catch up.
+
+Prefill, chunked prefill, a prefix hit, a fork, decoding and computing again after preemption differ in that distance
+only. Total tokens include those that steps in flight will sample, so step n+1 can be planned before result n is in.
+
+The scheduler is data in, data out: integers, lists and `now`; no clock, no I/O, no tensors. One scheduler owns the rows
+and blocks of one worker (group); the engine loop is its only caller.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.scheduling.blocks import BlockPool, require
+from pagoda_engine_core.scheduling.counters import Counters, Totals
+from pagoda_engine_core.scheduling.invariants import check_books
+from pagoda_engine_core.scheduling.kv_cache import KvCache, Prefix, awaits_sibling
+from pagoda_engine_core.scheduling.ledger import Cause
+from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder
+from pagoda_engine_core.scheduling.policy import OrderedChoices, Policy
+from pagoda_engine_core.scheduling.preemption import Preemption
+from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Request
+from pagoda_engine_core.scheduling.room import Need, Room
+from pagoda_engine_core.scheduling.speculation import grant_drafts, may_draft
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import Delta
+from pagoda_proto.steps import Chunk, Hello, RowError, RowOutput, StepPlan, StepResult
+
+
+class Scheduler:
+    """Decides what one worker computes in each step; `hello` is what that worker offers. `row_ids` yields ids that rise
+    and are never used twice in an engine's life.
+    """
+
+    def __init__(self, config: EngineConfig, hello: Hello, policy: Policy, row_ids: Iterator[int]) -> None:
+        self._config = config
+        self._identity = (hello.model_fingerprint, hello.numerics_id)
+        self._policy = policy
+        self._row_ids = row_ids
+        self._max_rows = min(config.max_rows, hello.max_rows)
+        self._max_tokens_per_step = min(config.max_tokens_per_step, hello.max_tokens_per_step)
+        self._pool = BlockPool(hello.num_blocks, hello.block_size, config.prefix_cache)
+        self._kv = KvCache(self._pool, hello.num_swap_blocks)
+        self._preemption = Preemption(config.preemption, hello.swap_block_s)
+        self._requests: dict[str, Request] = {}
+        self._waiting, self._running = OrderedChoices(), OrderedChoices()
+        self._dropped_rows: list[int] = []  # the worker still holds these; the next plan tells it
+        self._swap_outs: list[tuple[int, int]] = []  # what the same plan is to save of them
+        self._in_flight: deque[Flight] = deque()
+        self._num_added = self._step = 0
+        self._num_active = 0  # requests with a row
+        self._queued_tokens = 0  # prompt tokens of the others
+        self._totals = Totals()
+
+    # --- what others may ask -----------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self._requests) - self._num_active
+
+    @property
+    def num_running(self) -> int:
+        """Requests with at least one row."""
+        return self._num_active
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._running)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of requests without a row."""
+        return self._queued_tokens
+
+    @property
+    def steps_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of blocks that are in use, 0..1."""
+        return self._pool.num_used / self._pool.num_blocks if self._pool.num_blocks else 0.0
+
+    @property
+    def counters(self) -> Counters:
+        pool, swapped = self._pool, self._kv.swap_pool
+        sizes = (pool.num_blocks, pool.num_used, pool.num_cached, swapped.num_blocks, swapped.num_used)
+        return Counters(replace(self._totals), *sizes)
+
+    def fits(self, request: Request) -> bool:
+        """Whether one choice at its longest fits into all blocks. The last token sampled needs no KV."""
+        return self._lifetime_blocks(request) <= self._pool.num_blocks
+
+    def serves(self, request: Request) -> bool:
+        """Whether the request could run here, now or later: it fits, and began with this model and numerics, if it
+        has begun."""
+        begun = request.begun
+        bound = begun is None or (begun.model_fingerprint, begun.numerics_id) == self._identity
+        return bound and self.fits(request)
+
+    def room(self) -> Room:
+        """What the next step has left for requests that are not here yet."""
+        room = Room(self._max_rows, self._max_tokens_per_step, self._config.chunk_size, self._kv)
+        return room.without(self._running, self._waiting)
+
+    def need(self, request: Request, room: Room) -> Need:
+        """What a live request would take of the next step."""
+        return room.need(request.live_choices, self._lifetime_blocks(request))
+
+    def requests_in(self, step: int) -> set[str]:
+        """The requests whose rows a step in flight computes."""
+        return {name for flight in self._in_flight if flight.step == step for name in flight.request_ids()}
+
+    def matched_tokens(self, request: Request) -> int:
+        """Leading tokens of the request that this worker's prefix cache holds right now."""
+        choice = next((choice for choice in request.choices if choice.live), None)
+        return self._kv.matched_tokens(choice) if choice else 0
+
+    def check_invariants(self) -> None:
+        """Raises BrokenInvariant when the books do not add up; for tests and idle moments."""
+        check_books(self._kv, self._requests.values(), self._waiting, self._running, self._in_flight)
+        idle = [request for request in self._requests.values() if not request.num_rows]
+        require(self._num_active == len(self._requests) - len(idle), "number of active requests is wrong")
+        require(self._queued_tokens == sum(r.num_prompt_tokens for r in idle), "number of queued tokens is wrong")
+        require(len(self._running) <= self._max_rows, "more rows than allowed")
+
+    # --- requests come and go ----------------------------------------------------------------------------------------
+
+    def add(self, request: Request, now: float) -> list[Delta]:
+        """Take a request. The deltas are not empty if its prior tokens end choices, or if it can never fit."""
+        if request.request_id in self._requests:
+            raise PagodaError(ErrorCode.INTERNAL, f"request {request.request_id} is here already", "request_id")
+        deltas = request.settle(now)
+        if request.ended:
+            return deltas
+        if not self.fits(request):
+            message = (
+                f"{request.num_prompt_tokens} prompt tokens and up to {request.max_output_tokens} output tokens need "
+                f"{self._lifetime_blocks(request)} KV blocks; the worker has {self._pool.num_blocks}"
+            )
+            return deltas + request.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, now)
+        request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_BEHIND, now)
+        self._requests[request.request_id] = request
+        self._queued_tokens += request.num_prompt_tokens
+        self._num_added += 1
+        for choice in request.choices:
+            choice.order = (*self._policy.key(request), self._num_added, choice.index)
+            if choice.live:
+                self._waiting.add(choice)
+        return deltas
+
+    def abort(self, request_id: str, choices: Collection[int], now: float) -> list[Delta]:
+        """End these choices, or all if none is named. Unknown requests and choices are ignored."""
+        request = self._detach(request_id, choices, now)
+        return self._told(request, request.abort(choices, now)) if request else []
+
+    def fail(self, request_id: str, code: ErrorCode, message: str, now: float) -> list[Delta]:
+        """End a whole request with an error."""
+        request = self._detach(request_id, (), now)
+        return self._told(request, request.fail(code, message, now)) if request else []
+
+    def take_back(self, now: float) -> list[Request]:
+        """The worker is lost: hand out all live requests, in order, with nothing but their tokens. The books are not
+        balanced but thrown away, so this works even when they are wrong."""
+        requests = sorted(self._requests.values(), key=lambda request: request.choices[-1].order)
+        for request in requests:
+            for choice in request.live_choices:
+                choice.leave_worker(ChoiceState.WAITING)
+            request.num_rows = 0
+            if request.started:
+                request.replays += 1
+            request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_NO_WORKER, now)
+        self._kv = self._kv.emptied()
+        self._pool = self._kv.pool
+        self._waiting, self._running = OrderedChoices(), OrderedChoices()
+        for collection in (self._requests, self._in_flight, self._dropped_rows, self._swap_outs):
+            collection.clear()
+        self._num_active = self._queued_tokens = 0
+        return requests
+
+    def reset_prefix_cache(self) -> int:
+        """Forget cached blocks that no row uses; how many those were."""
+        return self._pool.reset_cache()
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """Plan the next step; None when there is nothing to compute and no row to drop, or when it is better planned
+        after the results in flight.
+
+        At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL).
+        """
+        if len(self._in_flight) >= self._config.max_steps_in_flight:
+            raise PagodaError(ErrorCode.INTERNAL, f"{len(self._in_flight)} steps are in flight already")
+        drafting = may_draft(self._running, self._waiting, self._config.speculation_tokens)
+        if drafting and self._in_flight:
+            return None
+        num_decodes = sum(choice.distance == 1 for choice in self._running)
+        builder = PlanBuilder(Budget(self._max_tokens_per_step, self._config.chunk_size, num_decodes))
+        preempted = self._plan_running(builder, now)
+        self._plan_waiting(builder, preempted, now)
+        if drafting and not preempted:
+            grant_drafts(builder, self._kv, self._config.speculation_tokens)
+        if builder.empty and not self._dropped_rows:
+            return None
+        self._step += 1
+        plan, flight = builder.launch(self._step, self._dropped_rows, self._swap_outs)
+        self._dropped_rows, self._swap_outs = [], []
+        self._in_flight.append(flight)
+        return plan
+
+    def apply(self, result: StepResult, now: float) -> list[Delta]:
+        """Take the result of the oldest plan in flight.
+
+        Raises PagodaError PROTOCOL_ERROR, with nothing changed, when it does not answer that plan. Output for rows that
+        were finished, preempted, aborted or taken back meanwhile is dropped.
+        """
+        if not self._in_flight:
+            raise PagodaError(ErrorCode.PROTOCOL_ERROR, f"no step is in flight, got the result of {result.step}")
+        outputs = {output.row_id: output for output in result.outputs}
+        errors = {error.row_id: error for error in result.errors}
+        self._in_flight[0].check(result, outputs, errors)
+        deltas = self._apply_errors(errors, now) if errors else []
+        chunks = self._in_flight.popleft().chunks
+        self._preemption.observe(chunks, result.forward_s)
+        for choice, chunk in chunks:
+            if choice.row_id == chunk.row_id:
+                deltas += self._apply_row(choice, chunk, outputs.get(chunk.row_id), now)
+        return deltas
+
+    # --- how rows are planned ----------------------------------------------------------------------------------------
+
+    def _plan_running(self, builder: PlanBuilder, now: float) -> bool:
+        """Let rows catch up, in order; whether any was preempted. Victims are never rows that this step has planned."""
+        budget, num_preempted, index = builder.budget, self._totals.preemptions, 0
+        while index < len(self._running):
+            choice = self._running[index]
+            distance = choice.distance
+            if distance:
+                num_tokens = budget.grant_promised() if distance == 1 else budget.grant(distance)
+                if num_tokens and not self._extend(choice, index, num_tokens, builder, now):
+                    continue  # it preempted itself; the next choice has moved to `index`
+                if distance > 1:
+                    self._reserve(choice, builder)
+            index += 1
+        return self._totals.preemptions != num_preempted
+
+    def _extend(self, choice: Choice, index: int, num_tokens: int, builder: PlanBuilder, now: float) -> bool:
+        target = choice.num_computed + num_tokens
+        if self._kv.missing(choice, target):
+            while self._kv.missing(choice, target) > self._pool.num_free:
+                victim = self._policy.victim(self._running.since(index))
+                self._preempt(victim, now)
+                if victim is choice:
+                    return False
+            builder.grow_row(choice.row_id, self._kv.grow(choice, target))
+        builder.compute(choice, num_tokens)
+        return True
+
+    def _plan_waiting(self, builder: PlanBuilder, preempted: bool, now: float) -> None:
+        """Start rows in order until one does not fit; it is not overtaken, and its ledger says what it waits for."""
+        index = 0
+        while index < len(self._waiting):
+            choice = self._waiting[index]
+            if awaits_sibling(choice):
+                index += 1
+                continue
+            blocked = Cause.QUEUED_BLOCKS if preempted else self._start(choice, builder, now)
+            if blocked:
+                choice.request.note_blocked(blocked, now)
+                return
+
+    def _start(self, choice: Choice, builder: PlanBuilder, now: float) -> Cause | None:
+        """Make the first waiting choice a row, or say what it waits for.
+
+        It must find room for all its known tokens and a block to go on with, beside what running rows still need;
+        otherwise it would soon be preempted and have computed for nothing.
+        """
+        if len(self._running) >= self._max_rows:
+            return Cause.QUEUED_ROWS
+        if not builder.budget.left:
+            return Cause.QUEUED_BUDGET
+        prefix = self._kv.lookup(choice)
+        cost = self._kv.cost(prefix, choice.num_tokens)
+        if self._kv.blocks_for(choice.num_tokens) < self._lifetime_blocks(choice.request):
+            cost += 1
+        if cost > self._pool.num_free - builder.reserved_blocks:
+            return Cause.QUEUED_BLOCKS
+        self._admit(choice, prefix, builder, now)
+        return None
+
+    def _admit(self, choice: Choice, prefix: Prefix, builder: PlanBuilder, now: float) -> None:
+        request = choice.request
+        self._waiting.remove(choice)
+        swap_ins = self._kv.attach(choice, prefix)
+        num_tokens = builder.budget.grant(choice.distance)
+        growth = self._kv.grow(choice, choice.num_computed + num_tokens)
+        cached = min(prefix.num_tokens, request.num_prompt_tokens)
+        if not request.started:
+            self._totals.prompt_tokens += request.num_prompt_tokens
+            self._totals.cached_prompt_tokens += cached
+        request.note_row(cached, now)
+        choice.row_id, choice.state = next(self._row_ids), ChoiceState.RUNNING
+        self._running.add(choice)
+        request.num_rows += 1
+        if request.num_rows == 1:
+            self._num_active += 1
+            self._queued_tokens -= request.num_prompt_tokens
+        self._totals.swapped_in_blocks += len(swap_ins)
+        builder.start_row(choice, growth, swap_ins)
+        builder.compute(choice, num_tokens)
+        self._reserve(choice, builder)
+
+    def _reserve(self, choice: Choice, builder: PlanBuilder) -> None:
+        builder.reserved_blocks += max(0, self._kv.blocks_for(choice.num_tokens) - len(choice.block_ids))
+
+    def _preempt(self, choice: Choice, now: float) -> None:
+        """Go on later, in the policy's order: from what is swapped out now, or by computing again."""
+        if self._preemption.swaps(choice, self._kv):
+            self._swap_outs += self._kv.swap_out(choice)
+            self._totals.swap_preemptions += 1
+            self._totals.swapped_out_blocks += len(choice.swap_block_ids)
+        self._leave(choice, ChoiceState.PREEMPTED, now)
+        self._waiting.add(choice)
+        self._totals.preemptions += 1
+        choice.request.preemptions += 1
+
+    def _apply_errors(self, errors: dict[int, RowError], now: float) -> list[Delta]:
+        deltas: list[Delta] = []
+        failed = [(choice.request, errors[choice.row_id]) for choice in self._running if choice.row_id in errors]
+        for request, error in failed:
+            code = ErrorCode(error.code) if error.code in ErrorCode.__members__.values() else ErrorCode.INTERNAL
+            deltas += self.fail(request.request_id, code, error.message, now)
+        self._dropped_rows = [row_id for row_id in self._dropped_rows if row_id not in errors]
+        return deltas
+
+    def _apply_row(self, choice: Choice, chunk: Chunk, output: RowOutput | None, now: float) -> list[Delta]:
+        request = choice.request
+        if output is not None and output.prompt_logprobs and choice.owes_prompt_logprobs:
+            request.prompt_logprobs += output.prompt_logprobs
+        if output is None or not chunk.sample:
+            self._kv.commit(choice, chunk.start + chunk.num_tokens)
+            return []
+        delta, ending = request.add_tokens(choice, output.token_ids, output.logprobs, now)
+        delta.begun = request.begin(*self._identity)
+        num_kept = len(delta.token_ids)
+        choice.sampled(num_kept, output.num_drafts)
+        self._kv.commit(choice, chunk.start + chunk.num_tokens + num_kept - 1)
+        self._totals.output_tokens += num_kept
+        self._totals.draft_tokens += output.num_drafted
+        self._totals.accepted_draft_tokens += num_kept - 1
+        if not ending:
+            return [delta]
+        self._withdraw(choice, now)
+        return self._told(request, [request.finish(choice, ending, now, delta)])
+
+    # --- rows and requests leave -------------------------------------------------------------------------------------
+
+    def _withdraw(self, choice: Choice, now: float) -> None:
+        """Take a live choice out of its queue, or off the worker."""
+        if choice.state is ChoiceState.RUNNING:
+            self._leave(choice, ChoiceState.WAITING, now)
+        else:
+            self._waiting.remove(choice)
+            self._kv.free_swapped(choice)
+
+    def _leave(self, choice: Choice, state: ChoiceState, now: float) -> None:
+        """A row goes. Its blocks may be given away at once: plans are executed in order."""
+        request = choice.request
+        self._running.remove(choice)
+        self._kv.free(choice)
+        self._dropped_rows.append(choice.row_id)
+        choice.leave_worker(state)
+        request.num_rows -= 1
+        if not request.num_rows:
+            self._num_active -= 1
+            self._queued_tokens += request.num_prompt_tokens
+            request.note_idle(now)
+
+    def _detach(self, request_id: str, choices: Collection[int], now: float) -> Request | None:
+        """Withdraw the live ones of these choices (all, if none is named), which are about to end."""
+        request = self._requests.get(request_id)
+        for choice in request.live_choices if request else ():
+            if not choices or choice.index in choices:
+                self._withdraw(choice, now)
+        return request
+
+    def _told(self, request: Request, deltas: list[Delta]) -> list[Delta]:
+        """Endings have been written down; after its last one a request is no longer here."""
+        if request.ended:
+            del self._requests[request.request_id]
+            self._queued_tokens -= request.num_prompt_tokens
+        return deltas
+
+    def _lifetime_blocks(self, request: Request) -> int:
+        return self._kv.blocks_for(request.num_prompt_tokens + request.max_output_tokens - 1)

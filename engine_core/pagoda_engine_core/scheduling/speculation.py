@@ -1,0 +1,47 @@
+"""Drafts fill room that a step has left over: they never displace work, and never keep it waiting.
+
+A step of few tokens costs a worker little more than a step of one, for what it reads is the weights. So drafts are
+granted while the step stays that small, holds no prompt, and nobody waits to begin; from token budget and blocks that
+nothing else wants. Rows are then planned together, one step at a time: a row cannot be planned before it is known how
+many of its drafts held, and rows in two steps at once would have the weights read twice.
+"""
+
+from __future__ import annotations
+
+from pagoda_engine_core.scheduling.kv_cache import KvCache
+from pagoda_engine_core.scheduling.plan import PlanBuilder
+from pagoda_engine_core.scheduling.policy import OrderedChoices
+from pagoda_engine_core.scheduling.request import Choice
+
+
+def may_draft(running: OrderedChoices, waiting: OrderedChoices, max_tokens: int) -> bool:
+    """Whether a step of all running rows leaves room for drafts, up to `max_tokens` in all, and a row would use it."""
+    if waiting or len(running) >= max_tokens:
+        return False
+    return any(choice.draft_room for choice in running) and all(choice.distance <= 1 for choice in running)
+
+
+def grant_drafts(builder: PlanBuilder, kv: KvCache, max_tokens: int) -> None:
+    """Allow the planned rows drafts, in equal shares, until the step has `max_tokens`. No earlier plan is in flight."""
+    decodes = builder.decodes
+    spare = min(max_tokens - len(decodes), builder.budget.left)
+    takers = [choice for choice in decodes if choice.draft_room]
+    for index, choice in enumerate(takers):
+        share = -(-spare // (len(takers) - index))
+        spare_blocks = kv.pool.num_free - builder.reserved_blocks - len(decodes)
+        count = _fitting(choice, min(choice.draft_room, share), kv, spare_blocks)
+        if count > 0:
+            builder.grow_row(choice.row_id, kv.grow(choice, _end(choice, count)))
+            builder.allow_drafts(choice, count)
+            spare -= count
+
+
+def _fitting(choice: Choice, count: int, kv: KvCache, spare_blocks: int) -> int:
+    """How many of `count` drafts have room in blocks the row has, or in spare ones: each row is left one to go on."""
+    while count > 0 and kv.missing(choice, _end(choice, count)) > max(0, spare_blocks):
+        count -= 1
+    return count
+
+
+def _end(choice: Choice, num_drafts: int) -> int:
+    return choice.num_computed + choice.distance + num_drafts

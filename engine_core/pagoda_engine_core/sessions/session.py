@@ -1,0 +1,280 @@
+"""Between the loop thread and a stream there is a mailbox: filled once per step, emptied as fast as the peer reads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any, NoReturn
+
+import grpc
+import msgspec
+
+from pagoda_engine_core.engine import EngineCore
+from pagoda_engine_core.sessions.outbox import Outbox
+from pagoda_proto import convert
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import SESSION_PROTOCOL, Delta, Load, RequestRecord
+from pagoda_proto.times import LOAD_KEEPALIVE_S
+
+log = logging.getLogger(__name__)
+
+LOAD_INTERVAL_S = 0.1
+CODE_TRAILER = "pagoda-code"
+PROTOCOL_KEY = "pagoda-protocol"
+"""Metadata of a Session call: the version of the contract that the gateway speaks."""
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PagodaError) -> NoReturn:
+    """End a call with the error's status; the only place where a code becomes one."""
+    trailers = ((CODE_TRAILER, error.code.value),)
+    await context.abort(grpc.StatusCode[error.status.grpc], error.message, trailers)
+    raise error  # not reached: `abort` raises
+
+
+class Mailbox:
+    """The engine's Sink of one stream. The sink's methods run in the loop thread, everything else in asyncio's.
+
+    `on_overfull` is called when the reader has fallen too far behind; nothing is kept for it from then on.
+    """
+
+    def __init__(self) -> None:
+        self.outbox = Outbox()
+        self.overfull = False
+        self.on_overfull: Callable[[], object] = lambda: None
+        self.refusal: PagodaError | None = None  # the last one, for a stream of a single request
+        self._loop = asyncio.get_running_loop()
+        self._posted: deque[Callable[[], None]] = deque()
+        self._called = False
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def accepted(self, request_id: str, attempt: int) -> None:
+        self._post(lambda: self.outbox.accepted(request_id, attempt))
+
+    def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
+        self._post(partial(self.reject, request_id, attempt, error, retry_after_s))
+
+    def deltas(self, deltas: list[Delta]) -> None:
+        self._post(lambda: self.outbox.deltas(deltas))
+
+    def migrate(self, request_id: str, attempt: int, reason: str) -> None:
+        self._post(partial(self._migrate, request_id, attempt, reason))
+
+    def reject(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float = 0.0) -> None:
+        self.refusal = error
+        self.outbox.rejected(request_id, attempt, error, retry_after_s)
+        self._changed.set()
+
+    def _migrate(self, request_id: str, attempt: int, reason: str) -> None:
+        self.refusal = PagodaError(ErrorCode.UNAVAILABLE, reason)
+        self.outbox.migrate(request_id, attempt, reason)
+
+    def load(self, load: Load) -> None:
+        self.outbox.load(load)
+        self._changed.set()
+
+    def close(self) -> None:
+        """Nothing more comes: whoever waits is to take what is left and end."""
+        self._closed = True
+        self._changed.set()
+
+    async def wait(self) -> bool:
+        """Until there may be something to take; False when that is the last of it."""
+        await self._changed.wait()
+        self._changed.clear()
+        return not self._closed
+
+    def _post(self, change: Callable[[], None]) -> None:
+        self._posted.append(change)
+        if self._called:
+            return
+        self._called = True
+        try:
+            self._loop.call_soon_threadsafe(self._deliver)
+        except RuntimeError:  # the event loop is closed, and every stream with it
+            self._posted.clear()
+
+    def _deliver(self) -> None:
+        self._called = False  # first, so that whatever is posted from here on calls again
+        while self._posted:
+            change = self._posted.popleft()
+            if not self.overfull:
+                change()
+        if self.outbox.overfull and not self.overfull:
+            self.overfull = True
+            self.outbox = Outbox()
+            self.on_overfull()
+        self._changed.set()
+
+
+class LoadBoard:
+    """Tells every session the engine core's load: when it changes, not too often, and at least every second."""
+
+    def __init__(self, engine: EngineCore) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+        self._called = False
+        self._mailboxes: set[Mailbox] = set()
+        self._watchers: list[Callable[[Load], None]] = []
+
+    def watch(self, watcher: Callable[[Load], None]) -> None:
+        self._watchers.append(watcher)
+
+    def join(self, mailbox: Mailbox) -> None:
+        self._mailboxes.add(mailbox)
+        mailbox.load(self._engine.load())
+
+    def leave(self, mailbox: Mailbox) -> None:
+        self._mailboxes.discard(mailbox)
+
+    @property
+    def sessions(self) -> tuple[Mailbox, ...]:
+        return tuple(self._mailboxes)
+
+    def changed(self) -> None:
+        """Called by the engine's loop thread."""
+        if self._called:
+            return
+        self._called = True
+        try:
+            self._loop.call_soon_threadsafe(self._changed.set)
+        except RuntimeError:
+            return
+
+    async def run(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(LOAD_KEEPALIVE_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+            self._changed.clear()
+            self._called = False
+            load = self._engine.load()
+            for tell in (*self._watchers, *(mailbox.load for mailbox in self._mailboxes)):
+                tell(load)
+            await asyncio.sleep(LOAD_INTERVAL_S)
+
+
+class EngineService(pb_grpc.EngineServicer):
+    """The `Engine` service: sessions of gateways, and single calls of anybody."""
+
+    def __init__(self, engine: EngineCore, board: LoadBoard) -> None:
+        self._engine = engine
+        self._board = board
+
+    async def Session(
+        self, request_iterator: AsyncIterator[pb.ClientFrame], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        await _check_protocol(context)
+        mailbox = Mailbox()
+        self._board.join(mailbox)
+        reader = asyncio.create_task(self._read(request_iterator, mailbox))
+        writer = asyncio.create_task(self._write(context, mailbox))
+        reader.add_done_callback(lambda _: mailbox.close())
+        mailbox.on_overfull = writer.cancel
+        try:
+            await asyncio.wait((writer,))
+        finally:
+            self._board.leave(mailbox)
+            self._engine.abandon(mailbox)
+            reader.cancel()
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+        error = _session_error(mailbox, reader)
+        if error is not None:
+            await abort_with(context, error)
+
+    async def _write(self, context: grpc.aio.ServicerContext[Any, Any], mailbox: Mailbox) -> None:
+        more = True
+        while more:
+            more = await mailbox.wait()
+            for frame in mailbox.outbox.take():
+                await context.write(frame)
+
+    async def _read(self, frames: AsyncIterator[pb.ClientFrame], mailbox: Mailbox) -> None:
+        async for frame in frames:
+            if frame.HasField("submit"):
+                self._submit(frame.submit, mailbox)
+            elif frame.HasField("abort"):
+                self._engine.abort(frame.abort.request_id, tuple(frame.abort.choices), mailbox)
+
+    def _submit(self, submit: pb.Submit, mailbox: Mailbox) -> None:
+        try:
+            record = record_from(submit.record)
+            prior = tuple(convert.prior_from_pb(message) for message in submit.prior_outputs)
+            begun = convert.begun_from_pb(submit.begun) if submit.HasField("begun") else None
+        except PagodaError as error:
+            mailbox.reject(submit.record.request_id, submit.attempt, error)
+        else:
+            self._engine.submit(record, mailbox, submit.attempt, prior, begun)
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        mailbox = Mailbox()
+        try:
+            self._engine.submit(complete(record_from(request.record)), mailbox)
+            async for delta in self._deltas(mailbox):
+                yield pb.GenerateResponse(delta=convert.delta_to_pb(delta))
+                if delta.error_code is not None and delta.ends_request:
+                    raise PagodaError(delta.error_code, delta.error_message)
+        except PagodaError as error:
+            await abort_with(context, error)
+        finally:
+            self._engine.abandon(mailbox)
+
+    async def _deltas(self, mailbox: Mailbox) -> AsyncIterator[Delta]:
+        while True:
+            await mailbox.wait()
+            for delta in mailbox.outbox.take_deltas():
+                yield delta
+                if delta.ends_request:
+                    return
+            if mailbox.overfull:
+                raise PagodaError(ErrorCode.OVERLOADED, "this stream was not read for too long")
+            if mailbox.refusal is not None:
+                raise mailbox.refusal
+
+
+async def _check_protocol(context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """End the call of a gateway that says it speaks another version."""
+    spoken = [value for key, value in context.invocation_metadata() or () if key == PROTOCOL_KEY]
+    if any(value != str(SESSION_PROTOCOL) for value in spoken):
+        message = f"session protocol {SESSION_PROTOCOL} is spoken here, this gateway speaks {spoken[0]!r}"
+        log.warning("refused a session: %s", message)
+        trailers = ((CODE_TRAILER, ErrorCode.PROTOCOL_ERROR.value),)
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message, trailers)
+
+
+def _session_error(mailbox: Mailbox, reader: asyncio.Task[None]) -> PagodaError | None:
+    """Why a session could not go on, if that is why it has ended."""
+    if mailbox.overfull:
+        return PagodaError(ErrorCode.OVERLOADED, "this session was not read for too long")
+    error = None if reader.cancelled() else reader.exception()
+    if error is None:
+        return None
+    log.warning("a session ended by what it was sent: %s: %s", type(error).__name__, error)
+    return PagodaError(ErrorCode.INVALID_ARGUMENT, "a frame could not be read")
+
+
+def record_from(message: pb.RequestRecord) -> RequestRecord:
+    """Raises InvalidParams; also when the record names no parameters that a struct could hold."""
+    try:
+        return convert.record_from_pb(message)
+    except (ValueError, msgspec.ValidationError) as error:
+        raise PagodaError(ErrorCode.INVALID_ARGUMENT, f"bad record: {error}") from error
+
+
+def complete(record: RequestRecord) -> RequestRecord:
+    """Fill in what a plain gRPC client may leave out: the request id, and the seed in force."""
+    seed = record.params.seed if record.params.seed is not None else record.seed or secrets.randbits(64)
+    request_id = record.request_id or secrets.token_hex(16)
+    return msgspec.structs.replace(record, request_id=request_id, seed=seed)

@@ -1,0 +1,1 @@
+"""Workers as this process sees them: who registered, who is alive, what was sent to them."""

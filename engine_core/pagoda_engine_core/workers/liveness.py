@@ -1,0 +1,128 @@
+"""Two questions, two clocks: a worker is alive while it is heard, and it advances while its oldest plan is young.
+
+Only the caller's monotonic clock counts, never a peer's. When the engine core itself was held up, every age is too old
+by the time it slept, so all of them are set forward by that time before anybody is judged.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pagoda_engine_core.workers.executor import LeaveCause, WorkerState
+from pagoda_proto.times import StallGuard
+
+TICK_S = 0.25
+"""`tick` is due this often."""
+
+
+class Limits(NamedTuple):
+    suspect_s: float
+    dead_s: float
+    step_deadline_s: float
+
+
+class Change(NamedTuple):
+    """Another state of a life, or with a `cause` its end."""
+
+    epoch: int
+    state: WorkerState
+    reason: str
+    cause: LeaveCause | None = None
+
+
+@dataclass(slots=True)
+class _Life:
+    heard_at: float
+    draining: bool = False
+    suspect: bool = False
+    owes_since: float | None = None  # since when its oldest unanswered plan (or drain) is the oldest
+    deadlines_s: deque[float] = field(default_factory=deque)  # how long each of those plans may take
+    busy_s: float = 0.0  # how long its running step had run, as it said last
+
+    @property
+    def state(self) -> WorkerState:
+        if self.draining:
+            return WorkerState.DRAINING
+        return WorkerState.SUSPECT if self.suspect else WorkerState.READY
+
+
+class Liveness:
+    """The state of every life, by epoch. A life whose end `tick` reported is forgotten."""
+
+    def __init__(self, limits: Limits, now: float) -> None:
+        self._limits = limits
+        self._lives: dict[int, _Life] = {}
+        self._guard = StallGuard(TICK_S, now)
+
+    def join(self, epoch: int, now: float) -> None:
+        self._lives[epoch] = _Life(heard_at=now)
+
+    def forget(self, epoch: int) -> None:
+        self._lives.pop(epoch, None)
+
+    def state(self, epoch: int) -> WorkerState:
+        return self._lives[epoch].state
+
+    def beat(self, epoch: int, busy_s: float, now: float) -> None:
+        life = self._lives[epoch]
+        life.heard_at = now
+        life.busy_s = busy_s
+
+    def owes(self, epoch: int, deadline_s: float, now: float) -> None:
+        """A plan was sent that may take so long. Only the oldest one ages, from when the one before it was answered."""
+        life = self._lives[epoch]
+        life.deadlines_s.append(deadline_s)
+        if life.owes_since is None:
+            life.owes_since = now
+
+    def answered(self, epoch: int, now: float) -> None:
+        """The oldest plan was answered."""
+        life = self._lives[epoch]
+        life.heard_at = now
+        life.busy_s = 0.0
+        life.deadlines_s.popleft()
+        life.owes_since = now if life.deadlines_s or life.draining else None
+
+    def drain(self, epoch: int, now: float) -> None:
+        """The worker was asked to leave, and owes us that."""
+        life = self._lives[epoch]
+        life.draining = True
+        if life.owes_since is None:
+            life.owes_since = now
+
+    def tick(self, now: float) -> list[Change]:
+        """Judge every life. Call it after everything that has arrived was taken in, at least every `TICK_S`."""
+        held_up_s = self._guard.tick(now)
+        if held_up_s:
+            self._forgive(held_up_s)
+        changes = []
+        for epoch, life in list(self._lives.items()):
+            change = self._judge(epoch, life, now)
+            if change is not None:
+                changes.append(change)
+                if change.cause is not None:
+                    del self._lives[epoch]
+        return changes
+
+    def _forgive(self, gap_s: float) -> None:
+        for life in self._lives.values():
+            life.heard_at += gap_s
+            if life.owes_since is not None:
+                life.owes_since += gap_s
+
+    def _judge(self, epoch: int, life: _Life, now: float) -> Change | None:
+        silent_s = now - life.heard_at
+        stuck_s = max(life.busy_s, now - life.owes_since if life.owes_since is not None else 0.0)
+        deadline_s = life.deadlines_s[0] if life.deadlines_s else self._limits.step_deadline_s
+        if silent_s > self._limits.dead_s:
+            return Change(epoch, WorkerState.DEAD, f"nothing heard for {silent_s:.1f} s", LeaveCause.SILENT)
+        if stuck_s > deadline_s:
+            reason = f"alive, but its step has not ended for {stuck_s:.1f} s of {deadline_s:.1f} s"
+            return Change(epoch, WorkerState.HUNG, reason, LeaveCause.HUNG)
+        suspect = silent_s > self._limits.suspect_s
+        if suspect == life.suspect:
+            return None
+        life.suspect = suspect
+        return Change(epoch, life.state, f"nothing heard for {silent_s:.1f} s" if suspect else "heard again")

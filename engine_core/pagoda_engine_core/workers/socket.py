@@ -1,0 +1,104 @@
+"""One ROUTER socket that workers connect to: frames in, frames out, and who may connect at all.
+
+A routing id belongs to one connection of one registration of one process. Whoever registers again brings sockets and
+ids of its own, so an id need never change hands: not to a stranger who claims it, and not after a link that broke in
+one direction only, of which this end learns late.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.workers import endpoints
+from pagoda_proto.channel import MAX_FRAME_BYTES
+from pagoda_proto.keys import CurveKeys, load_curve
+from pagoda_proto.times import WORKER_DEAD_S
+
+DEAD_LINK_MS = round(WORKER_DEAD_S * 1000)
+SOCKET_OPTIONS = {
+    zmq.ROUTER_MANDATORY: 1,  # sending to a peer that is gone fails instead of vanishing
+    zmq.ROUTER_HANDOVER: 0,
+    zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
+    zmq.LINGER: 0,
+    zmq.SNDHWM: 1000,
+    zmq.RCVHWM: 1000,
+    zmq.HEARTBEAT_IVL: DEAD_LINK_MS // 3,
+    zmq.HEARTBEAT_TIMEOUT: DEAD_LINK_MS,
+    zmq.HEARTBEAT_TTL: DEAD_LINK_MS,
+    zmq.HANDSHAKE_IVL: DEAD_LINK_MS,
+}
+WORKER_KEYS = "worker*.public"
+
+
+class _AllowedKeys:
+    """ZAP's question (RFC 27), asked by libzmq before a peer's first frame reaches us."""
+
+    def __init__(self, keys: CurveKeys) -> None:
+        self._allowed = frozenset(keys.peers)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._allowed
+
+
+def admit_only(
+    context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], keys: CurveKeys
+) -> ThreadAuthenticator:
+    """Let only holders of `keys.peers` connect to `socket`, encrypted; to be called before it is bound."""
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve_callback(domain="*", credentials_provider=_AllowedKeys(keys))
+    socket.curve_server = True
+    socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
+    return authenticator
+
+
+class WorkerSocket:
+    """Bound at once. Used by one thread.
+
+    Raises ValueError for an endpoint that others could reach, OSError when it is in use.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        keyed = bool(config.keys_dir) and config.worker_endpoint.startswith("tcp://")
+        keys = load_curve(config.keys_dir, WORKER_KEYS) if keyed else None
+        self._path = endpoints.prepare(config.worker_endpoint, file_scheme="ipc://", tcp_scheme="tcp://", keyed=keyed)
+        self._context = zmq.Context(io_threads=1)
+        self.socket = self._context.socket(zmq.ROUTER)  # for pollers
+        self._authenticator = admit_only(self._context, self.socket, keys) if keys else None
+        for option, value in SOCKET_OPTIONS.items():
+            self.socket.setsockopt(option, value)
+        try:
+            self.socket.bind(config.worker_endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise OSError(error.errno, f"cannot listen for workers at {config.worker_endpoint}: {error}") from error
+        self.endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self) -> tuple[bytes, list[bytes]] | None:
+        """The next frame and the route it came on; None when there is none."""
+        try:
+            route, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return route, parts
+
+    def send(self, route: bytes, parts: list[bytes]) -> bool:
+        """False when nobody is there, or when a peer has not read for so long that its queue is full."""
+        try:
+            self.socket.send_multipart([route, *parts], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
+        return True
+
+    def close(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.destroy(linger=0)
+        if self._path is not None:
+            Path(self._path).unlink(missing_ok=True)

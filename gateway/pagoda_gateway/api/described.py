@@ -1,0 +1,43 @@
+"""How routes that read their own bodies and write their own answers are described in /openapi.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from pagoda_gateway.api.answer_schemas import ErrorAnswer
+
+
+def described(
+    path: str,
+    request: type[BaseModel] | None,
+    answer: type[BaseModel] | None,
+    *,
+    unavailable: type[BaseModel] | None = ErrorAnswer,
+) -> dict[str, Any]:
+    """The parts of an operation that FastAPI cannot know; references point into the document itself.
+
+    Args:
+        path: The route's own; a route with a request body is a POST, others are GETs.
+        answer: Of status 200; None for one without a JSON body.
+        unavailable: Of status 503.
+    """
+    place = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/{'get' if request is None else 'post'}"
+    answers = {"200": (answer, "the answer"), "503": (unavailable, "not now; it may go on later")}
+    if request is not None or "{" in path:
+        answers["4XX"] = (ErrorAnswer, "the request is at fault")
+    answers["5XX"] = (ErrorAnswer, "the server is at fault")
+    found: dict[str, Any] = {"responses": {}}
+    for status, (schema, why) in answers.items():
+        found["responses"][status] = {"description": why}
+        if schema is not None:
+            found["responses"][status] |= _content(schema, f"{place}/responses/{status}")
+    if request is not None:
+        found["requestBody"] = {"required": True, **_content(request, f"{place}/requestBody")}
+    return found
+
+
+def _content(schema: type[BaseModel], place: str) -> dict[str, Any]:
+    where = place.replace("{", "{{").replace("}", "}}") + "/content/application~1json/schema/$defs/{model}"
+    return {"content": {"application/json": {"schema": schema.model_json_schema(ref_template=where)}}}

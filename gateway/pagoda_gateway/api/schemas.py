@@ -1,0 +1,309 @@
+"""The OpenAI request bodies, with vLLM's extensions. What is not implemented is accepted only where it means nothing.
+
+Every field of the specification is named here: supported, or restricted to the values that change nothing, so that a
+client is told about the field instead of being misunderstood. Types are strict: no string is taken for a number.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+
+from pagoda_gateway.api.json_body import MAX_VALUES
+from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS
+
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
+
+Text = str  # bounded by the body, and by the model's context
+Label = Annotated[str, Field(max_length=512)]  # informational: names, ids of the client's own
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ids, the first one is enough
+MetadataKey = Annotated[str, Field(max_length=64)]
+Salt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+Word = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Body(BaseModel):
+    """`max_values` bounds arrays and objects together, before anything of a body is parsed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    max_values: ClassVar[int] = 2**17
+
+
+def _no_promise(why: str, refused: bool = True) -> Callable[[Any], Any]:
+    """For values that ask for what is not there yet, so that the answer says so."""
+
+    def check(value: Any) -> Any:
+        if value is refused:
+            raise ValueError(f"{str(refused).lower()} cannot be promised yet: {why}")
+        return value
+
+    return check
+
+
+def _is_text_part(value: Any) -> Any:
+    """Other parts are refused in one sentence, whatever else is in them."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind != "text" and isinstance(kind, str):
+        raise ValueError(f"is a part of type {kind[:64]!a}; this model takes text parts only")
+    return value
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: Text
+
+
+class FunctionCall(Body):
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Text = Field(description="a JSON object, as text")
+
+
+class ToolCallParam(Body):
+    id: Label
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+def _kind_of_content(value: Any) -> str:
+    return "parts" if isinstance(value, list) else "text"
+
+
+TextParts = Annotated[list[Annotated[TextPart, BeforeValidator(_is_text_part)]], Field(fail_fast=True, min_length=1)]
+Content = Annotated[Annotated[Text, Tag("text")] | Annotated[TextParts, Tag("parts")], Discriminator(_kind_of_content)]
+
+
+class Message(Body):
+    """One turn. Fields of answers (refusal, annotations, ..) are taken back as they are sent: empty."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content | None = None
+    reasoning_content: Text | None = Field(None, description="of an assistant; shown as the chat template shows it")
+    name: Label | None = None
+    tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True, max_length=128)] | None = None
+    tool_call_id: Label | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_its_role(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise ValueError("content is required, except in an assistant message with tool_calls")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls belong to assistant messages")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise ValueError("reasoning_content belongs to assistant messages")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a tool message needs tool_call_id")
+        return self
+
+
+class FunctionDefinition(Body):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[
+        Literal[False] | None, BeforeValidator(_no_promise("tool calls are not held to their schema"))
+    ] = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="usage so far in every chunk")
+    include_obfuscation: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _continuous_needs_usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats needs include_usage: true")
+        return self
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+def _keyed_by_token_id(value: Any) -> Any:
+    """OpenAI's keys are token ids written as strings."""
+    if isinstance(value, dict):
+        for key in value:
+            if not (isinstance(key, str) and _TOKEN_ID.fullmatch(key)):
+                raise ValueError("keys must be token ids written as strings")
+    return value
+
+
+class Sampling(Body):
+    """What chat and plain completions share. Ranges are checked by `pagoda_proto.params`, for every door alike."""
+
+    model: str | None = Field(None, max_length=512, description="served model name; the only model if absent")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    max_tokens: int | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_keyed_by_token_id)] | None = None
+    user: Label | None = Field(None, description="informational")
+
+    top_k: int | None = Field(None, description="0 or -1: off")
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
+    prompt_logprobs: int | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(0, description="lower runs earlier, if at all")
+    cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
+    return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs is not available with stream: true")
+        return self
+
+
+class ChatRequest(Sampling):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, description="the same as max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Annotated[
+        Literal[True] | None, BeforeValidator(_no_promise("a model may make several calls in one turn", refused=False))
+    ] = None
+    response_format: TextFormat | None = None
+    metadata: Annotated[dict[MetadataKey, Label], Field(max_length=16)] | None = Field(
+        None, description="informational"
+    )
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    safety_identifier: Label | None = Field(None, description="informational")
+    prompt_cache_key: Label | None = Field(None, description="informational; see cache_salt")
+    prompt_cache_retention: Literal["in_memory"] | None = None
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Label | None = Field(None, description="for chat templates that read it")
+    verbosity: Label | None = Field(None, description="for chat templates that read it")
+
+    audio: None = None
+    chat_template: None = None
+    function_call: Literal["none"] | None = None
+    functions: None = None
+    moderation: None = None
+    prediction: None = None
+    prompt_cache_options: None = None
+    web_search_options: None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ChatRequest:
+        check_prompt_options(self)
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_tokens and max_completion_tokens differ")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.tool_choice == "auto" and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        return self
+
+
+def _kind_of_prompt(value: Any) -> str:
+    """The first element tells; what it does not fit is reported by the kind it would be."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else ""
+    return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
+
+
+class CompletionRequest(Sampling):
+    """POST /v1/completions."""
+
+    max_values = MAX_VALUES  # prompts of token ids
+
+    prompt: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[list[Text], Field(fail_fast=True), Tag("texts")]
+        | Annotated[TokenIds, Tag("ids")]
+        | Annotated[list[TokenIds], Field(fail_fast=True), Tag("lists of ids")],
+        Discriminator(_kind_of_prompt),
+    ]
+    best_of: int | None = None
+    echo: bool = False
+    logprobs: int | None = None
+    suffix: Literal[""] | None = None
+    add_special_tokens: bool = True
+    response_format: TextFormat | None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> CompletionRequest:
+        n = 1 if self.n is None else self.n
+        if self.best_of is not None and self.best_of < n:
+            raise ValueError(f"best_of must be at least n ({n}), got {self.best_of}")
+        if self.stream and self.best_of is not None and self.best_of > n:
+            raise ValueError("best_of above n is not available with stream: true")
+        return self
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize with a `prompt`, or with `messages` as a chat request has them."""
+
+    model: str | None = Field(None, max_length=512)
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] | None = None
+    add_special_tokens: bool | None = Field(None, description="default: true for a prompt, false for messages")
+    return_token_strs: bool = False
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        if self.messages is not None:
+            check_prompt_options(self)
+        return self
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    max_values = MAX_VALUES
+
+    model: str | None = Field(None, max_length=512)
+    tokens: TokenIds
+
+
+def check_prompt_options(request: ChatRequest | TokenizeRequest) -> None:
+    """Raises ValueError."""
+    if request.continue_final_message and request.add_generation_prompt:
+        raise ValueError("continue_final_message needs add_generation_prompt: false")

@@ -1,0 +1,1 @@
+"""The engine core as the gateway sees it: one session, the requests open on it, resubmission."""

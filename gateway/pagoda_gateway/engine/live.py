@@ -1,0 +1,83 @@
+"""One open request as its consumer sees it, and how fast it came."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from pagoda_gateway.engine.open_request import OpenRequest
+from pagoda_proto.records import Delta
+
+
+class Carrier(Protocol):
+    """What a request needs from the pool that carries it."""
+
+    def abort(self, live: LiveRequest, choices: tuple[int, ...]) -> None: ...
+
+    def release(self, live: LiveRequest) -> None: ...
+
+
+class Pace:
+    """When tokens came, in seconds of any monotonic clock: these are latencies that a client saw, stalls included."""
+
+    def __init__(self, now: float) -> None:
+        self.submitted_at = now
+        self._first_at: float | None = None
+        self._last_at: dict[int, float] = {}  # by choice
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self._first_at is None else self._first_at - self.submitted_at
+
+    def tpot_s(self, num_tokens: int) -> float | None:
+        """Between two tokens of a choice on average; None where no choice has two."""
+        num_gaps = num_tokens - len(self._last_at)
+        if self._first_at is None or num_gaps < 1:
+            return None
+        return sum(at - self._first_at for at in self._last_at.values()) / num_gaps
+
+    def on_tokens(self, choice: int, now: float) -> float | None:
+        """Seconds since the choice's tokens before these; None for its first."""
+        last_at = self._last_at.get(choice)
+        self._last_at[choice] = now
+        if self._first_at is None:
+            self._first_at = now
+        return None if last_at is None else now - last_at
+
+
+class LiveRequest:
+    """Implements `Generation`, for one consumer. What became of it meanwhile is in the pool's books, not here.
+
+    A request that is not `counted` (a canary) is in no metric and no log.
+    """
+
+    def __init__(self, request: OpenRequest, carrier: Carrier, *, counted: bool, now: float) -> None:
+        self.request = request
+        self.counted = counted
+        self.pace = Pace(now)
+        self.admitted = asyncio.Event()
+        self.news = asyncio.Event()
+        self._carrier = carrier
+
+    async def next(self) -> list[Delta]:
+        """Wait for news: at most one delta per choice, merged since the last call; [] once all was delivered."""
+        while True:
+            deltas = self.request.drain()
+            if deltas or self.request.ended:
+                return deltas
+            self.news.clear()
+            await self.news.wait()
+
+    async def abort(self, choices: Sequence[int] = ()) -> None:
+        """Ask the engine core to end these choices, or all; the ending still comes through `next`."""
+        self._carrier.abort(self, tuple(choices))
+
+    async def aclose(self) -> None:
+        """No more interest. Safe at any time and more than once."""
+        self._carrier.release(self)
+
+    def wake(self) -> None:
+        """There is news, or the ending."""
+        self.admitted.set()
+        self.news.set()

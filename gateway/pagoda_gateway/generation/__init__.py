@@ -1,0 +1,1 @@
+"""A generation from body to answer, whatever endpoint asked for it."""

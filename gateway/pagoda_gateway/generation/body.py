@@ -1,0 +1,88 @@
+"""A body becomes a validated request: bounded first, then parsed, and never held longer than it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import ValidationError
+
+from pagoda_gateway.api import schemas
+from pagoda_gateway.api.errors import invalid_fields
+from pagoda_gateway.api.json_body import check_content_type, parse_object, parsed_bytes
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.http.memory import Holding
+from pagoda_gateway.http.sse import ClientGone, until_disconnect
+from pagoda_gateway.http.text_pool import INLINE_SIZE
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+
+Body = TypeVar("Body", bound=schemas.Body)
+T = TypeVar("T")
+
+
+def client_of(request: Request) -> str:
+    """The address that `limits` counts this request under."""
+    return request.client.host if request.client is not None else ""
+
+
+async def read_body(ctx: GatewayContext, request: Request, schema: type[Body]) -> Body:
+    """The request's body as `schema`; whatever is wrong with it is a PagodaError. The bytes are not kept."""
+    check_content_type(request.headers.get("content-type", ""))
+    data = b"".join([chunk async for chunk in request.stream()])
+
+    hold_for(request, parsed_bytes(data))
+
+    def work() -> Body:
+        body = parse_object(data, schema.max_values)
+        _check_counts(ctx, body)
+        return parse_body(schema, body)
+
+    reading = ctx.pool.run(client_of(request), len(data), work)
+    return await (reading if len(data) <= INLINE_SIZE else while_connected(request, reading))
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves. Raises PagodaError CANCELLED then."""
+    try:
+        async with until_disconnect(request.receive):
+            return await work
+    except ClientGone:
+        raise PagodaError(ErrorCode.CANCELLED, "the client left") from None
+
+
+def hold_for(request: Request, num_bytes: int, *, instead: bool = False) -> None:
+    """Count this much as held for the request; `instead` of its body, of which nothing is needed any more.
+
+    Raises:
+        PagodaError: OVERLOADED when that is more than there is.
+    """
+    holding: Holding | None = request.scope.get("state", {}).get("memory")
+    if holding is not None:
+        if instead:
+            holding.release()
+        holding.grow_to(num_bytes)
+
+
+def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
+    """What is far too much is not even looked at."""
+    config = ctx.config
+    most_ids = max(config.max_prompts, ctx.engine.load.max_model_len, ctx.text.max_model_len)
+    for name, limit in (("messages", config.max_messages), ("tools", config.max_tools), ("prompt", most_ids)):
+        value = body.get(name)
+        if isinstance(value, list):
+            at_most(name, len(value), limit)
+
+
+def at_most(name: str, count: int, limit: int) -> None:
+    """Raises InvalidParams."""
+    if count > limit:
+        raise InvalidParams([Problem(name, f"at most {limit} are allowed, got {count}")])
+
+
+def parse_body(schema: type[Body], body: dict[str, Any]) -> Body:
+    """Raises InvalidParams naming each field at fault."""
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        raise invalid_fields(error, body) from error

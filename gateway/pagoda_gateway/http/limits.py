@@ -1,0 +1,176 @@
+"""Nothing reaches a route before it is known to be small, complete, plain and asked for by its normal name.
+
+Pure ASGI, around the whole app. A request's body is read here, counted while it streams, under one deadline; routes
+get it whole, and in `scope["client"]` whom the request is counted under.
+
+What concerns bytes before a request exists (headers, connections, slow readers) is in `http_protocol`,
+which leaves its verdict in `scope["state"]["refusal"]` so that responses stay in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagoda_gateway.api.errors import error_response
+from pagoda_gateway.clients import TrustedProxies
+from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.http.memory import Holding, MemoryBudget
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+LINGER_S = 1.0
+LINGER_BYTES = 64 * 1024 * 1024
+_NOT_NORMAL = re.compile(rb"//|\\|(^|/)\.{1,2}(/|$)|%(2f|5c|2e|00)|[^\x21-\x7e]", re.IGNORECASE)
+
+
+def refusal(error: PagodaError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of an error in OpenAI's shape; the connection closes after it."""
+    response = error_response(error)
+    return response.status_code, [*response.raw_headers, (b"connection", b"close")], bytes(response.body)
+
+
+class LimitsMiddleware:
+    def __init__(self, app: ASGIApp, config: GatewayConfig, memory: MemoryBudget) -> None:
+        self._app = app
+        self._config = config
+        self._memory = memory
+        self._proxies = TrustedProxies(config.forwarded_allow_ips)
+        self._open_by_client: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1003, "reason": "no websockets here"})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = self._client_of(scope)
+        scope["client"] = (client, 0)
+        holding = self._memory.holding(client)
+        scope.setdefault("state", {})["memory"] = holding
+        self._open_by_client[client] += 1
+        try:
+            await self._serve(scope, receive, send, holding)
+        finally:
+            holding.release()
+            self._open_by_client[client] -= 1
+            if not self._open_by_client[client]:
+                del self._open_by_client[client]
+
+    def _client_of(self, scope: Scope) -> str:
+        peer = scope.get("client")
+        forwarded_for = (value for name, value in scope["headers"] if name == b"x-forwarded-for")
+        return self._proxies.client_of(peer[0] if peer else "", forwarded_for)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, holding: Holding) -> None:
+        try:
+            self._check_head(scope)
+            self._check_client(scope["client"][0])
+            body = await self._read_body(receive, holding)
+        except PagodaError as error:
+            error.__traceback__ = None  # its frames hold what was read of the body
+            holding.release()
+            await _refuse(error, receive, send)
+            return
+        if body is not None:
+            replay = _replay(body, receive)
+            del body
+            await self._app(scope, replay, send)
+
+    def _check_client(self, client: str) -> None:
+        limit = self._config.max_connections_per_client
+        if self._open_by_client[client] > limit:
+            raise PagodaError(ErrorCode.OVERLOADED, f"one address may have {limit} requests open at once")
+
+    def _check_head(self, scope: Scope) -> None:
+        """Raises PagodaError by what the head alone tells."""
+        found: PagodaError | None = scope.get("state", {}).get("refusal")
+        if found is not None:
+            raise found
+        headers = scope["headers"]
+        check_header_sizes(len(headers), sum(len(k) + len(v) for k, v in headers), self._config)
+        if not is_normal_path(scope.get("raw_path") or scope["path"].encode(), scope["path"]):
+            raise PagodaError(ErrorCode.INVALID_ARGUMENT, "the request path is not in its normal form")
+        for name, value in headers:
+            if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
+                raise PagodaError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "compressed request bodies are not accepted")
+            if name == b"content-length" and value.isdigit() and int(value) > self._config.max_body_bytes:
+                raise self._too_large()
+
+    def _too_large(self) -> PagodaError:
+        limit = self._config.max_body_bytes
+        return PagodaError(ErrorCode.REQUEST_TOO_LARGE, f"the request body must be at most {limit} bytes")
+
+    async def _read_body(self, receive: Receive, holding: Holding) -> bytes | None:
+        """The whole body, or None when the client went away meanwhile."""
+        chunks: list[bytes] = []
+        num_bytes = 0
+        limit_s = self._config.body_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    chunks.append(message.get("body", b""))
+                    num_bytes += len(chunks[-1])
+                    if num_bytes > self._config.max_body_bytes:
+                        raise self._too_large()
+                    holding.grow_to(num_bytes)
+                    if not message.get("more_body", False):
+                        return b"".join(chunks)
+        except TimeoutError:
+            why = f"the request body was not complete after {limit_s:g} s"
+            raise PagodaError(ErrorCode.REQUEST_TIMEOUT, why) from None
+
+
+def check_header_sizes(count: int, num_bytes: int, config: GatewayConfig) -> None:
+    """Raises PagodaError HEADERS_TOO_LARGE naming the limit."""
+    if count > config.max_headers:
+        raise PagodaError(ErrorCode.HEADERS_TOO_LARGE, f"at most {config.max_headers} headers are allowed")
+    if num_bytes > config.max_header_bytes:
+        limit = config.max_header_bytes
+        raise PagodaError(ErrorCode.HEADERS_TOO_LARGE, f"headers must be at most {limit} bytes together")
+
+
+def is_normal_path(raw: bytes, decoded: str) -> bool:
+    """Whether nobody, in front of us or behind, can read another path out of it."""
+    if not raw.startswith(b"/") or _NOT_NORMAL.search(raw):
+        return False
+    return "//" not in decoded and all(c.isprintable() for c in decoded)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """The body as one message; afterwards the real thing, which then only tells of the client's leaving."""
+    waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return waiting.pop() if waiting else await receive()
+
+    return replay
+
+
+async def _refuse(error: PagodaError, receive: Receive, send: Send) -> None:
+    """Answer, then read on a little: closing with unread bytes would reset the connection and lose the answer."""
+    status, headers, body = refusal(error)
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+    if error.code is not ErrorCode.REQUEST_TIMEOUT:
+        await _linger(receive)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _linger(receive: Receive) -> None:
+    num_bytes = 0
+    message: dict[str, Any] = {"more_body": True}
+    try:
+        async with asyncio.timeout(LINGER_S):
+            while message.get("more_body", False) and num_bytes < LINGER_BYTES:
+                message = dict(await receive())
+                num_bytes += len(message.get("body", b""))
+    except TimeoutError:
+        return

@@ -1,0 +1,218 @@
+"""What must be bounded before there is a request: connections, the time and size of a head, a client that never reads.
+
+uvicorn has no limit for any of these. `GuardedProtocol` adds timers and counters around its httptools protocol;
+`ConnectionGuard` is what the connections of one server share. Verdicts about a complete head go to `LimitsMiddleware`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from pagoda_gateway.clients import TrustedProxies, client_key
+from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.http.limits import check_header_sizes, refusal
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+MAX_REQUEST_LINE_BYTES = 8192
+CLOCK_SLACK_S = 0.05  # a loop's timers may be early by its clock's resolution
+
+
+class ConnectionGuard:
+    """Counts connections, in all and by client address; those of a proxy are counted request by request, as `limits`
+    knows for whom they are. `now` is a clock that stands still while this process does."""
+
+    def __init__(
+        self,
+        config: GatewayConfig,
+        on_slow_client: Callable[[], None],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.on_slow_client = on_slow_client
+        self.now = now
+        self._proxies = TrustedProxies(config.forwarded_allow_ips)
+        self._by_client: Counter[str] = Counter()
+        self._total = 0
+
+    def enter(self, peer: str) -> PagodaError | None:
+        """Admit a connection, or say why not; who was admitted must `leave`."""
+        config = self.config
+        if self._total >= config.max_connections:
+            return PagodaError(ErrorCode.OVERLOADED, f"this server takes {config.max_connections} connections at once")
+        client = client_key(peer)
+        if not self._proxies.trusts(peer) and self._by_client[client] >= config.max_connections_per_client:
+            limit = config.max_connections_per_client
+            return PagodaError(ErrorCode.OVERLOADED, f"one address may have {limit} connections at once")
+        self._total += 1
+        self._by_client[client] += 1
+        return None
+
+    def leave(self, peer: str) -> None:
+        client = client_key(peer)
+        self._total -= 1
+        self._by_client[client] -= 1
+        if not self._by_client[client]:
+            del self._by_client[client]
+
+
+class GuardedProtocol(HttpToolsProtocol):
+    """One connection. Each timer is armed at most once and cancelled when the connection is lost."""
+
+    def __init__(self, *, guard: ConnectionGuard, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._guard = guard
+        self._entered = False
+        self._in_head = False
+        self._head_bytes = 0
+        self._num_headers = 0
+        self._header_bytes = 0
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._slow_timer: asyncio.TimerHandle | None = None
+
+    # The life of the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        error = self._guard.enter(self._client_address)
+        if error is not None:
+            self._refuse(error)
+            return
+        self._entered = True
+        self._arm_head_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_timers()
+        if self._entered:
+            self._entered = False
+            self._guard.leave(self._client_address)
+        super().connection_lost(exc)
+
+    @property
+    def _client_address(self) -> str:
+        return self.client[0] if self.client else ""
+
+    @property
+    def _serving(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _cancel_timers(self) -> None:
+        for timer in (self._head_timer, self._slow_timer):
+            if timer is not None:
+                timer.cancel()
+        self._head_timer = self._slow_timer = None
+
+    def _refuse(self, error: PagodaError) -> None:
+        """Answer outside of any request and close; in the middle of a response only close."""
+        if not self._serving and not self.transport.is_closing():
+            status, headers, body = refusal(error)
+            lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+            self.transport.write(STATUS_LINE[status] + lines + b"\r\n" + body)
+        self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(PagodaError(ErrorCode.INVALID_ARGUMENT, msg))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """An upgrade nobody asked us for is served as plain HTTP, without a line in the log for each."""
+
+    # The head of a request
+
+    def data_received(self, data: bytes) -> None:
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self.parser is None or self.transport.is_closing():
+            return
+        if self._in_head and self._head_bytes > self._guard.config.max_header_bytes + MAX_REQUEST_LINE_BYTES:
+            self._refuse(PagodaError(ErrorCode.HEADERS_TOO_LARGE, "the request's head is too large"))
+        elif self._in_head or not self._serving:
+            # Also with nothing but line breaks between two requests: those stop uvicorn's keep-alive timer.
+            self._arm_head_timer()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = self._num_headers = self._header_bytes = 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Headers past the limit are counted and not kept."""
+        self._num_headers += 1
+        self._header_bytes += len(name) + len(value)
+        config = self._guard.config
+        if self._num_headers <= config.max_headers and self._header_bytes <= config.max_header_bytes:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+        try:
+            check_header_sizes(self._num_headers, self._header_bytes, self._guard.config)
+            self._check_target()
+        except PagodaError as error:
+            self.scope["state"]["refusal"] = error
+            self.url = b"/"
+        super().on_headers_complete()
+
+    def _check_target(self) -> None:
+        """Raises PagodaError unless the target is a path, or a URL of the very host the Host header names."""
+        if len(self.url) > MAX_REQUEST_LINE_BYTES:
+            limit = MAX_REQUEST_LINE_BYTES
+            raise PagodaError(ErrorCode.HEADERS_TOO_LARGE, f"the request target must be at most {limit} bytes")
+        if self.url.startswith(b"/"):
+            return
+        scheme, _, rest = self.url.partition(b"://")
+        authority, slash, _ = rest.partition(b"/")
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if scheme.lower() not in (b"http", b"https") or not slash or hosts != [authority]:
+            raise PagodaError(ErrorCode.INVALID_ARGUMENT, "the request target does not match the Host header")
+
+    def _arm_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._guard.config.header_timeout_s, self._on_head_timeout)
+
+    def _on_head_timeout(self) -> None:
+        self._head_timer = None
+        if self.transport.is_closing():
+            return
+        if self._serving:
+            self._arm_head_timer()
+        elif self._in_head:
+            limit_s = self._guard.config.header_timeout_s
+            message = f"the request's head was not complete after {limit_s:g} s"
+            self._refuse(PagodaError(ErrorCode.REQUEST_TIMEOUT, message))
+        else:
+            self.transport.close()
+
+    # A client that does not read
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._arm_slow_timer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._slow_timer is not None:
+            self._slow_timer.cancel()
+            self._slow_timer = None
+
+    def _arm_slow_timer(self) -> None:
+        size, limit_s = self.transport.get_write_buffer_size(), self._guard.config.slow_client_timeout_s
+        self._slow_timer = self.loop.call_later(limit_s, self._on_slow_client, size, self._guard.now())
+
+    def _on_slow_client(self, size_before: int, armed_at: float) -> None:
+        """Nothing is written while paused, so a client that read anything has shrunk the buffer."""
+        slept = self._guard.now() - armed_at < self._guard.config.slow_client_timeout_s - CLOCK_SLACK_S
+        if slept or self.transport.get_write_buffer_size() < size_before:
+            self._arm_slow_timer()
+            return
+        self._slow_timer = None
+        self._guard.on_slow_client()
+        self.transport.abort()

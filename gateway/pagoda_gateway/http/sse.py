@@ -1,0 +1,143 @@
+"""Server-sent events that never hang and never lie: silence is pinged, a lost client is noticed, errors are said.
+
+Until the first event is there nothing is sent, so an early failure has its proper status; after `ping_interval_s` of
+silence (0: never) the stream opens anyway. A failure in mid-stream is one `error` event, and no `[DONE]` follows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from pagoda_gateway.api.errors import error_object, error_response, unexpected
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+_encoder = msgspec.json.Encoder()
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """One event; JSON has no raw line ends, so it is one line."""
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+class ClientGone(Exception):
+    """The client disconnected; nobody reads an answer."""
+
+
+@contextlib.asynccontextmanager
+async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancel the block when the client leaves.
+
+    Raises:
+        ClientGone: it left; whatever the block holds was released by the cancellation.
+    """
+    task = asyncio.current_task()
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        if task is not None:
+            task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if gone and task is not None and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+class EventStream(Response):
+    """Streams what `events` yields: ready-made bytes of one or more events each."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], ping_interval_s: float) -> None:
+        super().__init__(media_type="text/event-stream")
+        self._events = events
+        self._ping_interval_s = ping_interval_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = _Writer(send)
+        pinger = asyncio.create_task(writer.keep_pinging(self._ping_interval_s)) if self._ping_interval_s else None
+        try:
+            async with until_disconnect(receive), contextlib.aclosing(self._events) as events:
+                async for data in events:
+                    await writer.write(data)
+            await writer.end()
+        except ClientGone:
+            logger.debug("client left before its stream ended")
+        except PagodaError as error:
+            await _fail(writer, error_response(error), error, scope, receive, send)
+        except Exception as error:  # noqa: BLE001 - the outermost loop of a stream: it must have an ending
+            hidden = PagodaError(ErrorCode.INTERNAL, "")
+            await _fail(writer, unexpected(error, scope), hidden, scope, receive, send)
+        finally:
+            if pinger is not None:
+                pinger.cancel()
+
+
+async def _fail(
+    writer: _Writer, response: Response, error: PagodaError, scope: Scope, receive: Receive, send: Send
+) -> None:
+    if not await writer.end_with_error(error):
+        await response(scope, receive, send)
+
+
+class _Writer:
+    """Writes of the stream and of the pinger, one at a time."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._lock = asyncio.Lock()
+        self._open = False
+        self._ended = False
+        self._wrote = False  # since the pinger last looked
+
+    async def write(self, data: bytes, more: bool = True) -> None:
+        async with self._lock:
+            self._wrote = True
+            if not self._open:
+                self._open = True
+                await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            self._ended = not more
+
+    async def end(self) -> None:
+        await self.write(b"", more=False)
+
+    async def end_with_error(self, error: PagodaError) -> bool:
+        """False if nothing was sent yet, so that a proper response still can be; then pinging stops."""
+        async with self._lock:
+            if not self._open:
+                self._ended = True
+                return False
+        await self.write(event({"error": error_object(error)}), more=False)
+        return True
+
+    async def keep_pinging(self, interval_s: float) -> None:
+        while not self._ended:
+            self._wrote = False
+            await asyncio.sleep(interval_s)
+            if not (self._wrote or self._ended):
+                await self.write(PING)

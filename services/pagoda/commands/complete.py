@@ -1,0 +1,26 @@
+"""`pagoda complete TEXT`: let a running server continue a text, from the command line or standard input."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+
+from pagoda.settings.resolving import ConfigError
+from pagoda.tools.asking import add_server_arguments, ask, connect
+from pagoda.tools.http_stream import HttpError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("text", nargs="?", help="the beginning; standard input when left out")
+    add_server_arguments(parser)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    try:
+        session = asyncio.run(connect(arguments))
+        prompt = sys.stdin.read() if arguments.text is None else arguments.text
+        asyncio.run(ask(session, "/v1/completions", {"prompt": prompt}))
+    except (HttpError, ValueError) as error:
+        raise ConfigError([str(error)]) from error
+    return 0

@@ -1,0 +1,185 @@
+"""`pagoda doctor`: is this machine fit, and if not, what to do about it. Exit code 1 when something would not work."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from pagoda.processes.machine import available_cores, cpu_flags, cpu_quota, has_nvidia_device, memory_info, memory_limit
+from pagoda.processes.ports import address_problem
+from pagoda.processes.rundir import runtime_dir
+from pagoda.settings.numbers import whole
+from pagoda.settings.resolving import ConfigError, environment_value
+from pagoda.tools.http_stream import Connection, HttpError, Target
+from pagoda.tools.version import version_of
+from pagoda_worker.kernels.cpu.build import LIBRARY
+
+GIB = 1024**3
+LEAST_FILES = 4096
+LEAST_MEMORY = 2 * GIB
+FAST_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "asimd", "bf16", "i8mm")
+GPU_TIMEOUT_S = 60.0
+HOST, ASK_TIMEOUT_S = "127.0.0.1", 3.0
+ASK_TORCH = "from pagoda_worker.device.devices import describe_gpus; print(*describe_gpus(), sep='\\n')"
+_COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
+
+
+class Finding(NamedTuple):
+    """One line of the report; `state` is ok, warn or FAIL, `advice` what to do unless ok."""
+
+    state: str
+    what: str
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--port", type=whole(0, 65535), default=8000, help="HTTP port to check [8000]")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    console = Console(highlight=False, soft_wrap=True)
+    failed = False
+    for finding in examine(arguments.port):
+        failed |= finding.state == "FAIL"
+        advice = f" -> {finding.advice}" if finding.advice else ""
+        console.print(f"{finding.state:4}", style=_COLOURS[finding.state], end="  ")
+        console.print(finding.what + advice, markup=False)
+    return 1 if failed else 0
+
+
+def examine(port: int) -> Iterator[Finding]:
+    """Every check in turn."""
+    checks: tuple[Callable[[], Finding], ...] = (
+        _python, _cores, _instructions, _memory, _files, _shared_memory, _kernels, _torch, _gpus,
+        lambda: _port(port), _hub_cache, _runtime_directory,
+    )  # fmt: skip
+    for check in checks:
+        yield check()
+
+
+def _python() -> Finding:
+    text = f"python {sys.version.split()[0]}"
+    return (
+        Finding("ok", text) if sys.version_info >= (3, 11) else Finding("FAIL", text, "python 3.11 or newer is needed")
+    )
+
+
+def _cores() -> Finding:
+    quota = cpu_quota()
+    text = f"{available_cores()} of {os.cpu_count()} cores usable, quota {'none' if quota is None else f'{quota:g}'}"
+    if quota is not None and quota < 1:
+        return Finding("warn", text, "less than one core: raise the CPU limit of the container")
+    return Finding("ok", text)
+
+
+def _instructions() -> Finding:
+    found = [flag for flag in FAST_FLAGS if flag in cpu_flags()]
+    if "avx2" in found or "asimd" in found:
+        return Finding("ok", f"processor has {' '.join(found)}")
+    return Finding("warn", f"processor has none of {' '.join(FAST_FLAGS)}", "generation will be slow")
+
+
+def _memory() -> Finding:
+    info, limit = memory_info(), memory_limit()
+    available = info.get("MemAvailable", 0)
+    usable = available if limit is None else min(available, limit)
+    text = f"memory {usable / GIB:.1f} GiB usable of {info.get('MemTotal', 0) / GIB:.1f} GiB"
+    text += "" if limit is None else f", limited to {limit / GIB:.1f} GiB"
+    return Finding("ok", text) if usable >= LEAST_MEMORY else Finding("warn", text, "only very small models will fit")
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"open files: soft limit {soft}, hard limit {hard}"
+    return Finding("ok", text) if soft >= LEAST_FILES else Finding("warn", text, f"ulimit -n {min(hard, 65536)}")
+
+
+def _shared_memory() -> Finding:
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return Finding("warn", "/dev/shm is missing", "only needed by several ranks of one model replica")
+    return Finding("ok", f"/dev/shm has {free / GIB:.1f} GiB free")
+
+
+def _kernels() -> Finding:
+    if LIBRARY.exists():
+        return Finding("ok", "native CPU kernels are built")
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    mend = "install Pagoda again to build them" if found else "install g++, then Pagoda again; until then torch serves"
+    return Finding("warn", "native CPU kernels are not built", mend)
+
+
+def _torch() -> Finding:
+    version = version_of("torch")
+    if version == "not installed":
+        return Finding("warn", "torch is not installed", "pip install 'pagoda-serve[worker]' where workers run")
+    return Finding("ok", f"torch {version}")
+
+
+def _gpus() -> Finding:
+    """torch is asked only where there is a device to ask about, and in a process of its own: a driver may hang."""
+    if not has_nvidia_device():
+        return Finding("ok", "no NVIDIA GPU: workers compute on the CPU")
+    advice = "workers compute on the CPU until a CUDA build of torch that fits the driver is installed"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", ASK_TORCH], capture_output=True, text=True, timeout=GPU_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return Finding("warn", f"the GPU driver did not answer within {GPU_TIMEOUT_S:g} s", advice)
+    last = (done.stderr.strip().splitlines() or ["torch could not be asked"])[-1]
+    if done.returncode:
+        return Finding("warn", f"a GPU that torch does not use: {last.split('Error: ', 1)[-1]}", advice)
+    return Finding("ok", f"GPUs: {'; '.join(done.stdout.splitlines())}")
+
+
+def _port(port: int) -> Finding:
+    problem = address_problem(HOST, port)
+    if not problem:
+        return Finding("ok", f"port {port} is free")
+    model = asyncio.run(_model_served_at(port))
+    if model:
+        return Finding("ok", f"port {port} is held by a running Pagoda that serves {model}")
+    return Finding("FAIL", problem, "or give --port")
+
+
+async def _model_served_at(port: int) -> str:
+    """The model of our own server at this port, "" if it is none of ours or does not say."""
+    try:
+        target = Target(f"http://{HOST}:{port}")
+        connection = await Connection.open(target)
+        answer = await connection.exchange(target.request("GET", "/v1/models"), lambda now, event: None, ASK_TIMEOUT_S)
+        connection.close()
+        (model,) = (one["id"] for one in json.loads(answer.body)["data"] if one["owned_by"] == "pagoda")
+    except (HttpError, ValueError, LookupError, TypeError):
+        return ""
+    return str(model)
+
+
+def _hub_cache() -> Finding:
+    home = environment_value("HF_HUB_CACHE") or environment_value("HF_HOME") or "~/.cache/huggingface"
+    path = Path(home).expanduser()
+    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if os.access(nearest, os.W_OK):
+        return Finding("ok", f"hub cache {path} is writable, {shutil.disk_usage(nearest).free / GIB:.1f} GiB free")
+    return Finding("warn", f"hub cache {path} is not writable", "set HF_HOME; without it only local models work")
+
+
+def _runtime_directory() -> Finding:
+    try:
+        with runtime_dir("") as path:
+            return Finding("ok", f"runtime directory {path.parent} works")
+    except ConfigError as error:
+        return Finding("FAIL", str(error), "set XDG_RUNTIME_DIR or give --data-dir")

@@ -1,0 +1,43 @@
+"""The process of one gateway."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from pagoda.processes import tier
+from pagoda.processes.ports import refuse_taken_address
+from pagoda.processes.process import run_async
+from pagoda.processes.startup import announcement
+from pagoda.settings.flags import add_options
+from pagoda.settings.options import ModelSourceConfig
+from pagoda.tools import checkpoints
+from pagoda_gateway.config import GatewayConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, "gateway")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    started = time.monotonic()
+    settings, report = tier.begin("gateway", arguments)
+    refuse_taken_address(settings)
+    config = settings.build(GatewayConfig)
+    model_dir = checkpoints.locate(config.model, settings.build(ModelSourceConfig).revision, weights=False)
+    name = config.served_model_name or checkpoints.served_name(config.model)
+    config = settings.build(GatewayConfig, model=str(model_dir), served_model_name=name)
+
+    url = ""
+
+    def report_and_announce(event: dict[str, Any]) -> None:
+        nonlocal url
+        report(event)
+        url = event.get("url", url)
+        if event["event"] == "ready" and config.startup_message:
+            print(announcement(url, name, time.monotonic() - started), flush=True)
+
+    from pagoda_gateway.server import serve
+
+    return run_async(lambda stop: serve(config, report_and_announce, stop), report)

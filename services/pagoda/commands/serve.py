@@ -1,0 +1,149 @@
+"""`pagoda serve`: one gateway, one engine core and K workers on this machine, wired by private sockets."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pagoda.processes import logs
+from pagoda.processes.machine import available_cores
+from pagoda.processes.ports import refuse_taken_address
+from pagoda.processes.rundir import runtime_dir
+from pagoda.processes.startup import StartupView, announcement
+from pagoda.processes.supervisor import ChildSpec, Supervisor, python_command
+from pagoda.settings.flags import add_model_argument, add_options, given_flags
+from pagoda.settings.options import CommonConfig, ModelSourceConfig, ServeConfig
+from pagoda.settings.resolving import Settings, child_environment, resolve, to_arguments
+from pagoda.tools import checkpoints
+from pagoda_engine_core.config import EngineConfig
+from pagoda_gateway.config import GatewayConfig
+from pagoda_proto import times
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device_choice import device_of_worker
+
+# torch's threads spin this many rounds, some tens of microseconds, and then sleep: a spinning thread takes the core
+# from the gateway or another worker, one that sleeps at once makes every operation wait for its waking.
+QUIET_THREADS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "0"}
+
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    add_options(parser, "serve")
+
+
+def main(arguments: argparse.Namespace) -> int:
+    started = time.monotonic()
+    settings = resolve("serve", given_flags(arguments, "serve"))
+    common = settings.build(CommonConfig)
+    logs.setup("supervisor", common.log_level, common.log_json)
+    refuse_taken_address(settings)
+    model = settings.build(GatewayConfig).model
+    model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
+    with runtime_dir(settings.build(ServeConfig).data_dir) as directory:
+        tower = Tower(settings, model_dir, directory, started)
+        log.info("starting a gateway, an engine core and %s for %s", _counted(tower.workers), model_dir)
+        try:
+            return asyncio.run(Supervisor(tower.children(), tower).run())
+        finally:
+            tower.view.close()
+
+
+def _counted(workers: list[WorkerConfig]) -> str:
+    return "a worker" if len(workers) == 1 else f"{len(workers)} workers"
+
+
+class Tower:
+    """The children of one `pagoda serve` and what they have said so far."""
+
+    def __init__(self, settings: Settings, model_dir: Path, directory: Path, started: float) -> None:
+        self._settings = settings
+        self._common = settings.build(CommonConfig)
+        self._started = started
+        gateway_address = f"unix:{directory / 'engine.sock'}"
+        worker_address = f"ipc://{directory / 'workers.sock'}"
+        given_name = settings.build(GatewayConfig).served_model_name
+        self.engine = settings.build(EngineConfig, listen=gateway_address, worker_endpoint=worker_address)
+        self.gateway = settings.build(
+            GatewayConfig,
+            engine=gateway_address,
+            model=str(model_dir),
+            served_model_name=given_name or checkpoints.served_name(settings.build(GatewayConfig).model),
+        )
+        self.workers = self._worker_configs(str(model_dir), worker_address)
+        self._port = self.gateway.port  # after the first start the real one, so that a restarted gateway keeps it
+        self._url = ""
+        self._announced = False
+        self.view = StartupView(plain=self._common.log_json)
+
+    def _worker_configs(self, model_dir: str, address: str) -> list[WorkerConfig]:
+        count, given = self._settings.build(ServeConfig).workers, self._settings.build(WorkerConfig)
+        threads = given.threads or max(1, available_cores() // count)
+        return [
+            self._settings.build(
+                WorkerConfig,
+                model=model_dir,
+                engine=address,
+                worker_id=f"worker-{index}",
+                threads=threads,
+                device=device_of_worker(given.device, index),
+            )
+            for index in range(count)
+        ]
+
+    def children(self) -> list[ChildSpec]:
+        """Gateway, engine core, workers, in the order in which they are stopped."""
+        gateway_bound_s = self.gateway.lame_duck_s + self.gateway.drain_timeout_s + times.GATEWAY_LEAVES_S
+        plain = child_environment(PYTHONUNBUFFERED="1")
+        return [
+            ChildSpec(
+                name="gateway", command=self._gateway_command, environment=plain,
+                stop_order=0, stop_timeout_s=gateway_bound_s, silence_timeout_s=times.CHILD_SILENT_S,
+            ),
+            ChildSpec(
+                name="engine-core", command=lambda: self._command("engine-core", self.engine), environment=plain,
+                stop_order=1, stop_timeout_s=times.ENGINE_CORE_STOPS_S, silence_timeout_s=times.CHILD_SILENT_S,
+            ),
+            *(self._worker_spec(config) for config in self.workers),
+        ]  # fmt: skip
+
+    def _worker_spec(self, config: WorkerConfig) -> ChildSpec:
+        environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(config.threads), **QUIET_THREADS)
+        return ChildSpec(
+            name=config.worker_id, command=lambda: self._command("worker", config), environment=environment,
+            stop_order=2, stop_timeout_s=times.WORKER_STOPS_S, silence_timeout_s=times.WORKER_SILENT_S,
+        )  # fmt: skip
+
+    def _gateway_command(self) -> list[str]:
+        return [*self._command("gateway", self.gateway), f"--port={self._port}"]  # the last --port counts
+
+    def _command(self, tier: str, config: Any) -> list[str]:
+        log_flags = [f"--log-level={self._common.log_level}", *(["--log-json"] if self._common.log_json else [])]
+        return python_command(tier, *to_arguments(config), *log_flags)
+
+    def on_line(self, child: str, line: str) -> None:
+        self.view.on_line(child, line)
+
+    def on_event(self, child: str, event: dict[str, Any]) -> None:
+        kind = event["event"]
+        if kind == "loading":
+            form = self.workers[0].quantization
+            what = f"quantising to {form}" if form else "loading weights"
+            self.view.loading(child, event["bytes"], event["of"], what)
+        elif kind == "recording":
+            self.view.recording(child, event["graphs"], event["of"])
+        elif kind == "loaded":
+            self.view.loaded(child)
+        elif child == "gateway" and kind == "listening":
+            self._url = event["url"]
+            self._port = urlsplit(self._url).port or self._port
+        elif child == "gateway" and kind == "ready" and not self._announced:
+            self._announced = True
+            took = time.monotonic() - self._started
+            self.view.announce(announcement(self._url, self.gateway.served_model_name, took))

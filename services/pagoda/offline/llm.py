@@ -1,0 +1,267 @@
+"""Offline generation: `LLM` has a model, and calls its engine core from the caller's own thread.
+
+from pagoda import LLM, SamplingParams
+
+with LLM("path/to/model") as llm:
+    outputs = llm.generate(["Hello", "The sky is"], SamplingParams(max_tokens=16))
+    print(outputs[0].outputs[0].text)
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from pagoda.offline.local import Local, Prompt, as_list, failure
+from pagoda.offline.outputs import OfflineRequest, RequestOutput
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.records import Delta
+
+Messages = Sequence[Mapping[str, Any]]
+
+PROGRESS_EVERY_S = 0.1
+
+
+class GenerationFailed(PagodaError):
+    """Some prompts failed. `outputs` has those that did not, in their places, and None for the others."""
+
+    def __init__(self, cause: PagodaError, outputs: list[RequestOutput | None]) -> None:
+        super().__init__(cause.code, cause.message, cause.param)
+        self.outputs = outputs
+
+
+class LLM:
+    """A model for offline use. One call at a time works; calls from other threads wait.
+
+    Args:
+        model: Directory of a checkpoint or hub id; the bundled demo model when empty.
+        options: Options of the engine core and of the worker by name (`dtype`, `max_model_len`, `kv_cache_gib`, ..).
+
+    Raises:
+        TypeError: an unknown option.
+        ConfigError: options or model files that cannot be used.
+    """
+
+    def __init__(self, model: str = "", **options: Any) -> None:
+        self._take(Local.load(model, options))
+
+    @classmethod
+    def over(cls, local: Local) -> LLM:
+        """An `LLM` over parts that are wired already."""
+        llm = cls.__new__(cls)
+        llm._take(local)
+        return llm
+
+    def _take(self, local: Local) -> None:
+        self._local = local
+        self._lock = threading.Lock()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue prompts: text, token ids, or {"prompt": ..} / {"prompt_token_ids": ..}; one or a list of them.
+
+        Args:
+            sampling_params: For all prompts, or one for each; the model author's defaults when None.
+            use_tqdm: Show progress with token rates, where standard error is a terminal.
+
+        Returns:
+            One output per prompt, in the order of the prompts.
+
+        Raises:
+            PagodaError: prompts or parameters are not valid; nothing was generated.
+            GenerationFailed: some prompts failed while running; it carries the outputs of the others.
+        """
+        given = as_list(prompts)
+        if sampling_params is None:
+            sampling_params = self._local.default_params()
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(given)
+        if len(sampling_params) != len(given):
+            message = f"one for all prompts or one for each is needed; got {len(sampling_params)} for {len(given)}"
+            raise InvalidParams([Problem("sampling_params", message)])
+        return self._run(self._open(given, sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (a list of {"role", "content"}), or each of several.
+
+        Args:
+            template_options: `tools`, `add_generation_prompt`, `continue_final_message`, and what the model's chat
+                template itself reads.
+
+        Raises:
+            TypeError: the template does not read an option.
+            PagodaError: as `generate`, and when the template does not take these messages.
+        """
+        known = {"tools", "add_generation_prompt", "continue_final_message"} | self._local.text.template_options
+        for name in template_options:
+            if name not in known:
+                raise TypeError(
+                    f"chat() got an unexpected option {name!r}; this model takes {', '.join(sorted(known))}"
+                )
+        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self._local.text.encode_chat(one, **template_options) for one in several]  # type: ignore[arg-type]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits: token ids are below it."""
+        return self._local.limits.vocab_size
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its output together."""
+        return self._local.limits.max_model_len
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's author recommends (generation_config.json)."""
+        return self._local.default_params()
+
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """`SamplingParams.bad_words_token_ids` for words given as text."""
+        return self._local.text.bad_words(words)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, as `generate` sees it."""
+        return self._local.text.encode(text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._local.text.decode(token_ids)
+
+    def close(self) -> None:
+        """Let the model go. Closing twice does nothing."""
+        with self._lock:
+            self._local.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[OfflineRequest]:
+        opened, errors = [], {}
+        for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                opened.append(self._local.open(prompt, one))
+            except PagodaError as error:
+                errors[index] = error
+        if errors:
+            raise failure(errors)
+        return opened
+
+    def _run(self, requests: list[OfflineRequest], show_progress: bool) -> list[RequestOutput]:
+        engine = self._local.engine
+        with self._lock, _Display(len(requests), show_progress) as display:
+            collector = _Collector(self._local, requests)
+            for request in requests:
+                engine.submit(request.record, collector)
+            try:
+                while collector.num_open:
+                    engine.step()
+                    display.show(collector)
+            finally:
+                collector.abort_open()
+        errors = {index: request.error for index, request in enumerate(requests) if request.error is not None}
+        if errors:
+            raise GenerationFailed(failure(errors), [None if r.error else r.output for r in requests])
+        return [request.output for request in requests]
+
+
+class _Collector:
+    """The sink of one `generate`: hands deltas to their requests."""
+
+    def __init__(self, local: Local, requests: list[OfflineRequest]) -> None:
+        self._engine = local.engine
+        self._open = {request.record.request_id: request for request in requests}
+        self.num_input_tokens = 0
+        self.num_output_tokens = 0
+        self.num_ended = 0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    def accepted(self, request_id: str, attempt: int) -> None: ...
+
+    def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
+        self._end(request_id, error)
+
+    def migrate(self, request_id: str, attempt: int, reason: str) -> None:
+        self._end(request_id, PagodaError(ErrorCode.UNAVAILABLE, reason))
+
+    def deltas(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
+            request = self._open.get(delta.request_id)
+            if request is None:
+                continue
+            self.num_output_tokens += len(delta.token_ids)
+            stopped = request.take(delta)
+            if stopped is not None:
+                self._engine.abort(delta.request_id, (stopped,))
+            if request.ended and delta.ends_request:
+                self.num_input_tokens += len(request.record.prompt_token_ids)
+                self._end(delta.request_id, None)
+
+    def _end(self, request_id: str, error: PagodaError | None) -> None:
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            self.num_ended += 1
+            if error is not None:
+                request.fail(error)
+
+    def abort_open(self) -> None:
+        """Nothing is left behind in the engine core, also when the caller interrupts us."""
+        for request_id in self._open:
+            self._engine.abort(request_id)
+        while self._open and self._engine.step(0.0):
+            pass
+
+
+class _Display:
+    """Progress with token rates on standard error, if that is a terminal."""
+
+    def __init__(self, total: int, wanted: bool) -> None:
+        console = Console(stderr=True)
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("{task.fields[rates]}"), console=console, disable=not (wanted and console.is_terminal),
+        )  # fmt: skip
+        self._task = self._progress.add_task("generating", total=total, rates="")
+        self._started = time.monotonic()
+        self._shown_at = 0.0
+
+    def show(self, collector: _Collector) -> None:
+        now = time.monotonic()
+        if self._progress.disable or (now - self._shown_at < PROGRESS_EVERY_S and collector.num_open):
+            return
+        self._shown_at = now
+        elapsed_s = now - self._started
+        rates = (
+            f"in {collector.num_input_tokens / elapsed_s:.0f} tokens/s, "
+            f"out {collector.num_output_tokens / elapsed_s:.0f} tokens/s"
+        )
+        self._progress.update(self._task, completed=collector.num_ended, rates=rates)
+
+    def __enter__(self) -> _Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()

@@ -1,0 +1,138 @@
+"""One model in this process: its text side, an engine core, and a runner in place of workers.
+
+The parts are those of the server, so the tokens are those of the server. What limits a server's queue has no meaning
+for a caller who brings all prompts at once, so those limits are off.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pagoda.offline.outputs import OfflineRequest
+from pagoda.settings.options import ModelSourceConfig
+from pagoda.settings.resolving import ConfigError, from_keywords
+from pagoda.tools import checkpoints
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.engine import EngineCore
+from pagoda_engine_core.workers.executor import InprocExecutor
+from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.errors import InvalidParams, PagodaError, Problem
+from pagoda_proto.params import ModelLimits, SamplingParams, check_for_model
+from pagoda_proto.records import RequestRecord
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.library_choice import choose_libraries
+
+NO_LIMIT = 2**31 - 1
+
+Prompt = str | list[int] | Mapping[str, Any]
+
+
+class Local:
+    """The parts, wired. `engine` is driven by its owner: by calling `step`, or by a thread in `run`."""
+
+    def __init__(self, text: ModelText, engine: EngineCore) -> None:
+        self.text = text
+        self.engine = engine
+        engine.step(0.0)  # the runner joins, and its limits become known
+        load = engine.load()
+        self.limits = ModelLimits(load.vocab_size, load.max_model_len)
+
+    @staticmethod
+    def load(model: str, options: Mapping[str, Any]) -> Local:
+        """Load a model and wire it.
+
+        Raises:
+            TypeError: an unknown option.
+            ConfigError: options or model files that cannot be used.
+        """
+        settings = from_keywords(model=model, **options)
+        choose_libraries()
+        from pagoda_worker.process.loop import Identity
+        from pagoda_worker.process.startup import load_runner  # imports torch: bad options are told before
+
+        model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
+        try:
+            text = ModelText.load(model_dir)
+            runner = load_runner(settings.build(WorkerConfig, model=str(model_dir)), lambda done, total: None)
+        except ValueError as error:
+            raise ConfigError([f"model {model or model_dir}: {error}"]) from error
+        config = settings.build(
+            EngineConfig, max_queued_requests=NO_LIMIT, max_queued_tokens=2**53, queue_timeout_s=1e9
+        )
+        hello = Identity.of_this_process().hello(runner.facts)
+        return Local(text, EngineCore(config, InprocExecutor(runner, hello)))
+
+    def default_params(self) -> SamplingParams:
+        """What the model's author recommends, and no limit but the context."""
+        defaults: dict[str, Any] = dict(self.text.sampling_defaults)
+        if "top_k" in defaults:
+            defaults["top_k"] = max(0, int(defaults["top_k"]))
+        return SamplingParams(**defaults)
+
+    def open(self, prompt: Prompt, params: SamplingParams, request_id: str = "") -> OfflineRequest:
+        """A request ready to be submitted, checked against the model.
+
+        Raises:
+            PagodaError: the prompt or the parameters do not fit the model.
+        """
+        text, token_ids = self._read(prompt)
+        params = _as_tuples(params)
+        check_for_model(params, token_ids, self.limits)
+        record = RequestRecord(
+            request_id=request_id or secrets.token_hex(16),
+            prompt_token_ids=token_ids,
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            eos_token_ids=self.text.eos_token_ids,
+        )
+        return OfflineRequest(record, text, self.text)
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.text.encode(prompt)
+        if isinstance(prompt, Mapping):
+            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+                message = f"a prompt object has either prompt or prompt_token_ids, got {sorted(prompt)}"
+                raise InvalidParams([Problem("prompt", message)])
+            (value,) = prompt.values()
+            return self._read(value)
+        if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+            raise InvalidParams([Problem("prompt", "must be text or a list of token ids")])
+        return None, list(prompt)
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, always as a list; a list of numbers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    several = list(prompts)
+    if several and isinstance(several[0], int):
+        return [several]  # type: ignore[list-item]
+    return several  # type: ignore[return-value]
+
+
+def failure(errors: Mapping[int, PagodaError]) -> PagodaError:
+    """One error that tells of all, by the number of the prompt."""
+    first = next(iter(errors.values()))
+    told = [f"prompt {index}: {error.message}" for index, error in list(errors.items())[:10]]
+    more = f"; and {len(errors) - 10} more" if len(errors) > 10 else ""
+    return PagodaError(first.code, "; ".join(told) + more, first.param)
+
+
+def _as_tuples(params: SamplingParams) -> SamplingParams:
+    """The parameters with lists made tuples, and a single stop string one of one, as callers like to write them."""
+    changes: dict[str, Any] = {}
+    if isinstance(params.stop, str):
+        changes["stop"] = (params.stop,)
+    elif not isinstance(params.stop, tuple):
+        changes["stop"] = tuple(params.stop)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if not isinstance(getattr(params, name), tuple):
+            changes[name] = tuple(getattr(params, name))
+    if changes or not isinstance(params.bad_words_token_ids, tuple):
+        changes["bad_words_token_ids"] = tuple(tuple(word) for word in params.bad_words_token_ids)
+    return msgspec.structs.replace(params, **changes) if changes else params

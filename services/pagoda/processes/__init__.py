@@ -1,0 +1,1 @@
+"""Starting, watching, restarting and ending the processes of one machine."""

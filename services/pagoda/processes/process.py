@@ -1,0 +1,186 @@
+"""What every process of the tower does around its work: die with its parent, obey signals, report, exit with a meaning.
+
+    0  stopped cleanly        1  crashed
+    2  refused: the configuration cannot work, and starting again will not help
+    3  something it depends on could not be reached at start
+
+The first SIGTERM or SIGINT asks to stop; the second one ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from pagoda.settings.resolving import ConfigError
+from pagoda_proto import times
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+EXIT_OK, EXIT_CRASH, EXIT_CONFIG, EXIT_UNREACHABLE = 0, 1, 2, 3
+LONGEST_WHY = 1000  # an event must fit into a pipe at once
+UP_EVENTS = frozenset({"listening", "loaded", "ready"})
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+Report = Callable[[dict[str, Any]], None]
+
+log = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_CONFIG_CODES = {ErrorCode.INVALID_ARGUMENT, ErrorCode.MODEL_NOT_FOUND, ErrorCode.NOT_FOUND}
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when its parent goes, however that happens; Linux only, elsewhere nothing.
+
+    The parent may be gone before the request is made, so who the parent is gets checked after it.
+    """
+    if not parent_pid or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:
+        os._exit(EXIT_CRASH)
+
+
+class StatusPipe:
+    """Writes events to the supervisor, one JSON object per line; without a pipe they are logged.
+
+    A supervisor that does not read must not stop our work, so an event that finds the pipe full is dropped.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._lock = threading.Lock()
+        self.up = False  # has reported that it works: what fails from now on is not its configuration
+        if fd >= 0:
+            os.set_blocking(fd, False)
+
+    @property
+    def connected(self) -> bool:
+        return self._fd >= 0
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        self.up = self.up or event["event"] in UP_EVENTS
+        if self._fd < 0:
+            log.info("%s", " ".join(f"{key}={value}" for key, value in event.items()))
+            return
+        with self._lock, contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._fd, json.dumps(event).encode() + b"\n")
+
+
+def run_async(serve: Callable[[asyncio.Event], Awaitable[None]], report: StatusPipe) -> int:
+    """Run a tier on an event loop until it ends or a signal asks it to; returns the exit code.
+
+    The loop itself beats on the status pipe, so a loop that is stuck falls silent.
+    """
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def on_signal() -> None:
+            if stop.is_set():
+                os._exit(EXIT_CRASH)
+            stop.set()
+
+        for signum in STOP_SIGNALS:
+            loop.add_signal_handler(signum, on_signal)
+        beats = asyncio.create_task(_beat(report))
+        try:
+            await serve(stop)
+        finally:
+            beats.cancel()
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=fast_loop()) as runner:
+            runner.run(main())
+
+    return run_guarded(run, report)
+
+
+async def _beat(report: StatusPipe) -> None:
+    while report.connected:
+        report({"event": "beat"})
+        await asyncio.sleep(times.CHILD_BEAT_S)
+
+
+def run_blocking(run: Callable[[threading.Event], None], report: StatusPipe) -> int:
+    """Run a tier in the main thread until it ends or a signal asks it to; returns the exit code.
+
+    A thread beside it beats on the status pipe: that shows a process that is not frozen. Whether its work advances is
+    the engine core's to judge.
+    """
+    stop = threading.Event()
+
+    def on_signal(signum: int, frame: object) -> None:
+        if stop.is_set():
+            os._exit(EXIT_CRASH)
+        stop.set()
+
+    for signum in STOP_SIGNALS:
+        signal.signal(signum, on_signal)
+    if report.connected:
+        threading.Thread(target=_beat_for_ever, args=(report,), name="beat", daemon=True).start()
+    return run_guarded(lambda: run(stop), report)
+
+
+def _beat_for_ever(report: StatusPipe) -> None:
+    while True:
+        report({"event": "beat"})
+        time.sleep(times.CHILD_BEAT_S)
+
+
+def run_guarded(run: Callable[[], None], report: StatusPipe) -> int:
+    """Run and turn what it raises into an exit code: one line for what an operator can mend, a traceback for a bug."""
+    try:
+        run()
+    except Exception as error:
+        code = exit_code(error, up=report.up)
+        if report.connected:
+            report({"event": "failed", "why": _in_one_line(error)})
+        if code == EXIT_CRASH:
+            log.exception("crashed")
+        else:
+            for line in str(error).splitlines():
+                log.error("%s", line)
+        return code
+    return EXIT_OK
+
+
+def _in_one_line(error: Exception) -> str:
+    told = "; ".join(str(error).splitlines()) or type(error).__name__
+    return told if len(told) <= LONGEST_WHY else told[:LONGEST_WHY] + " .."
+
+
+def exit_code(error: Exception, *, up: bool) -> int:
+    """What an error means to whoever started the process. `up` tells whether the process ever worked."""
+    if isinstance(error, ConfigError):
+        return EXIT_CONFIG
+    if isinstance(error, PagodaError):
+        if error.code is ErrorCode.UNAVAILABLE:
+            return EXIT_UNREACHABLE
+        return EXIT_CONFIG if error.code in _CONFIG_CODES else EXIT_CRASH
+    if up:
+        return EXIT_CRASH
+    if isinstance(error, ConnectionError | TimeoutError):
+        return EXIT_UNREACHABLE
+    return EXIT_CONFIG if isinstance(error, ValueError | OSError) else EXIT_CRASH
+
+
+def fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """For `asyncio.Runner(loop_factory=..)`: uvloop's where it is installed, otherwise None."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

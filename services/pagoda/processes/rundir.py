@@ -1,0 +1,69 @@
+"""The private directory for a run's sockets: mode 0700, short enough for a socket path, swept up after a crash.
+
+A run holds a lock on its directory for as long as it lives; a directory whose lock is free belongs to a run that died.
+A lock appears locked: it gets its name when it is held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from pagoda.settings.resolving import ConfigError, environment_value
+
+PREFIX = "pagoda-"
+LONGEST = 107 - len("/pagoda-12345678/workers.sock")  # a unix socket's path has at most 107 bytes
+
+
+@contextlib.contextmanager
+def runtime_dir(data_dir: str) -> Iterator[Path]:
+    """A fresh directory, removed afterwards.
+
+    Args:
+        data_dir: Where the operator wants run-time files; "" takes XDG_RUNTIME_DIR or the temporary directory.
+
+    Raises:
+        ConfigError: the directory cannot be used.
+    """
+    base = _base(data_dir)
+    try:
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _sweep(base)
+        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    except OSError as error:
+        raise ConfigError([f"data_dir: no runtime directory can be made in {base}: {error}"]) from error
+    lock = os.open(path / "lock.new", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(path / "lock.new", path / "lock")
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _base(data_dir: str) -> Path:
+    if data_dir:
+        base = Path(data_dir).expanduser().absolute()
+        if len(os.fsencode(base)) > LONGEST:
+            raise ConfigError([f"data_dir must be shorter: {base} leaves no room for a socket's name (107 bytes)"])
+        return base
+    runtime = environment_value("XDG_RUNTIME_DIR")
+    usable = runtime and len(os.fsencode(runtime)) <= LONGEST and os.access(runtime, os.W_OK | os.X_OK)
+    return Path(runtime if usable else tempfile.gettempdir())
+
+
+def _sweep(base: Path) -> None:
+    for path in base.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(path / "lock", os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)

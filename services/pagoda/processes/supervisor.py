@@ -1,0 +1,289 @@
+"""Keeps a set of child processes running until told to stop. It knows nothing of what they do.
+
+Each child is one loop: *start it, pass on what it says, wait for its end, start it again a little later*. Only three
+things leave that loop: a stop signal; a child that refuses its configuration before it ever worked; a child that keeps
+crashing before all of them were up once.
+
+Who ends whom: the supervisor stops children in `stop_order`, each with its own bound, then kills the process group. A
+supervisor that dies itself takes the children along, because each asked the kernel for that (`die_with_parent`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Protocol
+
+from pagoda.processes.process import EXIT_CONFIG, EXIT_CRASH, EXIT_OK, STOP_SIGNALS, UP_EVENTS
+from pagoda.processes.restarts import Lives, Pauses
+from pagoda_proto import times
+from pagoda_proto.times import StallGuard
+
+STARTS_BEFORE_GIVING_UP = 3  # deaths in a row while not every child was up once
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSpec:
+    """One child. `command` is asked at every start, so it can use what was learned since (a port)."""
+
+    name: str
+    command: Callable[[], Sequence[str]]
+    environment: Mapping[str, str]
+    stop_order: int
+    stop_timeout_s: float
+    silence_timeout_s: float = 0.0  # a child that sends no event for this long is stuck and killed; 0 is not to care
+
+
+class Observer(Protocol):
+    """Where the children's words go."""
+
+    def on_event(self, child: str, event: dict[str, Any]) -> None: ...
+
+    def on_line(self, child: str, line: str) -> None: ...
+
+
+@dataclass
+class Child:
+    """The state of one child; only the supervisor's tasks touch it."""
+
+    spec: ChildSpec
+    lives: Lives
+    process: asyncio.subprocess.Process | None = None
+    heard_at: float = 0.0
+    why: str = ""  # what this life said of its failure
+    readers: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def kill_group(self) -> None:
+        """Kill the child and everything it started; it leads its own group (start_new_session)."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def ask_to_stop(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.send_signal(signal.SIGTERM)
+
+
+class Supervisor:
+    def __init__(self, specs: Sequence[ChildSpec], observer: Observer, pauses: Pauses | None = None) -> None:
+        self.children = [Child(spec, Lives(pauses or Pauses())) for spec in specs]
+        self._observer = observer
+        self._stopping = asyncio.Event()
+        self._killing = asyncio.Event()
+        self._verdict = EXIT_OK
+
+    async def run(self) -> int:
+        """Start everything, keep it running, stop it on a signal; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        for signum in STOP_SIGNALS:
+            loop.add_signal_handler(signum, self.stop)
+        keepers = [asyncio.create_task(self._keep(child)) for child in self.children]
+        for keeper in keepers:
+            keeper.add_done_callback(lambda _: self._stopping.set())  # a keeper ends only when all of us are to end
+        pulse = asyncio.create_task(self._watch_silence())
+        try:
+            await self._stopping.wait()
+            await self._stop_in_order()
+            await asyncio.gather(*keepers)
+        finally:
+            pulse.cancel()
+            for child in self.children:
+                if child.process is not None and child.process.returncode is None:
+                    child.kill_group()
+            for signum in STOP_SIGNALS:
+                loop.remove_signal_handler(signum)
+        return EXIT_CRASH if self._killing.is_set() else self._verdict
+
+    def stop(self) -> None:
+        """Ask for an orderly stop; asked again, everything is killed."""
+        if self._stopping.is_set():
+            self._killing.set()
+        else:
+            log.info("stopping; a second signal kills everything at once")
+        self._stopping.set()
+
+    @property
+    def all_were_up(self) -> bool:
+        return all(child.lives.was_up for child in self.children)
+
+    async def _keep(self, child: Child) -> None:
+        while not self._stopping.is_set():
+            try:
+                code = await self._live(child)
+            except OSError as error:
+                log.error("%s cannot be started: %s", child.spec.name, error)
+                return self._give_up(EXIT_CRASH)
+            if self._stopping.is_set():
+                return None
+            pause_s = child.lives.end(time.monotonic(), code)
+            if code == EXIT_CONFIG and not child.lives.was_up:
+                log.error("%s cannot start: %s", child.spec.name, child.why or "it refuses its configuration")
+                return self._give_up(EXIT_CONFIG)
+            if not self.all_were_up and child.lives.deaths_in_a_row >= STARTS_BEFORE_GIVING_UP:
+                deaths, cause = child.lives.deaths_in_a_row, child.why or describe_exit(code)
+                log.error("%s died %d times before all were up, giving up: %s", child.spec.name, deaths, cause)
+                return self._give_up(EXIT_CRASH)
+            await self._pause(child, code, pause_s)
+        return None
+
+    async def _live(self, child: Child) -> int:
+        """One life of a child, from its start to its end; returns its exit code."""
+        # Pipes of our own: asyncio's would make `wait` last until a grandchild has closed its copy, too.
+        with contextlib.ExitStack() as ends:
+            status_read, status_write = _pipe(ends)
+            lines_read, lines_write = _pipe(ends)
+            child.process = await asyncio.create_subprocess_exec(
+                *child.spec.command(),
+                f"--status-fd={status_write.fileno()}",
+                f"--parent-pid={os.getpid()}",
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=lines_write,
+                stderr=lines_write,
+                env=dict(child.spec.environment),
+                pass_fds=(status_write.fileno(),),
+                start_new_session=True,
+            )
+            status_write.close()
+            lines_write.close()
+            ends.pop_all()
+        log.debug("%s started, pid %d", child.spec.name, child.process.pid)
+        child.heard_at = time.monotonic()
+        child.lives.begin(child.heard_at)
+        child.why = ""
+        if self._stopping.is_set():
+            child.kill_group()  # born too late to have anything to finish
+        child.readers = [
+            asyncio.create_task(_read_lines(status_read, lambda line: self._take_event(child, line))),
+            asyncio.create_task(_read_lines(lines_read, lambda line: self._observer.on_line(child.spec.name, line))),
+        ]
+        code = await child.process.wait()
+        child.kill_group()  # what it had started and left behind
+        await self._finish_readers(child)
+        return code
+
+    async def _watch_silence(self) -> None:
+        guard = StallGuard(times.WATCH_S, time.monotonic())
+        while not self._stopping.is_set():
+            await asyncio.sleep(times.WATCH_S)
+            now = time.monotonic()
+            held_up_s = guard.tick(now)
+            if held_up_s:
+                log.warning("did not run for %.1f s; nobody's silence in that time counts", held_up_s)
+            for child in self.children:
+                child.heard_at = min(now, child.heard_at + held_up_s)
+                limit = child.spec.silence_timeout_s
+                running = child.process is not None and child.process.returncode is None
+                if limit and running and now - child.heard_at > limit:
+                    log.error("%s has been silent for %g s and is killed", child.spec.name, limit)
+                    child.kill_group()
+
+    async def _finish_readers(self, child: Child) -> None:
+        """Take the last words; a grandchild that holds the pipe open must not hold us."""
+        _, late = await asyncio.wait(child.readers, timeout=times.LAST_WORDS_S)
+        for reader in late:
+            reader.cancel()
+        await asyncio.gather(*child.readers, return_exceptions=True)
+
+    async def _pause(self, child: Child, code: int, pause_s: float) -> None:
+        pid = child.process.pid if child.process is not None else 0
+        level, what = logging.WARNING, f": {child.why}" if child.why else ""
+        if child.lives.in_crash_loop:
+            level, what = logging.ERROR, f"{what} (crash loop: {child.lives.deaths_in_a_row} deaths in a row)"
+        log.log(
+            level, "%s (pid %d) %s%s; restarting in %.2g s", child.spec.name, pid, describe_exit(code), what, pause_s
+        )
+        self._observer.on_event(child.spec.name, {"event": "died", "code": code})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    def _give_up(self, code: int) -> None:
+        self._verdict = code
+        self._stopping.set()
+
+    async def _stop_in_order(self) -> None:
+        by_order = sorted(self.children, key=lambda child: child.spec.stop_order)
+        for _, group in itertools.groupby(by_order, key=lambda child: child.spec.stop_order):
+            await asyncio.gather(*(self._stop_child(child) for child in group))
+
+    async def _stop_child(self, child: Child) -> None:
+        if child.process is None:
+            return
+        child.ask_to_stop()
+        ended = asyncio.create_task(child.process.wait())
+        killed = asyncio.create_task(self._killing.wait())
+        await asyncio.wait({ended, killed}, timeout=child.spec.stop_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        killed.cancel()
+        if not ended.done():
+            if not self._killing.is_set():
+                log.warning("%s did not stop within %g s and is killed", child.spec.name, child.spec.stop_timeout_s)
+            child.kill_group()
+        await ended
+
+    def _take_event(self, child: Child, line: str) -> None:
+        try:
+            event = json.loads(line)
+            kind = event["event"]
+        except (ValueError, KeyError, TypeError):
+            log.warning("%s sent a status line that is not an event: %.200s", child.spec.name, line)
+            return
+        child.heard_at = time.monotonic()
+        if kind == "beat":
+            return
+        if kind in UP_EVENTS:
+            child.lives.come_up(child.heard_at)
+        if kind == "failed":
+            child.why = str(event.get("why", ""))
+        self._observer.on_event(child.spec.name, event)
+
+
+def _pipe(ends: contextlib.ExitStack) -> tuple[BinaryIO, BinaryIO]:
+    read, write = os.pipe()
+    return (
+        ends.enter_context(os.fdopen(read, "rb", buffering=0)),
+        ends.enter_context(os.fdopen(write, "wb", buffering=0)),
+    )
+
+
+async def _read_lines(pipe: BinaryIO, take: Callable[[str], None]) -> None:
+    """Hand on lines of any length, without their ends, until the pipe is closed; a last line without an end counts."""
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    rest = b""
+    try:
+        while chunk := await reader.read(65536):
+            *complete, rest = (rest + chunk).split(b"\n")
+            for line in complete:
+                take(line.decode("utf-8", "replace"))
+        if rest:
+            take(rest.decode("utf-8", "replace"))
+    finally:
+        transport.close()
+
+
+def describe_exit(code: int) -> str:
+    """`was killed by SIGKILL` or `exited with code 1`."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def python_command(*arguments: str) -> list[str]:
+    """This program's own command line interface under the same interpreter."""
+    return [sys.executable, "-m", "pagoda.cli", *arguments]

@@ -1,0 +1,24 @@
+"""How the process of one tier begins: settings, log, bond with its parent, status pipe."""
+
+from __future__ import annotations
+
+import argparse
+
+from pagoda.processes import logs
+from pagoda.processes.process import StatusPipe, die_with_parent
+from pagoda.settings.flags import given_flags
+from pagoda.settings.options import ChildConfig, CommonConfig
+from pagoda.settings.resolving import Settings, resolve
+
+
+def begin(command: str, arguments: argparse.Namespace) -> tuple[Settings, StatusPipe]:
+    """Settings of this process and the pipe to report on.
+
+    Raises:
+        ConfigError: the settings cannot be used.
+    """
+    settings = resolve(command, given_flags(arguments, command))
+    child, common = settings.build(ChildConfig), settings.build(CommonConfig)
+    die_with_parent(child.parent_pid)
+    logs.setup(command, common.log_level, common.log_json)
+    return settings, StatusPipe(child.status_fd)

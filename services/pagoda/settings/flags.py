@@ -1,0 +1,69 @@
+"""Command-line flags made from the settings tree, and the way back."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from pagoda.settings.resolving import COMMANDS, SECTIONS, Option, command_options
+
+# What most people need, shown before everything else.
+FIRST = (
+    "host", "port", "served_model_name", "workers", "max_model_len", "device", "dtype", "quantization", "kv_cache_gib",
+    "config",
+)  # fmt: skip
+TITLES = {
+    "serve": "processes", "model source": "model", "gateway": "gateway (HTTP, text)",
+    "engine core": "engine core (requests, scheduling, KV blocks)", "worker": "worker (weights, tensors, kernels)",
+    "process": "every process",
+}  # fmt: skip
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
+def add_options(parser: argparse.ArgumentParser, command: str) -> None:
+    """One flag per option of the command; a flag that is not given leaves no trace in the namespace."""
+    options = command_options(command)
+    parser.usage = f"{parser.prog} [MODEL] [options]" if "workers" in options else f"{parser.prog} [options]"
+    first = parser.add_argument_group("what most people need")
+    for name in FIRST:
+        if name in options:
+            _add_option(first, options[name], hidden=False)
+    for section, config in SECTIONS.items():
+        if config not in COMMANDS[command]:
+            continue
+        group = parser.add_argument_group(TITLES.get(section, section))
+        for option in options.values():
+            if option.owners[0] is config and option.name not in FIRST:
+                _add_option(group, option, hidden=section == "child")
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "positional_model",
+        metavar="MODEL",
+        nargs="?",
+        default=None,
+        help="directory of a checkpoint or hub id (org/name); the bundled demo model when left out",
+    )
+
+
+def given_flags(arguments: argparse.Namespace, command: str) -> dict[str, Any]:
+    """The options that were given as flags (or as the positional MODEL), by name."""
+    names = command_options(command)
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    model = getattr(arguments, "positional_model", None)
+    return given | ({"model": model} if model is not None else {})
+
+
+def _add_option(group: Any, option: Option, *, hidden: bool) -> None:
+    default = " or ".join(str(value) for value in dict.fromkeys(option.defaults) if value != "")
+    text = option.help + (f" [{default}]" if default else "")
+    common: dict[str, Any] = {
+        "dest": option.name,
+        "default": argparse.SUPPRESS,
+        "help": argparse.SUPPRESS if hidden else text.replace("%", "%%"),
+    }
+    if option.type is bool:
+        group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **common)
+    else:
+        group.add_argument(option.flag, metavar=_METAVARS.get(option.type, "VALUE"), **common)

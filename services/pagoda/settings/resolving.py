@@ -1,0 +1,372 @@
+"""The one settings tree: a field of a frozen config is a flag, a PAGODA_* variable and a YAML key of the same name.
+
+A name means one thing everywhere, so a value is found by name alone: flag, else environment, else file, else the
+default of the field. A name that several tiers have (`model`, `max_rows`) is one option that feeds them all. One file
+and one environment may serve every tier: each process takes what is its own, but a name that no tier knows is refused.
+
+This module is the only reader of the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+import yaml
+
+from pagoda.settings.hints import hint
+from pagoda.settings.options import ChildConfig, CommonConfig, ModelSourceConfig, ServeConfig
+from pagoda_engine_core.config import EngineConfig
+from pagoda_gateway.config import GatewayConfig
+from pagoda_proto.options import TYPE_NAMES, BadOptions, Rule
+from pagoda_worker.config import WorkerConfig
+
+PREFIX = "PAGODA_"
+SECTIONS: dict[str, type] = {
+    "serve": ServeConfig,
+    "model source": ModelSourceConfig,
+    "gateway": GatewayConfig,
+    "engine core": EngineConfig,
+    "worker": WorkerConfig,
+    "process": CommonConfig,
+    "child": ChildConfig,
+}
+COMMANDS: dict[str, tuple[type, ...]] = {
+    "serve": (ServeConfig, ModelSourceConfig, GatewayConfig, EngineConfig, WorkerConfig, CommonConfig),
+    "gateway": (ModelSourceConfig, GatewayConfig, CommonConfig, ChildConfig),
+    "engine-core": (EngineConfig, CommonConfig, ChildConfig),
+    "worker": (ModelSourceConfig, WorkerConfig, CommonConfig, ChildConfig),
+    "offline": (ModelSourceConfig, EngineConfig, WorkerConfig),
+}
+# What a command that wires the tiers together decides by itself.
+WIRED_BY_SERVE = frozenset({"engine", "listen", "worker_endpoint", "worker_id", "alive_file", "startup_message"})
+WIRED_OFFLINE = WIRED_BY_SERVE | {
+    "keys_dir", "metrics_port", "max_queued_requests", "max_queued_tokens", "queue_timeout_s", "max_attempts",
+    "worker_lease_s", "worker_suspect_s", "worker_dead_s", "step_deadline_s",
+}  # fmt: skip
+
+# A Kubernetes service called pagoda* makes every pod see variables such as PAGODA_PORT=tcp://10.0.0.1:8000.
+_SERVICE_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
+_SERVICE_LINK_VALUE = re.compile(r"^(tcp|udp|sctp)://")
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
+_WHOLE = re.compile(r"[+-]?[0-9]{1,100}")
+
+C = TypeVar("C")
+
+
+class ConfigError(Exception):
+    """Configuration that cannot be used; one line per problem, each naming the option and where its value came from."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
+class Option(NamedTuple):
+    """One name of the tree. `owners` are the configs that have it; `defaults` and `rules` are theirs, in that order."""
+
+    name: str
+    type: Any
+    help: str
+    owners: tuple[type, ...]
+    defaults: tuple[Any, ...]
+    rules: tuple[Rule, ...]
+
+    @property
+    def required(self) -> bool:
+        return any(rule.required for rule in self.rules)
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper()
+
+
+class Value(NamedTuple):
+    """A value that was given, and by what: `--port`, `PAGODA_PORT`, `pagoda.yaml: port`."""
+
+    value: Any
+    source: str
+
+
+def options_of(*configs: type) -> dict[str, Option]:
+    """The options of these configs by name; a name several of them have becomes one option."""
+    found: dict[str, Option] = {}
+    for config in configs:
+        hints = typing.get_type_hints(config)
+        for field in dataclasses.fields(config):
+            known = found.get(field.name)
+            if known is None:
+                known = Option(field.name, hints[field.name], field.metadata["help"], (), (), ())
+            elif known.type != hints[field.name]:
+                raise TypeError(f"option {field.name} has different types in {known.owners[0]} and {config}")
+            found[field.name] = known._replace(
+                owners=(*known.owners, config),
+                defaults=(*known.defaults, field.default),
+                rules=(*known.rules, field.metadata["rule"]),
+            )
+    return found
+
+
+ALL = options_of(*SECTIONS.values())
+
+
+def command_options(command: str) -> dict[str, Option]:
+    """The options a command takes from the outside."""
+    hidden = {"serve": WIRED_BY_SERVE, "offline": WIRED_OFFLINE}.get(command, frozenset())
+    return {name: option for name, option in options_of(*COMMANDS[command]).items() if name not in hidden}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What was given for one command, by option name."""
+
+    command: str
+    given: Mapping[str, Value]
+
+    def build(self, config: type[C], **wired: Any) -> C:
+        """One tier's config. `wired` values, decided by the composition, win over everything given.
+
+        Raises:
+            ConfigError: the config refuses a value.
+        """
+        names = {field.name for field in dataclasses.fields(config)}  # type: ignore[arg-type]
+        values = {name: value.value for name, value in self.given.items() if name in names}
+        try:
+            return config(**(values | wired))
+        except BadOptions as error:
+            raise ConfigError([self._with_source(*problem) for problem in error.problems]) from error
+
+    def source(self, name: str) -> str:
+        return self.given[name].source if name in self.given else "default"
+
+    def _with_source(self, name: str, sentence: str) -> str:
+        return f"{sentence} (from {self.given[name].source})" if name in self.given else sentence
+
+
+def resolve(command: str, flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> Settings:
+    """Merge the sources for a command and check every value.
+
+    Args:
+        flags: Values given on the command line, by option name; text is converted to the option's type.
+        environment: The process's own when None.
+
+    Raises:
+        ConfigError: all problems of all sources at once.
+    """
+    environment = os.environ if environment is None else environment
+    problems: list[str] = []
+    by_flag = {name: Value(value, ALL[name].flag) for name, value in flags.items()}
+    by_variable = _from_environment(environment, problems)
+    file = (by_flag.get("config") or by_variable.get("config") or Value("", "")).value
+    return _check(command, _from_file(file, problems) | by_variable | by_flag, problems)
+
+
+def from_keywords(**keywords: Any) -> Settings:
+    """The settings of an offline engine, from keyword arguments and nothing else.
+
+    Raises:
+        TypeError: there is no such option.
+        ConfigError: all other problems at once.
+    """
+    offered = command_options("offline")
+    for name in keywords:
+        if name not in offered:
+            raise TypeError(f"unknown option {name!r}{hint(name, offered)}; options are {', '.join(sorted(offered))}")
+    return _check("offline", {name: Value(value, "keyword argument") for name, value in keywords.items()}, [])
+
+
+def _check(command: str, merged: Mapping[str, Value], problems: list[str]) -> Settings:
+    """Convert and check what was given. Raises ConfigError with these problems and those found here."""
+    mine = command_options(command)
+    given: dict[str, Value] = {}
+    for name, value in merged.items():
+        if name in mine:
+            try:
+                given[name] = value._replace(value=convert(value.value, mine[name].type))
+            except ValueError as error:
+                problems.append(f"{name} {error} (from {value.source})")
+    settings = Settings(command, given)
+    problems.extend(_missing(mine, merged))
+    for config in COMMANDS[command]:
+        try:
+            settings.build(config)
+        except ConfigError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return settings
+
+
+def _missing(options: Mapping[str, Option], given: Mapping[str, Value]) -> Iterator[str]:
+    for name, option in options.items():
+        if option.required and (name not in given or given[name].value == ""):
+            yield f"{option.flag} is needed ({option.variable} or {name} in the settings file): {option.help}"
+
+
+def convert(value: Any, type_: Any) -> Any:
+    """The value as the option's type; text from flags and environment is parsed, anything else must fit already.
+
+    Raises:
+        ValueError: it does not fit; the message states rule and value.
+    """
+    if isinstance(value, str) and type_ is bool:
+        value = {**dict.fromkeys(_TRUE, True), **dict.fromkeys(_FALSE, False)}.get(value.lower(), value)
+    if isinstance(value, str) and type_ is int and _WHOLE.fullmatch(value):
+        return int(value)  # of any size: whether it is too large is for the option's rule to say
+    try:
+        return msgspec.convert(value, type_, strict=not isinstance(value, str))
+    except msgspec.ValidationError:
+        raise ValueError(f"must be {TYPE_NAMES.get(type_, str(type_))}, got {value!r:.100}") from None
+
+
+def _from_environment(environment: Mapping[str, str], problems: list[str]) -> dict[str, Value]:
+    found = {}
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX) or _is_service_link(variable, text):
+            continue
+        name = variable.removeprefix(PREFIX).lower()
+        if name in ALL and variable == ALL[name].variable:
+            found[name] = Value(text, variable)
+        else:
+            problems.append(f"unknown environment variable {variable}{hint(name, ALL, _variable)}")
+    return found
+
+
+def _variable(name: str) -> str:
+    return ALL[name].variable
+
+
+def _is_service_link(variable: str, text: str) -> bool:
+    return bool(_SERVICE_LINK_NAME.search(variable)) or (
+        variable.endswith("_PORT") and bool(_SERVICE_LINK_VALUE.match(text))
+    )
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML lets a later key silently replace an earlier one; a settings file must not."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in keys:
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is given twice", problem_mark=key_node.start_mark)
+            keys.append(key)
+        return typing.cast("dict[Any, Any]", super().construct_mapping(node, deep))
+
+
+def _from_file(path: str, problems: list[str]) -> dict[str, Value]:
+    if not path:
+        return {}
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        content = yaml.load(text, _UniqueKeys)  # a SafeLoader
+    except yaml.YAMLError as error:
+        problems.append(f"config file {path} is not YAML: {_where_and_why(error, text)}")
+        return {}
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # not there, not UTF-8, a number of too many digits, too deep
+        problems.append(f"config file {path} cannot be read: {getattr(error, 'strerror', None) or error}")
+        return {}
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        problems.append(f"config file {path} must hold a mapping of option names to values")
+        return {}
+    found = {}
+    for name, value in content.items():
+        if name in ALL and name != "config":
+            found[name] = Value(value, f"{path}: {name}")
+        else:
+            problems.append(f"unknown key {name!r} in {path}{hint(str(name), ALL)}")
+    return found
+
+
+def _where_and_why(error: yaml.YAMLError, text: str) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        at, why = error.problem_mark, ", ".join(filter(None, (error.context, error.problem)))
+        return f"line {at.line + 1}, column {at.column + 1}: {why}"
+    if isinstance(error, yaml.reader.ReaderError):
+        before = text[: error.position]
+        line, column = before.count("\n") + 1, error.position - before.rfind("\n")
+        return f"line {line}, column {column}: {error.reason}, character {error.character:#x}"
+    return " ".join(str(error).split())
+
+
+def to_arguments(config: Any) -> list[str]:
+    """The flags that give another process this very config; defaults are left out."""
+    arguments = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value == field.default:
+            continue
+        flag = ALL[field.name].flag
+        if isinstance(value, bool):
+            arguments.append(flag if value else flag.replace("--", "--no-", 1))
+        else:
+            arguments.append(f"{flag}={value}")
+    return arguments
+
+
+def origins(settings: Settings) -> Iterator[dict[str, Any]]:
+    """Every value of a command: section, option, value, source."""
+    offered = command_options(settings.command)
+    for section, config in SECTIONS.items():
+        if config not in COMMANDS[settings.command]:
+            continue
+        built: Any = settings.build(config)
+        for field in dataclasses.fields(config):
+            if field.name in offered:
+                value = getattr(built, field.name)
+                yield {
+                    "section": section,
+                    "option": field.name,
+                    "value": value,
+                    "source": settings.source(field.name),
+                }
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of the settings file."""
+    properties = {
+        option.name: _property(option)
+        for option in ALL.values()
+        if option.name != "config" and ChildConfig not in option.owners
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+def _property(option: Option) -> dict[str, Any]:
+    names = {int: "integer", float: "number", bool: "boolean", str: "string"}
+    rule = option.rules[0]
+    bounds = {"minimum": rule.least, "maximum": rule.most, "enum": list(rule.words) or None}
+    said = {"type": names[option.type], "default": option.defaults[0], "description": option.help}
+    return said | {name: bound for name, bound in bounds.items() if bound is not None}
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """The environment of a process we start: ours without PAGODA_* (its flags say everything), and `extra` below it."""
+    return extra | {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
+
+
+def environment_value(name: str) -> str:
+    """A variable that is not ours (`HF_HOME`, `XDG_RUNTIME_DIR`), or empty text."""
+    return os.environ.get(name, "")

@@ -1,0 +1,74 @@
+"""From what a user calls a model to a directory with its files: the bundled one, a local directory, or a hub id."""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from pathlib import Path
+
+from pagoda.settings.resolving import ConfigError
+
+DEMO_NAME = "pagoda-demo"
+TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+WEIGHT_FILES = ("*.safetensors",)  # never *.bin or *.pt: those are pickles
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def served_name(model: str) -> str:
+    """What clients call the model unless the operator names it: a hub id as it is, otherwise the directory's name."""
+    if not model:
+        return DEMO_NAME
+    path = Path(model).expanduser()
+    return path.resolve().name if path.is_dir() else model
+
+
+def locate(model: str, revision: str = "", *, weights: bool = True) -> Path:
+    """The directory of a model's files, downloaded first if it is a hub id; "" is the bundled demo model.
+
+    Args:
+        weights: False leaves the weights out, for a process that needs only the text side.
+
+    Raises:
+        ConfigError: there is no such model, or it cannot be had.
+    """
+    if not model:
+        return Path(str(importlib.resources.files("pagoda"))) / "demo_model"
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError([f"model {model}: the directory has no config.json, so it is not a checkpoint"])
+        return path.resolve()
+    if path.exists():
+        raise ConfigError([f"model {model}: is a file; a directory with config.json and safetensors files is needed"])
+    if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
+        raise ConfigError([f"model {model}: no such directory, and it is not of the form of a hub id (org/name)"])
+    return _download(model, revision, TEXT_FILES + (WEIGHT_FILES if weights else ()))
+
+
+def _download(model: str, revision: str, patterns: tuple[str, ...]) -> Path:
+    try:
+        from huggingface_hub import errors as hub
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            [f"model {model}: is no directory, and the package huggingface-hub is not installed"]
+        ) from None
+    try:
+        return Path(snapshot_download(model, revision=revision or None, allow_patterns=list(patterns)))
+    except hub.GatedRepoError:
+        cause = "is gated: accept its terms on the hub, then set HF_TOKEN"
+    except hub.RevisionNotFoundError:
+        cause = f"has no revision {revision!r}"
+    except hub.RepositoryNotFoundError:
+        cause = "is neither a directory here nor a repository on the hub (a private one needs HF_TOKEN)"
+    except (hub.OfflineModeIsEnabled, hub.LocalEntryNotFoundError, hub.HfHubHTTPError, OSError) as error:
+        cause = (
+            f"is no directory here, and the hub cannot be reached ({_first_line(error)}). Give a local directory, or "
+            "check the network and HF_ENDPOINT; with HF_HUB_OFFLINE=1 the model must already be in HF_HOME"
+        )
+    raise ConfigError([f"model {model}: {cause}"])
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]:.160}" if text else type(error).__name__

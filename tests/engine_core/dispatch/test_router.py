@@ -1,0 +1,423 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from tests.engine_core.fake_worker import make_hello, runner_of
+from tests.fakes import FakeRunner, make_record, reference_tokens
+
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.dispatch.router import MAX_LOST_LIVES, Router
+from pagoda_engine_core.scheduling.request import Request
+from pagoda_engine_core.workers.executor import LeaveCause, WorkerLeft, WorkerState
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import Delta, FinishReason, RequestRecord
+from pagoda_proto.times import NO_WORKER_WAIT_S
+
+NOW = 50.0
+
+
+class Bench:
+    """A router whose groups' plans are computed at once by FakeRunners."""
+
+    def __init__(self, **config: object) -> None:
+        self.router = Router(EngineConfig(**config))
+        self.runners: dict[int, FakeRunner] = {}
+        self.deltas: list[Delta] = []
+        self.now = NOW
+        self._epochs = itertools.count(1)
+
+    def join(self, **hello: object) -> int:
+        epoch = next(self._epochs)
+        group = self.router.join(epoch, make_hello(f"w{epoch}", **hello))
+        self.runners[epoch] = runner_of(group.hello)
+        return epoch
+
+    def add(self, record: RequestRecord) -> Request:
+        request = Request(record, max_output_tokens=record.params.max_tokens or 1, now=self.now)
+        self.router.add(request, self.now)
+        return request
+
+    def dispatch(self) -> None:
+        self.deltas += self.router.dispatch(self.now)
+
+    def step(self, epoch: int, seconds: float = 0.0) -> bool:
+        group = self.router.groups[epoch]
+        plan = group.scheduler.schedule(self.now)
+        if plan is None:
+            return False
+        group.pace.asked(plan.num_tokens, self.now)
+        result = self.runners[epoch].execute(plan)
+        deltas = group.scheduler.apply(result, self.now + seconds)
+        self.router.stepped(group, self.now + seconds)
+        self.deltas += self.router.ended(group, deltas)
+        return True
+
+    def lose(self, epoch: int, cause: LeaveCause = LeaveCause.DIED, step: int = 0) -> None:
+        self.deltas += self.router.leave(WorkerLeft(epoch, cause, "test", step), self.now)
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        while not until():
+            self.dispatch()
+            if not any([self.step(epoch) for epoch in self.router.groups]):  # noqa: C419 - every group takes a step
+                return
+
+    def held(self, epoch: int) -> set[str]:
+        return set(self.router.groups[epoch].requests)
+
+    def tokens(self, record: RequestRecord) -> list[int]:
+        return [t for delta in self.deltas if delta.request_id == record.request_id for t in delta.token_ids]
+
+    def endings(self) -> dict[str, Delta]:
+        return {delta.request_id: delta for delta in self.deltas if delta.ends_request}
+
+
+def test_load_is_spread_over_groups() -> None:
+    bench = Bench()
+    epochs = [bench.join(), bench.join(), bench.join()]
+    for i in range(9):
+        bench.add(make_record((i, 1, 2)))
+    bench.dispatch()
+    assert [len(bench.held(epoch)) for epoch in epochs] == [3, 3, 3]
+
+
+def test_a_known_prefix_draws_a_request_to_its_worker() -> None:
+    bench = Bench()
+    bench.join()
+    known = bench.join()
+    prompt = range(40)
+    bench.router.groups[1].state = WorkerState.SUSPECT
+    bench.add(make_record(prompt))
+    bench.run()
+    bench.router.groups[1].state = WorkerState.READY
+    twin, other = bench.add(make_record(prompt)), bench.add(make_record(range(100, 140)))
+    bench.dispatch()
+    assert bench.held(known) == {twin.request_id}
+    assert bench.held(1) == {other.request_id}
+
+
+def test_a_prefix_does_not_outweigh_any_load() -> None:
+    bench = Bench()
+    first, second = bench.join(), bench.join()
+    prompt = range(40)
+    for _ in range(8):
+        bench.add(make_record(prompt))
+        bench.dispatch()
+        for epoch in (first, second):
+            bench.step(epoch)
+    assert bench.held(first)
+    assert bench.held(second)
+
+
+def test_requests_wait_here_until_a_group_can_begin_them() -> None:
+    bench = Bench(max_tokens_per_step=16)
+    first = bench.join()
+    requests = [bench.add(make_record(range(10))) for _ in range(6)]
+    bench.dispatch()
+    assert len(bench.held(first)) == 2  # a step's worth
+    second = bench.join()
+    bench.dispatch()
+    assert len(bench.held(second)) == 2
+    assert bench.router.num_waiting == 6
+    assert bench.router.queued_tokens == 60
+    bench.run()
+    assert set(bench.endings()) == {request.request_id for request in requests}
+    assert (bench.router.num_waiting, bench.router.queued_tokens, bench.router.num_running) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("short", ["rows", "tokens", "blocks"])
+def test_nobody_waits_behind_strangers_in_a_group(short: str) -> None:
+    config = {"rows": {"max_rows": 3}, "tokens": {"max_tokens_per_step": 25}, "blocks": {}}[short]
+    bench = Bench(**config)
+    epoch = bench.join(num_blocks=10 if short == "blocks" else 64)
+    for seed in range(8):
+        bench.add(make_record(range(seed, seed + 8), max_tokens=6, seed=seed))
+    while len(bench.endings()) < 8:
+        bench.dispatch()
+        bench.step(epoch)
+        group = bench.router.groups[epoch]
+        assert not group.scheduler.num_waiting or group.scheduler.counters.totals.preemptions
+    assert bench.router.num_waiting == 0
+
+
+def test_who_waits_for_room_is_not_overtaken_on_the_workers_that_could_take_him() -> None:
+    bench = Bench(max_rows=2)
+    large, small = bench.join(num_blocks=64), bench.join(num_blocks=4)
+    for seed in range(2):
+        bench.add(make_record(range(40), max_tokens=30, seed=seed))
+    bench.dispatch()
+    assert len(bench.held(large)) == 2
+    head = bench.add(make_record(range(40), max_tokens=4))
+    behind = [bench.add(make_record((1, 2), max_tokens=4, seed=seed)) for seed in range(3)]
+    bench.step(large)
+    bench.dispatch()
+    assert bench.held(small) == {behind[0].request_id, behind[1].request_id}  # where the head would not fit anyway
+    assert head.ledger.cause in ("queued_rows", "queued_behind")
+    bench.router.abort(next(iter(bench.held(large))), (), NOW)
+    bench.dispatch()
+    assert head.request_id in bench.held(large)
+    assert behind[2].request_id not in bench.held(large)
+
+
+def test_small_requests_do_not_starve_a_large_one() -> None:
+    bench = Bench()
+    epoch = bench.join(num_blocks=16)
+    running = bench.add(make_record(range(40), max_tokens=4))
+    bench.dispatch()
+    bench.step(epoch)
+    head = bench.add(make_record(range(100, 140), max_tokens=4))
+    small = bench.add(make_record((1, 2), max_tokens=2))
+    bench.dispatch()
+    assert bench.held(epoch) == {running.request_id}  # there were blocks for the small one
+    assert head.ledger.cause == "queued_blocks"
+    bench.run()
+    order = [delta.request_id for delta in bench.deltas if delta.ends_request]
+    assert order.index(running.request_id) == 0
+    assert set(order) == {running.request_id, head.request_id, small.request_id}
+
+
+def test_what_has_begun_waits_for_busy_workers_as_long_as_it_takes() -> None:
+    bench = Bench(max_rows=1)
+    first, second = bench.join(), bench.join()
+    requests = [bench.add(make_record((i, 1), max_tokens=200, seed=i)) for i in range(2)]
+    bench.dispatch()
+    bench.step(first)
+    bench.step(second)
+    bench.lose(second)
+    for _ in range(20):
+        bench.now += NO_WORKER_WAIT_S / 4
+        bench.deltas += bench.router.expire(bench.now)
+        bench.dispatch()
+    assert bench.router.num_waiting == 1
+    assert not bench.endings()
+    bench.run()
+    assert {ending.finish_reason for ending in bench.endings().values()} == {FinishReason.LENGTH}
+    assert len(bench.endings()) == len(requests)
+
+
+def test_a_prompt_is_hashed_once_however_long_it_waits() -> None:
+    bench = Bench(max_rows=1)
+    epochs = [bench.join(block_size=4), bench.join(block_size=8)]
+    for seed in range(2):
+        bench.add(make_record(max_tokens=40, seed=seed))
+    head = bench.add(make_record(range(30)))
+    bench.dispatch()
+    for epoch in epochs:
+        bench.step(epoch)
+    before = dict(head.choices[0].chains)
+    for _ in range(5):
+        bench.dispatch()
+        for epoch in epochs:
+            bench.step(epoch)
+    assert all(head.choices[0].chains[size] is chain for size, chain in before.items())
+
+
+def test_a_slow_worker_gets_its_share() -> None:
+    """Four times slower is a fifth of the work."""
+    bench = Bench()
+    quick, slow = bench.join(), bench.join()
+    for seed in range(40):  # both are known by now
+        for _ in range(6):
+            bench.add(make_record(max_tokens=2, seed=seed))
+        bench.dispatch()
+        while bench.step(quick, 0.01) + bench.step(slow, 0.04):
+            bench.now += 10.0
+    for seed in range(30):
+        bench.add(make_record(max_tokens=50, seed=seed))
+    bench.dispatch()
+    assert 3 <= len(bench.held(slow)) <= 10
+
+
+def test_a_request_goes_where_it_fits() -> None:
+    bench = Bench()
+    bench.join(num_blocks=4)
+    large = bench.join(num_blocks=64)
+    request = bench.add(make_record(range(100)))
+    small = bench.add(make_record())
+    bench.dispatch()
+    assert request.request_id in bench.held(large)
+    assert small.request_id in bench.held(1)
+    with pytest.raises(PagodaError) as raised:
+        bench.router.check_fits(Request(make_record(range(300)), max_output_tokens=8, now=NOW))
+    assert raised.value.code is ErrorCode.CONTEXT_LENGTH_EXCEEDED
+
+
+def test_priority_orders_the_queue() -> None:
+    bench = Bench(policy="priority", max_tokens_per_step=4)
+    late = bench.add(make_record(range(8), priority=5))
+    early = bench.add(make_record(range(8), priority=-5))
+    epoch = bench.join()
+    bench.dispatch()
+    assert bench.held(epoch) == {early.request_id}
+    assert late.request_id not in bench.held(epoch)
+
+
+@pytest.mark.parametrize("cause", list(LeaveCause))
+def test_a_lost_worker_costs_no_token_and_deaths_count_only_for_what_ran(cause: LeaveCause) -> None:
+    bench = Bench(max_rows=2)
+    first = bench.join()
+    requests = [bench.add(make_record((i, 1), max_tokens=10, seed=i)) for i in range(4)]
+    bench.dispatch()
+    bench.step(first)
+    bench.step(first)
+    assert bench.router.num_running == 2
+    bench.lose(first, cause)
+    blamed = int(cause.blames)
+    assert [request.deaths for request in requests] == [blamed, blamed, 0, 0]
+    assert bench.router.totals()["replays"] == 2
+    bench.join()
+    bench.run()
+    for request in requests:
+        assert bench.tokens(request.record) == reference_tokens(request.record)[0]
+
+
+def test_a_failed_step_blames_the_rows_of_that_step_only() -> None:
+    bench = Bench(max_steps_in_flight=2)
+    epoch = bench.join()
+    first = bench.add(make_record(max_tokens=10))
+    bench.dispatch()
+    group = bench.router.groups[epoch]
+    group.scheduler.schedule(NOW)
+    second = bench.add(make_record(max_tokens=10))
+    bench.dispatch()
+    assert bench.held(epoch) == {first.request_id, second.request_id}
+    group.scheduler.schedule(NOW)
+    bench.lose(epoch, LeaveCause.STEP_FAILED, step=1)
+    assert (first.deaths, second.deaths) == (1, 0)
+
+
+def test_a_token_clears_a_request() -> None:
+    bench = Bench()
+    requests = [bench.add(make_record((i, 1), max_tokens=20, seed=i)) for i in range(6)]
+    for _ in range(12):
+        epoch = bench.join()
+        bench.dispatch()
+        assert len(bench.held(epoch)) == 6  # and nobody is ever kept apart
+        bench.step(epoch)
+        bench.lose(epoch)
+    assert [request.deaths for request in requests] == [1] * 6
+    bench.join()
+    bench.run()
+    for request in requests:
+        assert bench.tokens(request.record) == reference_tokens(request.record)[0]
+
+
+def test_replays_go_before_new_requests() -> None:
+    bench = Bench(max_tokens_per_step=8)
+    first = bench.join()
+    replayed = bench.add(make_record(range(8)))
+    bench.dispatch()
+    bench.step(first)
+    bench.lose(first)
+    bench.router.add(Request(make_record(range(8)), max_output_tokens=8, now=NOW - 10), NOW)
+    second = bench.join()
+    bench.dispatch()
+    assert bench.held(second) == {replayed.request_id}
+
+
+def test_what_kills_workers_is_found_out_and_costs_nobody_else() -> None:
+    """It kills in its first step, so at first nobody who ran beside it has a token to show either."""
+    bench = Bench()
+    poison = make_record((66, 6), max_tokens=20)
+    innocents = [make_record((i, 1), max_tokens=20, seed=i) for i in range(7)]
+    for record in (*innocents, poison):
+        bench.add(record)
+    lost = 0
+    while len(bench.endings()) < 8:
+        epoch = bench.join() if not bench.router.groups else next(iter(bench.router.groups))
+        bench.dispatch()
+        if poison.request_id in bench.held(epoch):
+            bench.router.groups[epoch].scheduler.schedule(NOW)
+            lost += 1
+            bench.lose(epoch)
+        else:
+            assert bench.step(epoch)
+    endings = bench.endings()
+    assert endings[poison.request_id].error_code is ErrorCode.REQUEST_FAILED_REPEATEDLY
+    assert lost == 3
+    for record in innocents:
+        assert bench.tokens(record) == reference_tokens(record)[0]
+
+
+def make_suspect(bench: Bench, record: RequestRecord) -> Request:
+    request = Request(record, max_output_tokens=record.params.max_tokens or 1, now=NOW)
+    request.deaths = 2
+    bench.router.add(request, NOW)
+    return request
+
+
+def test_a_suspect_proves_itself_by_a_token_while_others_run_beside_it() -> None:
+    bench = Bench(chunk_size=2)
+    epoch = bench.join()
+    first, second = (make_suspect(bench, make_record(range(i, i + 6), max_tokens=9)) for i in range(2))
+    plain = bench.add(make_record(max_tokens=9))
+    bench.dispatch()
+    assert bench.held(epoch) == {first.request_id, plain.request_id}  # one suspect at a time; who is new gets in
+    bench.step(epoch)
+    bench.dispatch()
+    assert second.request_id not in bench.held(epoch)
+    bench.run(until=lambda: second.request_id in bench.held(epoch))
+    assert bench.tokens(first.record)  # one token acquits
+    assert first.request_id in bench.held(epoch)
+    bench.run()
+    assert len(bench.endings()) == 3
+    assert all(ending.finish_reason is FinishReason.LENGTH for ending in bench.endings().values())
+
+
+def test_only_the_unproven_suspect_is_convicted() -> None:
+    bench = Bench(chunk_size=2)
+    epoch = bench.join()
+    suspect = make_suspect(bench, make_record(range(6)))
+    bystander = bench.add(make_record())
+    bystander.deaths = 1
+    bench.dispatch()
+    bench.step(epoch)
+    bench.lose(epoch)
+    assert bench.endings()[suspect.request_id].error_code is ErrorCode.REQUEST_FAILED_REPEATEDLY
+    assert bystander.deaths == 2
+    for _ in range(3):
+        epoch = bench.join()
+        bench.dispatch()
+        bench.step(epoch)
+        bench.lose(epoch, LeaveCause.RENEWED)
+    assert bystander.request_id not in bench.endings()
+
+
+def test_what_no_worker_ever_makes_a_token_of_ends_whoever_is_to_blame() -> None:
+    bench = Bench(chunk_size=1)
+    request = bench.add(make_record())
+    for count in range(MAX_LOST_LIVES):
+        assert not bench.endings(), count
+        epoch = bench.join()
+        bench.dispatch()
+        bench.step(epoch)
+        bench.lose(epoch, LeaveCause.RESET)
+    assert bench.endings()[request.request_id].error_code is ErrorCode.INTERNAL
+
+
+def test_waiting_requests_can_be_aborted_and_expire() -> None:
+    bench = Bench(queue_timeout_s=5)
+    aborted, partly = bench.add(make_record()), bench.add(make_record(n=2))
+    patient = bench.add(make_record(queue_timeout_s=60))
+    assert bench.router.abort(aborted.request_id, (), NOW)[0].finish_reason is FinishReason.ABORT
+    assert not bench.router.abort(partly.request_id, (1,), NOW)[0].ends_request
+    assert bench.router.abort("unknown", (), NOW) == []
+    assert bench.router.expire(NOW + 4) == []
+    (ending,) = bench.router.expire(NOW + 6)
+    assert (ending.request_id, ending.error_code) == (partly.request_id, ErrorCode.UNAVAILABLE)
+    assert bench.router.num_waiting == 1
+    assert bench.router.take_all(NOW) == [patient]
+    assert bench.router.num_waiting == 0
+
+
+def test_the_ledger_says_whether_a_worker_was_missing_or_busy() -> None:
+    bench = Bench(max_tokens_per_step=4)
+    first = bench.add(make_record(range(4), max_tokens=1))
+    bench.join()
+    second = bench.add(make_record(range(4), max_tokens=1))
+    bench.dispatch()
+    assert first.ledger.cause == "queued_behind"
+    assert second.ledger.cause == "queued_behind"
+    alone = Bench()
+    assert alone.add(make_record()).ledger.cause == "queued_no_worker"

@@ -1,0 +1,83 @@
+"""Every book can be falsified, and every falsification is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.engine_core.harness import Harness
+from tests.fakes import make_record
+
+from pagoda_engine_core.scheduling.blocks import BrokenInvariant
+from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Request
+from pagoda_engine_core.scheduling.scheduler import Scheduler
+
+Falsify = Callable[[Scheduler, Request, Choice, Choice], None]
+
+
+def _set(target: str, name: str, value: object) -> Falsify:
+    def falsify(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
+        setattr(
+            {"request": request, "running": running, "waiting": waiting, "scheduler": scheduler}[target], name, value
+        )
+
+    return falsify
+
+
+def _repeat_a_block(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
+    scheduler._pool.share(running.block_ids[:1])
+    running.block_ids.append(running.block_ids[0])
+
+
+def _swap_one_that_never_ran(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
+    waiting.swap_block_ids, waiting.num_swapped = scheduler._kv.swap_pool.allocate(1), 1
+
+
+def _swap_everything(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
+    waiting.swap_block_ids, waiting.num_swapped = scheduler._kv.swap_pool.allocate(2), 8
+    waiting.state = ChoiceState.PREEMPTED
+
+
+FALSIFICATIONS: list[tuple[str, Falsify]] = [
+    ("ref counts != block tables", _set("running", "block_ids", [])),
+    ("appears twice", _repeat_a_block),
+    ("queues != live choices", _set("running", "state", ChoiceState.FINISHED)),
+    ("queued twice", lambda s, _, running, waiting: s._waiting._choices.append(waiting)),
+    ("out of order", _set("waiting", "order", (99.0,))),
+    ("another state", _set("waiting", "state", ChoiceState.RUNNING)),
+    ("it holds something", _set("waiting", "row_id", 3)),
+    ("rows of a request", _set("request", "num_rows", 2)),
+    ("has no row", _set("running", "row_id", -1)),
+    ("beyond the block table", _set("running", "num_computed", 100)),
+    ("beyond the tokens", _set("running", "num_pending", 0)),
+    ("registered before computed", _set("running", "num_registered", 9)),
+    ("confirmed before computed", _set("running", "num_confirmed", 99)),
+    ("is swapped out", _set("running", "num_swapped", 1)),
+    ("ref counts of swap blocks", lambda s, *_: s._kv.swap_pool.allocate(1)),
+    ("swap blocks != swapped tokens", _set("waiting", "num_swapped", 1)),
+    ("swapped, but not preempted", _swap_one_that_never_ran),
+    ("nothing is left to compute", _swap_everything),
+    ("active requests", _set("scheduler", "_num_active", 0)),
+    ("queued tokens", _set("scheduler", "_queued_tokens", 1)),
+    ("more rows than allowed", _set("scheduler", "_max_rows", 0)),
+    ("pending tokens != plans in flight", lambda s, *_: s._in_flight.clear()),
+    ("an ended request is kept", lambda s, request, *_: s._requests.update(gone=_ended_request())),
+]
+
+
+def _ended_request() -> Request:
+    request = Request(make_record(), max_output_tokens=8, now=0.0)
+    request.abort((), 0.0)
+    return request
+
+
+@pytest.mark.parametrize(("complaint", "falsify"), FALSIFICATIONS, ids=[name for name, _ in FALSIFICATIONS])
+def test_wrong_books_are_seen(complaint: str, falsify: Falsify) -> None:
+    harness = Harness(max_rows=1, max_steps_in_flight=2, num_swap_blocks=4)
+    request = harness.add(make_record([1] * 8, n=3, max_tokens=8))
+    harness.plan()
+    harness.plan()
+    harness.scheduler.check_invariants()
+    falsify(harness.scheduler, request, *request.choices[:2])
+    with pytest.raises(BrokenInvariant, match=complaint):
+        harness.scheduler.check_invariants()

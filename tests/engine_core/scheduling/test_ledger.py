@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda_engine_core.scheduling.ledger import QUEUED, Cause, Ledger
+
+CHANGES = st.lists(st.tuples(st.sampled_from(list(Cause)), st.integers(0, 10**6)))
+
+
+def test_time_goes_to_the_cause_in_force() -> None:
+    ledger = Ledger(Cause.QUEUED_BEHIND, 10)
+    ledger.enter(Cause.PREFILL, 12)
+    ledger.enter(Cause.DECODE, 13)
+    ledger.enter(Cause.PREEMPTED, 20)
+    ledger.enter(Cause.DECODE, 24)
+    ledger.close(25)
+    assert [(entry.cause, entry.seconds) for entry in ledger.entries()] == [
+        ("queued_behind", 2), ("prefill", 1), ("decode", 8), ("preempted", 4),
+    ]  # fmt: skip
+    assert ledger.latency == 15
+
+
+def test_causes_without_time_are_left_out() -> None:
+    ledger = Ledger(Cause.QUEUED_NO_WORKER, 1)
+    ledger.enter(Cause.QUEUED_BEHIND, 1)
+    ledger.close(1)
+    assert ledger.entries() == []
+    assert ledger.latency == 0
+
+
+def test_nothing_is_written_after_closing() -> None:
+    ledger = Ledger(Cause.DECODE, 0)
+    ledger.close(1)
+    with pytest.raises(ValueError, match="closed"):
+        ledger.enter(Cause.DECODE, 2)
+    with pytest.raises(ValueError, match="closed"):
+        ledger.close(2)
+    assert ledger.latency == 1
+
+
+@given(start=st.integers(0, 10**6), changes=CHANGES)
+def test_entries_sum_exactly_to_the_latency(start: int, changes: list[tuple[Cause, int]]) -> None:
+    now = Fraction(start, 3)
+    ledger = Ledger(Cause.QUEUED_NO_WORKER, now)
+    for cause, elapsed in changes:
+        now += Fraction(elapsed, 7)
+        ledger.enter(cause, now)
+        assert ledger.cause is cause
+    now += Fraction(1, 11)
+    ledger.close(now)
+    assert sum(entry.seconds for entry in ledger.entries()) == ledger.latency == now - Fraction(start, 3)
+    assert len({entry.cause for entry in ledger.entries()}) == len(ledger.entries())
+
+
+def test_the_queued_causes_are_those_named_so() -> None:
+    assert {cause.value for cause in Cause} - {cause.value for cause in QUEUED} == {
+        "prefill", "decode", "preempted", "replaying",
+    }  # fmt: skip

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from tests.fakes import make_record
+
+from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, Growth
+from pagoda_engine_core.scheduling.plan import Budget, PlanBuilder
+from pagoda_engine_core.scheduling.request import Choice, Request
+from pagoda_proto.records import PriorOutput
+from pagoda_proto.steps import AppendBlocks, Chunk, ReplaceBlock
+
+
+def make_choice(num_prompt: int = 4, row_id: int = 0) -> Choice:
+    choice = Request(make_record([1] * num_prompt), max_output_tokens=8, now=0.0).choices[0]
+    choice.row_id = row_id
+    return choice
+
+
+def test_promised_tokens_are_not_granted_to_prompts() -> None:
+    budget = Budget(tokens=10, chunk_size=8, promised=3)
+    assert budget.left == 7
+    assert budget.grant(100) == 7
+    assert budget.grant(100) == 0
+    assert [budget.grant_promised() for _ in range(3)] == [1, 1, 1]
+    assert budget.left == 0
+
+
+def test_a_grant_is_one_chunk_at_most() -> None:
+    budget = Budget(tokens=100, chunk_size=8, promised=0)
+    assert [budget.grant(wanted) for wanted in (5, 8, 9, 1000)] == [5, 8, 8, 8]
+    assert budget.left == 71
+
+
+def test_more_promises_than_tokens() -> None:
+    budget = Budget(tokens=2, chunk_size=8, promised=3)
+    assert budget.left == 0
+    assert [budget.grant_promised() for _ in range(3)] == [1, 1, 0]
+
+
+def test_launch_moves_choices_to_where_the_step_leaves_them() -> None:
+    prefill, decode, part = make_choice(4, 0), make_choice(4, 1), make_choice(9, 2)
+    decode.num_computed, decode.num_pending = 4, 1
+    builder = PlanBuilder(Budget(100, 100, 0))
+    assert builder.empty
+    builder.compute(prefill, 4)
+    builder.compute(decode, 1)
+    builder.compute(part, 5)
+    assert (prefill.num_computed, prefill.launched) == (0, False), "nothing moves while the plan is being made"
+    plan, flight = builder.launch(7, [5], [(3, 1)])
+    assert (plan.step, flight.step, plan.finished_rows, plan.swap_outs) == (7, 7, [5], [(3, 1)])
+    assert plan.chunks == [Chunk(1, 4, 1, True), Chunk(0, 0, 4, True), Chunk(2, 0, 5, False)]
+    assert plan.num_tokens == 10
+    assert [choice for choice, _ in flight.chunks] == [decode, prefill, part]
+    assert [(c.num_computed, c.num_pending, c.launched) for c in (prefill, decode, part)] == [
+        (4, 1, True), (5, 2, True), (5, 0, True),
+    ]  # fmt: skip
+
+
+def test_growth_of_a_known_row_is_told_as_changes() -> None:
+    builder = PlanBuilder(Budget(100, 100, 0))
+    builder.grow_row(3, NO_GROWTH)
+    builder.grow_row(4, Growth([8, 9], [(1, 7)], [(2, 7)]))
+    plan, _ = builder.launch(1, [], [])
+    assert plan.append_blocks == [AppendBlocks(4, [8, 9])]
+    assert plan.replace_blocks == [ReplaceBlock(4, 1, 7)]
+    assert plan.block_copies == [(2, 7)]
+
+
+def test_a_new_row_brings_its_table_and_only_copies_remain() -> None:
+    record = make_record([1, 2, 3], n=2, seed=9, prompt_logprobs=1, eos_token_ids=(5,))
+    request = Request(record, max_output_tokens=8, now=0.0, prior=[PriorOutput(choice=1, token_ids=[6])])
+    choice = request.choices[1]
+    choice.row_id, choice.block_ids, choice.num_computed = 4, [3, 7], 2
+    builder = PlanBuilder(Budget(100, 100, 0))
+    builder.start_row(choice, Growth([], [(1, 7)], [(2, 7)]), [(3, 4)])
+    plan, _ = builder.launch(1, [], [])
+    (new,) = plan.new_rows
+    assert (new.row_id, new.token_ids, new.num_prompt_tokens, new.num_computed) == (4, [1, 2, 3, 6], 3, 2)
+    assert (new.block_ids, new.seed, new.choice, new.eos_token_ids) == ([3, 7], 9, 1, (5,))
+    assert new.params.prompt_logprobs is None
+    assert (plan.replace_blocks, plan.append_blocks, plan.block_copies) == ([], [], [(2, 7)])
+    assert plan.swap_ins == [(3, 4)]

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+from tests.fakes import make_record
+
+from pagoda_engine_core.scheduling.policy import Fcfs, OrderedChoices, Priority, load_policy
+from pagoda_engine_core.scheduling.request import Choice, Request
+
+
+def make_request(now: float, priority: int = 0, n: int = 1) -> Request:
+    return Request(make_record(priority=priority, n=n), max_output_tokens=8, now=now)
+
+
+def ordered(choice: Choice, *order: float) -> Choice:
+    choice.order = order
+    return choice
+
+
+def test_fcfs_orders_by_arrival_whatever_the_priority() -> None:
+    early, late = make_request(1.0, priority=5), make_request(2.0, priority=-5)
+    assert Fcfs().key(early) < Fcfs().key(late)
+
+
+def test_priority_orders_by_priority_then_arrival() -> None:
+    urgent, early, late = make_request(9.0, priority=-1), make_request(1.0), make_request(2.0)
+    assert sorted([late, early, urgent], key=Priority().key) == [urgent, early, late]
+
+
+@pytest.mark.parametrize("name", ["fcfs", "priority"])
+def test_the_last_in_order_is_preempted(name: str) -> None:
+    choices = [make_request(float(i)).choices[0] for i in range(3)]
+    assert load_policy(name).victim(choices) is choices[-1]
+
+
+def test_unknown_policies_are_refused() -> None:
+    with pytest.raises(ValueError, match="fcfs, priority, got 'fair'"):
+        load_policy("fair")
+
+
+def test_ordered_choices_stay_in_order() -> None:
+    queue = OrderedChoices()
+    first, second, third = (ordered(make_request(0.0).choices[0], i) for i in range(3))
+    for choice in (second, third, first):
+        queue.add(choice)
+    assert list(queue) == [first, second, third]
+    assert queue.since(1) == [second, third]
+    queue.remove(second)
+    assert list(queue) == [first, third]
+    assert (len(queue), queue[0]) == (2, first)
+
+
+def test_removing_what_is_not_there_is_an_error() -> None:
+    queue = OrderedChoices()
+    here, same_place, last = (ordered(make_request(0.0).choices[0], place) for place in (1, 1, 2))
+    queue.add(here)
+    for absent in (same_place, last):
+        with pytest.raises(ValueError, match="not here"):
+            queue.remove(absent)
+    assert list(queue) == [here]

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagoda_engine_core.sessions import outbox as outbox_module
+from pagoda_engine_core.sessions.outbox import MAX_FRAME_NUMBERS, Outbox
+from pagoda_proto import convert
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import Delta, FinishReason, LedgerEntry, Load, Usage
+from pagoda_proto.steps import TopLogprobs
+
+
+def delta(request_id: str, first_index: int, tokens: list[int], choice: int = 0, **fields: object) -> Delta:
+    return Delta(request_id=request_id, choice=choice, first_index=first_index, token_ids=list(tokens), **fields)
+
+
+def logprob(token: int) -> TopLogprobs:
+    return TopLogprobs(-0.5, 1, [token], [-0.5])
+
+
+def test_neighbours_merge_and_the_ending_stays_last() -> None:
+    outbox = Outbox()
+    outbox.deltas([delta("a", 0, [1], logprobs=[logprob(1)], prompt_logprobs=[logprob(9)])])
+    outbox.deltas([delta("a", 1, [2], logprobs=[logprob(2)])])
+    usage, ledger = Usage(prompt_tokens=1, output_tokens=2), [LedgerEntry("decode", 1.0)]
+    outbox.deltas([delta("a", 2, [], finish_reason=FinishReason.LENGTH, usage=usage, ledger=ledger)])
+    (merged,) = outbox.take_deltas()
+    assert merged.token_ids == [1, 2]
+    assert merged.logprobs == [logprob(1), logprob(2)]
+    assert merged.prompt_logprobs == [logprob(9)]
+    assert (merged.finish_reason, merged.usage, merged.ledger) == (FinishReason.LENGTH, usage, ledger)
+
+
+def test_other_choices_and_requests_do_not_merge_and_a_later_attempt_replaces_an_earlier_one() -> None:
+    outbox = Outbox()
+    outbox.deltas([delta("a", 0, [1]), delta("a", 0, [2], choice=1), delta("b", 0, [3])])
+    outbox.deltas([delta("a", 1, [4], attempt=1)])
+    outbox.deltas([delta("c", 3, [5, 6]), delta("c", 2, [7], attempt=1)])
+    taken = [(d.request_id, d.attempt, d.token_ids) for d in outbox.take_deltas()]
+    assert taken == [("a", 0, [2]), ("b", 0, [3]), ("a", 1, [1, 4]), ("c", 1, [7])]
+
+
+def test_frames_come_in_an_order_that_makes_sense() -> None:
+    outbox = Outbox()
+    outbox.load(Load(engine_id="old"))
+    outbox.migrate("a", 0, "drain")
+    outbox.deltas([delta("a", 0, [1])])
+    outbox.accepted("a", 0)
+    outbox.rejected("b", 2, PagodaError(ErrorCode.OVERLOADED, "full", "x"), 3.5)
+    outbox.load(Load(engine_id="new"))
+    frames = outbox.take()
+    assert [frame.WhichOneof("frame") for frame in frames] == ["accepted", "rejected", "outputs", "migrate", "load"]
+    rejected = frames[1].rejected
+    assert (rejected.code, rejected.param, rejected.attempt, rejected.retry_after_s) == ("overloaded", "x", 2, 3.5)
+    assert frames[-1].load.engine_id == "new"
+    assert outbox.take() == []
+
+
+def test_frames_are_bounded_and_so_is_what_waits() -> None:
+    outbox = Outbox()
+    outbox.deltas([delta(str(i), 0, [7] * (MAX_FRAME_NUMBERS // 2)) for i in range(3)])
+    assert len(outbox.take()) == 3
+    assert not outbox.overfull
+    outbox.deltas([delta("a", 0, [7] * (outbox_module.MAX_WAITING_NUMBERS + 1))])
+    assert outbox.overfull
+    outbox.take_deltas()
+    assert not outbox.overfull
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(0, 3), st.booleans()), max_size=40))
+def test_however_it_is_read_the_tokens_are_the_same(steps: list[tuple[str, int, int, bool]]) -> None:
+    outbox = Outbox()
+    sent: dict[tuple[str, int], list[int]] = {}
+    received: dict[tuple[str, int], list[int]] = {}
+
+    def read() -> None:
+        for frame in outbox.take():
+            for message in frame.outputs.deltas:
+                got = convert.delta_from_pb(message)
+                tokens = received.setdefault((got.request_id, got.choice), [])
+                assert got.first_index == len(tokens)
+                tokens += got.token_ids
+
+    for request_id, choice, count, then_read in steps:
+        tokens = sent.setdefault((request_id, choice), [])
+        new = delta(request_id, len(tokens), list(range(count)), choice)
+        outbox.deltas([new])
+        tokens += range(count)
+        if then_read:
+            read()
+    read()
+    assert received == sent

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagoda_engine_core.workers.pace import Pace, Throughput
+
+
+def test_nothing_is_assumed_of_what_was_never_seen() -> None:
+    assert Pace().step_s(1) == 0.0
+
+
+def test_a_step_runs_once_those_before_it_are_answered() -> None:
+    pace = Pace()
+    pace.asked(512, 10.0)
+    pace.asked(4, 10.0)
+    assert pace.answered(10.5) == (512, 0.5)
+    assert pace.answered(10.6) == (4, 10.6 - 10.5)
+    pace.asked(4, 20.0)
+    assert pace.answered(20.25) == (4, 0.25)
+
+
+def test_between_sizes_that_were_seen_a_step_takes_no_longer_than_either_allows() -> None:
+    pace = Pace()
+    pace.observe(1, 0.01)
+    pace.observe(1024, 0.8)
+    assert pace.step_s(4) == 0.01 * 4
+    assert pace.step_s(512) == 0.8
+    assert pace.step_s(4096) == 0.8 * 4
+
+
+@given(st.lists(st.tuples(st.integers(1, 5000), st.floats(1e-4, 100)), min_size=1), st.integers(1, 100_000))
+def test_a_prediction_lies_within_what_was_seen_and_its_ratio(steps: list[tuple[int, float]], num_tokens: int) -> None:
+    pace = Pace()
+    for size, seconds in steps:
+        pace.observe(size, seconds)
+    seen = [seconds for _, seconds in steps]
+    assert min(seen) * 0.999 <= pace.step_s(num_tokens) <= max(seen) * 1.001 * max(1, num_tokens)
+
+
+def test_a_rate_is_that_of_the_time_in_which_there_was_work() -> None:
+    throughput = Throughput()
+    now = 0.0
+    for _ in range(3):
+        for step in range(30):
+            now += 0.1
+            throughput.served(10, now, busy=step < 29)
+        now += 1000.0
+    assert 90 < throughput.tokens_per_s < 110
+
+
+def test_one_step_is_no_rate() -> None:
+    throughput = Throughput()
+    throughput.served(2048, 5.0, busy=False)
+    throughput.served(2048, 500.0, busy=False)
+    assert throughput.tokens_per_s == 0

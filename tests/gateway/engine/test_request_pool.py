@@ -1,0 +1,407 @@
+"""However often and wherever a request is lost, it goes on where it began or says why not, and ends exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.gateway.fake_engine_core import next_token
+from tests.gateway.streams import record, waits
+
+from pagoda_gateway.engine.endings import Endings
+from pagoda_gateway.engine.live import LiveRequest
+from pagoda_gateway.engine.model_view import ModelView
+from pagoda_gateway.engine.request_pool import RequestPool
+from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_proto.convert import begun_to_pb
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.records import Begun, Delta, FinishReason, RequestRecord
+from pagoda_proto.times import LivedClock
+
+HERE = ModelView(fingerprint="m1", numerics_id="n1", vocab_size=512)
+BEGUN = Begun(model_fingerprint="m1", numerics_id="n1", cached_prompt_tokens=2)
+NO_ONE = ModelView()
+
+
+class Bench:
+    """A pool whose clock and whose engine core are this test's."""
+
+    def __init__(self, **times: float) -> None:
+        self.now = 100.0
+        self.metrics = GatewayMetrics("m")
+        self.sent: list[pb.ClientFrame] = []
+        endings = Endings(self.metrics, log_requests=True)
+        clock = LivedClock(1e9, lambda: self.now)
+        self.waits = waits(**times)
+        self.pool = RequestPool(clock, self.waits, self.metrics, endings, lambda now: 7.0)
+        self.meet()
+
+    def meet(self, view: ModelView = HERE, *, usable: bool = True) -> None:
+        self.pool.meet(view, self.sent.append, usable=usable)
+
+    def open(self, **params: Any) -> LiveRequest:
+        return self.pool.open(record(**params), counted=True)
+
+    def submits(self, live: LiveRequest) -> list[pb.Submit]:
+        name = live.request.record.request_id
+        return [f.submit for f in self.sent if f.HasField("submit") and f.submit.record.request_id == name]
+
+    def tokens(self, live: LiveRequest, *tokens: int, at: int = 0, begun: Begun | None = BEGUN) -> None:
+        delta = pb.Delta(
+            request_id=live.request.record.request_id,
+            attempt=live.request.attempt,
+            first_index=at,
+            token_ids=tokens,
+            stop_token_id=-1,
+        )
+        if begun is not None and not at:
+            delta.begun.CopyFrom(begun_to_pb(begun))
+        self.pool.on_outputs(pb.StepOutputs(deltas=[delta]))
+
+    def reject(self, live: LiveRequest, code: str, message: str = "no", retry_after_s: float = 0.0) -> None:
+        about = {"request_id": live.request.record.request_id, "attempt": live.request.attempt}
+        self.pool.on_rejected(pb.Rejected(code=code, message=message, retry_after_s=retry_after_s, **about))
+
+    def accept(self, live: LiveRequest) -> None:
+        about = {"request_id": live.request.record.request_id, "attempt": live.request.attempt}
+        self.pool.on_accepted(pb.Accepted(**about))
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+        self.pool.tend()
+
+
+@pytest.fixture
+async def bench() -> Bench:
+    return Bench()
+
+
+def ending(live: LiveRequest) -> tuple[ErrorCode | None, str]:
+    assert live.request.ended
+    assert live.request.error is not None
+    return live.request.error.code, live.request.error.message
+
+
+async def test_what_it_began_under_goes_out_with_every_resubmission(bench: Bench) -> None:
+    live = bench.open()
+    bench.tokens(live, 5)
+    for _ in range(3):
+        bench.pool.lose()
+        bench.meet()
+    first, *later = bench.submits(live)
+    assert not first.HasField("begun")
+    assert [submit.begun for submit in later] == [begun_to_pb(BEGUN)] * 3
+    assert [submit.attempt for submit in later] == [1, 2, 3]
+
+
+async def test_without_tokens_nothing_is_bound(bench: Bench) -> None:
+    live = bench.open()
+    bench.accept(live)
+    bench.pool.lose()
+    bench.meet(ModelView(fingerprint="m2", numerics_id="n2", vocab_size=512))
+    assert [submit.HasField("begun") for submit in bench.submits(live)] == [False, False]
+
+
+async def test_the_first_word_on_where_it_began_stays(bench: Bench) -> None:
+    live = bench.open()
+    bench.tokens(live, 5)
+    bench.pool.lose()
+    bench.meet()
+    bench.tokens(live, 5, 6, begun=Begun(model_fingerprint="m9", numerics_id="n9"))
+    assert live.request.begun == BEGUN
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_another_model_is_named_and_nothing_spliced(bench: Bench, lost: bool) -> None:
+    live, fresh = bench.open(), bench.open()
+    bench.tokens(live, 5)
+    if lost:
+        bench.pool.lose()
+    bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512))
+    code, message = ending(live)
+    assert code is ErrorCode.STREAM_INTERRUPTED
+    assert "'m1'" in message
+    assert "'m2'" in message
+    assert len(bench.submits(live)) == 1
+    assert not fresh.request.ended  # it had no token: any model will do
+    assert len(bench.submits(fresh)) == 1 + lost
+
+
+async def test_each_request_is_judged_by_what_it_began_under_itself(bench: Bench) -> None:
+    old, new = bench.open(), bench.open()
+    bench.tokens(old, 5)
+    bench.meet(ModelView(fingerprint="m2", numerics_id="n2", vocab_size=512))
+    bench.tokens(new, 5, begun=Begun(model_fingerprint="m2", numerics_id="n2"))
+    bench.pool.lose()
+    bench.meet(ModelView(fingerprint="m2", numerics_id="n2", vocab_size=512))
+    assert old.request.ended
+    assert len(bench.submits(new)) == 2
+
+
+async def test_a_prompt_does_not_go_to_another_vocabulary(bench: Bench) -> None:
+    live = bench.open()
+    bench.pool.lose()
+    bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=600))
+    code, message = ending(live)
+    assert code is ErrorCode.UNAVAILABLE
+    assert "512" in message
+    assert "600" in message
+
+
+async def test_other_numerics_are_waited_out(bench: Bench) -> None:
+    """The engine core stands; a worker of the old kind may still come, for longer than an engine core is waited for."""
+    live = bench.open()
+    bench.tokens(live, 5)
+    bench.pool.lose()
+    others = ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512)
+    bench.meet(others)
+    bench.after(bench.waits.resume_s + 1)
+    bench.meet(others)
+    assert len(bench.submits(live)) == 1
+    bench.meet(HERE)
+    assert len(bench.submits(live)) == 2
+
+
+async def test_other_numerics_to_the_end_are_named(bench: Bench) -> None:
+    live = bench.open()
+    bench.tokens(live, 5)
+    bench.pool.lose()
+    bench.meet(ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512))
+    bench.after(1.0)
+    bench.after(bench.waits.no_worker_s)
+    code, message = ending(live)
+    assert code is ErrorCode.STREAM_INTERRUPTED
+    assert "'n1'" in message
+    assert "'n2'" in message
+    assert len(bench.submits(live)) == 1
+
+
+async def test_an_engine_core_that_knows_no_worker_yet_may_hold_it(bench: Bench) -> None:
+    live = bench.open()
+    bench.tokens(live, 5)
+    bench.pool.lose()
+    bench.meet(NO_ONE)
+    assert len(bench.submits(live)) == 2
+
+
+@pytest.mark.parametrize("code", ["overloaded", "unavailable"])
+async def test_a_refusal_of_what_was_lost_is_tried_again(bench: Bench, code: str) -> None:
+    live = bench.open()
+    bench.tokens(live, 5)
+    bench.pool.lose()
+    bench.meet()
+    for attempt in (1, 2, 3):
+        bench.reject(live, code, retry_after_s=0.5)
+        assert len(bench.submits(live)) == 1 + attempt
+        bench.meet()  # a load says nothing about when to come again
+        bench.after(0.4)
+        assert len(bench.submits(live)) == 1 + attempt
+        bench.after(0.2)
+        assert len(bench.submits(live)) == 2 + attempt
+    bench.accept(live)
+    assert not live.request.ended
+
+
+async def test_refused_to_the_end_it_tells_the_engine_cores_own_reason(bench: Bench) -> None:
+    live = bench.open()
+    bench.tokens(live, 5)
+    bench.pool.lose()
+    bench.meet()
+    bench.reject(live, "unavailable", "no worker for 120 s")
+    bench.after(bench.waits.resume_s)
+    code, message = ending(live)
+    assert code is ErrorCode.STREAM_INTERRUPTED
+    assert "no worker for 120 s" in message
+    assert "lost" not in message
+
+
+async def test_refused_after_it_was_taken_it_tells_that_reason_too(bench: Bench) -> None:
+    live = bench.open()
+    bench.tokens(live, 5)
+    bench.pool.lose()
+    bench.meet()
+    bench.accept(live)
+    bench.after(120.0)
+    bench.reject(live, "unavailable", "no worker for 120 s")
+    assert ending(live) == (ErrorCode.STREAM_INTERRUPTED, "no worker for 120 s")
+
+
+async def test_each_loss_has_a_wait_of_its_own(bench: Bench) -> None:
+    """Also when all that came between two losses was a refusal."""
+    live = bench.open()
+    bench.tokens(live, 5)
+    for _ in range(4):
+        bench.pool.lose()
+        bench.after(0.9 * bench.waits.resume_s)
+        bench.meet()
+        bench.reject(live, "unavailable", "no worker yet")
+    assert not live.request.ended
+    bench.after(0.2 * bench.waits.resume_s)
+    assert "no worker yet" in ending(live)[1]
+
+
+async def test_none_that_takes_over_is_called_lost(bench: Bench) -> None:
+    live, fresh = bench.open(), bench.open()
+    bench.tokens(live, 5)
+    bench.pool.lose()
+    bench.after(bench.waits.resume_s - 0.1)
+    assert not live.request.ended
+    bench.after(0.2)
+    assert ending(live)[0] is ErrorCode.STREAM_INTERRUPTED
+    assert ending(fresh)[0] is ErrorCode.UNAVAILABLE
+    assert live.request.error is not None
+    assert live.request.error.retry_after_s == 7.0
+    assert "lost" in ending(live)[1]
+
+
+async def test_losses_without_a_token_are_bounded_by_time(bench: Bench) -> None:
+    live = bench.open()
+    num_losses = 0
+    while not live.request.ended:
+        bench.after(2.0)
+        bench.pool.lose()
+        bench.meet()
+        num_losses += 1
+    assert num_losses == int(bench.waits.losing_s / 2.0) + 2
+    live = bench.open()
+    for i in range(3 * num_losses):  # a token now and then, and there is no bound
+        bench.after(2.0)
+        bench.pool.lose()
+        bench.meet()
+        if i % 10 == 0:
+            bench.tokens(live, 1, at=live.request.num_output_tokens)
+    assert not live.request.ended
+
+
+async def test_a_stop_string_found_while_lost_ends_it_here_with_what_is_known(bench: Bench) -> None:
+    live = bench.open()
+    bench.tokens(live, 5)
+    bench.pool.lose()
+    await live.abort([0])
+    *_, last = await live.next()
+    assert last.usage is not None
+    assert (last.usage.cached_prompt_tokens, last.usage.output_tokens) == (2, 1)
+    assert bench.pool.num_open == bench.pool.num_parked == 0
+
+
+async def test_a_request_opened_in_a_gap_of_the_session_is_not_forgotten(bench: Bench) -> None:
+    bench.pool.lose()
+    live = bench.open()
+    assert bench.submits(live) == []
+    bench.meet()
+    assert len(bench.submits(live)) == 1
+
+
+EVENTS = st.lists(
+    st.sampled_from(["open", "step", "step", "step", "lose", "meet", "drain", "other", "move", "hole", "no", "wait"]),
+    max_size=60,
+)
+
+
+class Story:
+    """Any sequence of events; what is sent is answered as an engine core that begins with m1 and n1 would."""
+
+    def __init__(self) -> None:
+        self.bench = Bench(resume_s=3.0, no_worker_s=6.0, losing_s=9.0)
+        self.view = HERE
+        self.usable = True
+        self.there = True
+        self.lives: list[LiveRequest] = []
+
+    def happen(self, event: str) -> None:
+        bench, pool = self.bench, self.bench.pool
+        if event == "open":
+            self.lives.append(bench.open(n=2, max_tokens=6))
+        elif event == "lose":
+            pool.lose()
+            self.there = False
+        elif event in ("meet", "drain", "other"):
+            self.view = HERE if event != "other" else ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512)
+            self.there, self.usable = True, event != "drain"
+            bench.meet(self.view, usable=self.usable)
+        elif event == "wait":
+            bench.after(1.0)
+        else:
+            for live in self.lives:
+                self._to_one(live, event)
+
+    def _to_one(self, live: LiveRequest, event: str) -> None:
+        """Only what this engine core has been sent can it speak of."""
+        submits = self.bench.submits(live)
+        if not (self.there and submits and submits[-1].attempt == live.request.attempt and not live.request.ended):
+            return
+        about = {"request_id": live.request.record.request_id, "attempt": live.request.attempt}
+        if event == "move":
+            self.bench.pool.on_migrate(pb.Migrate(**about))
+        elif event == "no":
+            self.bench.reject(live, "overloaded")
+        else:
+            self._tokens(live, about, hole=event == "hole")
+
+    def _tokens(self, live: LiveRequest, about: dict[str, Any], *, hole: bool) -> None:
+        priors = {prior.choice: prior.token_ids for prior in live.request.prior_outputs()}
+        deltas = []
+        for choice in range(2):
+            known = list(priors.get(choice, ()))
+            if len(known) >= 6:
+                continue
+            token = next_token(live.request.record, choice, known)
+            delta = pb.Delta(choice=choice, first_index=len(known) + hole, token_ids=[token], stop_token_id=-1, **about)
+            if not priors:
+                delta.begun.CopyFrom(begun_to_pb(BEGUN))
+            if len(known) == 5 and not hole:
+                delta.finish_reason = pb.FINISH_REASON_LENGTH
+            deltas.append(delta)
+        if deltas and not hole and all(delta.finish_reason for delta in deltas):
+            deltas[-1].usage.output_tokens = 12
+        self.bench.pool.on_outputs(pb.StepOutputs(deltas=deltas))
+
+
+async def read(live: LiveRequest) -> list[Delta]:
+    deltas: list[Delta] = []
+    while batch := await live.next():
+        deltas += batch
+    return deltas
+
+
+def check(record: RequestRecord, deltas: list[Delta]) -> None:
+    got: dict[int, list[int]] = {0: [], 1: []}
+    for delta in deltas:
+        assert delta.first_index == len(got[delta.choice])
+        for token in delta.token_ids:
+            assert token == next_token(record, delta.choice, got[delta.choice])
+            got[delta.choice].append(token)
+    assert [delta.ends_request for delta in deltas].count(True) == 1
+    assert deltas[-1].ends_request
+    ended = [delta.choice for delta in deltas if delta.finish_reason is not None]
+    assert sorted(ended) == [0, 1]
+
+
+@given(EVENTS)
+@settings(max_examples=200, deadline=None)
+def test_any_story_ends_each_request_once_with_a_prefix_of_its_tokens(events: list[str]) -> None:
+    async def tell() -> None:
+        story = Story()
+        for event in events:
+            story.happen(event)
+        for live in story.lives:
+            for submit in story.bench.submits(live):
+                assert submit.HasField("begun") == bool(submit.prior_outputs)
+        story.happen("lose")
+        for _ in range(7):
+            story.happen("wait")
+        assert story.bench.pool.num_open == story.bench.pool.num_parked == 0
+        for live in story.lives:
+            check(live.request.record, await read(live))
+        value = story.bench.metrics.registry.get_sample_value
+        ended = [
+            value("pagoda_request_success_total", {"model_name": "m", "finished_reason": reason})
+            for reason in FinishReason
+        ]
+        assert sum(n or 0 for n in ended) == len(story.lives)
+
+    asyncio.run(tell())

@@ -1,0 +1,150 @@
+"""What `pagoda serve` starts: the children's commands, read back the way the children read them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pagoda.cli import parser_of
+from pagoda.commands.serve import Tower
+from pagoda.processes import logs
+from pagoda.processes.startup import announcement
+from pagoda.settings.flags import given_flags
+from pagoda.settings.resolving import resolve
+from pagoda_engine_core.config import EngineConfig
+from pagoda_gateway.config import GatewayConfig
+from pagoda_worker.config import WorkerConfig
+
+
+def tower(**flags: Any) -> Tower:
+    return Tower(resolve("serve", flags, {}), Path("/models/some"), Path("/run/x"), started=0.0)
+
+
+def read_back(command: list[str], tier: str, config: type) -> Any:
+    words = command[command.index(tier) :]
+    arguments = parser_of(tier).parse_args(words)
+    return resolve(tier, given_flags(arguments, tier), {}).build(config)
+
+
+def configs(one: Tower) -> dict[str, Any]:
+    kinds = {"gateway": ("gateway", GatewayConfig), "engine-core": ("engine-core", EngineConfig)}
+    return {
+        spec.name: read_back(list(spec.command()), *kinds.get(spec.name, ("worker", WorkerConfig)))
+        for spec in one.children()
+    }
+
+
+def test_the_tiers_are_wired_to_each_other() -> None:
+    found = configs(tower(workers="3", port="0", max_model_len="256", model="org/name"))
+    assert list(found) == ["gateway", "engine-core", "worker-0", "worker-1", "worker-2"]
+    gateway, engine, worker = found["gateway"], found["engine-core"], found["worker-1"]
+    assert gateway.engine == engine.listen == "unix:/run/x/engine.sock"
+    assert worker.engine == engine.worker_endpoint == "ipc:///run/x/workers.sock"
+    assert gateway.model == worker.model == "/models/some"
+    assert gateway.served_model_name == "org/name"
+    assert worker.worker_id == "worker-1"
+    assert engine.max_model_len == worker.max_model_len == 256
+
+
+def test_workers_share_the_cores() -> None:
+    shared, own = tower(workers="64"), tower(workers="2", threads="5")
+    assert {config.threads for config in shared.workers} == {1}
+    assert {config.threads for config in own.workers} == {5}
+
+
+@pytest.mark.parametrize(
+    ("flags", "devices"),
+    [
+        ({}, ["auto", "auto:1", "auto:2"]),
+        ({"device": "cuda"}, ["cuda", "cuda:1", "cuda:2"]),
+        ({"device": "cuda:1"}, ["cuda:1"] * 3),
+        ({"device": "cpu"}, ["cpu"] * 3),
+    ],
+)
+def test_every_worker_takes_a_gpu_of_its_own(flags: dict[str, str], devices: list[str]) -> None:
+    found = configs(tower(workers="3", **flags))
+    assert [found[f"worker-{index}"].device for index in range(3)] == devices
+
+
+def test_the_gateway_stops_first_and_the_workers_last() -> None:
+    order = {spec.name: spec.stop_order for spec in tower().children()}
+    assert order["gateway"] < order["engine-core"] < order["worker-0"]
+
+
+def test_a_restarted_gateway_keeps_the_port_it_was_given() -> None:
+    one = tower(port="0")
+    one.on_event("gateway", {"event": "listening", "url": "http://127.0.0.1:4567"})
+    assert configs(one)["gateway"].port == 4567
+
+
+def test_readiness_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None:
+    one = tower(served_model_name="mine")
+    one.on_event("worker-0", {"event": "loading", "bytes": 1, "of": 2})
+    one.on_event("worker-0", {"event": "loaded", "seconds": 1.0, "num_blocks": 5})
+    one.on_event("gateway", {"event": "listening", "url": "http://127.0.0.1:4567"})
+    one.on_event("gateway", {"event": "ready"})
+    one.on_event("gateway", {"event": "unready"})
+    one.on_event("gateway", {"event": "ready"})
+    printed = capsys.readouterr().out
+    assert printed.count("Pagoda serves mine at http://127.0.0.1:4567") == 1
+    assert "curl http://127.0.0.1:4567/v1/chat/completions" in printed
+
+
+def test_recording_is_told_of_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    one = tower()
+    with caplog.at_level(logging.INFO):
+        for done in range(1, 36):
+            one.on_event("worker-0", {"event": "recording", "graphs": done, "of": 35})
+    told = [record.getMessage() for record in caplog.records]
+    assert told[-1] == "worker-0: recorded 35 of 35 decode graphs"
+    assert len(told) < 5
+
+
+@pytest.mark.parametrize(
+    ("options", "what"), [({}, "loading weights"), ({"quantization": "int4"}, "quantising to int4")]
+)
+def test_progress_says_what_is_done(
+    options: dict[str, str], what: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagoda.processes.startup.LOG_EVERY_S", 0.0)
+    caplog.set_level(logging.INFO, "pagoda.processes.startup")
+    tower(**options).on_event("worker-0", {"event": "loading", "bytes": 3 << 20, "of": 5 << 20})
+    assert caplog.messages == [f"worker-0: {what}, 3 of 5 MiB"]
+
+
+def test_the_announced_python_compiles() -> None:
+    text = announcement("http://h:1", "m", 1.0)
+    lines = [line.strip() for line in text.splitlines() if line.startswith("  ")]
+    compile("\n".join(lines[lines.index("from openai import OpenAI") :]), "announcement", "exec")
+
+
+def test_lines_of_children_carry_their_names(capsys: pytest.CaptureFixture[str]) -> None:
+    one = tower()
+    one.on_line("gateway", "hello [not markup]")
+    assert capsys.readouterr().err == "[gateway] hello [not markup]\n"
+
+
+def test_a_log_may_be_json(capsys: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogger().handlers[:], logging.getLogger().level
+    try:
+        logs.setup("gateway", "info", as_json=True)
+        logging.getLogger("x").warning("one %s", "two")
+        try:
+            raise ValueError("inner")
+        except ValueError:
+            logging.getLogger("x").exception("failed")
+    finally:
+        logging.getLogger().handlers[:], level = before
+        logging.getLogger().setLevel(level)
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (first["level"], first["process"], first["logger"], first["message"]) == (
+        "warning",
+        "gateway",
+        "x",
+        "one two",
+    )
+    assert "ValueError: inner" in second["exception"]

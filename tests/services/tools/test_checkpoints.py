@@ -1,0 +1,69 @@
+"""From what a user calls a model to its directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pagoda.settings.resolving import ConfigError
+from pagoda.tools.checkpoints import DEMO_NAME, locate, served_name
+
+
+def checkpoint(path: Path) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    return path
+
+
+def test_no_name_is_the_bundled_model() -> None:
+    assert (locate("") / "config.json").is_file()
+    assert served_name("") == DEMO_NAME
+
+
+def test_a_directory_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = checkpoint(tmp_path / "mine")
+    assert locate(str(path)) == path
+    monkeypatch.chdir(tmp_path)
+    assert locate("mine") == locate("./mine") == path
+    assert served_name("./mine/") == "mine"
+
+
+def test_the_home_directory_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = checkpoint(tmp_path / "mine")
+    assert locate("~/mine") == path
+
+
+def test_a_hub_id_keeps_its_name() -> None:
+    assert served_name("org/some-model") == "org/some-model"
+
+
+@pytest.mark.parametrize(
+    ("model", "cause"),
+    [
+        ("/no/such/model", "no such directory"),
+        ("./model", "no such directory"),
+        ("a/b/c", "not of the form of a hub id"),
+        ("org/no model", "not of the form of a hub id"),
+        ("org/model", "HF_HUB_OFFLINE"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_with_its_cause(
+    model: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match=cause) as caught:
+        locate(model)
+    assert f"model {model}" in str(caught.value)
+
+
+def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        locate(str(tmp_path))
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        locate(str(tmp_path / "model.gguf"))

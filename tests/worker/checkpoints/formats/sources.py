@@ -1,0 +1,43 @@
+"""Sources of weights that are no checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from pagoda_worker.checkpoints.source import Weight
+
+
+@dataclass(frozen=True)
+class PlainSource:
+    """Every tensor by name, none of them quantised."""
+
+    take: Callable[[str], torch.Tensor]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.take(name)
+
+    def linear(self, name: str) -> Weight:
+        return self.take(f"{name}.weight")
+
+    def tied(self, embedding: torch.Tensor) -> Weight:
+        return embedding
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Plain tensors by name, and matrices by the name of their layer."""
+
+    tensors: Mapping[str, torch.Tensor]
+    weights: Mapping[str, Weight]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.tensors[name]
+
+    def linear(self, name: str) -> Weight:
+        return self.weights[name]
+
+    def tied(self, embedding: torch.Tensor) -> Weight:
+        return self.weights.get("lm_head", embedding)

@@ -1,0 +1,201 @@
+"""The option `quantization`: which matrices of a plain checkpoint are rounded, to what, and what is said about it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.worker.checkpoints.formats.packers import is_linear, plain
+from tests.worker.checkpoints.formats.sources import WeightSource
+from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, prompts, save
+from tests.worker.models.harness import logits_of
+
+from pagoda_worker.checkpoints.checkpoint import read_json
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
+from pagoda_worker.checkpoints.formats import source
+from pagoda_worker.checkpoints.source import Weight, joined
+from pagoda_worker.config import QUANTIZATIONS, WorkerConfig
+from pagoda_worker.kernels.quantized import FORMATS, QuantizedWeight, dequantize, quantize
+from pagoda_worker.loading.model import LoadedModel, load_model, native_spec
+from pagoda_worker.models.decoder import Decoder
+
+IDS = prompts()[-1]
+OPTIONS = ("int8", "int4", "int4a16")
+# Inputs of down_proj: 96 are no whole groups of 64, 128 are.
+WIDTHS = {"llama3": 96, "qwen3": 128}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    made = {}
+    for name, width in WIDTHS.items():
+        model_type, changes = NATIVE[name]
+        model = make_model(model_type, {**changes, "intermediate_size": width})
+        made[name] = save(model, tmp_path_factory.mktemp(name))
+    return made
+
+
+def config_of(path: Path, **changes: Any) -> WorkerConfig:
+    return replace(WorkerConfig(model=str(path), dtype="float32", kernels="reference", fallback=False), **changes)
+
+
+def loaded(path: Path, **changes: Any) -> LoadedModel:
+    return load_model(config_of(path, **changes))
+
+
+def by_hand(path: Path, option: str, model: LoadedModel, *, widened: bool = False) -> LoadedModel:
+    """What the option means, matrix by matrix. `widened`: with the numbers that the rounded matrices stand for."""
+    fields = read_json(path / "config.json")
+    spec = native_spec(fields["architectures"][0], fields)
+    tensors = load_file(path / "model.safetensors")
+    form = FORMATS[option]
+    weights: dict[str, Weight] = {}
+    for name, tensor in tensors.items():
+        if is_linear(name) and not name.startswith("lm_head"):
+            whole = not form.group or tensor.shape[1] % form.group == 0
+            weights[name.removesuffix(".weight")] = quantize(tensor, form) if whole else tensor
+    head = tensors["model.embed_tokens.weight" if spec.tied else "lm_head.weight"]
+    weights["lm_head"] = quantize(head, FORMATS["int8"])
+    if widened:
+        weights = {name: dequantize(w) if isinstance(w, QuantizedWeight) else w for name, w in weights.items()}
+    decoder = Decoder(spec, model.ops, WeightSource(tensors, weights), model.dtype, 1024)
+    return replace(model, model=decoder)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", WIDTHS)
+def test_the_model_is_that_of_the_rounded_matrices(name: str, option: str, paths: dict[str, Path]) -> None:
+    model = loaded(paths[name], quantization=option)
+    got = logits_of(model, IDS, [len(IDS)])
+    assert torch.equal(got, logits_of(by_hand(paths[name], option, model), IDS, [len(IDS)]))
+    assert not torch.equal(got, logits_of(loaded(paths[name]), IDS, [len(IDS)]))
+
+
+def test_more_bits_are_closer(paths: dict[str, Path]) -> None:
+    exact = logits_of(loaded(paths["qwen3"]), IDS, [len(IDS)])
+    models = [loaded(paths["qwen3"], quantization=option) for option in OPTIONS]
+    errors = [float((logits_of(model, IDS, [len(IDS)]) - exact).square().mean()) for model in models]
+    assert errors[0] < errors[1] / 10
+    assert errors[0] < errors[2] / 10
+    assert errors[1] < exact.var()
+
+
+def test_torch_kernels_widen_the_rounded_matrices(paths: dict[str, Path]) -> None:
+    model = loaded(paths["qwen3"], quantization="int4", kernels="torch")
+    widened = by_hand(paths["qwen3"], "int4", model, widened=True)
+    assert torch.equal(logits_of(model, IDS, [len(IDS)]), logits_of(widened, IDS, [len(IDS)]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_matrices_are_rounded_as_they_are_stored(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Whatever the dtype of the run."""
+    path = save(make_model(*NATIVE["llama3"]), tmp_path / "half", dtype)
+    model = loaded(path, quantization="int8", dtype="float32")
+    tensors = {name: tensor.float() for name, tensor in load_file(path / "model.safetensors").items()}
+    twin = tmp_path / "twin"
+    twin.mkdir()
+    (twin / "config.json").write_text((path / "config.json").read_text())
+    save_file(tensors, twin / "model.safetensors")
+    other = loaded(twin, quantization="int8")
+    assert torch.equal(logits_of(model, IDS, [len(IDS)]), logits_of(other, IDS, [len(IDS)]))
+
+
+def test_identity(paths: dict[str, Path]) -> None:
+    """The weights are those of the checkpoint; only workers of one format give the same bits."""
+    models = [loaded(paths["qwen3"], quantization=option) for option in QUANTIZATIONS]
+    assert len({model.fingerprint for model in models}) == 1
+    assert len({model.numerics_id for model in models}) == len(QUANTIZATIONS)
+    assert loaded(paths["qwen3"], quantization="int4").numerics_id == models[QUANTIZATIONS.index("int4")].numerics_id
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_every_byte_counts_as_progress_once(name: str, paths: dict[str, Path]) -> None:
+    seen: list[tuple[int, int]] = []
+    load_model(config_of(paths[name], quantization="int4"), lambda *counts: seen.append(counts))
+    total = sum(tensor.nbytes for tensor in load_file(paths[name] / "model.safetensors").values())
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
+    assert seen[-1] == (total, total)
+
+
+def test_what_is_said(paths: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pagoda_worker.loading.model")
+    loaded(paths["llama3"], quantization="int4", kernels="torch")
+    said = [message for message in caplog.messages if not message.startswith("kernels:")]
+    assert said == [
+        "weights: int4 group 64, activations int8, head int8",
+        "torch kernels have no integer arithmetic: quantised weights are widened to torch.float32",
+        "weights: 3 matrices stay torch.float32, their inputs do not fill groups: model.layers.0.mlp.down_proj, ..",
+    ]
+    caplog.clear()
+    loaded(paths["llama3"])
+    assert [message for message in caplog.messages if "weights" in message] == []
+
+
+def test_models_that_transformers_runs_are_not_quantised(tmp_path: Path) -> None:
+    path = save(make_model(*FALLBACK["olmo2"]), tmp_path / "olmo2")
+    with pytest.raises(UnsupportedConfig, match=r"quantization='int4': only models with a native.*Olmo2"):
+        loaded(path, quantization="int4", fallback=True)
+
+
+def test_an_unknown_format() -> None:
+    with pytest.raises(ValueError, match="quantization must be empty or one of int8, int4, int4a16, got 'fp8'"):
+        WorkerConfig(quantization="fp8")
+    assert set(filter(None, QUANTIZATIONS)) == set(FORMATS)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_rows_are_rounded_by_themselves(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are rounded at once, the result is the same."""
+    weight = torch.randn(37, 128, generator=torch.Generator().manual_seed(0))
+    whole = quantize(weight, FORMATS[option])
+    for at_once in (1, 128, 1000, 10**6):
+        monkeypatch.setattr(source, "ROUNDED_AT_ONCE", at_once)
+        parts = source.quantized(weight, FORMATS[option])
+        assert torch.equal(parts.levels, whole.levels)
+        assert torch.equal(parts.scales, whole.scales)
+        assert (parts.zeros, parts.bits, parts.activation_bits) == (None, whole.bits, whole.activation_bits)
+
+
+def some_weight(n: int, *, zeros: bool, bits: int = 4, group: int = 16, activation_bits: int = 16) -> QuantizedWeight:
+    generator = torch.Generator().manual_seed(n)
+    levels = torch.randint(0, 1 << bits, (n, 32), generator=generator).to(torch.uint8)
+    return QuantizedWeight(
+        levels=levels,
+        scales=torch.rand(n, 32 // group, generator=generator),
+        zeros=levels[:, ::group].contiguous() if zeros else None,
+        bits=bits,
+        activation_bits=activation_bits,
+    )
+
+
+@pytest.mark.parametrize("zeros", [(False, False), (True, False), (True, True)])
+def test_matrices_of_one_format_are_joined_in_it(zeros: tuple[bool, bool]) -> None:
+    parts: list[Weight] = [some_weight(3, zeros=zeros[0]), some_weight(5, zeros=zeros[1])]
+    whole = joined(parts, torch.float32)
+    assert isinstance(whole, QuantizedWeight)
+    assert torch.equal(plain(whole), torch.cat([plain(part) for part in parts]))  # type: ignore[arg-type]
+    assert (whole.zeros is None) == (zeros == (False, False))
+    assert joined(parts[:1], torch.float32) is parts[0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.randn(5, 32).bfloat16(),
+        some_weight(5, zeros=False, bits=8),
+        some_weight(5, zeros=False, group=32),
+        some_weight(5, zeros=False, activation_bits=8),
+    ],
+    ids=["plain", "bits", "group", "activations"],
+)
+def test_other_matrices_are_joined_in_the_run_dtype(other: Weight) -> None:
+    first = some_weight(3, zeros=True)
+    whole = joined([first, other], torch.bfloat16)
+    assert isinstance(whole, torch.Tensor)
+    second = dequantize(other).bfloat16() if isinstance(other, QuantizedWeight) else other
+    assert torch.equal(whole, torch.cat((dequantize(first).bfloat16(), second)))

@@ -1,0 +1,191 @@
+"""How many KV blocks a worker takes, and from what it learns how much memory there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.loading import memory
+from pagoda_worker.loading.memory import (
+    GIB,
+    DeviceUse,
+    NotEnoughMemory,
+    host_available_bytes,
+    num_kv_blocks,
+    num_swap_blocks,
+    usable_bytes,
+)
+
+SHAPE = KVShape(num_layers=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)  # 2 KiB per token
+BLOCK_BYTES = 32 * 2048
+USE = DeviceUse(total=80 * GIB, in_use=16 * GIB, step=3 * GIB, graphs=GIB)
+
+config_of = partial(WorkerConfig, block_size=32)
+
+
+@dataclass
+class Needs:
+    kv_shape: KVShape = SHAPE
+    max_model_len: int = 1024
+
+
+def test_bytes_of_a_token() -> None:
+    assert SHAPE.bytes_per_token == 2 * 2 * 64 * 4 * 2
+    assert SHAPE.bytes_per_block(32) == 32 * 2048
+
+
+def test_a_quantised_cache_counts_its_scales() -> None:
+    rounded = replace(SHAPE, quantized=True)
+    assert rounded.bytes_per_token == 2 * 2 * (64 + 4) * 4
+    assert num_kv_blocks(config_of(kv_cache_gib=0.5), Needs(rounded)) == GIB // 2 // (32 * 1088)
+
+
+def test_blocks_as_configured() -> None:
+    assert num_kv_blocks(config_of(num_blocks=40, kv_cache_gib=1), Needs()) == 40
+
+
+def test_blocks_from_gib() -> None:
+    assert num_kv_blocks(config_of(kv_cache_gib=0.5), Needs()) == GIB // 2 // (32 * 2048)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (config_of(num_blocks=31), r"992 tokens \(num_blocks=31, 2.0 KiB per token\), but max_model_len is 1024"),
+        (
+            config_of(kv_cache_gib=0.001),
+            "kv_cache_gib=0.001.*lower max_model_len, or raise kv_cache_gib or num_blocks",
+        ),
+    ],
+)
+def test_too_little_names_the_options(config: WorkerConfig, message: str) -> None:
+    with pytest.raises(NotEnoughMemory, match=message):
+        num_kv_blocks(config, Needs())
+
+
+def test_automatic_takes_no_more_than_rows_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_available_bytes", lambda root: 64 * GIB)
+    assert num_kv_blocks(config_of(max_rows=4), Needs()) == 4 * 1024 // 32
+
+
+def test_automatic_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_available_bytes", lambda root: GIB)
+    assert num_kv_blocks(config_of(max_rows=10**6), Needs()) == int(GIB * 0.6) // (32 * 2048)
+
+
+@pytest.mark.parametrize(("available", "usable"), [(2, 1.2), (8, 4), (16, 4), (64, 16)])
+def test_share_of_a_cpu_machine(available: float, usable: float) -> None:
+    assert usable_bytes(int(available * GIB)) == int(usable * GIB)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_gpu_s_cache_takes_what_the_rest_leaves() -> None:
+    config = config_of(max_rows=10**6)
+    assert num_kv_blocks(config, Needs(), use=USE) == (72 - 16 - 3 - 1) * GIB // BLOCK_BYTES
+    assert num_kv_blocks(config, Needs(), use=USE, spare=1) == 52 * GIB // BLOCK_BYTES - 1
+
+
+def test_a_draft_model_on_a_gpu_pays_for_its_blocks() -> None:
+    config = config_of(max_rows=10**6)
+    half = Needs(KVShape(num_layers=2, num_kv_heads=SHAPE.num_kv_heads, head_dim=SHAPE.head_dim, dtype=SHAPE.dtype))
+    assert num_kv_blocks(config, Needs(), half, use=USE, spare=1) == 52 * GIB // (BLOCK_BYTES * 3 // 2) - 1
+
+
+def test_a_gpu_s_share_is_an_option() -> None:
+    config = config_of(max_rows=10**6, gpu_memory_utilization=0.5)
+    assert num_kv_blocks(config, Needs(), use=USE) == 20 * GIB // BLOCK_BYTES
+
+
+def test_a_gpu_s_cache_is_no_larger_than_rows_can_use() -> None:
+    assert num_kv_blocks(config_of(max_rows=4), Needs(), use=USE) == 4 * 1024 // 32
+
+
+@pytest.mark.parametrize(
+    ("config", "blocks"),
+    [(config_of(num_blocks=50), 50), (config_of(kv_cache_gib=0.5), GIB // 2 // BLOCK_BYTES)],
+)
+def test_what_was_configured_holds_on_a_gpu(config: WorkerConfig, blocks: int) -> None:
+    assert num_kv_blocks(config, Needs(), use=USE) == blocks
+
+
+def test_a_gpu_with_too_little_left_says_where_the_rest_went() -> None:
+    full = USE._replace(in_use=70 * GIB)
+    message = r"0.00 GiB, being 0.9 of the GPU's 80.00 GiB less 70.00 in use, 3.00 for a step, 1.00 for graphs"
+    with pytest.raises(NotEnoughMemory, match=message + ".*raise gpu_memory_utilization, kv_cache_gib or num_blocks"):
+        num_kv_blocks(config_of(), Needs(), use=full)
+
+
+# --- swap space -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_swaps_to_nowhere_unless_told_to() -> None:
+    assert num_swap_blocks(config_of(), [SHAPE], on_cpu=True) == 0
+    assert num_swap_blocks(config_of(swap_space_gib=0.5), [SHAPE], on_cpu=True) == GIB // 2 // BLOCK_BYTES
+
+
+@pytest.mark.parametrize(("available", "swapped"), [(64, 4), (16, 4), (8, 2)])
+def test_a_gpu_swaps_to_4_gib_or_a_quarter_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, available: int, swapped: int
+) -> None:
+    monkeypatch.setattr(memory, "host_available_bytes", lambda root: available * GIB)
+    assert num_swap_blocks(config_of(), [SHAPE], on_cpu=False) == swapped * GIB // BLOCK_BYTES
+    assert num_swap_blocks(config_of(swap_space_gib=0), [SHAPE], on_cpu=False) == 0
+    assert num_swap_blocks(config_of(swap_space_gib=9), [SHAPE], on_cpu=False) == 9 * GIB // BLOCK_BYTES
+
+
+def test_a_draft_model_s_blocks_are_swapped_beside_the_model_s() -> None:
+    config = config_of(swap_space_gib=1)
+    assert num_swap_blocks(config, [SHAPE, replace(SHAPE, num_layers=8)], on_cpu=True) == GIB // (3 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("gib", [-0.5, -2.0])
+def test_swap_space_is_not_negative(gib: float) -> None:
+    with pytest.raises(ValueError, match=r"swap_space_gib must (not be negative|be between -1 and)"):
+        config_of(swap_space_gib=gib)
+
+
+# --- of a host --------------------------------------------------------------------------------------------------------
+
+
+def files(root: Path, contents: dict[str, str]) -> Path:
+    for name, text in contents.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+MEMINFO = {"proc/meminfo": "MemTotal: 16 kB\nMemAvailable: 8388608 kB\n"}
+
+
+def test_the_machine_without_limits(tmp_path: Path) -> None:
+    unlimited = {"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "5\n"}
+    assert host_available_bytes(files(tmp_path, MEMINFO | unlimited)) == 8 * GIB
+
+
+def test_a_control_group_of_version_2(tmp_path: Path) -> None:
+    limit = {
+        "sys/fs/cgroup/memory.max": f"{3 * GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{2 * GIB}\n",
+        "sys/fs/cgroup/memory.stat": f"anon 7\ninactive_file {GIB}\n",
+    }
+    assert host_available_bytes(files(tmp_path, MEMINFO | limit)) == 2 * GIB
+
+
+def test_a_control_group_of_version_1(tmp_path: Path) -> None:
+    limit = {
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+    }
+    assert host_available_bytes(files(tmp_path, MEMINFO | limit)) == GIB
+
+
+def test_a_machine_that_says_nothing(tmp_path: Path) -> None:
+    assert host_available_bytes(tmp_path) == 4 * GIB

@@ -1,0 +1,50 @@
+"""A sampler on the device chooses what the host would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.worker.fakes_model import new_row
+
+from pagoda_proto.params import SamplingParams
+from pagoda_worker.rows.rows import Row
+from pagoda_worker.sampling.device_sampler import NO_TOKEN, GreedySampler
+from pagoda_worker.sampling.sampler import Sample, sample
+
+
+def row(num_outputs: int = 0, **params: Any) -> Row:
+    tokens = np.arange(3 + num_outputs)
+    new = new_row(1, tokens.tolist(), [0], num_prompt_tokens=3, params=SamplingParams(**params), eos_token_ids=(2,))
+    return Row.of(new, tokens, np.zeros(1, np.int64))
+
+
+def test_greedy_on_a_device_is_greedy_on_the_host() -> None:
+    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(1)).round(decimals=1)  # with ties
+    logits[2, 700], logits[3, 9], logits[4] = torch.nan, torch.inf, -torch.inf
+    rows = [row(temperature=0.0) for _ in logits]
+    chosen = sample(logits.clone(), rows)
+    expected = [one.token_id if isinstance(one, Sample) else NO_TOKEN for one in chosen]
+    assert GreedySampler().sample(logits, rows).ids.tolist() == expected
+    assert expected.count(NO_TOKEN) == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "num_outputs", "takes"),
+    [
+        ({"temperature": 0.0}, 0, True),
+        ({"temperature": 0.7}, 0, False),
+        ({"temperature": 0.0, "logprobs": 0}, 0, False),
+        ({"temperature": 0.0, "presence_penalty": 0.5}, 4, False),
+        ({"temperature": 0.0, "min_tokens": 3}, 2, False),
+        ({"temperature": 0.0, "min_tokens": 3}, 3, True),
+    ],
+)
+def test_it_takes_rows_that_need_nothing_from_the_host(params: dict[str, Any], num_outputs: int, takes: bool) -> None:
+    assert GreedySampler().takes([row(temperature=0.0), row(num_outputs, **params)]) is takes
+
+
+def test_it_takes_a_step_without_samples() -> None:
+    assert GreedySampler().takes([])

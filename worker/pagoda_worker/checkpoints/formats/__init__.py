@@ -1,0 +1,39 @@
+"""Quantised checkpoints: which method config.json names, and what each method stores in place of a matrix.
+
+A method says for every linear layer how it is packed, or that it is not. What a packing stores is checked by headers
+like any other tensor, and comes down to `QuantizedWeight`. To add one: a function `read(ConfigReader) -> Layout` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
+from pagoda_worker.checkpoints.formats.awq import read_awq
+from pagoda_worker.checkpoints.formats.compressed import read_compressed
+from pagoda_worker.checkpoints.formats.gptq import read_gptq
+from pagoda_worker.checkpoints.formats.layout import Layout
+
+FIELD = "quantization_config"
+METHODS: dict[str, Callable[[dict[str, Any], str], Layout]] = {
+    "awq": read_awq,
+    "compressed-tensors": read_compressed,
+    "gptq": read_gptq,
+}
+
+
+def read_layout(fields: dict[str, Any]) -> Layout | None:
+    """What `quantization_config` of config.json says; None where there is none.
+
+    Raises:
+        UnsupportedConfig: a method, a version or an option of it that is not loaded; the message names the field.
+    """
+    value = fields.get(FIELD)
+    if not value:
+        return None
+    method = value.get("quant_method") if isinstance(value, dict) else None
+    if not isinstance(method, str) or method not in METHODS:
+        known = ", ".join(METHODS)
+        raise UnsupportedConfig(f"config.json: {FIELD}: quant_method={method!r} is not one of {known}")
+    return METHODS[method](value, f"config.json: {FIELD} ({method})")

@@ -1,0 +1,145 @@
+"""A checkpoint as a source of weights: taken as they are, unpacked, or quantised on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from pagoda_worker.checkpoints.checkpoint import Checkpoint, CheckpointError, Wanted
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
+from pagoda_worker.checkpoints.formats.layout import Layout, Packing, Stored
+from pagoda_worker.checkpoints.spec import HEAD, IGNORED_SUFFIXES, DecoderSpec, expected_tensors, linear_layers
+from pagoda_worker.kernels.quantized import FORMATS, Format, QuantizedWeight, Weight, quantize
+
+# At 4 bits the output matrix costs more accuracy than its bytes are worth: its errors go straight into the logits.
+# llama.cpp keeps it wider than the layers, too.
+HEAD_FORMAT = FORMATS["int8"]
+ROUNDED_AT_ONCE = 1 << 19  # elements of a matrix that are quantised together: as many as a cache holds in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """In which format each matrix comes, found out from config.json and the options before anything is read."""
+
+    packings: Mapping[str, Packing] = field(default_factory=dict)  # by linear layer
+    layers: Format | None = None  # what the matrices of the layers are quantised to
+    activation_bits: int | None = None  # instead of what the packings say
+
+    @property
+    def description(self) -> str:
+        """For the log and for `numerics_id`."""
+        if self.layers is not None:
+            return f"{describe(self.layers.bits, self.layers.group, self.layers.activation_bits)}, head int8"
+        kinds = {describe(p.bits, p.group, self.activation_bits or p.activation_bits) for p in self.packings.values()}
+        return " and ".join(sorted(kinds)) or "as stored"
+
+
+def describe(bits: int, group: int, activation_bits: int) -> str:
+    grouped = f" group {group}" if group else ""
+    return f"int{bits}{grouped}" + (f", activations int{activation_bits}" if activation_bits < 16 else "")
+
+
+def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) -> Formats:
+    """What the checkpoint's layout and the option `quantization` come to.
+
+    Raises:
+        UnsupportedConfig: they contradict each other.
+    """
+    if layout is None:
+        return Formats(layers=FORMATS[quantization] if quantization else None)
+    packings = {linear: packing for linear in linear_layers(spec) if (packing := layout.packing_of(linear)) is not None}
+    if not quantization:
+        return Formats(packings=packings)
+    kinds = {(packing.bits, packing.activation_bits) for packing in packings.values()}
+    if quantization != "int4" or kinds != {(4, 16)}:
+        described = Formats(packings=packings).description
+        raise UnsupportedConfig(
+            f"quantization={quantization!r}: the checkpoint is quantised already ({layout.method}: {described}); only "
+            "int4 is possible, with 4-bit weights, and rounds the activations to int8. Leave it empty to serve as it is"
+        )
+    return Formats(packings=packings, activation_bits=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSource:
+    """See models.source.Source. Made by `open_source`, which has checked everything first."""
+
+    checkpoint: Checkpoint
+    shapes: Mapping[str, tuple[int, int]]
+    formats: Formats
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return self.checkpoint.get(name, self.dtype, self.device)
+
+    def linear(self, name: str) -> Weight:
+        packing = self.formats.packings.get(name)
+        if packing is not None:
+            weight = packing.read(stored_layer(self.checkpoint, name, self.shapes[name], self.device))
+            bits = self.formats.activation_bits
+            return weight if bits is None else replace(weight, activation_bits=bits)
+        layers = self.formats.layers
+        form = HEAD_FORMAT if layers is not None and name == HEAD else layers
+        if form is None or not divides(form, self.shapes[name]):
+            return self.tensor(f"{name}.weight")
+        return quantized(self.checkpoint.stored(f"{name}.weight").to(self.device), form)
+
+    def tied(self, embedding: torch.Tensor) -> Weight:
+        return embedding if self.formats.layers is None else quantized(embedding, HEAD_FORMAT)
+
+
+def open_source(
+    checkpoint: Checkpoint, spec: DecoderSpec, formats: Formats, dtype: torch.dtype, device: torch.device
+) -> CheckpointSource:
+    """Judge the checkpoint by its headers and its smallest tensors.
+
+    Raises:
+        CheckpointError: everything about it that does not fit.
+        UnsupportedConfig: it asks for something that is not loaded.
+    """
+    shapes, plain = linear_layers(spec), expected_tensors(spec)
+    wanted = {name: Wanted(shape) for name, shape in plain.items()}
+    for linear, packing in formats.packings.items():
+        del wanted[f"{linear}.weight"]
+        packed = packing.tensors(linear, shapes[linear])
+        wanted = {f"{linear}.{suffix}": one for suffix, one in packed.items()} | wanted
+    checkpoint.check(wanted, IGNORED_SUFFIXES, spec.tied)
+    problems: list[str] = []
+    for linear, packing in formats.packings.items():
+        stored = stored_layer(checkpoint, linear, shapes[linear], torch.device("cpu"))
+        problems += packing.faults(stored)
+        if "bias" in stored and f"{linear}.bias" not in plain and bool(stored["bias"].any()):
+            problems.append(f"{linear}.bias is not zero, but the architecture has no such bias")
+    if problems:
+        raise CheckpointError(checkpoint.path, problems)
+    return CheckpointSource(checkpoint=checkpoint, shapes=shapes, formats=formats, dtype=dtype, device=device)
+
+
+def stored_layer(checkpoint: Checkpoint, linear: str, shape: tuple[int, int], device: torch.device) -> Stored:
+    return Stored(linear, shape, checkpoint.entries, lambda name: checkpoint.stored(name).to(device))
+
+
+def left_alone(spec: DecoderSpec, formats: Formats) -> list[str]:
+    """Matrices of the layers that the option cannot quantise: their inputs do not fill whole groups."""
+    form = formats.layers
+    if form is None:
+        return []
+    return [name for name, shape in linear_layers(spec).items() if name != HEAD and not divides(form, shape)]
+
+
+def divides(form: Format, shape: tuple[int, int]) -> bool:
+    return not form.group or shape[1] % form.group == 0
+
+
+def quantized(weight: torch.Tensor, form: Format) -> QuantizedWeight:
+    """`quantize`, a few rows at a time: rows do not depend on one another."""
+    rows = max(1, ROUNDED_AT_ONCE // weight.shape[1])
+    parts = [quantize(part, form) for part in torch.split(weight, rows)]
+    return replace(
+        parts[0],
+        levels=torch.cat([part.levels for part in parts]),
+        scales=torch.cat([part.scales for part in parts]),
+    )

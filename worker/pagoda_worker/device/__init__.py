@@ -1,0 +1,1 @@
+"""What a device is asked besides computing: memory, copies, streams, cores."""

@@ -1,0 +1,244 @@
+"""From a model directory to a model that can compute, with everything the runner and the engine core must know."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint, read_json
+from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, check_sizes
+from pagoda_worker.checkpoints.fingerprint import fingerprint
+from pagoda_worker.checkpoints.formats import FIELD, read_layout
+from pagoda_worker.checkpoints.formats.source import Formats, choose_formats, left_alone, open_source
+from pagoda_worker.checkpoints.spec import DecoderSpec, linear_layers
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device.devices import choose_device
+from pagoda_worker.kernels.choose import load_ops
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import Cache, Needs, Ops, guarded
+from pagoda_worker.loading.numerics import numerics_id
+from pagoda_worker.models import ARCHITECTURES
+from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.models.recorded import Recorded
+from pagoda_worker.rows.batch import Batch
+
+log = logging.getLogger(__name__)
+
+CHOOSES_THE_CODE = {"architectures", "model_type"}  # harmless to whoever runs it, not to which code runs
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Model(Protocol):
+    """A model as the runner sees it; both methods are called under torch.inference_mode."""
+
+    kv_shape: KVShape
+
+    def forward(self, batch: Batch, kv: Cache) -> torch.Tensor:
+        """Write K and V of the batch's tokens, return final hidden states [T, H]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [R, H] -> [R, V] float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    model: Model
+    kv_shape: KVShape  # the model's, stored as configured
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+    vocab_size: int  # width of the logits
+    max_model_len: int
+    fingerprint: str  # which weights, and what config.json makes of them
+    numerics_id: str
+    native: bool
+    batch_invariant: bool  # whether a token's bits are its row's alone, whatever is computed beside it
+    spare_blocks: int = 0  # of the KV cache, beyond those that rows are given: their ids follow
+
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> Cache:
+        """Raises BackendError when the back end has none of this kind."""
+
+        def new() -> Cache:
+            cache: Cache = self.ops.new_kv_cache(self.kv_shape, num_blocks + self.spare_blocks, block_size)
+            return cache
+
+        return guarded(self.ops.name, new, but=(MemoryError, torch.OutOfMemoryError, torch.AcceleratorError))
+
+
+def load_model(
+    config: WorkerConfig,
+    progress: Progress | None = None,
+    open_weights: Callable[[Path, Progress | None], Checkpoint] = open_checkpoint,
+) -> LoadedModel:
+    """Load the model of `config.model`.
+
+    Args:
+        config: Which model, where and how.
+        progress: Called with bytes loaded and bytes in all; what it raises ends the loading.
+        open_weights: Where its tensors come from; a benchmark makes them up.
+
+    Raises:
+        ValueError: the directory, its configuration or the worker's configuration cannot be used; says which and why.
+    """
+    path = Path(config.model)
+    fields = read_json(path / "config.json")
+    _refuse_hopeless(fields)
+    device = choose_device(config.device)
+    config = config.settled(device.type)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
+    _set_threads(config.threads)
+    spec, formats = _what_to_load(config, fields)
+    with open_weights(path, progress) as checkpoint:
+        dtype = _run_dtype(config.dtype, fields, checkpoint.dtype(), device)
+        ops = _load_ops(config, device, dtype, spec)
+        if spec is None:
+            _refuse_quantised_cache(config)
+            from pagoda_worker.models.fallback import TransformersModel
+
+            fallback = TransformersModel(path, ops, dtype, checkpoint)
+            if not fallback.batch_invariant:
+                log.warning("%s: tokens may depend on how a request is batched; bfloat16 may avoid that", dtype)
+            max_len, vocab = _model_len(config.max_model_len, fallback.max_positions), fallback.vocab_size
+            model: Model = fallback
+        else:
+            source = open_source(checkpoint, spec, formats, dtype, device)
+            _tell_formats(ops, dtype, spec, formats)
+            max_len, vocab = _model_len(config.max_model_len, spec.max_positions), spec.vocab_size
+            with torch.inference_mode():
+                decoder = Decoder(spec, ops, source, dtype, max_len)
+                model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
+    kv_shape = replace(model.kv_shape, quantized=config.kv_cache_dtype == "int8")
+    return LoadedModel(
+        model=model,
+        kv_shape=kv_shape,
+        ops=ops,
+        dtype=dtype,
+        device=device,
+        vocab_size=vocab,
+        max_model_len=max_len,
+        fingerprint=fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint.digest),
+        numerics_id=numerics_id(
+            ops, kv_shape, "native" if spec is not None else fallback.implementation, formats.description
+        ),
+        native=spec is not None,
+        batch_invariant=ops.batch_invariant and (spec is not None or fallback.batch_invariant),
+    )
+
+
+def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> Ops:
+    needs = Needs(
+        dtype=dtype,
+        block_size=config.block_size,
+        num_threads=config.threads,
+        instruction_set=config.instruction_set,
+    )
+    if spec is not None:
+        needs = replace(
+            needs,
+            hidden_size=spec.hidden_size,
+            head_dim=spec.head_dim,
+            inputs=tuple(sorted({inputs for _, inputs in linear_layers(spec).values()})),
+            attention=spec.attention,
+            vocab_size=spec.vocab_size,
+        )
+    ops, remarks = load_ops(device, config.kernels, needs)
+    for remark in remarks:
+        log.warning(remark)
+    log.info("kernels: %s", ops.name)
+    return ops
+
+
+def _refuse_quantised_cache(config: WorkerConfig) -> None:
+    """The fallback checks itself against transformers, which rounds no keys and values."""
+    if config.kv_cache_dtype != "auto":
+        raise UnsupportedConfig(
+            f"kv_cache_dtype={config.kv_cache_dtype}: models that run through transformers keep theirs as computed"
+        )
+
+
+def _refuse_hopeless(fields: dict[str, Any]) -> None:
+    """What neither the native code nor the fallback can run."""
+    check_sizes(fields)
+    if fields.get("is_encoder_decoder"):
+        raise UnsupportedConfig("config.json: 'is_encoder_decoder': only decoder-only models are served")
+
+
+def _set_threads(threads: int) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Formats]:
+    """The spec of a natively supported model, or None if transformers is to run it, and the formats of its matrices.
+
+    Raises:
+        UnsupportedConfig: there is no native implementation for it, and the fallback is off or would not do.
+    """
+    layout = read_layout(fields)
+    fields = {name: value for name, value in fields.items() if name != FIELD}
+    names = fields.get("architectures")
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    try:
+        spec = native_spec(name, fields)
+    except UnsupportedConfig as error:
+        if layout is not None or config.quantization:
+            asked = (
+                f"quantization={config.quantization!r}" if layout is None else f"config.json: {FIELD} ({layout.method})"
+            )
+            raise UnsupportedConfig(
+                f"{asked}: only models with a native implementation can be quantised: {error}"
+            ) from error
+        if not config.fallback:
+            raise
+        log.info("%s runs through transformers, several times slower: %s", name or "the model", error)
+        return None, Formats()
+    return spec, choose_formats(spec, layout, config.quantization)
+
+
+def _tell_formats(ops: Ops, dtype: torch.dtype, spec: DecoderSpec, formats: Formats) -> None:
+    if formats == Formats():
+        return
+    log.info("weights: %s", formats.description)
+    if not ops.integer_linear:
+        log.info("%s kernels have no integer arithmetic: quantised weights are widened to %s", ops.name, dtype)
+    alone = left_alone(spec, formats)
+    if alone:
+        log.info("weights: %d matrices stay %s, their inputs do not fill groups: %s, ..", len(alone), dtype, alone[0])
+
+
+def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
+    """Read config.json for a natively supported architecture.
+
+    Raises:
+        UnsupportedConfig: the architecture or a field is not supported natively; the message names it.
+        CheckpointError: a field has a value that no model can have.
+    """
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedConfig(f"config.json: architecture {architecture!r} has no native implementation")
+    module, function = ARCHITECTURES[architecture].split(":")
+    reader = ConfigReader(fields)
+    spec: DecoderSpec = getattr(importlib.import_module(module), function)(reader)
+    reader.finish()
+    return spec
+
+
+def _run_dtype(choice: str, fields: dict[str, Any], stored: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The configured dtype, else the checkpoint's; float16 becomes bfloat16 on CPU, where it is slow and overflows."""
+    if choice != "auto":
+        return DTYPES[choice]
+    named = DTYPES.get(str(fields.get("dtype") or fields.get("torch_dtype") or "").removeprefix("torch."))
+    dtype = named or (stored if stored is not None and stored in DTYPES.values() else torch.float32)
+    return torch.bfloat16 if dtype == torch.float16 and device.type == "cpu" else dtype
+
+
+def _model_len(configured: int, limit: int) -> int:
+    if configured > limit:
+        raise ValueError(f"max_model_len={configured} is beyond the model's own limit of {limit} tokens")
+    return configured or limit

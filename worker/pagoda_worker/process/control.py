@@ -1,0 +1,221 @@
+"""Whether this worker may compute is one fact, its membership, shared by the step loop and the thread that beats.
+
+A membership is granted by Welcome for a lease, which everything heard from the engine core renews. Once the lease has
+run out it is over for good, also when an answer turns up later: a process that was stopped and continued finds
+its membership lost before it reads what has waited for it meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pagoda_proto import times
+from pagoda_proto.channel import Envelope, FrameError, decode_to_worker
+from pagoda_proto.steps import Beat, BeatAck, Drain, Refused, ResetWorker, Welcome
+from pagoda_worker.process.wire import Wire
+
+log = logging.getLogger(__name__)
+
+STUCK_EXIT_CODE = 1
+IDLE_INTERVAL_S = 0.1  # how soon the thread notices that a membership began, or that it shall end
+
+
+class Standing(NamedTuple):
+    """Under which life of the engine core, and as which life of this worker, frames are sent and accepted."""
+
+    boot_id: str
+    epoch: int
+
+    def covers(self, envelope: Envelope) -> bool:
+        return (envelope.engine_boot_id, envelope.epoch) == self
+
+
+class Membership:
+    """Thread-safe. `now` is always the caller's monotonic clock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._standing: Standing | None = None
+        self._lease_s = 0.0
+        self._heard_at = 0.0
+        self._why_lost = ""
+
+    def admit(self, welcome: Welcome, now: float) -> Standing:
+        with self._lock:
+            self._standing = Standing(welcome.engine_boot_id, welcome.epoch)
+            self._lease_s, self._heard_at, self._why_lost = welcome.lease_s, now, ""
+            return self._standing
+
+    def standing(self, now: float) -> Standing | None:
+        """The present standing; None when there is none, or no longer."""
+        with self._lock:
+            if self._standing is not None and now - self._heard_at > self._lease_s:
+                self._lose(f"nothing heard from the engine core for {now - self._heard_at:.1f} s")
+            return self._standing
+
+    def heard(self, standing: Standing, now: float) -> bool:
+        """Renew the lease; False when it has run out already or another life has begun."""
+        if self.standing(now) != standing:
+            return False
+        with self._lock:
+            self._heard_at = now
+        return True
+
+    def lose(self, standing: Standing, reason: str) -> None:
+        """End this membership, unless it is another one by now."""
+        with self._lock:
+            if self._standing == standing:
+                self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        self._standing, self._why_lost = None, reason
+
+    @property
+    def why_lost(self) -> str:
+        return self._why_lost
+
+
+@dataclass
+class Progress:
+    """Written by the step loop alone, told by the beats."""
+
+    steps_done: int = 0
+    busy_since: float | None = None
+
+    def busy_s(self, now: float) -> float:
+        """How long the step now running has run; 0 when idle."""
+        since = self.busy_since
+        return 0.0 if since is None else now - since
+
+    def beat(self, now: float) -> Beat:
+        return Beat(steps_done=self.steps_done, busy_s=self.busy_s(now), rss_bytes=_rss_bytes())
+
+
+class StuckWatch:
+    """Tells of a step that runs on long after its membership was lost: it will not end, only a new process helps.
+
+    Only time in which the watcher itself ran counts; `now` is any monotonic clock.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._guard = times.StallGuard(IDLE_INTERVAL_S, now)
+        self._since: float | None = None
+
+    def stuck(self, now: float, lost_and_busy: bool) -> bool:
+        held_up_s = self._guard.tick(now)
+        if not lost_and_busy:
+            self._since = None
+            return False
+        self._since = now if self._since is None else self._since + held_up_s
+        return now - self._since > times.STUCK_EXIT_S
+
+
+class Control:
+    """The control connection of one registration, and its thread. Use as a context manager; leaving it ends both.
+
+    Attributes:
+        connected: Set while the connection stands. Hello waits for it: an engine core may use it right after Welcome.
+
+    `connect` makes its wire, in the thread that it belongs to. `drain` is set when the engine core asks this worker to
+    leave; `alive_file` is touched at every acknowledged beat: health, for whoever cannot ask a process without a port.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Wire],
+        membership: Membership,
+        progress: Progress,
+        drain: threading.Event,
+        alive_file: str = "",
+    ) -> None:
+        self.connected = threading.Event()
+        self._connect = connect
+        self._drain = drain
+        self._membership = membership
+        self._progress = progress
+        self._alive_file = Path(alive_file) if alive_file else None
+        self._closing = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="pagoda-worker-control", daemon=True)
+
+    def __enter__(self) -> Control:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def check(self) -> None:
+        """Raises RuntimeError if the thread has died: a worker that does not beat must not go on computing."""
+        if self._failure is not None:
+            raise RuntimeError("the control thread failed") from self._failure
+
+    def _run(self) -> None:
+        wire = self._connect()
+        try:
+            self._serve(wire)
+        except Exception as error:  # noqa: BLE001 - the thread's outermost loop: the step loop raises it
+            self._failure = error
+        finally:
+            wire.close()
+
+    def _serve(self, wire: Wire) -> None:
+        next_beat = 0.0
+        watch = StuckWatch(time.monotonic())
+        while not self._closing.is_set():
+            now = time.monotonic()
+            standing = self._membership.standing(now)
+            if standing is not None and now >= next_beat:
+                wire.send(self._progress.beat(now), standing.boot_id, standing.epoch)
+                next_beat = now + times.BEAT_S
+            if wire.reaches():
+                self.connected.set()
+            else:
+                self.connected.clear()
+            frame = wire.receive(IDLE_INTERVAL_S)
+            now = time.monotonic()
+            standing = self._membership.standing(now)
+            if frame is not None and standing is not None:
+                self._receive(wire, standing, *frame)
+            if watch.stuck(now, standing is None and self._progress.busy_since is not None):
+                log.critical("a step of a lost membership runs on for %.0f s; ending the process", times.STUCK_EXIT_S)
+                os._exit(STUCK_EXIT_CODE)
+
+    def _receive(self, wire: Wire, standing: Standing, envelope: Envelope, payload: bytes) -> None:
+        if not standing.covers(envelope) and envelope.epoch != 0:
+            wire.drop(f"it is of epoch {envelope.epoch} of engine core {envelope.engine_boot_id!r}, not {standing}")
+            return
+        try:
+            message = decode_to_worker(payload)
+        except FrameError as error:
+            wire.drop(str(error))
+            return
+        match message:
+            case Refused():  # also under epoch 0: an engine core that does not know us says so
+                self._membership.lose(standing, f"refused: {message.reason}")
+            case BeatAck() if envelope.epoch:
+                if self._membership.heard(standing, time.monotonic()) and self._alive_file is not None:
+                    self._alive_file.touch()
+            case Drain() if envelope.epoch:
+                self._drain.set()
+            case ResetWorker() if envelope.epoch:
+                self._membership.lose(standing, "reset by the engine core")
+            case _:
+                wire.drop(f"a {type(message).__name__} has no place on the control connection")
+
+
+def _rss_bytes() -> int:
+    """Resident memory of this process; 0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0

@@ -1,0 +1,284 @@
+"""The worker process: load, register, execute plans in order, leave.
+
+Whatever goes wrong between engine core and worker has one remedy: forget all rows and register anew, over new
+connections. The weights stay, and the engine core has every row's record. So a lost lease, a link that swallows what it
+is given, a gap in the steps, a step that raised, a reset and a restarted engine core are one branch: leave `_serve`,
+begin the next `Registration`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import zmq
+
+from pagoda_proto import times
+from pagoda_proto.channel import MAX_ID_BYTES
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.host import host_id
+from pagoda_proto.steps import (
+    PROTOCOL_VERSION,
+    Drain,
+    Goodbye,
+    Hello,
+    Refused,
+    ResetWorker,
+    StepFailed,
+    StepPlan,
+    ToWorker,
+    Welcome,
+)
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.process.control import Progress, Standing
+from pagoda_worker.process.registration import POLL_S, Registration
+from pagoda_worker.process.step_budget import StepBudget
+from pagoda_worker.process.wire import local_or_encrypted
+from pagoda_worker.step.pending import Pending
+from pagoda_worker.step.runner import MAX_PENDING, LostStep, ModelRunner
+from pagoda_worker.step.table import RunnerFacts
+
+log = logging.getLogger(__name__)
+
+Report = Callable[[dict[str, object]], None]
+
+PENDING_POLL_S = 0.001  # how soon it notices that a step on a device is over
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this process is: a stable name, and 64 random bits of its own."""
+
+    worker_id: str
+    incarnation: str
+
+    @classmethod
+    def of_this_process(cls, worker_id: str = "") -> Identity:
+        """Raises ValueError for a name that cannot be sent."""
+        name = worker_id or f"{platform.node()[:64]}-{os.getpid()}"
+        if not name.isprintable() or len(name.encode()) > MAX_ID_BYTES:
+            raise ValueError(f"worker_id: 1 to {MAX_ID_BYTES} printable bytes are needed, got {name[:200]!r}")
+        return cls(name, secrets.token_hex(8))
+
+    def hello(self, facts: RunnerFacts, registration: int = 1) -> Hello:
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            registration=registration,
+            host_id=host_id(),
+            pid=os.getpid(),
+            **asdict(facts),
+        )
+
+
+class _StoppedError(Exception):
+    """The process was asked to end while it was loading."""
+
+
+def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
+    """The worker process from start to end.
+
+    Args:
+        config: What to serve and for whom.
+        report: Called with events: {"event": "loading", "bytes", "of"}, {"event": "recording", "graphs", "of"} on a
+            GPU, {"event": "loaded", "seconds", "num_blocks"}, {"event": "registering"} when no engine core
+            knows this worker, {"event": "ready", "epoch"} when one does.
+        stop: Once it is set the worker ends the step it is in, says Goodbye and returns.
+
+    Raises:
+        ValueError: the model, the address, its keys or the worker's name cannot be used.
+        PagodaError: the engine core refused this worker for good.
+        RuntimeError: the model failed on its first token, or the device is lost.
+    """
+    local_or_encrypted(config.engine, Identity.of_this_process(config.worker_id).worker_id, config.keys_dir)
+    from pagoda_worker.process.startup import (
+        load_runner,  # model code takes long to import; a bad address is told before
+    )
+
+    started = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+        report({"event": "loading", "bytes": done, "of": total})
+
+    def recording(done: int, of: int) -> None:
+        if stop.is_set():
+            raise _StoppedError
+        report({"event": "recording", "graphs": done, "of": of})
+
+    try:
+        runner = load_runner(config, progress, recording)
+    except _StoppedError:
+        return
+    report({"event": "loaded", "seconds": time.monotonic() - started, "num_blocks": runner.facts.num_blocks})
+    serve(runner, config, report, stop)
+
+
+def serve(runner: ModelRunner, config: WorkerConfig, report: Report, stop: threading.Event) -> None:
+    """Serve the engine core at `config.engine` until `stop` is set or it asks this worker to leave.
+
+    Raises:
+        ValueError: the address, its keys or the worker's name cannot be used.
+        PagodaError: the engine core refused this worker for good.
+        torch.AcceleratorError: the device is lost.
+    """
+    identity = Identity.of_this_process(config.worker_id)
+    link = local_or_encrypted(config.engine, identity.worker_id, config.keys_dir)
+    progress, drain = Progress(), threading.Event()
+    with zmq.Context(io_threads=1) as context:
+
+        def connect(hello: Hello) -> Registration:
+            return Registration(context, link, hello, progress, drain, config.alive_file)
+
+        StepLoop(runner, identity, connect, progress, drain).run(report, stop)
+
+
+class StepLoop:
+    """The data connection's side of the worker, run by one thread."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        identity: Identity,
+        connect: Callable[[Hello], Registration],
+        progress: Progress,
+        drain: threading.Event,
+    ) -> None:
+        self._runner = runner
+        self._identity = identity
+        self._connect = connect
+        self._progress = progress
+        self._drain = drain
+        self._budget = StepBudget(runner.facts.max_tokens_per_step)
+        self._next_step = 1
+        self._pending: deque[Pending] = deque()  # launched and not answered, oldest first
+
+    def run(self, report: Report, stop: threading.Event) -> None:
+        def leaving() -> bool:
+            return stop.is_set() or self._drain.is_set()
+
+        number = failed = 0  # registrations so far, and those of them in a row that nothing came of
+        while not leaving():
+            number += 1
+            if not failed:
+                report({"event": "registering"})
+            with self._connect(self._hello(number)) as registration:
+                answer = registration.ask(times.hello_answer_s(failed), leaving)
+                if isinstance(answer, Welcome):
+                    self._live(registration, answer, report, leaving)
+            failed = 0 if isinstance(answer, Welcome) else failed + 1
+            if isinstance(answer, Refused):
+                stop.wait(_pause_s(answer, failed))
+
+    def _hello(self, number: int) -> Hello:
+        offered = self._budget.offered(time.monotonic())
+        return self._identity.hello(replace(self._runner.facts, max_tokens_per_step=offered), number)
+
+    def _live(self, registration: Registration, welcome: Welcome, report: Report, leaving: Callable[[], bool]) -> None:
+        """One life of this worker at an engine core, from its Welcome until it is over."""
+        standing = registration.membership.admit(welcome, time.monotonic())
+        log.info("registered as epoch %d of engine core %s", *reversed(standing))
+        report({"event": "ready", "epoch": standing.epoch})
+        try:
+            self._serve(registration, standing, leaving)
+        except LostStep as lost:
+            self._tell_lost(registration, standing, lost)
+        if leaving() and registration.membership.standing(time.monotonic()) == standing:
+            registration.send(standing, Goodbye(reason="drained" if self._drain.is_set() else "stopped"))
+        elif not leaving():
+            log.warning("forgetting all rows and registering anew: %s", registration.membership.why_lost)
+        self._forget()
+
+    def _tell_lost(self, registration: Registration, standing: Standing, lost: LostStep) -> None:
+        if lost.out_of_memory:
+            self._budget.ran_out(time.monotonic())
+            log.error("a lower gpu_memory_utilization, max_tokens_per_step or max_rows leaves more room")
+        if registration.membership.standing(time.monotonic()) == standing:
+            registration.send(standing, StepFailed(step=lost.step, reason=lost.reason))
+        registration.membership.lose(standing, str(lost))
+
+    def _serve(self, registration: Registration, standing: Standing, leaving: Callable[[], bool]) -> None:
+        """Execute plans until this standing is over.
+
+        A step that is over is answered before anything else. While one is under way on a device the next is launched
+        as soon as its plan comes, so that the device does not wait for the host.
+        """
+        self._next_step, heard_at = 1, time.monotonic()
+        while not leaving():
+            registration.check()
+            now = time.monotonic()
+            if registration.membership.standing(now) != standing:
+                return
+            if self._pending and (self._pending[0].done or len(self._pending) == MAX_PENDING):
+                self._answer(registration, standing)
+                continue
+            message = registration.receive(standing, PENDING_POLL_S if self._pending else POLL_S)
+            if message is not None:
+                heard_at = now
+                self._take(message, registration, standing)
+            elif not self._pending and now - heard_at > times.IDLE_S and self._may_offer_more(registration, now):
+                registration.membership.lose(standing, "idle, and larger steps can be offered again")
+        while self._pending:
+            self._answer(registration, standing)
+
+    def _may_offer_more(self, registration: Registration, now: float) -> bool:
+        return self._budget.offered(now) > registration.hello.max_tokens_per_step
+
+    def _take(self, message: ToWorker, registration: Registration, standing: Standing) -> None:
+        lose = registration.membership.lose
+        match message:
+            case StepPlan() as plan if plan.step == self._next_step:
+                self._next_step += 1
+                self._launch(plan)
+            case StepPlan() as plan:
+                lose(standing, f"step {plan.step} came when {self._next_step} was due")
+            case ResetWorker():
+                lose(standing, "reset by the engine core")
+            case Drain():
+                self._drain.set()
+            case Refused() as refused:
+                lose(standing, f"refused: {refused.reason}")
+
+    def _launch(self, plan: StepPlan) -> None:
+        if not self._pending:
+            self._progress.busy_since = time.monotonic()
+        self._pending.append(self._runner.launch(plan))
+
+    def _answer(self, registration: Registration, standing: Standing) -> None:
+        """Answer the oldest step. The answer is discarded if the lease ran out meanwhile, and the standing is over."""
+        result = self._runner.collect(self._pending.popleft())
+        now = time.monotonic()
+        self._progress.busy_since = now if self._pending else None
+        self._progress.steps_done += 1
+        if registration.membership.standing(now) != standing:
+            return
+        if not registration.send(standing, result):
+            registration.membership.lose(standing, f"the result of step {result.step} could not be sent")
+
+    def _forget(self) -> None:
+        """Drop all rows and the steps under way. A device that never ends them leaves us busy: the process ends."""
+        self._pending.clear()
+        self._runner.reset()
+        self._progress.busy_since = None
+
+
+def _pause_s(refused: Refused, times_refused: int) -> float:
+    """How long to wait before the next attempt.
+
+    Raises:
+        PagodaError: trying again cannot help.
+    """
+    if refused.final:
+        raise PagodaError(ErrorCode.UNAVAILABLE, f"the engine core refuses this worker: {refused.reason}")
+    pause_s = times.hello_pause_s(times_refused)
+    log.warning("registration refused, trying again in %.0f s: %s", pause_s, refused.reason)
+    return pause_s

@@ -1,0 +1,107 @@
+"""One registration: all that a worker holds of an engine core, from its Hello until anything at all goes wrong.
+
+Two connections, the thread that beats and the membership begin and end together, and none is used twice. So nothing of
+an earlier attempt can stand in the way of the next: no link that swallows what it is given, and no routing id that the
+engine core still takes for a connection it does not know to be dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import zmq
+
+from pagoda_proto.channel import FrameError, decode_to_worker
+from pagoda_proto.steps import Hello, Message, Refused, ToWorker, Welcome
+from pagoda_worker.process.control import Control, Membership, Progress, Standing
+from pagoda_worker.process.wire import Link, Wire
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1  # how soon whoever waits notices that the worker is to leave
+SEND_TIMEOUT_S = 1.0
+LINGER_S = 0.5  # what was said last still leaves within this time
+
+
+class Registration:
+    """Use as a context manager, in the thread that made it.
+
+    Attributes:
+        hello: What is said; its number is in the routing ids.
+        membership: Lost, or none, until the engine core answers with Welcome.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        link: Link,
+        hello: Hello,
+        progress: Progress,
+        drain: threading.Event,
+        alive_file: str = "",
+    ) -> None:
+        route = f"{hello.incarnation}.{hello.registration}"
+        self.hello = hello
+        self.membership = Membership()
+        self._wire = Wire(context, link, f"{route}/d")
+        self._control = Control(lambda: Wire(context, link, f"{route}/c"), self.membership, progress, drain, alive_file)
+
+    def __enter__(self) -> Registration:
+        self._control.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._control.__exit__()
+        self._wire.close(LINGER_S if kind is None else 0.0)
+
+    def check(self) -> None:
+        """Raises RuntimeError if the thread that beats has died."""
+        self._control.check()
+
+    def ask(self, answer_s: float, leaving: Callable[[], bool]) -> Welcome | Refused | None:
+        """Say Hello once; None when no answer comes, or when this worker is to leave.
+
+        `answer_s` is how long it takes at most to connect, and then again to be answered.
+        """
+        said, deadline = False, time.monotonic() + answer_s
+        while not leaving() and time.monotonic() < deadline:
+            self._control.check()
+            if not said and self._control.connected.wait(POLL_S) and self._wire.send(self.hello):
+                said, deadline = True, time.monotonic() + answer_s
+            frame = self._wire.receive(POLL_S)
+            answer = self._decode(frame[1]) if frame else None
+            if isinstance(answer, Welcome | Refused):
+                return answer
+        return None
+
+    def send(self, standing: Standing, message: Message) -> bool:
+        """False when the engine core could not be reached."""
+        return self._wire.send(message, *standing, timeout_s=SEND_TIMEOUT_S)
+
+    def receive(self, standing: Standing, timeout_s: float) -> ToWorker | None:
+        """The next message of this standing. What belongs to another one is dropped undecoded; what cannot be read, or
+        waited while this process could not run, ends the standing."""
+        frame = self._wire.receive(timeout_s)
+        if frame is None:
+            return None
+        envelope, payload = frame
+        if not standing.covers(envelope):
+            of = f"epoch {envelope.epoch} of engine core {envelope.engine_boot_id!r}"
+            self._wire.drop(f"it is of {of}, not {standing}")
+            return None
+        if not self.membership.heard(standing, time.monotonic()):
+            return None
+        message = self._decode(payload)
+        if message is None:
+            self.membership.lose(standing, "a frame could not be read")
+        return message
+
+    def _decode(self, payload: bytes) -> ToWorker | None:
+        try:
+            return decode_to_worker(payload)
+        except FrameError as error:
+            self._wire.drop(str(error))
+            return None

@@ -1,0 +1,149 @@
+"""From a configuration to a runner that has computed its first token: where a worker and offline use begin."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device.accelerator import Accelerator
+from pagoda_worker.kernel_choice import AUTO
+from pagoda_worker.kernels.ops import BackendError, guarded
+from pagoda_worker.loading.memory import num_kv_blocks
+from pagoda_worker.loading.model import LoadedModel, load_model
+from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.sampling.device_sampler import DeviceSampler
+from pagoda_worker.speculation.drafting import check_invariant, load_draft_model, make_drafter
+from pagoda_worker.step.graphs import Graphed, ladder, reserve_for
+from pagoda_worker.step.lines import Lines
+from pagoda_worker.step.profiling import device_use, warm_up
+from pagoda_worker.step.runner import ModelRunner
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+MakeAccelerator = Callable[[torch.device], Accelerator]
+
+
+def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = lambda done, of: None) -> ModelRunner:
+    """Load the model, and its draft model if there is one, make their KV caches and warm up.
+
+    Args:
+        config: Which model, where and how.
+        progress: Called with bytes loaded and bytes in all; what it raises ends the loading.
+        recording: Called with decode steps recorded and steps in all, on a device that records.
+
+    Raises:
+        ValueError: the model or the configuration cannot be used.
+        BackendError: the kernels that were named, or any, fail on the first steps.
+    """
+    started = time.monotonic()
+    loaded = load_model(config, progress)
+    log.info("weights read and packed in %.2f s", time.monotonic() - started)
+    try:
+        return _started(config, loaded, progress, recording)
+    except BackendError as error:
+        if not config.kernels.startswith(AUTO) or loaded.ops.name == "torch":
+            raise
+        log.warning("torch serves: %s", error)
+    del loaded  # its weights are packed for the others, and need the room
+    config = replace(config, kernels=config.kernels.replace(AUTO, "torch", 1))
+    return _started(config, load_model(config, progress), progress, recording)
+
+
+def _started(config: WorkerConfig, loaded: LoadedModel, progress: Progress, recording: Progress) -> ModelRunner:
+    """A runner that has computed its first token."""
+    began = time.monotonic()
+    config = config.settled(loaded.device.type)
+    if config.speculation:
+        check_invariant(loaded)
+    draft = load_draft_model(config, loaded, progress)
+    if loaded.ops.own_threads:
+        torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
+    if loaded.device.type == "cpu":
+        num_blocks = num_kv_blocks(config, loaded, draft)
+        runner = ModelRunner(loaded, num_blocks, config, make_drafter(config, draft, num_blocks))
+    else:
+        runner = runner_on_device(loaded, draft, config, accelerator_of, recording)
+    guarded(loaded.ops.name, runner.warm_up, but=(torch.AcceleratorError,))
+    facts = runner.facts
+    if facts.num_swap_blocks:
+        log.info("swap space: %d blocks, each moved in %.2f ms", facts.num_swap_blocks, 1000 * facts.swap_block_s)
+    log.info("first step computed %.2f s later", time.monotonic() - began)
+    return runner
+
+
+def runner_on_device(
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    config: WorkerConfig,
+    make_accelerator: MakeAccelerator,
+    recording: Progress,
+) -> ModelRunner:
+    """A runner whose caches take what the device has left, and which records its decode steps where it can.
+
+    Raises:
+        NotEnoughMemory: the device has too little left.
+        BackendError: the kernels fail at the largest step, or the device cannot record a decode step.
+    """
+    decoder = loaded.model
+    accelerator = make_accelerator(loaded.device)
+    sampler = loaded.ops.device_sampler(config.max_rows, loaded.vocab_size, accelerator.upload)
+    if config.enforce_eager or not (isinstance(decoder, Decoder) and loaded.ops.capturable):
+        num_blocks = _num_blocks(loaded, draft, config, accelerator, sampler, lambda: 0)
+        drafter = make_drafter(config, draft, num_blocks)
+        return ModelRunner(loaded, num_blocks, config, drafter, accelerator, sampler)
+    loaded = replace(loaded, spare_blocks=1)  # for padding
+    sizes = ladder(config.max_rows)
+
+    def graphs() -> int:
+        probe = _graphed(decoder, loaded, config, make_accelerator(loaded.device), num_blocks=1)
+        return probe.nbytes + reserve_for(sizes, probe.captured(loaded.new_kv_cache(1, config.block_size)))
+
+    num_blocks = _num_blocks(loaded, draft, config, accelerator, sampler, graphs)
+    graphed = _graphed(decoder, loaded, config, accelerator, num_blocks)
+    drafter = make_drafter(config, draft, num_blocks)
+    runner = ModelRunner(replace(loaded, model=graphed), num_blocks, config, drafter, accelerator, sampler)
+    graphed.capture(runner.kv_cache, recording)
+    return runner
+
+
+def _num_blocks(
+    loaded: LoadedModel,
+    draft: LoadedModel | None,
+    config: WorkerConfig,
+    accelerator: Accelerator,
+    sampler: DeviceSampler,
+    graphs: Callable[[], int],
+) -> int:
+    models = (loaded,) if draft is None else (loaded, draft)
+    warm_up(models, config, accelerator, sampler)
+    if config.num_blocks or config.kv_cache_gib:
+        return num_kv_blocks(config, loaded, draft)
+    use = device_use(models, config, accelerator, sampler, graphs)
+    return num_kv_blocks(config, loaded, draft, use=use, spare=loaded.spare_blocks)
+
+
+def _graphed(
+    decoder: Decoder, loaded: LoadedModel, config: WorkerConfig, accelerator: Accelerator, num_blocks: int
+) -> Graphed:
+    """Its padding goes to the block after the last that rows are given."""
+    sizes = ladder(config.max_rows)
+    lines = Lines(
+        max_rows=sizes[-1],
+        max_len=loaded.max_model_len,
+        block_size=config.block_size,
+        scratch_block=num_blocks,
+        device=loaded.device,
+    )
+    return Graphed(decoder, accelerator, sizes, lines)
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    from pagoda_worker.device.cuda import CudaAccelerator
+
+    return CudaAccelerator(device)

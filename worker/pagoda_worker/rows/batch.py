@@ -1,0 +1,107 @@
+"""One forward pass of many rows, laid out as tensors.
+
+All chunks of a step are packed one after the other without padding; every op finds its row through `query_starts`.
+There is no prefill and no decode: a row has `query_lens[i]` new tokens at the end of `context_lens[i]` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from pagoda_proto.steps import Chunk
+from pagoda_worker.rows.rows import Ids, Row
+
+NO_DRAFTS: Mapping[int, Ids] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """T packed new tokens of B rows; logits are wanted for R of the tokens.
+
+    The lists repeat small facts on the host so that no op has to read a tensor back.
+    """
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, absolute position of each token in its row
+    kv_indices: torch.Tensor  # [T] int64, where this token's K and V go: block_id * block_size + offset
+    block_tables: torch.Tensor  # [B, max_blocks] int32, padded with 0
+    query_starts: list[int]  # [B + 1], token range of row i is query_starts[i] : query_starts[i + 1]
+    query_lens: list[int]  # [B]
+    context_lens: list[int]  # [B], tokens in the KV cache after this step's are written
+    logit_indices: torch.Tensor  # [R] int64, tokens whose logits are wanted, in row order
+    device_lengths: torch.Tensor | None = None  # see `lengths`; given where the device has them already
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """[B] int32: `context_lens` where the tokens are. A step that is recorded reads these and not the list."""
+        if self.device_lengths is not None:
+            return self.device_lengths
+        return torch.tensor(self.context_lens, dtype=torch.int32, device=self.token_ids.device)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_starts[-1]
+
+
+def build_batch(
+    work: Sequence[tuple[Row, Chunk]],
+    block_size: int,
+    device: torch.device,
+    drafts: Mapping[int, Ids] = NO_DRAFTS,
+) -> Batch:
+    """Lay out at least one chunk, each of a different row whose tokens and blocks cover it.
+
+    A row's `drafts` stand behind its chunk; if the chunk samples, their logits are wanted as well.
+
+    Python runs once per row and numpy once per batch, which keeps 64 decoding rows to a fraction of a millisecond.
+    """
+    lens = [chunk.num_tokens for _, chunk in work]
+    parts = [row.tokens.array[c.start : c.start + c.num_tokens] for row, c in work]
+    for i, (row, _) in enumerate(work if drafts else ()):
+        if row.row_id in drafts:
+            parts[i] = np.concatenate((parts[i], drafts[row.row_id]))
+            lens[i] = len(parts[i])
+    context_lens = [chunk.start + length for (_, chunk), length in zip(work, lens, strict=True)]
+    starts = np.zeros(len(work) + 1, np.int64)
+    np.cumsum(lens, out=starts[1:])
+    tables = np.zeros((len(work), -(-max(context_lens) // block_size)), np.int32)
+    for i, (row, _) in enumerate(work):
+        blocks = row.blocks.array[: -(-context_lens[i] // block_size)]
+        tables[i, : len(blocks)] = blocks
+    token_ids = np.concatenate(parts)
+    row_of_token = np.repeat(np.arange(len(work)), lens)
+    offsets = np.fromiter((chunk.start for _, chunk in work), np.int64, len(work)) - starts[:-1]
+    positions = np.arange(starts[-1]) + offsets[row_of_token]
+    blocks_of_token = tables[row_of_token, positions // block_size].astype(np.int64)
+    return Batch(
+        token_ids=torch.from_numpy(token_ids).to(device),
+        positions=torch.from_numpy(positions).to(device),
+        kv_indices=torch.from_numpy(blocks_of_token * block_size + positions % block_size).to(device),
+        block_tables=torch.from_numpy(tables).to(device),
+        query_starts=starts.tolist(),
+        query_lens=lens,
+        context_lens=context_lens,
+        logit_indices=torch.from_numpy(_logit_indices(work, starts, bool(drafts))).to(device),
+    )
+
+
+def _logit_indices(work: Sequence[tuple[Row, Chunk]], starts: Ids, drafted: bool) -> Ids:
+    """The last known token of each chunk that samples, and the drafts behind it."""
+    sampled = np.array([chunk.sample for _, chunk in work])
+    indices: Ids = starts[1:][sampled] - 1
+    if not drafted:
+        return indices
+    firsts = starts[:-1] + np.fromiter((chunk.num_tokens for _, chunk in work), np.int64, len(work)) - 1
+    counts = (starts[1:] - firsts)[sampled]
+    places = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    indices = np.repeat(firsts[sampled], counts) + places
+    return indices

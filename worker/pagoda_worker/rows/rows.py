@@ -1,0 +1,126 @@
+"""A row is everything a worker remembers about one choice of a request: its tokens, its blocks and how to sample it.
+
+Rows persist between steps, so a plan says only what changed; the worker appends its own samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.steps import NewRow
+from pagoda_worker.rows.drafts import RowDrafts
+from pagoda_worker.rows.penalties import Processing
+
+Ids = NDArray[np.int64]
+_MIN_ROOM = 64
+
+
+class Ints:
+    """A growing list of int64 whose contents can be used as an array at no cost."""
+
+    __slots__ = ("_data", "_size")
+
+    def __init__(self, values: Ids) -> None:
+        self._size = len(values)
+        self._data = np.empty(max(_MIN_ROOM, self._size * 5 // 4), np.int64)
+        self._data[: self._size] = values
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def array(self) -> Ids:
+        """The values as a view; it is stale after the next append."""
+        return self._data[: self._size]
+
+    def append(self, value: int) -> None:
+        self._reserve(1)
+        self._data[self._size] = value
+        self._size += 1
+
+    def extend(self, values: Ids) -> None:
+        self._reserve(len(values))
+        self._data[self._size : self._size + len(values)] = values
+        self._size += len(values)
+
+    def _reserve(self, extra: int) -> None:
+        if self._size + extra > len(self._data):
+            grown = np.empty(max(2 * len(self._data), self._size + extra), np.int64)
+            grown[: self._size] = self.array
+            self._data = grown
+
+
+@dataclass(slots=True, weakref_slot=True, kw_only=True)
+class Row:
+    """State of one row. The runner alone changes it, between two steps.
+
+    Attributes:
+        tokens: Prompt then output; the first `num_prompt_tokens` are prompt.
+        blocks: The row's block table. It grows in place, and is another object once an entry was replaced: whoever
+            has copied it can tell.
+        num_computed: Leading tokens whose K and V are in the cache.
+        seed: 64-bit key of the random stream.
+        choice: Which of the request's choices; keys the random stream too.
+        processing: What changes the row's logits before sampling; None for most rows.
+        drafts: The drafter's own; None until it has seen the row.
+        num_promised: Outputs at the end of `tokens` that the host does not know yet.
+    """
+
+    row_id: int
+    tokens: Ints
+    blocks: Ints
+    num_prompt_tokens: int
+    num_computed: int
+    params: SamplingParams
+    seed: int
+    choice: int
+    processing: Processing | None
+    drafts: RowDrafts | None = None
+    num_promised: int = 0
+
+    @classmethod
+    def of(cls, new: NewRow, tokens: Ids, blocks: Ids) -> Row:
+        """The row that `new` describes; `tokens` and `blocks` are its lists, checked and as arrays."""
+        return cls(
+            row_id=new.row_id,
+            tokens=Ints(tokens),
+            blocks=Ints(blocks),
+            num_prompt_tokens=new.num_prompt_tokens,
+            num_computed=new.num_computed,
+            params=new.params,
+            seed=new.seed,
+            choice=new.choice,
+            processing=Processing.of(new.params, new.eos_token_ids, tokens, new.num_prompt_tokens),
+        )
+
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens so far, which is also the position of the next one in the random stream."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def outputs(self) -> Ids:
+        return self.tokens.array[self.num_prompt_tokens :]
+
+    def append(self, token: int) -> None:
+        """Take a sampled token as the row's next output."""
+        self.tokens.append(token)
+        if self.processing is not None:
+            self.processing.count(token)
+
+    def promise(self) -> int:
+        """Make room for an output that the host does not know yet, and return its place among the tokens."""
+        self.tokens.append(0)
+        self.num_promised += 1
+        return len(self.tokens) - 1
+
+    def fulfil(self, place: int, token: int) -> None:
+        """The output that was promised at `place`."""
+        self.tokens.array[place] = token
+        self.num_promised -= 1
+        if self.processing is not None:
+            self.processing.count(token)

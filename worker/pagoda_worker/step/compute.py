@@ -1,0 +1,212 @@
+"""What a step computes, in two halves: `start` needs no token of this step on the host, `finish` makes the answers.
+
+Which half chooses the tokens is decided once per step. Without an accelerator, and wherever a row needs the host, it is
+`finish`; otherwise `start` asks the device for them, and the rows are promised tokens that only the device knows yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from pagoda_proto.steps import Chunk, RowOutput, TopLogprobs
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device.accelerator import Accelerator
+from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.models.recorded import Recorded
+from pagoda_worker.rows.batch import NO_DRAFTS, Batch, build_batch
+from pagoda_worker.rows.rows import Ids, Row
+from pagoda_worker.sampling.device_sampler import Chosen, DeviceSampler, GreedySampler, samples_of
+from pagoda_worker.sampling.sampler import NOT_A_NUMBER, Fault, Sample
+from pagoda_worker.speculation.drafting import Drafter, NoDrafts
+from pagoda_worker.speculation.verification import sample_drafted
+from pagoda_worker.step.feeding import feed, uploaded
+from pagoda_worker.step.graphs import Computed, Graphed
+from pagoda_worker.step.pending import OnDevice, OnHost, Work
+
+HOST = torch.device("cpu")
+# Logits of prompt tokens are wanted for every position; this many rows of them exist at once.
+PROMPT_LOGIT_ROWS = 64
+
+Sampled = dict[int, list[Sample] | Fault]
+
+
+class Compute:
+    """A model, its KV cache and what drafts and chooses tokens. It changes rows, and never ends one.
+
+    `kv` is the cache, `caches` are this one and those of the drafter; see `ModelRunner` for the rest.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        config: WorkerConfig,
+        drafter: Drafter | None = None,
+        accelerator: Accelerator | None = None,
+        sampler: DeviceSampler | None = None,
+    ) -> None:
+        self.kv = loaded.new_kv_cache(num_blocks, config.block_size)
+        self._model = loaded.model
+        self._graphed = loaded.model if isinstance(loaded.model, Graphed) else None
+        self._recorded = loaded.model if isinstance(loaded.model, Recorded) else None
+        self._ops = loaded.ops
+        self._device = loaded.device
+        self._block_size = config.block_size
+        self._drafter = drafter or NoDrafts()
+        self.caches = ((loaded, self.kv), *self._drafter.caches)
+        self._accelerator = accelerator
+        self._sampler = sampler or GreedySampler()
+        # A drafter reads the tokens of its rows before every step, so they must be on the host.
+        self._may_promise = accelerator is not None and isinstance(self._drafter, NoDrafts)
+
+    def arranged(self, work: Work) -> Work:
+        """`work` in the order that costs `start` least; no answer depends on it."""
+        return work if self._graphed is None else self._graphed.arranged(work)
+
+    def start(self, work: Work, earlier: Sequence[OnDevice] = ()) -> OnDevice | OnHost | None:
+        """Compute; None where there is nothing to answer. `earlier` steps are not finished yet."""
+        if not work:
+            return None
+        drafts: Mapping[int, Ids] = self._drafter.draft(work)
+        num_drafted = {row_id: len(tokens) for row_id, tokens in drafts.items()}
+        drafts, (batch, hidden, logits, advance) = self._forward_finite(work, drafts, earlier)
+        rows = [row for row, chunk in work if chunk.sample]
+        for row, chunk in work:
+            row.num_computed = chunk.start + chunk.num_tokens
+        if self._accelerator is None or not self._device_chooses(work, rows):
+            return OnHost(
+                starts=batch.query_starts, hidden=hidden, logits=logits, drafts=drafts, num_drafted=num_drafted
+            )
+        chosen = Chosen(batch.token_ids[:0]) if logits is None else self._sampler.sample(logits, rows)
+        advance(chosen.ids)
+        fetch = self._accelerator.fetch(*chosen.tensors)
+        promised = {row.row_id: (index, row.promise()) for index, row in enumerate(rows)}
+        return OnDevice(ids=chosen.ids, fetch=fetch, promised=promised)
+
+    def _forward_finite(
+        self, work: Work, drafts: Mapping[int, Ids], earlier: Sequence[OnDevice]
+    ) -> tuple[Mapping[int, Ids], Computed]:
+        """The drafts that were kept, and the step with them: none, if with them some state is no number.
+
+        A masked K or V that is no number shows nevertheless, so what the drafts wrote is erased.
+        """
+        computed = self._forward(work, drafts, earlier)
+        if not drafts or computed.hidden.isfinite().all():
+            return drafts, computed
+        self._erase(computed.batch, work)
+        return NO_DRAFTS, self._forward(work, NO_DRAFTS, earlier)
+
+    def _device_chooses(self, work: Work, rows: Sequence[Row]) -> bool:
+        plain = all(row.params.prompt_logprobs is None for row, _ in work)
+        return self._may_promise and plain and self._sampler.takes(rows)
+
+    def _forward(self, work: Work, drafts: Mapping[int, Ids], earlier: Sequence[OnDevice]) -> Computed:
+        replayed = self._graphed.replayed(work, earlier) if self._graphed is not None and not drafts else None
+        if replayed is not None:
+            return replayed
+        if self._accelerator is None:
+            batch = build_batch(work, self._block_size, self._device, drafts)
+        else:
+            batch = uploaded(build_batch(work, self._block_size, HOST, drafts), self._accelerator)
+            for step in earlier:
+                self._feed(batch, work, step, self._accelerator)
+        decoded = self._recorded.decoded(batch, self.kv) if self._recorded is not None else None
+        if decoded is not None:
+            return Computed(batch, *decoded)
+        hidden = self._model.forward(batch, self.kv)
+        wanted = len(batch.logit_indices) > 0
+        return Computed(batch, hidden, self._model.logits(hidden[batch.logit_indices]) if wanted else None)
+
+    def _feed(self, batch: Batch, work: Work, step: OnDevice, accelerator: Accelerator) -> None:
+        """Put the tokens that `step` promised where rows end with them."""
+        fed = [(i, step.promised[row.row_id][0]) for i, (row, _) in enumerate(work) if row.row_id in step.promised]
+        places = [batch.query_starts[i + 1] - 1 for i, _ in fed]
+        feed(batch, places, [source for _, source in fed], step.ids, accelerator)
+
+    def _erase(self, batch: Batch, work: Work) -> None:
+        """Make the K and V of a step's drafts zero."""
+        bounds = zip(batch.query_starts, batch.query_starts[1:], work, strict=False)
+        places = [place for start, end, (_, chunk) in bounds for place in range(start + chunk.num_tokens, end)]
+        shape = self.kv.shape
+        zeros = torch.zeros(len(places), shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device)
+        for layer in range(shape.num_layers):
+            self._ops.write_kv(zeros, zeros, self.kv, layer, batch.kv_indices[places])
+
+    def finish(self, launched: OnDevice | OnHost, work: Work) -> dict[int, RowOutput | Fault]:
+        """What came of the step, by row id; a row of which there is nothing to say is left out."""
+        prompt: dict[int, list[TopLogprobs] | Fault] = {}
+        num_drafted: Mapping[int, int] = {}
+        if isinstance(launched, OnDevice):
+            samples = _fetched(launched, work)
+        else:
+            num_drafted = launched.num_drafted
+            samples = self._chosen(launched, work)
+            prompt = {
+                row.row_id: self._prompt_logprobs(row, chunk, launched.hidden[start : start + chunk.num_tokens])
+                for (row, chunk), start in zip(work, launched.starts, strict=False)
+                if row.params.prompt_logprobs is not None
+            }
+        answers: dict[int, RowOutput | Fault] = {}
+        for row, _ in work:
+            row_id = row.row_id
+            answer = self._answer(row, samples.get(row_id), prompt.get(row_id), num_drafted.get(row_id, 0))
+            if answer is not None:
+                answers[row_id] = answer
+        return answers
+
+    def _chosen(self, launched: OnHost, work: Work) -> Sampled:
+        """What the host chooses, taken by the rows."""
+        if launched.logits is None:
+            return {}
+        rows = [row for row, chunk in work if chunk.sample]
+        return sample_drafted(self._sample, launched.logits, rows, launched.drafts)
+
+    def _sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
+        """See `Ops.sample`; logits stay on a device that can choose for these rows, though the host waits for it."""
+        if self._accelerator is None or not self._sampler.takes(rows):
+            return self._ops.sample(logits, rows)
+        return samples_of(rows, [tensor.cpu() for tensor in self._sampler.sample(logits, rows).tensors])
+
+    def _answer(
+        self,
+        row: Row,
+        sampled: list[Sample] | Fault | None,
+        prompt: list[TopLogprobs] | Fault | None,
+        num_drafted: int,
+    ) -> RowOutput | Fault | None:
+        for outcome in (prompt, sampled):
+            if isinstance(outcome, Fault):
+                return outcome
+        prompt_logprobs = prompt if isinstance(prompt, list) and prompt else None
+        if not isinstance(sampled, list):
+            return None if prompt_logprobs is None else RowOutput(row.row_id, [], None, prompt_logprobs)
+        num_accepted = len(sampled) - 1
+        row.num_computed += num_accepted
+        hint = self._drafter.learn(row, num_drafted, num_accepted)
+        tokens = [one.token_id for one in sampled]
+        logprobs = [one.logprobs for one in sampled if one.logprobs is not None] or None
+        return RowOutput(row.row_id, tokens, logprobs, prompt_logprobs, num_drafted, hint)
+
+    def _prompt_logprobs(self, row: Row, chunk: Chunk, hidden: torch.Tensor) -> list[TopLogprobs] | Fault:
+        """Reports on prompt tokens `chunk.start + 1` onwards, each from the `hidden` [n, H] of the token before it."""
+        count = min(chunk.num_tokens, row.num_prompt_tokens - 1 - chunk.start)
+        targets = row.tokens.array[chunk.start + 1 : chunk.start + 1 + max(0, count)]
+        reports: list[TopLogprobs] = []
+        for start in range(0, len(targets), PROMPT_LOGIT_ROWS):
+            part = targets[start : start + PROMPT_LOGIT_ROWS].tolist()
+            logits = self._model.logits(hidden[start : start + len(part)])
+            reports += self._ops.report(logits, part, row.params.prompt_logprobs or 0)
+        return reports if len(reports) == len(targets) else NOT_A_NUMBER
+
+
+def _fetched(launched: OnDevice, work: Work) -> Sampled:
+    """What the device chose, taken by the rows it was promised to."""
+    rows = [row for row, chunk in work if chunk.sample]
+    samples: Sampled = {}
+    for row, one in zip(rows, samples_of(rows, launched.fetch.wait()), strict=True):
+        _, place = launched.promised[row.row_id]
+        row.fulfil(place, 0 if isinstance(one, Fault) else one.token_id)
+        samples[row.row_id] = one if isinstance(one, Fault) else [one]
+    return samples

@@ -1,0 +1,174 @@
+"""Decode steps recorded once per batch size and replayed in one call (CUDA graphs).
+
+A recording is a list of device operations at fixed addresses. So a decode step's inputs are the first of the `Lines`
+that stay on the device, and those that a size has beyond the step's rows are padding: one token that attends to itself,
+in a scratch block that no row is ever given. What a step needs that is not in a line must be the same for every step of
+its size: lengths are read from the device, and the host's lists only bound them.
+
+Prefill and mixed steps, and batches larger than the largest size, run operation by operation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from pagoda_worker.device.accelerator import Accelerator
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import BackendError, guarded
+from pagoda_worker.rows.batch import Batch
+from pagoda_worker.step.lines import Lines
+from pagoda_worker.step.pending import OnDevice, Work
+
+log = logging.getLogger(__name__)
+
+LARGEST = 512  # rows from which on launching costs a device nothing
+FINE_UP_TO = 256
+MIB = 2**20
+
+Progress = Callable[[int, int], None]
+
+
+def ladder(max_rows: int) -> list[int]:
+    """Batch sizes to record, ascending: 1, 2, 4, then every 8th, from 256 on every 16th; the last is `max_rows`."""
+    top = min(max_rows, LARGEST)
+    sizes = [1, 2, 4, *range(8, FINE_UP_TO, 8), *range(FINE_UP_TO, LARGEST, 16)]
+    return [*(size for size in sizes if size < top), top]
+
+
+def rung(sizes: Sequence[int], work: Work) -> int | None:
+    """The size to replay for a step; None when it is to run operation by operation."""
+    if len(work) > sizes[-1] or not all(chunk.num_tokens == 1 and chunk.sample for _, chunk in work):
+        return None
+    return sizes[bisect_left(sizes, len(work))]
+
+
+class Computed(NamedTuple):
+    """A forward pass.
+
+    Attributes:
+        batch: What was computed; where it was replayed, bounds of it.
+        hidden: [T, H]; where replayed, it and `logits` are valid until the next step.
+        logits: [R, V] float32, None where none are wanted.
+        advance: Takes the ids [R] that were chosen from `logits` on the device, for the next step there.
+    """
+
+    batch: Batch
+    hidden: torch.Tensor
+    logits: torch.Tensor | None
+    advance: Callable[[torch.Tensor], None] = lambda ids: None
+
+
+class Plannable(Protocol):
+    """What of a decoder is recorded; see `models.decoder.Decoder`."""
+
+    kv_shape: KVShape
+
+    def plan(self, batch: Batch, kv: Any) -> Any: ...
+
+    def forward(self, batch: Batch, kv: Any, plan: Any = None) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One size: replaying reads the lines of `batch`. `kept` is what it has addresses of besides."""
+
+    replay: Callable[[], None]
+    batch: Batch
+    kept: object
+
+
+class Graphed:
+    """See `loading.Model`: a decoder whose decode steps over one cache are replayed once `capture` was called."""
+
+    def __init__(self, decoder: Plannable, accelerator: Accelerator, sizes: Sequence[int], lines: Lines) -> None:
+        self.kv_shape = decoder.kv_shape
+        self.forward = decoder.forward
+        self.logits = decoder.logits
+        self.arranged = lines.arranged
+        self.nbytes = lines.nbytes  # beside what `captured` takes
+        self._decoder = decoder
+        self._accelerator = accelerator
+        self._sizes = sizes
+        self._lines = lines
+        self._recordings: dict[int, Recording] = {}
+        self._results: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def replayed(self, work: Work, earlier: Sequence[OnDevice]) -> Computed | None:
+        """The step, if it can be replayed; fastest when `work` is as `arranged` puts it.
+
+        `earlier` steps have tokens of these rows that the host does not know yet.
+        """
+        size = rung(self._sizes, work)
+        if size not in self._recordings or self._results is None:
+            return None
+        recording = self._recordings[size]
+        self._lines.write(work, size, earlier, self._accelerator)
+        recording.replay()
+        hidden, logits = (result[: len(work)] for result in self._results)
+        return Computed(recording.batch, hidden, logits, self._lines.advance)
+
+    def capture(self, kv: Any, progress: Progress) -> None:
+        """Record all sizes over `kv`; `progress` is called with recordings made and recordings in all.
+
+        Raises:
+            BackendError: the device cannot record the step.
+        """
+        started, free = time.monotonic(), self._accelerator.memory().free
+        for number, _ in enumerate(self.captured(kv), 1):
+            progress(number, len(self._sizes))
+        taken = (free - self._accelerator.memory().free) / MIB
+        took = time.monotonic() - started
+        log.info("%d decode graphs of up to %d rows: %.1f s, %.0f MiB", len(self._sizes), self._sizes[-1], took, taken)
+
+    def captured(self, kv: Any) -> Iterator[int]:
+        """Record size by size, the largest first, so that the others fit into the memory it leaves; yields bytes taken.
+
+        Raises:
+            BackendError: the device cannot record the step.
+        """
+        for size in reversed(self._sizes):
+            self._accelerator.empty_cache()  # what could serve allocations is free memory too
+            before = self._accelerator.memory().free
+            with torch.inference_mode():
+                try:
+                    record = partial(self._record, size, kv)
+                    self._recordings[size] = guarded("recording", record, but=(torch.AcceleratorError,))
+                except BackendError as error:
+                    message = f"a decode step of {size} rows cannot be recorded ({error}); enforce_eager does without"
+                    raise BackendError(message) from error
+            yield before - self._accelerator.memory().free
+
+    def _record(self, size: int, kv: Any) -> Recording:
+        batch = self._lines.batch(size)
+        plan = self._decoder.plan(batch, kv)
+        if self._results is None:  # all sizes leave theirs here, so that none keeps memory of its own for it
+            hidden = self._decoder.forward(batch, kv, plan)
+            self._results = torch.empty_like(hidden), torch.empty_like(self._decoder.logits(hidden))
+        hidden, logits = (result[:size] for result in self._results)
+
+        def step() -> None:
+            self._lines.lay_out(size)
+            hidden.copy_(self._decoder.forward(batch, kv, plan))
+            self._decoder.logits(hidden, logits)
+
+        return Recording(self._accelerator.capture(step), batch, (plan, kv))
+
+
+def reserve_for(sizes: Sequence[int], taken: Iterator[int]) -> int:
+    """Bytes to keep for recording all `sizes`, from recording the largest two.
+
+    The largest takes the memory that all share; every further one takes at most what the second took on top of it.
+    """
+    first = next(taken)
+    second = next(taken, 0)
+    return max(0, first) + max(0, second) * (len(sizes) - 1)

@@ -1,0 +1,137 @@
+"""Whole blocks on the move: within a cache, out of it into the host's memory, and back.
+
+A swap block lies in the host's memory in the layout that all back ends share, each in one piece and, beside a device,
+pinned. So a swap is one gathering on the device and one transfer per block, asked for in order with the device's other
+work: the host waits for none of it, and a step that follows finds its blocks in place.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pagoda_worker.device.accelerator import Accelerator
+from pagoda_worker.kernels.kv_cache import SCALE_DTYPE, Blocks, KVShape
+from pagoda_worker.loading.memory import NotEnoughMemory
+from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.step.table import Pairs
+
+Allocate = Callable[[Sequence[int], torch.dtype], torch.Tensor]
+
+STAGED_BYTES = 64 * 2**20  # of blocks on their way, which lie on the device a second time
+PIECE_BYTES = 2**30  # of host memory that is asked for at once: pinned memory comes in powers of two
+MEASURED_BLOCKS = 8
+
+
+class SwapSpace:
+    """Host memory for blocks of one cache.
+
+    Raises:
+        NotEnoughMemory: there is not so much.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, kv: Any, block_size: int, num_swap_blocks: int, accelerator: Accelerator | None
+    ) -> None:
+        self._ops, self._device, self._kv = loaded.ops, loaded.device, kv
+        self._shape, self._block_size = loaded.kv_shape, block_size
+        self._blocks_at_once = max(1, STAGED_BYTES // self._shape.bytes_per_block(block_size))
+        allocate = _pageable if accelerator is None else accelerator.pinned
+        cells = self._shape.cells_per_block(block_size)
+        try:
+            self._cells = _apart(num_swap_blocks, cells, self._shape.stored_dtype, allocate)
+            num_scales = num_swap_blocks if self._shape.quantized else 0
+            self._scales = _apart(num_scales, cells[:-1], SCALE_DTYPE, allocate)
+        except RuntimeError as error:
+            raise NotEnoughMemory(f"swap_space_gib: {num_swap_blocks} blocks of host memory: {error}") from error
+
+    def swap_out(self, pairs: Pairs) -> None:
+        for part in self._parts(pairs):
+            blocks = self._ops.export_blocks(self._kv, [block for block, _ in part])
+            for index, (_, swap_block) in enumerate(part):
+                self._cells[swap_block].copy_(blocks.cells[index], non_blocking=True)
+                if blocks.scales is not None:
+                    self._scales[swap_block].copy_(blocks.scales[index], non_blocking=True)
+
+    def swap_in(self, pairs: Pairs) -> None:
+        for part in self._parts(pairs):
+            blocks = _staged(len(part), self._shape, self._block_size, self._device)
+            for index, (swap_block, _) in enumerate(part):
+                blocks.cells[index].copy_(self._cells[swap_block], non_blocking=True)
+                if blocks.scales is not None:
+                    blocks.scales[index].copy_(self._scales[swap_block], non_blocking=True)
+            self._ops.import_blocks(self._kv, [block for _, block in part], blocks)
+
+    def _parts(self, pairs: Pairs) -> list[Pairs]:
+        return [pairs[start : start + self._blocks_at_once] for start in range(0, len(pairs), self._blocks_at_once)]
+
+
+class BlockMover:
+    """Moves blocks in all `caches` of a worker alike, for they share their ids. Pairs are as in StepPlan."""
+
+    def __init__(
+        self,
+        caches: Sequence[tuple[LoadedModel, Any]],
+        block_size: int,
+        num_swap_blocks: int,
+        accelerator: Accelerator | None,
+    ) -> None:
+        self._caches = caches
+        self._accelerator = accelerator
+        self._num_swap_blocks = num_swap_blocks
+        spaces = caches if num_swap_blocks else ()
+        self._spaces = [SwapSpace(loaded, kv, block_size, num_swap_blocks, accelerator) for loaded, kv in spaces]
+
+    def copy(self, pairs: Pairs) -> None:
+        for loaded, kv in self._caches:
+            loaded.ops.copy_blocks(kv, pairs)
+
+    def swap_out(self, pairs: Pairs) -> None:
+        for space in self._spaces:
+            space.swap_out(pairs)
+
+    def swap_in(self, pairs: Pairs) -> None:
+        for space in self._spaces:
+            space.swap_in(pairs)
+
+    def seconds_per_block(self, num_blocks: int) -> float:
+        """How long a block takes to move out or in, measured on blocks that nobody uses yet; 0.0 without swap space.
+
+        The second of two rounds counts: the first is the first to touch the memory.
+        """
+        count = min(MEASURED_BLOCKS, num_blocks, self._num_swap_blocks)
+        pairs = [(block, block) for block in range(count)]
+        took = 0.0
+        for _ in range(2 if count else 0):
+            began = self._settled()
+            with torch.inference_mode():
+                self.swap_out(pairs)
+                self.swap_in(pairs)
+            took = (self._settled() - began) / (2 * count)
+        return took
+
+    def _settled(self) -> float:
+        """The time when everything that was asked of the device is done."""
+        if self._accelerator is not None:
+            self._accelerator.synchronize()
+        return time.perf_counter()
+
+
+def _pageable(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(tuple(size), dtype=dtype)
+
+
+def _apart(count: int, size: tuple[int, ...], dtype: torch.dtype, allocate: Allocate) -> list[torch.Tensor]:
+    """`count` tensors of this size, from few pieces of memory."""
+    piece = max(1, PIECE_BYTES // (dtype.itemsize * torch.Size(size).numel()))
+    starts = range(0, count, piece)
+    return [one for start in starts for one in allocate((min(piece, count - start), *size), dtype).unbind()]
+
+
+def _staged(count: int, shape: KVShape, block_size: int, device: torch.device) -> Blocks:
+    sizes = (count, *shape.cells_per_block(block_size))
+    scales = torch.empty(sizes[:-1], dtype=SCALE_DTYPE, device=device) if shape.quantized else None
+    return Blocks(cells=torch.empty(sizes, dtype=shape.stored_dtype, device=device), scales=scales)

@@ -1,0 +1,140 @@
+"""What a model takes of a GPU besides its KV cache, found by running the largest steps once over a cache of one block.
+
+Where K and V lie changes no allocation, so every block table names that one block over and over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.steps import Chunk, NewRow
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device.accelerator import Accelerator
+from pagoda_worker.kernels.ops import guarded
+from pagoda_worker.loading.memory import DeviceUse, NotEnoughMemory
+from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.rows.batch import Batch, build_batch
+from pagoda_worker.rows.rows import Row
+from pagoda_worker.sampling.device_sampler import DeviceSampler
+from pagoda_worker.speculation.drafting import MAX_DRAFTS
+from pagoda_worker.step.feeding import uploaded
+
+PROMPT_TOKENS = (300, 150)  # beyond a high tile of lines; beyond one split of keys, and within it
+PARAMS = SamplingParams(temperature=1.0, logprobs=1)  # to choose a token takes no more memory for any other row
+
+
+def device_use(
+    models: Sequence[LoadedModel],
+    config: WorkerConfig,
+    accelerator: Accelerator,
+    sampler: DeviceSampler,
+    graphs: Callable[[], int],
+) -> DeviceUse:
+    """Measure models that run in turn; `graphs` returns the bytes that recorded steps will take (0 for none).
+
+    The `sampler` has its tables already.
+
+    Raises:
+        NotEnoughMemory: the largest step does not even fit without a cache.
+        BackendError: the kernels fail at it.
+    """
+
+    def run() -> None:
+        guarded(
+            models[0].ops.name,
+            lambda: _run_largest(models, config, accelerator, sampler),
+            but=(torch.OutOfMemoryError, torch.AcceleratorError),
+        )
+
+    try:
+        step = accelerator.peak_of(run)
+    except torch.OutOfMemoryError as error:
+        size = f"max_tokens_per_step={config.max_tokens_per_step} tokens and max_rows={config.max_rows} rows"
+        raise NotEnoughMemory(f"a step of {size} does not fit beside the weights: lower one of them") from error
+    recorded = graphs()
+    accelerator.synchronize()
+    accelerator.empty_cache()
+    free, total = accelerator.memory()
+    return DeviceUse(total=total, in_use=total - free, step=step, graphs=recorded)
+
+
+def warm_up(
+    models: Sequence[LoadedModel], config: WorkerConfig, accelerator: Accelerator, sampler: DeviceSampler
+) -> None:
+    """Run a prompt beside a decode, so that no request waits for kernels to be compiled.
+
+    Raises:
+        BackendError: the kernels fail at it.
+    """
+    for loaded in models:
+        guarded(
+            loaded.ops.name,
+            partial(_run, mixed_steps(config, loaded.max_model_len), loaded, config, accelerator, sampler),
+            but=(torch.AcceleratorError,),
+        )
+
+
+def _run_largest(
+    models: Sequence[LoadedModel], config: WorkerConfig, accelerator: Accelerator, sampler: DeviceSampler
+) -> None:
+    for loaded in models:
+        _run(largest_steps(config, loaded.max_model_len), loaded, config, accelerator, sampler)
+
+
+def _run(
+    batches: Iterable[Batch],
+    loaded: LoadedModel,
+    config: WorkerConfig,
+    accelerator: Accelerator,
+    sampler: DeviceSampler,
+) -> None:
+    kv = loaded.new_kv_cache(1, config.block_size)
+    for batch in batches:
+        with torch.inference_mode():
+            there = uploaded(batch, accelerator)
+            hidden = loaded.model.forward(there, kv)
+            logits = loaded.model.logits(hidden[there.logit_indices])
+            rows = [_row(i, 1, config.block_size) for i in range(batch.num_rows)]
+            if sampler.takes(rows):
+                sampler.sample(logits[: len(rows)], rows)
+
+
+def mixed_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:
+    """A long and a short prompt, each with a token beside it where two rows are allowed."""
+    for tokens in PROMPT_TOKENS:
+        sizes = [min(tokens, config.max_tokens_per_step, max_model_len), 1][: config.max_rows]
+        work = [(_row(i, size, config.block_size), Chunk(i, 0, size, True)) for i, size in enumerate(sizes)]
+        yield build_batch(work, config.block_size, torch.device("cpu"), {})
+
+
+def largest_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:
+    """Steps of as many tokens as are allowed: of as many rows as are allowed, and of as few as can have so many.
+
+    Logits are wanted for one token of a row and for as many more as may be drafts.
+    """
+    max_drafts = (config.max_drafts or MAX_DRAFTS) if config.speculation else 0
+    tokens = min(config.max_tokens_per_step, config.max_rows * max_model_len)
+    most = min(config.max_rows, tokens)
+    fewest = -(-tokens // max_model_len)
+    for num_rows in dict.fromkeys((most, fewest)):
+        sizes = [tokens // num_rows + (i < tokens % num_rows) for i in range(num_rows)]
+        counts = [min(max_drafts, size - 1) for size in sizes]
+        work = [
+            (_row(i, size, config.block_size), Chunk(i, 0, size - count, True))
+            for i, (size, count) in enumerate(zip(sizes, counts, strict=True))
+        ]
+        drafts = {i: np.zeros(count, np.int64) for i, count in enumerate(counts) if count}
+        yield build_batch(work, config.block_size, torch.device("cpu"), drafts)
+
+
+def _row(row_id: int, num_tokens: int, block_size: int) -> Row:
+    tokens, blocks = np.zeros(num_tokens, np.int64), np.zeros(-(-num_tokens // block_size), np.int64)
+    new = NewRow(
+        row_id=row_id, token_ids=[0], num_prompt_tokens=num_tokens, num_computed=0, block_ids=[0], params=PARAMS, seed=0
+    )
+    return Row.of(new, tokens, blocks)

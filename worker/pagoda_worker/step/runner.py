@@ -1,0 +1,246 @@
+"""A step is: take the plan's changes, compute one batch, sample the rows that ask, and answer for every row.
+
+`launch` does all of it that needs no token of this step on the host, `collect` the rest. Where an accelerator computes
+and chooses the tokens, the next step may be launched in between: it reads those tokens on the device. Everywhere else
+the next launch begins by finishing the step before it, so a step never sees a token that is not there.
+
+Rows are independent: whatever goes wrong with one (a claim that does not hold, logits that are no numbers) ends that
+row and no other. Whatever is raised is no row's fault: the step is lost, and all rows are forgotten with it. They are
+computed again from their records, here or elsewhere, as if the process had died, but the weights stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device.accelerator import Accelerator
+from pagoda_worker.kernels.ops import Cache
+from pagoda_worker.loading.memory import num_swap_blocks
+from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.sampling.device_sampler import DeviceSampler
+from pagoda_worker.sampling.sampler import Fault
+from pagoda_worker.speculation.drafting import Drafter
+from pagoda_worker.step.compute import Compute
+from pagoda_worker.step.moving import BlockMover
+from pagoda_worker.step.pending import OnDevice, OnHost, Pending
+from pagoda_worker.step.table import UNKNOWN_ROW, RowTable, RunnerFacts
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_PENDING = 2  # launched and not answered: one computes, one waits behind it
+
+
+class LostStep(RuntimeError):
+    """Step `step` raised, and the runner has forgotten all rows. `reason` names no content of theirs."""
+
+    def __init__(self, step: int, reason: str, *, out_of_memory: bool) -> None:
+        super().__init__(f"step {step} is lost: {reason}")
+        self.step = step
+        self.reason = reason
+        self.out_of_memory = out_of_memory
+
+
+class ModelRunner:
+    """Executes step plans on one model replica. Not thread-safe; one thread at a time calls it.
+
+    `drafter` guesses tokens, None if nobody does; `accelerator` is that of the model's device, None on a CPU; `sampler`
+    chooses tokens there.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        config: WorkerConfig,
+        drafter: Drafter | None = None,
+        accelerator: Accelerator | None = None,
+        sampler: DeviceSampler | None = None,
+    ) -> None:
+        self._accelerator = accelerator
+        self._compute = Compute(loaded, num_blocks, config, drafter, accelerator, sampler)
+        caches = self._compute.caches
+        shapes = [model.kv_shape for model, _ in caches]
+        swap_blocks = num_swap_blocks(config, shapes, loaded.device.type == "cpu")
+        self._mover = BlockMover(caches, config.block_size, swap_blocks, accelerator)
+        self.facts = RunnerFacts(
+            model_fingerprint=loaded.fingerprint,
+            numerics_id=loaded.numerics_id,
+            device=str(loaded.device),
+            vocab_size=loaded.vocab_size,
+            max_model_len=loaded.max_model_len,
+            num_blocks=num_blocks,
+            block_size=config.block_size,
+            max_rows=config.max_rows,
+            max_tokens_per_step=config.max_tokens_per_step,
+            num_swap_blocks=swap_blocks,
+            swap_block_s=self._mover.seconds_per_block(num_blocks),
+        )
+        self.depth = 1 if accelerator is None else MAX_PENDING  # launches worth making before the first is collected
+        self._table = RowTable(self.facts)
+        self._pending: deque[Pending] = deque()
+        self._settled_at = 0.0
+        self._last_failure = ""
+
+    @property
+    def kv_cache(self) -> Cache:
+        return self._compute.kv
+
+    def reset(self) -> None:
+        """Forget all rows and every step that was not answered, once the device is done with them.
+
+        The cache keeps its bytes, which no later row reads before writing them.
+        """
+        if self._pending and self._accelerator is not None:
+            self._accelerator.synchronize()
+        self._pending.clear()
+        self._table.clear()
+
+    def warm_up(self) -> None:
+        """Compute one token along the ordinary path, so that the first request pays for no first call.
+
+        Raises:
+            RuntimeError: the model cannot do it.
+        """
+        row = NewRow(
+            row_id=0,
+            token_ids=[0],
+            num_prompt_tokens=1,
+            num_computed=0,
+            block_ids=[0],
+            params=SamplingParams(logprobs=0),  # whoever chooses draws and reports, too
+            seed=0,
+        )
+        result = self.execute(StepPlan(step=0, new_rows=[row], chunks=[Chunk(0, 0, 1, True)]))
+        self.reset()
+        if result.errors:
+            raise RuntimeError(f"the model failed its first step: {result.errors[0].message}")
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan. Every chunk that samples gets an output or an error; a row in `errors` has been dropped.
+
+        Raises:
+            LostStep: it could not be computed.
+            torch.AcceleratorError: the device is lost, and this process with it.
+        """
+        return self.collect(self.launch(plan))
+
+    def launch(self, plan: StepPlan) -> Pending:
+        """Take a plan and set its computation going; on a CPU the forward pass is over on return.
+
+        Earlier steps are finished first where this one cannot begin without: their tokens are the host's to choose,
+        or enough steps are under way.
+
+        Raises:
+            LostStep: this step, or one that had to be finished first, could not be computed.
+            torch.AcceleratorError: the device is lost, and this process with it.
+        """
+        began = time.perf_counter()
+        while self._pending and (isinstance(self._pending[-1].launched, OnHost) or len(self._pending) >= MAX_PENDING):
+            self._settle_oldest()
+        return self._or_lost(plan.step, plan.chunks, lambda: self._launch(plan, began))
+
+    def collect(self, pending: Pending) -> StepResult:
+        """The answer to a launched plan, as `execute` gives it; waits for the device if need be.
+
+        Raises:
+            LostStep: this step, or one before it, could not be computed.
+            torch.AcceleratorError: the device is lost, and this process with it.
+        """
+        while pending.result is None:
+            self._settle_oldest()
+        return pending.result
+
+    def _launch(self, plan: StepPlan, began: float) -> Pending:
+        table, mover = self._table, self._mover
+        table.apply(plan)
+        if pairs := table.swap_outs(plan):
+            mover.swap_out(pairs)
+        if pairs := table.swap_ins(plan):
+            mover.swap_in(pairs)
+        if pairs := table.copies(plan):
+            mover.copy(pairs)
+        work = self._compute.arranged(table.accept(plan.chunks))
+        pending = Pending(step=plan.step, work=work, began=began, computing=time.perf_counter())
+        earlier = [step.launched for step in self._pending if isinstance(step.launched, OnDevice)]
+        pending.launched = self._compute.start(work, earlier)
+        pending.errors = table.take_errors()
+        self._pending.append(pending)
+        return pending
+
+    def _settle_oldest(self) -> None:
+        pending = self._pending.popleft()
+        self._or_lost(pending.step, (chunk for _, chunk in pending.work), lambda: self._settle(pending))
+
+    def _settle(self, pending: Pending) -> None:
+        """Make the answer of the oldest pending step."""
+        outputs = self._outputs(pending)
+        lost = [RowError(row_id, ErrorCode.PROTOCOL_ERROR.value, UNKNOWN_ROW) for row_id in sorted(pending.lost)]
+        failed = self._table.take_errors()
+        for later in self._pending:
+            later.lose(error.row_id for error in failed)
+        done = time.perf_counter()
+        pending.result = StepResult(
+            step=pending.step,
+            outputs=outputs,
+            errors=pending.errors + lost + failed,
+            elapsed_s=done - max(pending.began, self._settled_at),
+            forward_s=done - max(pending.computing, self._settled_at),
+        )
+        self._settled_at = done
+
+    def _outputs(self, pending: Pending) -> list[RowOutput]:
+        """Finish a step; rows it has no token for end here, and those that ended before are passed over."""
+        launched = pending.launched
+        if launched is None:
+            return []
+        alive = [(row, chunk) for row, chunk in pending.work if row.row_id not in pending.lost]
+        answers = self._compute.finish(launched, pending.work)
+        outputs = []
+        for row, _ in alive:
+            match answers.get(row.row_id):
+                case Fault(code, message):
+                    self._table.fail(row.row_id, code, message)
+                case RowOutput() as output:
+                    outputs.append(output)
+        return outputs
+
+    def _or_lost(self, step: int, chunks: Iterable[Chunk], do: Callable[[], T]) -> T:
+        """What `do` returns; what it raises is the loss of this step and of all rows."""
+        try:
+            with torch.inference_mode():
+                return do()
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a model raises costs a step, never the process
+            self._log_failure(error)
+            out_of_memory, name = ran_out_of_memory(error), type(error).__name__
+        # Only now are the error and the tensors that its frames hold let go of.
+        self.reset()
+        if self._accelerator is not None:
+            self._accelerator.empty_cache()
+        sizes = [chunk.num_tokens for chunk in chunks]
+        size = f"a step of {len(sizes)} rows and {sum(sizes)} tokens"
+        raise LostStep(step, f"{'out of memory' if out_of_memory else name} in {size}", out_of_memory=out_of_memory)
+
+    def _log_failure(self, error: Exception) -> None:
+        """Trace a failure when it first appears; repetitions of it get one line each."""
+        failure = f"{type(error).__name__}: {error}"
+        log.error("step failed: %s", failure, exc_info=error if failure != self._last_failure else None)
+        self._last_failure = failure
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether it was memory that was missing: numpy's and Python's, a device's, or the host's as torch asks for it."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)

@@ -1,0 +1,229 @@
+"""The rows a worker holds, and the one place where a plan's claims about them are checked.
+
+A claim that does not hold ends the row it is about, with the reason, and touches no other row. What is not checked is
+who owns a block: rows share blocks by design, and which may be written is the engine core's to know.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.params import ModelLimits, model_problems
+from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowError, StepPlan
+from pagoda_worker.rows.rows import Ids, Ints, Row
+
+MAX_CHOICE = 2**32 - 1
+MAX_SEED = 2**64 - 1
+UNKNOWN_ROW = "the row is unknown to this worker"
+
+C = TypeVar("C")
+Pairs = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerFacts:
+    """What a runner offers, as it is said in Hello. A row never has more than `max_model_len` computed tokens."""
+
+    model_fingerprint: str
+    numerics_id: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_tokens_per_step: int
+    num_swap_blocks: int = 0
+    swap_block_s: float = 0.0
+
+
+class BadClaim(ValueError):
+    """What a plan says about one row does not hold."""
+
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.PROTOCOL_ERROR) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class RowTable:
+    """Rows by id, the errors of the step in progress, and which swap blocks hold something."""
+
+    def __init__(self, facts: RunnerFacts) -> None:
+        self._facts = facts
+        self._rows: dict[int, Row] = {}
+        self._errors: dict[int, RowError] = {}
+        self._swapped: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def clear(self) -> None:
+        self._rows.clear()
+        self._errors.clear()
+        self._swapped.clear()
+
+    def fail(self, row_id: int, code: ErrorCode, message: str) -> None:
+        """Drop the row and report the first reason given for it in this step."""
+        self._rows.pop(row_id, None)
+        self._errors.setdefault(row_id, RowError(row_id, code.value, message))
+
+    def _fail_holders(self, moves: Pairs, code: ErrorCode, message: str) -> None:
+        """Drop every row whose block table has a block that one of these (source, block) did not reach."""
+        blocks = [block for _, block in moves if 0 <= block < self._facts.num_blocks]
+        for row in list(self._rows.values()) if blocks else ():
+            if np.isin(row.blocks.array, blocks).any():
+                self.fail(row.row_id, code, message)
+
+    def take_errors(self) -> list[RowError]:
+        errors, self._errors = list(self._errors.values()), {}
+        return errors
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take the plan's changes to rows, in the order of `steps`. What it moves comes after them.
+
+        Finishing an unknown row is no error: the worker has dropped it before the engine core learnt of it.
+        """
+        for row_id in plan.finished_rows:
+            self._rows.pop(row_id, None)
+        for new in plan.new_rows:
+            self._claim(new.row_id, self._add, new)
+        for append in plan.append_blocks:
+            self._claim(append.row_id, self._append_blocks, append)
+        for replace in plan.replace_blocks:
+            self._claim(replace.row_id, self._replace_block, replace)
+
+    def swap_outs(self, plan: StepPlan) -> Pairs:
+        """The swap-outs that can be made. No row is harmed by the others, until something is missed in its place."""
+        good, bad = _sorted_out(plan.swap_outs, self._facts.num_blocks, self._facts.num_swap_blocks)
+        self._swapped.difference_update(swap_block for _, swap_block in bad)  # they hold nothing to be swapped in
+        self._swapped.update(swap_block for _, swap_block in good)
+        return good
+
+    def swap_ins(self, plan: StepPlan) -> Pairs:
+        """The swap-ins that can be made, once the plan's swap-outs are; rows that need the others are dropped."""
+        good, bad = _sorted_out(plan.swap_ins, self._facts.num_swap_blocks, self._facts.num_blocks)
+        self._fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block to be swapped in is out of range, or named twice")
+        lost = [pair for pair in good if pair[0] not in self._swapped]
+        self._fail_holders(lost, ErrorCode.INTERNAL, "a block to be swapped in was never swapped out")
+        return [pair for pair in good if pair[0] in self._swapped] if lost else good
+
+    def copies(self, plan: StepPlan) -> Pairs:
+        """The block copies that can be made; rows that need the others are dropped."""
+        good, bad = _sorted_out(plan.block_copies, self._facts.num_blocks, self._facts.num_blocks)
+        self._fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block copy is out of range, or two have one destination")
+        return good
+
+    def accept(self, chunks: Sequence[Chunk]) -> list[tuple[Row, Chunk]]:
+        """The chunks that can be computed, each with its row; a row with two chunks in one step is dropped."""
+        accepted: dict[int, tuple[Row, Chunk]] = {}
+        budget = self._facts.max_tokens_per_step
+        for chunk in chunks:
+            try:
+                if chunk.row_id in accepted:
+                    raise BadClaim("two chunks in one step")
+                row = self._row(chunk.row_id)
+                self._check_chunk(row, chunk, budget)
+            except BadClaim as claim:
+                accepted.pop(chunk.row_id, None)
+                self.fail(chunk.row_id, claim.code, str(claim))
+            else:
+                accepted[chunk.row_id] = (row, chunk)
+                budget -= chunk.num_tokens + chunk.num_drafts
+        return list(accepted.values())
+
+    def _claim(self, row_id: int, take: Callable[[C], None], claim: C) -> None:
+        try:
+            take(claim)
+        except BadClaim as bad:
+            self.fail(row_id, bad.code, str(bad))
+
+    def _row(self, row_id: int) -> Row:
+        row = self._rows.get(row_id)
+        if row is None:
+            raise BadClaim(UNKNOWN_ROW)
+        return row
+
+    def _add(self, new: NewRow) -> None:
+        if new.row_id in self._rows:
+            raise BadClaim("the row is already on this worker")
+        if len(self._rows) >= self._facts.max_rows:
+            raise BadClaim(f"the worker holds at most {self._facts.max_rows} rows")
+        self._rows[new.row_id] = self._checked_row(new)
+
+    def _checked_row(self, new: NewRow) -> Row:
+        tokens = _ids("token_ids", new.token_ids, self._facts.vocab_size)
+        _ids("eos_token_ids", new.eos_token_ids, self._facts.vocab_size)
+        if not 1 <= new.num_prompt_tokens <= len(tokens):
+            raise BadClaim(f"num_prompt_tokens is {new.num_prompt_tokens} of {len(tokens)} tokens")
+        if not 0 <= new.num_computed < len(tokens):
+            raise BadClaim(f"num_computed is {new.num_computed} of {len(tokens)} tokens")
+        if not (0 <= new.seed <= MAX_SEED and 0 <= new.choice <= MAX_CHOICE):
+            raise BadClaim(f"seed {new.seed} or choice {new.choice} is out of range")
+        limits = ModelLimits(self._facts.vocab_size, self._facts.max_model_len)
+        problems = model_problems(new.params, [0], limits)
+        if problems:
+            raise BadClaim(f"{problems[0].param}: {problems[0].message}", ErrorCode.INVALID_ARGUMENT)
+        return Row.of(new, tokens, self._block_ids(new.block_ids))
+
+    def _append_blocks(self, append: AppendBlocks) -> None:
+        self._row(append.row_id).blocks.extend(self._block_ids(append.block_ids))
+
+    def _replace_block(self, replace: ReplaceBlock) -> None:
+        row = self._row(replace.row_id)
+        if not 0 <= replace.index < len(row.blocks):
+            raise BadClaim(f"entry {replace.index} of {len(row.blocks)} blocks cannot be replaced")
+        blocks = Ints(row.blocks.array)
+        blocks.array[replace.index] = self._block_ids([replace.block_id])[0]
+        row.blocks = blocks
+
+    def _block_ids(self, values: Sequence[int]) -> Ids:
+        return _ids("block_ids", values, self._facts.num_blocks)
+
+    def _check_chunk(self, row: Row, chunk: Chunk, budget: int) -> None:
+        end, known = chunk.start + chunk.num_tokens, len(row.tokens)
+        if chunk.num_tokens < 1 or chunk.start != row.num_computed or end > known:
+            raise BadClaim(
+                f"tokens {chunk.start} to {end} cannot be next: {row.num_computed} of {known} tokens are computed"
+            )
+        if chunk.sample and end != known:
+            raise BadClaim(f"token {end} is known already and cannot be sampled")
+        if end > self._facts.max_model_len:
+            raise BadClaim(f"the context is {self._facts.max_model_len} tokens, not {end}")
+        if end > len(row.blocks) * self._facts.block_size:
+            raise BadClaim(f"{len(row.blocks)} blocks do not hold {end} tokens")
+        if chunk.num_drafts < 0 or (chunk.num_drafts and not chunk.sample):
+            raise BadClaim(f"{chunk.num_drafts} drafts cannot follow a chunk with sample={chunk.sample}")
+        if end + chunk.num_drafts > min(self._facts.max_model_len, len(row.blocks) * self._facts.block_size):
+            raise BadClaim(f"{chunk.num_drafts} drafts after {end} tokens do not fit into context and blocks")
+        if chunk.num_tokens + chunk.num_drafts > budget:
+            raise BadClaim(f"a step computes at most {self._facts.max_tokens_per_step} tokens")
+
+
+def _sorted_out(pairs: Pairs, num_sources: int, num_targets: int) -> tuple[Pairs, Pairs]:
+    """The (source, target) that can be moved, and those that cannot: out of range, or of a target that has several."""
+    if not pairs:
+        return [], []
+    times = Counter(target for _, target in pairs)
+    good: list[tuple[int, int]] = []
+    bad: list[tuple[int, int]] = []
+    for source, target in pairs:
+        fits = 0 <= source < num_sources and 0 <= target < num_targets and times[target] == 1
+        (good if fits else bad).append((source, target))
+    return good, bad
+
+
+def _ids(name: str, values: Sequence[int], limit: int) -> Ids:
+    """`values` as an array, all of them in [0, limit)."""
+    try:
+        ids = np.array(values, np.int64)
+    except OverflowError:
+        raise BadClaim(f"{name}: a value is out of range") from None
+    if len(ids) and (ids.min() < 0 or ids.max() >= limit):
+        raise BadClaim(f"{name} must be between 0 and {limit - 1}")
+    return ids
