@@ -1,9 +1,9 @@
 """The whole suite under other circumstances than this machine's: `make test-matrix ARGS="--rows avx2,load"`.
 
 A row is a copy of the tree in which something is different, and the same suite. What decides at run time is given the
-circumstance itself instead of being told of it: on the row `avx2` the kernel library holds no higher level (`--level`),
-on `no-compiler` there is neither library nor compiler, so the processes that tests start meet the same. Further words
-go to pytest: `ARGS="--rows one-core -- tests/proto -x"`.
+circumstance itself instead of being told of it: on the row `avx2` the kernel library holds no higher level
+(`--level`), on `no-compiler` there is neither library nor compiler, so the processes that tests start meet the same.
+`avx2+load` is a row of both circumstances. Further words go to pytest: `ARGS="--rows one-core -- tests/proto -x"`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,18 @@ class Row:
     prefix: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     load: int = 0  # processes that do nothing but compute
+
+    def __add__(self, other: Row) -> Row:
+        """Both circumstances."""
+        return Row(
+            compiler=self.compiler and other.compiler,
+            needs_flag=self.needs_flag or other.needs_flag,
+            python=self.python or other.python,
+            environment=self.environment | other.environment,
+            prefix=self.prefix + other.prefix,
+            arguments=self.arguments + other.arguments,
+            load=self.load + other.load,
+        )
 
 
 def _rows() -> dict[str, Row]:
@@ -161,7 +173,7 @@ def run_row(row: Row, words: list[str]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default=",".join(ROWS), help="rows, separated by commas")
+    parser.add_argument("--rows", default=",".join(ROWS), help="rows, separated by commas; a+b is both at once")
     parser.add_argument("--list", action="store_true", help="name the rows")
     parser.add_argument("pytest", nargs="*", default=["-q", "-n", "2"], help="words for pytest [-q -n 2]")
     arguments = parser.parse_args()
@@ -169,17 +181,17 @@ def main() -> int:
         print("\n".join(ROWS))
         return 0
     names = arguments.rows.split(",")
-    if unknown := set(names) - set(ROWS):
+    if unknown := {part for name in names for part in name.split("+")} - set(ROWS):
         parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     failed = False
     for name in names:
         began = time.monotonic()
         try:
-            result = run_row(ROWS[name], arguments.pytest)
+            result = run_row(sum((ROWS[part] for part in name.split("+")), Row()), arguments.pytest)
         except Unavailable as error:
             result = f"not here: {error}"
         failed = failed or result.startswith("FAILED")
-        print(f"{name:12} {time.monotonic() - began:6.0f} s  {result}", flush=True)
+        print(f"{name:24} {time.monotonic() - began:6.0f} s  {result}", flush=True)
     return 1 if failed else 0
 
 
