@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NoReturn
@@ -17,14 +19,16 @@ from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
+from jinja2.runtime import LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_OUTPUT_CHARS = 4 * 1024 * 1024
-MAX_LOOPED = 1_000_000  # numbers that all ranges of one rendering have together
+MAX_STEPS = 1_000_000  # calls and turns of loops in one rendering
+MAX_RENDER_S = 5.0  # of the thread's processor time, so a busy machine refuses nothing
 MAX_ERROR_CHARS = 256
 _CONTINUE_TAG = "\ue000pagoda-continue\ue000 "  # private use: no sensible message holds it
 # Only the caller of the template may set these, whatever a template reads.
@@ -93,8 +97,24 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+class _Effort:
+    """What one rendering has spent. Whatever repeats in a template is a turn of a loop or a call, and pays here."""
+
+    def __init__(self) -> None:
+        self._num_left = MAX_STEPS
+        self._ends_at = time.thread_time() + MAX_RENDER_S
+
+    def spend(self) -> None:
+        self._num_left -= 1
+        if self._num_left < 0 or time.thread_time() > self._ends_at:
+            raise SecurityError("the template takes too long")
+
+
+_effort: ContextVar[_Effort] = ContextVar("_effort")
+
+
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Repetition is bounded by the size of an answer, as `range` is bounded by jinja's own sandbox."""
+    """Repetition is bounded by the size of an answer, and how often anything is done by the effort of a rendering."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -107,19 +127,23 @@ class _Sandbox(ImmutableSandboxedEnvironment):
                     raise SecurityError("a repetition is too long")
         return super().call_binop(context, operator, left, right)
 
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _effort.get().spend()
+        if isinstance(__obj, LoopContext):  # a recursive loop goes down
+            args = (__self.turns(args[0]), *args[1:]) if args else args
+        return super().call(__context, __obj, *args, **kwargs)
 
-class _Ranges:
-    """`range` for one rendering: jinja bounds each, this bounds their sum, and so loops within loops."""
+    def turns(self, items: Iterable[Any]) -> Iterator[Any]:
+        """`items`, each of which costs a step. Every loop of a template runs over this (see `_generate`)."""
+        effort = _effort.get()
+        for item in items:
+            effort.spend()
+            yield item
 
-    def __init__(self) -> None:
-        self._num_left = MAX_LOOPED
-
-    def __call__(self, *args: int) -> range:
-        numbers = safe_range(*args)
-        self._num_left -= len(numbers)
-        if self._num_left < 0:
-            raise SecurityError("the template loops too often")
-        return numbers
+    def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
+        for loop in source.find_all(nodes.For):
+            loop.iter = nodes.Call(nodes.EnvironmentAttribute("turns"), [loop.iter], [], None, None)
+        return super()._generate(source, *args, **kwargs)
 
 
 def _small_power(base: Any, exponent: Any) -> bool:
@@ -216,7 +240,6 @@ class ChatTemplate:
         variables = {
             **self._special_tokens,
             **(kwargs or {}),
-            "range": _Ranges(),
             "messages": messages,
             "tools": tools or None,
             "documents": None,
@@ -229,6 +252,7 @@ class ChatTemplate:
         return _cut_at_tag(text) if continue_final_message else text
 
     def _collect(self, variables: dict[str, Any]) -> str:
+        _effort.set(_Effort())
         pieces: list[str] = []
         total = 0
         for piece in self._template.generate(variables):

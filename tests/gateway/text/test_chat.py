@@ -134,11 +134,27 @@ def test_the_time_is_there() -> None:
     assert len(ChatTemplate("{{ strftime_now('%Y') }}", {}).render(MESSAGES)) == 4
 
 
-def test_sec_18_loops_within_loops_are_bounded() -> None:
-    source = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(PagodaError, match="loops too often"):
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+        "{% for a in messages * 99 %}{% for b in messages * 999 %}{% for c in messages * 999 %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in messages recursive %}{{ loop(messages * 99) if loop.depth < 9 }}{% endfor %}",
+        "{% set x = 'x' * 999999 %}{% for a in range(99999) %}{{ '' if x | tojson | upper }}{% endfor %}",
+    ],
+)
+def test_sec_18_no_template_runs_for_ever(source: str) -> None:
+    with pytest.raises(PagodaError, match="takes too long"):
         ChatTemplate(source, {}).render(MESSAGES)
-    assert ChatTemplate("{% for a in range(2, 9, 3) %}{{ a }}{% endfor %}", {}).render(MESSAGES) == "258"
+
+
+def test_loops_know_where_they_are() -> None:
+    source = "{% for a in range(2, 9, 3) if a > 2 %}{{ a }}{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}"
+    assert ChatTemplate(source, {}).render(MESSAGES) == "52,82"
+    nested = "{% for a in [1, [2, [3]]] recursive %}{{ loop(a) if a is iterable else a }}{% endfor %}"
+    assert ChatTemplate(nested, {}).render(MESSAGES) == "123"
 
 
 @pytest.mark.parametrize("name", sorted(RESERVED))
