@@ -179,6 +179,20 @@ def test_order_is_descending_logit_then_lowest_id(values: list[float], count: in
     assert order.at_least(logits, threshold).tolist() == [t for t in expected if logits[t] >= threshold]
 
 
+@pytest.mark.parametrize("size", [1023, 2048, 2049, 30011])
+@pytest.mark.parametrize("kind", ["normal", "ties", "equal", "ascending", "descending", "last", "holes"])
+def test_the_first_of_a_large_vocabulary_are_those_of_its_order(kind: str, size: int) -> None:
+    logits = np.random.default_rng(size).normal(0, 5, size).astype(np.float32)
+    logits = {
+        "normal": logits, "ties": np.round(logits), "equal": np.full_like(logits, 2.0), "ascending": np.sort(logits),
+        "descending": np.sort(logits)[::-1].copy(), "last": np.where(np.arange(size) < size - 9, logits - 99, logits),
+        "holes": np.where(np.arange(size) % 997, np.float32(-np.inf), logits),
+    }[kind]  # fmt: skip
+    expected = order.sort(logits, np.arange(size))
+    for count in (1, 2, 20, 300, size // 2, size - 1, size):
+        assert order.first(logits, count).tolist() == expected[:count].tolist()
+
+
 def test_weights_do_not_depend_on_their_place_in_memory() -> None:
     logits = np.random.default_rng(0).normal(0, 5, 5000).astype(np.float32)
     whole = order.weights(logits, 12.0, 0.7)
