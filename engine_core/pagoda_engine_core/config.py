@@ -27,6 +27,9 @@ class EngineConfig:
     )
     max_rows: int = option(256, "most choices running at once on a worker", least=1, most=2**20)
     chunk_size: int = option(512, "most prompt tokens of one choice computed in one step", least=1, most=2**24)
+    prompt_step_s: float = option(
+        0.1, "while streams run, prompts are cut so that a step takes about this long; 0: by tokens alone", most=3600.0
+    )
     speculation_tokens: int = option(
         16, "steps are filled with drafts up to this many tokens; 0 allows no drafts", most=65536
     )

@@ -1,38 +1,24 @@
 """A row that gives up its blocks is swapped if moving them there and back is quicker than computing them again.
 
-Both are estimates from facts: how long a block takes to move, which the worker measured when it started, and how many
-tokens a second it has computed in the steps that held prompts. What other rows share is likely still there when the row
+Both are estimates from facts: how long a block takes to move, which the worker measured when it started, and its speed
+with prompts. What other rows share is likely still there when the row
 comes back: then it need neither be moved back nor be computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.request import Choice
-from pagoda_proto.steps import Chunk
-
-MEASURED_TOKENS = 64
-"""A step whose longest chunk is shorter tells how long a step takes, not how long its tokens do."""
-WEIGHT = 0.25
-"""Of the newest measurement in the average."""
+from pagoda_engine_core.scheduling.speed import Speed
 
 
 class Preemption:
     """The decision for the rows of one worker. `mode` is the option's, `swap_block_s` as in Hello."""
 
-    def __init__(self, mode: str, swap_block_s: float) -> None:
+    def __init__(self, mode: str, swap_block_s: float, speed: Speed) -> None:
         self._mode = mode
         self._swap_block_s = swap_block_s
-        self._tokens_per_s = 0.0  # 0: not measured yet
-
-    def observe(self, chunks: Sequence[tuple[Choice, Chunk]], forward_s: float) -> None:
-        """A step with these chunks took so long in model and sampler. Prompts come last in a step."""
-        if not chunks or chunks[-1][1].num_tokens < MEASURED_TOKENS or forward_s <= 0:
-            return
-        rate = sum(chunk.num_tokens for _, chunk in chunks) / forward_s
-        self._tokens_per_s += (rate - self._tokens_per_s) * (WEIGHT if self._tokens_per_s else 1.0)
+        self._speed = speed
 
     def swaps(self, choice: Choice, kv: KvCache) -> bool:
         """Whether to swap this running choice out. Without a measurement it is: room was set aside for that.
@@ -43,8 +29,8 @@ class Preemption:
         possible = 0 < num_blocks <= kv.swap_pool.num_free and not choice.owes_prompt_logprobs
         if not possible or self._mode == "recompute":
             return False
-        if self._mode == "swap" or not self._tokens_per_s:
+        if self._mode == "swap" or not self._speed.tokens_per_s:
             return True
         num_shared = kv.num_shared(choice, num_blocks)
         swap_s = (2 * num_blocks - num_shared) * self._swap_block_s
-        return swap_s < (choice.num_confirmed - num_shared * kv.pool.block_size) / self._tokens_per_s
+        return swap_s < (choice.num_confirmed - num_shared * kv.pool.block_size) / self._speed.tokens_per_s

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.ledger import Cause
-from pagoda_engine_core.scheduling.request import Choice
+from pagoda_engine_core.scheduling.plan import Budget
+from pagoda_engine_core.scheduling.request import NO_ROW, Choice
 
 
 class Need(NamedTuple):
@@ -26,11 +27,10 @@ class Need(NamedTuple):
 class Room:
     """Rows, tokens and blocks that the next step of one worker has left."""
 
-    def __init__(self, rows: int, tokens: int, chunk_size: int, kv: KvCache) -> None:
+    def __init__(self, rows: int, budget: Budget, kv: KvCache) -> None:
         self._rows = rows
-        self._tokens = tokens
+        self._budget = budget
         self._blocks = kv.pool.num_free
-        self._chunk_size = chunk_size
         self._kv = kv
 
     def without(self, running: Iterable[Choice], waiting: Iterable[Choice]) -> Room:
@@ -38,13 +38,14 @@ class Room:
         for choice in chain(running, waiting):
             distance = choice.distance
             self._rows -= 1
-            self._tokens -= min(distance, self._chunk_size)
+            if distance > 1 or choice.row_id == NO_ROW:  # a decode has its promise
+                self._budget.grant(distance)
             self._blocks -= max(0, self._kv.blocks_for(choice.num_computed + distance) - len(choice.block_ids))
         return self
 
     @property
     def full(self) -> bool:
-        return self._rows < 1 or self._tokens < 1
+        return self._rows < 1 or self._budget.left < 1
 
     def need(self, choices: Sequence[Choice], lifetime_blocks: int) -> Need:
         """What a request needs whose live choices are these."""
@@ -52,17 +53,17 @@ class Room:
         prefix = self._kv.lookup(choice)
         blocks = self._kv.cost(prefix, choice.num_tokens)
         blocks += self._kv.blocks_for(choice.num_tokens) < lifetime_blocks  # one to go on with
-        return Need(len(choices), min(self._chunk_size, choice.num_tokens - prefix.num_tokens), blocks)
+        return Need(len(choices), choice.num_tokens - prefix.num_tokens, blocks)
 
     def lacks(self, need: Need) -> Cause | None:
         """What keeps a request from beginning in the next step."""
         if self._rows < 1:
             return Cause.QUEUED_ROWS
-        if self._tokens < 1:
+        if self._budget.left < 1:
             return Cause.QUEUED_BUDGET
         return Cause.QUEUED_BLOCKS if need.blocks > self._blocks else None
 
     def take(self, need: Need) -> None:
         self._rows -= need.rows
-        self._tokens -= need.tokens
+        self._budget.grant(need.tokens)
         self._blocks -= need.blocks

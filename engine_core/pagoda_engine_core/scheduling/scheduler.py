@@ -25,15 +25,14 @@ from pagoda_engine_core.scheduling.preemption import Preemption
 from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Request
 from pagoda_engine_core.scheduling.room import Need, Room
 from pagoda_engine_core.scheduling.speculation import grant_drafts, may_draft
+from pagoda_engine_core.scheduling.speed import Speed
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta
 from pagoda_proto.steps import Chunk, Hello, RowError, RowOutput, StepPlan, StepResult
 
 
 class Scheduler:
-    """Decides what one worker computes in each step; `hello` is what that worker offers. `row_ids` yields ids that rise
-    and are never used twice in an engine's life.
-    """
+    """Decides what one worker computes in each step. `hello` is its offer, `row_ids` rise and are never used twice."""
 
     def __init__(self, config: EngineConfig, hello: Hello, policy: Policy, row_ids: Iterator[int]) -> None:
         self._config = config
@@ -41,10 +40,10 @@ class Scheduler:
         self._policy = policy
         self._row_ids = row_ids
         self._max_rows = min(config.max_rows, hello.max_rows)
-        self._max_tokens_per_step = min(config.max_tokens_per_step, hello.max_tokens_per_step)
         self._pool = BlockPool(hello.num_blocks, hello.block_size, config.prefix_cache)
         self._kv = KvCache(self._pool, hello.num_swap_blocks)
-        self._preemption = Preemption(config.preemption, hello.swap_block_s)
+        self._speed = Speed(min(config.max_tokens_per_step, hello.max_tokens_per_step), config.prompt_step_s)
+        self._preemption = Preemption(config.preemption, hello.swap_block_s, self._speed)
         self._requests: dict[str, Request] = {}
         self._waiting, self._running = OrderedChoices(), OrderedChoices()
         self._dropped_rows: list[int] = []  # the worker still holds these; the next plan tells it
@@ -104,8 +103,7 @@ class Scheduler:
 
     def room(self) -> Room:
         """What the next step has left for requests that are not here yet."""
-        room = Room(self._max_rows, self._max_tokens_per_step, self._config.chunk_size, self._kv)
-        return room.without(self._running, self._waiting)
+        return Room(self._max_rows, self._budget(), self._kv).without(self._running, self._waiting)
 
     def need(self, request: Request, room: Room) -> Need:
         """What a live request would take of the next step."""
@@ -189,8 +187,7 @@ class Scheduler:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step; None when there is nothing to compute and no row to drop, or when it is better planned
-        after the results in flight.
+        """The next step; None when there is nothing to compute or drop, or it is better planned after the next result.
 
         At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL).
         """
@@ -199,8 +196,7 @@ class Scheduler:
         drafting = may_draft(self._running, self._waiting, self._config.speculation_tokens)
         if drafting and self._in_flight:
             return None
-        num_decodes = sum(choice.distance == 1 for choice in self._running)
-        builder = PlanBuilder(Budget(self._max_tokens_per_step, self._config.chunk_size, num_decodes))
+        builder = PlanBuilder(self._budget())
         preempted = self._plan_running(builder, now)
         self._plan_waiting(builder, preempted, now)
         if drafting and not preempted:
@@ -226,11 +222,15 @@ class Scheduler:
         self._in_flight[0].check(result, outputs, errors)
         deltas = self._apply_errors(errors, now) if errors else []
         chunks = self._in_flight.popleft().chunks
-        self._preemption.observe(chunks, result.forward_s)
+        self._speed.observe(chunks, result.forward_s)
         for choice, chunk in chunks:
             if choice.row_id == chunk.row_id:
                 deltas += self._apply_row(choice, chunk, outputs.get(chunk.row_id), now)
         return deltas
+
+    def _budget(self) -> Budget:
+        decodes = sum(choice.distance == 1 for choice in self._running)
+        return Budget(self._speed.step_tokens(decodes), self._config.chunk_size, decodes)
 
     # --- how rows are planned ----------------------------------------------------------------------------------------
 

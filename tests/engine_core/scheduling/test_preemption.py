@@ -10,7 +10,7 @@ from pagoda_engine_core.scheduling.blocks import BlockPool
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.preemption import Preemption
 from pagoda_engine_core.scheduling.request import Choice, Request
-from pagoda_proto.steps import Chunk
+from pagoda_engine_core.scheduling.speed import Speed
 
 BLOCK_SIZE = 4
 
@@ -28,15 +28,14 @@ def confirmed(kv: KvCache, num_tokens: int, num_prompt: int = 60, **params: int)
     return choice
 
 
-def step(*num_tokens: int) -> list[tuple[Choice, Chunk]]:
-    choice = Request(make_record(), max_output_tokens=8, now=0.0).choices[0]
-    return [(choice, Chunk(0, 0, count, False)) for count in num_tokens]
+def speed(tokens_per_s: float = 0.0) -> Speed:
+    measured = Speed(2048, 0.1)
+    measured.tokens_per_s = tokens_per_s
+    return measured
 
 
 def measured(tokens_per_s: float, swap_block_s: float, mode: str = "auto") -> Preemption:
-    preemption = Preemption(mode, swap_block_s)
-    preemption.observe(step(1, 199), 200 / tokens_per_s)
-    return preemption
+    return Preemption(mode, swap_block_s, speed(tokens_per_s))
 
 
 @pytest.mark.parametrize("swap_block_s", [0.9, 1.1])
@@ -60,31 +59,17 @@ def test_what_others_share_need_not_come_back_nor_be_computed() -> None:
 
 def test_without_a_measurement_room_is_used() -> None:
     kv = make_kv()
-    assert Preemption("auto", 1e9).swaps(confirmed(kv, 40), kv)
+    assert Preemption("auto", 1e9, speed()).swaps(confirmed(kv, 40), kv)
 
 
 def test_what_cannot_be_swapped_is_computed_again() -> None:
-    preemption = Preemption("swap", 0.0)
+    preemption = Preemption("swap", 0.0, speed())
     kv = make_kv(num_swap_blocks=10)
     assert preemption.swaps(confirmed(kv, 40), kv)
     assert not preemption.swaps(confirmed(kv, 41), kv), "eleven blocks do not fit"
     assert not preemption.swaps(confirmed(kv, 0), kv), "no result has confirmed anything"
     assert not preemption.swaps(confirmed(kv, 8, prompt_logprobs=1), kv), "its log-probabilities would be lost"
     assert not preemption.swaps(confirmed(make_kv(0), 8), make_kv(0))
-
-
-def test_only_steps_with_prompts_are_measurements() -> None:
-    kv = make_kv()
-    choice = confirmed(kv, 40)
-    preemption = Preemption("auto", 1.0)
-    for chunks, seconds in ((step(), 1.0), (step(*[1] * 256), 1.0), (step(1, 63), 1.0), (step(100), 0.0)):
-        preemption.observe(chunks, seconds)
-        assert preemption.swaps(choice, kv), "nothing is known yet"
-    preemption.observe(step(1, 99), 25.0)  # 4 a second: 10 s against 20 s of moving
-    assert not preemption.swaps(choice, kv)
-    for _ in range(20):  # the worker has become slower; later measurements count more
-        preemption.observe(step(100), 100.0)
-    assert preemption.swaps(choice, kv)
 
 
 def test_the_option_has_three_words() -> None:

@@ -1,0 +1,39 @@
+"""How many tokens of prompts a worker computes in a second, from the steps that held some.
+
+Prompts come last in a step. One whose longest chunk is short tells how long a step takes, not how long its tokens do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pagoda_engine_core.scheduling.request import Choice
+from pagoda_proto.steps import Chunk
+
+MEASURED_TOKENS = 64
+LEAST_TOKENS = 128
+"""Fewer are computed hardly faster: what then counts is reading the weights."""
+WEIGHT = 0.25
+"""Of the newest measurement in the average."""
+
+
+class Speed:
+    """One worker's; what it says decides how work is cut up and moved, never what comes of it."""
+
+    def __init__(self, max_tokens: int, limit_s: float) -> None:
+        self._max_tokens = max_tokens  # of a step
+        self._limit_s = limit_s
+        self.tokens_per_s = 0.0  # 0: not measured yet
+
+    def step_tokens(self, num_decodes: int) -> int:
+        """Tokens of the next step. Beside streams, prompts get what takes no longer than the limit."""
+        if not (num_decodes and self._limit_s and self.tokens_per_s):
+            return self._max_tokens
+        return min(self._max_tokens, num_decodes + max(LEAST_TOKENS, int(self.tokens_per_s * self._limit_s)))
+
+    def observe(self, chunks: Sequence[tuple[Choice, Chunk]], forward_s: float) -> None:
+        """A step with these chunks took so long in model and sampler."""
+        if not chunks or chunks[-1][1].num_tokens < MEASURED_TOKENS or forward_s <= 0:
+            return
+        rate = sum(chunk.num_tokens for _, chunk in chunks) / forward_s
+        self.tokens_per_s += (rate - self.tokens_per_s) * (WEIGHT if self.tokens_per_s else 1.0)
