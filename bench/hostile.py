@@ -104,8 +104,8 @@ ATTACKS: dict[str, tuple[int, Callable[[], Attack]]] = {  # at once, what each d
     "32 x 2000 x prompt_logprobs 20": (8, lambda: attack("/v1/completions", logprobs(32))),
     "128 x 2000 x prompt_logprobs 20": (8, lambda: attack("/v1/completions", logprobs(128))),
     "6 x 2000 x prompt_logprobs 20": (4, lambda: attack("/v1/completions", logprobs(6))),
-    "abandoned 1.5 MB /tokenize": (8, lambda: attack("/tokenize", {"prompt": TEXT[:1_500_000]}, 0.05)),
     "abandoned 1 MB /tokenize": (8, lambda: attack("/tokenize", {"prompt": TEXT[:1_000_000]}, 0.05)),
+    "abandoned 0.5 MB /tokenize": (8, lambda: attack("/tokenize", {"prompt": TEXT[:500_000]}, 0.05)),
     "abandoned uploads": (64, lambda: abandoned_upload),
 }  # fmt: skip
 

@@ -23,6 +23,11 @@ class GatewayConfig:
     host: str = option("127.0.0.1", "HTTP address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one", most=65535)
     max_body_bytes: int = option(10 * 1024 * 1024, "largest request body", least=1)
+    max_upload_bytes_per_second: int = option(
+        64 * 1024 * 1024,
+        "most bytes of bodies read from one address in a second; the first 64 KiB of each are not counted",
+        least=64 * 1024,
+    )
     max_headers: int = option(64, "most request headers", least=1)
     max_header_bytes: int = option(16 * 1024, "most bytes of request headers together", least=1)
     header_timeout_s: float = option(10.0, "a request's headers must be complete after this long", least=0.1)
@@ -39,7 +44,9 @@ class GatewayConfig:
     max_held_bytes: int = option(
         128 * 1024 * 1024, "most bytes of large bodies and prompt log-probabilities at once", least=1, most=2**53
     )
-    max_tokenize_chars: int = option(1024 * 1024, "longest text that /tokenize takes", least=1)
+    max_tokenize_chars: int = option(
+        512 * 1024, "longest text that /tokenize takes; reading it takes some 160 bytes a character", least=1
+    )
     max_prompt_logprob_values: int = option(
         262_144, "most prompt log-probabilities of one request: prompts x tokens x (1 + prompt_logprobs)", least=1
     )

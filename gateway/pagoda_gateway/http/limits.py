@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections import Counter
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +20,7 @@ from pagoda_gateway.api.errors import error_response
 from pagoda_gateway.clients import TrustedProxies
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.memory import Holding, MemoryBudget
+from pagoda_gateway.http.upload_rate import Upload, UploadRate
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 LINGER_S = 1.0
@@ -40,6 +41,7 @@ class LimitsMiddleware:
         self._memory = memory
         self._proxies = TrustedProxies(config.forwarded_allow_ips)
         self._open_by_client: Counter[str] = Counter()
+        self._rate = UploadRate(config.max_upload_bytes_per_second)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -67,14 +69,16 @@ class LimitsMiddleware:
         return self._proxies.client_of(peer[0] if peer else "", forwarded_for)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, holding: Holding) -> None:
+        client = scope["client"][0]
+        upload = Upload(receive, self._rate, client, time.monotonic)
         try:
             self._check_head(scope)
-            self._check_client(scope["client"][0])
-            body = await self._read_body(receive, holding)
+            self._check_client(client)
+            body = await self._read_body(upload, holding)
         except PagodaError as error:
             error.__traceback__ = None  # its frames hold what was read of the body
             holding.release()
-            await _refuse(error, receive, send)
+            await _refuse(error, upload, send)
             return
         if body is not None:
             replay = _replay(body, receive)
@@ -105,24 +109,26 @@ class LimitsMiddleware:
         limit = self._config.max_body_bytes
         return PagodaError(ErrorCode.REQUEST_TOO_LARGE, f"the request body must be at most {limit} bytes")
 
-    async def _read_body(self, receive: Receive, holding: Holding) -> bytes | None:
-        """The whole body, or None when the client went away meanwhile."""
+    async def _read_body(self, upload: Upload, holding: Holding) -> bytes | None:
+        """The whole body, or None when the client went away meanwhile. What it was made to wait is not its time."""
         chunks: list[bytes] = []
-        num_bytes = 0
         limit_s = self._config.body_timeout_s
+        deadline_at = asyncio.get_running_loop().time() + limit_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout_at(deadline_at) as deadline:
                 while True:
-                    message = await receive()
+                    message = await upload.next()
                     if message["type"] == "http.disconnect":
                         return None
                     chunks.append(message.get("body", b""))
-                    num_bytes += len(chunks[-1])
-                    if num_bytes > self._config.max_body_bytes:
+                    if upload.num_bytes > self._config.max_body_bytes:
                         raise self._too_large()
-                    holding.grow_to(num_bytes)
+                    holding.grow_to(upload.num_bytes)
                     if not message.get("more_body", False):
                         return b"".join(chunks)
+                    deadline_at += upload.owed_s
+                    deadline.reschedule(deadline_at)
+                    await asyncio.sleep(upload.owed_s)
         except TimeoutError:
             why = f"the request body was not complete after {limit_s:g} s"
             raise PagodaError(ErrorCode.REQUEST_TIMEOUT, why) from None
@@ -154,23 +160,23 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _refuse(error: PagodaError, receive: Receive, send: Send) -> None:
+async def _refuse(error: PagodaError, upload: Upload, send: Send) -> None:
     """Answer, then read on a little: closing with unread bytes would reset the connection and lose the answer."""
     status, headers, body = refusal(error)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
     if error.code is not ErrorCode.REQUEST_TIMEOUT:
-        await _linger(receive)
+        await _linger(upload)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _linger(receive: Receive) -> None:
-    num_bytes = 0
-    message: dict[str, Any] = {"more_body": True}
+async def _linger(upload: Upload) -> None:
+    most_bytes = upload.num_bytes + LINGER_BYTES
+    more = True
     try:
         async with asyncio.timeout(LINGER_S):
-            while message.get("more_body", False) and num_bytes < LINGER_BYTES:
-                message = dict(await receive())
-                num_bytes += len(message.get("body", b""))
+            while more and upload.num_bytes < most_bytes:
+                await asyncio.sleep(upload.owed_s)
+                more = (await upload.next()).get("more_body", False)
     except TimeoutError:
         return

@@ -18,6 +18,7 @@ from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.protocol import ConnectionGuard, GuardedProtocol
 
 SEND_BUFFER_BYTES = 256 * 1024  # what the kernel holds for a client that does not read
+RECEIVE_BUFFER_BYTES = 256 * 1024  # .. and for one that is not read from
 LEAVE_S = 2.0  # from ending what is still open to cutting connections
 BACKLOG = 2048
 
@@ -31,6 +32,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
         sock.bind(address)
     except OSError:
         sock.close()

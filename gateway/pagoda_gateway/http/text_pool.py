@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from pagoda_gateway.http.memory import give_back_freed
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 INLINE_SIZE = 4096  # characters, bytes or token ids; less is done faster than a thread is woken
@@ -35,6 +36,14 @@ class Piece:
     @property
     def large(self) -> bool:
         return self.size > LARGE_SIZE
+
+    def run(self) -> Any:
+        """In a thread."""
+        try:
+            return self.work()
+        finally:
+            if self.large:
+                give_back_freed()
 
 
 @dataclass
@@ -136,7 +145,7 @@ class TextPool:
                 return
             self._num_running += 1
             self._num_large += piece.large
-            done = asyncio.wrap_future(self._threads.submit(piece.work))
+            done = asyncio.wrap_future(self._threads.submit(piece.run))
             done.add_done_callback(partial(self._end, piece))
 
     def _end(self, piece: Piece, done: asyncio.Future[Any]) -> None:

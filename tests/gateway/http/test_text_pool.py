@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -145,6 +146,19 @@ async def test_a_small_piece_finds_a_thread_beside_large_ones(gate: threading.Ev
 
 async def test_one_thread_serves_large_pieces_too() -> None:
     assert await TextPool(1, queue()).run("a", LARGE, lambda: 3) == 3
+
+
+async def test_what_a_large_piece_took_goes_back_to_the_system() -> None:
+    """Few blocks in use would keep all of it, wherever they lie."""
+    block, count = 2000, 50_000
+
+    def work() -> list[bytes]:
+        return [bytes(block) for _ in range(count)][::500]
+
+    before = psutil.Process().memory_info().rss
+    pins = await TextPool(1, queue()).run("a", LARGE, work)
+    assert psutil.Process().memory_info().rss - before < block * count // 2
+    assert len(pins) == 100
 
 
 async def test_errors_are_the_callers_and_the_thread_goes_on(gate: threading.Event) -> None:
