@@ -11,6 +11,7 @@ stack did not come back to ready with no block in use and no process left over. 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.faults import scenarios
-from tests.faults.failing_worker import FAIL_FILE
+from tests.faults.failing import FAIL_FILE, POINTS
 from tests.faults.stack import apart, served
 from tests.faults.streams import Report
 
@@ -69,16 +70,18 @@ def strangers(directory: Path, seed: int) -> Iterator[Report]:
         )
 
 
-def memory(directory: Path, seed: int) -> Iterator[Report]:
-    trigger = directory / "fail"
-    os.environ[FAIL_FILE] = str(trigger)
-    with apart(directory, program="tests.faults.failing_worker") as place:
+def failing(directory: Path, seed: int) -> Iterator[Report]:
+    order = directory / "order"
+    os.environ[FAIL_FILE] = str(order)
+    with apart(directory, program="tests.faults.failing") as place:
         for number in range(5):
-            yield scenarios.one_memory_error(place, trigger.touch, seed=seed + number)
+            yield scenarios.one_memory_error(place, order, seed=seed + number)
+        for point in itertools.chain.from_iterable(POINTS.values()):
+            yield scenarios.one_fails(place, order, point, seed=seed)
 
 
 SCENARIOS: dict[str, Callable[[Path, int], Iterator[Report]]] = {
-    function.__name__: function for function in (kills, pauses, standstill, links, choices, strangers, memory)
+    function.__name__: function for function in (kills, pauses, standstill, links, choices, strangers, failing)
 }
 
 

@@ -10,13 +10,25 @@ import asyncio
 import random
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from tests.faults.failing import MEMORY_POINT
 from tests.faults.stack import ROLES, Apart, Place, kill, pause
-from tests.faults.streams import Disturbance, Flow, Outcome, Report, Request, make_requests, run_streams, undisturbed
+from tests.faults.streams import (
+    NO_ENDING,
+    Disturbance,
+    Flow,
+    Outcome,
+    Report,
+    Request,
+    make_requests,
+    run_streams,
+    undisturbed,
+)
 
 RECOVERY_S = 240.0
+DOOMED_SEED = 0xDEAD
 LONG = 1800  # tokens: the demo model's context, less a prompt
 
 
@@ -193,14 +205,44 @@ def stranger_takes_over_nothing(place: Apart, name: str, arguments: Sequence[str
     return _judge(place, report, requests, oracle, disturb, may_fail=True)
 
 
-def one_memory_error(place: Apart, fail: Callable[[], None], *, seed: int = 0) -> Report:
-    """One step of the only worker runs out of memory (see failing_worker); it is computed again."""
+def one_memory_error(place: Apart, order: Path, *, seed: int = 0) -> Report:
+    """One step of the only worker runs out of memory (see failing); it is computed again."""
     report = Report("one step runs out of memory")
     requests = make_requests(seed, 6, max_tokens=600)
     oracle = undisturbed(place.url, requests)
 
     async def disturb(flow: Flow) -> None:
         await flow.more(20)
-        fail()
+        give(order, f"{MEMORY_POINT} once")
 
     return _judge(place, report, requests, oracle, disturb)
+
+
+def give(order: Path, words: str) -> None:
+    """Written in one go: a process that looks sees all or nothing."""
+    draft = order.with_suffix(".draft")
+    draft.write_text(words)
+    draft.rename(order)
+
+
+def one_fails(place: Apart, order: Path, point: str, *, seed: int = 0) -> Report:
+    """Whatever raises whenever it is about one request (see failing): that request ends in an error, the others do not
+    notice."""
+    report = Report(f"failing: {point.rpartition('.')[2]}")
+    [doomed] = make_requests(seed + 1, 1, choices=[1])
+    doomed |= {"seed": DOOMED_SEED, "prompt_logprobs": None}
+    requests = make_requests(seed, 8, max_tokens=400)
+    oracle = undisturbed(place.url, requests)
+    ended: list[Outcome] = []
+
+    async def disturb(flow: Flow) -> None:
+        await flow.more(20)
+        give(order, f"{point} {DOOMED_SEED}")
+        ended.extend(outcome for _, outcome in await run_streams(place.url, [doomed], clients=1))
+
+    _judge(place, report, requests, oracle, disturb)
+    order.unlink()
+    if ended[-1].kind(ended[-1]) != "broken" or ended[-1].error == NO_ENDING:
+        report.problems.append(f"what failed was told nothing of it: {ended[-1].describe()}")
+    report.note = ended[-1].describe()
+    return report

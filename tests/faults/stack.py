@@ -102,16 +102,16 @@ class Apart:
 
 @contextlib.contextmanager
 def apart(directory: Path, *, program: str = "pagoda.cli") -> Iterator[Apart]:
-    """Ready tiers with one worker, named worker-0."""
+    """Ready tiers with one worker, named worker-0. `program` is the module that all of them run."""
     with tiers_apart(directory) as tiers, ChaosProxy(tiers.grpc) as gateway_link, ChaosProxy(tiers.zmq) as worker_link:
         place = Apart(tiers, gateway_link, worker_link)
         addresses = ("--listen", f"127.0.0.1:{tiers.grpc}", "--worker-endpoint", f"tcp://127.0.0.1:{tiers.zmq}")
-        tiers.start("engine-core", "engine-core", *addresses)
+        tiers.start("engine-core", "engine-core", *addresses, program=program)
         tiers.wait_until(lambda: healthy(f"grpc://127.0.0.1:{tiers.grpc}"))
         place.start_worker("worker-0", program=program)
-        tiers.start(
-            "gateway", "gateway", "--engine", f"127.0.0.1:{gateway_link.port}", "--port", str(tiers.http), *NAME
-        )
+        link = f"127.0.0.1:{gateway_link.port}"
+        arguments = ("--engine", link, "--port", str(tiers.http), *NAME)
+        tiers.start("gateway", "gateway", *arguments, program=program)
         tiers.wait_until(place.ready)
         yield place
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults import scenarios
-from tests.faults.failing_worker import FAIL_FILE
+from tests.faults.failing import FAIL_FILE, POINTS
 from tests.faults.stack import Apart, Place, apart, served
 from tests.faults.streams import Report
 
@@ -67,9 +67,22 @@ def test_other_kernels_take_over_nothing(tmp_path: Path) -> None:
         check(scenarios.stranger_takes_over_nothing(place, "other kernels", ["--kernels", scenarios.other_kernels()]))
 
 
-def test_a_step_without_memory_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trigger = tmp_path / "fail"
-    monkeypatch.setenv(FAIL_FILE, str(trigger))
-    with apart(tmp_path, program="tests.faults.failing_worker") as place:
-        check(scenarios.one_memory_error(place, trigger.touch))
-        assert not trigger.exists()
+@pytest.fixture(scope="module")
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Apart, Path]]:
+    """Tiers that raise on order, and the file that the order goes into."""
+    directory = tmp_path_factory.mktemp("failing")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FAIL_FILE, str(directory / "order"))
+        with apart(directory, program="tests.faults.failing") as place:
+            yield place, directory / "order"
+
+
+def test_a_step_without_memory_is_computed_again(failing: tuple[Apart, Path]) -> None:
+    place, order = failing
+    check(scenarios.one_memory_error(place, order))
+    assert not order.exists()
+
+
+@pytest.mark.parametrize("point", [point for points in POINTS.values() for point in points])
+def test_sec_07_a_request_that_fails_fails_alone(failing: tuple[Apart, Path], point: str) -> None:
+    check(scenarios.one_fails(*failing, point))
