@@ -199,7 +199,8 @@ def stranger_takes_over_nothing(place: Apart, name: str, arguments: Sequence[str
     async def disturb(flow: Flow) -> None:
         await flow.more(20)
         kill(place.children("worker-0"))
-        await asyncio.sleep(5.0)  # time enough for the stranger to be asked
+        before = place.answers("stranger")
+        await asyncio.to_thread(place.wait_until, lambda: place.answers("stranger") > before, RECOVERY_S)
         place.start_worker("worker-0")
 
     return _judge(place, report, requests, oracle, disturb, may_fail=True)

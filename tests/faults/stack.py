@@ -89,6 +89,11 @@ class Apart:
             workers = admin.ListWorkers(pb.ListWorkersRequest(), timeout=30).workers
             return [worker.worker_id for worker in workers if worker.state == "ready"]
 
+    def answers(self, worker_id: str) -> int:
+        """How often the engine core took this worker, or refused it."""
+        log = (self.directory / "engine-core.log").read_text()
+        return log.count(f"refused worker '{worker_id}'") + log.count(f"worker '{worker_id}' joined")
+
     def ready(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):
             return httpx.get(f"{self.url}/health/ready", timeout=10).status_code == 200

@@ -89,14 +89,15 @@ def _any_shape(needs: Needs) -> AttentionShape:
 
 
 def _verdict_of(ops: TritonOps, shape: AttentionShape, block_size: int, qkv: torch.Tensor) -> Verdict:
-    walking = ops.with_tiles(replace(ops.tiles, fill=0))
-    whole = _attend(walking, qkv, shape, block_size, [(0, LENGTH)])
-    if _differs(whole, _attend(ReferenceOps(CPU), qkv.double(), shape, block_size, [(0, LENGTH)])):
+    walking, plain = ops.with_tiles(replace(ops.tiles, fill=0)), ReferenceOps(CPU)
+    row = _written(ops, qkv, shape, block_size)
+    whole = _attend(walking, *row, shape, [(0, LENGTH)])
+    if _differs(whole, _attend(plain, *_written(plain, qkv.double(), shape, block_size), shape, [(0, LENGTH)])):
         return Verdict(f"attention is wrong ({shape})")
     expected = torch.cat([whole[start:end] for start, end in CHUNKS])
     splitting = ops.with_tiles(replace(ops.tiles, fill=1 << 30))
     for one in (walking, splitting):
-        chunks = _attend(one, qkv, shape, block_size, CHUNKS)
+        chunks = _attend(one, *row, shape, CHUNKS)
         if _differs(chunks, expected.double()):
             return Verdict(f"attention in chunks is wrong ({shape})")
         if not torch.equal(chunks, expected):
@@ -104,24 +105,28 @@ def _verdict_of(ops: TritonOps, shape: AttentionShape, block_size: int, qkv: tor
     return Verdict()
 
 
-def _attend(
-    ops: Ops, qkv: torch.Tensor, attention: AttentionShape, block_size: int, chunks: list[tuple[int, int]]
-) -> torch.Tensor:
-    """Tokens [start, end) of one row of LENGTH, each chunk as a row of the batch, through rotation and cache."""
+def _written(ops: Ops, qkv: torch.Tensor, attention: AttentionShape, block_size: int) -> tuple[torch.Tensor, Any]:
+    """One row of LENGTH, turned: its queries, and a cache of its keys and values."""
     device, dim = ops.device, attention.head_dim
     shape = KVShape(num_layers=1, num_kv_heads=attention.num_kv_heads, head_dim=dim, dtype=qkv.dtype)
     angles = (torch.linspace(0, 6, LENGTH)[:, None] * torch.linspace(1, 0.1, dim // 2)).to(device)
-    num_blocks = -(-LENGTH // block_size)
-    kv, everything = ops.new_kv_cache(shape, num_blocks, block_size), torch.arange(LENGTH, device=device)
+    kv, everything = ops.new_kv_cache(shape, -(-LENGTH // block_size), block_size), torch.arange(LENGTH, device=device)
     turned = Rotation(angles.cos(), angles.sin(), everything)
-    query = ops.rope_write(qkv.to(device, copy=True), turned, None, kv, 0, everything)
-    positions = torch.cat([everything[start:end] for start, end in chunks])
+    return ops.rope_write(qkv.to(device, copy=True), turned, None, kv, 0, everything), kv
+
+
+def _attend(
+    ops: Ops, query: torch.Tensor, kv: Any, attention: AttentionShape, chunks: list[tuple[int, int]]
+) -> torch.Tensor:
+    """Tokens [start, end) of the row, each chunk as a row of the batch."""
+    blocks = torch.arange(kv.num_blocks, dtype=torch.int32, device=ops.device)
+    positions = torch.cat([torch.arange(start, end, device=ops.device) for start, end in chunks])
     lens = [end - start for start, end in chunks]
     batch = Batch(
         token_ids=positions,
         positions=positions,
         kv_indices=positions,
-        block_tables=torch.arange(num_blocks, dtype=torch.int32, device=device).repeat(len(chunks), 1),
+        block_tables=blocks.repeat(len(chunks), 1),
         query_starts=[0, *accumulate(lens)],
         query_lens=lens,
         context_lens=[end for _, end in chunks],
