@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -37,7 +37,7 @@ from pagoda_engine_core.workers.executor import (
     WorkerLeft,
 )
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Begun, Delta, Load, PriorOutput, RequestRecord
+from pagoda_proto.records import FROM_THE_START, Delta, Load, RequestRecord, Resume
 from pagoda_proto.steps import Drain, ResetWorker
 from pagoda_proto.times import LOOP_STUCK_S, StallGuard
 
@@ -83,17 +83,9 @@ class EngineCore:
 
     # --- any thread --------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        record: RequestRecord,
-        sink: Sink,
-        attempt: int = 0,
-        prior: Iterable[PriorOutput] = (),
-        begun: Begun | None = None,
-    ) -> None:
-        """Run a record, or go on with it: `sink` is told whether it was accepted, and everything after. `begun` is
-        what came with the first of the `prior` tokens."""
-        submission = Submission(record, sink, attempt, tuple(prior), self._clock(), begun)
+    def submit(self, record: RequestRecord, sink: Sink, attempt: int = 0, resume: Resume = FROM_THE_START) -> None:
+        """Run a record, or go on with it: `sink` is told whether it was accepted, and everything after."""
+        submission = Submission(record, sink, attempt, resume, self._clock())
         if not self._inbox.post(partial(self._admit, submission)):
             sink.rejected(record.request_id, attempt, stopped(), 0.0)
 

@@ -80,9 +80,9 @@ class RecordingSink:
     def _take(self, delta: Delta) -> None:
         key = (delta.request_id, delta.choice)
         tokens = self.tokens.setdefault(key, [])
-        assert delta.first_index == len(tokens), f"{key}: {delta.first_index} after {len(tokens)} tokens"
+        assert delta.result.first_index == len(tokens), f"{key}: {delta.result.first_index} after {len(tokens)} tokens"
         assert key not in self.reasons, f"{key} goes on after its ending"
-        tokens += delta.token_ids
+        tokens += delta.result.token_ids
         if delta.finish_reason is not None:
             self.reasons[key] = delta.finish_reason
         if delta.ends_request:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Begun, Delta, PriorOutput, RequestRecord
+from pagoda_proto.records import Delta, RequestRecord, Resume
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,8 @@ class Submission(NamedTuple):
     record: RequestRecord
     sink: Sink
     attempt: int
-    prior: tuple[PriorOutput, ...]
+    resume: Resume
     submitted_at: float
-    begun: Begun | None = None
 
     @property
     def request_id(self) -> str:
@@ -118,7 +117,7 @@ class Answers:
             live = self._live.get(delta.request_id)
             if live is None or live.submission.attempt != delta.attempt:
                 continue
-            if delta.token_ids and live.first_token_at is None:
+            if delta.result.token_ids and live.first_token_at is None:
                 live.first_token_at = now
             sink = live.submission.sink
             self._batches.setdefault(id(sink), _Batch(sink)).deltas.append(delta)

@@ -129,7 +129,7 @@ class Router:
         for delta in deltas:
             if delta.ends_request:
                 group.requests.pop(delta.request_id, None)
-            if delta.request_id == group.suspect and (delta.token_ids or delta.ends_request):
+            if delta.request_id == group.suspect and (delta.result.token_ids or delta.ends_request):
                 group.suspect = ""
         return deltas
 

@@ -346,8 +346,8 @@ class Scheduler:
             self._kv.commit(choice, chunk.start + chunk.num_tokens)
             return []
         delta, ending = request.add_tokens(choice, output.token_ids, output.logprobs, now)
-        delta.begun = request.begin(*self._identity)
-        num_kept = len(delta.token_ids)
+        delta.result.begun = request.begin(*self._identity)
+        num_kept = len(delta.result.token_ids)
         choice.sampled(num_kept, output.num_drafts)
         self._kv.commit(choice, chunk.start + chunk.num_tokens + num_kept - 1)
         self._totals.output_tokens += num_kept

@@ -75,6 +75,6 @@ def _step_outputs(deltas: list[Delta]) -> list[pb.ServerFrame]:
         if room < numbers or not frames:
             frames.append(pb.ServerFrame(outputs=pb.StepOutputs()))
             room = MAX_FRAME_NUMBERS
-        frames[-1].outputs.deltas.append(convert.delta_to_pb(delta))
+        convert.write_delta(delta, frames[-1].outputs.deltas.add())
         room -= numbers
     return frames

@@ -209,12 +209,11 @@ class EngineService(pb_grpc.EngineServicer):
     def _submit(self, submit: pb.Submit, mailbox: Mailbox) -> None:
         try:
             record = record_from(submit.record)
-            prior = tuple(convert.prior_from_pb(message) for message in submit.prior_outputs)
-            begun = convert.begun_from_pb(submit.begun) if submit.HasField("begun") else None
+            resume = convert.resume_from_pb(submit.resume)
         except PagodaError as error:
             mailbox.reject(submit.record.request_id, submit.attempt, error)
         else:
-            self._engine.submit(record, mailbox, submit.attempt, prior, begun)
+            self._engine.submit(record, mailbox, submit.attempt, resume)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -275,6 +274,7 @@ def record_from(message: pb.RequestRecord) -> RequestRecord:
 
 def complete(record: RequestRecord) -> RequestRecord:
     """Fill in what a plain gRPC client may leave out: the request id, and the seed in force."""
-    seed = record.params.seed if record.params.seed is not None else record.seed or secrets.randbits(64)
+    task = record.task
+    seed = task.params.seed if task.params.seed is not None else task.seed or secrets.randbits(64)
     request_id = record.request_id or secrets.token_hex(16)
-    return msgspec.structs.replace(record, request_id=request_id, seed=seed)
+    return msgspec.structs.replace(record, request_id=request_id, task=msgspec.structs.replace(task, seed=seed))

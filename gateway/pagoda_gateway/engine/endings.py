@@ -23,7 +23,7 @@ class Endings:
         self._log_requests = log_requests
 
     def tokens(self, live: LiveRequest, delta: Delta, now: float) -> None:
-        num_tokens = len(delta.token_ids)
+        num_tokens = len(delta.result.token_ids)
         if not (live.counted and num_tokens):
             return
         is_first = live.pace.ttft_s is None

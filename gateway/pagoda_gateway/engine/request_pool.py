@@ -24,7 +24,7 @@ from pagoda_gateway.engine.model_view import ModelView
 from pagoda_gateway.engine.open_request import OpenRequest, Taken
 from pagoda_gateway.engine.waits import Waits
 from pagoda_gateway.metrics import GatewayMetrics
-from pagoda_proto.convert import begun_to_pb, delta_from_pb, error_code_from, prior_to_pb, record_to_pb
+from pagoda_proto.convert import delta_from_pb, error_code_from, record_to_pb, resume_to_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import RequestRecord
@@ -220,7 +220,7 @@ class RequestPool:
 
     def _on_delta(self, carried: Carried, message: pb.Delta, now: float) -> bool:
         delta = delta_from_pb(message)
-        num_tokens = len(delta.token_ids)
+        num_tokens = len(delta.result.token_ids)
         taken = carried.request.take(delta)
         if taken is Taken.GAP:
             self._on_gap(carried)
@@ -329,10 +329,8 @@ class RequestPool:
 
     def _submit(self, carried: Carried) -> None:
         request = carried.request
-        priors = [prior_to_pb(prior) for prior in request.prior_outputs()]
-        submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, prior_outputs=priors)
-        if request.begun is not None:
-            submit.begun.CopyFrom(begun_to_pb(request.begun))
+        resume = resume_to_pb(request.resume()) if request.attempt else None
+        submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
         if self._send is not None:
             self._send(pb.ClientFrame(submit=submit))
 

@@ -35,7 +35,7 @@ class Bench:
         return epoch
 
     def add(self, record: RequestRecord) -> Request:
-        request = Request(record, max_output_tokens=record.params.max_tokens or 1, now=self.now)
+        request = Request(record, max_output_tokens=record.task.params.max_tokens or 1, now=self.now)
         self.router.add(request, self.now)
         return request
 
@@ -67,7 +67,7 @@ class Bench:
         return set(self.router.groups[epoch].requests)
 
     def tokens(self, record: RequestRecord) -> list[int]:
-        return [t for delta in self.deltas if delta.request_id == record.request_id for t in delta.token_ids]
+        return [t for delta in self.deltas if delta.request_id == record.request_id for t in delta.result.token_ids]
 
     def endings(self) -> dict[str, Delta]:
         return {delta.request_id: delta for delta in self.deltas if delta.ends_request}
@@ -341,7 +341,7 @@ def test_what_kills_workers_is_found_out_and_costs_nobody_else() -> None:
 
 
 def make_suspect(bench: Bench, record: RequestRecord) -> Request:
-    request = Request(record, max_output_tokens=record.params.max_tokens or 1, now=NOW)
+    request = Request(record, max_output_tokens=record.task.params.max_tokens or 1, now=NOW)
     request.deaths = 2
     bench.router.add(request, NOW)
     return request

@@ -54,12 +54,10 @@ class Bench:
         delta = pb.Delta(
             request_id=live.request.record.request_id,
             attempt=live.request.attempt,
-            first_index=at,
-            token_ids=tokens,
-            stop_token_id=-1,
+            tokens=pb.Tokens(first_index=at, token_ids=tokens),
         )
         if begun is not None and not at:
-            delta.begun.CopyFrom(begun_to_pb(begun))
+            delta.tokens.begun.CopyFrom(begun_to_pb(begun))
         self.pool.on_outputs(pb.StepOutputs(deltas=[delta]))
 
     def reject(self, live: LiveRequest, code: str, message: str = "no", retry_after_s: float = 0.0) -> None:
@@ -93,8 +91,8 @@ async def test_what_it_began_under_goes_out_with_every_resubmission(bench: Bench
         bench.pool.lose()
         bench.meet()
     first, *later = bench.submits(live)
-    assert not first.HasField("begun")
-    assert [submit.begun for submit in later] == [begun_to_pb(BEGUN)] * 3
+    assert not first.resume.HasField("begun")
+    assert [submit.resume.begun for submit in later] == [begun_to_pb(BEGUN)] * 3
     assert [submit.attempt for submit in later] == [1, 2, 3]
 
 
@@ -103,7 +101,7 @@ async def test_without_tokens_nothing_is_bound(bench: Bench) -> None:
     bench.accept(live)
     bench.pool.lose()
     bench.meet(ModelView(fingerprint="m2", numerics_id="n2", vocab_size=512))
-    assert [submit.HasField("begun") for submit in bench.submits(live)] == [False, False]
+    assert [submit.resume.HasField("begun") for submit in bench.submits(live)] == [False, False]
 
 
 async def test_the_first_word_on_where_it_began_stays(bench: Bench) -> None:
@@ -343,16 +341,17 @@ class Story:
             self._tokens(live, about, hole=event == "hole")
 
     def _tokens(self, live: LiveRequest, about: dict[str, Any], *, hole: bool) -> None:
-        priors = {prior.choice: prior.token_ids for prior in live.request.prior_outputs()}
+        priors = {prior.choice: prior.token_ids for prior in live.request.resume().prior_outputs}
         deltas = []
         for choice in range(2):
             known = list(priors.get(choice, ()))
             if len(known) >= 6:
                 continue
             token = next_token(live.request.record, choice, known)
-            delta = pb.Delta(choice=choice, first_index=len(known) + hole, token_ids=[token], stop_token_id=-1, **about)
+            tokens = pb.Tokens(first_index=len(known) + hole, token_ids=[token])
+            delta = pb.Delta(choice=choice, tokens=tokens, **about)
             if not priors:
-                delta.begun.CopyFrom(begun_to_pb(BEGUN))
+                delta.tokens.begun.CopyFrom(begun_to_pb(BEGUN))
             if len(known) == 5 and not hole:
                 delta.finish_reason = pb.FINISH_REASON_LENGTH
             deltas.append(delta)
@@ -371,8 +370,8 @@ async def read(live: LiveRequest) -> list[Delta]:
 def check(record: RequestRecord, deltas: list[Delta]) -> None:
     got: dict[int, list[int]] = {0: [], 1: []}
     for delta in deltas:
-        assert delta.first_index == len(got[delta.choice])
-        for token in delta.token_ids:
+        assert delta.result.first_index == len(got[delta.choice])
+        for token in delta.result.token_ids:
             assert token == next_token(record, delta.choice, got[delta.choice])
             got[delta.choice].append(token)
     assert [delta.ends_request for delta in deltas].count(True) == 1
@@ -390,7 +389,7 @@ def test_any_story_ends_each_request_once_with_a_prefix_of_its_tokens(events: li
             story.happen(event)
         for live in story.lives:
             for submit in story.bench.submits(live):
-                assert submit.HasField("begun") == bool(submit.prior_outputs)
+                assert submit.resume.HasField("begun") == bool(submit.resume.prior_outputs)
         story.happen("lose")
         for _ in range(7):
             story.happen("wait")
