@@ -31,6 +31,7 @@ class Stats(NamedTuple):
     swap_blocks_total: int
     swap_blocks_used: int
     totals: dict[str, int]
+    worker_rss_bytes: dict[str, int]  # resident memory, by the worker's name
 
 
 def workers(executor: Executor, router: Router) -> list[WorkerView]:
@@ -46,7 +47,8 @@ def workers(executor: Executor, router: Router) -> list[WorkerView]:
 def stats(load: Load, executor: Executor, router: Router, totals: Mapping[str, int]) -> Stats:
     counters = [group.scheduler.counters for group in router.groups.values()]
     everything = Counter(totals) + router.totals() + Counter(executor.counters())
-    return Stats(load=load, totals=dict(everything), **sum_blocks(counters))
+    rss_bytes = {info.hello.worker_id: info.rss_bytes for info in executor.workers() if info.state.alive}
+    return Stats(load=load, totals=dict(everything), worker_rss_bytes=rss_bytes, **sum_blocks(counters))
 
 
 def load_of(engine_id: str, policy: str, router: Router, door: FrontDoor) -> Load:

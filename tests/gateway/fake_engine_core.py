@@ -165,7 +165,7 @@ class FakeEngineCore(EngineServicer):
         for request_id, (run, task) in list(self.running.items()):
             task.cancel()
             del self.running[request_id]
-            frame = pb.Migrate(request_id=request_id, attempt=run.attempt, reason="draining")
+            frame = pb.Migrate(request_id=request_id, attempt=run.attempt)
             for outbox in self._outboxes:
                 outbox.put_nowait(pb.ServerFrame(migrate=frame))
 

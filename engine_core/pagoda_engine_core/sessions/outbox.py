@@ -40,9 +40,8 @@ class Outbox:
         )
         self._answers.append(pb.ServerFrame(rejected=rejected))
 
-    def migrate(self, request_id: str, attempt: int, reason: str) -> None:
-        frame = pb.Migrate(request_id=request_id, attempt=attempt, reason=reason)
-        self._migrations.append(pb.ServerFrame(migrate=frame))
+    def migrate(self, request_id: str, attempt: int) -> None:
+        self._migrations.append(pb.ServerFrame(migrate=pb.Migrate(request_id=request_id, attempt=attempt)))
 
     def load(self, load: Load) -> None:
         """Only the newest is worth sending."""

@@ -73,7 +73,7 @@ class Mailbox:
 
     def _migrate(self, request_id: str, attempt: int, reason: str) -> None:
         self.refusal = PagodaError(ErrorCode.UNAVAILABLE, reason)
-        self.outbox.migrate(request_id, attempt, reason)
+        self.outbox.migrate(request_id, attempt)
 
     def load(self, load: Load) -> None:
         self.outbox.load(load)

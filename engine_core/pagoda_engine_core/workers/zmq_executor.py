@@ -79,6 +79,7 @@ class _Peer:
     sequence: int = 0  # last one sent
     steps: deque[int] = field(default_factory=deque)
     steps_done: int = 0
+    rss_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
 
     def route(self, kind: bytes) -> bytes:
@@ -172,7 +173,7 @@ class ZmqExecutor:
 
     def workers(self) -> Sequence[WorkerInfo]:
         alive = [
-            WorkerInfo(peer.epoch, peer.hello, self._liveness.state(peer.epoch), peer.steps_done)
+            WorkerInfo(peer.epoch, peer.hello, self._liveness.state(peer.epoch), peer.steps_done, peer.rss_bytes)
             for peer in self._peers.values()
         ]
         return [*alive, *self._ended]
@@ -241,6 +242,7 @@ class ZmqExecutor:
                 self._lose(peer.epoch, LeaveCause.STEP_FAILED, message.reason or "a step raised", message.step)
             case Beat() if kind == CONTROL:
                 self._liveness.beat(peer.epoch, message.busy_s, now)
+                peer.rss_bytes = message.rss_bytes
                 self._send(peer, CONTROL, BeatAck())
             case Goodbye():
                 self._lose(peer.epoch, LeaveCause.LEFT, message.reason or "said goodbye")

@@ -45,7 +45,7 @@ def test_other_choices_and_requests_do_not_merge_and_a_later_attempt_replaces_an
 def test_frames_come_in_an_order_that_makes_sense() -> None:
     outbox = Outbox()
     outbox.load(Load(engine_id="old"))
-    outbox.migrate("a", 0, "drain")
+    outbox.migrate("a", 0)
     outbox.deltas([delta("a", 0, [1])])
     outbox.accepted("a", 0)
     outbox.rejected("b", 2, PagodaError(ErrorCode.OVERLOADED, "full", "x"), 3.5)

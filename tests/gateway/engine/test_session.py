@@ -219,7 +219,7 @@ async def test_one_engine_cores_frame_that_breaks_the_wire_costs_only_a_session(
     engine: FakeEngineCore, client: SessionClient
 ) -> None:
     """Larger than a message may be: gRPC ends the call, and all goes on with the next."""
-    big = pb.ServerFrame(migrate=pb.Migrate(request_id="x", reason="y" * (65 * 1024 * 1024)))
+    big = pb.ServerFrame(migrate=pb.Migrate(request_id="x" * (65 * 1024 * 1024)))
     engine.script = lambda run, delta: [delta, big] if (run.attempt, delta.result.first_index) == (0, 3) else [delta]
     request = record()
     assert tokens_of(await collect(await client.submit(request))) == expected_tokens(request)

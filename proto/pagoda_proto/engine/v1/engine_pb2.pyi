@@ -300,14 +300,12 @@ class Load(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., num_workers: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., kv_usage: _Optional[float] = ..., draining: bool = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., model_fingerprint: _Optional[str] = ..., numerics_id: _Optional[str] = ..., protocol: _Optional[int] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class Migrate(_message.Message):
-    __slots__ = ("request_id", "attempt", "reason")
+    __slots__ = ("request_id", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
-    reason: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("record",)
@@ -326,7 +324,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "state", "epoch", "device", "numerics_id", "num_blocks", "num_free_blocks", "num_rows", "steps_done", "pid")
+    __slots__ = ("worker_id", "state", "epoch", "device", "numerics_id", "num_blocks", "num_free_blocks", "num_rows", "steps_done", "pid", "rss_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -337,6 +335,7 @@ class Worker(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     STEPS_DONE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     state: str
     epoch: int
@@ -347,7 +346,8 @@ class Worker(_message.Message):
     num_rows: int
     steps_done: int
     pid: int
-    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., numerics_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_rows: _Optional[int] = ..., steps_done: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    rss_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., numerics_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_rows: _Optional[int] = ..., steps_done: _Optional[int] = ..., pid: _Optional[int] = ..., rss_bytes: _Optional[int] = ...) -> None: ...
 
 class ListWorkersResponse(_message.Message):
     __slots__ = ("workers",)
