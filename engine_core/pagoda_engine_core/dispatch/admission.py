@@ -26,7 +26,7 @@ LEAST_WEIGHT = 0.05
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldSubmission:
     """A submission that waits for the model's limits; `since` is what its patience counts from."""
 
     submission: Submission
@@ -38,12 +38,12 @@ class Held:
         return len(self.submission.record.prompt_token_ids)
 
 
-class FrontDoor:
+class Admission:
     """Lets submissions in. Until a first worker has told the model's limits they are held, neither in nor refused."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldSubmission] = {}
         self._num_held_tokens = 0
         self._throughput = Throughput()
         self._expected_output = float(FIRST_EXPECTED_OUTPUT)
@@ -61,7 +61,7 @@ class FrontDoor:
     ) -> Request | None:
         """The request to run, or None while it is held. `running` is an earlier attempt of it.
 
-        `num_waiting` requests with `num_tokens` prompt tokens wait behind the door. Raises PagodaError.
+        `num_waiting` requests with `num_tokens` prompt tokens wait already. Raises PagodaError.
         """
         if self.closed:
             raise PagodaError(ErrorCode.UNAVAILABLE, "the engine core is draining")
@@ -74,20 +74,20 @@ class FrontDoor:
             self._check_bounds(submission, num_waiting + len(self._held), num_tokens)
         if self.limits is None:
             self._drop(submission.request_id)
-            held = self._held[submission.request_id] = Held(submission, now)
+            held = self._held[submission.request_id] = HeldSubmission(submission, now)
             self._num_held_tokens += held.num_tokens
             return None
         self._check_model(submission)
         return _request(submission, self.limits)
 
-    def open(self, hello: Hello) -> list[Held]:
+    def open(self, hello: Hello) -> list[HeldSubmission]:
         """The model is known; the submissions that were held, to be admitted now."""
         max_model_len = min(self._config.max_model_len or hello.max_model_len, hello.max_model_len)
         self.limits = ModelLimits(hello.vocab_size, max_model_len)
         self.model_fingerprint = hello.model_fingerprint
         return self._take_held()
 
-    def close(self) -> list[Held]:
+    def close(self) -> list[HeldSubmission]:
         """Nothing gets in any more; the submissions that were held."""
         self.closed = True
         return self._take_held()
@@ -173,7 +173,7 @@ class FrontDoor:
         if held is not None:
             self._num_held_tokens -= held.num_tokens
 
-    def _take_held(self) -> list[Held]:
+    def _take_held(self) -> list[HeldSubmission]:
         held, self._held = self._held, {}
         self._num_held_tokens = 0
         return list(held.values())

@@ -141,7 +141,7 @@ class Choice:
 
 
 class Request:
-    """The live state of one record.
+    """What is known here of one record.
 
     `deaths` counts losses of a worker that the request may have caused, `lost_lives` all in which it had a row, both
     since its last new token; the router writes them. `num_rows`, `started` and the usage counters are the scheduler's

@@ -4,7 +4,7 @@ Prefill, chunked prefill, a prefix hit, a fork, decoding and computing again aft
 only. Total tokens include those that steps in flight will sample, so step n+1 can be planned before result n is in.
 
 The scheduler is data in, data out: integers, lists and `now`; no clock, no I/O, no tensors. One scheduler owns the rows
-and blocks of one worker (group); the engine loop is its only caller.
+and blocks of one worker; the engine loop is its only caller.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Scheduler:
         return room.without(self._running, self._waiting)
 
     def need(self, request: Request, room: Room) -> Need:
-        """What a live request would take of the next step."""
+        """What a request would take of the next step."""
         return room.need(request.live_choices, self._lifetime_blocks(request))
 
     def requests_in(self, step: int) -> set[str]:
@@ -164,7 +164,7 @@ class Scheduler:
         return self._told(request, request.fail(code, message, now)) if request else []
 
     def take_back(self, now: float) -> list[Request]:
-        """The worker is lost: hand out all live requests, in order, with nothing but their tokens. The books are not
+        """The worker is lost: hand out all open requests, in order, with nothing but their tokens. The books are not
         balanced but thrown away, so this works even when they are wrong."""
         requests = sorted(self._requests.values(), key=lambda request: request.choices[-1].order)
         for request in requests:

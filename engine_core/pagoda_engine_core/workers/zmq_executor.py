@@ -32,7 +32,7 @@ from pagoda_engine_core.workers.executor import (
     WorkerState,
 )
 from pagoda_engine_core.workers.handshakes import RefusedHandshakes
-from pagoda_engine_core.workers.liveness import TICK_S, Change, Limits, Liveness
+from pagoda_engine_core.workers.liveness import TICK_S, Change, Liveness, LivenessLimits
 from pagoda_engine_core.workers.pace import Pace
 from pagoda_engine_core.workers.registration import Registry
 from pagoda_engine_core.workers.socket import WorkerSocket
@@ -98,7 +98,7 @@ class ZmqExecutor:
         self._boot_id = boot_id
         self._clock = clock
         self._registry = Registry(config.max_model_len)
-        limits = Limits(config.worker_suspect_s, config.worker_dead_s, config.step_deadline_s)
+        limits = LivenessLimits(config.worker_suspect_s, config.worker_dead_s, config.step_deadline_s)
         self._liveness = Liveness(limits, clock())
         self._host_id = host_id()
         self._peers: dict[int, _Peer] = {}

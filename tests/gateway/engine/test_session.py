@@ -202,12 +202,12 @@ def test_no_frame_raises_whatever_is_in_it(frames: list[pb.ServerFrame]) -> None
         client = SessionClient(EngineAddress("unix:/nowhere"), GatewayMetrics("m"))
         client._session = Session(EngineAddress("unix:/nowhere"), client.clock, 5.0)
         client._on_frame(pb.ServerFrame(load=pb.Load(protocol=SESSION_PROTOCOL)))
-        live = client._pool.open(msgspec.structs.replace(record(n=2), request_id="r"), counted=True)
+        generation = client._pool.open(msgspec.structs.replace(record(n=2), request_id="r"), counted=True)
         for frame in frames:
             client._on_frame(frame)
         client.end_all("over")
         deltas = []
-        while batch := await live.next():
+        while batch := await generation.next():
             deltas += batch
         assert [delta.ends_request for delta in deltas].count(True) == 1
         assert deltas[-1].ends_request
