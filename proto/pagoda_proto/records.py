@@ -15,7 +15,10 @@ from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import TopLogprobs
 
 SESSION_PROTOCOL = 3
-"""Version of the contract between gateway and engine core (engine.proto): raised with every change that breaks it."""
+"""Version of the contract between gateway and engine core (engine.proto): raised with every change that breaks it.
+Another arm of `task` and `result` breaks nothing."""
+SESSION_PROTOCOL_KEY = "pagoda-protocol"
+"""Metadata of a Session call: the version that the gateway speaks."""
 
 
 class FinishReason(StrEnum):

@@ -56,7 +56,7 @@ class Choice:
     """
 
     __slots__ = (
-        "block_ids", "chains", "finish_reason", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
+        "block_ids", "chains", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
         "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "request", "row_id",
         "state", "swap_block_ids",
     )  # fmt: skip
@@ -66,7 +66,6 @@ class Choice:
         self.index = index
         self.output_ids: list[int] = []
         self.state = ChoiceState.WAITING
-        self.finish_reason: FinishReason | None = None
         self.order: tuple[float, ...] = ()  # place in the policy's order, fixed when a scheduler takes the request
         self.row_id = NO_ROW
         self.launched = False  # a plan that computes for this row has been made
@@ -255,7 +254,6 @@ class Request:
     def finish(self, choice: Choice, ending: Ending, now: float, delta: Delta | None = None) -> Delta:
         """End a live choice, in `delta` or one of its own; the last one carries usage and ledger."""
         choice.state = ChoiceState.FINISHED
-        choice.finish_reason = ending.reason
         delta = delta or self._delta(choice)
         delta.finish_reason = ending.reason
         delta.result.stop_token_id = ending.stop_token_id
@@ -305,7 +303,6 @@ class Request:
             choice.output_ids = list(output.token_ids)
             if output.finished:
                 choice.state = ChoiceState.FINISHED
-                choice.finish_reason = self._ending_of_finished(choice).reason
 
     def _ending_of_finished(self, choice: Choice) -> Ending:
         """An earlier attempt told this ending; if the tokens do not show one, the choice was cut short from outside."""

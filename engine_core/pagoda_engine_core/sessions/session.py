@@ -19,15 +19,13 @@ from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import SESSION_PROTOCOL, Delta, Load, RequestRecord
+from pagoda_proto.records import SESSION_PROTOCOL, SESSION_PROTOCOL_KEY, Delta, Load, RequestRecord
 from pagoda_proto.times import LOAD_KEEPALIVE_S
 
 log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.1
 CODE_TRAILER = "pagoda-code"
-PROTOCOL_KEY = "pagoda-protocol"
-"""Metadata of a Session call: the version of the contract that the gateway speaks."""
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PagodaError) -> NoReturn:
@@ -245,7 +243,7 @@ class EngineService(pb_grpc.EngineServicer):
 
 async def _check_protocol(context: grpc.aio.ServicerContext[Any, Any]) -> None:
     """End the call of a gateway that says it speaks another version."""
-    spoken = [value for key, value in context.invocation_metadata() or () if key == PROTOCOL_KEY]
+    spoken = [value for key, value in context.invocation_metadata() or () if key == SESSION_PROTOCOL_KEY]
     if any(value != str(SESSION_PROTOCOL) for value in spoken):
         message = f"session protocol {SESSION_PROTOCOL} is spoken here, this gateway speaks {spoken[0]!r}"
         log.warning("refused a session: %s", message)
