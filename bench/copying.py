@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.workloads import CONTINUED, WORKLOADS
 
-from pagoda.bench.workload import Row, write_rows
+from pagoda.bench.workload import WorkloadRow, write_rows
 
 if TYPE_CHECKING:
     from pagoda.offline.llm import LLM
@@ -93,7 +93,9 @@ def main() -> None:
     if not chosen:
         raise SystemExit("copying.py: no answer begins with text; try more --texts")
     rows = [
-        Row(prompt_tokens=arguments.prompt_len, output_tokens=arguments.output_len, prompt=text[: arguments.prompt_len])
+        WorkloadRow(
+            prompt_tokens=arguments.prompt_len, output_tokens=arguments.output_len, prompt=text[: arguments.prompt_len]
+        )
         for _, text in chosen
     ]
     write_rows(rows, arguments.out)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import FinishReason, RequestRecord
+from pagoda_proto.records import Delta, FinishReason, Generate, RequestRecord, Tokens
 from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult, TopLogprobs
 
 MASK64 = 2**64 - 1
@@ -296,10 +296,10 @@ def reference_outputs(
     record: RequestRecord, model: FakeModel | None = None, *, max_output_tokens: int | None = None
 ) -> list[ReferenceChoice]:
     """What every choice of `record` must yield, computed directly. A record without max_tokens needs the limit."""
-    limit = max_output_tokens if max_output_tokens is not None else record.params.max_tokens
+    limit = max_output_tokens if max_output_tokens is not None else record.task.params.max_tokens
     if limit is None:
         raise ValueError("give max_output_tokens: the record has no max_tokens")
-    return [_reference_choice(record, model or FakeModel(), limit, choice) for choice in range(record.params.n)]
+    return [_reference_choice(record, model or FakeModel(), limit, choice) for choice in range(record.task.params.n)]
 
 
 def reference_tokens(
@@ -311,10 +311,10 @@ def reference_tokens(
 
 
 def _reference_choice(record: RequestRecord, model: FakeModel, limit: int, choice: int) -> ReferenceChoice:
-    params = record.params
-    eos = () if params.ignore_eos else record.eos_token_ids
+    params = record.task.params
+    eos = () if params.ignore_eos else record.task.eos_token_ids
     row = NewRow(
-        row_id=0, token_ids=[], num_prompt_tokens=0, num_computed=0, block_ids=[], params=params, seed=record.seed,
+        row_id=0, token_ids=[], num_prompt_tokens=0, num_computed=0, block_ids=[], params=params, seed=record.task.seed,
         choice=choice, eos_token_ids=eos,
     )  # fmt: skip
     prefix = prefix_hashes(record.prompt_token_ids)[-1]
@@ -343,13 +343,20 @@ def make_record(
     return RequestRecord(
         request_id=request_id or f"request-{next(_ids)}",
         prompt_token_ids=list(prompt),
-        params=SamplingParams(**({"max_tokens": 8} | params)),
-        seed=seed,
-        eos_token_ids=eos_token_ids,
+        task=Generate(params=SamplingParams(**({"max_tokens": 8} | params)), seed=seed, eos_token_ids=eos_token_ids),
         cache_salt=cache_salt,
         priority=priority,
         queue_timeout_s=queue_timeout_s,
     )
+
+
+def make_delta(
+    first_index: int = 0, token_ids: Sequence[int] = (), *, request_id: str = "r", choice: int = 0, **fields: Any
+) -> Delta:
+    """A delta of a generation; further keywords are fields of Tokens or of Delta."""
+    of_tokens = {name: fields.pop(name) for name in Tokens.__struct_fields__ if name in fields}
+    tokens = Tokens(first_index=first_index, token_ids=list(token_ids), **of_tokens)
+    return Delta(request_id=request_id, choice=choice, result=tokens, **fields)
 
 
 class ManualClock:

@@ -15,7 +15,7 @@ from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta, FinishReason, RequestRecord
+from pagoda_proto.records import Delta, FinishReason, Generate, RequestRecord
 from pagoda_proto.steps import PROTOCOL_VERSION, AppendBlocks, Chunk, Hello, NewRow, StepPlan
 from pagoda_worker.step.runner import ModelRunner
 
@@ -178,7 +178,7 @@ class Collector:
 
     def deltas(self, deltas: list[Delta]) -> None:
         for delta in deltas:
-            self.tokens.setdefault(delta.request_id, []).extend(delta.token_ids)
+            self.tokens.setdefault(delta.request_id, []).extend(delta.result.token_ids)
             if delta.ends_request:
                 self._end("" if delta.finish_reason is FinishReason.LENGTH else f"{delta.finish_reason}: {delta}")
 
@@ -216,7 +216,8 @@ def serve(
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     started = time.perf_counter()
     for index, prompt in enumerate(prompts):
-        engine.submit(RequestRecord(request_id=str(index), prompt_token_ids=prompt, params=params, seed=0), collector)
+        task = Generate(params=params, seed=0)
+        engine.submit(RequestRecord(request_id=str(index), prompt_token_ids=prompt, task=task), collector)
     while collector.num_ended < len(prompts):
         engine.step()
     took = time.perf_counter() - started

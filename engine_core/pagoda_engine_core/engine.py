@@ -1,7 +1,7 @@
 """One thread changes everything, one pass at a time: drain inbox, place, schedule, send, wait, apply, publish.
 
 Other threads only append to the inbox and read snapshots. What goes wrong about one request ends that request; what
-goes wrong in one group's scheduler costs that group its state, and its requests are replayed.
+goes wrong in one worker's scheduler costs that worker its state, and its requests are replayed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
@@ -20,11 +20,11 @@ import msgspec
 
 from pagoda_engine_core import views
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.dispatch.admission import FrontDoor
+from pagoda_engine_core.dispatch.admission import Admission
 from pagoda_engine_core.dispatch.answers import Answers, NoObserver, Observer, Sink, Submission
-from pagoda_engine_core.dispatch.group import Group
 from pagoda_engine_core.dispatch.inbox import Inbox, stopped
 from pagoda_engine_core.dispatch.router import Router
+from pagoda_engine_core.dispatch.worker import Worker
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.views import Stats, WorkerView
 from pagoda_engine_core.workers.executor import (
@@ -37,7 +37,7 @@ from pagoda_engine_core.workers.executor import (
     WorkerLeft,
 )
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Begun, Delta, Load, PriorOutput, RequestRecord
+from pagoda_proto.records import FROM_THE_START, Delta, Load, RequestRecord, Resume
 from pagoda_proto.steps import Drain, ResetWorker
 from pagoda_proto.times import LOOP_STUCK_S, StallGuard
 
@@ -71,7 +71,7 @@ class EngineCore:
         self._clock = clock
         self._observer = observer or NoObserver()
         self._router = Router(config)
-        self._door = FrontDoor(config)
+        self._admission = Admission(config)
         self._answers = Answers(self._observer)
         self._inbox = Inbox(executor.wake)
         self._totals: Counter[str] = Counter()
@@ -83,17 +83,9 @@ class EngineCore:
 
     # --- any thread --------------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        record: RequestRecord,
-        sink: Sink,
-        attempt: int = 0,
-        prior: Iterable[PriorOutput] = (),
-        begun: Begun | None = None,
-    ) -> None:
-        """Run a record, or go on with it: `sink` is told whether it was accepted, and everything after. `begun` is
-        what came with the first of the `prior` tokens."""
-        submission = Submission(record, sink, attempt, tuple(prior), self._clock(), begun)
+    def submit(self, record: RequestRecord, sink: Sink, attempt: int = 0, resume: Resume = FROM_THE_START) -> None:
+        """Run a record, or go on with it: `sink` is told whether it was accepted, and everything after."""
+        submission = Submission(record, sink, attempt, resume, self._clock())
         if not self._inbox.post(partial(self._admit, submission)):
             sink.rejected(record.request_id, attempt, stopped(), 0.0)
 
@@ -141,16 +133,16 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> int:
         """Forget cached blocks that no request uses; how many those were."""
-        return sum(group.scheduler.reset_prefix_cache() for group in self._router.groups.values())
+        return sum(worker.scheduler.reset_prefix_cache() for worker in self._router.workers.values())
 
     def drain_worker(self, worker_id: str) -> None:
         """Ask a worker to leave; its requests continue elsewhere, or wait for another. PagodaError NOT_FOUND."""
-        groups = [group for group in self._router.groups.values() if group.hello.worker_id == worker_id]
-        if not groups:
+        workers = [worker for worker in self._router.workers.values() if worker.hello.worker_id == worker_id]
+        if not workers:
             raise PagodaError(ErrorCode.NOT_FOUND, f"no worker {worker_id!r} is at work here", "worker_id")
-        for group in groups:
-            self._leave(WorkerLeft(group.epoch, LeaveCause.LEFT, "drained"), self._clock())
-            self._executor.send(group.epoch, Drain())
+        for worker in workers:
+            self._leave(WorkerLeft(worker.epoch, LeaveCause.LEFT, "drained"), self._clock())
+            self._executor.send(worker.epoch, Drain())
 
     def run(self, stop: threading.Event) -> None:
         """The loop thread's life: passes until `stop` is set. `call` something afterwards to be noticed at once."""
@@ -185,27 +177,27 @@ class EngineCore:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is live and nothing is in the inbox."""
-        return not (len(self._answers) or self._door.num_held or len(self._inbox))
+        """Whether no request is open and nothing is in the inbox."""
+        return not (len(self._answers) or self._admission.num_held or len(self._inbox))
 
     def _plan(self, now: float) -> bool:
-        """Plan steps, one for each group at a time, until all have as many in flight as they may or nothing to do."""
+        """Plan steps, one for each worker at a time, until all have as many in flight as they may or nothing to do."""
         planned = False
         while True:
             self._answers.emit(self._router.dispatch(now), now)
-            if not sum([self._plan_step(group, now) for group in self._router.plannable()]):
+            if not sum([self._plan_step(worker, now) for worker in self._router.plannable()]):
                 return planned
             planned = True
 
-    def _plan_step(self, group: Group, now: float) -> bool:
+    def _plan_step(self, worker: Worker, now: float) -> bool:
         try:
-            plan = group.scheduler.schedule(now)
-        except Exception:  # noqa: BLE001 - one group's state is broken; the others and the engine core go on
-            self._reset(group, now)
+            plan = worker.scheduler.schedule(now)
+        except Exception:  # noqa: BLE001 - one worker's state is broken; the others and the engine core go on
+            self._reset(worker, now)
             return False
         if plan is not None:
-            self._executor.send(group.epoch, plan)
-            group.pace.asked(plan.num_tokens, now)
+            self._executor.send(worker.epoch, plan)
+            worker.pace.asked(plan.num_tokens, now)
             self._observer.planned(plan.num_tokens)
         return plan is not None
 
@@ -216,85 +208,85 @@ class EngineCore:
             case WorkerJoined():
                 self._join(event, now)
             case WorkerChanged():
-                group = self._router.groups.get(event.epoch)
-                if group is not None:
-                    group.state = event.state
+                worker = self._router.workers.get(event.epoch)
+                if worker is not None:
+                    worker.state = event.state
             case WorkerLeft():
                 self._leave(event, now)
 
     def _apply(self, event: StepDone, now: float) -> None:
-        group = self._router.groups.get(event.epoch)
-        if group is None:
+        worker = self._router.workers.get(event.epoch)
+        if worker is None:
             return
         try:
-            deltas = group.scheduler.apply(event.result, now)
-            num_tokens = self._router.stepped(group, now)
+            deltas = worker.scheduler.apply(event.result, now)
+            num_tokens = self._router.stepped(worker, now)
         except Exception:  # noqa: BLE001 - as in `_plan_step`; or the worker answered what it was not asked
-            self._reset(group, now)
+            self._reset(worker, now)
             return
         self._progress_at = now
         self._totals["steps"] += 1
         self._observer.stepped(event.result.elapsed_s, event.result.forward_s)
-        self._answers.emit(self._router.ended(group, deltas), now)
-        self._door.served(num_tokens, now, busy=len(self._answers) > 0)
+        self._answers.emit(self._router.ended(worker, deltas), now)
+        self._admission.served(num_tokens, now, busy=len(self._answers) > 0)
         for usage in (delta.usage for delta in deltas if delta.usage is not None):
-            self._door.ended(usage.output_tokens)
+            self._admission.ended(usage.output_tokens)
 
     def _join(self, event: WorkerJoined, now: float) -> None:
         self._router.join(event.epoch, event.hello)
-        if self._door.limits is None:
-            for held in self._door.open(event.hello):
+        if self._admission.limits is None:
+            for held in self._admission.open(event.hello):
                 self._admit(held.submission, now)
                 if held.aborted:
                     self._abort(held.submission.request_id, tuple(held.aborted), held.submission.sink, now)
 
     def _leave(self, left: WorkerLeft, now: float) -> None:
-        group = self._router.groups.get(left.epoch)
-        if group is None:
+        worker = self._router.workers.get(left.epoch)
+        if worker is None:
             return
         try:
             deltas = self._router.leave(left, now)
         except Exception:  # its state is too broken to be taken back; its requests end here
             log.exception("the requests of epoch %d cannot be taken back", left.epoch)
-            lost = [request for name, request in group.requests.items() if not self._router.is_waiting(name)]
+            lost = [request for name, request in worker.requests.items() if not self._router.is_waiting(name)]
             deltas = [delta for request in lost for delta in _fail_internal(request, now)]
         self._answers.emit(deltas, now)
 
-    def _reset(self, group: Group, now: float) -> None:
+    def _reset(self, worker: Worker, now: float) -> None:
         """Begin anew with this worker. No request is to blame for what is our own mistake."""
-        log.exception("the scheduler of epoch %d failed; its requests are replayed", group.epoch)
+        log.exception("the scheduler of epoch %d failed; its requests are replayed", worker.epoch)
         self._totals["scheduler_failures"] += 1
-        self._leave(WorkerLeft(group.epoch, LeaveCause.RESET, "its scheduler failed"), now)
-        self._executor.send(group.epoch, ResetWorker())
+        self._leave(WorkerLeft(worker.epoch, LeaveCause.RESET, "its scheduler failed"), now)
+        self._executor.send(worker.epoch, ResetWorker())
 
     def _forgive(self, held_up_s: float) -> None:
         if held_up_s:
             self._router.forgive(held_up_s)
-            self._door.forgive(held_up_s)
+            self._admission.forgive(held_up_s)
 
     def _expire(self, now: float) -> None:
         if now - self._expired_at < EXPIRY_INTERVAL_S:
             return
         self._expired_at = now
-        if not self._router.groups:
-            needed = self._router.needed_numerics or self._door.needed_numerics
+        if not self._router.workers:
+            needed = self._router.needed_numerics or self._admission.needed_numerics
             self._router.refused_numerics = self._executor.hold(needed)
         self._answers.emit(self._router.expire(now), now)
-        for submission, error in self._door.expire(now):
+        for submission, error in self._admission.expire(now):
             self._answers.reject(submission, error)
 
     def _audit(self, now: float) -> None:
-        """While nothing runs, have one group's books checked that has worked since they were last."""
+        """While nothing runs, have one worker's books checked that has worked since they were last."""
         if now - self._audited_at < AUDIT_INTERVAL_S or not self.idle:
             return
         self._audited_at = now
-        group = next((group for group in self._router.groups.values() if group.unaudited), None)
-        if group is None:
+        worker = next((worker for worker in self._router.workers.values() if worker.unaudited), None)
+        if worker is None:
             return
         try:
-            group.audit()
+            worker.audit()
         except Exception:  # noqa: BLE001 - as in `_plan_step`
-            self._reset(group, now)
+            self._reset(worker, now)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -302,7 +294,7 @@ class EngineCore:
         try:
             running = self._answers.get(submission.request_id)
             num_waiting, num_tokens = self._router.num_waiting, self._router.queued_tokens
-            request = self._door.admit(submission, running, num_waiting, num_tokens, now)
+            request = self._admission.admit(submission, running, num_waiting, num_tokens, now)
             if request is None:
                 return
             self._router.check_fits(request)
@@ -324,11 +316,11 @@ class EngineCore:
     def _reject(self, submission: Submission, error: PagodaError) -> None:
         retry_after_s, router = 0.0, self._router
         if error.code is ErrorCode.OVERLOADED:
-            retry_after_s = self._door.seconds_for(router.queued_tokens, router.num_waiting, router.num_running)
+            retry_after_s = self._admission.seconds_for(router.queued_tokens, router.num_waiting, router.num_running)
         self._answers.reject(submission, error, retry_after_s)
 
     def _abort(self, request_id: str, choices: tuple[int, ...], sink: Sink | None, now: float) -> None:
-        withdrawn = self._door.withdraw(request_id, choices, sink)
+        withdrawn = self._admission.withdraw(request_id, choices, sink)
         if withdrawn is not None:
             self._answers.reject(withdrawn, PagodaError(ErrorCode.CANCELLED, "aborted before a worker was there"))
         running = self._answers.get(request_id)
@@ -336,14 +328,14 @@ class EngineCore:
             self._answers.emit(self._router.abort(request_id, choices, now), now)
 
     def _abandon(self, sink: Sink, now: float) -> None:
-        self._door.forget(sink)
+        self._admission.forget(sink)
         for request_id in self._answers.forget(sink):
             self._router.abort(request_id, (), now)
             self._totals["requests_abandoned"] += 1
 
     def _hand_back(self, reason: str) -> None:
         self._router.take_all(self._clock())
-        for held in self._door.close():
+        for held in self._admission.close():
             self._answers.reject(held.submission, PagodaError(ErrorCode.UNAVAILABLE, reason))
         self._answers.migrate_all(reason)
 
@@ -351,7 +343,7 @@ class EngineCore:
         self._answers.publish()
         while self._answers.failed:
             self._abandon(self._answers.failed.pop(), self._clock())
-        load = views.load_of(self._engine_id, self._config.policy, self._router, self._door)
+        load = views.load_of(self._engine_id, self._config.policy, self._router, self._admission)
         if load != self._load:
             self._load = load
             for listener in self._listeners:

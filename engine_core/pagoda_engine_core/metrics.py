@@ -122,6 +122,7 @@ class _StatsCollector(Collector):
             value = getattr(stats, f"swap_blocks_{kind}")
             yield GaugeMetricFamily(f"{PREFIX}swap_blocks_{kind}", f"Blocks of host memory: {kind}", value=value)
         yield _preemptions(stats)
+        yield _worker_memory(stats)
         for key, (stem, help_text) in _TOTALS.items():
             yield CounterMetricFamily(f"{PREFIX}{stem}", help_text, value=stats.totals.get(key, 0))
         yield CounterMetricFamily(
@@ -134,6 +135,14 @@ class _StatsCollector(Collector):
             if key.startswith(_DROPPED):
                 dropped.add_metric([key.removeprefix(_DROPPED)], count)
         yield dropped
+
+
+def _worker_memory(stats: Stats) -> Metric:
+    family = GaugeMetricFamily(f"{PREFIX}worker_rss_bytes", "Resident memory of a worker", labels=["worker_id"])
+    for worker_id, rss_bytes in stats.worker_rss_bytes.items():
+        if rss_bytes:
+            family.add_metric([worker_id], rss_bytes)
+    return family
 
 
 def _preemptions(stats: Stats) -> Metric:

@@ -79,7 +79,7 @@ async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> No
         stack.push_async_callback(loop_thread.end)
         board = LoadBoard(engine)
         engine.on_load(board.changed)
-        grpc_server, address = await _listen(_Door(config.listen, path, keys), engine, board, stack)
+        grpc_server, address = await _listen(_GrpcAddress(config.listen, path, keys), engine, board, stack)
         report(_listening(address, executor.endpoint, _serve_metrics(config, metrics, engine, stack)))
         board.watch(_WorkersReport(report))
         loop_thread.start()
@@ -130,7 +130,7 @@ class LoopThread:
             raise RuntimeError(f"the engine loop has failed: {self._failure}") from self._failure
 
 
-class _Door(NamedTuple):
+class _GrpcAddress(NamedTuple):
     """Where gateways come in: a socket file has a `path`, a TCP port may ask for `keys` (mutual TLS)."""
 
     listen: str
@@ -152,16 +152,16 @@ class _Door(NamedTuple):
 
 
 async def _listen(
-    door: _Door, engine: EngineCore, board: LoadBoard, stack: AsyncExitStack
+    where: _GrpcAddress, engine: EngineCore, board: LoadBoard, stack: AsyncExitStack
 ) -> tuple[grpc.aio.Server, str]:
     server = grpc.aio.server(options=GRPC_OPTIONS)
     pb_grpc.add_EngineServicer_to_server(EngineService(engine, board), server)  # type: ignore[no-untyped-call]
     pb_grpc.add_AdminServicer_to_server(AdminService(engine), server)  # type: ignore[no-untyped-call]
     healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    address = door.open(server)
-    if door.path is not None:
-        stack.callback(door.path.unlink, missing_ok=True)
+    address = where.open(server)
+    if where.path is not None:
+        stack.callback(where.path.unlink, missing_ok=True)
     await server.start()
     stack.push_async_callback(server.stop, 0)
     await _start_task(_tell_health(engine, healthy), stack)

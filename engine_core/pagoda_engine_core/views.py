@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from pagoda_engine_core.dispatch.admission import FrontDoor
+from pagoda_engine_core.dispatch.admission import Admission
 from pagoda_engine_core.dispatch.router import Router
 from pagoda_engine_core.scheduling.counters import sum_blocks
 from pagoda_engine_core.workers.executor import Executor, WorkerInfo
@@ -31,37 +31,39 @@ class Stats(NamedTuple):
     swap_blocks_total: int
     swap_blocks_used: int
     totals: dict[str, int]
+    worker_rss_bytes: dict[str, int]  # resident memory, by the worker's name
 
 
 def workers(executor: Executor, router: Router) -> list[WorkerView]:
     views = []
     for info in executor.workers():
-        group = router.groups.get(info.epoch)
-        used = group.scheduler.counters.blocks_used if group else 0
-        rows = group.scheduler.num_rows if group else 0
+        worker = router.workers.get(info.epoch)
+        used = worker.scheduler.counters.blocks_used if worker else 0
+        rows = worker.scheduler.num_rows if worker else 0
         views.append(WorkerView(info, info.hello.num_blocks - used if info.state.alive else 0, rows))
     return views
 
 
 def stats(load: Load, executor: Executor, router: Router, totals: Mapping[str, int]) -> Stats:
-    counters = [group.scheduler.counters for group in router.groups.values()]
+    counters = [worker.scheduler.counters for worker in router.workers.values()]
     everything = Counter(totals) + router.totals() + Counter(executor.counters())
-    return Stats(load=load, totals=dict(everything), **sum_blocks(counters))
+    rss_bytes = {info.hello.worker_id: info.rss_bytes for info in executor.workers() if info.state.alive}
+    return Stats(load=load, totals=dict(everything), worker_rss_bytes=rss_bytes, **sum_blocks(counters))
 
 
-def load_of(engine_id: str, policy: str, router: Router, door: FrontDoor) -> Load:
-    limits = door.limits
+def load_of(engine_id: str, policy: str, router: Router, admission: Admission) -> Load:
+    limits = admission.limits
     return Load(
         engine_id=engine_id,
-        num_workers=sum(group.ready for group in router.groups.values()),
-        num_waiting=router.num_waiting + door.num_held,
+        num_workers=sum(worker.ready for worker in router.workers.values()),
+        num_waiting=router.num_waiting + admission.num_held,
         num_running=router.num_running,
         kv_usage=round(router.kv_usage, 3),
-        draining=door.closed,
+        draining=admission.closed,
         vocab_size=limits.vocab_size if limits else 0,
         max_model_len=limits.max_model_len if limits else 0,
-        model_fingerprint=door.model_fingerprint,
-        numerics_id=next((group.hello.numerics_id for group in router.groups.values()), ""),
+        model_fingerprint=admission.model_fingerprint,
+        numerics_id=next((worker.hello.numerics_id for worker in router.workers.values()), ""),
         protocol=SESSION_PROTOCOL,
         policy=policy,
     )

@@ -22,7 +22,7 @@ from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import MAX_PRIORITY, SamplingParams
-from pagoda_proto.records import FinishReason, RequestRecord
+from pagoda_proto.records import FinishReason, Generate, RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +136,7 @@ class Health:
         record = RequestRecord(
             request_id=uuid.uuid4().hex,
             prompt_token_ids=[0],
-            params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
-            seed=0,
+            task=Generate(params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), seed=0),
             cache_salt="canary",
             priority=MAX_PRIORITY,
             queue_timeout_s=self._times.canary_timeout_s,

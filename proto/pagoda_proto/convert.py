@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from pagoda_proto.engine.v1 import engine_pb2 as pb
-from pagoda_proto.errors import ErrorCode
+from pagoda_proto.errors import ErrorCode, InvalidParams, Problem
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Begun, Delta, FinishReason, LedgerEntry, Load, PriorOutput, RequestRecord, Usage
+from pagoda_proto.records import (
+    Begun,
+    Delta,
+    FinishReason,
+    Generate,
+    LedgerEntry,
+    Load,
+    PriorOutput,
+    RequestRecord,
+    Resume,
+    Tokens,
+    Usage,
+)
 from pagoda_proto.steps import TopLogprobs
 
 _SCALARS = (
@@ -52,39 +67,65 @@ def params_from_pb(message: pb.SamplingParams) -> SamplingParams:
     )
 
 
+def _generate_to_pb(task: Generate) -> pb.Generate:
+    return pb.Generate(params=params_to_pb(task.params), seed=task.seed, eos_token_ids=task.eos_token_ids)
+
+
+def _generate_from_pb(message: pb.Generate) -> Generate:
+    params = params_from_pb(message.params)
+    return Generate(params=params, seed=message.seed, eos_token_ids=tuple(message.eos_token_ids))
+
+
 def record_to_pb(record: RequestRecord) -> pb.RequestRecord:
     return pb.RequestRecord(
         request_id=record.request_id,
         prompt_token_ids=record.prompt_token_ids,
-        params=params_to_pb(record.params),
-        seed=record.seed,
-        eos_token_ids=record.eos_token_ids,
         cache_salt=record.cache_salt,
         priority=record.priority,
         queue_timeout_s=record.queue_timeout_s,
+        generate=_generate_to_pb(record.task),
     )
 
 
 def record_from_pb(message: pb.RequestRecord) -> RequestRecord:
-    """Raises InvalidParams when the parameters are not valid."""
+    """Raises InvalidParams when the parameters are not valid, or the task is none that is known here."""
+    if message.WhichOneof("task") is None:
+        raise InvalidParams([Problem("task", _no_task(message))])
     return RequestRecord(
         request_id=message.request_id,
         prompt_token_ids=list(message.prompt_token_ids),
-        params=params_from_pb(message.params),
-        seed=message.seed,
-        eos_token_ids=tuple(message.eos_token_ids),
         cache_salt=message.cache_salt,
         priority=message.priority,
         queue_timeout_s=message.queue_timeout_s,
+        task=_generate_from_pb(message.generate),
     )
 
 
-def prior_to_pb(prior: PriorOutput) -> pb.ChoiceTokens:
-    return pb.ChoiceTokens(choice=prior.choice, token_ids=prior.token_ids, finished=prior.finished)
+def _no_task(message: pb.RequestRecord) -> str:
+    known = ", ".join(arm.name for arm in message.DESCRIPTOR.oneofs_by_name["task"].fields)
+    strange = UnknownFieldSet(message)
+    told = f"field {strange[0].field_number}, which is not known here" if len(strange) else "none"
+    return f"must be one of {known}; the record has {told}"
 
 
-def prior_from_pb(message: pb.ChoiceTokens) -> PriorOutput:
+def prior_to_pb(prior: PriorOutput) -> pb.PriorOutput:
+    return pb.PriorOutput(choice=prior.choice, token_ids=prior.token_ids, finished=prior.finished)
+
+
+def prior_from_pb(message: pb.PriorOutput) -> PriorOutput:
     return PriorOutput(choice=message.choice, token_ids=list(message.token_ids), finished=message.finished)
+
+
+def resume_to_pb(resume: Resume) -> pb.Resume:
+    begun = None if resume.begun is None else begun_to_pb(resume.begun)
+    return pb.Resume(prior_outputs=map(prior_to_pb, resume.prior_outputs), begun=begun)
+
+
+def resume_from_pb(message: pb.Resume) -> Resume:
+    return Resume(
+        prior_outputs=tuple(map(prior_from_pb, message.prior_outputs)),
+        begun=begun_from_pb(message.begun) if message.HasField("begun") else None,
+    )
 
 
 def begun_to_pb(begun: Begun) -> pb.Begun:
@@ -103,76 +144,83 @@ def error_code_from(name: str) -> ErrorCode | None:
         return ErrorCode.INTERNAL
 
 
-def _logprobs_to_pb(entries: list[TopLogprobs] | None) -> list[pb.TokenLogprobs]:
+def _logprobs_to_pb(entries: list[TopLogprobs]) -> list[pb.TopLogprobs]:
     return [
-        pb.TokenLogprobs(logprob=e.logprob, rank=e.rank, top_ids=e.top_ids, top_logprobs=e.top_logprobs)
-        for e in entries or ()
+        pb.TopLogprobs(logprob=e.logprob, rank=e.rank, top_ids=e.top_ids, top_logprobs=e.top_logprobs) for e in entries
     ]
 
 
-def _logprobs_from_pb(entries: Any) -> list[TopLogprobs] | None:
-    return [TopLogprobs(e.logprob, e.rank, list(e.top_ids), list(e.top_logprobs)) for e in entries] or None
+def _logprobs_from_pb(entries: Any) -> list[TopLogprobs]:
+    return [TopLogprobs(e.logprob, e.rank, list(e.top_ids), list(e.top_logprobs)) for e in entries]
 
 
 def delta_to_pb(delta: Delta) -> pb.Delta:
-    message = pb.Delta(
-        request_id=delta.request_id,
-        attempt=delta.attempt,
-        choice=delta.choice,
-        first_index=delta.first_index,
-        token_ids=delta.token_ids,
-        logprobs=_logprobs_to_pb(delta.logprobs),
-        prompt_logprobs=_logprobs_to_pb(delta.prompt_logprobs),
-        finish_reason=_REASON_TO_PB[delta.finish_reason],
-        stop_token_id=-1 if delta.stop_token_id is None else delta.stop_token_id,
-        error_code=delta.error_code or "",
-        error_message=delta.error_message,
-        ledger=[pb.LedgerEntry(cause=entry.cause, seconds=entry.seconds) for entry in delta.ledger or ()],
-    )
-    if delta.usage is not None:
-        message.usage.CopyFrom(
-            pb.Usage(
-                prompt_tokens=delta.usage.prompt_tokens,
-                cached_prompt_tokens=delta.usage.cached_prompt_tokens,
-                output_tokens=delta.usage.output_tokens,
-                preemptions=delta.usage.preemptions,
-                replays=delta.usage.replays,
-            )
-        )
-    if delta.begun is not None:
-        message.begun.CopyFrom(begun_to_pb(delta.begun))
+    message = pb.Delta()
+    write_delta(delta, message)
     return message
 
 
+def write_delta(delta: Delta, message: pb.Delta) -> None:
+    """Fill in an empty message. Every token that leaves comes by here, and few deltas have more than tokens."""
+    message.request_id = delta.request_id
+    message.attempt = delta.attempt
+    message.choice = delta.choice
+    _write_tokens(delta.result, message.tokens)
+    if delta.finish_reason is not None:
+        message.finish_reason = _REASON_TO_PB[delta.finish_reason]
+    if delta.error_code is not None:
+        message.error_code = delta.error_code
+    if delta.error_message:
+        message.error_message = delta.error_message
+    if delta.usage is not None:
+        message.usage.CopyFrom(pb.Usage(**msgspec.structs.asdict(delta.usage)))
+    if delta.ledger is not None:
+        message.ledger.extend(pb.LedgerEntry(cause=entry.cause, seconds=entry.seconds) for entry in delta.ledger)
+
+
+def _write_tokens(tokens: Tokens, message: pb.Tokens) -> None:
+    message.first_index = tokens.first_index
+    message.token_ids.extend(tokens.token_ids)
+    if tokens.logprobs is not None:
+        message.logprobs.extend(_logprobs_to_pb(tokens.logprobs))
+    if tokens.prompt_logprobs is not None:
+        message.prompt_logprobs.extend(_logprobs_to_pb(tokens.prompt_logprobs))
+    if tokens.stop_token_id is not None:
+        message.stop_token_id = tokens.stop_token_id
+    if tokens.begun is not None:
+        message.begun.CopyFrom(begun_to_pb(tokens.begun))
+
+
 def delta_from_pb(message: pb.Delta) -> Delta:
-    """A finish reason or error code of another version costs its own request its meaning, and nobody the session."""
-    usage = message.usage
-    known = message.finish_reason in _REASON_FROM_PB
-    reason = _REASON_FROM_PB[message.finish_reason] if known else FinishReason.ERROR
+    """A result, finish reason or error code of another version costs its own request its meaning, and nobody the
+    session."""
+    known = message.finish_reason in _REASON_FROM_PB and message.HasField("tokens")
     return Delta(
         request_id=message.request_id,
         attempt=message.attempt,
         choice=message.choice,
-        first_index=message.first_index,
-        token_ids=list(message.token_ids),
-        logprobs=_logprobs_from_pb(message.logprobs),
-        prompt_logprobs=_logprobs_from_pb(message.prompt_logprobs),
-        finish_reason=reason,
-        stop_token_id=None if message.stop_token_id < 0 else message.stop_token_id,
+        result=_tokens_from_pb(message.tokens),
+        finish_reason=_REASON_FROM_PB[message.finish_reason] if known else FinishReason.ERROR,
         error_code=error_code_from(message.error_code) if known else ErrorCode.INTERNAL,
         error_message=message.error_message,
-        usage=Usage(
-            prompt_tokens=usage.prompt_tokens,
-            cached_prompt_tokens=usage.cached_prompt_tokens,
-            output_tokens=usage.output_tokens,
-            preemptions=usage.preemptions,
-            replays=usage.replays,
-        )
-        if message.HasField("usage")
-        else None,
-        ledger=[LedgerEntry(entry.cause, entry.seconds) for entry in message.ledger] or None,
+        usage=_usage_from_pb(message.usage) if message.HasField("usage") else None,
+        ledger=[LedgerEntry(entry.cause, entry.seconds) for entry in message.ledger] if message.ledger else None,
+    )
+
+
+def _tokens_from_pb(message: pb.Tokens) -> Tokens:
+    return Tokens(
+        first_index=message.first_index,
+        token_ids=list(message.token_ids),
+        logprobs=_logprobs_from_pb(message.logprobs) if message.logprobs else None,
+        prompt_logprobs=_logprobs_from_pb(message.prompt_logprobs) if message.prompt_logprobs else None,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
         begun=begun_from_pb(message.begun) if message.HasField("begun") else None,
     )
+
+
+def _usage_from_pb(message: pb.Usage) -> Usage:
+    return Usage(**{name: getattr(message, name) for name in Usage.__struct_fields__})
 
 
 def load_to_pb(load: Load) -> pb.Load:

@@ -6,10 +6,10 @@ carries it is the last of its request, and a receiver may stop reading a request
 
 from __future__ import annotations
 
-from pagoda_proto.records import Delta
+from pagoda_proto.records import Delta, Tokens
 from pagoda_proto.steps import TopLogprobs
 
-_LATER_WINS = ("finish_reason", "stop_token_id", "error_code", "usage", "ledger", "begun")
+_LATER_WINS = ("finish_reason", "error_code", "usage", "ledger")
 
 
 class WaitingDeltas:
@@ -28,7 +28,7 @@ class WaitingDeltas:
         self.num_numbers += count_numbers(delta)
         key = (delta.request_id, delta.choice)
         waiting = self._waiting.pop(key, None)
-        if waiting is not None and waiting.first_index + len(waiting.token_ids) == delta.first_index:
+        if waiting is not None and _follows(delta.result, waiting.result):
             _extend(waiting, delta)
             delta = waiting
         self._waiting[key] = delta
@@ -47,20 +47,31 @@ class WaitingDeltas:
 
 def count_numbers(delta: Delta) -> int:
     """Token ids and log-probabilities: about what a delta weighs."""
-    entries = (*(delta.logprobs or ()), *(delta.prompt_logprobs or ()))
-    return 1 + len(delta.token_ids) + sum(2 + 2 * len(entry.top_ids) for entry in entries)
+    tokens = delta.result
+    entries = (*(tokens.logprobs or ()), *(tokens.prompt_logprobs or ()))
+    return 1 + len(tokens.token_ids) + sum(2 + 2 * len(entry.top_ids) for entry in entries)
 
 
 def _extend(first: Delta, then: Delta) -> None:
     first.attempt = then.attempt
-    first.token_ids.extend(then.token_ids)
-    first.logprobs = _joined(first.logprobs, then.logprobs)
-    first.prompt_logprobs = _joined(first.prompt_logprobs, then.prompt_logprobs)
+    _extend_tokens(first.result, then.result)
     for name in _LATER_WINS:
         value = getattr(then, name)
         if value is not None:
             setattr(first, name, value)
     first.error_message = then.error_message or first.error_message
+
+
+def _follows(tokens: Tokens, before: Tokens) -> bool:
+    return before.first_index + len(before.token_ids) == tokens.first_index
+
+
+def _extend_tokens(first: Tokens, then: Tokens) -> None:
+    first.token_ids.extend(then.token_ids)
+    first.logprobs = _joined(first.logprobs, then.logprobs)
+    first.prompt_logprobs = _joined(first.prompt_logprobs, then.prompt_logprobs)
+    first.stop_token_id = first.stop_token_id if then.stop_token_id is None else then.stop_token_id
+    first.begun = then.begun or first.begun
 
 
 def _joined(first: list[TopLogprobs] | None, then: list[TopLogprobs] | None) -> list[TopLogprobs] | None:

@@ -14,8 +14,11 @@ from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import TopLogprobs
 
-SESSION_PROTOCOL = 2
-"""Version of the contract between gateway and engine core (engine.proto): raised with every change that breaks it."""
+SESSION_PROTOCOL = 3
+"""Version of the contract between gateway and engine core (engine.proto): raised with every change that breaks it.
+Another arm of `task` and `result` breaks nothing."""
+SESSION_PROTOCOL_KEY = "pagoda-protocol"
+"""Metadata of a Session call: the version that the gateway speaks."""
 
 
 class FinishReason(StrEnum):
@@ -25,18 +28,28 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a generation depends on besides weights and numerics. Written once, never changed.
+class Generate(msgspec.Struct, frozen=True, kw_only=True):
+    """Continue the prompt. `seed` is the seed in force: `params.seed`, or the one drawn at admission."""
 
-    `seed` is the seed in force: `params.seed`, or the one drawn at admission. `cache_salt` is the prefix-cache domain
-    (tenant). `priority`: lower runs earlier under the priority policy. `queue_timeout_s` 0 means the engine core's own.
+    params: SamplingParams
+    seed: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+Task = Generate
+"""What may be asked: one struct per arm of `task` in engine.proto."""
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an answer depends on besides weights and numerics. Written once, never changed.
+
+    `cache_salt` is the prefix-cache domain (tenant). `priority`: lower runs earlier under the priority policy.
+    `queue_timeout_s` 0 means the engine core's own.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
-    seed: int
-    eos_token_ids: tuple[int, ...] = ()
+    task: Task
     cache_salt: str = ""
     priority: int = 0
     queue_timeout_s: float = 0.0
@@ -61,6 +74,20 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
     cached_prompt_tokens: int = 0
 
 
+class Resume(msgspec.Struct, frozen=True, kw_only=True):
+    """How far earlier attempts of a generation have come; without tokens, it starts from the beginning."""
+
+    prior_outputs: tuple[PriorOutput, ...] = ()
+    begun: Begun | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(output.token_ids for output in self.prior_outputs)
+
+
+FROM_THE_START = Resume()
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_prompt_tokens: int = 0
@@ -76,27 +103,39 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Delta(msgspec.Struct, kw_only=True):
-    """New tokens of one choice, or its ending. `first_index` is the output position of `token_ids[0]`.
+class Tokens(msgspec.Struct, kw_only=True):
+    """New tokens of a generation. `first_index` is the output position of `token_ids[0]`.
 
-    `begun` comes with a request's first tokens, `usage` and `ledger` with the last delta of its last choice: that delta
-    is the request's ending.
+    `begun` comes with a request's first tokens, `stop_token_id` with the ending that it caused.
+    """
+
+    first_index: int
+    token_ids: list[int]
+    logprobs: list[TopLogprobs] | None = None
+    prompt_logprobs: list[TopLogprobs] | None = None
+    stop_token_id: int | None = None
+    begun: Begun | None = None
+
+
+Result = Tokens
+"""What may come of a task: one struct per arm of `result` in engine.proto."""
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    """What is new of one choice, or its ending. `result` is that of the record's task.
+
+    `usage` and `ledger` come with the last delta of a request's last choice: that delta is the request's ending.
     """
 
     request_id: str
     choice: int
-    first_index: int
-    token_ids: list[int]
+    result: Result
     attempt: int = 0
-    logprobs: list[TopLogprobs] | None = None
-    prompt_logprobs: list[TopLogprobs] | None = None
     finish_reason: FinishReason | None = None
-    stop_token_id: int | None = None
     error_code: ErrorCode | None = None
     error_message: str = ""
     usage: Usage | None = None
     ledger: list[LedgerEntry] | None = None
-    begun: Begun | None = None
 
     @property
     def ends_request(self) -> bool:

@@ -28,7 +28,7 @@ import msgspec
 
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP, SamplingParams
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -159,8 +159,6 @@ class Hello(Message, frozen=True, tag="hello"):
     device: str
     host_id: str
     pid: int
-    group: str = ""  # worker group; rank 0 of each group talks to the engine core
-    world_size: int = 1
     max_rows: int = 256
     max_tokens_per_step: int = DEFAULT_MAX_TOKENS_PER_STEP
     num_swap_blocks: int = 0
@@ -209,11 +207,10 @@ class StepResult(Message, frozen=True, tag="result"):
 
 
 class Beat(Message, frozen=True, tag="beat"):
-    """Sent every 0.5 s by a thread beside the step loop; `steps_done` and `busy_s` are written by the loop itself."""
+    """Sent every 0.5 s by a thread beside the step loop, which itself says since when it is busy."""
 
-    steps_done: int
     busy_s: float  # how long the step now running has run; 0 when idle
-    rss_bytes: int = 0
+    rss_bytes: int = 0  # resident memory of the process; 0 where the system does not tell
 
 
 class StepFailed(Message, frozen=True, tag="step_failed"):

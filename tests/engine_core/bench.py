@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tests.engine_core.fakes_sink import RecordingSink, ScriptedExecutor
 from tests.fakes import ManualClock
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
-from pagoda_proto.records import RequestRecord
+from pagoda_proto.records import Begun, PriorOutput, RequestRecord, Resume
 
 
 class Bench:
@@ -19,8 +21,10 @@ class Bench:
         self.engine = EngineCore(EngineConfig(**config), self.executor, self.clock)
         self.sink = RecordingSink()
 
-    def submit(self, record: RequestRecord, attempt: int = 0, **kwargs: object) -> str:
-        self.engine.submit(record, self.sink, attempt, **kwargs)
+    def submit(
+        self, record: RequestRecord, attempt: int = 0, prior: Sequence[PriorOutput] = (), begun: Begun | None = None
+    ) -> str:
+        self.engine.submit(record, self.sink, attempt, Resume(prior_outputs=tuple(prior), begun=begun))
         return record.request_id
 
     def settle(self) -> None:

@@ -38,6 +38,7 @@ from pagoda_proto.steps import (
 )
 
 BEAT_S = 0.1
+RSS_BYTES = 123_456_000  # what it says of itself
 REPO = Path(__file__).parents[2]
 
 
@@ -99,8 +100,8 @@ class Peer:
     def send(self, message: Message, socket: zmq.Socket[bytes] | None = None, **changes: object) -> None:
         (socket or self.data).send_multipart(self.frame(message, **changes))
 
-    def beat(self, steps_done: int = 0, busy_s: float = 0.0) -> None:
-        self.send(Beat(steps_done=steps_done, busy_s=busy_s), self.control)
+    def beat(self, busy_s: float = 0.0, rss_bytes: int = 0) -> None:
+        self.send(Beat(busy_s=busy_s, rss_bytes=rss_bytes), self.control)
 
     def receive(self, socket: zmq.Socket[bytes] | None = None, timeout_s: float = 10.0) -> tuple[Envelope, ToWorker]:
         socket = socket or self.data
@@ -212,7 +213,7 @@ class FakeWorker:
                 return
             if now - beat_at >= BEAT_S:
                 beat_at = now
-                peer.beat(self.steps_done)
+                peer.beat(rss_bytes=RSS_BYTES)
             ready = dict(poller.poll(0 if self._waiting and not self.hold.is_set() else 20))
             for socket in ready:
                 heard_at = time.monotonic()

@@ -80,9 +80,9 @@ class RecordingSink:
     def _take(self, delta: Delta) -> None:
         key = (delta.request_id, delta.choice)
         tokens = self.tokens.setdefault(key, [])
-        assert delta.first_index == len(tokens), f"{key}: {delta.first_index} after {len(tokens)} tokens"
+        assert delta.result.first_index == len(tokens), f"{key}: {delta.result.first_index} after {len(tokens)} tokens"
         assert key not in self.reasons, f"{key} goes on after its ending"
-        tokens += delta.token_ids
+        tokens += delta.result.token_ids
         if delta.finish_reason is not None:
             self.reasons[key] = delta.finish_reason
         if delta.ends_request:
@@ -114,6 +114,7 @@ class ScriptedExecutor:
         self.plans: dict[int, deque[StepPlan]] = {}
         self.runners: dict[int, FakeRunner] = {}
         self.closed = False
+        self.lives: list[WorkerInfo] = []  # further ones, to be looked at only
         self.held: list[str] = []  # every word of numerics that are held, in order
 
     def hold(self, numerics_id: str) -> str:
@@ -150,7 +151,8 @@ class ScriptedExecutor:
         pass
 
     def workers(self) -> Sequence[WorkerInfo]:
-        return [WorkerInfo(0, event.hello, WorkerState.READY, 0) for event in self.events if hasattr(event, "hello")]
+        joining = [event for event in self.events if hasattr(event, "hello")]
+        return [*(WorkerInfo(0, event.hello, WorkerState.READY, 0) for event in joining), *self.lives]
 
     def counters(self) -> Mapping[str, int]:
         return {}

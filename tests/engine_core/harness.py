@@ -16,7 +16,7 @@ from pagoda_engine_core.scheduling.policy import load_policy
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import Delta, FinishReason, PriorOutput, RequestRecord
+from pagoda_proto.records import Delta, FinishReason, PriorOutput, RequestRecord, Resume
 from pagoda_proto.steps import StepPlan, StepResult, TopLogprobs
 
 
@@ -25,9 +25,9 @@ class Client:
 
     def __init__(self, record: RequestRecord) -> None:
         self.record = record
-        self.tokens: list[list[int]] = [[] for _ in range(record.params.n)]
-        self.reasons: list[FinishReason | None] = [None] * record.params.n
-        self.stop_token_ids: list[int | None] = [None] * record.params.n
+        self.tokens: list[list[int]] = [[] for _ in range(record.task.params.n)]
+        self.reasons: list[FinishReason | None] = [None] * record.task.params.n
+        self.stop_token_ids: list[int | None] = [None] * record.task.params.n
         self.logprobs: list[TopLogprobs] = []
         self.prompt_logprobs: list[list[TopLogprobs]] = []
         self.error_code: ErrorCode | None = None
@@ -36,17 +36,17 @@ class Client:
 
     def receive(self, delta: Delta) -> None:
         assert self.last is None, "a delta after the ending"
-        assert delta.first_index == len(self.tokens[delta.choice]), "a gap or a repetition"
-        assert self.reasons[delta.choice] is None or (delta.ends_request and not delta.token_ids)
-        self.tokens[delta.choice] += delta.token_ids
-        if delta.logprobs is not None:
-            assert len(delta.logprobs) == len(delta.token_ids)
-            self.logprobs += delta.logprobs
-        if delta.prompt_logprobs is not None:
-            self.prompt_logprobs.append(delta.prompt_logprobs)
+        assert delta.result.first_index == len(self.tokens[delta.choice]), "a gap or a repetition"
+        assert self.reasons[delta.choice] is None or (delta.ends_request and not delta.result.token_ids)
+        self.tokens[delta.choice] += delta.result.token_ids
+        if delta.result.logprobs is not None:
+            assert len(delta.result.logprobs) == len(delta.result.token_ids)
+            self.logprobs += delta.result.logprobs
+        if delta.result.prompt_logprobs is not None:
+            self.prompt_logprobs.append(delta.result.prompt_logprobs)
         if delta.finish_reason is not None:
             self.reasons[delta.choice] = delta.finish_reason
-            self.stop_token_ids[delta.choice] = delta.stop_token_id
+            self.stop_token_ids[delta.choice] = delta.result.stop_token_id
             self.error_code = delta.error_code or self.error_code
             self.error_message = delta.error_message or self.error_message
         if delta.ends_request:
@@ -71,7 +71,7 @@ class Client:
                 assert got == reference
             else:
                 assert self.tokens[index] == reference.token_ids[: len(self.tokens[index])]
-        params, prompt = self.record.params, self.record.prompt_token_ids
+        params, prompt = self.record.task.params, self.record.prompt_token_ids
         assert len(self.logprobs) == (0 if params.logprobs is None else sum(map(len, self.tokens)))
         if params.prompt_logprobs is not None and self.tokens[0]:
             known = list(zip(prefix_hashes(prompt), prompt[1:], strict=False))
@@ -139,9 +139,15 @@ class Harness:
         return bool(scheduler._waiting or scheduler._dropped_rows) or advancing
 
     def request(self, record: RequestRecord, *, attempt: int = 0, prior: Sequence[PriorOutput] = ()) -> Request:
-        limit = record.params.max_tokens
+        limit = record.task.params.max_tokens
         assert limit is not None
-        return Request(record, max_output_tokens=limit, now=self.clock(), attempt=attempt, prior=prior)
+        return Request(
+            record,
+            max_output_tokens=limit,
+            now=self.clock(),
+            attempt=attempt,
+            resume=Resume(prior_outputs=tuple(prior)),
+        )
 
     def add(self, record: RequestRecord, *, attempt: int = 0, prior: Sequence[PriorOutput] = ()) -> Request:
         request = self.request(record, attempt=attempt, prior=prior)

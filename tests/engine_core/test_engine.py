@@ -328,8 +328,8 @@ def test_a_scheduler_that_raises_costs_its_worker_a_life_and_nobody_a_token(
     record = make_record(max_tokens=10)
     bench.submit(record)
     bench.engine.step(0)
-    group = bench.engine._router.groups[1]
-    monkeypatch.setattr(group.scheduler, "schedule", lambda now: 1 / 0)
+    worker = bench.engine._router.workers[1]
+    monkeypatch.setattr(worker.scheduler, "schedule", lambda now: 1 / 0)
     bench.executor.answer_all()
     bench.settle()
     assert (1, ResetWorker()) in bench.executor.sent
@@ -340,10 +340,10 @@ def test_a_scheduler_that_raises_costs_its_worker_a_life_and_nobody_a_token(
 
 
 def test_a_request_that_cannot_be_placed_ends_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = bench.engine._router.groups[1]
-    add = group.scheduler.add
+    worker = bench.engine._router.workers[1]
+    add = worker.scheduler.add
     odd, plain = make_record(), make_record()
-    monkeypatch.setattr(group.scheduler, "add", lambda r, now: 1 / (r.request_id != odd.request_id) and add(r, now))
+    monkeypatch.setattr(worker.scheduler, "add", lambda r, now: 1 / (r.request_id != odd.request_id) and add(r, now))
     bench.submit(odd)
     bench.submit(plain)
     bench.settle()
@@ -355,7 +355,7 @@ def test_a_request_that_cannot_be_placed_ends_alone(bench: Bench, monkeypatch: p
 def test_requests_that_cannot_be_taken_back_end_with_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     request_id = bench.submit(make_record(n=2))
     bench.engine.step(0)
-    monkeypatch.setattr(bench.engine._router.groups[1].scheduler, "take_back", lambda now: 1 / 0)
+    monkeypatch.setattr(bench.engine._router.workers[1].scheduler, "take_back", lambda now: 1 / 0)
     bench.executor.events.append(WorkerLeft(1, LeaveCause.DIED, "gone"))
     bench.engine.step(0)
     assert bench.sink.endings[request_id].error_code is ErrorCode.INTERNAL
@@ -574,7 +574,7 @@ def test_broken_books_are_found_while_nothing_runs(bench: Bench) -> None:
     record = make_record()
     bench.submit(record)
     bench.settle()
-    bench.engine._router.groups[1].scheduler._pool.ref_counts[3] += 1
+    bench.engine._router.workers[1].scheduler._pool.ref_counts[3] += 1
     bench.pass_time(6.0)
     assert (1, ResetWorker()) in bench.executor.sent
     again = make_record()

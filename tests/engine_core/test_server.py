@@ -114,8 +114,8 @@ class Session:
         tokens: list[int] = []
         for delta in self.deltas:
             if (delta.request_id, delta.choice) == (request_id, choice):
-                assert delta.first_index == len(tokens)
-                tokens += delta.token_ids
+                assert delta.result.first_index == len(tokens)
+                tokens += delta.result.token_ids
         return tokens
 
 
@@ -172,17 +172,20 @@ async def test_bad_records_are_rejected_one_by_one(server: Server, worker: FakeW
     session = Session(server)
     good = make_record()
     bad = pb.Submit(record=convert.record_to_pb(make_record(request_id="bad")), attempt=4)
-    bad.record.params.top_p = 7.0
+    bad.record.generate.params.top_p = 7.0
     session.frames.put_nowait(pb.ClientFrame(submit=bad))
-    session.frames.put_nowait(pb.ClientFrame(submit=pb.Submit()))
+    nameless = pb.Submit(record=pb.RequestRecord(prompt_token_ids=[1], generate=pb.Generate()))
+    session.frames.put_nowait(pb.ClientFrame(submit=nameless))
+    session.frames.put_nowait(pb.ClientFrame(submit=pb.Submit(record=pb.RequestRecord(request_id="taskless"))))
     session.frames.put_nowait(pb.ClientFrame())
     session.submit(make_record((1, 1000), request_id="oov"))
     session.submit(good)
     answers = {}
-    while len(answers) < 4:
+    while len(answers) < 5:
         frame = await session.answer()
         kind = frame.WhichOneof("frame")
         answers[getattr(frame, kind).request_id] = getattr(frame, kind)
+    assert (answers["taskless"].code, answers["taskless"].param) == ("invalid_argument", "task")
     assert (answers["bad"].code, answers["bad"].param, answers["bad"].attempt) == ("invalid_argument", "top_p", 4)
     assert answers[""].param == "request_id"
     assert answers["oov"].param == "prompt"
@@ -275,8 +278,12 @@ async def test_a_slow_session_gets_merged_deltas_and_every_token(server: Server,
     await slow.until(*(record.request_id for record in records))
     for record in records:
         assert slow.tokens(record.request_id) == reference_tokens(record)[0]
-        assert all(len(d.logprobs or ()) == len(d.token_ids) for d in slow.deltas if d.request_id == record.request_id)
-    assert max(len(delta.token_ids) for delta in slow.deltas) > 1
+        assert all(
+            len(d.result.logprobs or ()) == len(d.result.token_ids)
+            for d in slow.deltas
+            if d.request_id == record.request_id
+        )
+    assert max(len(delta.result.token_ids) for delta in slow.deltas) > 1
     assert len(slow.deltas) < 12 * 900
 
 
@@ -311,8 +318,8 @@ async def test_generate_serves_plain_clients(server: Server, worker: FakeWorker)
     message.request_id = ""
     tokens: dict[int, list[int]] = {0: [], 1: []}
     async for response in server.engine.Generate(pb.GenerateRequest(record=message)):
-        assert response.delta.first_index == len(tokens[response.delta.choice])
-        tokens[response.delta.choice] += response.delta.token_ids
+        assert response.delta.tokens.first_index == len(tokens[response.delta.choice])
+        tokens[response.delta.choice] += response.delta.tokens.token_ids
     assert [tokens[0], tokens[1]] == reference_tokens(record)
 
 
@@ -390,12 +397,13 @@ async def test_a_resumed_request_is_bound_to_what_it_began_with(server: Server, 
     session, record = Session(server), make_record(max_tokens=8)
     session.submit(record)
     await session.until(record.request_id)
-    (begun,) = [delta.begun for delta in session.deltas if delta.begun is not None]
+    (begun,) = [delta.result.begun for delta in session.deltas if delta.result.begun is not None]
     assert begun.numerics_id == session.loads[-1].numerics_id == "fake-numerics"
     again = make_record(max_tokens=8)
-    prior = pb.ChoiceTokens(choice=0, token_ids=reference_tokens(again)[0][:3])
+    prior = pb.PriorOutput(choice=0, token_ids=reference_tokens(again)[0][:3])
     foreign = convert.begun_to_pb(msgspec.structs.replace(begun, model_fingerprint="another"))
-    submit = pb.Submit(record=convert.record_to_pb(again), attempt=1, prior_outputs=[prior], begun=foreign)
+    resume = pb.Resume(prior_outputs=[prior], begun=foreign)
+    submit = pb.Submit(record=convert.record_to_pb(again), attempt=1, resume=resume)
     session.frames.put_nowait(pb.ClientFrame(submit=submit))
     session.answers.clear()
     answer = await session.answer()

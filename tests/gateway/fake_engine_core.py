@@ -14,23 +14,23 @@ from typing import Any
 
 import grpc
 
-from pagoda_proto.convert import begun_from_pb, delta_to_pb, load_to_pb, prior_from_pb, record_from_pb
+from pagoda_proto.convert import delta_to_pb, load_to_pb, record_from_pb, resume_from_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
-from pagoda_proto.records import SESSION_PROTOCOL, Begun, Delta, FinishReason, Load, RequestRecord, Usage
+from pagoda_proto.records import SESSION_PROTOCOL, Begun, Delta, FinishReason, Load, RequestRecord, Tokens, Usage
 from pagoda_proto.steps import TopLogprobs
 
 VOCAB = 512
 
 
 def next_token(record: RequestRecord, choice: int, tokens: list[int]) -> int:
-    text = f"{record.prompt_token_ids}|{record.seed}|{choice}|{tokens}"
+    text = f"{record.prompt_token_ids}|{record.task.seed}|{choice}|{tokens}"
     return hashlib.blake2b(text.encode(), digest_size=1).digest()[0]
 
 
 def expected_tokens(record: RequestRecord, choice: int = 0) -> list[int]:
     tokens: list[int] = []
-    for _ in range(record.params.max_tokens or 16):
+    for _ in range(record.task.params.max_tokens or 16):
         tokens.append(next_token(record, choice, tokens))
     return tokens
 
@@ -47,12 +47,12 @@ class Run:
 
     def __init__(self, record: RequestRecord, submit: pb.Submit, begun: Begun) -> None:
         self.record = record
-        self.begun = begun_from_pb(submit.begun) if submit.HasField("begun") else begun
+        resume = resume_from_pb(submit.resume)
+        self.begun = resume.begun or begun
         self.attempt = submit.attempt
-        self.tokens: list[list[int]] = [[] for _ in range(record.params.n)]
-        self.finished = [False] * record.params.n
-        for message in submit.prior_outputs:
-            prior = prior_from_pb(message)
+        self.tokens: list[list[int]] = [[] for _ in range(record.task.params.n)]
+        self.finished = [False] * record.task.params.n
+        for prior in resume.prior_outputs:
             self.tokens[prior.choice] = prior.token_ids
             self.finished[prior.choice] = prior.finished
 
@@ -69,7 +69,7 @@ class Run:
         )
 
     def delta(self, choice: int, tokens: list[int], first_index: int, finish: FinishReason | None) -> Delta:
-        params = self.record.params
+        params = self.record.task.params
         self.finished[choice] |= finish is not None
         first = first_index == 0
         entries = [TopLogprobs(-float(t), 1, [t], [-float(t)]) for t in tokens]
@@ -78,19 +78,21 @@ class Run:
             request_id=self.record.request_id,
             attempt=self.attempt,
             choice=choice,
-            first_index=first_index,
-            token_ids=list(tokens),
-            logprobs=entries if params.logprobs is not None else None,
-            prompt_logprobs=prompt if params.prompt_logprobs is not None and first else None,
+            result=Tokens(
+                first_index=first_index,
+                token_ids=list(tokens),
+                logprobs=entries if params.logprobs is not None else None,
+                prompt_logprobs=prompt if params.prompt_logprobs is not None and first else None,
+                begun=self.begun if first and tokens else None,
+            ),
             finish_reason=finish,
             usage=self.usage() if self.ended else None,
-            begun=self.begun if first and tokens else None,
         )
 
     def step(self, choice: int) -> Delta:
         tokens = self.tokens[choice]
         tokens.append(next_token(self.record, choice, tokens))
-        length = len(tokens) >= (self.record.params.max_tokens or 16)
+        length = len(tokens) >= (self.record.task.params.max_tokens or 16)
         return self.delta(choice, tokens[-1:], len(tokens) - 1, FinishReason.LENGTH if length else None)
 
 
@@ -163,7 +165,7 @@ class FakeEngineCore(EngineServicer):
         for request_id, (run, task) in list(self.running.items()):
             task.cancel()
             del self.running[request_id]
-            frame = pb.Migrate(request_id=request_id, attempt=run.attempt, reason="draining")
+            frame = pb.Migrate(request_id=request_id, attempt=run.attempt)
             for outbox in self._outboxes:
                 outbox.put_nowait(pb.ServerFrame(migrate=frame))
 
@@ -232,7 +234,7 @@ class FakeEngineCore(EngineServicer):
         run, task = entry
         deltas = [
             run.delta(i, [], len(run.tokens[i]), FinishReason.ABORT)
-            for i in (abort.choices or range(run.record.params.n))
+            for i in (abort.choices or range(run.record.task.params.n))
             if not run.finished[i]
         ]
         outbox.put_nowait(pb.ServerFrame(outputs=pb.StepOutputs(deltas=[delta_to_pb(delta) for delta in deltas])))
@@ -244,7 +246,7 @@ class FakeEngineCore(EngineServicer):
         while not run.ended:
             if self.steps is not None:
                 await self.steps.acquire()
-            for choice in range(run.record.params.n):
+            for choice in range(run.record.task.params.n):
                 if not run.finished[choice]:
                     await self._send(run, run.step(choice), outbox)
             await asyncio.sleep(0)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
+from tests.fakes import make_delta
 from tests.gateway.model_dir import MAX_MODEL_LEN, write_model_dir
 
 from pagoda_gateway.api import errors
@@ -45,7 +46,7 @@ class FakeGeneration:
                 raise item
             else:
                 batch = [delta for delta in item if delta.choice not in self.aborted]
-                if len(set(self.aborted)) == self.record.params.n:
+                if len(set(self.aborted)) == self.record.task.params.n:
                     batch = [self._ending()]
                 self._ended = any(delta.ends_request for delta in batch)
                 if batch:
@@ -55,10 +56,10 @@ class FakeGeneration:
     def _ending(self) -> Delta:
         usage = Usage(prompt_tokens=len(self.record.prompt_token_ids))
         request_id, reason = self.record.request_id, FinishReason.ABORT
-        return Delta(request_id=request_id, choice=0, first_index=0, token_ids=[], finish_reason=reason, usage=usage)
+        return make_delta(request_id=request_id, finish_reason=reason, usage=usage)
 
     async def abort(self, choices: Sequence[int] = ()) -> None:
-        self.aborted += choices or range(self.record.params.n)
+        self.aborted += choices or range(self.record.task.params.n)
 
     async def aclose(self) -> None:
         self.closed.set()
@@ -106,7 +107,7 @@ def play(
 
     def script(record: RequestRecord) -> list[Batch]:
         batches: list[Batch] = []
-        n, params = record.params.n, record.params
+        n, params = record.task.params.n, record.task.params
         streams = [list(choices[i % len(choices)]) for i in range(n)]
         longest = max(map(len, streams))
         for start in range(0, max(1, longest), batch):
@@ -116,11 +117,11 @@ def play(
                 last = start < max(1, len(tokens)) <= start + batch
                 if part or last:
                     deltas.append(
-                        Delta(
+                        make_delta(
+                            start,
+                            part,
                             request_id=record.request_id,
                             choice=i,
-                            first_index=start,
-                            token_ids=part,
                             logprobs=logprobs_for(record, part, params.logprobs),
                             finish_reason=reason if last else None,
                             stop_token_id=stop_token_id if last else None,
@@ -131,7 +132,7 @@ def play(
         assert isinstance(first, list)
         assert isinstance(final, list)
         prompt = record.prompt_token_ids
-        first[0].prompt_logprobs = logprobs_for(record, prompt[1:], params.prompt_logprobs)
+        first[0].result.prompt_logprobs = logprobs_for(record, prompt[1:], params.prompt_logprobs)
         final[-1].usage = Usage(prompt_tokens=len(prompt), cached_prompt_tokens=2, output_tokens=sum(map(len, streams)))
         return batches
 
@@ -152,17 +153,15 @@ def breaking(*token_ids: int, code: ErrorCode = ErrorCode.STREAM_INTERRUPTED) ->
 
     def script(record: RequestRecord) -> list[Batch]:
         request_id = record.request_id
-        error = Delta(
+        error = make_delta(
+            len(token_ids),
             request_id=request_id,
-            choice=0,
-            first_index=len(token_ids),
-            token_ids=[],
             finish_reason=FinishReason.ERROR,
             error_code=code,
             error_message="worker lost",
             usage=Usage(prompt_tokens=1),
         )
-        tokens = [Delta(request_id=request_id, choice=0, first_index=i, token_ids=[t]) for i, t in enumerate(token_ids)]
+        tokens = [make_delta(i, [t], request_id=request_id) for i, t in enumerate(token_ids)]
         return [*[[delta] for delta in tokens], [error]]
 
     return script

@@ -9,7 +9,7 @@ from typing import Any
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.waits import Waits
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta, RequestRecord
+from pagoda_proto.records import Delta, Generate, RequestRecord
 
 Connect = Callable[..., SessionClient]  # a started client, its waits given by name
 TICK_S = 0.02
@@ -26,8 +26,7 @@ def record(prompt_token_ids: tuple[int, ...] = (7, 8, 9), **params: Any) -> Requ
     return RequestRecord(
         request_id=f"req{next(_ids)}",
         prompt_token_ids=list(prompt_token_ids),
-        params=SamplingParams(**fields),
-        seed=42,
+        task=Generate(params=SamplingParams(**fields), seed=42),
     )
 
 
@@ -41,8 +40,8 @@ async def collect(generation: Any, aborted: frozenset[int] = frozenset()) -> lis
         deltas += batch
     lengths: dict[int, int] = {}
     for delta in deltas:
-        assert delta.first_index == lengths.get(delta.choice, 0)
-        lengths[delta.choice] = delta.first_index + len(delta.token_ids)
+        assert delta.result.first_index == lengths.get(delta.choice, 0)
+        lengths[delta.choice] = delta.result.first_index + len(delta.result.token_ids)
     endings = [delta.choice for delta in deltas if delta.finish_reason is not None]
     assert len(endings) == len(set(endings))
     assert set(endings) - aborted == set(lengths) - aborted
@@ -52,7 +51,7 @@ async def collect(generation: Any, aborted: frozenset[int] = frozenset()) -> lis
 
 
 def tokens_of(deltas: list[Delta], choice: int = 0) -> list[int]:
-    return [token for delta in deltas if delta.choice == choice for token in delta.token_ids]
+    return [token for delta in deltas if delta.choice == choice for token in delta.result.token_ids]
 
 
 def sample(client: SessionClient, name: str, **labels: str) -> float:

@@ -17,7 +17,7 @@ from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import RequestRecord
+from pagoda_proto.records import Generate, RequestRecord
 from pagoda_proto.times import STALL_S
 
 TIMES = HealthTimes(success_max_age_s=0.5, idle_s=0.1, canary_timeout_s=0.2, canary_spacing_s=0.02, tick_s=0.01)
@@ -71,7 +71,7 @@ async def test_not_ready_without_an_engine_core(watched: Watched, address: str) 
 async def test_the_canary_proves_the_ordinary_path(engine: FakeEngineCore, watched: Watched) -> None:
     await watched.until_changes(True)
     [submit] = engine.submits[:1]
-    assert submit.record.params.max_tokens == 1
+    assert submit.record.generate.params.max_tokens == 1
     assert submit.record.priority > 0
     assert watched.canaries("success") >= 1
     value = watched.metrics.registry.get_sample_value
@@ -117,7 +117,7 @@ async def test_no_canary_while_users_bring_tokens(engine: FakeEngineCore, addres
     watched = Watched(address, times)
     await watched.until_changes(True)
     params = SamplingParams(max_tokens=4000)
-    record = RequestRecord(request_id="user", prompt_token_ids=[1], params=params, seed=0)
+    record = RequestRecord(request_id="user", prompt_token_ids=[1], task=Generate(params=params, seed=0))
     engine.steps = asyncio.Semaphore(0)
     generation = await watched.client.submit(record)
     before = len(engine.submits)

@@ -6,7 +6,19 @@ from hypothesis import strategies as st
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
-from pagoda_proto.records import Begun, Delta, FinishReason, LedgerEntry, Load, PriorOutput, RequestRecord, Usage
+from pagoda_proto.records import (
+    Begun,
+    Delta,
+    FinishReason,
+    Generate,
+    LedgerEntry,
+    Load,
+    PriorOutput,
+    RequestRecord,
+    Resume,
+    Tokens,
+    Usage,
+)
 from pagoda_proto.steps import TopLogprobs
 
 U32 = st.integers(0, 2**32 - 1)
@@ -56,13 +68,12 @@ def sampling_params(draw: st.DrawFn, *, text: bool = False) -> SamplingParams:
     )
 
 
+TASKS = st.builds(Generate, params=sampling_params(), seed=st.integers(0, 2**64 - 1), eos_token_ids=TOKEN_TUPLE)
 RECORDS = st.builds(
     RequestRecord,
     request_id=TEXT,
     prompt_token_ids=TOKENS,
-    params=sampling_params(),
-    seed=st.integers(0, 2**64 - 1),
-    eos_token_ids=TOKEN_TUPLE,
+    task=TASKS,
     cache_salt=TEXT,
     priority=st.integers(-(2**31), 2**31 - 1),
     queue_timeout_s=F64,
@@ -70,22 +81,28 @@ RECORDS = st.builds(
 PRIORS = st.builds(PriorOutput, choice=U32, token_ids=TOKENS, finished=st.booleans())
 LOGPROBS = st.builds(TopLogprobs, F32, U32, TOKENS, st.lists(F32, max_size=3))
 USAGES = st.builds(Usage, prompt_tokens=U32, cached_prompt_tokens=U32, output_tokens=U32, preemptions=U32, replays=U32)
+BEGUN = st.none() | st.builds(Begun, model_fingerprint=TEXT, numerics_id=TEXT, cached_prompt_tokens=U32)
+RESUMES = st.builds(Resume, prior_outputs=st.lists(PRIORS, max_size=2).map(tuple), begun=BEGUN)
+RESULTS = st.builds(
+    Tokens,
+    first_index=U32,
+    token_ids=TOKENS,
+    logprobs=st.none() | st.lists(LOGPROBS, min_size=1, max_size=2),
+    prompt_logprobs=st.none() | st.lists(LOGPROBS, min_size=1, max_size=2),
+    stop_token_id=st.none() | U32,
+    begun=BEGUN,
+)
 DELTAS = st.builds(
     Delta,
     request_id=TEXT,
     choice=U32,
-    first_index=U32,
-    token_ids=TOKENS,
+    result=RESULTS,
     attempt=U32,
-    logprobs=st.none() | st.lists(LOGPROBS, min_size=1, max_size=2),
-    prompt_logprobs=st.none() | st.lists(LOGPROBS, min_size=1, max_size=2),
     finish_reason=st.none() | st.sampled_from(FinishReason),
-    stop_token_id=st.none() | U32,
     error_code=st.none() | st.sampled_from(ErrorCode),
     error_message=TEXT,
     usage=st.none() | USAGES,
     ledger=st.none() | st.lists(st.builds(LedgerEntry, TEXT, F64), min_size=1, max_size=3),
-    begun=st.none() | st.builds(Begun, model_fingerprint=TEXT, numerics_id=TEXT, cached_prompt_tokens=U32),
 )
 LOADS = st.builds(
     Load,

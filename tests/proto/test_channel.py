@@ -93,8 +93,6 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         device=TEXT,
         host_id=TEXT,
         pid=U32,
-        group=TEXT,
-        world_size=U32,
         max_rows=U32,
         max_tokens_per_step=U32,
         num_swap_blocks=U32,
@@ -108,7 +106,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         elapsed_s=SECONDS,
         forward_s=SECONDS,
     ),
-    Beat: st.builds(Beat, steps_done=U32, busy_s=SECONDS, rss_bytes=U64),
+    Beat: st.builds(Beat, busy_s=SECONDS, rss_bytes=U64),
     StepFailed: st.builds(StepFailed, step=U32, reason=TEXT),
     Goodbye: st.builds(Goodbye, reason=TEXT),
 }

@@ -1,34 +1,57 @@
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 import pytest
 from google.protobuf import descriptor_pb2
+from google.protobuf.descriptor import FieldDescriptor, OneofDescriptor
 from grpc_tools import protoc
 from hypothesis import given
-from tests.proto.strategies import DELTAS, LOADS, PRIORS, RECORDS, sampling_params
+from tests.fakes import make_delta
+from tests.proto.strategies import DELTAS, LOADS, PRIORS, RECORDS, RESUMES, sampling_params
 
 from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, InvalidParams
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Begun, Delta, FinishReason, LedgerEntry, Load, PriorOutput, RequestRecord, Usage
+from pagoda_proto.records import (
+    Begun,
+    Delta,
+    FinishReason,
+    Generate,
+    LedgerEntry,
+    Load,
+    PriorOutput,
+    RequestRecord,
+    Resume,
+    Tokens,
+    Usage,
+)
 from pagoda_proto.steps import TopLogprobs
 
 PAIRS = [
     (SamplingParams, pb.SamplingParams),
     (RequestRecord, pb.RequestRecord),
-    (PriorOutput, pb.ChoiceTokens),
+    (Generate, pb.Generate),
+    (PriorOutput, pb.PriorOutput),
+    (Begun, pb.Begun),
+    (Resume, pb.Resume),
     (Delta, pb.Delta),
-    (TopLogprobs, pb.TokenLogprobs),
+    (Tokens, pb.Tokens),
+    (TopLogprobs, pb.TopLogprobs),
     (Usage, pb.Usage),
     (LedgerEntry, pb.LedgerEntry),
     (Load, pb.Load),
 ]
+STRANGE_ARM = bytes([15 << 3 | 2, 0])  # an empty message in a field that no message here has
+ARMS = {"task": Generate, "result": Tokens}  # by the oneof, which is one field on our side
 
 
 @pytest.mark.parametrize(("struct", "message"), PAIRS, ids=[struct.__name__ for struct, _ in PAIRS])
 def test_every_field_exists_on_both_sides(struct: type[msgspec.Struct], message: type) -> None:
-    there = {field.name for field in message.DESCRIPTOR.fields}  # type: ignore[attr-defined]
+    fields = message.DESCRIPTOR.fields  # type: ignore[attr-defined]
+    there = {oneof.name if (oneof := _own_oneof(field)) else field.name for field in fields}
     here = set(struct.__struct_fields__)
     if struct is SamplingParams:
         assert set(convert.TEXT_ONLY) <= here
@@ -36,10 +59,23 @@ def test_every_field_exists_on_both_sides(struct: type[msgspec.Struct], message:
     assert here == there
 
 
+def _own_oneof(field: FieldDescriptor) -> OneofDescriptor | None:
+    """Not the one that protoc makes up for an optional field."""
+    oneof = field.containing_oneof
+    return None if oneof is None or oneof.name.startswith("_") else oneof
+
+
+@pytest.mark.parametrize("message", [pb.RequestRecord, pb.Delta], ids=["task", "result"])
+def test_every_arm_is_a_struct(message: type) -> None:
+    (oneof,) = message.DESCRIPTOR.oneofs  # type: ignore[attr-defined]
+    arms = {field.message_type.name for field in oneof.fields}
+    assert arms == {struct.__name__ for struct in (get_args(ARMS[oneof.name]) or (ARMS[oneof.name],))}
+
+
 def test_finish_reasons_match_one_to_one() -> None:
     assert len(pb.FinishReason.keys()) == len(FinishReason) + 1
     for reason in FinishReason:
-        delta = Delta(request_id="", choice=0, first_index=0, token_ids=[], finish_reason=reason)
+        delta = make_delta(finish_reason=reason)
         assert convert.delta_to_pb(delta).finish_reason == pb.FinishReason.Value(f"FINISH_REASON_{reason.name}")
 
 
@@ -58,7 +94,13 @@ def test_record_round_trip(record: RequestRecord) -> None:
 @given(PRIORS)
 def test_prior_round_trip(prior: PriorOutput) -> None:
     wire = convert.prior_to_pb(prior).SerializeToString()
-    assert convert.prior_from_pb(pb.ChoiceTokens.FromString(wire)) == prior
+    assert convert.prior_from_pb(pb.PriorOutput.FromString(wire)) == prior
+
+
+@given(RESUMES)
+def test_resume_round_trip(resume: Resume) -> None:
+    wire = convert.resume_to_pb(resume).SerializeToString()
+    assert convert.resume_from_pb(pb.Resume.FromString(wire)) == resume
 
 
 @given(DELTAS)
@@ -74,7 +116,7 @@ def test_load_round_trip(load: Load) -> None:
 
 
 def test_the_delta_that_ends_a_request_still_ends_it_when_nothing_was_counted() -> None:
-    delta = Delta(request_id="r", choice=0, first_index=0, token_ids=[], usage=Usage(prompt_tokens=0))
+    delta = make_delta(usage=Usage(prompt_tokens=0))
     assert convert.delta_from_pb(convert.delta_to_pb(delta)).ends_request
 
 
@@ -92,7 +134,7 @@ def test_inbound_values_are_validated_all_at_once() -> None:
         convert.params_from_pb(pb.SamplingParams(n=0, top_p=3.0, logprobs=21))
     assert [problem.param for problem in caught.value.problems] == ["n", "top_p", "logprobs"]
     with pytest.raises(InvalidParams):
-        convert.record_from_pb(pb.RequestRecord(params=pb.SamplingParams(temperature=-1)))
+        convert.record_from_pb(pb.RequestRecord(generate=pb.Generate(params=pb.SamplingParams(temperature=-1))))
 
 
 def test_the_committed_code_was_generated_from_the_committed_proto(tmp_path, pytestconfig) -> None:  # type: ignore[no-untyped-def]
@@ -120,18 +162,29 @@ def _without_json_names(file: descriptor_pb2.FileDescriptorProto) -> descriptor_
 
 
 def test_words_of_another_version_are_an_error_of_their_request_alone() -> None:
-    message = convert.delta_to_pb(Delta(request_id="r", choice=0, first_index=0, token_ids=[1]))
+    message = convert.delta_to_pb(make_delta(0, [1]))
     message.error_code = "a_code_of_the_future"
     assert convert.delta_from_pb(message).error_code is ErrorCode.INTERNAL
     message.error_code = ""
     message.finish_reason = 77  # type: ignore[assignment]
     delta = convert.delta_from_pb(message)
     assert (delta.finish_reason, delta.error_code) == (FinishReason.ERROR, ErrorCode.INTERNAL)
+    strange = pb.Delta.FromString(pb.Delta(request_id="r").SerializeToString() + STRANGE_ARM)
+    delta = convert.delta_from_pb(strange)
+    assert (delta.finish_reason, delta.error_code) == (FinishReason.ERROR, ErrorCode.INTERNAL)
+
+
+@pytest.mark.parametrize(("more", "told"), [(b"", "none"), (STRANGE_ARM, "field 15")])
+def test_a_record_without_a_task_known_here_is_refused_by_name(more: bytes, told: str) -> None:
+    record = pb.RequestRecord.FromString(pb.RequestRecord(request_id="r", priority=3).SerializeToString() + more)
+    with pytest.raises(InvalidParams, match=f"task: must be one of generate; the record has {told}") as caught:
+        convert.record_from_pb(record)
+    assert caught.value.param == "task"
 
 
 def test_under_what_a_request_began_travels_with_its_first_tokens() -> None:
     begun = Begun(model_fingerprint="m", numerics_id="n", cached_prompt_tokens=16)
-    delta = Delta(request_id="r", choice=0, first_index=0, token_ids=[1], begun=begun)
-    assert convert.delta_from_pb(convert.delta_to_pb(delta)).begun == begun
-    delta.begun = None
-    assert convert.delta_from_pb(convert.delta_to_pb(delta)).begun is None
+    delta = make_delta(0, [1], begun=begun)
+    assert convert.delta_from_pb(convert.delta_to_pb(delta)).result.begun == begun
+    delta.result.begun = None
+    assert convert.delta_from_pb(convert.delta_to_pb(delta)).result.begun is None

@@ -4,6 +4,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes import make_delta
 
 from pagoda_proto.deltas import WaitingDeltas, count_numbers
 from pagoda_proto.records import Begun, Delta, FinishReason, Usage
@@ -11,7 +12,7 @@ from pagoda_proto.steps import TopLogprobs
 
 
 def delta(first_index: int, tokens: list[int], choice: int = 0, **fields: Any) -> Delta:
-    return Delta(request_id="r", choice=choice, first_index=first_index, token_ids=list(tokens), **fields)
+    return make_delta(first_index, tokens, choice=choice, **fields)
 
 
 USAGE = Usage(prompt_tokens=1)
@@ -24,7 +25,7 @@ def test_the_delta_that_ends_a_request_stands_last_whichever_choice_it_belongs_t
     waiting.add(delta(1, [], choice=1, finish_reason=FinishReason.STOP))
     waiting.add(delta(1, [3], choice=0, finish_reason=FinishReason.LENGTH, usage=USAGE))
     taken = waiting.take()
-    assert [(d.choice, d.token_ids, d.ends_request) for d in taken] == [(1, [2], False), (0, [1, 3], True)]
+    assert [(d.choice, d.result.token_ids, d.ends_request) for d in taken] == [(1, [2], False), (0, [1, 3], True)]
     assert not waiting
     assert waiting.num_numbers == 0
 
@@ -36,8 +37,12 @@ def test_what_was_said_once_is_kept_by_a_merge() -> None:
     waiting.add(delta(0, [1], begun=begun, prompt_logprobs=[entry], logprobs=[entry]))
     waiting.add(delta(1, [2], logprobs=[entry], error_message="late", finish_reason=FinishReason.ERROR))
     [merged] = waiting.take()
-    assert (merged.begun, merged.prompt_logprobs, merged.logprobs) == (begun, [entry], [entry, entry])
-    assert (merged.token_ids, merged.finish_reason, merged.error_message) == ([1, 2], FinishReason.ERROR, "late")
+    assert (merged.result.begun, merged.result.prompt_logprobs, merged.result.logprobs) == (
+        begun,
+        [entry],
+        [entry, entry],
+    )
+    assert (merged.result.token_ids, merged.finish_reason, merged.error_message) == ([1, 2], FinishReason.ERROR, "late")
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=40))
@@ -55,7 +60,7 @@ def test_however_it_is_read_nothing_is_lost_and_the_end_is_the_end(steps: list[t
     waiting.add(delta(sent[last], [], last, finish_reason=FinishReason.STOP, usage=USAGE))
     taken += waiting.take()
     for got in taken:
-        assert got.first_index == received[got.choice]
-        received[got.choice] += len(got.token_ids)
+        assert got.result.first_index == received[got.choice]
+        received[got.choice] += len(got.result.token_ids)
     assert received == sent
     assert [got.ends_request for got in taken].index(True) == len(taken) - 1

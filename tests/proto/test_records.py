@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 from hypothesis import given
-from tests.fakes import make_record
+from tests.fakes import make_delta, make_record
 from tests.proto.strategies import DELTAS, LOADS, PRIORS, RECORDS
 
 from pagoda_proto.records import Delta, FinishReason, Load, PriorOutput, RequestRecord, Usage
@@ -25,11 +25,13 @@ def test_records_can_be_stored_and_read_back(struct: type, strategy: object) -> 
 def test_a_record_is_never_changed() -> None:
     record = make_record()
     with pytest.raises(AttributeError):
-        record.seed = 1  # type: ignore[misc]
+        record.priority = 1  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        record.task.seed = 1  # type: ignore[misc]
 
 
 def test_the_delta_with_usage_ends_the_request() -> None:
-    delta = Delta(request_id="r", choice=0, first_index=0, token_ids=[1], finish_reason=FinishReason.STOP)
+    delta = make_delta(0, [1], finish_reason=FinishReason.STOP)
     assert not delta.ends_request, "another choice may still run"
     delta.usage = Usage(prompt_tokens=0)
     assert delta.ends_request

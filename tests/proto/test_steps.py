@@ -38,7 +38,7 @@ def test_defaults_are_left_out_and_come_back() -> None:
         num_prompt_tokens=2,
         num_computed=0,
         block_ids=[7],
-        params=make_record().params,
+        params=make_record().task.params,
         seed=0,
     )
     raw = msgspec.msgpack.encode(row)

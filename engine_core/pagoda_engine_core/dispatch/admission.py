@@ -26,7 +26,7 @@ LEAST_WEIGHT = 0.05
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldSubmission:
     """A submission that waits for the model's limits; `since` is what its patience counts from."""
 
     submission: Submission
@@ -38,12 +38,12 @@ class Held:
         return len(self.submission.record.prompt_token_ids)
 
 
-class FrontDoor:
+class Admission:
     """Lets submissions in. Until a first worker has told the model's limits they are held, neither in nor refused."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, HeldSubmission] = {}
         self._num_held_tokens = 0
         self._throughput = Throughput()
         self._expected_output = float(FIRST_EXPECTED_OUTPUT)
@@ -61,7 +61,7 @@ class FrontDoor:
     ) -> Request | None:
         """The request to run, or None while it is held. `running` is an earlier attempt of it.
 
-        `num_waiting` requests with `num_tokens` prompt tokens wait behind the door. Raises PagodaError.
+        `num_waiting` requests with `num_tokens` prompt tokens wait already. Raises PagodaError.
         """
         if self.closed:
             raise PagodaError(ErrorCode.UNAVAILABLE, "the engine core is draining")
@@ -70,24 +70,24 @@ class FrontDoor:
         if known is not None and known.attempt >= submission.attempt:
             message = f"request {submission.request_id!r} is here already, as attempt {known.attempt}"
             raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "request_id")
-        if known is None and not any(output.token_ids for output in submission.prior):
+        if known is None and not submission.resume.has_tokens:
             self._check_bounds(submission, num_waiting + len(self._held), num_tokens)
         if self.limits is None:
             self._drop(submission.request_id)
-            held = self._held[submission.request_id] = Held(submission, now)
+            held = self._held[submission.request_id] = HeldSubmission(submission, now)
             self._num_held_tokens += held.num_tokens
             return None
         self._check_model(submission)
         return _request(submission, self.limits)
 
-    def open(self, hello: Hello) -> list[Held]:
+    def open(self, hello: Hello) -> list[HeldSubmission]:
         """The model is known; the submissions that were held, to be admitted now."""
         max_model_len = min(self._config.max_model_len or hello.max_model_len, hello.max_model_len)
         self.limits = ModelLimits(hello.vocab_size, max_model_len)
         self.model_fingerprint = hello.model_fingerprint
         return self._take_held()
 
-    def close(self) -> list[Held]:
+    def close(self) -> list[HeldSubmission]:
         """Nothing gets in any more; the submissions that were held."""
         self.closed = True
         return self._take_held()
@@ -98,7 +98,7 @@ class FrontDoor:
         held = self._held.get(request_id)
         if held is None or (sink is not None and held.submission.sink is not sink):
             return None
-        all_choices = set(range(held.submission.record.params.n))
+        all_choices = set(range(held.submission.record.task.params.n))
         held.aborted |= all_choices & set(choices) if choices else all_choices
         if held.aborted != all_choices:
             return None
@@ -119,7 +119,7 @@ class FrontDoor:
         late = []
         for held in list(self._held.values()):
             submission = held.submission
-            begun = any(output.token_ids for output in submission.prior)
+            begun = submission.resume.has_tokens
             timeout_s = submission.record.queue_timeout_s or self._config.queue_timeout_s
             timeout_s = NO_WORKER_WAIT_S if begun else timeout_s
             if now - held.since >= timeout_s:
@@ -131,7 +131,7 @@ class FrontDoor:
     @property
     def needed_numerics(self) -> str:
         """What the first worker must be like, for a request that has begun is held."""
-        begun = (held.submission.begun for held in self._held.values())
+        begun = (held.submission.resume.begun for held in self._held.values())
         return next((one.numerics_id for one in begun if one is not None), "")
 
     # --- how long it takes -------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class FrontDoor:
         return min(MAX_RETRY_AFTER_S, max(1.0, (num_prompt_tokens + self._num_held_tokens + num_outputs) / rate))
 
     def _check_model(self, submission: Submission) -> None:
-        begun = submission.begun
+        begun = submission.resume.begun
         if begun is not None and begun.model_fingerprint != self.model_fingerprint:
             message = f"begun with model {begun.model_fingerprint!r}, {self.model_fingerprint!r} is served here"
             raise PagodaError(ErrorCode.STREAM_INTERRUPTED, message, "begun")
@@ -173,7 +173,7 @@ class FrontDoor:
         if held is not None:
             self._num_held_tokens -= held.num_tokens
 
-    def _take_held(self) -> list[Held]:
+    def _take_held(self) -> list[HeldSubmission]:
         held, self._held = self._held, {}
         self._num_held_tokens = 0
         return list(held.values())
@@ -182,26 +182,29 @@ class FrontDoor:
 def _request(submission: Submission, limits: ModelLimits) -> Request:
     return Request(
         submission.record,
-        max_output_tokens=check_submission(submission.record, submission.attempt, submission.prior, limits),
+        max_output_tokens=check_submission(submission, limits),
         now=submission.submitted_at,
         attempt=submission.attempt,
-        prior=submission.prior,
-        begun=submission.begun,
+        resume=submission.resume,
     )
 
 
-def check_submission(record: RequestRecord, attempt: int, prior: Sequence[PriorOutput], limits: ModelLimits) -> int:
+def check_submission(submission: Submission, limits: ModelLimits) -> int:
     """The most output tokens a choice of this request may have.
 
     Raises:
         InvalidParams: with every problem of the record, or every problem of the prior outputs.
         PagodaError: CONTEXT_LENGTH_EXCEEDED when prompt and requested output do not fit.
     """
-    problems = list(record_problems(record, attempt))
+    record, prior = submission.record, submission.resume.prior_outputs
+    problems = list(record_problems(record, submission.attempt))
     if problems:
         raise InvalidParams(problems)
-    max_output_tokens = check_for_model(record.params, record.prompt_token_ids, limits)
-    problems = [*_eos_problems(record, limits), *_prior_problems(record, prior, max_output_tokens, limits)]
+    max_output_tokens = check_for_model(record.task.params, record.prompt_token_ids, limits)
+    problems = [
+        *_id_problems("eos_token_ids", record.task.eos_token_ids, limits),
+        *_prior_problems(record.task.params.n, prior, max_output_tokens, limits),
+    ]
     if problems:
         raise InvalidParams(problems)
     return max_output_tokens
@@ -214,30 +217,27 @@ def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
         yield Problem("request_id", f"must have 1 to {MAX_ID_BYTES} bytes, got {size}")
     if not 0 <= attempt <= MAX_ATTEMPT:
         yield Problem("attempt", f"must be between 0 and {MAX_ATTEMPT}, got {attempt}")
-    if not 0 <= record.seed <= MAX_SEED:
-        yield Problem("seed", f"must be between 0 and {MAX_SEED}, got {record.seed}")
-    if record.params.seed is not None and record.params.seed != record.seed:
-        yield Problem("seed", f"the seed in force ({record.seed}) is not the one asked for ({record.params.seed})")
+    seed, asked = record.task.seed, record.task.params.seed
+    if not 0 <= seed <= MAX_SEED:
+        yield Problem("seed", f"must be between 0 and {MAX_SEED}, got {seed}")
+    if asked is not None and asked != seed:
+        yield Problem("seed", f"the seed in force ({seed}) is not the one asked for ({asked})")
     if not MIN_PRIORITY <= record.priority <= MAX_PRIORITY:
         yield Problem("priority", f"must be between {MIN_PRIORITY} and {MAX_PRIORITY}, got {record.priority}")
     if not (math.isfinite(record.queue_timeout_s) and record.queue_timeout_s >= 0):
         yield Problem("queue_timeout_s", f"must be 0 or a number of seconds, got {record.queue_timeout_s}")
 
 
-def _eos_problems(record: RequestRecord, limits: ModelLimits) -> Iterator[Problem]:
-    yield from _id_problems("eos_token_ids", record.eos_token_ids, limits)
-
-
 def _prior_problems(
-    record: RequestRecord, prior: Sequence[PriorOutput], max_output_tokens: int, limits: ModelLimits
+    num_choices: int, prior: Sequence[PriorOutput], max_output_tokens: int, limits: ModelLimits
 ) -> Iterator[Problem]:
     choices = [output.choice for output in prior]
     if len(set(choices)) != len(choices):
         yield Problem("prior_outputs", f"each choice may be given once, got {choices}")
     for output in prior:
         name = f"prior_outputs[{output.choice}]"
-        if not 0 <= output.choice < record.params.n:
-            yield Problem(name, f"the request has {record.params.n} choices")
+        if not 0 <= output.choice < num_choices:
+            yield Problem(name, f"the request has {num_choices} choices")
         if len(output.token_ids) > max_output_tokens:
             yield Problem(name, f"at most {max_output_tokens} tokens are allowed, got {len(output.token_ids)}")
         yield from _id_problems(name, output.token_ids, limits)

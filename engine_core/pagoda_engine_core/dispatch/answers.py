@@ -1,6 +1,6 @@
 """What was accepted is owed exactly one ending, to one sink, once per pass.
 
-A delta of a request that is not live, or of an attempt that was replaced, is for nobody and goes no further.
+A delta of a request that is not open, or of an attempt that was replaced, is for nobody and goes no further.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Begun, Delta, PriorOutput, RequestRecord
+from pagoda_proto.records import Delta, RequestRecord, Resume
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +60,8 @@ class Submission(NamedTuple):
     record: RequestRecord
     sink: Sink
     attempt: int
-    prior: tuple[PriorOutput, ...]
+    resume: Resume
     submitted_at: float
-    begun: Begun | None = None
 
     @property
     def request_id(self) -> str:
@@ -70,7 +69,7 @@ class Submission(NamedTuple):
 
 
 @dataclass(slots=True)
-class Live:
+class AcceptedSubmission:
     """A request that was accepted and has not ended."""
 
     submission: Submission
@@ -84,26 +83,26 @@ class _Batch:
 
 
 class Answers:
-    """The live requests, and the deltas on their way to the sinks. A sink that raises has lost its requests:
+    """The open requests, and the deltas on their way to the sinks. A sink that raises has lost its requests:
     `failed` collects those sinks until the engine core takes them.
     """
 
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
-        self._live: dict[str, Live] = {}
+        self._accepted: dict[str, AcceptedSubmission] = {}
         self._batches: dict[int, _Batch] = {}
         self.failed: list[Sink] = []
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._accepted)
 
     def get(self, request_id: str) -> Submission | None:
-        live = self._live.get(request_id)
-        return live.submission if live else None
+        accepted = self._accepted.get(request_id)
+        return accepted.submission if accepted else None
 
     def accept(self, submission: Submission) -> None:
         """Replaces an earlier attempt, of which nothing more is told."""
-        self._live[submission.request_id] = Live(submission)
+        self._accepted[submission.request_id] = AcceptedSubmission(submission)
         sink = submission.sink
         self._tell(sink, partial(sink.accepted, submission.request_id, submission.attempt))
 
@@ -115,15 +114,15 @@ class Answers:
     def emit(self, deltas: list[Delta], now: float) -> None:
         """Take deltas; they go out with the next `publish`."""
         for delta in deltas:
-            live = self._live.get(delta.request_id)
-            if live is None or live.submission.attempt != delta.attempt:
+            accepted = self._accepted.get(delta.request_id)
+            if accepted is None or accepted.submission.attempt != delta.attempt:
                 continue
-            if delta.token_ids and live.first_token_at is None:
-                live.first_token_at = now
-            sink = live.submission.sink
+            if delta.result.token_ids and accepted.first_token_at is None:
+                accepted.first_token_at = now
+            sink = accepted.submission.sink
             self._batches.setdefault(id(sink), _Batch(sink)).deltas.append(delta)
             if delta.ends_request:
-                self._end(live, delta, now)
+                self._end(accepted, delta, now)
 
     def publish(self) -> None:
         batches, self._batches = self._batches, {}
@@ -131,24 +130,24 @@ class Answers:
             self._tell(batch.sink, partial(batch.sink.deltas, batch.deltas))
 
     def forget(self, sink: Sink) -> list[str]:
-        """Nobody listens there any more; the ids of the requests that were live."""
-        request_ids = [name for name, live in self._live.items() if live.submission.sink is sink]
+        """Nobody listens there any more; the ids of the requests that were open."""
+        request_ids = [name for name, accepted in self._accepted.items() if accepted.submission.sink is sink]
         for request_id in request_ids:
-            del self._live[request_id]
+            del self._accepted[request_id]
         return request_ids
 
     def migrate_all(self, reason: str) -> None:
-        """After what has been emitted, give every live request back."""
+        """After what has been emitted, give every open request back."""
         self.publish()
-        lives, self._live = self._live, {}
-        for request_id, live in lives.items():
-            sink = live.submission.sink
-            self._tell(sink, partial(sink.migrate, request_id, live.submission.attempt, reason))
+        accepted_by_id, self._accepted = self._accepted, {}
+        for request_id, accepted in accepted_by_id.items():
+            sink = accepted.submission.sink
+            self._tell(sink, partial(sink.migrate, request_id, accepted.submission.attempt, reason))
 
-    def _end(self, live: Live, delta: Delta, now: float) -> None:
-        del self._live[delta.request_id]
-        since = live.submission.submitted_at
-        first_token_s = None if live.first_token_at is None else live.first_token_at - since
+    def _end(self, accepted: AcceptedSubmission, delta: Delta, now: float) -> None:
+        del self._accepted[delta.request_id]
+        since = accepted.submission.submitted_at
+        first_token_s = None if accepted.first_token_at is None else accepted.first_token_at - since
         self._observer.ended(delta, first_token_s, now - since)
 
     def _tell(self, sink: Sink, call: Callable[[], None]) -> None:

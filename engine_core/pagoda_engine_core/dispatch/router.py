@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.dispatch.group import Group
-from pagoda_engine_core.dispatch.waiting import Rank, Waiting, WaitingQueue
+from pagoda_engine_core.dispatch.waiting import QueuedRequest, Rank, WaitingQueue
+from pagoda_engine_core.dispatch.worker import Worker
 from pagoda_engine_core.scheduling.counters import Totals
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.policy import load_policy
@@ -39,45 +39,45 @@ MAX_LOST_LIVES = 20
 
 
 class Router:
-    """All live requests: those in groups and those that wait for one. Times are the engine's `now`."""
+    """All open requests: those that workers hold and those that wait for one. Times are the engine's `now`."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._policy = load_policy(config.policy)
         self._row_ids: Iterator[int] = itertools.count(1)
         self._queue = WaitingQueue(self._policy.key)
-        self._gone = Totals()  # of all groups that have left
+        self._gone = Totals()  # of all workers that have left
         self._replays = 0
         self._fleet = Pace()
-        self.groups: dict[int, Group] = {}
+        self.workers: dict[int, Worker] = {}
         self.refused_numerics = ""  # of the last worker that was turned away for those that requests here need
 
     # --- workers -----------------------------------------------------------------------------------------------------
 
-    def join(self, epoch: int, hello: Hello) -> Group:
+    def join(self, epoch: int, hello: Hello) -> Worker:
         if self._config.preemption == "swap" and not hello.num_swap_blocks:
             log.warning("preemption=swap, but worker %s has no swap space: it recomputes", hello.worker_id)
         scheduler = Scheduler(self._config, hello, self._policy, self._row_ids)
-        group = self.groups[epoch] = Group(epoch, hello, scheduler, self._config.max_steps_in_flight)
-        return group
+        worker = self.workers[epoch] = Worker(epoch, hello, scheduler, self._config.max_steps_in_flight)
+        return worker
 
     def leave(self, left: WorkerLeft, now: float) -> list[Delta]:
-        """Take back what the group held. Requests that are convicted of killing workers end here."""
-        group = self.groups.pop(left.epoch, None)
-        if group is None:
+        """Take back what the worker held. Requests that are convicted of killing workers end here."""
+        worker = self.workers.pop(left.epoch, None)
+        if worker is None:
             return []
-        self._gone.add(group.scheduler.counters.totals)
-        had_rows = {request.request_id for request in group.requests.values() if request.num_rows}
-        blamed = (group.scheduler.requests_in(left.step) or had_rows) if left.cause.blames else set()
+        self._gone.add(worker.scheduler.counters.totals)
+        had_rows = {request.request_id for request in worker.requests.values() if request.num_rows}
+        blamed = (worker.scheduler.requests_in(left.step) or had_rows) if left.cause.blames else set()
         deltas = []
-        for request in group.scheduler.take_back(now):
+        for request in worker.scheduler.take_back(now):
             name = request.request_id
             self._replays += request.started
             request.lost_lives += name in had_rows
             if name in blamed:
-                unproven = name == group.suspect
+                unproven = name == worker.suspect
                 request.deaths = request.deaths + 1 if unproven else min(request.deaths + 1, SUSPECT_DEATHS)
-            deltas += self._give_up_or_queue(request, name == group.suspect, now)
+            deltas += self._give_up_or_queue(request, name == worker.suspect, now)
         return deltas
 
     def _give_up_or_queue(self, request: Request, unproven: bool, now: float) -> list[Delta]:
@@ -90,21 +90,21 @@ class Router:
         self.add(request, now)
         return []
 
-    def stepped(self, group: Group, now: float) -> int:
-        """The result of the group's oldest step is in; how many tokens of requests that has brought."""
-        return group.stepped(now, self._fleet)
+    def stepped(self, worker: Worker, now: float) -> int:
+        """The result of the worker's oldest step is in; how many tokens of requests that has brought."""
+        return worker.stepped(now, self._fleet)
 
     @property
     def needed_numerics(self) -> str:
         """Without a worker: what the first one to come must be like, for a request that has begun waits for it."""
-        waiting = (waiting.request.begun for waiting in self._queue)
-        return next((begun.numerics_id for begun in waiting if begun is not None), "")
+        begun_by = (queued.request.begun for queued in self._queue)
+        return next((begun.numerics_id for begun in begun_by if begun is not None), "")
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request that is new or was taken back."""
-        if self.groups and request.ledger.cause is Cause.QUEUED_NO_WORKER:
+        if self.workers and request.ledger.cause is Cause.QUEUED_NO_WORKER:
             request.ledger.enter(Cause.QUEUED_BEHIND, now)
         self._queue.add(request, Rank.of(request), now)
 
@@ -113,9 +113,9 @@ class Router:
 
     def abort(self, request_id: str, choices: tuple[int, ...], now: float) -> list[Delta]:
         """End some choices, or all; unknown ids do nothing."""
-        for group in self.groups.values():
-            if request_id in group.requests:
-                return self.ended(group, group.scheduler.abort(request_id, choices, now))
+        for worker in self.workers.values():
+            if request_id in worker.requests:
+                return self.ended(worker, worker.scheduler.abort(request_id, choices, now))
         request = self._queue.get(request_id)
         if request is None:
             return []
@@ -124,22 +124,22 @@ class Router:
             self._queue.remove(request_id)
         return deltas
 
-    def ended(self, group: Group, deltas: list[Delta]) -> list[Delta]:
-        """Note which of a group's requests the deltas end, or acquit, and pass them on."""
+    def ended(self, worker: Worker, deltas: list[Delta]) -> list[Delta]:
+        """Note which of a worker's requests the deltas end, or acquit, and pass them on."""
         for delta in deltas:
             if delta.ends_request:
-                group.requests.pop(delta.request_id, None)
-            if delta.request_id == group.suspect and (delta.token_ids or delta.ends_request):
-                group.suspect = ""
+                worker.requests.pop(delta.request_id, None)
+            if delta.request_id == worker.suspect and (delta.result.token_ids or delta.ends_request):
+                worker.suspect = ""
         return deltas
 
     def take_all(self, now: float) -> list[Request]:
-        """Every live request, for good: neither they nor the groups are here afterwards."""
+        """Every open request, for good: neither they nor the workers are here afterwards."""
         requests = self._queue.take_all()
-        for group in self.groups.values():
-            self._gone.add(group.scheduler.counters.totals)
-            requests += group.scheduler.take_back(now)
-        self.groups.clear()
+        for worker in self.workers.values():
+            self._gone.add(worker.scheduler.counters.totals)
+            requests += worker.scheduler.take_back(now)
+        self.workers.clear()
         return requests
 
     def forgive(self, seconds: float) -> None:
@@ -148,17 +148,17 @@ class Router:
 
     def expire(self, now: float) -> list[Delta]:
         """End what could not begin in time, and what has begun and found nobody in time who could go on with it."""
-        return [delta for waiting in self._queue for delta in self._expire(waiting, now)]
+        return [delta for queued in self._queue for delta in self._expire(queued, now)]
 
-    def _expire(self, waiting: Waiting, now: float) -> list[Delta]:
-        request = waiting.request
+    def _expire(self, queued: QueuedRequest, now: float) -> list[Delta]:
+        request = queued.request
         if request.resumes:
-            if any(group.scheduler.serves(request) for group in self.groups.values()):
-                waiting.since = now
+            if any(worker.scheduler.serves(request) for worker in self.workers.values()):
+                queued.since = now
             patience_s = NO_WORKER_WAIT_S
         else:
             patience_s = request.record.queue_timeout_s or self._config.queue_timeout_s
-        if now - waiting.since < patience_s:
+        if now - queued.since < patience_s:
             return []
         self._queue.remove(request.request_id)
         code, why = self._why_not(request)
@@ -166,105 +166,105 @@ class Router:
 
     def _why_not(self, request: Request) -> tuple[ErrorCode, str]:
         if not request.resumes:
-            if self.groups:
+            if self.workers:
                 return ErrorCode.OVERLOADED, "could not begin, for every worker was busy,"
             return ErrorCode.UNAVAILABLE, "could not begin, for no worker came"
         if request.begun is None:
             return ErrorCode.UNAVAILABLE, "could not go on, for no worker came"
-        others = {group.hello.numerics_id for group in self.groups.values()} | {self.refused_numerics}
+        others = {worker.hello.numerics_id for worker in self.workers.values()} | {self.refused_numerics}
         there = ", ".join(repr(name) for name in sorted(others - {"", request.begun.numerics_id}))
         why = f"could not go on, for no worker came that computes as {request.begun.numerics_id!r}"
         return ErrorCode.STREAM_INTERRUPTED, why + (f" (there was {there})" if there else "")
 
-    # --- the choice of a group ---------------------------------------------------------------------------------------
+    # --- the choice of a worker ---------------------------------------------------------------------------------------
 
     def dispatch(self, now: float) -> list[Delta]:
-        """Give waiting requests, in order, to groups that can begin them in the step that is planned next."""
+        """Give waiting requests, in order, to workers that can begin them in the step that is planned next."""
         deltas: list[Delta] = []
         if not len(self._queue):
             return deltas
-        rooms = {group.epoch: group.scheduler.room() for group in self.groups.values() if group.plannable}
+        rooms = {worker.epoch: worker.scheduler.room() for worker in self.workers.values() if worker.plannable}
         rooms = {epoch: room for epoch, room in rooms.items() if not room.full}
-        for waiting in self._queue:
+        for queued in self._queue:
             if not rooms:
                 break
             try:
-                deltas += self._try(waiting.request, rooms, now)
+                deltas += self._try(queued.request, rooms, now)
             except Exception:  # about this request; the others go on
-                log.exception("request %r cannot be placed", waiting.request.request_id)
-                deltas += self._drop(waiting.request, now)
+                log.exception("request %r cannot be placed", queued.request.request_id)
+                deltas += self._drop(queued.request, now)
         return deltas
 
     def _try(self, request: Request, rooms: dict[int, Room], now: float) -> list[Delta]:
-        takers = [group for group in self.groups.values() if group.takes(request)]
-        causes = {group.epoch: self._lacks(group, request, rooms.get(group.epoch)) for group in takers}
-        able = [group for group in takers if causes[group.epoch] is None]
+        takers = [worker for worker in self.workers.values() if worker.takes(request)]
+        causes = {worker.epoch: self._lacks(worker, request, rooms.get(worker.epoch)) for worker in takers}
+        able = [worker for worker in takers if causes[worker.epoch] is None]
         if not able:
             for epoch, cause in causes.items():  # whoever is behind does not overtake it there
                 rooms.pop(epoch, None)
                 request.note_blocked(cause or Cause.QUEUED_BEHIND, now)
             return []
-        group = min(able, key=lambda group: group.cost(request))
+        worker = min(able, key=lambda worker: worker.cost(request))
         self._queue.remove(request.request_id)
-        rooms[group.epoch].take(group.scheduler.need(request, rooms[group.epoch]))
-        return self._place(request, group, now)
+        rooms[worker.epoch].take(worker.scheduler.need(request, rooms[worker.epoch]))
+        return self._place(request, worker, now)
 
-    def _lacks(self, group: Group, request: Request, room: Room | None) -> Cause | None:
+    def _lacks(self, worker: Worker, request: Request, room: Room | None) -> Cause | None:
         if room is None or room.full:
             return Cause.QUEUED_BEHIND
-        return room.lacks(group.scheduler.need(request, room))
+        return room.lacks(worker.scheduler.need(request, room))
 
-    def _place(self, request: Request, group: Group, now: float) -> list[Delta]:
-        group.requests[request.request_id] = request
+    def _place(self, request: Request, worker: Worker, now: float) -> list[Delta]:
+        worker.requests[request.request_id] = request
         if request.suspect:
-            group.suspect = request.request_id
-        return self.ended(group, group.scheduler.add(request, now))
+            worker.suspect = request.request_id
+        return self.ended(worker, worker.scheduler.add(request, now))
 
     def _drop(self, request: Request, now: float) -> list[Delta]:
         """End a request that broke something, wherever it is by now."""
         if self.is_waiting(request.request_id):
             self._queue.remove(request.request_id)
-        for group in self.groups.values():
-            group.requests.pop(request.request_id, None)
-            if group.suspect == request.request_id:
-                group.suspect = ""
+        for worker in self.workers.values():
+            worker.requests.pop(request.request_id, None)
+            if worker.suspect == request.request_id:
+                worker.suspect = ""
         return request.fail(ErrorCode.INTERNAL, "the engine core cannot place this request", now)
 
     # --- numbers -----------------------------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue) + sum(group.scheduler.num_waiting for group in self.groups.values())
+        return len(self._queue) + sum(worker.scheduler.num_waiting for worker in self.workers.values())
 
     @property
     def num_running(self) -> int:
-        return sum(group.scheduler.num_running for group in self.groups.values())
+        return sum(worker.scheduler.num_running for worker in self.workers.values())
 
     @property
     def queued_tokens(self) -> int:
-        return self._queue.num_tokens + sum(group.scheduler.queued_tokens for group in self.groups.values())
+        return self._queue.num_tokens + sum(worker.scheduler.queued_tokens for worker in self.workers.values())
 
     @property
     def kv_usage(self) -> float:
         """Part of all blocks that is in use."""
-        total = sum(group.hello.num_blocks for group in self.groups.values())
-        used = sum(group.scheduler.kv_usage * group.hello.num_blocks for group in self.groups.values())
+        total = sum(worker.hello.num_blocks for worker in self.workers.values())
+        used = sum(worker.scheduler.kv_usage * worker.hello.num_blocks for worker in self.workers.values())
         return used / total if total else 0.0
 
     def totals(self) -> Counter[str]:
-        """What all groups have done since the start, those included that are gone."""
+        """What all workers have done since the start, those included that are gone."""
         totals = Totals()
-        for one in (self._gone, *(group.scheduler.counters.totals for group in self.groups.values())):
+        for one in (self._gone, *(worker.scheduler.counters.totals for worker in self.workers.values())):
             totals.add(one)
         return Counter(asdict(totals)) + Counter(replays=self._replays)
 
     def check_fits(self, request: Request) -> None:
         """Raises PagodaError when workers are here and none is large enough."""
-        if not self.groups or any(group.scheduler.fits(request) for group in self.groups.values()):
+        if not self.workers or any(worker.scheduler.fits(request) for worker in self.workers.values()):
             return
         num_tokens = request.num_prompt_tokens + request.max_output_tokens
         message = f"prompt and output of up to {num_tokens} tokens do not fit into any worker's KV cache"
         raise PagodaError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, "max_tokens")
 
-    def plannable(self) -> list[Group]:
-        return [group for group in self.groups.values() if group.plannable]
+    def plannable(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.plannable]

@@ -33,7 +33,7 @@ class _Place(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
+class QueuedRequest:
     """`since` is what its patience counts from."""
 
     place: _Place
@@ -47,45 +47,45 @@ class WaitingQueue:
     def __init__(self, key: Callable[[Request], tuple[float, ...]]) -> None:
         self._key = key
         self._arrivals = itertools.count()
-        self._sorted: list[Waiting] = []
-        self._by_id: dict[str, Waiting] = {}
+        self._sorted: list[QueuedRequest] = []
+        self._by_id: dict[str, QueuedRequest] = {}
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self._sorted)
 
-    def __iter__(self) -> Iterator[Waiting]:
+    def __iter__(self) -> Iterator[QueuedRequest]:
         """In order; entries may be removed meanwhile."""
         return iter(tuple(self._sorted))
 
     def add(self, request: Request, rank: Rank, now: float) -> None:
-        waiting = Waiting(_Place(rank, self._key(request), next(self._arrivals)), request, now)
-        bisect.insort(self._sorted, waiting, key=_place)
-        self._by_id[request.request_id] = waiting
+        queued = QueuedRequest(_Place(rank, self._key(request), next(self._arrivals)), request, now)
+        bisect.insort(self._sorted, queued, key=_place)
+        self._by_id[request.request_id] = queued
         self.num_tokens += request.num_prompt_tokens
 
     def get(self, request_id: str) -> Request | None:
-        waiting = self._by_id.get(request_id)
-        return waiting.request if waiting else None
+        queued = self._by_id.get(request_id)
+        return queued.request if queued else None
 
     def remove(self, request_id: str) -> None:
         """Raises KeyError when it is not here."""
-        waiting = self._by_id.pop(request_id)
-        del self._sorted[bisect.bisect_left(self._sorted, waiting.place, key=_place)]
-        self.num_tokens -= waiting.request.num_prompt_tokens
+        queued = self._by_id.pop(request_id)
+        del self._sorted[bisect.bisect_left(self._sorted, queued.place, key=_place)]
+        self.num_tokens -= queued.request.num_prompt_tokens
 
     def forgive(self, seconds: float) -> None:
         """So much time has passed that nobody is to be blamed for."""
-        for waiting in self._sorted:
-            waiting.since += seconds
+        for queued in self._sorted:
+            queued.since += seconds
 
     def take_all(self) -> list[Request]:
-        requests = [waiting.request for waiting in self._sorted]
+        requests = [queued.request for queued in self._sorted]
         self._sorted.clear()
         self._by_id.clear()
         self.num_tokens = 0
         return requests
 
 
-def _place(waiting: Waiting) -> _Place:
-    return waiting.place
+def _place(queued: QueuedRequest) -> _Place:
+    return queued.place

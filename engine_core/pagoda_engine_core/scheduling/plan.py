@@ -85,7 +85,7 @@ def _check_output(choice: Choice, chunk: Chunk, output: RowOutput | None) -> Non
         return
     if output.num_drafts < 0:
         raise _protocol_error(f"row {chunk.row_id} has {output.num_drafts} drafts")
-    wants = choice.request.record.params.logprobs is not None
+    wants = choice.request.params.logprobs is not None
     if wants and (output.logprobs is None or len(output.logprobs) != len(token_ids)):
         raise _protocol_error(f"row {chunk.row_id} must yield log-probabilities")
     if choice.owes_prompt_logprobs:
@@ -170,7 +170,7 @@ class PlanBuilder:
 
 
 def _new_row(choice: Choice) -> NewRow:
-    request, params = choice.request, choice.request.record.params
+    request, params = choice.request, choice.request.params
     if params.prompt_logprobs is not None and not choice.owes_prompt_logprobs:
         params = msgspec.structs.replace(params, prompt_logprobs=None)  # told already, or told by choice 0
     return NewRow(
@@ -180,7 +180,7 @@ def _new_row(choice: Choice) -> NewRow:
         num_computed=choice.num_computed,
         block_ids=list(choice.block_ids),
         params=params,
-        seed=request.record.seed,
+        seed=request.record.task.seed,
         choice=choice.index,
         eos_token_ids=request.eos_token_ids,
     )

@@ -15,7 +15,17 @@ from typing import NamedTuple
 from pagoda_engine_core.scheduling.blocks import HashChain
 from pagoda_engine_core.scheduling.ledger import QUEUED, Cause, Ledger
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Begun, Delta, FinishReason, PriorOutput, RequestRecord, Usage
+from pagoda_proto.records import (
+    FROM_THE_START,
+    Begun,
+    Delta,
+    FinishReason,
+    PriorOutput,
+    RequestRecord,
+    Resume,
+    Tokens,
+    Usage,
+)
 from pagoda_proto.steps import TopLogprobs
 
 NO_ROW = -1
@@ -46,7 +56,7 @@ class Choice:
     """
 
     __slots__ = (
-        "block_ids", "chains", "finish_reason", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
+        "block_ids", "chains", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
         "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "request", "row_id",
         "state", "swap_block_ids",
     )  # fmt: skip
@@ -56,7 +66,6 @@ class Choice:
         self.index = index
         self.output_ids: list[int] = []
         self.state = ChoiceState.WAITING
-        self.finish_reason: FinishReason | None = None
         self.order: tuple[float, ...] = ()  # place in the policy's order, fixed when a scheduler takes the request
         self.row_id = NO_ROW
         self.launched = False  # a plan that computes for this row has been made
@@ -99,7 +108,7 @@ class Choice:
     @property
     def owes_prompt_logprobs(self) -> bool:
         """Prompt log-probabilities go out once, with choice 0's first token."""
-        return self.index == 0 and not self.output_ids and self.request.record.params.prompt_logprobs is not None
+        return self.index == 0 and not self.output_ids and self.request.params.prompt_logprobs is not None
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens [start, end)."""
@@ -131,13 +140,13 @@ class Choice:
 
 
 class Request:
-    """The live state of one record.
+    """What is known here of one record.
 
     `deaths` counts losses of a worker that the request may have caused, `lost_lives` all in which it had a row, both
     since its last new token; the router writes them. `num_rows`, `started` and the usage counters are the scheduler's
     that holds it. Once `begun`, its tokens come from the same weights and numerics to its end.
 
-    Raises PagodaError INVALID_ARGUMENT when `prior` does not fit the record.
+    Raises PagodaError INVALID_ARGUMENT when `resume` does not fit the record.
     """
 
     def __init__(
@@ -147,18 +156,18 @@ class Request:
         max_output_tokens: int,
         now: float,
         attempt: int = 0,
-        prior: Sequence[PriorOutput] = (),
-        begun: Begun | None = None,
+        resume: Resume = FROM_THE_START,
     ) -> None:
         self.record = record
-        self.begun = begun
+        self.params = record.task.params
+        self.begun = begun = resume.begun
         self.request_id = record.request_id
         self.attempt = attempt
         self.max_output_tokens = max_output_tokens
         self.num_prompt_tokens = len(record.prompt_token_ids)
         self.arrived_at = now
         self.ledger = Ledger(Cause.QUEUED_NO_WORKER, now)
-        self.eos_token_ids = () if record.params.ignore_eos else record.eos_token_ids
+        self.eos_token_ids = () if self.params.ignore_eos else record.task.eos_token_ids
         self.deaths = self.lost_lives = 0
         self.replays = attempt
         self.preemptions = 0
@@ -166,9 +175,9 @@ class Request:
         self.started = False  # has had a row
         self.num_rows = 0
         self.prompt_logprobs: list[TopLogprobs] = []
-        self._stop_ids = frozenset(self.eos_token_ids + record.params.stop_token_ids)
-        self.choices = [Choice(self, index) for index in range(record.params.n)]
-        self._take_prior(prior)
+        self._stop_ids = frozenset(self.eos_token_ids + self.params.stop_token_ids)
+        self.choices = [Choice(self, index) for index in range(self.params.n)]
+        self._take_prior(resume.prior_outputs)
 
     @property
     def live_choices(self) -> list[Choice]:
@@ -218,18 +227,19 @@ class Request:
         The delta that tells of them, and the ending, with which it is to be finished.
         """
         delta = self._delta(choice)
+        tokens = delta.result
         if choice.owes_prompt_logprobs:
-            delta.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
+            tokens.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
         ending = None
         self.deaths = self.lost_lives = 0
         for token_id in token_ids:
             choice.output_ids.append(token_id)
-            delta.token_ids.append(token_id)
+            tokens.token_ids.append(token_id)
             ending = self.ending_of(choice)
             if ending:
                 break
-        if self.record.params.logprobs is not None and logprobs is not None:
-            delta.logprobs = logprobs[: len(delta.token_ids)]
+        if self.params.logprobs is not None and logprobs is not None:
+            tokens.logprobs = logprobs[: len(tokens.token_ids)]
         if self.ledger.cause is not Cause.DECODE:
             self.ledger.enter(Cause.DECODE, now)
         return delta, ending
@@ -237,17 +247,16 @@ class Request:
     def ending_of(self, choice: Choice) -> Ending | None:
         """How the tokens of `choice` end it, if they do. A stop token at output position < min_tokens does not."""
         num_outputs = len(choice.output_ids)
-        if num_outputs > self.record.params.min_tokens and choice.output_ids[-1] in self._stop_ids:
+        if num_outputs > self.params.min_tokens and choice.output_ids[-1] in self._stop_ids:
             return Ending(FinishReason.STOP, choice.output_ids[-1])
         return Ending(FinishReason.LENGTH) if num_outputs >= self.max_output_tokens else None
 
     def finish(self, choice: Choice, ending: Ending, now: float, delta: Delta | None = None) -> Delta:
         """End a live choice, in `delta` or one of its own; the last one carries usage and ledger."""
         choice.state = ChoiceState.FINISHED
-        choice.finish_reason = ending.reason
         delta = delta or self._delta(choice)
         delta.finish_reason = ending.reason
-        delta.stop_token_id = ending.stop_token_id
+        delta.result.stop_token_id = ending.stop_token_id
         delta.error_code = ending.error_code
         delta.error_message = ending.error_message
         return self._close(delta, now) if self.ended else delta
@@ -294,7 +303,6 @@ class Request:
             choice.output_ids = list(output.token_ids)
             if output.finished:
                 choice.state = ChoiceState.FINISHED
-                choice.finish_reason = self._ending_of_finished(choice).reason
 
     def _ending_of_finished(self, choice: Choice) -> Ending:
         """An earlier attempt told this ending; if the tokens do not show one, the choice was cut short from outside."""
@@ -305,8 +313,7 @@ class Request:
             request_id=self.request_id,
             attempt=self.attempt,
             choice=choice.index,
-            first_index=len(choice.output_ids),
-            token_ids=[],
+            result=Tokens(first_index=len(choice.output_ids), token_ids=[]),
         )
 
     def _close(self, delta: Delta, now: float) -> Delta:

@@ -4,7 +4,7 @@ Prefill, chunked prefill, a prefix hit, a fork, decoding and computing again aft
 only. Total tokens include those that steps in flight will sample, so step n+1 can be planned before result n is in.
 
 The scheduler is data in, data out: integers, lists and `now`; no clock, no I/O, no tensors. One scheduler owns the rows
-and blocks of one worker (group); the engine loop is its only caller.
+and blocks of one worker; the engine loop is its only caller.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Scheduler:
         return Room(self._max_rows, self._budget(), self._kv).without(self._running, self._waiting)
 
     def need(self, request: Request, room: Room) -> Need:
-        """What a live request would take of the next step."""
+        """What a request would take of the next step."""
         return room.need(request.live_choices, self._lifetime_blocks(request))
 
     def requests_in(self, step: int) -> set[str]:
@@ -162,7 +162,7 @@ class Scheduler:
         return self._told(request, request.fail(code, message, now)) if request else []
 
     def take_back(self, now: float) -> list[Request]:
-        """The worker is lost: hand out all live requests, in order, with nothing but their tokens. The books are not
+        """The worker is lost: hand out all open requests, in order, with nothing but their tokens. The books are not
         balanced but thrown away, so this works even when they are wrong."""
         requests = sorted(self._requests.values(), key=lambda request: request.choices[-1].order)
         for request in requests:
@@ -346,8 +346,8 @@ class Scheduler:
             self._kv.commit(choice, chunk.start + chunk.num_tokens)
             return []
         delta, ending = request.add_tokens(choice, output.token_ids, output.logprobs, now)
-        delta.begun = request.begin(*self._identity)
-        num_kept = len(delta.token_ids)
+        delta.result.begun = request.begin(*self._identity)
+        num_kept = len(delta.result.token_ids)
         choice.sampled(num_kept, output.num_drafts)
         self._kv.commit(choice, chunk.start + chunk.num_tokens + num_kept - 1)
         self._totals.output_tokens += num_kept

@@ -73,6 +73,7 @@ def _worker_to_pb(view: WorkerView) -> pb.Worker:
         num_free_blocks=view.num_free_blocks,
         num_rows=view.num_rows,
         steps_done=info.steps_done,
+        rss_bytes=info.rss_bytes,
         pid=info.hello.pid,
     )
 

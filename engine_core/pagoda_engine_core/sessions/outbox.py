@@ -40,9 +40,8 @@ class Outbox:
         )
         self._answers.append(pb.ServerFrame(rejected=rejected))
 
-    def migrate(self, request_id: str, attempt: int, reason: str) -> None:
-        frame = pb.Migrate(request_id=request_id, attempt=attempt, reason=reason)
-        self._migrations.append(pb.ServerFrame(migrate=frame))
+    def migrate(self, request_id: str, attempt: int) -> None:
+        self._migrations.append(pb.ServerFrame(migrate=pb.Migrate(request_id=request_id, attempt=attempt)))
 
     def load(self, load: Load) -> None:
         """Only the newest is worth sending."""
@@ -75,6 +74,6 @@ def _step_outputs(deltas: list[Delta]) -> list[pb.ServerFrame]:
         if room < numbers or not frames:
             frames.append(pb.ServerFrame(outputs=pb.StepOutputs()))
             room = MAX_FRAME_NUMBERS
-        frames[-1].outputs.deltas.append(convert.delta_to_pb(delta))
+        convert.write_delta(delta, frames[-1].outputs.deltas.add())
         room -= numbers
     return frames

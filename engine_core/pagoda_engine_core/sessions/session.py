@@ -19,15 +19,13 @@ from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import SESSION_PROTOCOL, Delta, Load, RequestRecord
+from pagoda_proto.records import SESSION_PROTOCOL, SESSION_PROTOCOL_KEY, Delta, Load, RequestRecord
 from pagoda_proto.times import LOAD_KEEPALIVE_S
 
 log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.1
 CODE_TRAILER = "pagoda-code"
-PROTOCOL_KEY = "pagoda-protocol"
-"""Metadata of a Session call: the version of the contract that the gateway speaks."""
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PagodaError) -> NoReturn:
@@ -73,7 +71,7 @@ class Mailbox:
 
     def _migrate(self, request_id: str, attempt: int, reason: str) -> None:
         self.refusal = PagodaError(ErrorCode.UNAVAILABLE, reason)
-        self.outbox.migrate(request_id, attempt, reason)
+        self.outbox.migrate(request_id, attempt)
 
     def load(self, load: Load) -> None:
         self.outbox.load(load)
@@ -209,12 +207,11 @@ class EngineService(pb_grpc.EngineServicer):
     def _submit(self, submit: pb.Submit, mailbox: Mailbox) -> None:
         try:
             record = record_from(submit.record)
-            prior = tuple(convert.prior_from_pb(message) for message in submit.prior_outputs)
-            begun = convert.begun_from_pb(submit.begun) if submit.HasField("begun") else None
+            resume = convert.resume_from_pb(submit.resume)
         except PagodaError as error:
             mailbox.reject(submit.record.request_id, submit.attempt, error)
         else:
-            self._engine.submit(record, mailbox, submit.attempt, prior, begun)
+            self._engine.submit(record, mailbox, submit.attempt, resume)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -246,7 +243,7 @@ class EngineService(pb_grpc.EngineServicer):
 
 async def _check_protocol(context: grpc.aio.ServicerContext[Any, Any]) -> None:
     """End the call of a gateway that says it speaks another version."""
-    spoken = [value for key, value in context.invocation_metadata() or () if key == PROTOCOL_KEY]
+    spoken = [value for key, value in context.invocation_metadata() or () if key == SESSION_PROTOCOL_KEY]
     if any(value != str(SESSION_PROTOCOL) for value in spoken):
         message = f"session protocol {SESSION_PROTOCOL} is spoken here, this gateway speaks {spoken[0]!r}"
         log.warning("refused a session: %s", message)
@@ -275,6 +272,7 @@ def record_from(message: pb.RequestRecord) -> RequestRecord:
 
 def complete(record: RequestRecord) -> RequestRecord:
     """Fill in what a plain gRPC client may leave out: the request id, and the seed in force."""
-    seed = record.params.seed if record.params.seed is not None else record.seed or secrets.randbits(64)
+    task = record.task
+    seed = task.params.seed if task.params.seed is not None else task.seed or secrets.randbits(64)
     request_id = record.request_id or secrets.token_hex(16)
-    return msgspec.structs.replace(record, request_id=request_id, seed=seed)
+    return msgspec.structs.replace(record, request_id=request_id, task=msgspec.structs.replace(task, seed=seed))

@@ -99,6 +99,7 @@ class WorkerInfo(NamedTuple):
     hello: Hello
     state: WorkerState
     steps_done: int
+    rss_bytes: int = 0  # resident memory as it said last; 0: unknown, or ours
 
 
 class Executor(Protocol):

@@ -17,7 +17,7 @@ TICK_S = 0.25
 """`tick` is due this often."""
 
 
-class Limits(NamedTuple):
+class LivenessLimits(NamedTuple):
     suspect_s: float
     dead_s: float
     step_deadline_s: float
@@ -51,7 +51,7 @@ class _Life:
 class Liveness:
     """The state of every life, by epoch. A life whose end `tick` reported is forgotten."""
 
-    def __init__(self, limits: Limits, now: float) -> None:
+    def __init__(self, limits: LivenessLimits, now: float) -> None:
         self._limits = limits
         self._lives: dict[int, _Life] = {}
         self._guard = StallGuard(TICK_S, now)

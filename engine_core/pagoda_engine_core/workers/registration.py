@@ -21,7 +21,7 @@ from pagoda_proto.steps import PROTOCOL_VERSION, Hello, Refused
 MAX_COUNT = 2**31 - 1
 MAX_REMEMBERED_PROCESSES = 1024
 _COUNTS = (
-    "registration", "vocab_size", "max_model_len", "num_blocks", "block_size", "world_size", "max_rows",
+    "registration", "vocab_size", "max_model_len", "num_blocks", "block_size", "max_rows",
     "max_tokens_per_step",
 )  # fmt: skip
 

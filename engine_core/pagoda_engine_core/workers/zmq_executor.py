@@ -32,7 +32,7 @@ from pagoda_engine_core.workers.executor import (
     WorkerState,
 )
 from pagoda_engine_core.workers.handshakes import RefusedHandshakes
-from pagoda_engine_core.workers.liveness import TICK_S, Change, Limits, Liveness
+from pagoda_engine_core.workers.liveness import TICK_S, Change, Liveness, LivenessLimits
 from pagoda_engine_core.workers.pace import Pace
 from pagoda_engine_core.workers.registration import Registry
 from pagoda_engine_core.workers.socket import WorkerSocket
@@ -79,6 +79,7 @@ class _Peer:
     sequence: int = 0  # last one sent
     steps: deque[int] = field(default_factory=deque)
     steps_done: int = 0
+    rss_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
 
     def route(self, kind: bytes) -> bytes:
@@ -97,7 +98,7 @@ class ZmqExecutor:
         self._boot_id = boot_id
         self._clock = clock
         self._registry = Registry(config.max_model_len)
-        limits = Limits(config.worker_suspect_s, config.worker_dead_s, config.step_deadline_s)
+        limits = LivenessLimits(config.worker_suspect_s, config.worker_dead_s, config.step_deadline_s)
         self._liveness = Liveness(limits, clock())
         self._host_id = host_id()
         self._peers: dict[int, _Peer] = {}
@@ -172,7 +173,7 @@ class ZmqExecutor:
 
     def workers(self) -> Sequence[WorkerInfo]:
         alive = [
-            WorkerInfo(peer.epoch, peer.hello, self._liveness.state(peer.epoch), peer.steps_done)
+            WorkerInfo(peer.epoch, peer.hello, self._liveness.state(peer.epoch), peer.steps_done, peer.rss_bytes)
             for peer in self._peers.values()
         ]
         return [*alive, *self._ended]
@@ -241,6 +242,7 @@ class ZmqExecutor:
                 self._lose(peer.epoch, LeaveCause.STEP_FAILED, message.reason or "a step raised", message.step)
             case Beat() if kind == CONTROL:
                 self._liveness.beat(peer.epoch, message.busy_s, now)
+                peer.rss_bytes = message.rss_bytes
                 self._send(peer, CONTROL, BeatAck())
             case Goodbye():
                 self._lose(peer.epoch, LeaveCause.LEFT, message.reason or "said goodbye")

@@ -15,9 +15,9 @@ import time
 
 import msgspec
 
-from pagoda_gateway.engine.endings import Endings
-from pagoda_gateway.engine.live import LiveRequest
-from pagoda_gateway.engine.model_view import ModelView, Progress, protocol_problem
+from pagoda_gateway.engine.model_view import EngineProgress, ModelView, protocol_problem
+from pagoda_gateway.engine.pooled_generation import PooledGeneration
+from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.request_pool import RequestPool
 from pagoda_gateway.engine.session import EngineAddress, Session, SessionEnded
 from pagoda_gateway.engine.waits import Absence, Waits
@@ -52,9 +52,9 @@ class SessionClient:
         self._waits = waits or Waits()
         self.clock = LivedClock(self._waits.tick_s, time.monotonic)
         self._absence = Absence(self._waits, self.clock.now())
-        self._progress = Progress()
-        endings = Endings(metrics, log_requests=log_requests)
-        self._pool = RequestPool(self.clock, self._waits, metrics, endings, self._absence.retry_after_s)
+        self._progress = EngineProgress()
+        meter = RequestMeter(metrics, log_requests=log_requests)
+        self._pool = RequestPool(self.clock, self._waits, metrics, meter, self._absence.retry_after_s)
         self._session: Session | None = None
         self._load = _NO_ENGINE
         self._problem = NOT_CONNECTED
@@ -106,7 +106,7 @@ class SessionClient:
 
     # Requests
 
-    async def submit(self, record: RequestRecord, *, canary: bool = False) -> LiveRequest:
+    async def submit(self, record: RequestRecord, *, canary: bool = False) -> PooledGeneration:
         """Send a record and wait until the engine core took it.
 
         A canary is an ordinary request that metrics and log of users' requests do not know.
@@ -115,15 +115,15 @@ class SessionClient:
             PagodaError: UNAVAILABLE without an engine core, or what the engine core refused it with.
         """
         await self._wait_usable()
-        live = self._pool.open(record, counted=not canary)
+        generation = self._pool.open(record, counted=not canary)
         try:
-            await live.admitted.wait()
+            await generation.admitted.wait()
         except asyncio.CancelledError:
-            self._pool.release(live)
+            self._pool.release(generation)
             raise
-        if live.request.error is not None and not live.request.num_output_tokens:
-            raise live.request.error
-        return live
+        if generation.request.error is not None and not generation.request.num_output_tokens:
+            raise generation.request.error
+        return generation
 
     async def _wait_usable(self) -> None:
         now = self.clock.now()

@@ -63,7 +63,7 @@ def protocol_problem(load: Load) -> str:
     return f"speaks version {load.protocol} of the session's protocol, this gateway {SESSION_PROTOCOL}"
 
 
-class Progress:
+class EngineProgress:
     """When the model last got on, by `LivedClock`'s time: a token came here, or a step advanced for anybody.
 
     An engine core's `seconds_since_progress` grows by itself and falls only when a step advanced; a new life says

@@ -12,7 +12,7 @@ from enum import Enum
 
 from pagoda_proto.deltas import WaitingDeltas
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Begun, Delta, FinishReason, PriorOutput, RequestRecord, Usage
+from pagoda_proto.records import Begun, Delta, FinishReason, PriorOutput, RequestRecord, Resume, Tokens, Usage
 
 
 class Taken(Enum):
@@ -61,7 +61,7 @@ class OpenRequest:
         self.error_code: ErrorCode | None = None  # of the last choice that failed
         self.begun: Begun | None = None
         self._usage: Usage | None = None  # as the engine core told it
-        self._choices = [_Choice() for _ in range(record.params.n)]
+        self._choices = [_Choice() for _ in range(record.task.params.n)]
         self._pending = WaitingDeltas()
         self._failed: list[Delta] = []  # delivered by themselves, after the tokens that came before
 
@@ -89,12 +89,14 @@ class OpenRequest:
             replays=self.attempt,
         )
 
-    def prior_outputs(self) -> list[PriorOutput]:
-        return [
+    def resume(self) -> Resume:
+        """What the next attempt starts from."""
+        outputs = (
             PriorOutput(choice=i, token_ids=choice.tokens.tolist(), finished=choice.ended or choice.closed)
             for i, choice in enumerate(self._choices)
             if choice.tokens or choice.ended or choice.closed
-        ]
+        )
+        return Resume(prior_outputs=tuple(outputs), begun=self.begun)
 
     def close(self, choices: tuple[int, ...]) -> None:
         """The text of these choices is complete; of none named, of all."""
@@ -107,27 +109,27 @@ class OpenRequest:
             return Taken.NOTHING
         if not 0 <= delta.choice < len(self._choices):
             return Taken.GAP
-        choice = self._choices[delta.choice]
-        num_known = len(choice.tokens) - delta.first_index
+        choice, tokens = self._choices[delta.choice], delta.result
+        num_known = len(choice.tokens) - tokens.first_index
         if num_known < 0:
             return Taken.GAP
         if num_known:
-            _cut(delta, num_known)
-        if delta.prompt_logprobs is not None and choice.prompt_logprobs_seen:
-            delta.prompt_logprobs = None
+            _cut(tokens, num_known)
+        if choice.prompt_logprobs_seen:
+            tokens.prompt_logprobs = None
         if choice.ended and not delta.ends_request:
             return Taken.NOTHING
-        if not (delta.token_ids or delta.finish_reason or delta.ends_request or delta.prompt_logprobs):
+        if not (tokens.token_ids or delta.finish_reason or delta.ends_request or tokens.prompt_logprobs):
             return Taken.NOTHING
         self._book(choice, delta)
         return Taken.NEWS
 
     def _book(self, choice: _Choice, delta: Delta) -> None:
-        choice.tokens.extend(delta.token_ids)
-        choice.prompt_logprobs_seen |= delta.prompt_logprobs is not None
+        choice.tokens.extend(delta.result.token_ids)
+        choice.prompt_logprobs_seen |= delta.result.prompt_logprobs is not None
         choice.reason = choice.reason or delta.finish_reason
         self.error_code = delta.error_code or self.error_code
-        self.begun = self.begun or delta.begun
+        self.begun = self.begun or delta.result.begun
         self._usage = delta.usage
         self.ended = delta.ends_request
         if delta.finish_reason is FinishReason.ERROR or (self._failed and delta.ends_request):
@@ -156,8 +158,7 @@ class OpenRequest:
             request_id=self.record.request_id,
             attempt=self.attempt,
             choice=index,
-            first_index=len(choice.tokens),
-            token_ids=[],
+            result=Tokens(first_index=len(choice.tokens), token_ids=[]),
         )
         if choice.ended:
             return delta
@@ -184,9 +185,9 @@ class OpenRequest:
         self._failed.clear()
 
 
-def _cut(delta: Delta, num_known: int) -> None:
-    num_cut = min(num_known, len(delta.token_ids))
-    del delta.token_ids[:num_cut]
-    if delta.logprobs is not None:
-        delta.logprobs = delta.logprobs[num_cut:] or None
-    delta.first_index += num_known
+def _cut(tokens: Tokens, num_known: int) -> None:
+    num_cut = min(num_known, len(tokens.token_ids))
+    del tokens.token_ids[:num_cut]
+    if tokens.logprobs is not None:
+        tokens.logprobs = tokens.logprobs[num_cut:] or None
+    tokens.first_index += num_known

@@ -58,13 +58,14 @@ class Part:
 
     def _take(self, delta: Delta) -> Update:
         self.usage = delta.usage or self.usage
-        self.prompt_logprobs += delta.prompt_logprobs or ()
+        self.prompt_logprobs += delta.result.prompt_logprobs or ()
         choice = self.choices[delta.choice]
         if not choice.finished and delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise PagodaError(
                 delta.error_code or ErrorCode.STREAM_INTERRUPTED, delta.error_message or "the request was aborted"
             )
-        text = choice.push(delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_token_id)
+        tokens = delta.result
+        text = choice.push(tokens.token_ids, tokens.logprobs, delta.finish_reason, tokens.stop_token_id)
         return Update(self.first_index + delta.choice, text)
 
     async def _abort_stopped(self, deltas: Sequence[Delta]) -> None:
@@ -166,7 +167,7 @@ def usage_object(num_prompt: int, num_output: int, num_cached: int) -> dict[str,
 
 
 def new_choices(text: ModelText, record: RequestRecord) -> list[ChoiceText]:
-    return [ChoiceText(text, record.params) for _ in range(record.params.n)]
+    return [ChoiceText(text, record.task.params) for _ in range(record.task.params.n)]
 
 
 async def _submit_all(engine: EngineClient, records: Sequence[RequestRecord]) -> list[Generation]:

@@ -12,7 +12,7 @@ from pagoda_gateway.generation.prompts import Prompt, Reader, completion_prompts
 from pagoda_gateway.generation.sampling import chat_params, completion_params
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams, check_for_model
-from pagoda_proto.records import RequestRecord
+from pagoda_proto.records import Generate, RequestRecord
 
 FCFS = "fcfs"
 BYTES_PER_LOGPROB = 160  # two numbers as Python keeps them, and as JSON
@@ -66,7 +66,7 @@ def check_products(ctx: GatewayContext, request: Sampling, params: SamplingParam
         limit = ctx.config.max_prompt_logprob_values
         if values > limit:
             name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
-            what = f"{len(lengths)} prompts of {sum(lengths)} tokens x (1 + {name} {params.prompt_logprobs})"
+            what = f"{len(lengths)} prompts of {sum(lengths)} tokens together x (1 + {name} {params.prompt_logprobs})"
             raise InvalidParams([Problem(name, f"{what} are {values} values; at most {limit} are allowed")])
     if params.logprobs is not None and not request.stream:
         room = model_limits(ctx).max_model_len
@@ -101,9 +101,11 @@ def _record(ctx: GatewayContext, request: Sampling, token_ids: list[int], params
     return RequestRecord(
         request_id=secrets.token_hex(16),
         prompt_token_ids=token_ids,
-        params=params,
-        seed=secrets.randbits(64) if params.seed is None else params.seed,
-        eos_token_ids=ctx.text.eos_token_ids,
+        task=Generate(
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            eos_token_ids=ctx.text.eos_token_ids,
+        ),
         cache_salt=request.cache_salt or "",
         priority=request.priority,
     )

@@ -36,7 +36,7 @@ def router(ctx: GatewayContext) -> APIRouter:
             record = await chat_record(ctx, body, client_of(request))
             with_tools = tools_in_use(body)
             body = body.model_copy(update={"messages": [], "tools": None, "metadata": None})
-            hold_for(request, held_bytes(record.params, [len(record.prompt_token_ids)]), instead=True)
+            hold_for(request, held_bytes(record.task.params, [len(record.prompt_token_ids)]), instead=True)
             usage = stream_usage(body)
             answer = await Answer.open(ctx, [record], needs_usage=not body.stream or usage.at_end)
             head = Head.new(ctx, "chatcmpl-", record)
@@ -98,7 +98,7 @@ class _Chat:
         self._body = body
         self._top = body.top_logprobs or 0
         self._record = record
-        self._choices = [_Choice(i, HermesParser() if with_tools else None) for i in range(record.params.n)]
+        self._choices = [_Choice(i, HermesParser() if with_tools else None) for i in range(record.task.params.n)]
 
     def usage(self) -> dict[str, Any]:
         return self._answer.usage()

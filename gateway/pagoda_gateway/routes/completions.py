@@ -39,7 +39,7 @@ def router(ctx: GatewayContext) -> APIRouter:
             body = body.model_copy(update={"prompt": ""})
             prompts, records = [prompt for prompt, _ in prepared], [record for _, record in prepared]
             lengths = [len(prompt.token_ids) for prompt in prompts]
-            hold_for(request, held_bytes(records[0].params, lengths), instead=True)
+            hold_for(request, held_bytes(records[0].task.params, lengths), instead=True)
             usage = stream_usage(body)
             answer = await Answer.open(ctx, records, needs_usage=not body.stream or usage.at_end)
             return Presented(answer, _Completion(ctx, body, prompts, answer), Head.new(ctx, "cmpl-", records[0]), usage)

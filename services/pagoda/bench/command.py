@@ -13,7 +13,7 @@ from pagoda.bench import kernels, latency, offline, startup
 from pagoda.bench.load import LoadClient, LoadResult, Plan, Sent, run_load
 from pagoda.bench.processes import ProcessWatch
 from pagoda.bench.report import render, summarise
-from pagoda.bench.workload import BodyMaker, Row, Shape, arrivals, make_rows, read_rows, write_rows
+from pagoda.bench.workload import BodyMaker, WorkloadRow, WorkloadShape, arrivals, make_rows, read_rows, write_rows
 from pagoda.processes.process import fast_loop
 from pagoda.settings.numbers import number, seed, whole
 from pagoda.settings.resolving import ConfigError
@@ -105,11 +105,11 @@ def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dump", help="write one JSON line per request to this file")
 
 
-def _rows(arguments: argparse.Namespace) -> list[Row]:
+def _rows(arguments: argparse.Namespace) -> list[WorkloadRow]:
     if arguments.workload is not None:
         rows = read_rows(arguments.workload)
     else:
-        shape = Shape(
+        shape = WorkloadShape(
             num_requests=arguments.num_requests,
             input_len=arguments.input_len,
             output_len=arguments.output_len,
@@ -126,7 +126,7 @@ def _rows(arguments: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def _starts(arguments: argparse.Namespace, rows: list[Row]) -> list[float] | None:
+def _starts(arguments: argparse.Namespace, rows: list[WorkloadRow]) -> list[float] | None:
     if arguments.replay:
         return [row.at / arguments.speed for row in rows]
     if arguments.rate:
@@ -134,7 +134,7 @@ def _starts(arguments: argparse.Namespace, rows: list[Row]) -> list[float] | Non
     return None
 
 
-async def _run(arguments: argparse.Namespace, rows: list[Row]) -> dict[str, Any]:
+async def _run(arguments: argparse.Namespace, rows: list[WorkloadRow]) -> dict[str, Any]:
     target = Target(arguments.base_url, arguments.api_key)
     model = arguments.model or await first_model(target, arguments.timeout_s)
     bodies = BodyMaker(
@@ -162,7 +162,7 @@ async def _run(arguments: argparse.Namespace, rows: list[Row]) -> dict[str, Any]
     return report
 
 
-async def _warm_up(client: LoadClient, rows: list[Row], count: int) -> None:
+async def _warm_up(client: LoadClient, rows: list[WorkloadRow], count: int) -> None:
     for index in range(count):
         sent = await client.send(-1 - index, rows[index % len(rows)])
         if sent.timing.error is not None:

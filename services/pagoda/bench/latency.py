@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda.bench.report import distribution_ms
-from pagoda.bench.workload import BodyMaker, Row
+from pagoda.bench.workload import BodyMaker, WorkloadRow
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.numbers import number, seed, whole
 from pagoda.settings.resolving import ConfigError
@@ -88,7 +88,7 @@ class Stopwatch:
         for delta in deltas:
             if delta.error_code is not None:
                 raise PagodaError(delta.error_code, delta.error_message)
-            self.arrivals.setdefault(delta.request_id, []).extend([now] * len(delta.token_ids))
+            self.arrivals.setdefault(delta.request_id, []).extend([now] * len(delta.result.token_ids))
             if delta.ends_request:
                 self.open.discard(delta.request_id)
 
@@ -143,7 +143,7 @@ def make_prompts(arguments: argparse.Namespace, batch: int, vocab_size: int) -> 
         model="", chat=False, seed=arguments.seed, salt=str(batch), temperature=0.0, ignore_eos=True, extra={},
         token_ids=range(min(100, vocab_size // 2), vocab_size),
     )  # fmt: skip
-    row = Row(prompt_tokens=arguments.input_len, output_tokens=arguments.output_len)
+    row = WorkloadRow(prompt_tokens=arguments.input_len, output_tokens=arguments.output_len)
     return [maker.token_ids_of(index, row) for index in range(arguments.batch_size)]
 
 

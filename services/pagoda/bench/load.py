@@ -9,8 +9,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
-from pagoda.bench.workload import BodyMaker, Row
-from pagoda.tools.http_stream import Answer, Connection, HttpError, StaleConnection, Target
+from pagoda.bench.workload import BodyMaker, WorkloadRow
+from pagoda.tools.http_stream import Connection, HttpAnswer, HttpError, StaleConnection, Target
 from pagoda.tools.timing import Timing
 
 
@@ -19,7 +19,7 @@ class Sent:
     """A row that was sent, and what became of it. Warm-up has negative indices."""
 
     index: int
-    row: Row
+    row: WorkloadRow
     timing: Timing = field(default_factory=Timing)
 
 
@@ -43,7 +43,7 @@ class LoadClient:
         self._in_flight = 0
         self.peak_in_flight = 0
 
-    async def send(self, index: int, row: Row) -> Sent:
+    async def send(self, index: int, row: WorkloadRow) -> Sent:
         """Send one request and follow its answer to the end; failures are in the timing."""
         sent = Sent(index, row)
         timing = sent.timing
@@ -57,7 +57,7 @@ class LoadClient:
             timing.ended = time.perf_counter()
         return sent
 
-    async def _exchange(self, request: bytes, timing: Timing) -> Answer:
+    async def _exchange(self, request: bytes, timing: Timing) -> HttpAnswer:
         while True:
             connection = await self._connection()
             try:
@@ -93,7 +93,7 @@ class LoadClient:
 class Plan:
     """When to send. `starts` (seconds, one per row) makes it an open loop; otherwise `concurrency` are in flight."""
 
-    rows: list[Row]
+    rows: list[WorkloadRow]
     concurrency: int
     starts: list[float] | None
     duration_s: float | None  # start nothing new after this long

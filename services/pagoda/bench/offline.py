@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagoda.bench.workload import BodyMaker, Shape, make_rows
+from pagoda.bench.workload import BodyMaker, WorkloadShape, make_rows
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.numbers import seed, whole
 from pagoda_proto.params import SamplingParams
@@ -50,7 +50,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def make_prompts(arguments: argparse.Namespace, vocab_size: int) -> list[list[int]]:
     """Made-up prompts of exact lengths; the same for the same seed."""
-    shape = Shape(
+    shape = WorkloadShape(
         num_requests=arguments.num_requests,
         input_len=arguments.input_len,
         output_len=arguments.output_len,

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda.bench.load import LoadClient
-from pagoda.bench.workload import BodyMaker, Row
+from pagoda.bench.workload import BodyMaker, WorkloadRow
 from pagoda.processes.supervisor import python_command
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.numbers import number, whole
@@ -167,7 +167,7 @@ async def first_token_s(server: Server, input_len: int, timeout_s: float) -> flo
         temperature=0.0, ignore_eos=True, extra={},
     )  # fmt: skip
     client = LoadClient(target, bodies, timeout_s)
-    timing = (await client.send(0, Row(prompt_tokens=input_len, output_tokens=1))).timing
+    timing = (await client.send(0, WorkloadRow(prompt_tokens=input_len, output_tokens=1))).timing
     client.close()
     if timing.error is not None or timing.first is None:
         raise HttpError(timing.error or "the answer has no token")

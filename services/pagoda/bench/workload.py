@@ -14,7 +14,7 @@ WORDS = (
 )  # fmt: skip
 
 
-class Row(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class WorkloadRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One request to send. `at` is its start in seconds for a replay; `prompt` replaces the made-up prompt."""
 
     prompt_tokens: int
@@ -27,7 +27,7 @@ class Row(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     prompt: str | list[int] | None = None
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
+class WorkloadShape(msgspec.Struct, frozen=True, kw_only=True):
     """How to make rows up. The spreads are standard deviations of normal distributions."""
 
     num_requests: int
@@ -39,7 +39,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     num_prefixes: int = 1
 
 
-def make_rows(shape: Shape, seed: int) -> list[Row]:
+def make_rows(shape: WorkloadShape, seed: int) -> list[WorkloadRow]:
     """Rows of this shape; the same for the same seed."""
     rng = random.Random(seed)
 
@@ -47,7 +47,7 @@ def make_rows(shape: Shape, seed: int) -> list[Row]:
         return max(least, round(rng.gauss(mean, spread)) if spread else mean)
 
     return [
-        Row(
+        WorkloadRow(
             prompt_tokens=length(shape.input_len, shape.input_spread, shape.prefix_len + 1),
             output_tokens=length(shape.output_len, shape.output_spread, 1),
             prefix_tokens=shape.prefix_len,
@@ -57,9 +57,9 @@ def make_rows(shape: Shape, seed: int) -> list[Row]:
     ]
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[WorkloadRow]:
     """Rows of a JSON-lines file. Raises ValueError naming the line that is none."""
-    decoder = msgspec.json.Decoder(Row)
+    decoder = msgspec.json.Decoder(WorkloadRow)
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         if line.strip():
@@ -70,11 +70,11 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
-def write_rows(rows: list[Row], path: Path) -> None:
+def write_rows(rows: list[WorkloadRow], path: Path) -> None:
     path.write_bytes(b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
 
 
-def arrivals(rows: list[Row], rate: float, burstiness: float, seed: int) -> list[float]:
+def arrivals(rows: list[WorkloadRow], rate: float, burstiness: float, seed: int) -> list[float]:
     """Start times in seconds, `rate` a second on average, with gamma-distributed gaps: 1 is Poisson, 0 even spacing."""
     rng = random.Random(seed)
     times = [0.0]
@@ -100,7 +100,7 @@ class BodyMaker(msgspec.Struct, kw_only=True):
     def path(self) -> str:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
-    def body(self, index: int, row: Row) -> bytes:
+    def body(self, index: int, row: WorkloadRow) -> bytes:
         """The JSON body of the row at `index`."""
         fields: dict[str, Any] = {
             "model": self.model,
@@ -117,16 +117,16 @@ class BodyMaker(msgspec.Struct, kw_only=True):
         fields |= {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         return msgspec.json.encode(fields | self.extra)
 
-    def _prompt(self, index: int, row: Row) -> str | list[int]:
+    def _prompt(self, index: int, row: WorkloadRow) -> str | list[int]:
         if not self.chat:
             return self.token_ids_of(index, row)
         return " ".join(rng.choice(WORDS) for rng, count in self._parts(index, row) for _ in range(count))
 
-    def token_ids_of(self, index: int, row: Row) -> list[int]:
+    def token_ids_of(self, index: int, row: WorkloadRow) -> list[int]:
         """The prompt of the row at `index`: its shared prefix, then tokens of its own."""
         return [rng.choice(self.token_ids) for rng, count in self._parts(index, row) for _ in range(count)]
 
-    def _parts(self, index: int, row: Row) -> list[tuple[random.Random, int]]:
+    def _parts(self, index: int, row: WorkloadRow) -> list[tuple[random.Random, int]]:
         shared = min(row.prefix_tokens, row.prompt_tokens - 1)
         prefix_rng = random.Random(f"prefix {self.seed} {self.salt} {row.prefix_id}")
         own_rng = random.Random(f"own {self.seed} {self.salt} {index}")

@@ -26,10 +26,10 @@ def main(arguments: argparse.Namespace) -> int:
     except (HttpError, ValueError) as error:
         raise ConfigError([str(error)]) from error
     print(f"{session.model} at {arguments.base_url}; {HELP}", file=sys.stderr)
-    return EXIT_OK if Conversation(session, arguments.system).run() else EXIT_CRASH
+    return EXIT_OK if TerminalChat(session, arguments.system).run() else EXIT_CRASH
 
 
-class Conversation:
+class TerminalChat:
     """Turns of one talk; an answer that failed is not kept."""
 
     def __init__(self, session: Ask, system: str) -> None:

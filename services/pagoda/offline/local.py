@@ -22,7 +22,7 @@ from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 from pagoda_proto.params import ModelLimits, SamplingParams, check_for_model
-from pagoda_proto.records import RequestRecord
+from pagoda_proto.records import Generate, RequestRecord
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.library_choice import choose_libraries
 
@@ -85,9 +85,11 @@ class Local:
         record = RequestRecord(
             request_id=request_id or secrets.token_hex(16),
             prompt_token_ids=token_ids,
-            params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
-            eos_token_ids=self.text.eos_token_ids,
+            task=Generate(
+                params=params,
+                seed=secrets.randbits(64) if params.seed is None else params.seed,
+                eos_token_ids=self.text.eos_token_ids,
+            ),
         )
         return OfflineRequest(record, text, self.text)
 

@@ -80,16 +80,17 @@ class OfflineRequest:
     """A request of this process: takes deltas, keeps its `output` up to date. `error` is set when it failed."""
 
     def __init__(self, record: RequestRecord, prompt: str | None, text: ModelText) -> None:
+        params = record.task.params
         self.record = record
         self.error: PagodaError | None = None
         self.output = RequestOutput(
             request_id=record.request_id,
             prompt=prompt,
             prompt_token_ids=record.prompt_token_ids,
-            outputs=[CompletionOutput(index) for index in range(record.params.n)],
+            outputs=[CompletionOutput(index) for index in range(params.n)],
         )
         self._text = text
-        self._choices = [ChoiceText(text, record.params) for _ in range(record.params.n)]
+        self._choices = [ChoiceText(text, params) for _ in range(params.n)]
 
     @property
     def ended(self) -> bool:
@@ -100,14 +101,14 @@ class OfflineRequest:
 
     def take(self, delta: Delta) -> int | None:
         """Add a delta; returns the choice to abort when a stop string has just ended it on the text side."""
-        choice, output = self._choices[delta.choice], self.output.outputs[delta.choice]
+        choice, output, tokens = self._choices[delta.choice], self.output.outputs[delta.choice], delta.result
         if delta.finish_reason is FinishReason.ERROR and not choice.finished:
             self.fail(PagodaError(delta.error_code or ErrorCode.INTERNAL, delta.error_message))
-        if delta.prompt_logprobs is not None:
-            self._take_prompt_logprobs(delta.prompt_logprobs)
+        if tokens.prompt_logprobs is not None:
+            self._take_prompt_logprobs(tokens.prompt_logprobs)
         stopped = False
         if not choice.finished:
-            added = choice.push(delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_token_id)
+            added = choice.push(tokens.token_ids, tokens.logprobs, delta.finish_reason, tokens.stop_token_id)
             output.text += added.text
             output.token_ids += added.token_ids
             output.finish_reason, output.stop_reason = added.finish_reason, added.stop_reason

@@ -58,7 +58,7 @@ class Target:
 
 
 @dataclass
-class Answer:
+class HttpAnswer:
     """What came back. `body` holds everything but an event stream, which went to `on_event`."""
 
     status: int
@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._answer: asyncio.Future[Answer] | None = None
+        self._answer: asyncio.Future[HttpAnswer] | None = None
         self._parser: _Parser | None = None
         self._used = False
         self.alive = False
@@ -85,7 +85,7 @@ class Connection(asyncio.Protocol):
             raise HttpError(f"cannot connect to {target.host}:{target.port}: {error.strerror or error}") from error
         return connection
 
-    async def exchange(self, request: bytes, on_event: OnEvent, timeout_s: float) -> Answer:
+    async def exchange(self, request: bytes, on_event: OnEvent, timeout_s: float) -> HttpAnswer:
         """Send a request and wait for the end of its answer; `on_event` gets each server-sent event as it arrives.
 
         Raises:
@@ -162,8 +162,8 @@ class _Parser:
     def ends_with_connection(self) -> bool:
         return self._headers is not None and not self._chunked and self._left is None
 
-    def answer(self) -> Answer:
-        return Answer(self.status, bytes(self._body))
+    def answer(self) -> HttpAnswer:
+        return HttpAnswer(self.status, bytes(self._body))
 
     def feed(self, now: float, data: bytes) -> bool:
         """Take bytes; True when the answer is complete. Raises ValueError for what is no HTTP."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pagoda.tools.http_stream import Answer
+from pagoda.tools.http_stream import HttpAnswer
 
 
 class _Delta(msgspec.Struct):
@@ -83,7 +83,7 @@ class Timing:
             self.first = now
         self.last = now
 
-    def finish(self, answer: Answer) -> None:
+    def finish(self, answer: HttpAnswer) -> None:
         if answer.status != 200:
             self.error = f"http {answer.status}: {answer.body[:200].decode(errors='replace')}"
         elif self.error is None and not self.complete:

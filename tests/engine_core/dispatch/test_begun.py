@@ -26,7 +26,7 @@ def begin(bench: Bench, record: RequestRecord) -> Begun:
     for _ in range(2):
         bench.executor.answer(1)
         bench.engine.step(0)
-    told = [delta.begun for batch in bench.sink.batches for delta in batch if delta.begun is not None]
+    told = [delta.result.begun for batch in bench.sink.batches for delta in batch if delta.result.begun is not None]
     assert len(told) == 1
     return told[0]
 
@@ -88,7 +88,7 @@ def test_a_resumed_request_goes_on_only_where_it_began() -> None:
     bench.settle()
     assert bench.deltas(record.request_id) == [expected]
     assert bench.sink.endings[record.request_id].usage.cached_prompt_tokens == 3
-    assert not any(delta.begun for batch in bench.sink.batches for delta in batch)
+    assert not any(delta.result.begun for batch in bench.sink.batches for delta in batch)
 
 
 def test_a_request_that_began_with_another_model_is_refused_by_name(bench: Bench) -> None:

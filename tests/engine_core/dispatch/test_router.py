@@ -19,7 +19,7 @@ NOW = 50.0
 
 
 class Bench:
-    """A router whose groups' plans are computed at once by FakeRunners."""
+    """A router whose workers' plans are computed at once by FakeRunners."""
 
     def __init__(self, **config: object) -> None:
         self.router = Router(EngineConfig(**config))
@@ -30,12 +30,12 @@ class Bench:
 
     def join(self, **hello: object) -> int:
         epoch = next(self._epochs)
-        group = self.router.join(epoch, make_hello(f"w{epoch}", **hello))
-        self.runners[epoch] = runner_of(group.hello)
+        worker = self.router.join(epoch, make_hello(f"w{epoch}", **hello))
+        self.runners[epoch] = runner_of(worker.hello)
         return epoch
 
     def add(self, record: RequestRecord) -> Request:
-        request = Request(record, max_output_tokens=record.params.max_tokens or 1, now=self.now)
+        request = Request(record, max_output_tokens=record.task.params.max_tokens or 1, now=self.now)
         self.router.add(request, self.now)
         return request
 
@@ -43,15 +43,15 @@ class Bench:
         self.deltas += self.router.dispatch(self.now)
 
     def step(self, epoch: int, seconds: float = 0.0) -> bool:
-        group = self.router.groups[epoch]
-        plan = group.scheduler.schedule(self.now)
+        worker = self.router.workers[epoch]
+        plan = worker.scheduler.schedule(self.now)
         if plan is None:
             return False
-        group.pace.asked(plan.num_tokens, self.now)
+        worker.pace.asked(plan.num_tokens, self.now)
         result = self.runners[epoch].execute(plan)
-        deltas = group.scheduler.apply(result, self.now + seconds)
-        self.router.stepped(group, self.now + seconds)
-        self.deltas += self.router.ended(group, deltas)
+        deltas = worker.scheduler.apply(result, self.now + seconds)
+        self.router.stepped(worker, self.now + seconds)
+        self.deltas += self.router.ended(worker, deltas)
         return True
 
     def lose(self, epoch: int, cause: LeaveCause = LeaveCause.DIED, step: int = 0) -> None:
@@ -60,14 +60,14 @@ class Bench:
     def run(self, until: Callable[[], bool] = lambda: False) -> None:
         while not until():
             self.dispatch()
-            if not any([self.step(epoch) for epoch in self.router.groups]):  # noqa: C419 - every group takes a step
+            if not any([self.step(epoch) for epoch in self.router.workers]):  # noqa: C419 - every worker takes a step
                 return
 
     def held(self, epoch: int) -> set[str]:
-        return set(self.router.groups[epoch].requests)
+        return set(self.router.workers[epoch].requests)
 
     def tokens(self, record: RequestRecord) -> list[int]:
-        return [t for delta in self.deltas if delta.request_id == record.request_id for t in delta.token_ids]
+        return [t for delta in self.deltas if delta.request_id == record.request_id for t in delta.result.token_ids]
 
     def endings(self) -> dict[str, Delta]:
         return {delta.request_id: delta for delta in self.deltas if delta.ends_request}
@@ -87,10 +87,10 @@ def test_a_known_prefix_draws_a_request_to_its_worker() -> None:
     bench.join()
     known = bench.join()
     prompt = range(40)
-    bench.router.groups[1].state = WorkerState.SUSPECT
+    bench.router.workers[1].state = WorkerState.SUSPECT
     bench.add(make_record(prompt))
     bench.run()
-    bench.router.groups[1].state = WorkerState.READY
+    bench.router.workers[1].state = WorkerState.READY
     twin, other = bench.add(make_record(prompt)), bench.add(make_record(range(100, 140)))
     bench.dispatch()
     assert bench.held(known) == {twin.request_id}
@@ -136,8 +136,8 @@ def test_nobody_waits_behind_strangers_in_a_group(short: str) -> None:
     while len(bench.endings()) < 8:
         bench.dispatch()
         bench.step(epoch)
-        group = bench.router.groups[epoch]
-        assert not group.scheduler.num_waiting or group.scheduler.counters.totals.preemptions
+        worker = bench.router.workers[epoch]
+        assert not worker.scheduler.num_waiting or worker.scheduler.counters.totals.preemptions
     assert bench.router.num_waiting == 0
 
 
@@ -277,12 +277,12 @@ def test_a_failed_step_blames_the_rows_of_that_step_only() -> None:
     epoch = bench.join()
     first = bench.add(make_record(max_tokens=10))
     bench.dispatch()
-    group = bench.router.groups[epoch]
-    group.scheduler.schedule(NOW)
+    worker = bench.router.workers[epoch]
+    worker.scheduler.schedule(NOW)
     second = bench.add(make_record(max_tokens=10))
     bench.dispatch()
     assert bench.held(epoch) == {first.request_id, second.request_id}
-    group.scheduler.schedule(NOW)
+    worker.scheduler.schedule(NOW)
     bench.lose(epoch, LeaveCause.STEP_FAILED, step=1)
     assert (first.deaths, second.deaths) == (1, 0)
 
@@ -325,10 +325,10 @@ def test_what_kills_workers_is_found_out_and_costs_nobody_else() -> None:
         bench.add(record)
     lost = 0
     while len(bench.endings()) < 8:
-        epoch = bench.join() if not bench.router.groups else next(iter(bench.router.groups))
+        epoch = bench.join() if not bench.router.workers else next(iter(bench.router.workers))
         bench.dispatch()
         if poison.request_id in bench.held(epoch):
-            bench.router.groups[epoch].scheduler.schedule(NOW)
+            bench.router.workers[epoch].scheduler.schedule(NOW)
             lost += 1
             bench.lose(epoch)
         else:
@@ -341,7 +341,7 @@ def test_what_kills_workers_is_found_out_and_costs_nobody_else() -> None:
 
 
 def make_suspect(bench: Bench, record: RequestRecord) -> Request:
-    request = Request(record, max_output_tokens=record.params.max_tokens or 1, now=NOW)
+    request = Request(record, max_output_tokens=record.task.params.max_tokens or 1, now=NOW)
     request.deaths = 2
     bench.router.add(request, NOW)
     return request

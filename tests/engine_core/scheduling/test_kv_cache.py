@@ -8,7 +8,7 @@ from tests.fakes import make_record
 from pagoda_engine_core.scheduling.blocks import BlockPool
 from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, Growth, KvCache, Prefix, fork_source
 from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Request
-from pagoda_proto.records import PriorOutput
+from pagoda_proto.records import PriorOutput, Resume
 
 BLOCK_SIZE = 4
 
@@ -19,8 +19,8 @@ def make_kv(num_blocks: int = 16, prefix_cache: bool = True) -> KvCache:
 
 def make_request(num_prompt: int, num_output: int = 0, *, salt: str = "", **params: Any) -> Request:
     record = make_record(list(range(num_prompt)), cache_salt=salt, **{"max_tokens": 100} | params)
-    prior = [PriorOutput(choice=0, token_ids=list(range(100, 100 + num_output)))]
-    return Request(record, max_output_tokens=100, now=0.0, prior=prior)
+    prior = PriorOutput(choice=0, token_ids=list(range(100, 100 + num_output)))
+    return Request(record, max_output_tokens=100, now=0.0, resume=Resume(prior_outputs=(prior,)))
 
 
 def compute(kv: KvCache, choice: Choice, num_tokens: int) -> Growth:

@@ -5,7 +5,7 @@ from tests.fakes import make_record
 from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, Growth
 from pagoda_engine_core.scheduling.plan import Budget, PlanBuilder
 from pagoda_engine_core.scheduling.request import Choice, Request
-from pagoda_proto.records import PriorOutput
+from pagoda_proto.records import PriorOutput, Resume
 from pagoda_proto.steps import AppendBlocks, Chunk, ReplaceBlock
 
 
@@ -67,7 +67,8 @@ def test_growth_of_a_known_row_is_told_as_changes() -> None:
 
 def test_a_new_row_brings_its_table_and_only_copies_remain() -> None:
     record = make_record([1, 2, 3], n=2, seed=9, prompt_logprobs=1, eos_token_ids=(5,))
-    request = Request(record, max_output_tokens=8, now=0.0, prior=[PriorOutput(choice=1, token_ids=[6])])
+    resume = Resume(prior_outputs=(PriorOutput(choice=1, token_ids=[6]),))
+    request = Request(record, max_output_tokens=8, now=0.0, resume=resume)
     choice = request.choices[1]
     choice.row_id, choice.block_ids, choice.num_computed = 4, [3, 7], 2
     builder = PlanBuilder(Budget(100, 100, 0))

@@ -8,7 +8,7 @@ from tests.fakes import make_record
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Ending, Request
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, FinishReason, PriorOutput
+from pagoda_proto.records import Delta, FinishReason, PriorOutput, Resume
 from pagoda_proto.steps import TopLogprobs
 
 
@@ -21,7 +21,8 @@ def make(
     **params: Any,
 ) -> Request:
     record = make_record([1, 2, 3], request_id="r", eos_token_ids=eos, **{"max_tokens": limit} | params)
-    return Request(record, max_output_tokens=limit, now=10.0, attempt=attempt, prior=prior or [])
+    resume = Resume(prior_outputs=tuple(prior or ()))
+    return Request(record, max_output_tokens=limit, now=10.0, attempt=attempt, resume=resume)
 
 
 def emit(request: Request, *tokens: int, choice: int = 0, now: float = 11.0) -> Delta:
@@ -50,9 +51,9 @@ def test_a_new_request_has_nothing_behind_it() -> None:
 def test_first_index_counts_on_after_prior_tokens() -> None:
     request = make(prior=[PriorOutput(choice=0, token_ids=[7, 8])], attempt=2)
     delta = emit(request, 9)
-    assert (delta.first_index, delta.token_ids, delta.attempt, delta.finish_reason) == (2, [9], 2, None)
+    assert (delta.result.first_index, delta.result.token_ids, delta.attempt, delta.finish_reason) == (2, [9], 2, None)
     delta = emit(request, 10)
-    assert (delta.first_index, delta.finish_reason) == (3, FinishReason.LENGTH)
+    assert (delta.result.first_index, delta.finish_reason) == (3, FinishReason.LENGTH)
     assert delta.usage is not None
     assert (delta.usage.output_tokens, delta.usage.replays) == (4, 2)
 
@@ -63,14 +64,18 @@ def test_length_ends_a_choice(limit: int, ends_at: int) -> None:
     for count in range(1, ends_at):
         assert emit(request, count).finish_reason is None
     delta = emit(request, 99)
-    assert (delta.finish_reason, delta.stop_token_id) == (FinishReason.LENGTH, None)
+    assert (delta.finish_reason, delta.result.stop_token_id) == (FinishReason.LENGTH, None)
     assert delta.ends_request
 
 
 def test_stop_and_eos_tokens_end_a_choice_and_count_as_output() -> None:
     for token in (5, 6):
         delta = emit(make(eos=(5,), stop_token_ids=(6,)), 9, token)
-        assert (delta.finish_reason, delta.stop_token_id, delta.token_ids) == (FinishReason.STOP, token, [token])
+        assert (delta.finish_reason, delta.result.stop_token_id, delta.result.token_ids) == (
+            FinishReason.STOP,
+            token,
+            [token],
+        )
         assert delta.usage is not None
         assert delta.usage.output_tokens == 2
 
@@ -108,8 +113,8 @@ def test_only_the_last_choice_to_end_carries_usage_and_ledger() -> None:
 def test_a_prior_choice_that_ended_unseen_gets_its_ending() -> None:
     for tokens, reason, stop in [([9, 5], FinishReason.STOP, 5), ([1, 2, 3, 4], FinishReason.LENGTH, None)]:
         (delta,) = make(prior=[PriorOutput(choice=0, token_ids=tokens)], eos=(5,)).settle(12.0)
-        assert (delta.finish_reason, delta.stop_token_id, delta.token_ids) == (reason, stop, [])
-        assert delta.first_index == len(tokens)
+        assert (delta.finish_reason, delta.result.stop_token_id, delta.result.token_ids) == (reason, stop, [])
+        assert delta.result.first_index == len(tokens)
         assert delta.ends_request
 
 
@@ -117,9 +122,9 @@ def test_a_finished_prior_choice_is_not_told_again() -> None:
     request = make(n=2, prior=[PriorOutput(choice=0, token_ids=[9], finished=True)])
     assert request.settle(12.0) == []
     assert [choice.state for choice in request.choices] == [ChoiceState.FINISHED, ChoiceState.WAITING]
-    assert [choice.finish_reason for choice in request.choices] == [FinishReason.ABORT, None]
-    assert emit(request, 1, 2, 3, 4, choice=1).ends_request
-    assert request.choices[1].finish_reason is FinishReason.LENGTH
+    last = emit(request, 1, 2, 3, 4, choice=1)
+    assert last.ends_request
+    assert last.finish_reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize(
@@ -131,7 +136,7 @@ def test_a_request_that_came_finished_gets_exactly_one_ending(tokens: list[int],
     request = make(n=2, prior=prior, eos=(5,))
     (delta,) = request.settle(12.0)
     assert delta.ends_request
-    assert (delta.choice, delta.token_ids, delta.finish_reason) == (1, [], reason)
+    assert (delta.choice, delta.result.token_ids, delta.finish_reason) == (1, [], reason)
     assert delta.usage is not None
     assert delta.usage.output_tokens == 2 * len(tokens)
 
@@ -175,9 +180,9 @@ def test_prompt_logprobs_leave_with_the_first_token_of_choice_0_only() -> None:
     request = make(n=2, prompt_logprobs=1)
     entry = TopLogprobs(-1.0, 1, [1], [-1.0])
     request.prompt_logprobs = [entry]
-    assert emit(request, 5, choice=1).prompt_logprobs is None
-    assert emit(request, 5).prompt_logprobs == [entry]
-    assert emit(request, 6).prompt_logprobs is None
+    assert emit(request, 5, choice=1).result.prompt_logprobs is None
+    assert emit(request, 5).result.prompt_logprobs == [entry]
+    assert emit(request, 6).result.prompt_logprobs is None
     assert not request.choices[0].owes_prompt_logprobs
 
 
@@ -237,4 +242,4 @@ def test_endings_can_be_told_in_a_token_s_own_delta() -> None:
     request = make()
     delta, _ = request.add_tokens(request.choices[0], [9], None, 11.0)
     assert request.finish(request.choices[0], Ending(FinishReason.ABORT), 11.0, delta) is delta
-    assert (delta.token_ids, delta.finish_reason) == ([9], FinishReason.ABORT)
+    assert (delta.result.token_ids, delta.finish_reason) == ([9], FinishReason.ABORT)

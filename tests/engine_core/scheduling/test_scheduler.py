@@ -29,7 +29,7 @@ def test_a_request_runs_from_prompt_to_length() -> None:
     plan = harness.step()
     (new,) = plan.new_rows
     assert (new.token_ids, new.num_prompt_tokens, new.num_computed, len(new.block_ids)) == (PROMPT, 10, 0, 3)
-    assert (new.params, new.seed, new.choice) == (record.params, record.seed, 0)
+    assert (new.params, new.seed, new.choice) == (record.task.params, record.task.seed, 0)
     assert plan.chunks == [Chunk(new.row_id, 0, 10, True)]
     assert harness.step().chunks == [Chunk(new.row_id, 10, 1, True)]
     assert harness.step().chunks == [Chunk(new.row_id, 11, 1, True)]
@@ -202,7 +202,7 @@ def test_output_for_unknown_rows_is_ignored() -> None:
     stray = [RowOutput(99, [5]), *result.outputs]
     errors = [RowError(98, "internal_error", "not ours")]
     deltas = harness.scheduler.apply(StepResult(step=1, outputs=stray, errors=errors), 0.0)
-    assert [delta.token_ids for delta in deltas] == reference_tokens(record)
+    assert [delta.result.token_ids for delta in deltas] == reference_tokens(record)
 
 
 # --- endings ---------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_a_delta_carries_all_tokens_that_held() -> None:
     harness.step()
     harness.plan()
     (delta,) = harness.land()
-    assert (delta.first_index, len(delta.token_ids), len(delta.logprobs or ())) == (1, 9, 9)
+    assert (delta.result.first_index, len(delta.result.token_ids), len(delta.result.logprobs or ())) == (1, 9, 9)
     harness.drain()
     harness.check_all()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tests.engine_core.fake_worker import FakeWorker, make_hello
+from tests.engine_core.fake_worker import RSS_BYTES, FakeWorker, make_hello
 from tests.engine_core.test_server import Server, Session
 from tests.fakes import make_record, reference_tokens
 
@@ -38,6 +38,9 @@ async def test_workers_are_listed_with_what_they_do(server: Server) -> None:
         await session.answer()
         while not (listed := (await workers(server))["w0"]).num_rows:
             pass
+        while not (await workers(server))["w0"].rss_bytes:
+            pass
+        assert (await workers(server))["w0"].rss_bytes == RSS_BYTES
         assert (listed.state, listed.device, listed.num_blocks) == ("ready", "fake", 32)
         assert 0 < listed.num_free_blocks < 32
         worker.hold.clear()

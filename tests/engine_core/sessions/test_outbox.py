@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes import make_delta
 
 from pagoda_engine_core.sessions import outbox as outbox_module
 from pagoda_engine_core.sessions.outbox import MAX_FRAME_NUMBERS, Outbox
@@ -12,7 +13,7 @@ from pagoda_proto.steps import TopLogprobs
 
 
 def delta(request_id: str, first_index: int, tokens: list[int], choice: int = 0, **fields: object) -> Delta:
-    return Delta(request_id=request_id, choice=choice, first_index=first_index, token_ids=list(tokens), **fields)
+    return make_delta(first_index, tokens, request_id=request_id, choice=choice, **fields)
 
 
 def logprob(token: int) -> TopLogprobs:
@@ -26,9 +27,9 @@ def test_neighbours_merge_and_the_ending_stays_last() -> None:
     usage, ledger = Usage(prompt_tokens=1, output_tokens=2), [LedgerEntry("decode", 1.0)]
     outbox.deltas([delta("a", 2, [], finish_reason=FinishReason.LENGTH, usage=usage, ledger=ledger)])
     (merged,) = outbox.take_deltas()
-    assert merged.token_ids == [1, 2]
-    assert merged.logprobs == [logprob(1), logprob(2)]
-    assert merged.prompt_logprobs == [logprob(9)]
+    assert merged.result.token_ids == [1, 2]
+    assert merged.result.logprobs == [logprob(1), logprob(2)]
+    assert merged.result.prompt_logprobs == [logprob(9)]
     assert (merged.finish_reason, merged.usage, merged.ledger) == (FinishReason.LENGTH, usage, ledger)
 
 
@@ -37,14 +38,14 @@ def test_other_choices_and_requests_do_not_merge_and_a_later_attempt_replaces_an
     outbox.deltas([delta("a", 0, [1]), delta("a", 0, [2], choice=1), delta("b", 0, [3])])
     outbox.deltas([delta("a", 1, [4], attempt=1)])
     outbox.deltas([delta("c", 3, [5, 6]), delta("c", 2, [7], attempt=1)])
-    taken = [(d.request_id, d.attempt, d.token_ids) for d in outbox.take_deltas()]
+    taken = [(d.request_id, d.attempt, d.result.token_ids) for d in outbox.take_deltas()]
     assert taken == [("a", 0, [2]), ("b", 0, [3]), ("a", 1, [1, 4]), ("c", 1, [7])]
 
 
 def test_frames_come_in_an_order_that_makes_sense() -> None:
     outbox = Outbox()
     outbox.load(Load(engine_id="old"))
-    outbox.migrate("a", 0, "drain")
+    outbox.migrate("a", 0)
     outbox.deltas([delta("a", 0, [1])])
     outbox.accepted("a", 0)
     outbox.rejected("b", 2, PagodaError(ErrorCode.OVERLOADED, "full", "x"), 3.5)
@@ -80,8 +81,8 @@ def test_however_it_is_read_the_tokens_are_the_same(steps: list[tuple[str, int, 
             for message in frame.outputs.deltas:
                 got = convert.delta_from_pb(message)
                 tokens = received.setdefault((got.request_id, got.choice), [])
-                assert got.first_index == len(tokens)
-                tokens += got.token_ids
+                assert got.result.first_index == len(tokens)
+                tokens += got.result.token_ids
 
     for request_id, choice, count, then_read in steps:
         tokens = sent.setdefault((request_id, choice), [])

@@ -27,7 +27,7 @@ def plan(step: int, row_id: int = 1) -> StepPlan:
         num_prompt_tokens=5,
         num_computed=0,
         block_ids=[0, 1],
-        params=record.params,
+        params=record.task.params,
         seed=0,
     )
     return StepPlan(step=step, new_rows=[row], chunks=[Chunk(row_id, 0, 5, True)])
@@ -137,6 +137,6 @@ def test_a_device_has_its_next_step_before_the_last_one_is_waited_for(lost: tupl
     one_by_one, ahead = run(expected, plain.facts, records), run(found, device.facts, records)
     for record in records:
         assert ahead.choices(record.request_id) == one_by_one.choices(record.request_id)
-        assert len(ahead.choices(record.request_id)[0]) == record.params.max_tokens
+        assert len(ahead.choices(record.request_id)[0]) == record.task.params.max_tokens
     assert expected.journal[:4] == [("launch", 1), ("collect", 1), ("launch", 2), ("collect", 2)]
     assert found.journal[:5] == [("launch", 1), ("launch", 2), ("collect", 1), ("launch", 3), ("collect", 2)]

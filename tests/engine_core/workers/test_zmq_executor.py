@@ -341,7 +341,7 @@ def test_a_life_that_is_over_is_told_so_on_its_control_route(engine: Engine) -> 
     assert not refused.final
     assert envelope.epoch == 0
     engine.admit(peer)
-    peer.send(Beat(steps_done=0, busy_s=0.0), peer.control, epoch=99)
+    peer.send(Beat(busy_s=0.0), peer.control, epoch=99)
     peer.beat()
     engine.counted("epoch")
     assert peer.receive(peer.control)[1] == BeatAck()

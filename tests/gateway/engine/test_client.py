@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import pytest
+from tests.fakes import make_delta
 from tests.gateway.fake_engine_core import FakeEngineCore, Run, expected_tokens, running_engine, until
 from tests.gateway.streams import Connect, collect, record, sample, tokens_of
 
@@ -22,8 +23,8 @@ async def test_tokens_logprobs_and_usage(engine: FakeEngineCore, client: Session
     request = record(logprobs=1, prompt_logprobs=0)
     deltas = await collect(await typed.submit(request))
     assert tokens_of(deltas) == expected_tokens(request)
-    assert [e.top_ids for d in deltas for e in d.logprobs or ()] == [[t] for t in expected_tokens(request)]
-    assert [len(d.prompt_logprobs) for d in deltas if d.prompt_logprobs] == [2]
+    assert [e.top_ids for d in deltas for e in d.result.logprobs or ()] == [[t] for t in expected_tokens(request)]
+    assert [len(d.result.prompt_logprobs) for d in deltas if d.result.prompt_logprobs] == [2]
     assert deltas[-1].finish_reason is FinishReason.LENGTH
     assert deltas[-1].usage is not None
     assert deltas[-1].usage.output_tokens == 12
@@ -38,7 +39,7 @@ async def test_many_requests_share_one_session(engine: FakeEngineCore, client: S
     requests = [record(n=1 + i % 3) for i in range(20)]
     results = await asyncio.gather(*[collect(await client.submit(r)) for r in requests])
     for request, deltas in zip(requests, results, strict=True):
-        for choice in range(request.params.n):
+        for choice in range(request.task.params.n):
             assert tokens_of(deltas, choice) == expected_tokens(request, choice)
 
 
@@ -60,12 +61,12 @@ async def test_resume_is_identical(engine: FakeEngineCore, client: SessionClient
     deltas = await reading
     for choice in (0, 1):
         assert tokens_of(deltas, choice) == expected_tokens(request, choice)
-        entries = [e.top_ids for d in deltas if d.choice == choice for e in d.logprobs or ()]
+        entries = [e.top_ids for d in deltas if d.choice == choice for e in d.result.logprobs or ()]
         assert entries == [[t] for t in expected_tokens(request, choice)]
     assert deltas[-1].usage is not None
     assert deltas[-1].usage.output_tokens == 24
     assert engine.submits[-1].attempt == 1
-    assert len([d for d in deltas if d.prompt_logprobs]) <= 2
+    assert len([d for d in deltas if d.result.prompt_logprobs]) <= 2
     assert sample(client, "requests_resumed_total") == 1
 
 
@@ -81,7 +82,7 @@ async def test_resume_while_the_consumer_is_slow(engine: FakeEngineCore, client:
     await until(lambda: client.num_open == 0)
     deltas = await generation.next()
     assert len(deltas) == 2  # merged: one object per choice however long nobody read
-    assert {d.choice: d.token_ids for d in deltas} == {i: expected_tokens(request, i) for i in (0, 1)}
+    assert {d.choice: d.result.token_ids for d in deltas} == {i: expected_tokens(request, i) for i in (0, 1)}
     assert await generation.next() == []
 
 
@@ -159,7 +160,7 @@ async def test_ten_engine_cores_die_under_one_stream(engine: FakeEngineCore, cli
     engine.break_streams()
     deltas = await reading
     assert tokens_of(deltas) == expected_tokens(request)
-    assert [e.top_ids for d in deltas for e in d.logprobs or ()] == [[t] for t in expected_tokens(request)]
+    assert [e.top_ids for d in deltas for e in d.result.logprobs or ()] == [[t] for t in expected_tokens(request)]
 
 
 async def test_random_losses_under_streams_of_four_choices(engine: FakeEngineCore, client: SessionClient) -> None:
@@ -255,8 +256,8 @@ async def test_duplicates_stale_attempts_and_strangers_are_ignored(
     engine: FakeEngineCore, client: SessionClient
 ) -> None:
     def repeat(run: Run, delta: Delta) -> list[Any]:
-        stale = Delta(request_id=delta.request_id, choice=0, first_index=delta.first_index, token_ids=[0], attempt=9)
-        stranger = Delta(request_id="nobody", choice=0, first_index=0, token_ids=[0])
+        stale = make_delta(delta.result.first_index, [0], request_id=delta.request_id, attempt=9)
+        stranger = make_delta(0, [0], request_id="nobody")
         return [stale, stranger, delta, delta]
 
     engine.script = repeat
@@ -265,16 +266,16 @@ async def test_duplicates_stale_attempts_and_strangers_are_ignored(
 
 
 async def test_a_gap_is_mended_by_submitting_again(engine: FakeEngineCore, client: SessionClient) -> None:
-    engine.script = lambda run, delta: [] if (run.attempt, delta.first_index) == (0, 4) else [delta]
+    engine.script = lambda run, delta: [] if (run.attempt, delta.result.first_index) == (0, 4) else [delta]
     request = record()
     deltas = await collect(await client.submit(request))
     assert tokens_of(deltas) == expected_tokens(request)
     assert [s.attempt for s in engine.submits] == [0, 1]
-    assert list(engine.submits[1].prior_outputs[0].token_ids) == expected_tokens(request)[:4]
+    assert list(engine.submits[1].resume.prior_outputs[0].token_ids) == expected_tokens(request)[:4]
 
 
 async def test_endless_gaps_end_the_request(engine: FakeEngineCore, client: SessionClient) -> None:
-    engine.script = lambda run, delta: [] if delta.first_index == 4 else [delta]
+    engine.script = lambda run, delta: [] if delta.result.first_index == 4 else [delta]
     request = record()
     deltas = await collect(await client.submit(request))
     assert tokens_of(deltas) == expected_tokens(request)[:4]
@@ -366,7 +367,7 @@ async def test_an_aborted_choice_stays_ended_after_a_resume(engine: FakeEngineCo
     await engine.start()
     deltas = await collect(generation, aborted=frozenset({1}))
     assert tokens_of(deltas) == expected_tokens(request)
-    assert [(p.choice, p.finished) for p in engine.submits[-1].prior_outputs] == [(0, False), (1, True)]
+    assert [(p.choice, p.finished) for p in engine.submits[-1].resume.prior_outputs] == [(0, False), (1, True)]
 
 
 async def test_abort_while_there_is_no_engine_core_ends_here(engine: FakeEngineCore, client: SessionClient) -> None:
@@ -421,7 +422,7 @@ async def test_a_cancelled_next_loses_nothing(engine: FakeEngineCore, client: Se
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    for _ in range(request.params.max_tokens or 0):
+    for _ in range(request.task.params.max_tokens or 0):
         engine.steps.release()
     assert tokens_of(await collect(generation)) == expected_tokens(request)
 
@@ -432,7 +433,7 @@ async def test_a_code_of_another_version_ends_its_own_request_only(
     bad = pb.Delta(finish_reason=pb.FINISH_REASON_ERROR, error_code="code of another version")
 
     def poison_once(run: Run, delta: Delta) -> list[Any]:
-        if (run.attempt, delta.first_index) != (0, 3):
+        if (run.attempt, delta.result.first_index) != (0, 3):
             return [delta]
         bad.request_id = delta.request_id
         return [pb.ServerFrame(outputs=pb.StepOutputs(deltas=[bad]))]
@@ -449,7 +450,7 @@ async def test_a_code_of_another_version_ends_its_own_request_only(
 async def test_closing_ends_open_requests(engine: FakeEngineCore, client: SessionClient) -> None:
     engine.steps = asyncio.Semaphore(1)
     generation = await client.submit(record())
-    assert (await generation.next())[0].token_ids
+    assert (await generation.next())[0].result.token_ids
     await client.aclose()
     [last] = await generation.next()
     assert last.error_code is ErrorCode.STREAM_INTERRUPTED

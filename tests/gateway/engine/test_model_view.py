@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_gateway.engine.model_view import ModelView, Progress, protocol_problem
+from pagoda_gateway.engine.model_view import EngineProgress, ModelView, protocol_problem
 from pagoda_proto.records import SESSION_PROTOCOL, Begun, Load
 
 BEGUN = Begun(model_fingerprint="m1", numerics_id="n1")
@@ -45,14 +45,14 @@ def load(seconds: float, engine_id: str = "e") -> Load:
 
 
 def test_a_first_load_is_no_progress() -> None:
-    progress = Progress()
+    progress = EngineProgress()
     progress.on_load(load(0.0), 10.0)
     progress.on_load(load(1.0), 11.0)
     assert progress.at == -float("inf")
 
 
 def test_a_step_is_when_it_was_and_not_when_it_was_told() -> None:
-    progress = Progress()
+    progress = EngineProgress()
     progress.on_load(load(5.0), 10.0)
     progress.on_load(load(2.0), 14.0)
     assert progress.at == 12.0
@@ -61,7 +61,7 @@ def test_a_step_is_when_it_was_and_not_when_it_was_told() -> None:
 
 
 def test_another_life_begins_without_progress_of_its_own() -> None:
-    progress = Progress()
+    progress = EngineProgress()
     progress.on_load(load(5.0), 10.0)
     progress.on_load(load(0.0), 11.0)
     progress.on_load(load(0.0, "other"), 50.0)
@@ -72,7 +72,7 @@ def test_another_life_begins_without_progress_of_its_own() -> None:
 
 @given(st.lists(st.tuples(st.floats(0.1, 5.0), st.booleans()), max_size=30))
 def test_progress_is_never_later_than_the_last_step(moments: list[tuple[float, bool]]) -> None:
-    progress, now, stepped_at, seen = Progress(), 0.0, 0.0, False
+    progress, now, stepped_at, seen = EngineProgress(), 0.0, 0.0, False
     progress.on_load(load(0.0), now)
     for wait_s, steps in moments:
         now += wait_s

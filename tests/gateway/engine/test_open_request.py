@@ -7,21 +7,23 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.fakes import make_delta
 
 from pagoda_gateway.engine.open_request import OpenRequest, Taken
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta, FinishReason, RequestRecord, Usage
+from pagoda_proto.records import Delta, FinishReason, Generate, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
 
 
 def opened(n: int = 1) -> OpenRequest:
-    record = RequestRecord(request_id="r", prompt_token_ids=[1, 2], params=SamplingParams(n=n), seed=0)
+    task = Generate(params=SamplingParams(n=n), seed=0)
+    record = RequestRecord(request_id="r", prompt_token_ids=[1, 2], task=task)
     return OpenRequest(record)
 
 
 def delta(first_index: int, tokens: list[int], choice: int = 0, **fields: Any) -> Delta:
-    return Delta(request_id="r", choice=choice, first_index=first_index, token_ids=list(tokens), **fields)
+    return make_delta(first_index, tokens, choice=choice, **fields)
 
 
 def test_duplicates_are_dropped_and_overlaps_cut() -> None:
@@ -31,17 +33,17 @@ def test_duplicates_are_dropped_and_overlaps_cut() -> None:
     assert request.take(delta(0, [5], logprobs=entries[:1])) is Taken.NOTHING
     assert request.take(delta(1, [6, 7], logprobs=entries[1:])) is Taken.NEWS
     [merged] = request.drain()
-    assert (merged.first_index, merged.token_ids, merged.logprobs) == (0, [5, 6, 7], entries)
+    assert (merged.result.first_index, merged.result.token_ids, merged.result.logprobs) == (0, [5, 6, 7], entries)
 
 
 def test_an_ending_on_known_tokens_is_news() -> None:
     request = opened()
     request.take(delta(0, [5]))
-    assert request.drain()[0].token_ids == [5]
+    assert request.drain()[0].result.token_ids == [5]
     usage = Usage(prompt_tokens=2, output_tokens=1)
     assert request.take(delta(0, [5], finish_reason=FinishReason.STOP, usage=usage)) is Taken.NEWS
     [last] = request.drain()
-    assert (last.first_index, last.token_ids, last.finish_reason) == (1, [], FinishReason.STOP)
+    assert (last.result.first_index, last.result.token_ids, last.finish_reason) == (1, [], FinishReason.STOP)
     assert request.ended
     assert request.take(delta(1, [9])) is Taken.NOTHING
 
@@ -62,7 +64,7 @@ def test_the_ending_is_delivered_last() -> None:
     deltas = request.drain()
     assert [d.choice for d in deltas] == [1, 0]
     assert deltas[-1].ends_request
-    assert deltas[-1].token_ids == [1, 3]
+    assert deltas[-1].result.token_ids == [1, 3]
 
 
 def test_prompt_logprobs_come_once() -> None:
@@ -72,9 +74,9 @@ def test_prompt_logprobs_come_once() -> None:
     request.attempt = 1
     request.take(delta(0, [4], prompt_logprobs=entries, attempt=1))
     [merged] = request.drain()
-    assert merged.prompt_logprobs == entries
+    assert merged.result.prompt_logprobs == entries
     request.take(delta(0, [4, 5], prompt_logprobs=entries, attempt=1))
-    assert request.drain()[0].prompt_logprobs is None
+    assert request.drain()[0].result.prompt_logprobs is None
 
 
 def test_a_failure_ends_every_open_choice_after_its_tokens() -> None:
@@ -83,9 +85,9 @@ def test_a_failure_ends_every_open_choice_after_its_tokens() -> None:
     request.take(delta(0, [2], choice=1, finish_reason=FinishReason.LENGTH))
     request.close((2,))
     request.fail(PagodaError(ErrorCode.STREAM_INTERRUPTED, "gone"))
-    assert {d.choice: d.token_ids for d in request.drain()} == {0: [1], 1: [2], 2: []}
+    assert {d.choice: d.result.token_ids for d in request.drain()} == {0: [1], 1: [2], 2: []}
     [last] = request.drain()
-    assert (last.choice, last.token_ids, last.finish_reason) == (0, [], FinishReason.ERROR)
+    assert (last.choice, last.result.token_ids, last.finish_reason) == (0, [], FinishReason.ERROR)
     assert last.error_code is ErrorCode.STREAM_INTERRUPTED
     assert last.ends_request
     assert request.drain() == []
@@ -98,7 +100,7 @@ def test_an_engine_cores_error_comes_after_the_tokens_and_last() -> None:
     request.take(delta(1, [], choice=0, **failure))
     request.take(delta(0, [2], choice=1))
     request.take(delta(1, [], choice=1, usage=Usage(prompt_tokens=2), **failure))
-    assert {d.choice: d.token_ids for d in request.drain()} == {0: [1], 1: [2]}
+    assert {d.choice: d.result.token_ids for d in request.drain()} == {0: [1], 1: [2]}
     assert [(d.choice, d.ends_request) for d in request.drain()] == [(0, False), (1, True)]
 
 
@@ -114,8 +116,8 @@ def test_any_faulty_stream_yields_each_token_once(data: st.DataObject) -> None:
     def read() -> None:
         nonlocal endings
         for d in request.drain():
-            assert d.first_index == len(seen[d.choice])
-            seen[d.choice] += d.token_ids
+            assert d.result.first_index == len(seen[d.choice])
+            seen[d.choice] += d.result.token_ids
             endings += d.ends_request
 
     for _ in range(data.draw(st.integers(0, 40))):
@@ -124,7 +126,7 @@ def test_any_faulty_stream_yields_each_token_once(data: st.DataObject) -> None:
         stop = data.draw(st.integers(first, 12))
         fault = data.draw(st.sampled_from(["none", "none", "stale", "loss"]))
         d = delta(first, CHOICES[choice][first:stop], choice=choice, attempt=request.attempt - (fault == "stale"))
-        known = {p.choice: len(p.token_ids) for p in request.prior_outputs()}.get(choice, 0)
+        known = {p.choice: len(p.token_ids) for p in request.resume().prior_outputs}.get(choice, 0)
         taken = request.take(d)
         assert (taken is Taken.GAP) == (fault != "stale" and first > known)
         if fault == "loss":

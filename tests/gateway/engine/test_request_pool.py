@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tests.gateway.fake_engine_core import next_token
 from tests.gateway.streams import record, waits
 
-from pagoda_gateway.engine.endings import Endings
-from pagoda_gateway.engine.live import LiveRequest
 from pagoda_gateway.engine.model_view import ModelView
+from pagoda_gateway.engine.pooled_generation import PooledGeneration
+from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.request_pool import RequestPool
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.convert import begun_to_pb
@@ -34,40 +34,38 @@ class Bench:
         self.now = 100.0
         self.metrics = GatewayMetrics("m")
         self.sent: list[pb.ClientFrame] = []
-        endings = Endings(self.metrics, log_requests=True)
+        meter = RequestMeter(self.metrics, log_requests=True)
         clock = LivedClock(1e9, lambda: self.now)
         self.waits = waits(**times)
-        self.pool = RequestPool(clock, self.waits, self.metrics, endings, lambda now: 7.0)
+        self.pool = RequestPool(clock, self.waits, self.metrics, meter, lambda now: 7.0)
         self.meet()
 
     def meet(self, view: ModelView = HERE, *, usable: bool = True) -> None:
         self.pool.meet(view, self.sent.append, usable=usable)
 
-    def open(self, **params: Any) -> LiveRequest:
+    def open(self, **params: Any) -> PooledGeneration:
         return self.pool.open(record(**params), counted=True)
 
-    def submits(self, live: LiveRequest) -> list[pb.Submit]:
-        name = live.request.record.request_id
+    def submits(self, generation: PooledGeneration) -> list[pb.Submit]:
+        name = generation.request.record.request_id
         return [f.submit for f in self.sent if f.HasField("submit") and f.submit.record.request_id == name]
 
-    def tokens(self, live: LiveRequest, *tokens: int, at: int = 0, begun: Begun | None = BEGUN) -> None:
+    def tokens(self, generation: PooledGeneration, *tokens: int, at: int = 0, begun: Begun | None = BEGUN) -> None:
         delta = pb.Delta(
-            request_id=live.request.record.request_id,
-            attempt=live.request.attempt,
-            first_index=at,
-            token_ids=tokens,
-            stop_token_id=-1,
+            request_id=generation.request.record.request_id,
+            attempt=generation.request.attempt,
+            tokens=pb.Tokens(first_index=at, token_ids=tokens),
         )
         if begun is not None and not at:
-            delta.begun.CopyFrom(begun_to_pb(begun))
+            delta.tokens.begun.CopyFrom(begun_to_pb(begun))
         self.pool.on_outputs(pb.StepOutputs(deltas=[delta]))
 
-    def reject(self, live: LiveRequest, code: str, message: str = "no", retry_after_s: float = 0.0) -> None:
-        about = {"request_id": live.request.record.request_id, "attempt": live.request.attempt}
+    def reject(self, generation: PooledGeneration, code: str, message: str = "no", retry_after_s: float = 0.0) -> None:
+        about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
         self.pool.on_rejected(pb.Rejected(code=code, message=message, retry_after_s=retry_after_s, **about))
 
-    def accept(self, live: LiveRequest) -> None:
-        about = {"request_id": live.request.record.request_id, "attempt": live.request.attempt}
+    def accept(self, generation: PooledGeneration) -> None:
+        about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
         self.pool.on_accepted(pb.Accepted(**about))
 
     def after(self, seconds: float) -> None:
@@ -80,53 +78,53 @@ async def bench() -> Bench:
     return Bench()
 
 
-def ending(live: LiveRequest) -> tuple[ErrorCode | None, str]:
-    assert live.request.ended
-    assert live.request.error is not None
-    return live.request.error.code, live.request.error.message
+def ending(generation: PooledGeneration) -> tuple[ErrorCode | None, str]:
+    assert generation.request.ended
+    assert generation.request.error is not None
+    return generation.request.error.code, generation.request.error.message
 
 
 async def test_what_it_began_under_goes_out_with_every_resubmission(bench: Bench) -> None:
-    live = bench.open()
-    bench.tokens(live, 5)
+    generation = bench.open()
+    bench.tokens(generation, 5)
     for _ in range(3):
         bench.pool.lose()
         bench.meet()
-    first, *later = bench.submits(live)
-    assert not first.HasField("begun")
-    assert [submit.begun for submit in later] == [begun_to_pb(BEGUN)] * 3
+    first, *later = bench.submits(generation)
+    assert not first.resume.HasField("begun")
+    assert [submit.resume.begun for submit in later] == [begun_to_pb(BEGUN)] * 3
     assert [submit.attempt for submit in later] == [1, 2, 3]
 
 
 async def test_without_tokens_nothing_is_bound(bench: Bench) -> None:
-    live = bench.open()
-    bench.accept(live)
+    generation = bench.open()
+    bench.accept(generation)
     bench.pool.lose()
     bench.meet(ModelView(fingerprint="m2", numerics_id="n2", vocab_size=512))
-    assert [submit.HasField("begun") for submit in bench.submits(live)] == [False, False]
+    assert [submit.resume.HasField("begun") for submit in bench.submits(generation)] == [False, False]
 
 
 async def test_the_first_word_on_where_it_began_stays(bench: Bench) -> None:
-    live = bench.open()
-    bench.tokens(live, 5)
+    generation = bench.open()
+    bench.tokens(generation, 5)
     bench.pool.lose()
     bench.meet()
-    bench.tokens(live, 5, 6, begun=Begun(model_fingerprint="m9", numerics_id="n9"))
-    assert live.request.begun == BEGUN
+    bench.tokens(generation, 5, 6, begun=Begun(model_fingerprint="m9", numerics_id="n9"))
+    assert generation.request.begun == BEGUN
 
 
 @pytest.mark.parametrize("lost", [False, True])
 async def test_another_model_is_named_and_nothing_spliced(bench: Bench, lost: bool) -> None:
-    live, fresh = bench.open(), bench.open()
-    bench.tokens(live, 5)
+    generation, fresh = bench.open(), bench.open()
+    bench.tokens(generation, 5)
     if lost:
         bench.pool.lose()
     bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512))
-    code, message = ending(live)
+    code, message = ending(generation)
     assert code is ErrorCode.STREAM_INTERRUPTED
     assert "'m1'" in message
     assert "'m2'" in message
-    assert len(bench.submits(live)) == 1
+    assert len(bench.submits(generation)) == 1
     assert not fresh.request.ended  # it had no token: any model will do
     assert len(bench.submits(fresh)) == 1 + lost
 
@@ -143,10 +141,10 @@ async def test_each_request_is_judged_by_what_it_began_under_itself(bench: Bench
 
 
 async def test_a_prompt_does_not_go_to_another_vocabulary(bench: Bench) -> None:
-    live = bench.open()
+    generation = bench.open()
     bench.pool.lose()
     bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=600))
-    code, message = ending(live)
+    code, message = ending(generation)
     assert code is ErrorCode.UNAVAILABLE
     assert "512" in message
     assert "600" in message
@@ -154,135 +152,135 @@ async def test_a_prompt_does_not_go_to_another_vocabulary(bench: Bench) -> None:
 
 async def test_other_numerics_are_waited_out(bench: Bench) -> None:
     """The engine core stands; a worker of the old kind may still come, for longer than an engine core is waited for."""
-    live = bench.open()
-    bench.tokens(live, 5)
+    generation = bench.open()
+    bench.tokens(generation, 5)
     bench.pool.lose()
     others = ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512)
     bench.meet(others)
     bench.after(bench.waits.resume_s + 1)
     bench.meet(others)
-    assert len(bench.submits(live)) == 1
+    assert len(bench.submits(generation)) == 1
     bench.meet(HERE)
-    assert len(bench.submits(live)) == 2
+    assert len(bench.submits(generation)) == 2
 
 
 async def test_other_numerics_to_the_end_are_named(bench: Bench) -> None:
-    live = bench.open()
-    bench.tokens(live, 5)
+    generation = bench.open()
+    bench.tokens(generation, 5)
     bench.pool.lose()
     bench.meet(ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512))
     bench.after(1.0)
     bench.after(bench.waits.no_worker_s)
-    code, message = ending(live)
+    code, message = ending(generation)
     assert code is ErrorCode.STREAM_INTERRUPTED
     assert "'n1'" in message
     assert "'n2'" in message
-    assert len(bench.submits(live)) == 1
+    assert len(bench.submits(generation)) == 1
 
 
 async def test_an_engine_core_that_knows_no_worker_yet_may_hold_it(bench: Bench) -> None:
-    live = bench.open()
-    bench.tokens(live, 5)
+    generation = bench.open()
+    bench.tokens(generation, 5)
     bench.pool.lose()
     bench.meet(NO_ONE)
-    assert len(bench.submits(live)) == 2
+    assert len(bench.submits(generation)) == 2
 
 
 @pytest.mark.parametrize("code", ["overloaded", "unavailable"])
 async def test_a_refusal_of_what_was_lost_is_tried_again(bench: Bench, code: str) -> None:
-    live = bench.open()
-    bench.tokens(live, 5)
+    generation = bench.open()
+    bench.tokens(generation, 5)
     bench.pool.lose()
     bench.meet()
     for attempt in (1, 2, 3):
-        bench.reject(live, code, retry_after_s=0.5)
-        assert len(bench.submits(live)) == 1 + attempt
+        bench.reject(generation, code, retry_after_s=0.5)
+        assert len(bench.submits(generation)) == 1 + attempt
         bench.meet()  # a load says nothing about when to come again
         bench.after(0.4)
-        assert len(bench.submits(live)) == 1 + attempt
+        assert len(bench.submits(generation)) == 1 + attempt
         bench.after(0.2)
-        assert len(bench.submits(live)) == 2 + attempt
-    bench.accept(live)
-    assert not live.request.ended
+        assert len(bench.submits(generation)) == 2 + attempt
+    bench.accept(generation)
+    assert not generation.request.ended
 
 
 async def test_refused_to_the_end_it_tells_the_engine_cores_own_reason(bench: Bench) -> None:
-    live = bench.open()
-    bench.tokens(live, 5)
+    generation = bench.open()
+    bench.tokens(generation, 5)
     bench.pool.lose()
     bench.meet()
-    bench.reject(live, "unavailable", "no worker for 120 s")
+    bench.reject(generation, "unavailable", "no worker for 120 s")
     bench.after(bench.waits.resume_s)
-    code, message = ending(live)
+    code, message = ending(generation)
     assert code is ErrorCode.STREAM_INTERRUPTED
     assert "no worker for 120 s" in message
     assert "lost" not in message
 
 
 async def test_refused_after_it_was_taken_it_tells_that_reason_too(bench: Bench) -> None:
-    live = bench.open()
-    bench.tokens(live, 5)
+    generation = bench.open()
+    bench.tokens(generation, 5)
     bench.pool.lose()
     bench.meet()
-    bench.accept(live)
+    bench.accept(generation)
     bench.after(120.0)
-    bench.reject(live, "unavailable", "no worker for 120 s")
-    assert ending(live) == (ErrorCode.STREAM_INTERRUPTED, "no worker for 120 s")
+    bench.reject(generation, "unavailable", "no worker for 120 s")
+    assert ending(generation) == (ErrorCode.STREAM_INTERRUPTED, "no worker for 120 s")
 
 
 async def test_each_loss_has_a_wait_of_its_own(bench: Bench) -> None:
     """Also when all that came between two losses was a refusal."""
-    live = bench.open()
-    bench.tokens(live, 5)
+    generation = bench.open()
+    bench.tokens(generation, 5)
     for _ in range(4):
         bench.pool.lose()
         bench.after(0.9 * bench.waits.resume_s)
         bench.meet()
-        bench.reject(live, "unavailable", "no worker yet")
-    assert not live.request.ended
+        bench.reject(generation, "unavailable", "no worker yet")
+    assert not generation.request.ended
     bench.after(0.2 * bench.waits.resume_s)
-    assert "no worker yet" in ending(live)[1]
+    assert "no worker yet" in ending(generation)[1]
 
 
 async def test_none_that_takes_over_is_called_lost(bench: Bench) -> None:
-    live, fresh = bench.open(), bench.open()
-    bench.tokens(live, 5)
+    generation, fresh = bench.open(), bench.open()
+    bench.tokens(generation, 5)
     bench.pool.lose()
     bench.after(bench.waits.resume_s - 0.1)
-    assert not live.request.ended
+    assert not generation.request.ended
     bench.after(0.2)
-    assert ending(live)[0] is ErrorCode.STREAM_INTERRUPTED
+    assert ending(generation)[0] is ErrorCode.STREAM_INTERRUPTED
     assert ending(fresh)[0] is ErrorCode.UNAVAILABLE
-    assert live.request.error is not None
-    assert live.request.error.retry_after_s == 7.0
-    assert "lost" in ending(live)[1]
+    assert generation.request.error is not None
+    assert generation.request.error.retry_after_s == 7.0
+    assert "lost" in ending(generation)[1]
 
 
 async def test_losses_without_a_token_are_bounded_by_time(bench: Bench) -> None:
-    live = bench.open()
+    generation = bench.open()
     num_losses = 0
-    while not live.request.ended:
+    while not generation.request.ended:
         bench.after(2.0)
         bench.pool.lose()
         bench.meet()
         num_losses += 1
     assert num_losses == int(bench.waits.losing_s / 2.0) + 2
-    live = bench.open()
+    generation = bench.open()
     for i in range(3 * num_losses):  # a token now and then, and there is no bound
         bench.after(2.0)
         bench.pool.lose()
         bench.meet()
         if i % 10 == 0:
-            bench.tokens(live, 1, at=live.request.num_output_tokens)
-    assert not live.request.ended
+            bench.tokens(generation, 1, at=generation.request.num_output_tokens)
+    assert not generation.request.ended
 
 
 async def test_a_stop_string_found_while_lost_ends_it_here_with_what_is_known(bench: Bench) -> None:
-    live = bench.open()
-    bench.tokens(live, 5)
+    generation = bench.open()
+    bench.tokens(generation, 5)
     bench.pool.lose()
-    await live.abort([0])
-    *_, last = await live.next()
+    await generation.abort([0])
+    *_, last = await generation.next()
     assert last.usage is not None
     assert (last.usage.cached_prompt_tokens, last.usage.output_tokens) == (2, 1)
     assert bench.pool.num_open == bench.pool.num_parked == 0
@@ -290,10 +288,10 @@ async def test_a_stop_string_found_while_lost_ends_it_here_with_what_is_known(be
 
 async def test_a_request_opened_in_a_gap_of_the_session_is_not_forgotten(bench: Bench) -> None:
     bench.pool.lose()
-    live = bench.open()
-    assert bench.submits(live) == []
+    generation = bench.open()
+    assert bench.submits(generation) == []
     bench.meet()
-    assert len(bench.submits(live)) == 1
+    assert len(bench.submits(generation)) == 1
 
 
 EVENTS = st.lists(
@@ -310,12 +308,12 @@ class Story:
         self.view = HERE
         self.usable = True
         self.there = True
-        self.lives: list[LiveRequest] = []
+        self.generations: list[PooledGeneration] = []
 
     def happen(self, event: str) -> None:
         bench, pool = self.bench, self.bench.pool
         if event == "open":
-            self.lives.append(bench.open(n=2, max_tokens=6))
+            self.generations.append(bench.open(n=2, max_tokens=6))
         elif event == "lose":
             pool.lose()
             self.there = False
@@ -326,33 +324,39 @@ class Story:
         elif event == "wait":
             bench.after(1.0)
         else:
-            for live in self.lives:
-                self._to_one(live, event)
+            for generation in self.generations:
+                self._to_one(generation, event)
 
-    def _to_one(self, live: LiveRequest, event: str) -> None:
+    def _to_one(self, generation: PooledGeneration, event: str) -> None:
         """Only what this engine core has been sent can it speak of."""
-        submits = self.bench.submits(live)
-        if not (self.there and submits and submits[-1].attempt == live.request.attempt and not live.request.ended):
+        submits = self.bench.submits(generation)
+        if not (
+            self.there
+            and submits
+            and submits[-1].attempt == generation.request.attempt
+            and not generation.request.ended
+        ):
             return
-        about = {"request_id": live.request.record.request_id, "attempt": live.request.attempt}
+        about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
         if event == "move":
             self.bench.pool.on_migrate(pb.Migrate(**about))
         elif event == "no":
-            self.bench.reject(live, "overloaded")
+            self.bench.reject(generation, "overloaded")
         else:
-            self._tokens(live, about, hole=event == "hole")
+            self._tokens(generation, about, hole=event == "hole")
 
-    def _tokens(self, live: LiveRequest, about: dict[str, Any], *, hole: bool) -> None:
-        priors = {prior.choice: prior.token_ids for prior in live.request.prior_outputs()}
+    def _tokens(self, generation: PooledGeneration, about: dict[str, Any], *, hole: bool) -> None:
+        priors = {prior.choice: prior.token_ids for prior in generation.request.resume().prior_outputs}
         deltas = []
         for choice in range(2):
             known = list(priors.get(choice, ()))
             if len(known) >= 6:
                 continue
-            token = next_token(live.request.record, choice, known)
-            delta = pb.Delta(choice=choice, first_index=len(known) + hole, token_ids=[token], stop_token_id=-1, **about)
+            token = next_token(generation.request.record, choice, known)
+            tokens = pb.Tokens(first_index=len(known) + hole, token_ids=[token])
+            delta = pb.Delta(choice=choice, tokens=tokens, **about)
             if not priors:
-                delta.begun.CopyFrom(begun_to_pb(BEGUN))
+                delta.tokens.begun.CopyFrom(begun_to_pb(BEGUN))
             if len(known) == 5 and not hole:
                 delta.finish_reason = pb.FINISH_REASON_LENGTH
             deltas.append(delta)
@@ -361,9 +365,9 @@ class Story:
         self.bench.pool.on_outputs(pb.StepOutputs(deltas=deltas))
 
 
-async def read(live: LiveRequest) -> list[Delta]:
+async def read(generation: PooledGeneration) -> list[Delta]:
     deltas: list[Delta] = []
-    while batch := await live.next():
+    while batch := await generation.next():
         deltas += batch
     return deltas
 
@@ -371,8 +375,8 @@ async def read(live: LiveRequest) -> list[Delta]:
 def check(record: RequestRecord, deltas: list[Delta]) -> None:
     got: dict[int, list[int]] = {0: [], 1: []}
     for delta in deltas:
-        assert delta.first_index == len(got[delta.choice])
-        for token in delta.token_ids:
+        assert delta.result.first_index == len(got[delta.choice])
+        for token in delta.result.token_ids:
             assert token == next_token(record, delta.choice, got[delta.choice])
             got[delta.choice].append(token)
     assert [delta.ends_request for delta in deltas].count(True) == 1
@@ -388,20 +392,20 @@ def test_any_story_ends_each_request_once_with_a_prefix_of_its_tokens(events: li
         story = Story()
         for event in events:
             story.happen(event)
-        for live in story.lives:
-            for submit in story.bench.submits(live):
-                assert submit.HasField("begun") == bool(submit.prior_outputs)
+        for generation in story.generations:
+            for submit in story.bench.submits(generation):
+                assert submit.resume.HasField("begun") == bool(submit.resume.prior_outputs)
         story.happen("lose")
         for _ in range(7):
             story.happen("wait")
         assert story.bench.pool.num_open == story.bench.pool.num_parked == 0
-        for live in story.lives:
-            check(live.request.record, await read(live))
+        for generation in story.generations:
+            check(generation.request.record, await read(generation))
         value = story.bench.metrics.registry.get_sample_value
         ended = [
             value("pagoda_request_success_total", {"model_name": "m", "finished_reason": reason})
             for reason in FinishReason
         ]
-        assert sum(n or 0 for n in ended) == len(story.lives)
+        assert sum(n or 0 for n in ended) == len(story.generations)
 
     asyncio.run(tell())

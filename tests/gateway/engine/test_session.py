@@ -164,18 +164,22 @@ async def test_frames_of_another_version_are_nothing_to_a_session(
 
 
 NUMBERS = st.integers(0, 3)
+TOKENS = st.builds(
+    pb.Tokens,
+    first_index=NUMBERS,
+    token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    stop_token_id=st.one_of(st.none(), st.integers(0, 9)),
+    begun=st.one_of(st.none(), st.builds(pb.Begun, model_fingerprint=st.text(max_size=2))),
+)
 DELTAS = st.builds(
     pb.Delta,
     request_id=st.sampled_from(["r", "other"]),
     attempt=NUMBERS,
     choice=NUMBERS,
-    first_index=NUMBERS,
-    token_ids=st.lists(st.integers(0, 2**32 - 1), max_size=3),
+    tokens=st.one_of(st.none(), TOKENS),
     finish_reason=st.integers(0, 9),
-    stop_token_id=st.integers(-9, 9),
     error_code=st.text(max_size=3),
     usage=st.one_of(st.none(), st.builds(pb.Usage, output_tokens=NUMBERS)),
-    begun=st.one_of(st.none(), st.builds(pb.Begun, model_fingerprint=st.text(max_size=2))),
 )
 ABOUT = {"request_id": st.just("r"), "attempt": NUMBERS}
 FRAMES = st.one_of(
@@ -198,12 +202,12 @@ def test_no_frame_raises_whatever_is_in_it(frames: list[pb.ServerFrame]) -> None
         client = SessionClient(EngineAddress("unix:/nowhere"), GatewayMetrics("m"))
         client._session = Session(EngineAddress("unix:/nowhere"), client.clock, 5.0)
         client._on_frame(pb.ServerFrame(load=pb.Load(protocol=SESSION_PROTOCOL)))
-        live = client._pool.open(msgspec.structs.replace(record(n=2), request_id="r"), counted=True)
+        generation = client._pool.open(msgspec.structs.replace(record(n=2), request_id="r"), counted=True)
         for frame in frames:
             client._on_frame(frame)
         client.end_all("over")
         deltas = []
-        while batch := await live.next():
+        while batch := await generation.next():
             deltas += batch
         assert [delta.ends_request for delta in deltas].count(True) == 1
         assert deltas[-1].ends_request
@@ -215,8 +219,8 @@ async def test_one_engine_cores_frame_that_breaks_the_wire_costs_only_a_session(
     engine: FakeEngineCore, client: SessionClient
 ) -> None:
     """Larger than a message may be: gRPC ends the call, and all goes on with the next."""
-    big = pb.ServerFrame(migrate=pb.Migrate(request_id="x", reason="y" * (65 * 1024 * 1024)))
-    engine.script = lambda run, delta: [delta, big] if (run.attempt, delta.first_index) == (0, 3) else [delta]
+    big = pb.ServerFrame(migrate=pb.Migrate(request_id="x" * (65 * 1024 * 1024)))
+    engine.script = lambda run, delta: [delta, big] if (run.attempt, delta.result.first_index) == (0, 3) else [delta]
     request = record()
     assert tokens_of(await collect(await client.submit(request))) == expected_tokens(request)
     assert len(engine.metadata) == 2

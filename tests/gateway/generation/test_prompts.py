@@ -160,7 +160,9 @@ async def test_products_are_refused_before_anything_is_tokenised(
 ) -> None:
     watched = Watched(tmp_path, monkeypatch, max_model_len=2048)
     body = parse_body(CompletionRequest, {"prompt": [[1] * 2000] * 32, "prompt_logprobs": 20})
-    with pytest.raises(InvalidParams, match=r"32 prompts of 64000 tokens x \(1 \+ prompt_logprobs 20\) are 1344000"):
+    with pytest.raises(
+        InvalidParams, match=r"32 prompts of 64000 tokens together x \(1 \+ prompt_logprobs 20\) are 1344000"
+    ):
         await completion_records(watched.gateway.context, body)
     assert watched.encoded == []
 

@@ -88,14 +88,14 @@ async def test_the_authors_defaults_yield_to_the_request(tmp_path: Path) -> None
     defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
     text = type(gateway.text).load(write_model_dir(tmp_path / "other", generation_config=defaults))
     object.__setattr__(gateway.context, "text", text)
-    params = (await chat_record(gateway.context, chat(temperature=0, top_k=-1))).params
+    params = (await chat_record(gateway.context, chat(temperature=0, top_k=-1))).task.params
     assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0, 0, 0.9, 1.1)
 
 
 @pytest.mark.parametrize(("seed", "expected"), [(0, 0), (2**64 - 1, 2**64 - 1), (-1, 2**64 - 1), (-(2**63), 2**63)])
 async def test_every_64_bit_seed_is_taken(gateway: Gateway, seed: int, expected: int) -> None:
     record = await chat_record(gateway.context, chat(seed=seed))
-    assert record.seed == record.params.seed == expected
+    assert record.task.seed == record.task.params.seed == expected
 
 
 def test_messages_for_templates() -> None:

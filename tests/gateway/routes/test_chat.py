@@ -103,14 +103,14 @@ async def test_parameters_reach_the_record(tmp_path: Path) -> None:
         priority=-4, cache_salt="tenant_1", n=2, stop="END",
     )  # fmt: skip
     record = gateway.engine.record
-    p = record.params
+    p = record.task.params
     assert (p.temperature, p.top_k, p.top_p, p.min_p, p.repetition_penalty) == (0.5, 0, 0.9, 0.1, 1.2)
     assert (p.presence_penalty, p.frequency_penalty, p.max_tokens, p.min_tokens) == (0.5, -0.5, 7, 2)
     assert (p.stop_token_ids, p.ignore_eos, p.logit_bias, p.allowed_token_ids) == ((3,), True, {5: -100}, (5, 6))
     assert (p.logprobs, p.n, p.stop, p.seed) == (2, 2, ("END",), 2**64 - 1)
-    assert (record.seed, record.priority, record.cache_salt) == (2**64 - 1, -4, "tenant_1")
+    assert (record.task.seed, record.priority, record.cache_salt) == (2**64 - 1, -4, "tenant_1")
     assert p.bad_words_token_ids == (tuple(gateway.ids("hello")), tuple(gateway.ids(" hello")))
-    assert record.eos_token_ids == gateway.text.eos_token_ids
+    assert record.task.eos_token_ids == gateway.text.eos_token_ids
 
 
 async def test_defaults_are_openais_and_the_seed_is_drawn(tmp_path: Path) -> None:
@@ -118,8 +118,9 @@ async def test_defaults_are_openais_and_the_seed_is_drawn(tmp_path: Path) -> Non
     await post(gateway)
     await post(gateway)
     first, second = (generation.record for generation in gateway.engine.generations)
-    assert (first.params.temperature, first.params.max_tokens, first.params.n, first.params.seed) == (1, None, 1, None)
-    assert first.seed != second.seed
+    p = first.task.params
+    assert (p.temperature, p.max_tokens, p.n, p.seed) == (1, None, 1, None)
+    assert first.task.seed != second.task.seed
     assert first.request_id != second.request_id
     assert len(first.request_id) == 32
 

@@ -51,7 +51,7 @@ async def test_an_answer_has_openais_shape(tmp_path: Path) -> None:
         {"index": 0, "text": " world", "logprobs": None, "finish_reason": "length", "stop_reason": None}
     ]
     assert answer["usage"]["total_tokens"] == len(record.prompt_token_ids) + 1
-    assert record.params.max_tokens == 16
+    assert record.task.params.max_tokens == 16
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -78,7 +78,7 @@ async def test_prompts_get_seeds_of_their_own_unless_given(tmp_path: Path) -> No
     gateway = saying(tmp_path, "x")
     await post(gateway, prompt=["a", "b"])
     await post(gateway, prompt=["a", "b"], seed=7)
-    seeds = [generation.record.seed for generation in gateway.engine.generations]
+    seeds = [generation.record.task.seed for generation in gateway.engine.generations]
     assert seeds[0] != seeds[1]
     assert seeds[2:] == [7, 7]
 
@@ -110,7 +110,7 @@ async def test_echo_with_logprobs_covers_the_prompt(tmp_path: Path, stream: bool
     assert logprobs["tokens"] == ["hello", " world"]
     assert logprobs["text_offset"] == [0, 5]
     assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-    assert gateway.engine.record.params.prompt_logprobs == 0
+    assert gateway.engine.record.task.params.prompt_logprobs == 0
 
 
 async def test_offsets_count_the_echo_as_it_is_shown(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ async def test_best_of_picks_the_likeliest_on_average(tmp_path: Path) -> None:
     assert [(choice["index"], choice["text"]) for choice in answer["choices"]] == list(enumerate(texts))
     assert answer["choices"][0]["logprobs"] is None
     assert answer["usage"]["completion_tokens"] == 6
-    assert gateway.engine.record.params.n == 3
+    assert gateway.engine.record.task.params.n == 3
 
 
 async def test_a_stream_ends_with_usage_on_request(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from tests.services.sse_server import SseServer, serving
 from pagoda.bench.load import LoadClient, LoadResult, Plan, Sent, run_load
 from pagoda.bench.processes import ProcessWatch, family, usage
 from pagoda.bench.report import distribution_ms, percentile, render, summarise
-from pagoda.bench.workload import BodyMaker, Row, Shape, arrivals, make_rows, read_rows, write_rows
+from pagoda.bench.workload import BodyMaker, WorkloadRow, WorkloadShape, arrivals, make_rows, read_rows, write_rows
 from pagoda.cli import main
-from pagoda.tools.http_stream import Answer, Target
+from pagoda.tools.http_stream import HttpAnswer, Target
 from pagoda.tools.timing import Timing
 
-SHAPE = Shape(num_requests=6, input_len=10, output_len=4, prefix_len=6, num_prefixes=2)
+SHAPE = WorkloadShape(num_requests=6, input_len=10, output_len=4, prefix_len=6, num_prefixes=2)
 
 
 def body_maker(**changes: Any) -> BodyMaker:
@@ -37,7 +37,7 @@ async def load(server: SseServer, plan: Plan, **changes: Any) -> LoadResult:
     return result
 
 
-def closed(rows: list[Row], concurrency: int = 2) -> Plan:
+def closed(rows: list[WorkloadRow], concurrency: int = 2) -> Plan:
     return Plan(rows, concurrency, None, None)
 
 
@@ -69,7 +69,9 @@ async def test_prompts_are_token_ids_of_the_length_asked_for_with_shared_prefixe
 
 async def test_chat_sends_words_and_understands_deltas() -> None:
     async with serving(SseServer()) as server:
-        result = await load(server, closed([Row(prompt_tokens=3, output_tokens=5)]), chat=True, ignore_eos=False)
+        result = await load(
+            server, closed([WorkloadRow(prompt_tokens=3, output_tokens=5)]), chat=True, ignore_eos=False
+        )
     (body,) = server.bodies
     assert len(body["messages"][0]["content"].split()) == 3
     assert "ignore_eos" not in body
@@ -79,14 +81,14 @@ async def test_chat_sends_words_and_understands_deltas() -> None:
 
 async def test_extra_fields_reach_the_server() -> None:
     async with serving(SseServer()) as server:
-        await load(server, closed([Row(1, 1, seed=7, temperature=0.5)]), extra={"top_k": 3})
+        await load(server, closed([WorkloadRow(1, 1, seed=7, temperature=0.5)]), extra={"top_k": 3})
     (body,) = server.bodies
     assert (body["top_k"], body["seed"], body["temperature"]) == (3, 7, 0.5)
 
 
 async def test_a_failed_request_is_counted_and_the_others_go_on() -> None:
     async with serving(SseServer(failures=[503])) as server:
-        result = await load(server, closed([Row(1, 1), Row(1, 1), Row(1, 1)], concurrency=1))
+        result = await load(server, closed([WorkloadRow(1, 1), WorkloadRow(1, 1), WorkloadRow(1, 1)], concurrency=1))
     report = summarise(result, exact_prompts=False, limits_ms={})
     assert report["completed"] == 2
     assert report["errors"] == {'http 503: {"error": "no"}': 1}
@@ -94,19 +96,19 @@ async def test_a_failed_request_is_counted_and_the_others_go_on() -> None:
 
 async def test_a_stream_without_its_end_mark_is_an_error() -> None:
     async with serving(SseServer(omit_done=True)) as server:
-        result = await load(server, closed([Row(1, 1)]))
+        result = await load(server, closed([WorkloadRow(1, 1)]))
     assert result.sent[0].timing.error == "the stream ended without [DONE]"
 
 
 async def test_a_server_that_closes_after_each_answer_is_connected_to_anew() -> None:
     async with serving(SseServer(close_after_answer=True)) as server:
-        result = await load(server, closed([Row(1, 1)] * 4, concurrency=1))
+        result = await load(server, closed([WorkloadRow(1, 1)] * 4, concurrency=1))
     assert [one.timing.error for one in result.sent] == [None] * 4
     assert server.connections == 4
 
 
 async def test_an_open_loop_starts_requests_at_their_times() -> None:
-    rows = [Row(1, 1)] * 3
+    rows = [WorkloadRow(1, 1)] * 3
     async with serving(SseServer()) as server:
         result = await load(server, Plan(rows, 1, [0.0, 0.02, 0.04], None))
     starts = [one.timing.started for one in result.sent]
@@ -116,12 +118,12 @@ async def test_an_open_loop_starts_requests_at_their_times() -> None:
 
 async def test_nothing_is_started_after_the_duration() -> None:
     async with serving(SseServer()) as server:
-        result = await load(server, Plan([Row(1, 1)] * 3, 1, [0.0, 0.01, 99.0], 1.0))
+        result = await load(server, Plan([WorkloadRow(1, 1)] * 3, 1, [0.0, 0.01, 99.0], 1.0))
     assert len(result.sent) == 2
 
 
 def test_arrivals_have_the_rate_asked_for() -> None:
-    rows = [Row(1, 1)] * 2001
+    rows = [WorkloadRow(1, 1)] * 2001
     poisson, even = arrivals(rows, 10.0, 1.0, seed=3), arrivals(rows, 10.0, 0.0, seed=3)
     assert poisson[-1] == pytest.approx(200, rel=0.1)
     assert even[-1] == pytest.approx(200)
@@ -130,7 +132,9 @@ def test_arrivals_have_the_rate_asked_for() -> None:
 
 
 def test_rows_survive_a_file(tmp_path: Path) -> None:
-    rows = make_rows(Shape(num_requests=20, input_len=30, output_len=9, input_spread=9.0, output_spread=3.0), seed=5)
+    rows = make_rows(
+        WorkloadShape(num_requests=20, input_len=30, output_len=9, input_spread=9.0, output_spread=3.0), seed=5
+    )
     write_rows(rows, tmp_path / "w.jsonl")
     assert read_rows(tmp_path / "w.jsonl") == rows
     assert len({row.prompt_tokens for row in rows}) > 3
@@ -158,7 +162,7 @@ def timing(first: float, last: float, ended: float, tokens: int) -> Timing:
 
 def test_limits_count_the_requests_that_keep_all_of_them() -> None:
     quick, slow = timing(0.1, 0.5, 0.5, 5), timing(0.1, 2.1, 2.1, 5)
-    sent = [Sent(i, Row(1, 5), one) for i, one in enumerate((quick, slow))]
+    sent = [Sent(i, WorkloadRow(1, 5), one) for i, one in enumerate((quick, slow))]
     result = LoadResult(sent, wall_s=2.0, client_cpu_s=0.1, peak_in_flight=1, late_starts_s=[])
     report = summarise(result, exact_prompts=True, limits_ms={"ttft": 150, "tpot": 150})
     assert (report["goodput_requests_per_s"], report["share_within_limits"]) == (0.5, 0.5)
@@ -170,14 +174,14 @@ def test_a_stream_whose_events_never_have_text_is_timed_by_them() -> None:
     for now in (1.0, 1.5, 2.5):
         one.on_event(now, b'{"choices": [{"text": ""}]}')
     one.on_event(3.0, b"[DONE]")
-    one.finish(Answer(200, b""))
+    one.finish(HttpAnswer(200, b""))
     assert (one.first, one.last, one.gaps, one.output_tokens) == (1.0, 2.5, [0.5, 1.0], 3)
 
 
 def test_an_error_event_is_an_error() -> None:
     one = Timing()
     one.on_event(1.0, b'{"error": {"message": "lost"}}')
-    one.finish(Answer(200, b""))
+    one.finish(HttpAnswer(200, b""))
     assert one.error is not None
     assert "lost" in one.error
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.fakes import make_delta
 
 from pagoda.bench.latency import BatchTimes, Stopwatch, summarise, table
 from pagoda.cli import main
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta
 
 
 def test_the_times_of_a_batch() -> None:
@@ -36,9 +36,7 @@ def test_one_token_has_no_time_after_the_first() -> None:
 
 def test_a_failed_request_ends_the_measurement() -> None:
     watch = Stopwatch({"r"})
-    failed = Delta(
-        request_id="r", choice=0, first_index=0, token_ids=[], error_code=ErrorCode.INTERNAL, error_message="broken"
-    )
+    failed = make_delta(error_code=ErrorCode.INTERNAL, error_message="broken")
     with pytest.raises(PagodaError, match="broken"):
         watch.deltas([failed])
     with pytest.raises(PagodaError, match="gone"):

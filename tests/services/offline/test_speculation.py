@@ -84,13 +84,13 @@ class Answers:
     def deltas(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             choice = self.choices.setdefault((delta.request_id, delta.choice), [[], [], None])
-            assert delta.first_index == len(choice[0])
-            choice[0] += delta.token_ids
-            choice[1] += delta.logprobs or []
-            if delta.prompt_logprobs is not None:
-                self.prompts[delta.request_id] = delta.prompt_logprobs
+            assert delta.result.first_index == len(choice[0])
+            choice[0] += delta.result.token_ids
+            choice[1] += delta.result.logprobs or []
+            if delta.result.prompt_logprobs is not None:
+                self.prompts[delta.request_id] = delta.result.prompt_logprobs
             if delta.finish_reason is not None:
-                choice[2] = (delta.finish_reason, delta.stop_token_id)
+                choice[2] = (delta.finish_reason, delta.result.stop_token_id)
             self.num_ended += delta.ends_request
 
 

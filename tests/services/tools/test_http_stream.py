@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.services.sse_server import SseServer, listening, serving
 
-from pagoda.tools.http_stream import Answer, Connection, HttpError, StaleConnection, Target, _Parser
+from pagoda.tools.http_stream import Connection, HttpAnswer, HttpError, StaleConnection, Target, _Parser
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
 BODY = b'data: {"a": 1}\n\n: ping\n\nid: 7\ndata: {"b": "\xc3\xa9"}\n\ndata: [DONE]\n\n'
@@ -29,7 +29,7 @@ def chunked(body: bytes, sizes: list[int]) -> bytes:
     return out + b"0\r\n\r\n"
 
 
-def parse(data: bytes, cuts: list[int]) -> tuple[list[bytes], bool, Answer]:
+def parse(data: bytes, cuts: list[int]) -> tuple[list[bytes], bool, HttpAnswer]:
     events: list[bytes] = []
     parser = _Parser(lambda now, event: events.append(event))
     done, start = False, 0
@@ -59,7 +59,7 @@ def test_an_event_stream_of_known_length_cut_anywhere(cuts: list[int]) -> None:
 @given(cuts=cuts)
 def test_a_plain_answer_cut_anywhere(cuts: list[int]) -> None:
     data = b"HTTP/1.1 404 Not Found\r\nConnection: close\r\nContent-Length: 5\r\n\r\nwrong"
-    assert parse(data, cuts) == ([], True, Answer(404, b"wrong"))
+    assert parse(data, cuts) == ([], True, HttpAnswer(404, b"wrong"))
 
 
 @pytest.mark.parametrize("data", [b"SSH-2.0\r\n\r\n", b"HTTP/1.1 abc\r\n\r\n", b"x" * 70_000])
@@ -87,7 +87,7 @@ def test_the_key_is_sent_as_bearer_token() -> None:
     assert b"\r\nAuthorization: Bearer secret\r\n" in Target("http://h", "secret").request("GET", "/")
 
 
-async def exchange(target: Target, connection: Connection, timeout_s: float = 30.0) -> Answer:
+async def exchange(target: Target, connection: Connection, timeout_s: float = 30.0) -> HttpAnswer:
     request = target.request("POST", "/v1/completions", b'{"prompt": [1], "max_tokens": 2}')
     return await connection.exchange(request, lambda now, event: None, timeout_s)
 

@@ -108,12 +108,12 @@ def test_beats_tell_of_the_oldest_step_under_way(stage: Stage) -> None:
     device.await_launch()
     engine.until(Beat)
     _, busy = engine.until(Beat)
-    assert (busy.steps_done, busy.busy_s > 0) == (0, True)
+    assert busy.busy_s > 0
     device.fetches[0].release()
     engine.result()
     engine.until(Beat)
     _, idle = engine.until(Beat)
-    assert (idle.steps_done, idle.busy_s) == (1, 0.0)
+    assert idle.busy_s == 0.0
 
 
 def test_drain_answers_everything_under_way_before_goodbye(stage: Stage) -> None:

@@ -87,7 +87,6 @@ class Membership:
 class Progress:
     """Written by the step loop alone, told by the beats."""
 
-    steps_done: int = 0
     busy_since: float | None = None
 
     def busy_s(self, now: float) -> float:
@@ -96,7 +95,7 @@ class Progress:
         return 0.0 if since is None else now - since
 
     def beat(self, now: float) -> Beat:
-        return Beat(steps_done=self.steps_done, busy_s=self.busy_s(now), rss_bytes=_rss_bytes())
+        return Beat(busy_s=self.busy_s(now), rss_bytes=_rss_bytes())
 
 
 class StuckWatch:

@@ -258,7 +258,6 @@ class StepLoop:
         result = self._runner.collect(self._pending.popleft())
         now = time.monotonic()
         self._progress.busy_since = now if self._pending else None
-        self._progress.steps_done += 1
         if registration.membership.standing(now) != standing:
             return
         if not registration.send(standing, result):

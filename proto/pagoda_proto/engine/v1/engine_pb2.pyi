@@ -74,24 +74,30 @@ class TokenSequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "params", "seed", "eos_token_ids", "cache_salt", "priority", "queue_timeout_s")
+    __slots__ = ("request_id", "prompt_token_ids", "cache_salt", "priority", "queue_timeout_s", "generate")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    PARAMS_FIELD_NUMBER: _ClassVar[int]
-    SEED_FIELD_NUMBER: _ClassVar[int]
-    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    GENERATE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    params: SamplingParams
-    seed: int
-    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
     priority: int
     queue_timeout_s: float
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., queue_timeout_s: _Optional[float] = ...) -> None: ...
+    generate: Generate
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., queue_timeout_s: _Optional[float] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ...) -> None: ...
+
+class Generate(_message.Message):
+    __slots__ = ("params", "seed", "eos_token_ids")
+    PARAMS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    params: SamplingParams
+    seed: int
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, params: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ClientFrame(_message.Message):
     __slots__ = ("submit", "abort")
@@ -102,16 +108,22 @@ class ClientFrame(_message.Message):
     def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("record", "attempt", "prior_outputs", "begun")
+    __slots__ = ("record", "attempt", "resume")
     RECORD_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    PRIOR_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    RESUME_FIELD_NUMBER: _ClassVar[int]
     record: RequestRecord
     attempt: int
-    prior_outputs: _containers.RepeatedCompositeFieldContainer[ChoiceTokens]
+    resume: Resume
+    def __init__(self, record: _Optional[_Union[RequestRecord, _Mapping]] = ..., attempt: _Optional[int] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ...) -> None: ...
+
+class Resume(_message.Message):
+    __slots__ = ("prior_outputs", "begun")
+    PRIOR_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    prior_outputs: _containers.RepeatedCompositeFieldContainer[PriorOutput]
     begun: Begun
-    def __init__(self, record: _Optional[_Union[RequestRecord, _Mapping]] = ..., attempt: _Optional[int] = ..., prior_outputs: _Optional[_Iterable[_Union[ChoiceTokens, _Mapping]]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
+    def __init__(self, prior_outputs: _Optional[_Iterable[_Union[PriorOutput, _Mapping]]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
 
 class Begun(_message.Message):
     __slots__ = ("model_fingerprint", "numerics_id", "cached_prompt_tokens")
@@ -123,7 +135,7 @@ class Begun(_message.Message):
     cached_prompt_tokens: int
     def __init__(self, model_fingerprint: _Optional[str] = ..., numerics_id: _Optional[str] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
 
-class ChoiceTokens(_message.Message):
+class PriorOutput(_message.Message):
     __slots__ = ("choice", "token_ids", "finished")
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -186,38 +198,44 @@ class StepOutputs(_message.Message):
     def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("request_id", "attempt", "choice", "first_index", "token_ids", "logprobs", "prompt_logprobs", "finish_reason", "stop_token_id", "error_code", "error_message", "usage", "ledger", "begun")
+    __slots__ = ("request_id", "attempt", "choice", "tokens", "finish_reason", "error_code", "error_message", "usage", "ledger")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
-    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
-    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
-    BEGUN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     choice: int
-    first_index: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
+    tokens: Tokens
     finish_reason: FinishReason
-    stop_token_id: int
     error_code: str
     error_message: str
     usage: Usage
     ledger: _containers.RepeatedCompositeFieldContainer[LedgerEntry]
-    begun: Begun
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ledger: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ledger: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ...) -> None: ...
 
-class TokenLogprobs(_message.Message):
+class Tokens(_message.Message):
+    __slots__ = ("first_index", "token_ids", "logprobs", "prompt_logprobs", "stop_token_id", "begun")
+    FIRST_INDEX_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
+    first_index: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
+    stop_token_id: int
+    begun: Begun
+    def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ..., stop_token_id: _Optional[int] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
+
+class TopLogprobs(_message.Message):
     __slots__ = ("logprob", "rank", "top_ids", "top_logprobs")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
@@ -282,14 +300,12 @@ class Load(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., num_workers: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., kv_usage: _Optional[float] = ..., draining: bool = ..., vocab_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., seconds_since_progress: _Optional[float] = ..., model_fingerprint: _Optional[str] = ..., numerics_id: _Optional[str] = ..., protocol: _Optional[int] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class Migrate(_message.Message):
-    __slots__ = ("request_id", "attempt", "reason")
+    __slots__ = ("request_id", "attempt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
-    reason: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("record",)
@@ -308,7 +324,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("worker_id", "state", "epoch", "device", "numerics_id", "num_blocks", "num_free_blocks", "num_rows", "steps_done", "pid")
+    __slots__ = ("worker_id", "state", "epoch", "device", "numerics_id", "num_blocks", "num_free_blocks", "num_rows", "steps_done", "pid", "rss_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +335,7 @@ class Worker(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     STEPS_DONE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    RSS_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     state: str
     epoch: int
@@ -329,7 +346,8 @@ class Worker(_message.Message):
     num_rows: int
     steps_done: int
     pid: int
-    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., numerics_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_rows: _Optional[int] = ..., steps_done: _Optional[int] = ..., pid: _Optional[int] = ...) -> None: ...
+    rss_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., state: _Optional[str] = ..., epoch: _Optional[int] = ..., device: _Optional[str] = ..., numerics_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_rows: _Optional[int] = ..., steps_done: _Optional[int] = ..., pid: _Optional[int] = ..., rss_bytes: _Optional[int] = ...) -> None: ...
 
 class ListWorkersResponse(_message.Message):
     __slots__ = ("workers",)

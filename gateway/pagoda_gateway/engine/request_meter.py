@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from pagoda_gateway.engine.live import LiveRequest
+from pagoda_gateway.engine.pooled_generation import PooledGeneration
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Delta, FinishReason
@@ -15,38 +15,38 @@ from pagoda_proto.records import Delta, FinishReason
 logger = logging.getLogger("pagoda_gateway.generation.requests")
 
 
-class Endings:
+class RequestMeter:
     """`now` is the monotonic clock that a client's own watch agrees with."""
 
     def __init__(self, metrics: GatewayMetrics, *, log_requests: bool) -> None:
         self._metrics = metrics
         self._log_requests = log_requests
 
-    def tokens(self, live: LiveRequest, delta: Delta, now: float) -> None:
-        num_tokens = len(delta.token_ids)
-        if not (live.counted and num_tokens):
+    def tokens(self, generation: PooledGeneration, delta: Delta, now: float) -> None:
+        num_tokens = len(delta.result.token_ids)
+        if not (generation.counted and num_tokens):
             return
-        is_first = live.pace.ttft_s is None
-        gap_s = live.pace.on_tokens(delta.choice, now)
+        is_first = generation.times.ttft_s is None
+        gap_s = generation.times.on_tokens(delta.choice, now)
         self._metrics.output_tokens.inc(num_tokens)
         if gap_s is not None:
             self._metrics.itl.observe(gap_s / num_tokens)
         elif is_first:
-            self._metrics.ttft.observe(now - live.pace.submitted_at)
+            self._metrics.ttft.observe(now - generation.times.submitted_at)
 
-    def ended(self, live: LiveRequest, now: float) -> None:
+    def ended(self, generation: PooledGeneration, now: float) -> None:
         """Once per request. Prompt tokens count where the model saw them, that is, where tokens came back."""
-        if not live.counted:
+        if not generation.counted:
             return
-        request = live.request
+        request = generation.request
         begun = request.num_output_tokens > 0
-        seconds = now - live.pace.submitted_at
+        seconds = now - generation.times.submitted_at
         self._metrics.ended(request.outcome, request.usage() if begun else None, seconds)
         if self._log_requests:
-            logger.info("%s", self._line(live, seconds))
+            logger.info("%s", self._line(generation, seconds))
 
-    def _line(self, live: LiveRequest, seconds: float) -> str:
-        request, pace = live.request, live.pace
+    def _line(self, generation: PooledGeneration, seconds: float) -> str:
+        request, times = generation.request, generation.times
         usage = request.usage()
         failed = request.outcome is FinishReason.ERROR
         end = f"error:{request.error_code or ErrorCode.INTERNAL}" if failed else request.outcome
@@ -56,8 +56,8 @@ class Endings:
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_prompt_tokens,
             "output_tokens": usage.output_tokens,
-            "ttft_ms": _ms(pace.ttft_s),
-            "tpot_ms": _ms(pace.tpot_s(usage.output_tokens)),
+            "ttft_ms": _ms(times.ttft_s),
+            "tpot_ms": _ms(times.tpot_s(usage.output_tokens)),
             "total_ms": _ms(seconds),
             "attempts": request.attempt + 1,
             "end": end,

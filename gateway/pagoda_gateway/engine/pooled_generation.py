@@ -10,15 +10,15 @@ from pagoda_gateway.engine.open_request import OpenRequest
 from pagoda_proto.records import Delta
 
 
-class Carrier(Protocol):
+class Pool(Protocol):
     """What a request needs from the pool that carries it."""
 
-    def abort(self, live: LiveRequest, choices: tuple[int, ...]) -> None: ...
+    def abort(self, generation: PooledGeneration, choices: tuple[int, ...]) -> None: ...
 
-    def release(self, live: LiveRequest) -> None: ...
+    def release(self, generation: PooledGeneration) -> None: ...
 
 
-class Pace:
+class TokenTimes:
     """When tokens came, in seconds of any monotonic clock: these are latencies that a client saw, stalls included."""
 
     def __init__(self, now: float) -> None:
@@ -46,19 +46,19 @@ class Pace:
         return None if last_at is None else now - last_at
 
 
-class LiveRequest:
+class PooledGeneration:
     """Implements `Generation`, for one consumer. What became of it meanwhile is in the pool's books, not here.
 
     A request that is not `counted` (a canary) is in no metric and no log.
     """
 
-    def __init__(self, request: OpenRequest, carrier: Carrier, *, counted: bool, now: float) -> None:
+    def __init__(self, request: OpenRequest, pool: Pool, *, counted: bool, now: float) -> None:
         self.request = request
         self.counted = counted
-        self.pace = Pace(now)
+        self.times = TokenTimes(now)
         self.admitted = asyncio.Event()
         self.news = asyncio.Event()
-        self._carrier = carrier
+        self._pool = pool
 
     async def next(self) -> list[Delta]:
         """Wait for news: at most one delta per choice, merged since the last call; [] once all was delivered."""
@@ -71,11 +71,11 @@ class LiveRequest:
 
     async def abort(self, choices: Sequence[int] = ()) -> None:
         """Ask the engine core to end these choices, or all; the ending still comes through `next`."""
-        self._carrier.abort(self, tuple(choices))
+        self._pool.abort(self, tuple(choices))
 
     async def aclose(self) -> None:
         """No more interest. Safe at any time and more than once."""
-        self._carrier.release(self)
+        self._pool.release(self)
 
     def wake(self) -> None:
         """There is news, or the ending."""

@@ -11,11 +11,11 @@ from pagoda_engine_core.workers.pace import WEIGHT, Pace
 from pagoda_proto.steps import Hello
 
 RUNNING_REQUEST_COST_TOKENS = 32
-"""How many prompt tokens a running request weighs when groups are compared."""
+"""How many prompt tokens a running request weighs when workers are compared."""
 
 
 @dataclass(eq=False)
-class Group:
+class Worker:
     """`requests` are those its scheduler holds, by id. `suspect` is the one of them that is to prove, by a token, that
     it does not kill workers. `slowness` is the time its steps take, as a part of what such steps take elsewhere.
     """
@@ -51,7 +51,7 @@ class Group:
         return (missing + load) * self.slowness
 
     def stepped(self, now: float, fleet: Pace) -> int:
-        """The oldest step is done; `fleet` is the pace of all groups together. How many tokens of requests that has
+        """The oldest step is done; `fleet` is the pace of all workers together. How many tokens of requests that has
         brought, whether they were computed or came from the prefix cache."""
         self.unaudited = True
         num_tokens, seconds = self.pace.answered(now)

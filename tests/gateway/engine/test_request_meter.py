@@ -11,7 +11,7 @@ from tests.gateway.fake_engine_core import FakeEngineCore, until
 from tests.gateway.streams import collect, record, sample
 
 from pagoda_gateway.engine.client import SessionClient
-from pagoda_gateway.engine.live import Pace
+from pagoda_gateway.engine.pooled_generation import TokenTimes
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import FinishReason
@@ -88,13 +88,13 @@ async def test_one_line_per_ended_request(
 
 
 def test_the_pace_of_several_choices() -> None:
-    pace = Pace(10.0)
-    assert pace.ttft_s is None
-    assert pace.tpot_s(0) is None
-    assert pace.on_tokens(0, 11.0) is None
-    assert pace.on_tokens(1, 11.0) is None
-    assert pace.tpot_s(2) is None
-    assert pace.on_tokens(0, 13.0) == 2.0
-    assert pace.on_tokens(1, 15.0) == 4.0
-    assert pace.ttft_s == 1.0
-    assert pace.tpot_s(2 + 2) == 3.0
+    times = TokenTimes(10.0)
+    assert times.ttft_s is None
+    assert times.tpot_s(0) is None
+    assert times.on_tokens(0, 11.0) is None
+    assert times.on_tokens(1, 11.0) is None
+    assert times.tpot_s(2) is None
+    assert times.on_tokens(0, 13.0) == 2.0
+    assert times.on_tokens(1, 15.0) == 4.0
+    assert times.ttft_s == 1.0
+    assert times.tpot_s(2 + 2) == 3.0
