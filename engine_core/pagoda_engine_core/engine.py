@@ -193,7 +193,7 @@ class EngineCore:
         try:
             plan = worker.scheduler.schedule(now)
         except Exception:  # noqa: BLE001 - one worker's state is broken; the others and the engine core go on
-            self._reset(worker, now)
+            self._reset(worker, LeaveCause.UNPLANNED, now)
             return False
         if plan is not None:
             self._executor.send(worker.epoch, plan)
@@ -221,8 +221,8 @@ class EngineCore:
         try:
             deltas = worker.scheduler.apply(event.result, now)
             num_tokens = self._router.stepped(worker, now)
-        except Exception:  # noqa: BLE001 - as in `_plan_step`; or the worker answered what it was not asked
-            self._reset(worker, now)
+        except Exception as error:  # noqa: BLE001 - as in `_plan_step`, unless the worker answered what it was not asked
+            self._reset(worker, LeaveCause.RESET if isinstance(error, PagodaError) else LeaveCause.UNPLANNED, now)
             return
         self._progress_at = now
         self._totals["steps"] += 1
@@ -252,11 +252,11 @@ class EngineCore:
             deltas = [delta for request in lost for delta in _fail_internal(request, now)]
         self._answers.emit(deltas, now)
 
-    def _reset(self, worker: Worker, now: float) -> None:
-        """Begin anew with this worker. No request is to blame for what is our own mistake."""
+    def _reset(self, worker: Worker, cause: LeaveCause, now: float) -> None:
+        """Begin anew with this worker, and in the end without the request that lets its scheduler raise."""
         log.exception("the scheduler of epoch %d failed; its requests are replayed", worker.epoch)
         self._totals["scheduler_failures"] += 1
-        self._leave(WorkerLeft(worker.epoch, LeaveCause.RESET, "its scheduler failed"), now)
+        self._leave(WorkerLeft(worker.epoch, cause, "its scheduler failed"), now)
         self._executor.send(worker.epoch, ResetWorker())
 
     def _forgive(self, held_up_s: float) -> None:
@@ -286,7 +286,7 @@ class EngineCore:
         try:
             worker.audit()
         except Exception:  # noqa: BLE001 - as in `_plan_step`
-            self._reset(worker, now)
+            self._reset(worker, LeaveCause.RESET, now)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -308,9 +308,13 @@ class EngineCore:
         if running is not None:
             self._router.abort(submission.request_id, (), now)
         self._answers.accept(submission)
-        deltas = request.settle(now)
-        if not request.ended:
-            self._router.add(request, now)
+        try:
+            deltas = request.settle(now)
+            if not request.ended:
+                self._router.add(request, now)
+        except Exception:  # nor does one that cannot be queued
+            log.exception("cannot queue request %r", submission.request_id)
+            deltas = _fail_internal(request, now)
         self._answers.emit(deltas, now)
 
     def _reject(self, submission: Submission, error: PagodaError) -> None:

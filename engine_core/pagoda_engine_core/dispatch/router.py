@@ -25,7 +25,7 @@ from pagoda_engine_core.scheduling.policy import load_policy
 from pagoda_engine_core.scheduling.request import SUSPECT_DEATHS, Request
 from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.scheduling.scheduler import Scheduler
-from pagoda_engine_core.workers.executor import WorkerLeft
+from pagoda_engine_core.workers.executor import LeaveCause, WorkerLeft
 from pagoda_engine_core.workers.pace import Pace
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta
@@ -68,7 +68,7 @@ class Router:
             return []
         self._gone.add(worker.scheduler.counters.totals)
         had_rows = {request.request_id for request in worker.requests.values() if request.num_rows}
-        blamed = (worker.scheduler.requests_in(left.step) or had_rows) if left.cause.blames else set()
+        blamed = _blamed(worker, left, had_rows)
         deltas = []
         for request in worker.scheduler.take_back(now):
             name = request.request_id
@@ -268,3 +268,12 @@ class Router:
 
     def plannable(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.plannable]
+
+
+def _blamed(worker: Worker, left: WorkerLeft, had_rows: set[str]) -> set[str]:
+    """Who may have ended a life: what a step computed; what has rows; all there are, if it came to no step."""
+    if not left.cause.blames:
+        return set()
+    if left.cause is LeaveCause.UNPLANNED:
+        return set(worker.requests)
+    return worker.scheduler.requests_in(left.step) or had_rows

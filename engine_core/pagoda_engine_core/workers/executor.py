@@ -44,19 +44,24 @@ class LeaveCause(StrEnum):
     UNREACHABLE = "unreachable"  # it does not take what it is sent
     MISANSWERED = "misanswered"  # it answered what it was not asked
     RESET = "reset"  # we have lost track of what it holds
+    UNPLANNED = "unplanned"  # its scheduler raised
     RENEWED = "renewed"  # its process registered again
     LEFT = "left"  # it was asked to leave, or said goodbye
 
     @property
     def blames(self) -> bool:
         """Whether requests that were running come under suspicion."""
-        return self in (LeaveCause.DIED, LeaveCause.SILENT, LeaveCause.HUNG, LeaveCause.STEP_FAILED)
+        return self in _BLAMING
 
     @property
     def end_state(self) -> WorkerState:
         if self is LeaveCause.HUNG:
             return WorkerState.HUNG
-        return WorkerState.GONE if self in (LeaveCause.RESET, LeaveCause.RENEWED, LeaveCause.LEFT) else WorkerState.DEAD
+        return WorkerState.GONE if self in _HEALTHY else WorkerState.DEAD
+
+
+_BLAMING = {LeaveCause.DIED, LeaveCause.SILENT, LeaveCause.HUNG, LeaveCause.STEP_FAILED, LeaveCause.UNPLANNED}
+_HEALTHY = {LeaveCause.RESET, LeaveCause.UNPLANNED, LeaveCause.RENEWED, LeaveCause.LEFT}
 
 
 class WorkerJoined(NamedTuple):

@@ -215,7 +215,11 @@ class RequestPool:
         for message in outputs.deltas:
             pooled = self._current(message.request_id, message.attempt)
             if pooled is not None:
-                with_tokens |= self._on_delta(pooled, message, now)
+                try:
+                    with_tokens |= self._on_delta(pooled, message, now)
+                except Exception:  # about this request; the session carries others
+                    logger.exception("request %s cannot take what came for it", message.request_id)
+                    self._fail(pooled, "an internal error", ErrorCode.INTERNAL)
         return with_tokens
 
     def _on_delta(self, pooled: PooledRequest, message: pb.Delta, now: float) -> bool:
@@ -302,7 +306,7 @@ class RequestPool:
         lost = f"the engine core was lost and none took over within {self._waits.resume_s:g} s"
         self._fail(pooled, f"the request could not go on: {pooled.why}" if pooled.why else lost)
 
-    # RequestMeter
+    # Endings
 
     def _fail(self, pooled: PooledRequest, why: str, code: ErrorCode | None = None) -> None:
         begun = pooled.request.num_output_tokens > 0
