@@ -15,7 +15,6 @@ from pydantic import BaseModel
 
 from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest, Tool
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.generation.body import at_most
 from pagoda_gateway.http.text_pool import LARGE_SIZE
 from pagoda_gateway.text.conversation import text_size
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
@@ -220,3 +219,9 @@ def prompts_of(request: CompletionRequest) -> Sequence[Any]:
     if not given:
         raise InvalidParams([Problem("prompt", "must have at least one prompt")])
     return [given] if isinstance(given[0], int) else given
+
+
+def at_most(name: str, count: int, limit: int) -> None:
+    """Raises InvalidParams."""
+    if count > limit:
+        raise InvalidParams([Problem(name, f"at most {limit} are allowed, got {count}")])

@@ -1,4 +1,4 @@
-"""A request body becomes request records: everything a client can get wrong is found here, before anything runs."""
+"""What every request is checked for before anything runs, whatever API it was written in, and the record it becomes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest, Sampling
+from pagoda_gateway.api.schemas import Sampling
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.generation.prompts import Prompt, Reader, completion_prompts, model_limits, prompts_of
-from pagoda_gateway.generation.sampling import chat_params, completion_params
+from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.prompts import model_limits
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams, check_for_model
 from pagoda_proto.records import RequestRecord
@@ -23,36 +23,6 @@ def check_model(ctx: GatewayContext, name: str | None) -> None:
     if name is not None and name != ctx.served_model_name:
         message = f"the model {name[:64]!a} does not exist here; this server has {ctx.served_model_name!r}"
         raise PagodaError(ErrorCode.MODEL_NOT_FOUND, message, "model")
-
-
-async def chat_record(ctx: GatewayContext, request: ChatRequest, client: str = "") -> RequestRecord:
-    """The record of a chat request.
-
-    Raises:
-        PagodaError: something about it cannot be done; `param` names the field.
-    """
-    check_model(ctx, request.model)
-    _check_priority(ctx, request.priority)
-    max_tokens_name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
-    with _named_as_in_body({"prompt": "messages", "max_tokens": max_tokens_name}):
-        params = chat_params(ctx.text, request)
-        token_ids = await Reader(ctx, client, "messages", asked=params.max_tokens).chat_ids(request)
-        check_products(ctx, request, params, [len(token_ids)])
-        return _record(ctx, request, token_ids, params)
-
-
-async def completion_records(
-    ctx: GatewayContext, request: CompletionRequest, client: str = ""
-) -> list[tuple[Prompt, RequestRecord]]:
-    """One record per prompt, with the prompt as it was given. Raises PagodaError, as `chat_record`."""
-    check_model(ctx, request.model)
-    _check_priority(ctx, request.priority)
-    params = completion_params(ctx.text, request)
-    lengths = [0 if isinstance(prompt, str) else len(prompt) for prompt in prompts_of(request)]
-    check_products(ctx, request, params, lengths)
-    prompts = await completion_prompts(ctx, request, client)
-    check_products(ctx, request, params, [len(prompt.token_ids) for prompt in prompts])
-    return [(prompt, _record(ctx, request, prompt.token_ids, params)) for prompt in prompts]
 
 
 def check_products(ctx: GatewayContext, request: Sampling, params: SamplingParams, lengths: Sequence[int]) -> None:
@@ -79,13 +49,14 @@ def check_products(ctx: GatewayContext, request: Sampling, params: SamplingParam
             raise InvalidParams([Problem("logprobs", why)])
 
 
-def held_bytes(params: SamplingParams, lengths: Sequence[int]) -> int:
-    """What the prompt log-probabilities of a request take while they are gathered and written."""
-    values = 0 if params.prompt_logprobs is None else sum(lengths) * (1 + params.prompt_logprobs)
-    return values * BYTES_PER_LOGPROB
+def held_bytes(job: Job) -> int:
+    """What the prompt log-probabilities of a job take while they are gathered and written."""
+    top = job.records[0].params.prompt_logprobs
+    return 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
 
 
-def _check_priority(ctx: GatewayContext, priority: int) -> None:
+def check_priority(ctx: GatewayContext, priority: int) -> None:
+    """Raises InvalidParams where it means nothing, or more than is allowed."""
     if priority == 0:
         return
     if ctx.engine.load.policy == FCFS:
@@ -96,7 +67,8 @@ def _check_priority(ctx: GatewayContext, priority: int) -> None:
         raise InvalidParams([Problem("priority", message)])
 
 
-def _record(ctx: GatewayContext, request: Sampling, token_ids: list[int], params: SamplingParams) -> RequestRecord:
+def new_record(ctx: GatewayContext, request: Sampling, token_ids: list[int], params: SamplingParams) -> RequestRecord:
+    """Raises PagodaError when the parameters do not fit the model."""
     check_for_model(params, token_ids, model_limits(ctx))
     return RequestRecord(
         request_id=secrets.token_hex(16),
@@ -110,7 +82,8 @@ def _record(ctx: GatewayContext, request: Sampling, token_ids: list[int], params
 
 
 @contextmanager
-def _named_as_in_body(names: Mapping[str, str]) -> Iterator[None]:
+def named_as_in_body(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name fields as the client wrote them."""
     try:
         yield
     except InvalidParams as error:

@@ -11,7 +11,7 @@ from pagoda_gateway.api.answer_schemas import Model, ModelList
 from pagoda_gateway.api.described import described
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.generation.requests import check_model
-from pagoda_gateway.generation.respond import json_response
+from pagoda_gateway.routes.body import json_response
 
 
 def router(ctx: GatewayContext) -> APIRouter:

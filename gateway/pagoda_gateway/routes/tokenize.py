@@ -13,11 +13,10 @@ from pagoda_gateway.api.described import described
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.schemas import DetokenizeRequest, TokenizeRequest
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.generation.body import client_of, read_body, while_connected
-from pagoda_gateway.generation.logprobs import token_text
+from pagoda_gateway.dialects.logprobs import token_text
 from pagoda_gateway.generation.prompts import Reader, model_limits
 from pagoda_gateway.generation.requests import check_model
-from pagoda_gateway.generation.respond import json_response
+from pagoda_gateway.routes.body import client_of, json_response, read_body, while_connected
 from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_proto.errors import InvalidParams, Problem
 

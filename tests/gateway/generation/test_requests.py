@@ -14,9 +14,10 @@ from tests.gateway.fakes_engine import Gateway, make_gateway
 from tests.gateway.model_dir import write_model_dir
 
 from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest
-from pagoda_gateway.generation.body import parse_body
-from pagoda_gateway.generation.requests import chat_record, completion_records
+from pagoda_gateway.dialects.chat import chat_record
+from pagoda_gateway.dialects.completions import completion_records
 from pagoda_gateway.http import text_pool
+from pagoda_gateway.routes.body import parse_body
 from pagoda_gateway.text.conversation import template_messages
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
 from pagoda_proto.records import Load

@@ -1,4 +1,4 @@
-"""A body becomes a validated request: bounded first, then parsed, and never held longer than it is needed."""
+"""Bodies in and out. One that comes is bounded first, then parsed, and never held longer than it is needed."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
+from starlette.responses import Response
 
 from pagoda_gateway.api import schemas
+from pagoda_gateway.api.encoding import encoded
 from pagoda_gateway.api.errors import invalid_fields
 from pagoda_gateway.api.json_body import check_content_type, parse_object, parsed_bytes
 from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.generation.prompts import at_most
 from pagoda_gateway.http.memory import Holding
-from pagoda_gateway.http.sse import ClientGone, until_disconnect
+from pagoda_gateway.http.sse import until_disconnect
 from pagoda_gateway.http.text_pool import INLINE_SIZE
-from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
 Body = TypeVar("Body", bound=schemas.Body)
 T = TypeVar("T")
@@ -43,12 +45,9 @@ async def read_body(ctx: GatewayContext, request: Request, schema: type[Body]) -
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves. Raises PagodaError CANCELLED then."""
-    try:
-        async with until_disconnect(request.receive):
-            return await work
-    except ClientGone:
-        raise PagodaError(ErrorCode.CANCELLED, "the client left") from None
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientGone then."""
+    async with until_disconnect(request.receive):
+        return await work
 
 
 def hold_for(request: Request, num_bytes: int, *, instead: bool = False) -> None:
@@ -74,15 +73,13 @@ def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
             at_most(name, len(value), limit)
 
 
-def at_most(name: str, count: int, limit: int) -> None:
-    """Raises InvalidParams."""
-    if count > limit:
-        raise InvalidParams([Problem(name, f"at most {limit} are allowed, got {count}")])
-
-
 def parse_body(schema: type[Body], body: dict[str, Any]) -> Body:
     """Raises InvalidParams naming each field at fault."""
     try:
         return schema.model_validate(body)
     except ValidationError as error:
         raise invalid_fields(error, body) from error
+
+
+def json_response(content: dict[str, Any]) -> Response:
+    return Response(encoded(content), media_type="application/json")

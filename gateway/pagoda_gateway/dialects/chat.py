@@ -1,0 +1,131 @@
+"""OpenAI's chat: one conversation in, n choices of text or tool calls out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pagoda_gateway.api.answer_schemas import ChatAnswer
+from pagoda_gateway.api.encoding import encoded_list
+from pagoda_gateway.api.error_body import openai_error
+from pagoda_gateway.api.schemas import ChatRequest
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects import openai
+from pagoda_gateway.dialects.dialect import Dialect
+from pagoda_gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
+from pagoda_gateway.dialects.sampling import chat_params
+from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.prompts import Reader, tools_in_use
+from pagoda_gateway.generation.requests import check_model, check_priority, check_products, named_as_in_body, new_record
+from pagoda_gateway.generation.updates import Gathered, Update
+from pagoda_gateway.text.events import CallArguments, CallBegun
+from pagoda_proto.records import RequestRecord
+from pagoda_proto.steps import TopLogprobs
+
+
+async def chat_record(ctx: GatewayContext, body: ChatRequest, client: str = "") -> RequestRecord:
+    """The record of a chat request.
+
+    Raises:
+        PagodaError: something about it cannot be done; `param` names the field.
+    """
+    check_model(ctx, body.model)
+    check_priority(ctx, body.priority)
+    max_tokens_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    with named_as_in_body({"prompt": "messages", "max_tokens": max_tokens_name}):
+        params = chat_params(ctx.text, body)
+        token_ids = await Reader(ctx, client, "messages", asked=params.max_tokens).chat_ids(body)
+        check_products(ctx, body, params, [len(token_ids)])
+        return new_record(ctx, body, token_ids, params)
+
+
+async def chat_job(ctx: GatewayContext, body: ChatRequest, client: str) -> Job:
+    record = await chat_record(ctx, body, client)
+    tools = tools_in_use(body)
+    return openai.job("chatcmpl-", ctx.served_model_name, body, [record], tools=tools, logprobs=record.params.logprobs)
+
+
+class ChatWriter(openai.OpenAIWriter):
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+
+    async def fields(self) -> dict[str, Any]:
+        (part,) = self.run.parts
+        prompt, top = part.record.prompt_token_ids, self.shown.prompt_logprobs
+        content: dict[str, Any] = {"choices": [await self._choice(i, each) for i, each in enumerate(self.gathered)]}
+        if top is not None:
+            entries = prompt_logprobs(self.run.text, prompt, part.prompt_logprobs, top)
+            content["prompt_logprobs"] = await encoded_list(entries, 1 + top)
+        return content | ({"prompt_token_ids": prompt} if self.shown.token_ids else {})
+
+    async def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
+        text = "".join(gathered.texts)
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if gathered.calls:
+            message["content"] = text or None
+            message["tool_calls"] = [self._call(index, i, *call) for i, call in enumerate(gathered.calls)]
+        content = {
+            "index": index,
+            "message": message,
+            "logprobs": await self._logprobs(gathered.token_ids, gathered.logprobs),
+            **openai.ending(gathered.finish),
+        }
+        return content | ({"token_ids": gathered.token_ids} if self.shown.token_ids else {})
+
+    def opening(self) -> list[dict[str, Any]]:
+        record = self.run.job.records[0]
+        prompt = {"prompt_token_ids": record.prompt_token_ids} if self.shown.token_ids else {}
+        return [_delta(i, {"role": "assistant", "content": ""}, **prompt) for i in range(record.params.n)]
+
+    async def chunks(self, update: Update) -> list[dict[str, Any]]:
+        """What came along with the text is told once, in the first of them."""
+        extra: dict[str, Any] = {}
+        if update.token_ids and self.shown.logprobs is not None:
+            extra["logprobs"] = await self._logprobs(update.token_ids, update.logprobs or [])
+        if update.token_ids and self.shown.token_ids:
+            extra["token_ids"] = update.token_ids
+        says = update.text or (extra and not update.events)
+        deltas: list[dict[str, Any]] = [{"content": update.text}] if says else []
+        deltas += [{"tool_calls": [call]} for call in self._calls(update)]
+        deltas += [{}] if update.finish is not None else []
+        found = [_delta(update.choice, delta) for delta in deltas]
+        if found:
+            found[0] |= extra
+        if update.finish is not None:
+            found[-1] |= openai.ending(update.finish)
+        return found
+
+    def _calls(self, update: Update) -> Iterator[dict[str, Any]]:
+        for event in update.events:
+            if isinstance(event, CallBegun):
+                yield {"index": event.index, **self._call(update.choice, event.index, event.name, "")}
+            elif isinstance(event, CallArguments):
+                yield {"index": event.index, "function": {"arguments": event.text}}
+
+    def _call(self, choice: int, index: int, name: str, arguments: str) -> dict[str, Any]:
+        """Its id follows from the request's, so a replayed stream names its calls alike."""
+        call_id = f"call_{self.run.job.records[0].request_id[:20]}{choice:02x}{index:04x}"
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+    async def _logprobs(self, token_ids: list[int], entries: list[TopLogprobs]) -> dict[str, Any] | None:
+        top = self.shown.logprobs
+        if top is None:
+            return None
+        content = await encoded_list(chat_logprobs(self.run.text, token_ids, entries, top), 1 + top)
+        return {"content": content, "refusal": None}
+
+
+def _delta(choice: int, delta: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    return {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **extra}
+
+
+CHAT = Dialect(
+    name="chat_completions",
+    path="/v1/chat/completions",
+    summary="Continue a conversation",
+    body=ChatRequest,
+    answer=ChatAnswer,
+    job=chat_job,
+    writer=ChatWriter,
+    error=openai_error,
+)

@@ -1,0 +1,171 @@
+"""OpenAI's plain completions: prompts of text or token ids in, n continuations of each out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from pagoda_gateway.api.answer_schemas import CompletionAnswer
+from pagoda_gateway.api.encoding import encoded_columns, encoded_list
+from pagoda_gateway.api.error_body import openai_error
+from pagoda_gateway.api.schemas import CompletionRequest
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects import openai
+from pagoda_gateway.dialects.dialect import Dialect
+from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row, prompt_logprobs
+from pagoda_gateway.dialects.sampling import completion_params, shows_no_output
+from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.prompts import Prompt, completion_prompts, prompts_of
+from pagoda_gateway.generation.requests import check_model, check_priority, check_products, new_record
+from pagoda_gateway.generation.run import Part, Run
+from pagoda_gateway.generation.updates import Gathered, Update
+from pagoda_gateway.text.events import Finish
+from pagoda_proto.records import FinishReason, RequestRecord
+from pagoda_proto.steps import TopLogprobs
+
+
+async def completion_records(
+    ctx: GatewayContext, body: CompletionRequest, client: str = ""
+) -> list[tuple[Prompt, RequestRecord]]:
+    """One record per prompt, with the prompt as it was given.
+
+    Raises:
+        PagodaError: something about it cannot be done; `param` names the field.
+    """
+    check_model(ctx, body.model)
+    check_priority(ctx, body.priority)
+    params = completion_params(ctx.text, body)
+    lengths = [0 if isinstance(prompt, str) else len(prompt) for prompt in prompts_of(body)]
+    check_products(ctx, body, params, lengths)
+    prompts = await completion_prompts(ctx, body, client)
+    check_products(ctx, body, params, [len(prompt.token_ids) for prompt in prompts])
+    return [(prompt, new_record(ctx, body, prompt.token_ids, params)) for prompt in prompts]
+
+
+async def completion_job(ctx: GatewayContext, body: CompletionRequest, client: str) -> Job:
+    prepared = await completion_records(ctx, body, client)
+    texts = (prompt.text if prompt.text is not None else ctx.text.decode(prompt.token_ids) for prompt, _ in prepared)
+    return openai.job(
+        "cmpl-",
+        ctx.served_model_name,
+        body,
+        [record for _, record in prepared],
+        logprobs=body.logprobs,
+        echoes=tuple(texts) if body.echo else None,
+        prompt_only=shows_no_output(body),
+    )
+
+
+@dataclass
+class _Choice:
+    """`echo` is how its prompt is shown, if it is; it begins with that."""
+
+    part: Part
+    echo: str | None
+    rows_of: CompletionLogprobs | None
+    begun: bool = False
+
+    def rows(self, token_ids: Sequence[int], entries: Sequence[TopLogprobs], begins: bool) -> Iterator[Row]:
+        """Of these tokens; of the echoed prompt before them where the choice begins."""
+        if self.rows_of is None:
+            return iter(())
+        output = self.rows_of.output(token_ids, entries)
+        if not begins or self.echo is None:
+            return output
+        prompt = self.part.record.prompt_token_ids
+        return chain(self.rows_of.prompt(prompt, self.part.prompt_logprobs, self.echo), output)
+
+
+class CompletionWriter(openai.OpenAIWriter):
+    object_name = chunk_name = "text_completion"
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        echoes = self.shown.echoes or [None] * len(run.parts)
+        self._choices = [
+            _Choice(part, echo, self._new_rows(part))
+            for part, echo in zip(run.parts, echoes, strict=True)
+            for _ in part.choices
+        ]
+
+    def _new_rows(self, part: Part) -> CompletionLogprobs | None:
+        top = self.shown.logprobs
+        return None if top is None else CompletionLogprobs(self.run.text, top, part.record.params.skip_special_tokens)
+
+    def seen(self, update: Update) -> Update:
+        if not self.shown.prompt_only:
+            return update
+        return Update(update.choice, [], None, [Finish(FinishReason.LENGTH)] if update.finish is not None else [])
+
+    async def fields(self) -> dict[str, Any]:
+        return {"choices": [await self._choice(index, choice) for index, choice in enumerate(self._best())]}
+
+    def _best(self) -> list[int]:
+        """The n choices of each prompt; with `best_of`, those whose tokens are likeliest on average."""
+        n, best = self.shown.n, list[int]()
+        for part in self.run.parts:
+            choices = [choice.index for choice in part.choices]
+            if len(choices) > n:
+                choices.sort(key=lambda choice: _mean_logprob(self.gathered[choice]), reverse=True)
+            best += choices[:n]
+        return best
+
+    async def _choice(self, index: int, ran_as: int) -> dict[str, Any]:
+        choice, gathered = self._choices[ran_as], self.gathered[ran_as]
+        prompt, top = choice.part.record.prompt_token_ids, self.shown.prompt_logprobs
+        content: dict[str, Any] = {
+            "index": index,
+            "text": (choice.echo or "") + "".join(gathered.texts),
+            "logprobs": await self._logprobs(choice.rows(gathered.token_ids, gathered.logprobs, begins=True)),
+            **openai.ending(gathered.finish),
+        }
+        if top is not None:
+            entries = prompt_logprobs(self.run.text, prompt, choice.part.prompt_logprobs, top)
+            content["prompt_logprobs"] = await encoded_list(entries, 1 + top)
+        if self.shown.token_ids:
+            content |= {"token_ids": gathered.token_ids, "prompt_token_ids": prompt}
+        return content
+
+    async def chunks(self, update: Update) -> list[dict[str, Any]]:
+        choice, token_ids = self._choices[update.choice], update.token_ids
+        begins, choice.begun = not choice.begun, True
+        text = ((choice.echo or "") if begins else "") + update.text
+        content: dict[str, Any] = {
+            "index": update.choice,
+            "text": text,
+            "logprobs": None,
+            **openai.ending(update.finish),
+        }
+        if token_ids or (begins and choice.echo is not None):
+            content["logprobs"] = await self._logprobs(choice.rows(token_ids, update.logprobs or [], begins))
+        says_ids = self.shown.token_ids and (token_ids or begins)
+        if not (text or content["logprobs"] or update.finish or says_ids):
+            return []
+        if self.shown.token_ids:
+            content["token_ids"] = token_ids
+            if begins:
+                content["prompt_token_ids"] = choice.part.record.prompt_token_ids
+        return [content]
+
+    async def _logprobs(self, rows: Iterator[Row]) -> dict[str, Any] | None:
+        top = self.shown.logprobs
+        return None if top is None else await encoded_columns(rows, COLUMNS, 2 + top)
+
+
+def _mean_logprob(gathered: Gathered) -> float:
+    entries = gathered.logprobs
+    return sum(entry.logprob for entry in entries) / len(entries) if entries else -float("inf")
+
+
+COMPLETIONS = Dialect(
+    name="completions",
+    path="/v1/completions",
+    summary="Continue a text",
+    body=CompletionRequest,
+    answer=CompletionAnswer,
+    job=completion_job,
+    writer=CompletionWriter,
+    error=openai_error,
+)

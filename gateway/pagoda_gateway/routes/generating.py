@@ -1,0 +1,72 @@
+"""Endpoints that generate: a body in, a job run while its client stays, its answer out whole or as a stream.
+
+They differ in their dialect, and in nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from pagoda_gateway.api.described import described
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects.chat import CHAT
+from pagoda_gateway.dialects.completions import COMPLETIONS
+from pagoda_gateway.dialects.dialect import Dialect, Writer
+from pagoda_gateway.generation.requests import held_bytes
+from pagoda_gateway.generation.run import Outcome, Run
+from pagoda_gateway.http.sse import EventStream, until_disconnect
+from pagoda_gateway.routes.body import client_of, hold_for, read_body
+from pagoda_proto.records import Usage
+
+logger = logging.getLogger(__name__)
+
+
+def router(ctx: GatewayContext, dialects: Sequence[Dialect[Any]] = (CHAT, COMPLETIONS)) -> APIRouter:
+    routes = APIRouter(tags=["generation"])
+    for dialect in dialects:
+        routes.add_api_route(
+            dialect.path,
+            _endpoint(ctx, dialect),
+            methods=["POST"],
+            name=dialect.name,
+            response_model=None,
+            summary=dialect.summary,
+            openapi_extra=described(dialect.path, dialect.body, dialect.answer),
+        )
+    return routes
+
+
+def _endpoint(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        request.state.error_shape = dialect.error
+        bodies = [await read_body(ctx, request, dialect.body)]
+
+        @asynccontextmanager
+        async def running() -> AsyncIterator[Writer]:
+            job = await dialect.job(ctx, bodies.pop(), client_of(request))  # which is all that is left of the body
+            hold_for(request, held_bytes(job), instead=True)
+
+            def on_end(usage: Usage, outcome: Outcome) -> None:
+                logger.debug("%s for %s: %s, %s", job.id, client_of(request), outcome, usage)
+
+            async with aclosing(Run(job, ctx.text, on_end)) as run:
+                await run.start(ctx.engine)
+                yield dialect.writer(run)
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            async with running() as writer:
+                async for data in writer.events():
+                    yield data
+
+        if bodies[0].stream:
+            return EventStream(events(), ctx.config.ping_interval_s, dialect.error)
+        async with until_disconnect(request.receive), running() as writer:
+            return Response(await writer.whole(), media_type="application/json")
+
+    return answer
