@@ -8,17 +8,20 @@ from typing import Any
 from pagoda_gateway.api.answer_schemas import ChatAnswer
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.error_body import openai_error
-from pagoda_gateway.api.schemas import ChatRequest
+from pagoda_gateway.api.schemas import ChatRequest, TokenizeRequest
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
 from pagoda_gateway.dialects.sampling import chat_params
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.prompts import Reader, tools_in_use
+from pagoda_gateway.generation.prompts import Reader, work_size
 from pagoda_gateway.generation.requests import check_model, check_priority, check_products, named_as_in_body, new_record
 from pagoda_gateway.generation.updates import Gathered, Update
+from pagoda_gateway.text.conversation import Chat, turns_of
 from pagoda_gateway.text.events import CallArguments, CallBegun
+from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.records import RequestRecord
 from pagoda_proto.steps import TopLogprobs
 
@@ -34,9 +37,54 @@ async def chat_record(ctx: GatewayContext, body: ChatRequest, client: str = "") 
     max_tokens_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with named_as_in_body({"prompt": "messages", "max_tokens": max_tokens_name}):
         params = chat_params(ctx.text, body)
-        token_ids = await Reader(ctx, client, "messages", asked=params.max_tokens).chat_ids(body)
+        reader = Reader(ctx, client, "messages", asked=params.max_tokens)
+        token_ids = await chat_ids(reader, ctx.text, body)
         check_products(ctx, body, params, [len(token_ids)])
         return new_record(ctx, body, token_ids, params)
+
+
+def tools_in_use(body: ChatRequest | TokenizeRequest) -> bool:
+    return bool(body.tools) and getattr(body, "tool_choice", None) != "none"
+
+
+async def chat_ids(
+    reader: Reader, text: ModelText, body: ChatRequest | TokenizeRequest, add_special_tokens: bool = False
+) -> list[int]:
+    """Token ids of the body's conversation. Raises PagodaError."""
+
+    def read() -> Chat:
+        drop = {"function": {"strict"}}
+        used = body.tools if body.tools and tools_in_use(body) else ()
+        tools = [tool.model_dump(exclude_none=True, exclude=drop) for tool in used]
+        return Chat(
+            turns=turns_of([message.model_dump(exclude_none=True) for message in body.messages or ()]),
+            tools=tools,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            options=template_options(body, text.template(bool(tools)).variables),
+        )
+
+    size = work_size([body.messages, body.tools, body.chat_template_kwargs])
+    return await reader.chat_ids(size, read, add_special_tokens)
+
+
+def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) -> dict[str, Any]:
+    """What the template reads besides the messages. Some of it has fields of its own in OpenAI's API.
+
+    Raises:
+        InvalidParams: the same thing is said twice, or the template does not read it.
+    """
+    kwargs = dict(body.chat_template_kwargs or {})
+    for name in ("reasoning_effort", "verbosity"):
+        value = getattr(body, name, None)
+        if value is None:
+            continue
+        if name not in read:
+            raise InvalidParams([Problem(name, f"is {value[:64]!a}, but this model's chat template does not read it")])
+        if name in kwargs:
+            raise InvalidParams([Problem(name, "is also in chat_template_kwargs; give it once")])
+        kwargs[name] = value
+    return kwargs
 
 
 async def chat_job(ctx: GatewayContext, body: ChatRequest, client: str) -> Job:

@@ -17,13 +17,22 @@ from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row, prompt_logprobs
 from pagoda_gateway.dialects.sampling import completion_params, shows_no_output
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.prompts import Prompt, completion_prompts, prompts_of
+from pagoda_gateway.generation.prompts import Reader, at_most
 from pagoda_gateway.generation.requests import check_model, check_priority, check_products, new_record
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
+from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.records import FinishReason, RequestRecord
 from pagoda_proto.steps import TopLogprobs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """`text` is what the client wrote, None where it sent token ids."""
+
+    token_ids: list[int]
+    text: str | None = None
 
 
 async def completion_records(
@@ -42,6 +51,29 @@ async def completion_records(
     prompts = await completion_prompts(ctx, body, client)
     check_products(ctx, body, params, [len(prompt.token_ids) for prompt in prompts])
     return [(prompt, new_record(ctx, body, prompt.token_ids, params)) for prompt in prompts]
+
+
+async def completion_prompts(ctx: GatewayContext, body: CompletionRequest, client: str) -> list[Prompt]:
+    """The prompts of a plain completion. Special tokens written out in them are special tokens, as in vLLM."""
+    prompts = prompts_of(body)
+    at_most("prompt", len(prompts), ctx.config.max_prompts)
+    reader = Reader(ctx, client, "prompt", asked=body.max_tokens)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    ids_of_texts = iter(await reader.text_ids(texts, body.add_special_tokens))
+    return [
+        Prompt(token_ids=next(ids_of_texts), text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt)
+        for prompt in prompts
+    ]
+
+
+def prompts_of(body: CompletionRequest) -> Sequence[Any]:
+    """Each a text or a list of token ids. Raises InvalidParams."""
+    given = body.prompt
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise InvalidParams([Problem("prompt", "must have at least one prompt")])
+    return [given] if isinstance(given[0], int) else given
 
 
 async def completion_job(ctx: GatewayContext, body: CompletionRequest, client: str) -> Job:

@@ -6,17 +6,15 @@ certain. Nothing here runs on the event loop unless it is short.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 
-from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest, Tool
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.http.text_pool import LARGE_SIZE
-from pagoda_gateway.text.conversation import text_size
+from pagoda_gateway.text.conversation import Chat, text_size
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import ModelLimits
 
@@ -24,14 +22,6 @@ SLICE_CHARS = 32 * 1024
 CHARS_PER_TOKEN = 8  # a text of fewer characters per token of the context is tokenised without being counted first
 CHARS_PER_VALUE = 8  # what a number or an empty object costs, as text
 CERTAIN = 2  # slices cut words, so only twice too many tokens are certainly too many
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """`text` is what the client wrote, None where it sent token ids."""
-
-    token_ids: list[int]
-    text: str | None = None
 
 
 def model_limits(ctx: GatewayContext) -> ModelLimits:
@@ -63,39 +53,28 @@ class Reader:
         self._asked = asked
         self._max_chars = max_chars
 
-    async def _rendered(self, request: ChatRequest | TokenizeRequest) -> str:
-        """The chat as its template renders it, marks included.
+    async def chat_ids(self, size: int, read: Callable[[], Chat], add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a rendered chat, which `read` makes of `size` characters.
 
         Raises:
-            PagodaError: the template does not take it, or it is certain not to fit.
+            PagodaError: the template does not take it, or it does not fit.
         """
-        ctx = self._ctx
-        with_tools = tools_in_use(request)
-        template = ctx.text.template(with_tools)
-        if with_tools and not template.speaks_hermes:
-            message = "this model's chat template has no tool calls, or none in a form that is supported"
-            raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "tools")
-        kwargs = template_kwargs(request, template.variables)
-        template.check_kwargs(kwargs)
+        model_text, pool = self._ctx.text, self._ctx.pool
 
-        def work() -> str:
-            messages = [message.model_dump(exclude_none=True) for message in request.messages or ()]
-            tools = template_tools(request.tools or ()) if with_tools else None
-            self.check_size(text_size([messages, tools, kwargs]))
-            return ctx.text.render_marked(
-                messages, tools, request.add_generation_prompt, request.continue_final_message, **kwargs
-            )
+        def render() -> str:
+            chat = read()
+            template = model_text.template(bool(chat.tools))
+            if chat.tools and not template.speaks_hermes:
+                message = "this model's chat template has no tool calls, or none in a form that is supported"
+                raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "tools")
+            template.check_kwargs(chat.options)
+            self.check_size(text_size([chat.turns, chat.tools, chat.options]))
+            return model_text.render_marked(chat)
 
-        return await ctx.pool.run(self._client, work_size([request.messages, request.tools, kwargs]), work)
-
-    async def chat_ids(self, request: ChatRequest | TokenizeRequest, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of the rendered chat. Raises PagodaError."""
-        text = await self._rendered(request)
+        text = await pool.run(self._client, size, render)
         self.check_size(len(text))
         await self._count(text)
-        return await self._ctx.pool.run(
-            self._client, len(text), lambda: self._ctx.text.encode_marked(text, add_special_tokens)
-        )
+        return await pool.run(self._client, len(text), lambda: model_text.encode_marked(text, add_special_tokens))
 
     async def text_ids(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of plain texts. Raises PagodaError CONTEXT_LENGTH_EXCEEDED."""
@@ -169,56 +148,6 @@ def work_size(value: Any) -> int:
         elif isinstance(item, list):
             waiting += item
     return size
-
-
-def tools_in_use(request: ChatRequest | TokenizeRequest) -> bool:
-    return bool(request.tools) and getattr(request, "tool_choice", None) != "none"
-
-
-def template_kwargs(request: ChatRequest | TokenizeRequest, read: frozenset[str]) -> dict[str, Any]:
-    """What the template reads besides the messages. Some of it has fields of its own in OpenAI's API.
-
-    Raises:
-        InvalidParams: the same thing is said twice, or the template does not read it.
-    """
-    kwargs = dict(request.chat_template_kwargs or {})
-    for name in ("reasoning_effort", "verbosity"):
-        value = getattr(request, name, None)
-        if value is None:
-            continue
-        if name not in read:
-            raise InvalidParams([Problem(name, f"is {value[:64]!a}, but this model's chat template does not read it")])
-        if name in kwargs:
-            raise InvalidParams([Problem(name, "is also in chat_template_kwargs; give it once")])
-        kwargs[name] = value
-    return kwargs
-
-
-def template_tools(tools: Sequence[Tool]) -> list[Mapping[str, Any]]:
-    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
-
-
-async def completion_prompts(ctx: GatewayContext, request: CompletionRequest, client: str = "") -> list[Prompt]:
-    """The prompts of a plain completion. Special tokens written out in them are special tokens, as in vLLM."""
-    prompts = prompts_of(request)
-    at_most("prompt", len(prompts), ctx.config.max_prompts)
-    reader = Reader(ctx, client, "prompt", asked=request.max_tokens)
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    ids_of_texts = iter(await reader.text_ids(texts, request.add_special_tokens))
-    return [
-        Prompt(token_ids=next(ids_of_texts), text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt)
-        for prompt in prompts
-    ]
-
-
-def prompts_of(request: CompletionRequest) -> Sequence[Any]:
-    """Each a text or a list of token ids. Raises InvalidParams."""
-    given = request.prompt
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise InvalidParams([Problem("prompt", "must have at least one prompt")])
-    return [given] if isinstance(given[0], int) else given
 
 
 def at_most(name: str, count: int, limit: int) -> None:

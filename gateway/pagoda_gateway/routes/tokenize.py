@@ -13,6 +13,7 @@ from pagoda_gateway.api.described import described
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.schemas import DetokenizeRequest, TokenizeRequest
 from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects.chat import chat_ids
 from pagoda_gateway.dialects.logprobs import token_text
 from pagoda_gateway.generation.prompts import Reader, model_limits
 from pagoda_gateway.generation.requests import check_model
@@ -68,7 +69,7 @@ async def _token_ids(ctx: GatewayContext, body: TokenizeRequest, client: str) ->
         ctx, client, "prompt" if body.messages is None else "messages", max_chars=ctx.config.max_tokenize_chars
     )
     if body.messages is not None:
-        return await reader.chat_ids(body, bool(body.add_special_tokens))
+        return await chat_ids(reader, ctx.text, body, bool(body.add_special_tokens))
     (token_ids,) = await reader.text_ids([body.prompt or ""], body.add_special_tokens is not False)
     return token_ids
 

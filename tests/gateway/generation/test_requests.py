@@ -18,7 +18,7 @@ from pagoda_gateway.dialects.chat import chat_record
 from pagoda_gateway.dialects.completions import completion_records
 from pagoda_gateway.http import text_pool
 from pagoda_gateway.routes.body import parse_body
-from pagoda_gateway.text.conversation import template_messages
+from pagoda_gateway.text.conversation import template_messages, turns_of
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
 from pagoda_proto.records import Load
 
@@ -111,7 +111,7 @@ def test_messages_for_templates() -> None:
         },
     ]
     function = {"name": "f", "arguments": {"z": 1, "a": [2]}}
-    assert template_messages(messages, parts=False) == [
+    assert template_messages(turns_of(messages), parts=False) == [
         {"role": "system", "content": "d", "name": "boss"},
         {"role": "assistant", "content": "", "tool_calls": [{"id": "c", "type": "function", "function": function}]},
         {"role": "tool", "content": "a\nb", "tool_call_id": "c"},
