@@ -16,7 +16,7 @@ from pagoda_gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
 from pagoda_gateway.dialects.sampling import chat_params
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, work_size
-from pagoda_gateway.generation.requests import check_model, check_priority, check_products, named_as_in_body, new_record
+from pagoda_gateway.generation.requests import check_priority, named_as_in_body
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.conversation import Chat, turns_of
 from pagoda_gateway.text.events import CallArguments, CallBegun
@@ -32,15 +32,14 @@ async def chat_record(ctx: GatewayContext, body: ChatRequest, client: str = "") 
     Raises:
         PagodaError: something about it cannot be done; `param` names the field.
     """
-    check_model(ctx, body.model)
-    check_priority(ctx, body.priority)
+    model = ctx.catalogue.find(body.model)
+    check_priority(ctx.config, model, body.priority)
     max_tokens_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with named_as_in_body({"prompt": "messages", "max_tokens": max_tokens_name}):
-        params = chat_params(ctx.text, body)
-        reader = Reader(ctx, client, "messages", asked=params.max_tokens)
-        token_ids = await chat_ids(reader, ctx.text, body)
-        check_products(ctx, body, params, [len(token_ids)])
-        return new_record(ctx, body, token_ids, params)
+        params = chat_params(model.text, body)
+        token_ids = await chat_ids(Reader(ctx, model, client, "messages", params.max_tokens), model.text, body)
+        openai.check_products(ctx.config, model, body, params, [len(token_ids)])
+        return openai.new_record(model, body, token_ids, params)
 
 
 def tools_in_use(body: ChatRequest | TokenizeRequest) -> bool:
@@ -89,8 +88,8 @@ def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) 
 
 async def chat_job(ctx: GatewayContext, body: ChatRequest, client: str) -> Job:
     record = await chat_record(ctx, body, client)
-    tools = tools_in_use(body)
-    return openai.job("chatcmpl-", ctx.served_model_name, body, [record], tools=tools, logprobs=record.params.logprobs)
+    shown = {"tools": tools_in_use(body), "logprobs": record.params.logprobs}
+    return openai.job("chatcmpl-", ctx.catalogue.find(body.model), body, [record], **shown)
 
 
 class ChatWriter(openai.OpenAIWriter):

@@ -11,6 +11,7 @@ from pagoda_gateway.api.answer_schemas import CompletionAnswer
 from pagoda_gateway.api.encoding import encoded_columns, encoded_list
 from pagoda_gateway.api.error_body import openai_error
 from pagoda_gateway.api.schemas import CompletionRequest
+from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
@@ -18,7 +19,7 @@ from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row, p
 from pagoda_gateway.dialects.sampling import completion_params, shows_no_output
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, at_most
-from pagoda_gateway.generation.requests import check_model, check_priority, check_products, new_record
+from pagoda_gateway.generation.requests import check_priority
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
@@ -43,21 +44,23 @@ async def completion_records(
     Raises:
         PagodaError: something about it cannot be done; `param` names the field.
     """
-    check_model(ctx, body.model)
-    check_priority(ctx, body.priority)
-    params = completion_params(ctx.text, body)
+    model = ctx.catalogue.find(body.model)
+    check_priority(ctx.config, model, body.priority)
+    params = completion_params(model.text, body)
     lengths = [0 if isinstance(prompt, str) else len(prompt) for prompt in prompts_of(body)]
-    check_products(ctx, body, params, lengths)
-    prompts = await completion_prompts(ctx, body, client)
-    check_products(ctx, body, params, [len(prompt.token_ids) for prompt in prompts])
-    return [(prompt, new_record(ctx, body, prompt.token_ids, params)) for prompt in prompts]
+    openai.check_products(ctx.config, model, body, params, lengths)
+    prompts = await completion_prompts(ctx, model, body, client)
+    openai.check_products(ctx.config, model, body, params, [len(prompt.token_ids) for prompt in prompts])
+    return [(prompt, openai.new_record(model, body, prompt.token_ids, params)) for prompt in prompts]
 
 
-async def completion_prompts(ctx: GatewayContext, body: CompletionRequest, client: str) -> list[Prompt]:
+async def completion_prompts(
+    ctx: GatewayContext, model: ServedModel, body: CompletionRequest, client: str
+) -> list[Prompt]:
     """The prompts of a plain completion. Special tokens written out in them are special tokens, as in vLLM."""
     prompts = prompts_of(body)
     at_most("prompt", len(prompts), ctx.config.max_prompts)
-    reader = Reader(ctx, client, "prompt", asked=body.max_tokens)
+    reader = Reader(ctx, model, client, "prompt", body.max_tokens)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids_of_texts = iter(await reader.text_ids(texts, body.add_special_tokens))
     return [
@@ -77,17 +80,12 @@ def prompts_of(body: CompletionRequest) -> Sequence[Any]:
 
 
 async def completion_job(ctx: GatewayContext, body: CompletionRequest, client: str) -> Job:
+    model = ctx.catalogue.find(body.model)
     prepared = await completion_records(ctx, body, client)
-    texts = (prompt.text if prompt.text is not None else ctx.text.decode(prompt.token_ids) for prompt, _ in prepared)
-    return openai.job(
-        "cmpl-",
-        ctx.served_model_name,
-        body,
-        [record for _, record in prepared],
-        logprobs=body.logprobs,
-        echoes=tuple(texts) if body.echo else None,
-        prompt_only=shows_no_output(body),
-    )
+    texts = (prompt.text if prompt.text is not None else model.text.decode(prompt.token_ids) for prompt, _ in prepared)
+    echoes = tuple(texts) if body.echo else None
+    shown = {"logprobs": body.logprobs, "echoes": echoes, "prompt_only": shows_no_output(body)}
+    return openai.job("cmpl-", model, body, [record for _, record in prepared], **shown)
 
 
 @dataclass

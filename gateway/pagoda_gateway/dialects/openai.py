@@ -9,14 +9,30 @@ from typing import Any
 
 from pagoda_gateway.api.encoding import DONE, encoded, event
 from pagoda_gateway.api.schemas import Sampling
+from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.generation import requests
 from pagoda_gateway.generation.job import Job, Shown
 from pagoda_gateway.generation.run import Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
+from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import FinishReason, RequestRecord
 
 
-def job(prefix: str, model: str, body: Sampling, records: Sequence[RequestRecord], **shown: Any) -> Job:
+def check_products(
+    config: GatewayConfig, model: ServedModel, body: Sampling, params: SamplingParams, lengths: Sequence[int]
+) -> None:
+    name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    requests.check_products(config, model, params, lengths, bool(body.stream), name)
+
+
+def new_record(model: ServedModel, body: Sampling, token_ids: list[int], params: SamplingParams) -> RequestRecord:
+    salt = body.cache_salt or ""
+    return requests.new_record(model, token_ids, params, cache_salt=salt, priority=body.priority)
+
+
+def job(prefix: str, model: ServedModel, body: Sampling, records: Sequence[RequestRecord], **shown: Any) -> Job:
     """A job of these records; `shown` is what the body's dialect has besides what all of them have."""
     options = body.stream_options
     show = Shown(
@@ -29,7 +45,7 @@ def job(prefix: str, model: str, body: Sampling, records: Sequence[RequestRecord
         **shown,
     )
     job_id = prefix + records[0].request_id
-    return Job(id=job_id, created=int(time.time()), model=model, records=tuple(records), shown=show)
+    return Job(id=job_id, created=int(time.time()), model=model.name, records=tuple(records), shown=show)
 
 
 def ending(finish: Finish | None) -> dict[str, Any]:

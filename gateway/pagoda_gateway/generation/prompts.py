@@ -12,29 +12,16 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.http.text_pool import LARGE_SIZE
 from pagoda_gateway.text.conversation import Chat, text_size
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
-from pagoda_proto.params import ModelLimits
 
 SLICE_CHARS = 32 * 1024
 CHARS_PER_TOKEN = 8  # a text of fewer characters per token of the context is tokenised without being counted first
 CHARS_PER_VALUE = 8  # what a number or an empty object costs, as text
 CERTAIN = 2  # slices cut words, so only twice too many tokens are certainly too many
-
-
-def model_limits(ctx: GatewayContext) -> ModelLimits:
-    """What the workers report; until one has, what the model's files say.
-
-    Raises:
-        PagodaError: UNAVAILABLE when nobody knows the context length yet.
-    """
-    load, text = ctx.engine.load, ctx.text
-    limits = ModelLimits(load.vocab_size or text.vocab_size, load.max_model_len or text.max_model_len)
-    if limits.max_model_len < 1:
-        raise PagodaError(ErrorCode.UNAVAILABLE, "no worker has registered yet", retry_after_s=1.0)
-    return limits
 
 
 class Reader:
@@ -45,9 +32,16 @@ class Reader:
     """
 
     def __init__(
-        self, ctx: GatewayContext, client: str, param: str, *, asked: int | None = None, max_chars: int | None = None
+        self,
+        ctx: GatewayContext,
+        model: ServedModel,
+        client: str,
+        param: str,
+        asked: int | None = None,
+        max_chars: int | None = None,
     ) -> None:
-        self._ctx = ctx
+        self._pool = ctx.pool
+        self._model = model
         self._client = client
         self._param = param
         self._asked = asked
@@ -59,7 +53,7 @@ class Reader:
         Raises:
             PagodaError: the template does not take it, or it does not fit.
         """
-        model_text, pool = self._ctx.text, self._ctx.pool
+        model_text = self._model.text
 
         def render() -> str:
             chat = read()
@@ -71,10 +65,10 @@ class Reader:
             self.check_size(text_size([chat.turns, chat.tools, chat.options]))
             return model_text.render_marked(chat)
 
-        text = await pool.run(self._client, size, render)
+        text = await self._pool.run(self._client, size, render)
         self.check_size(len(text))
         await self._count(text)
-        return await pool.run(self._client, len(text), lambda: model_text.encode_marked(text, add_special_tokens))
+        return await self._pool.run(self._client, len(text), lambda: model_text.encode_marked(text, add_special_tokens))
 
     async def text_ids(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of plain texts. Raises PagodaError CONTEXT_LENGTH_EXCEEDED."""
@@ -85,9 +79,9 @@ class Reader:
             await self._count(part[0])  # what is longer than a slice is in a batch of its own
 
             def work(part: Sequence[str] = part) -> list[list[int]]:
-                return [self._ctx.text.encode(text, add_special_tokens) for text in part]
+                return [self._model.text.encode(text, add_special_tokens) for text in part]
 
-            found += await self._ctx.pool.run(self._client, sum(map(len, part)), work)
+            found += await self._pool.run(self._client, sum(map(len, part)), work)
         return found
 
     def check_size(self, num_chars: int) -> None:
@@ -97,20 +91,20 @@ class Reader:
                 message = f"at most {self._max_chars} characters are allowed, got {num_chars}"
                 raise InvalidParams([Problem(self._param, message)])
             return
-        limit = model_limits(self._ctx).max_model_len
-        at_least = self._ctx.text.min_tokens_of(num_chars)
+        limit = self._model.limits.max_model_len
+        at_least = self._model.text.min_tokens_of(num_chars)
         if at_least > limit:
             raise self._too_long(limit, at_least)
 
     async def _count(self, text: str) -> None:
-        limit = model_limits(self._ctx).max_model_len
+        limit = self._model.limits.max_model_len
         if self._max_chars is not None or len(text) <= max(SLICE_CHARS, CHARS_PER_TOKEN * limit):
             return
         count = 0
         for start in range(0, len(text), SLICE_CHARS):
             part = text[start : start + SLICE_CHARS]
-            encode = partial(self._ctx.text.encode, part, add_special_tokens=False)
-            count += len(await self._ctx.pool.run(self._client, len(part), encode))
+            encode = partial(self._model.text.encode, part, add_special_tokens=False)
+            count += len(await self._pool.run(self._client, len(part), encode))
             if count > CERTAIN * limit:
                 raise self._too_long(limit, count // CERTAIN)
 

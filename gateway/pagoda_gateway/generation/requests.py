@@ -6,11 +6,10 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from pagoda_gateway.api.schemas import Sampling
-from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.prompts import model_limits
-from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams, check_for_model
 from pagoda_proto.records import RequestRecord
 
@@ -18,31 +17,27 @@ FCFS = "fcfs"
 BYTES_PER_LOGPROB = 160  # two numbers as Python keeps them, and as JSON
 
 
-def check_model(ctx: GatewayContext, name: str | None) -> None:
-    """Raises PagodaError MODEL_NOT_FOUND."""
-    if name is not None and name != ctx.served_model_name:
-        message = f"the model {name[:64]!a} does not exist here; this server has {ctx.served_model_name!r}"
-        raise PagodaError(ErrorCode.MODEL_NOT_FOUND, message, "model")
-
-
-def check_products(ctx: GatewayContext, request: Sampling, params: SamplingParams, lengths: Sequence[int]) -> None:
+def check_products(
+    config: GatewayConfig, model: ServedModel, params: SamplingParams, lengths: Sequence[int], stream: bool, name: str
+) -> None:
     """Numbers that are harmless one by one may not multiply to more than an answer should hold.
+
+    `name` is that of the field that asked for log-probabilities of the prompt.
 
     Raises:
         InvalidParams: naming the fields and the product.
     """
     if params.prompt_logprobs is not None:
         values = sum(lengths) * (1 + params.prompt_logprobs)
-        limit = ctx.config.max_prompt_logprob_values
+        limit = config.max_prompt_logprob_values
         if values > limit:
-            name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
             what = f"{len(lengths)} prompts of {sum(lengths)} tokens x (1 + {name} {params.prompt_logprobs})"
             raise InvalidParams([Problem(name, f"{what} are {values} values; at most {limit} are allowed")])
-    if params.logprobs is not None and not request.stream:
-        room = model_limits(ctx).max_model_len
+    if params.logprobs is not None and not stream:
+        room = model.limits.max_model_len
         tokens = sum(min(params.max_tokens or room, max(1, room - length)) for length in lengths)
         values = params.n * tokens * (1 + params.logprobs)
-        limit = ctx.config.max_logprob_values
+        limit = config.max_logprob_values
         if values > limit:
             what = f"n {params.n} x {tokens} tokens of max_tokens x (1 + logprobs {params.logprobs})"
             why = f"{what} are {values} values; at most {limit} are allowed without stream: true"
@@ -55,30 +50,30 @@ def held_bytes(job: Job) -> int:
     return 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
 
 
-def check_priority(ctx: GatewayContext, priority: int) -> None:
-    """Raises InvalidParams where it means nothing, or more than is allowed."""
-    if priority == 0:
-        return
-    if ctx.engine.load.policy == FCFS:
-        message = f"is {priority}, but the scheduling policy here is {FCFS!r}, which has no priorities"
-        raise InvalidParams([Problem("priority", message)])
-    if priority < ctx.config.min_priority:
-        message = f"must be at least {ctx.config.min_priority} here (lower runs earlier), got {priority}"
-        raise InvalidParams([Problem("priority", message)])
-
-
-def new_record(ctx: GatewayContext, request: Sampling, token_ids: list[int], params: SamplingParams) -> RequestRecord:
-    """Raises PagodaError when the parameters do not fit the model."""
-    check_for_model(params, token_ids, model_limits(ctx))
+def new_record(
+    model: ServedModel, token_ids: list[int], params: SamplingParams, *, cache_salt: str, priority: int
+) -> RequestRecord:
+    """Raises PagodaError when parameters or prompt do not fit the model."""
+    check_for_model(params, token_ids, model.limits)
     return RequestRecord(
         request_id=secrets.token_hex(16),
         prompt_token_ids=token_ids,
         params=params,
         seed=secrets.randbits(64) if params.seed is None else params.seed,
-        eos_token_ids=ctx.text.eos_token_ids,
-        cache_salt=request.cache_salt or "",
-        priority=request.priority,
+        eos_token_ids=model.text.eos_token_ids,
+        cache_salt=cache_salt,
+        priority=priority,
     )
+
+
+def check_priority(config: GatewayConfig, model: ServedModel, priority: int) -> None:
+    """Raises InvalidParams where it means nothing, or more than is allowed."""
+    if priority and model.engine.load.policy == FCFS:
+        message = f"is {priority}, but the scheduling policy here is {FCFS!r}, which has no priorities"
+        raise InvalidParams([Problem("priority", message)])
+    if priority and priority < config.min_priority:
+        message = f"must be at least {config.min_priority} here (lower runs earlier), got {priority}"
+        raise InvalidParams([Problem("priority", message)])
 
 
 @contextmanager

@@ -66,7 +66,8 @@ def hold_for(request: Request, num_bytes: int, *, instead: bool = False) -> None
 def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
     """What is far too much is not even looked at."""
     config = ctx.config
-    most_ids = max(config.max_prompts, ctx.engine.load.max_model_len, ctx.text.max_model_len)
+    longest = [max(model.engine.load.max_model_len, model.text.max_model_len) for model in ctx.catalogue]
+    most_ids = max(config.max_prompts, *longest)
     for name, limit in (("messages", config.max_messages), ("tools", config.max_tools), ("prompt", most_ids)):
         value = body.get(name)
         if isinstance(value, list):

@@ -50,13 +50,14 @@ def _endpoint(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request],
         @asynccontextmanager
         async def running() -> AsyncIterator[Writer]:
             job = await dialect.job(ctx, bodies.pop(), client_of(request))  # which is all that is left of the body
+            model = ctx.catalogue.find(job.model)
             hold_for(request, held_bytes(job), instead=True)
 
             def on_end(usage: Usage, outcome: Outcome) -> None:
                 logger.debug("%s for %s: %s, %s", job.id, client_of(request), outcome, usage)
 
-            async with aclosing(Run(job, ctx.text, on_end)) as run:
-                await run.start(ctx.engine)
+            async with aclosing(Run(job, model.text, on_end)) as run:
+                await run.start(model.engine)
                 yield dialect.writer(run)
 
         async def events() -> AsyncGenerator[bytes, None]:

@@ -12,11 +12,11 @@ from pagoda_gateway.api.answer_schemas import DetokenizeAnswer, TokenizeAnswer
 from pagoda_gateway.api.described import described
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.schemas import DetokenizeRequest, TokenizeRequest
+from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.chat import chat_ids
 from pagoda_gateway.dialects.logprobs import token_text
-from pagoda_gateway.generation.prompts import Reader, model_limits
-from pagoda_gateway.generation.requests import check_model
+from pagoda_gateway.generation.prompts import Reader
 from pagoda_gateway.routes.body import client_of, json_response, read_body, while_connected
 from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_proto.errors import InvalidParams, Problem
@@ -49,11 +49,11 @@ def router(ctx: GatewayContext) -> APIRouter:
 def _tokenize(ctx: GatewayContext) -> Endpoint:
     async def tokenize(request: Request) -> Response:
         body = await read_body(ctx, request, TokenizeRequest)
-        check_model(ctx, body.model)
-        max_model_len = model_limits(ctx).max_model_len
-        token_ids = await while_connected(request, _token_ids(ctx, body, client_of(request)))
+        model = ctx.catalogue.find(body.model)
+        max_model_len = model.limits.max_model_len
+        token_ids = await while_connected(request, _token_ids(ctx, model, body, client_of(request)))
         strings = (
-            await encoded_list((token_text(ctx.text, i) for i in token_ids), 1) if body.return_token_strs else None
+            await encoded_list((token_text(model.text, i) for i in token_ids), 1) if body.return_token_strs else None
         )
         tokens = await encoded_list(token_ids, 1)
         return json_response(
@@ -63,13 +63,12 @@ def _tokenize(ctx: GatewayContext) -> Endpoint:
     return tokenize
 
 
-async def _token_ids(ctx: GatewayContext, body: TokenizeRequest, client: str) -> list[int]:
+async def _token_ids(ctx: GatewayContext, model: ServedModel, body: TokenizeRequest, client: str) -> list[int]:
     """Texts longer than the context are counted too, up to a length of their own."""
-    reader = Reader(
-        ctx, client, "prompt" if body.messages is None else "messages", max_chars=ctx.config.max_tokenize_chars
-    )
+    param = "prompt" if body.messages is None else "messages"
+    reader = Reader(ctx, model, client, param, max_chars=ctx.config.max_tokenize_chars)
     if body.messages is not None:
-        return await chat_ids(reader, ctx.text, body, bool(body.add_special_tokens))
+        return await chat_ids(reader, model.text, body, bool(body.add_special_tokens))
     (token_ids,) = await reader.text_ids([body.prompt or ""], body.add_special_tokens is not False)
     return token_ids
 
@@ -77,19 +76,19 @@ async def _token_ids(ctx: GatewayContext, body: TokenizeRequest, client: str) ->
 def _detokenize(ctx: GatewayContext) -> Endpoint:
     async def detokenize(request: Request) -> Response:
         body = await read_body(ctx, request, DetokenizeRequest)
-        check_model(ctx, body.model)
-        vocab_size = model_limits(ctx).vocab_size
+        model = ctx.catalogue.find(body.model)
+        vocab_size = model.limits.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             bad = next(token_id for token_id in body.tokens if token_id >= vocab_size)
             raise InvalidParams([Problem("tokens", f"token ids must be between 0 and {vocab_size - 1}, got {bad}")])
-        text = await while_connected(request, _text(ctx, body.tokens, client_of(request)))
+        text = await while_connected(request, _text(ctx, model, body.tokens, client_of(request)))
         return json_response({"prompt": text})
 
     return detokenize
 
 
-async def _text(ctx: GatewayContext, token_ids: list[int], client: str) -> str:
-    detokenizer = Detokenizer(ctx.text.table, skip_special_tokens=False, at_start=True)
+async def _text(ctx: GatewayContext, model: ServedModel, token_ids: list[int], client: str) -> str:
+    detokenizer = Detokenizer(model.text.table, skip_special_tokens=False, at_start=True)
     pieces: list[str] = []
     for start in range(0, len(token_ids), IDS_PER_PIECE):
         part = token_ids[start : start + IDS_PER_PIECE]

@@ -168,20 +168,9 @@ class ModelText:
         return -(-num_chars // longest) if longest else 0
 
 
-def _chat(
-    messages: Sequence[Message],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-    continue_final_message: bool = False,
-    **options: Any,
-) -> Chat:
-    return Chat(
-        turns=turns_of(messages),
-        tools=tools or (),
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        options=options,
-    )
+def _chat(messages: Sequence[Message], tools: Any = None, **options: Any) -> Chat:
+    named = {name: options.pop(name) for name in ("add_generation_prompt", "continue_final_message") if name in options}
+    return Chat(turns=turns_of(messages), tools=tools or (), options=options, **named)
 
 
 class _ModelFiles:
