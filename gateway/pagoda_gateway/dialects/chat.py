@@ -9,6 +9,7 @@ from pagoda_gateway.api.answer_schemas import ChatAnswer
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.error_body import openai_error
 from pagoda_gateway.api.schemas import ChatRequest, TokenizeRequest
+from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
@@ -26,7 +27,7 @@ from pagoda_proto.records import RequestRecord
 from pagoda_proto.steps import TopLogprobs
 
 
-async def chat_record(ctx: GatewayContext, body: ChatRequest, client: str = "") -> RequestRecord:
+async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = NOBODY) -> RequestRecord:
     """The record of a chat request.
 
     Raises:
@@ -37,7 +38,7 @@ async def chat_record(ctx: GatewayContext, body: ChatRequest, client: str = "") 
     max_tokens_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with named_as_in_body({"prompt": "messages", "max_tokens": max_tokens_name}):
         params = chat_params(model.text, body)
-        token_ids = await chat_ids(Reader(ctx, model, client, "messages", params.max_tokens), model.text, body)
+        token_ids = await chat_ids(Reader(ctx, model, caller, "messages", params.max_tokens), model.text, body)
         openai.check_products(ctx.config, model, body, params, [len(token_ids)])
         return openai.new_record(model, body, token_ids, params)
 
@@ -86,8 +87,8 @@ def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) 
     return kwargs
 
 
-async def chat_job(ctx: GatewayContext, body: ChatRequest, client: str) -> Job:
-    record = await chat_record(ctx, body, client)
+async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Job:
+    record = await chat_record(ctx, body, caller)
     shown = {"tools": tools_in_use(body), "logprobs": record.params.logprobs}
     return openai.job("chatcmpl-", ctx.catalogue.find(body.model), body, [record], **shown)
 

@@ -12,6 +12,7 @@ from pagoda_gateway.api.encoding import encoded_columns, encoded_list
 from pagoda_gateway.api.error_body import openai_error
 from pagoda_gateway.api.schemas import CompletionRequest
 from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
@@ -37,7 +38,7 @@ class Prompt:
 
 
 async def completion_records(
-    ctx: GatewayContext, body: CompletionRequest, client: str = ""
+    ctx: GatewayContext, body: CompletionRequest, caller: Caller = NOBODY
 ) -> list[tuple[Prompt, RequestRecord]]:
     """One record per prompt, with the prompt as it was given.
 
@@ -49,18 +50,18 @@ async def completion_records(
     params = completion_params(model.text, body)
     lengths = [0 if isinstance(prompt, str) else len(prompt) for prompt in prompts_of(body)]
     openai.check_products(ctx.config, model, body, params, lengths)
-    prompts = await completion_prompts(ctx, model, body, client)
+    prompts = await completion_prompts(ctx, model, body, caller)
     openai.check_products(ctx.config, model, body, params, [len(prompt.token_ids) for prompt in prompts])
     return [(prompt, openai.new_record(model, body, prompt.token_ids, params)) for prompt in prompts]
 
 
 async def completion_prompts(
-    ctx: GatewayContext, model: ServedModel, body: CompletionRequest, client: str
+    ctx: GatewayContext, model: ServedModel, body: CompletionRequest, caller: Caller
 ) -> list[Prompt]:
     """The prompts of a plain completion. Special tokens written out in them are special tokens, as in vLLM."""
     prompts = prompts_of(body)
     at_most("prompt", len(prompts), ctx.config.max_prompts)
-    reader = Reader(ctx, model, client, "prompt", body.max_tokens)
+    reader = Reader(ctx, model, caller, "prompt", body.max_tokens)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids_of_texts = iter(await reader.text_ids(texts, body.add_special_tokens))
     return [
@@ -79,9 +80,9 @@ def prompts_of(body: CompletionRequest) -> Sequence[Any]:
     return [given] if isinstance(given[0], int) else given
 
 
-async def completion_job(ctx: GatewayContext, body: CompletionRequest, client: str) -> Job:
+async def completion_job(ctx: GatewayContext, body: CompletionRequest, caller: Caller) -> Job:
     model = ctx.catalogue.find(body.model)
-    prepared = await completion_records(ctx, body, client)
+    prepared = await completion_records(ctx, body, caller)
     texts = (prompt.text if prompt.text is not None else model.text.decode(prompt.token_ids) for prompt, _ in prepared)
     echoes = tuple(texts) if body.echo else None
     shown = {"logprobs": body.logprobs, "echoes": echoes, "prompt_only": shows_no_output(body)}

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from pagoda_gateway.api.error_body import ErrorShape
 from pagoda_gateway.api.schemas import Sampling
+from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.run import Run
@@ -31,13 +32,13 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect(Generic[Body]):
-    """`job` makes a job of a body and the client it is counted under, or raises PagodaError naming the field."""
+    """`job` makes a job of a body and its caller, or raises PagodaError naming the field."""
 
     name: str
     path: str
     summary: str
     body: type[Body]
     answer: type[BaseModel]
-    job: Callable[[GatewayContext, Body, str], Awaitable[Job]]
+    job: Callable[[GatewayContext, Body, Caller], Awaitable[Job]]
     writer: Callable[[Run], Writer]
     error: ErrorShape

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.http.text_pool import LARGE_SIZE
 from pagoda_gateway.text.conversation import Chat, text_size
@@ -35,14 +36,14 @@ class Reader:
         self,
         ctx: GatewayContext,
         model: ServedModel,
-        client: str,
+        caller: Caller,
         param: str,
         asked: int | None = None,
         max_chars: int | None = None,
     ) -> None:
         self._pool = ctx.pool
         self._model = model
-        self._client = client
+        self._client = caller.key
         self._param = param
         self._asked = asked
         self._max_chars = max_chars

@@ -13,6 +13,7 @@ from pagoda_gateway.api import schemas
 from pagoda_gateway.api.encoding import encoded
 from pagoda_gateway.api.errors import invalid_fields
 from pagoda_gateway.api.json_body import check_content_type, parse_object, parsed_bytes
+from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.generation.prompts import at_most
 from pagoda_gateway.http.memory import Holding
@@ -23,9 +24,10 @@ Body = TypeVar("Body", bound=schemas.Body)
 T = TypeVar("T")
 
 
-def client_of(request: Request) -> str:
-    """The address that `limits` counts this request under."""
-    return request.client.host if request.client is not None else ""
+def caller_of(request: Request) -> Caller:
+    """Who asks, as `limits` has found out."""
+    caller: Caller = request.scope.get("state", {}).get("caller", NOBODY)
+    return caller
 
 
 async def read_body(ctx: GatewayContext, request: Request, schema: type[Body]) -> Body:
@@ -40,7 +42,7 @@ async def read_body(ctx: GatewayContext, request: Request, schema: type[Body]) -
         _check_counts(ctx, body)
         return parse_body(schema, body)
 
-    reading = ctx.pool.run(client_of(request), len(data), work)
+    reading = ctx.pool.run(caller_of(request).key, len(data), work)
     return await (reading if len(data) <= INLINE_SIZE else while_connected(request, reading))
 
 

@@ -21,7 +21,7 @@ from pagoda_gateway.dialects.dialect import Dialect, Writer
 from pagoda_gateway.generation.requests import held_bytes
 from pagoda_gateway.generation.run import Outcome, Run
 from pagoda_gateway.http.sse import EventStream, until_disconnect
-from pagoda_gateway.routes.body import client_of, hold_for, read_body
+from pagoda_gateway.routes.body import caller_of, hold_for, read_body
 from pagoda_proto.records import Usage
 
 logger = logging.getLogger(__name__)
@@ -45,16 +45,17 @@ def router(ctx: GatewayContext, dialects: Sequence[Dialect[Any]] = (CHAT, COMPLE
 def _endpoint(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         request.state.error_shape = dialect.error
+        caller = caller_of(request)
         bodies = [await read_body(ctx, request, dialect.body)]
 
         @asynccontextmanager
         async def running() -> AsyncIterator[Writer]:
-            job = await dialect.job(ctx, bodies.pop(), client_of(request))  # which is all that is left of the body
+            job = await dialect.job(ctx, bodies.pop(), caller)  # which is all that is left of the body
             model = ctx.catalogue.find(job.model)
             hold_for(request, held_bytes(job), instead=True)
 
             def on_end(usage: Usage, outcome: Outcome) -> None:
-                logger.debug("%s for %s: %s, %s", job.id, client_of(request), outcome, usage)
+                logger.debug("%s for %s: %s, %s", job.id, caller.key, outcome, usage)
 
             async with aclosing(Run(job, model.text, on_end)) as run:
                 await run.start(model.engine)

@@ -13,11 +13,12 @@ from pagoda_gateway.api.described import described
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.schemas import DetokenizeRequest, TokenizeRequest
 from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.chat import chat_ids
 from pagoda_gateway.dialects.logprobs import token_text
 from pagoda_gateway.generation.prompts import Reader
-from pagoda_gateway.routes.body import client_of, json_response, read_body, while_connected
+from pagoda_gateway.routes.body import caller_of, json_response, read_body, while_connected
 from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_proto.errors import InvalidParams, Problem
 
@@ -51,7 +52,7 @@ def _tokenize(ctx: GatewayContext) -> Endpoint:
         body = await read_body(ctx, request, TokenizeRequest)
         model = ctx.catalogue.find(body.model)
         max_model_len = model.limits.max_model_len
-        token_ids = await while_connected(request, _token_ids(ctx, model, body, client_of(request)))
+        token_ids = await while_connected(request, _token_ids(ctx, model, body, caller_of(request)))
         strings = (
             await encoded_list((token_text(model.text, i) for i in token_ids), 1) if body.return_token_strs else None
         )
@@ -63,10 +64,10 @@ def _tokenize(ctx: GatewayContext) -> Endpoint:
     return tokenize
 
 
-async def _token_ids(ctx: GatewayContext, model: ServedModel, body: TokenizeRequest, client: str) -> list[int]:
+async def _token_ids(ctx: GatewayContext, model: ServedModel, body: TokenizeRequest, caller: Caller) -> list[int]:
     """Texts longer than the context are counted too, up to a length of their own."""
     param = "prompt" if body.messages is None else "messages"
-    reader = Reader(ctx, model, client, param, max_chars=ctx.config.max_tokenize_chars)
+    reader = Reader(ctx, model, caller, param, max_chars=ctx.config.max_tokenize_chars)
     if body.messages is not None:
         return await chat_ids(reader, model.text, body, bool(body.add_special_tokens))
     (token_ids,) = await reader.text_ids([body.prompt or ""], body.add_special_tokens is not False)
@@ -81,16 +82,16 @@ def _detokenize(ctx: GatewayContext) -> Endpoint:
         if body.tokens and max(body.tokens) >= vocab_size:
             bad = next(token_id for token_id in body.tokens if token_id >= vocab_size)
             raise InvalidParams([Problem("tokens", f"token ids must be between 0 and {vocab_size - 1}, got {bad}")])
-        text = await while_connected(request, _text(ctx, model, body.tokens, client_of(request)))
+        text = await while_connected(request, _text(ctx, model, body.tokens, caller_of(request)))
         return json_response({"prompt": text})
 
     return detokenize
 
 
-async def _text(ctx: GatewayContext, model: ServedModel, token_ids: list[int], client: str) -> str:
+async def _text(ctx: GatewayContext, model: ServedModel, token_ids: list[int], caller: Caller) -> str:
     detokenizer = Detokenizer(model.text.table, skip_special_tokens=False, at_start=True)
     pieces: list[str] = []
     for start in range(0, len(token_ids), IDS_PER_PIECE):
         part = token_ids[start : start + IDS_PER_PIECE]
-        pieces.append(await ctx.pool.run(client, len(part), partial(detokenizer.push, part)))
+        pieces.append(await ctx.pool.run(caller.key, len(part), partial(detokenizer.push, part)))
     return "".join(pieces) + detokenizer.flush()
