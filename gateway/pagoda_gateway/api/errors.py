@@ -1,4 +1,4 @@
-"""Any failure becomes one OpenAI-shaped error object; its words are for the client and hold no inner detail."""
+"""Any failure becomes one error object; its words are for the client and hold no inner detail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import secrets
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
@@ -17,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from pagoda_gateway.api.encoding import encoded
 from pagoda_gateway.api.error_body import SILENT, ErrorShape, openai_error
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
@@ -36,33 +36,33 @@ def error_response(error: PagodaError, shape: ErrorShape = openai_error) -> Resp
         headers["retry-after-ms"] = str(math.ceil(retry_after_s * 1000))
     if error.code in SILENT:
         logger.error("request failed: %s: %s", error.code, error.message)
-    body = msgspec.json.encode(shape(error))
+    body = encoded(shape(error))
     return Response(body, status_code=error.status.http, headers=headers, media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
     """Let every way a handler can fail end in `error_response`, in the shape that its route has left in the state."""
 
-    def answer(request: Request, error: PagodaError) -> Response:
-        return error_response(error, request.scope.get("state", {}).get("error_shape", openai_error))
-
-    @app.exception_handler(PagodaError)
-    async def pagoda_error(request: Request, error: PagodaError) -> Response:
-        return answer(request, error)
-
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        return answer(request, _invalid([_problem(item, None) for item in error.errors()]))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        response = answer(request, _from_http(error, request))
-        response.headers.update(error.headers or {})
+    async def answer(request: Request, error: Exception) -> Response:
+        shape = request.scope.get("state", {}).get("error_shape", openai_error)
+        response = error_response(_failure(request, error), shape)
+        response.headers.update(getattr(error, "headers", None) or {})
         return response
 
-    @app.exception_handler(Exception)
-    async def unexpected_error(request: Request, error: Exception) -> Response:
-        return answer(request, internal(error, request.scope))
+    for kind in (PagodaError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
+
+
+def _failure(request: Request, error: Exception) -> PagodaError:
+    match error:
+        case PagodaError():
+            return error
+        case RequestValidationError():
+            return _invalid([_problem(item, None) for item in error.errors()])
+        case HTTPException():
+            return _from_http(error, request)
+        case _:
+            return internal(error, request.scope)
 
 
 def internal(error: Exception, scope: Scope) -> PagodaError:

@@ -17,11 +17,10 @@ from pagoda_gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
 from pagoda_gateway.dialects.sampling import chat_params
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, work_size
-from pagoda_gateway.generation.requests import check_priority, named_as_in_body
+from pagoda_gateway.generation.requests import check_priority, check_products, named_as_in_body, new_record
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.conversation import Chat, turns_of
 from pagoda_gateway.text.events import CallArguments, CallBegun
-from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.records import RequestRecord
 from pagoda_proto.steps import TopLogprobs
@@ -38,18 +37,17 @@ async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = N
     max_tokens_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with named_as_in_body({"prompt": "messages", "max_tokens": max_tokens_name}):
         params = chat_params(model.text, body)
-        token_ids = await chat_ids(Reader(ctx, model, caller, "messages", params.max_tokens), model.text, body)
-        openai.check_products(ctx.config, model, body, params, [len(token_ids)])
-        return openai.new_record(model, body, token_ids, params)
+        reader = Reader(ctx.pool, model, caller.key, "messages", params.max_tokens)
+        token_ids = await chat_ids(reader, body)
+        check_products(ctx.config, model, params, [len(token_ids)], openai.shown(body))
+        return new_record(model, token_ids, params, body.cache_salt, body.priority)
 
 
 def tools_in_use(body: ChatRequest | TokenizeRequest) -> bool:
     return bool(body.tools) and getattr(body, "tool_choice", None) != "none"
 
 
-async def chat_ids(
-    reader: Reader, text: ModelText, body: ChatRequest | TokenizeRequest, add_special_tokens: bool = False
-) -> list[int]:
+async def chat_ids(reader: Reader, body: ChatRequest | TokenizeRequest, add_special_tokens: bool = False) -> list[int]:
     """Token ids of the body's conversation. Raises PagodaError."""
 
     def read() -> Chat:
@@ -61,7 +59,7 @@ async def chat_ids(
             tools=tools,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            options=template_options(body, text.template(bool(tools)).variables),
+            options=template_options(body, reader.model.text.template(bool(tools)).variables),
         )
 
     size = work_size([body.messages, body.tools, body.chat_template_kwargs])
@@ -89,8 +87,8 @@ def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) 
 
 async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Job:
     record = await chat_record(ctx, body, caller)
-    shown = {"tools": tools_in_use(body), "logprobs": record.params.logprobs}
-    return openai.job("chatcmpl-", ctx.catalogue.find(body.model), body, [record], **shown)
+    shown = openai.shown(body, tools=tools_in_use(body), logprobs=record.params.logprobs)
+    return openai.job("chatcmpl-", ctx.catalogue.find(body.model), [record], shown)
 
 
 class ChatWriter(openai.OpenAIWriter):

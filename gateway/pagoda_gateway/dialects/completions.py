@@ -11,7 +11,6 @@ from pagoda_gateway.api.answer_schemas import CompletionAnswer
 from pagoda_gateway.api.encoding import encoded_columns, encoded_list
 from pagoda_gateway.api.error_body import openai_error
 from pagoda_gateway.api.schemas import CompletionRequest
-from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
@@ -20,7 +19,7 @@ from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row, p
 from pagoda_gateway.dialects.sampling import completion_params, shows_no_output
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, at_most
-from pagoda_gateway.generation.requests import check_priority
+from pagoda_gateway.generation.requests import check_priority, check_products, new_record
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
@@ -29,45 +28,28 @@ from pagoda_proto.records import FinishReason, RequestRecord
 from pagoda_proto.steps import TopLogprobs
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """`text` is what the client wrote, None where it sent token ids."""
-
-    token_ids: list[int]
-    text: str | None = None
-
-
 async def completion_records(
     ctx: GatewayContext, body: CompletionRequest, caller: Caller = NOBODY
-) -> list[tuple[Prompt, RequestRecord]]:
-    """One record per prompt, with the prompt as it was given.
+) -> list[tuple[str | None, RequestRecord]]:
+    """One record per prompt, with the text that the client wrote, None where it sent token ids. Special tokens written
+    out in it are special tokens, as in vLLM.
 
     Raises:
         PagodaError: something about it cannot be done; `param` names the field.
     """
-    model = ctx.catalogue.find(body.model)
+    model, shown = ctx.catalogue.find(body.model), openai.shown(body)
     check_priority(ctx.config, model, body.priority)
     params = completion_params(model.text, body)
-    lengths = [0 if isinstance(prompt, str) else len(prompt) for prompt in prompts_of(body)]
-    openai.check_products(ctx.config, model, body, params, lengths)
-    prompts = await completion_prompts(ctx, model, body, caller)
-    openai.check_products(ctx.config, model, body, params, [len(prompt.token_ids) for prompt in prompts])
-    return [(prompt, openai.new_record(model, body, prompt.token_ids, params)) for prompt in prompts]
-
-
-async def completion_prompts(
-    ctx: GatewayContext, model: ServedModel, body: CompletionRequest, caller: Caller
-) -> list[Prompt]:
-    """The prompts of a plain completion. Special tokens written out in them are special tokens, as in vLLM."""
     prompts = prompts_of(body)
+    lengths = [0 if isinstance(prompt, str) else len(prompt) for prompt in prompts]
+    check_products(ctx.config, model, params, lengths, shown)
     at_most("prompt", len(prompts), ctx.config.max_prompts)
-    reader = Reader(ctx, model, caller, "prompt", body.max_tokens)
+    reader = Reader(ctx.pool, model, caller.key, "prompt", body.max_tokens)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    ids_of_texts = iter(await reader.text_ids(texts, body.add_special_tokens))
-    return [
-        Prompt(token_ids=next(ids_of_texts), text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt)
-        for prompt in prompts
-    ]
+    read = iter(await reader.text_ids(texts, body.add_special_tokens))
+    found = [(prompt, next(read)) if isinstance(prompt, str) else (None, prompt) for prompt in prompts]
+    check_products(ctx.config, model, params, [len(token_ids) for _, token_ids in found], shown)
+    return [(text, new_record(model, ids, params, body.cache_salt, body.priority)) for text, ids in found]
 
 
 def prompts_of(body: CompletionRequest) -> Sequence[Any]:
@@ -83,10 +65,10 @@ def prompts_of(body: CompletionRequest) -> Sequence[Any]:
 async def completion_job(ctx: GatewayContext, body: CompletionRequest, caller: Caller) -> Job:
     model = ctx.catalogue.find(body.model)
     prepared = await completion_records(ctx, body, caller)
-    texts = (prompt.text if prompt.text is not None else model.text.decode(prompt.token_ids) for prompt, _ in prepared)
+    texts = (model.text.decode(record.prompt_token_ids) if text is None else text for text, record in prepared)
     echoes = tuple(texts) if body.echo else None
-    shown = {"logprobs": body.logprobs, "echoes": echoes, "prompt_only": shows_no_output(body)}
-    return openai.job("cmpl-", model, body, [record for _, record in prepared], **shown)
+    shown = openai.shown(body, logprobs=body.logprobs, echoes=echoes, prompt_only=shows_no_output(body))
+    return openai.job("cmpl-", model, [record for _, record in prepared], shown)
 
 
 @dataclass

@@ -10,42 +10,30 @@ from typing import Any
 from pagoda_gateway.api.encoding import DONE, encoded, event
 from pagoda_gateway.api.schemas import Sampling
 from pagoda_gateway.catalogue import ServedModel
-from pagoda_gateway.config import GatewayConfig
-from pagoda_gateway.generation import requests
 from pagoda_gateway.generation.job import Job, Shown
 from pagoda_gateway.generation.run import Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
-from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import FinishReason, RequestRecord
 
 
-def check_products(
-    config: GatewayConfig, model: ServedModel, body: Sampling, params: SamplingParams, lengths: Sequence[int]
-) -> None:
-    name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-    requests.check_products(config, model, params, lengths, bool(body.stream), name)
-
-
-def new_record(model: ServedModel, body: Sampling, token_ids: list[int], params: SamplingParams) -> RequestRecord:
-    salt = body.cache_salt or ""
-    return requests.new_record(model, token_ids, params, cache_salt=salt, priority=body.priority)
-
-
-def job(prefix: str, model: ServedModel, body: Sampling, records: Sequence[RequestRecord], **shown: Any) -> Job:
-    """A job of these records; `shown` is what the body's dialect has besides what all of them have."""
+def shown(body: Sampling, **more: Any) -> Shown:
+    """What all bodies say of how the answer is to be shown, and `more` that only one dialect has."""
     options = body.stream_options
-    show = Shown(
+    return Shown(
         n=1 if body.n is None else body.n,
         stream=bool(body.stream),
         usage=options is not None and options.include_usage,
         running_usage=options is not None and options.continuous_usage_stats,
         prompt_logprobs=body.prompt_logprobs,
         token_ids=bool(body.return_token_ids),
-        **shown,
+        **more,
     )
+
+
+def job(prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown) -> Job:
     job_id = prefix + records[0].request_id
-    return Job(id=job_id, created=int(time.time()), model=model.name, records=tuple(records), shown=show)
+    return Job(id=job_id, created=int(time.time()), model=model.name, records=tuple(records), shown=shown)
 
 
 def ending(finish: Finish | None) -> dict[str, Any]:

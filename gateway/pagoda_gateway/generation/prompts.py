@@ -7,15 +7,14 @@ certain. Nothing here runs on the event loop unless it is short.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 
 from pagoda_gateway.catalogue import ServedModel
-from pagoda_gateway.clients import Caller
-from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.http.text_pool import LARGE_SIZE
+from pagoda_gateway.http.text_pool import LARGE_SIZE, TextPool
 from pagoda_gateway.text.conversation import Chat, text_size
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
@@ -25,6 +24,7 @@ CHARS_PER_VALUE = 8  # what a number or an empty object costs, as text
 CERTAIN = 2  # slices cut words, so only twice too many tokens are certainly too many
 
 
+@dataclass(frozen=True)
 class Reader:
     """Turns one request's text into tokens; its client's turns in the pool are its own.
 
@@ -32,21 +32,12 @@ class Reader:
     `max_chars` that is the bound, and not the context.
     """
 
-    def __init__(
-        self,
-        ctx: GatewayContext,
-        model: ServedModel,
-        caller: Caller,
-        param: str,
-        asked: int | None = None,
-        max_chars: int | None = None,
-    ) -> None:
-        self._pool = ctx.pool
-        self._model = model
-        self._client = caller.key
-        self._param = param
-        self._asked = asked
-        self._max_chars = max_chars
+    pool: TextPool
+    model: ServedModel
+    client: str
+    param: str
+    asked: int | None = None
+    max_chars: int | None = None
 
     async def chat_ids(self, size: int, read: Callable[[], Chat], add_special_tokens: bool = False) -> list[int]:
         """Token ids of a rendered chat, which `read` makes of `size` characters.
@@ -54,7 +45,7 @@ class Reader:
         Raises:
             PagodaError: the template does not take it, or it does not fit.
         """
-        model_text = self._model.text
+        model_text = self.model.text
 
         def render() -> str:
             chat = read()
@@ -66,10 +57,10 @@ class Reader:
             self.check_size(text_size([chat.turns, chat.tools, chat.options]))
             return model_text.render_marked(chat)
 
-        text = await self._pool.run(self._client, size, render)
+        text = await self.pool.run(self.client, size, render)
         self.check_size(len(text))
         await self._count(text)
-        return await self._pool.run(self._client, len(text), lambda: model_text.encode_marked(text, add_special_tokens))
+        return await self.pool.run(self.client, len(text), lambda: model_text.encode_marked(text, add_special_tokens))
 
     async def text_ids(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of plain texts. Raises PagodaError CONTEXT_LENGTH_EXCEEDED."""
@@ -80,39 +71,39 @@ class Reader:
             await self._count(part[0])  # what is longer than a slice is in a batch of its own
 
             def work(part: Sequence[str] = part) -> list[list[int]]:
-                return [self._model.text.encode(text, add_special_tokens) for text in part]
+                return [self.model.text.encode(text, add_special_tokens) for text in part]
 
-            found += await self._pool.run(self._client, sum(map(len, part)), work)
+            found += await self.pool.run(self.client, sum(map(len, part)), work)
         return found
 
     def check_size(self, num_chars: int) -> None:
         """Refuse before any work what is certainly too long. Raises PagodaError."""
-        if self._max_chars is not None:
-            if num_chars > self._max_chars:
-                message = f"at most {self._max_chars} characters are allowed, got {num_chars}"
-                raise InvalidParams([Problem(self._param, message)])
+        if self.max_chars is not None:
+            if num_chars > self.max_chars:
+                message = f"at most {self.max_chars} characters are allowed, got {num_chars}"
+                raise InvalidParams([Problem(self.param, message)])
             return
-        limit = self._model.limits.max_model_len
-        at_least = self._model.text.min_tokens_of(num_chars)
+        limit = self.model.limits.max_model_len
+        at_least = self.model.text.min_tokens_of(num_chars)
         if at_least > limit:
             raise self._too_long(limit, at_least)
 
     async def _count(self, text: str) -> None:
-        limit = self._model.limits.max_model_len
-        if self._max_chars is not None or len(text) <= max(SLICE_CHARS, CHARS_PER_TOKEN * limit):
+        limit = self.model.limits.max_model_len
+        if self.max_chars is not None or len(text) <= max(SLICE_CHARS, CHARS_PER_TOKEN * limit):
             return
         count = 0
         for start in range(0, len(text), SLICE_CHARS):
             part = text[start : start + SLICE_CHARS]
-            encode = partial(self._model.text.encode, part, add_special_tokens=False)
-            count += len(await self._pool.run(self._client, len(part), encode))
+            encode = partial(self.model.text.encode, part, add_special_tokens=False)
+            count += len(await self.pool.run(self.client, len(part), encode))
             if count > CERTAIN * limit:
                 raise self._too_long(limit, count // CERTAIN)
 
     def _too_long(self, limit: int, at_least: int) -> PagodaError:
-        asked = "" if self._asked is None else f" and {self._asked} output tokens were requested"
+        asked = "" if self.asked is None else f" and {self.asked} output tokens were requested"
         message = f"this model's context is {limit} tokens; the prompt has more than {at_least - 1}{asked}"
-        return PagodaError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, self._param)
+        return PagodaError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, self.param)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

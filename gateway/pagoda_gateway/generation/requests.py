@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.config import GatewayConfig
-from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.job import Job, Shown
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams, check_for_model
 from pagoda_proto.records import RequestRecord
@@ -18,11 +18,9 @@ BYTES_PER_LOGPROB = 160  # two numbers as Python keeps them, and as JSON
 
 
 def check_products(
-    config: GatewayConfig, model: ServedModel, params: SamplingParams, lengths: Sequence[int], stream: bool, name: str
+    config: GatewayConfig, model: ServedModel, params: SamplingParams, lengths: Sequence[int], shown: Shown
 ) -> None:
     """Numbers that are harmless one by one may not multiply to more than an answer should hold.
-
-    `name` is that of the field that asked for log-probabilities of the prompt.
 
     Raises:
         InvalidParams: naming the fields and the product.
@@ -31,9 +29,10 @@ def check_products(
         values = sum(lengths) * (1 + params.prompt_logprobs)
         limit = config.max_prompt_logprob_values
         if values > limit:
+            name = "logprobs" if shown.prompt_logprobs is None else "prompt_logprobs"
             what = f"{len(lengths)} prompts of {sum(lengths)} tokens x (1 + {name} {params.prompt_logprobs})"
             raise InvalidParams([Problem(name, f"{what} are {values} values; at most {limit} are allowed")])
-    if params.logprobs is not None and not stream:
+    if params.logprobs is not None and not shown.stream:
         room = model.limits.max_model_len
         tokens = sum(min(params.max_tokens or room, max(1, room - length)) for length in lengths)
         values = params.n * tokens * (1 + params.logprobs)
@@ -51,7 +50,7 @@ def held_bytes(job: Job) -> int:
 
 
 def new_record(
-    model: ServedModel, token_ids: list[int], params: SamplingParams, *, cache_salt: str, priority: int
+    model: ServedModel, token_ids: list[int], params: SamplingParams, cache_salt: str | None, priority: int
 ) -> RequestRecord:
     """Raises PagodaError when parameters or prompt do not fit the model."""
     check_for_model(params, token_ids, model.limits)
@@ -61,7 +60,7 @@ def new_record(
         params=params,
         seed=secrets.randbits(64) if params.seed is None else params.seed,
         eos_token_ids=model.text.eos_token_ids,
-        cache_salt=cache_salt,
+        cache_salt=cache_salt or "",
         priority=priority,
     )
 

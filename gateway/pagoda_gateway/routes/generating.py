@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.api.described import described
+from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.chat import CHAT
 from pagoda_gateway.dialects.completions import COMPLETIONS
@@ -29,20 +29,13 @@ logger = logging.getLogger(__name__)
 
 def router(ctx: GatewayContext, dialects: Sequence[Dialect[Any]] = (CHAT, COMPLETIONS)) -> APIRouter:
     routes = APIRouter(tags=["generation"])
-    for dialect in dialects:
-        routes.add_api_route(
-            dialect.path,
-            _endpoint(ctx, dialect),
-            methods=["POST"],
-            name=dialect.name,
-            response_model=None,
-            summary=dialect.summary,
-            openapi_extra=described(dialect.path, dialect.body, dialect.answer),
-        )
+    for each in dialects:
+        add = endpoint(routes, each.path, each.summary, each.answer, request=each.body, name=each.name)
+        add(_answering(ctx, each))
     return routes
 
 
-def _endpoint(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request], Awaitable[Response]]:
+def _answering(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         request.state.error_shape = dialect.error
         caller = caller_of(request)

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from pagoda_gateway.api.answer_schemas import Model, ModelList
-from pagoda_gateway.api.described import described
+from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.routes.body import json_response
@@ -17,21 +17,11 @@ from pagoda_gateway.routes.body import json_response
 def router(ctx: GatewayContext) -> APIRouter:
     routes = APIRouter(tags=["models"])
 
-    @routes.get(
-        "/v1/models",
-        response_model=None,
-        summary="All models",
-        openapi_extra=described("/v1/models", None, ModelList),
-    )
+    @endpoint(routes, "/v1/models", "All models", ModelList)
     async def list_models() -> Response:
         return json_response({"object": "list", "data": [_shown(model) for model in ctx.catalogue]})
 
-    @routes.get(
-        "/v1/models/{model_id:path}",
-        response_model=None,
-        summary="One model",
-        openapi_extra=described("/v1/models/{model_id}", None, Model),
-    )
+    @endpoint(routes, "/v1/models/{model_id:path}", "One model", Model)
     async def get_model(model_id: str) -> Response:
         return json_response(_shown(ctx.catalogue.find(model_id)))
 

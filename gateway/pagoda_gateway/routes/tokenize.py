@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagoda_gateway.api.answer_schemas import DetokenizeAnswer, TokenizeAnswer
-from pagoda_gateway.api.described import described
+from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.schemas import DetokenizeRequest, TokenizeRequest
 from pagoda_gateway.catalogue import ServedModel
@@ -23,31 +22,17 @@ from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_proto.errors import InvalidParams, Problem
 
 IDS_PER_PIECE = 16 * 1024
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def router(ctx: GatewayContext) -> APIRouter:
     routes = APIRouter(tags=["tokens"])
-    routes.add_api_route(
-        "/tokenize",
-        _tokenize(ctx),
-        methods=["POST"],
-        response_model=None,
-        summary="Token ids of a text or a conversation",
-        openapi_extra=described("/tokenize", TokenizeRequest, TokenizeAnswer),
-    )
-    routes.add_api_route(
-        "/detokenize",
-        _detokenize(ctx),
-        methods=["POST"],
-        response_model=None,
-        summary="The text of token ids",
-        openapi_extra=described("/detokenize", DetokenizeRequest, DetokenizeAnswer),
-    )
+    _add_tokenize(routes, ctx)
+    _add_detokenize(routes, ctx)
     return routes
 
 
-def _tokenize(ctx: GatewayContext) -> Endpoint:
+def _add_tokenize(routes: APIRouter, ctx: GatewayContext) -> None:
+    @endpoint(routes, "/tokenize", "Token ids of a text or a conversation", TokenizeAnswer, request=TokenizeRequest)
     async def tokenize(request: Request) -> Response:
         body = await read_body(ctx, request, TokenizeRequest)
         model = ctx.catalogue.find(body.model)
@@ -61,20 +46,19 @@ def _tokenize(ctx: GatewayContext) -> Endpoint:
             {"count": len(token_ids), "max_model_len": max_model_len, "tokens": tokens, "token_strs": strings}
         )
 
-    return tokenize
-
 
 async def _token_ids(ctx: GatewayContext, model: ServedModel, body: TokenizeRequest, caller: Caller) -> list[int]:
     """Texts longer than the context are counted too, up to a length of their own."""
     param = "prompt" if body.messages is None else "messages"
-    reader = Reader(ctx, model, caller, param, max_chars=ctx.config.max_tokenize_chars)
+    reader = Reader(ctx.pool, model, caller.key, param, max_chars=ctx.config.max_tokenize_chars)
     if body.messages is not None:
-        return await chat_ids(reader, model.text, body, bool(body.add_special_tokens))
+        return await chat_ids(reader, body, bool(body.add_special_tokens))
     (token_ids,) = await reader.text_ids([body.prompt or ""], body.add_special_tokens is not False)
     return token_ids
 
 
-def _detokenize(ctx: GatewayContext) -> Endpoint:
+def _add_detokenize(routes: APIRouter, ctx: GatewayContext) -> None:
+    @endpoint(routes, "/detokenize", "The text of token ids", DetokenizeAnswer, request=DetokenizeRequest)
     async def detokenize(request: Request) -> Response:
         body = await read_body(ctx, request, DetokenizeRequest)
         model = ctx.catalogue.find(body.model)
@@ -84,8 +68,6 @@ def _detokenize(ctx: GatewayContext) -> Endpoint:
             raise InvalidParams([Problem("tokens", f"token ids must be between 0 and {vocab_size - 1}, got {bad}")])
         text = await while_connected(request, _text(ctx, model, body.tokens, caller_of(request)))
         return json_response({"prompt": text})
-
-    return detokenize
 
 
 async def _text(ctx: GatewayContext, model: ServedModel, token_ids: list[int], caller: Caller) -> str:
