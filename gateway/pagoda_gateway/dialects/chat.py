@@ -13,7 +13,7 @@ from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
-from pagoda_gateway.dialects.logprobs import chat_logprobs, prompt_logprobs
+from pagoda_gateway.dialects.logprobs import chat_logprobs
 from pagoda_gateway.dialects.sampling import chat_params
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, work_size
@@ -96,13 +96,10 @@ class ChatWriter(openai.OpenAIWriter):
     chunk_name = "chat.completion.chunk"
 
     async def fields(self) -> dict[str, Any]:
+        choices = [await self._choice(i, gathered) for i, gathered in enumerate(self.gathered)]
         (part,) = self.run.parts
-        prompt, top = part.record.prompt_token_ids, self.shown.prompt_logprobs
-        content: dict[str, Any] = {"choices": [await self._choice(i, each) for i, each in enumerate(self.gathered)]}
-        if top is not None:
-            entries = prompt_logprobs(self.run.text, prompt, part.prompt_logprobs, top)
-            content["prompt_logprobs"] = await encoded_list(entries, 1 + top)
-        return content | ({"prompt_token_ids": prompt} if self.shown.token_ids else {})
+        prompt = {"prompt_token_ids": part.record.prompt_token_ids} if self.shown.token_ids else {}
+        return {"choices": choices} | await self.prompt_logprobs(part) | prompt
 
     async def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
         text = "".join(gathered.texts)
@@ -130,15 +127,16 @@ class ChatWriter(openai.OpenAIWriter):
             extra["logprobs"] = await self._logprobs(update.token_ids, update.logprobs or [])
         if update.token_ids and self.shown.token_ids:
             extra["token_ids"] = update.token_ids
-        says = update.text or (extra and not update.events)
-        deltas: list[dict[str, Any]] = [{"content": update.text}] if says else []
+        text, finish = update.text, update.finish
+        deltas: list[dict[str, Any]] = [{"content": text}] if text or (extra and not update.events) else []
         deltas += [{"tool_calls": [call]} for call in self._calls(update)]
-        deltas += [{}] if update.finish is not None else []
+        if finish is not None:
+            deltas.append({})
         found = [_delta(update.choice, delta) for delta in deltas]
-        if found:
+        if found and extra:
             found[0] |= extra
-        if update.finish is not None:
-            found[-1] |= openai.ending(update.finish)
+        if finish is not None:
+            found[-1] |= openai.ending(finish)
         return found
 
     def _calls(self, update: Update) -> Iterator[dict[str, Any]]:

@@ -8,14 +8,14 @@ from itertools import chain
 from typing import Any
 
 from pagoda_gateway.api.answer_schemas import CompletionAnswer
-from pagoda_gateway.api.encoding import encoded_columns, encoded_list
+from pagoda_gateway.api.encoding import encoded_columns
 from pagoda_gateway.api.error_body import openai_error
 from pagoda_gateway.api.schemas import CompletionRequest
 from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
-from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row, prompt_logprobs
+from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row
 from pagoda_gateway.dialects.sampling import completion_params, shows_no_output
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, at_most
@@ -127,18 +127,15 @@ class CompletionWriter(openai.OpenAIWriter):
 
     async def _choice(self, index: int, ran_as: int) -> dict[str, Any]:
         choice, gathered = self._choices[ran_as], self.gathered[ran_as]
-        prompt, top = choice.part.record.prompt_token_ids, self.shown.prompt_logprobs
         content: dict[str, Any] = {
             "index": index,
             "text": (choice.echo or "") + "".join(gathered.texts),
             "logprobs": await self._logprobs(choice.rows(gathered.token_ids, gathered.logprobs, begins=True)),
             **openai.ending(gathered.finish),
+            **await self.prompt_logprobs(choice.part),
         }
-        if top is not None:
-            entries = prompt_logprobs(self.run.text, prompt, choice.part.prompt_logprobs, top)
-            content["prompt_logprobs"] = await encoded_list(entries, 1 + top)
         if self.shown.token_ids:
-            content |= {"token_ids": gathered.token_ids, "prompt_token_ids": prompt}
+            content |= {"token_ids": gathered.token_ids, "prompt_token_ids": choice.part.record.prompt_token_ids}
         return content
 
     async def chunks(self, update: Update) -> list[dict[str, Any]]:

@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from pagoda_gateway.api.encoding import DONE, encoded, event
+from pagoda_gateway.api.encoding import DONE, encoded, encoded_list, event
 from pagoda_gateway.api.schemas import Sampling
 from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.dialects.logprobs import prompt_logprobs
 from pagoda_gateway.generation.job import Job, Shown
-from pagoda_gateway.generation.run import Run
+from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
 from pagoda_proto.records import FinishReason, RequestRecord
@@ -81,6 +82,14 @@ class OpenAIWriter(ABC):
             "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
         }
 
+    async def prompt_logprobs(self, part: Part) -> dict[str, Any]:
+        """If they were asked for."""
+        top = self.shown.prompt_logprobs
+        if top is None:
+            return {}
+        entries = prompt_logprobs(self.run.text, part.record.prompt_token_ids, part.prompt_logprobs, top)
+        return {"prompt_logprobs": await encoded_list(entries, 1 + top)}
+
     async def whole(self) -> bytes:
         while updates := await self.run.next():
             for update in updates:
@@ -89,19 +98,21 @@ class OpenAIWriter(ABC):
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Chunks of all choices that changed, as one piece of bytes per batch."""
-        opening = b"".join(map(self._chunk, self.opening()))
+        head = self._head(self.chunk_name)
+        opening = b"".join(self._chunk(head, choice) for choice in self.opening())
         while updates := await self.run.next():
             data = b""
             for update in updates:
-                data += b"".join(map(self._chunk, await self.chunks(self.seen(update))))
+                for choice in await self.chunks(self.seen(update)):
+                    data += self._chunk(head, choice)
             if data:
                 yield opening + data
                 opening = b""
         closing = {"choices": [], "usage": self.usage()} if self.shown.usage else {}
-        yield opening + (event(self._head(self.chunk_name) | closing) if closing else b"") + DONE
+        yield opening + (event(head | closing) if closing else b"") + DONE
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
-        content = self._head(self.chunk_name) | {"choices": [choice]}
+    def _chunk(self, head: dict[str, Any], choice: dict[str, Any]) -> bytes:
+        content = {**head, "choices": [choice]}
         if self.shown.usage:
             content["usage"] = self.usage() if self.shown.running_usage else None
         return event(content)

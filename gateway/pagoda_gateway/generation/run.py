@@ -47,7 +47,7 @@ class Part:
 
     @property
     def finished(self) -> bool:
-        return all(choice.finished for choice in self.choices)
+        return all(choice.text.finished for choice in self.choices)
 
     async def submit(self, engine: EngineClient) -> None:
         self._generation = await engine.submit(self.record)
@@ -79,7 +79,7 @@ class Part:
             self.num_cached = delta.usage.cached_prompt_tokens
         self.prompt_logprobs += delta.prompt_logprobs or ()
         choice = self.choices[delta.choice]
-        if choice.finished:
+        if choice.text.finished:
             return None
         if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             code = delta.error_code or ErrorCode.STREAM_INTERRUPTED
@@ -89,7 +89,7 @@ class Part:
     async def _abort_stopped(self, deltas: Sequence[Delta]) -> None:
         """Choices that a stop string just ended still run in the engine core."""
         running = {delta.choice for delta in deltas if delta.finish_reason is None}
-        stopped = sorted(i for i in running if self.choices[i].finished)
+        stopped = sorted(i for i in running if self.choices[i].text.finished)
         if stopped:
             await self._generation.abort(stopped)
 
@@ -178,5 +178,5 @@ class Run:
         return Usage(
             prompt_tokens=self.job.num_prompt_tokens,
             cached_prompt_tokens=sum(part.num_cached for part in self.parts),
-            output_tokens=sum(choice.num_tokens for part in self.parts for choice in part.choices),
+            output_tokens=sum(choice.text.num_tokens for part in self.parts for choice in part.choices),
         )

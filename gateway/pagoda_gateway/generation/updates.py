@@ -24,7 +24,11 @@ class Update:
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Text))
+        text = ""
+        for event in self.events:
+            if isinstance(event, Text):
+                text += event.text
+        return text
 
     @property
     def finish(self) -> Finish | None:
@@ -37,19 +41,11 @@ class ChoiceReader:
 
     def __init__(self, index: int, text: ModelText, params: SamplingParams, *, tools: bool) -> None:
         self.index = index
-        self._text = ChoiceText(text, params)
+        self.text = ChoiceText(text, params)
         self._parser = HermesParser() if tools else None
 
-    @property
-    def num_tokens(self) -> int:
-        return self._text.num_tokens
-
-    @property
-    def finished(self) -> bool:
-        return self._text.finished
-
     def read(self, delta: Delta) -> Update:
-        new = self._text.push(delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_token_id)
+        new = self.text.push(delta.token_ids, delta.logprobs, delta.finish_reason, delta.stop_token_id)
         events: list[Event] = []
         if self._parser is not None:
             events += self._parser.push(new.text)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gateway.fakes_engine import Script, breaking, failing, make_gateway
+from tests.gateway.fakes_engine import Script, breaking, failing, make_gateway, play
 
 from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.routes import generating
@@ -51,3 +51,17 @@ async def test_a_failure_has_its_dialects_shape(
     assert json.loads(last) == {"oh": said}
     elsewhere = await gateway.client.post("/tokenize", json={})
     assert set(elsewhere.json()) == {"error"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("script", "outcome"), [(play([72]), "finished"), (breaking(72), "failed")])
+async def test_how_a_run_ended_is_logged_without_a_word_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, script: Script, outcome: str, stream: bool
+) -> None:
+    gateway = make_gateway(tmp_path, script)
+    with caplog.at_level("DEBUG", generating.__name__):
+        await gateway.client.post("/v1/completions", json={"prompt": "hello", "stream": stream})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == generating.__name__]
+    assert line.startswith(f"cmpl-{gateway.engine.record.request_id} for ")
+    assert f": {outcome}, " in line
+    assert "hello" not in line
