@@ -14,7 +14,6 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import chat_logprobs
-from pagoda_gateway.dialects.sampling import chat_params
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, work_size
 from pagoda_gateway.generation.requests import check_priority, check_products, named_as_in_body, new_record
@@ -34,9 +33,12 @@ async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = N
     """
     model = ctx.catalogue.find(body.model)
     check_priority(ctx.config, model, body.priority)
-    max_tokens_name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-    with named_as_in_body({"prompt": "messages", "max_tokens": max_tokens_name}):
-        params = chat_params(model.text, body)
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    with named_as_in_body({"prompt": "messages", "max_tokens": name}):
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        n = 1 if body.n is None else body.n
+        params = openai.params(body, model.text, n=n, max_tokens=max_tokens, logprobs=logprobs)
         reader = Reader(ctx.pool, model, caller.key, "messages", params.max_tokens)
         token_ids = await chat_ids(reader, body)
         check_products(ctx.config, model, params, [len(token_ids)], openai.shown(body))

@@ -16,16 +16,19 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row
-from pagoda_gateway.dialects.sampling import completion_params, shows_no_output
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, at_most
 from pagoda_gateway.generation.requests import check_priority, check_products, new_record
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
+from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import InvalidParams, Problem
+from pagoda_proto.params import MAX_N, SamplingParams
 from pagoda_proto.records import FinishReason, RequestRecord
 from pagoda_proto.steps import TopLogprobs
+
+DEFAULT_TOKENS = 16
 
 
 async def completion_records(
@@ -50,6 +53,29 @@ async def completion_records(
     found = [(prompt, next(read)) if isinstance(prompt, str) else (None, prompt) for prompt in prompts]
     check_products(ctx.config, model, params, [len(token_ids) for _, token_ids in found], shown)
     return [(text, new_record(model, ids, params, body.cache_salt, body.priority)) for text, ids in found]
+
+
+def completion_params(text: ModelText, body: CompletionRequest) -> SamplingParams:
+    """`best_of` is what runs, ranked by the log-probabilities it therefore asks for. Raises InvalidParams."""
+    n = 1 if body.n is None else body.n
+    if body.best_of is not None and body.best_of > MAX_N:
+        raise InvalidParams([Problem("best_of", f"must be at most {MAX_N}, got {body.best_of}")])
+    ranked = body.best_of is not None and body.best_of > n
+    echoed = body.logprobs if body.echo else None
+    asked = [value for value in (body.prompt_logprobs, echoed) if value is not None]
+    return openai.params(
+        body,
+        text,
+        n=body.best_of if body.best_of is not None and n >= 1 else n,
+        max_tokens=1 if shows_no_output(body) else DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens,
+        logprobs=0 if ranked and body.logprobs is None else body.logprobs,
+        prompt_logprobs=max(asked) if asked else None,
+    )
+
+
+def shows_no_output(body: CompletionRequest) -> bool:
+    """`max_tokens: 0` with `echo` asks about the prompt only. The engine core generates one token, not shown."""
+    return body.echo and body.max_tokens == 0
 
 
 def prompts_of(body: CompletionRequest) -> Sequence[Any]:

@@ -15,7 +15,34 @@ from pagoda_gateway.generation.job import Job, Shown
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
+from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import FinishReason, RequestRecord
+
+_SAME_NAME = (
+    "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty",
+    "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs",
+)  # fmt: skip
+
+
+def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
+    """What is `asked` as this dialect has it, else the body's values, the model author's defaults, OpenAI's.
+
+    Raises InvalidParams; the rules are in `pagoda_proto.params`, one set for all doors.
+    """
+    fields: dict[str, Any] = dict(text.sampling_defaults)
+    fields |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    fields["top_k"] = int(fields.get("top_k", 0))
+    stop: Any = () if body.stop is None else body.stop
+    return SamplingParams(
+        **fields | asked,
+        seed=body.seed,
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words_token_ids=text.bad_words(body.bad_words or ()),
+    )
 
 
 def shown(body: Sampling, **more: Any) -> Shown:

@@ -64,8 +64,11 @@ class Part:
         Raises:
             PagodaError: the generation failed, or ended before all of its choices did.
         """
-        reading, self._reading = self._reading, None
-        deltas = await (reading or self._generation.next())
+        if self._reading is None:
+            deltas = await self._generation.next()
+        else:
+            await asyncio.wait([self._reading])
+            deltas, self._reading = self._reading.result(), None
         self.over = not deltas
         if self.over and not self.finished:
             raise PagodaError(ErrorCode.STREAM_INTERRUPTED, "the generation ended early", retry_after_s=1.0)
