@@ -1,16 +1,37 @@
-"""A request's client is its connection's peer, unless the peer is a proxy we were told to believe.
+"""Who asks is known from the head alone, before anything else of a request is read: its caller.
 
-Then it is the last address in X-Forwarded-For that is no such proxy. Whatever stands before that address was written by
-somebody we do not know. Addresses that one subscriber has by the thousand (IPv6 /64) count as one.
+Today that is an address: its connection's peer, unless the peer is a proxy we were told to believe. Then it is the last
+address in X-Forwarded-For that is no such proxy. Whatever stands before that address was written by somebody we do not
+know. Addresses that one subscriber has by the thousand (IPv6 /64) count as one.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Scope = MutableMapping[str, Any]  # of ASGI
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Made once per request, and handed on to whatever counts."""
+
+    address: str
+
+    @property
+    def key(self) -> str:
+        """What is counted by caller is counted under this."""
+        return self.address
+
+
+Identify = Callable[[Scope], Caller]
+"""Raises PagodaError for a caller who may not ask here."""
+NOBODY = Caller("")
 
 
 class TrustedProxies:
@@ -26,6 +47,11 @@ class TrustedProxies:
     def trusts(self, address: str) -> bool:
         found = _address(address)
         return found is not None and any(found in network for network in self._networks)
+
+    def caller_of(self, scope: Scope) -> Caller:
+        peer = scope.get("client")
+        forwarded_for = (value for name, value in scope["headers"] if name == b"x-forwarded-for")
+        return Caller(self.client_of(peer[0] if peer else "", forwarded_for))
 
     def client_of(self, peer: str, forwarded_for: Iterable[bytes]) -> str:
         """The address to count a request under."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagoda_gateway.catalogue import Catalogue, ServedModel
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.http.memory import MemoryBudget
@@ -13,13 +14,11 @@ from pagoda_gateway.text.model_text import ModelText
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayContext:
-    """`created` is the Unix time the gateway reports for its model. Whoever builds a context closes its `pool`."""
+    """Whoever builds a context closes its `pool`."""
 
     config: GatewayConfig
-    text: ModelText
     engine: EngineClient
-    served_model_name: str
-    created: int
+    catalogue: Catalogue
     pool: TextPool
     memory: MemoryBudget
 
@@ -27,14 +26,13 @@ class GatewayContext:
     def new(
         cls, config: GatewayConfig, text: ModelText, engine: EngineClient, *, served_model_name: str, created: int
     ) -> GatewayContext:
-        """With a pool and a budget of the configured sizes."""
+        """With one model, and a pool and a budget of the configured sizes."""
+        model = ServedModel(name=served_model_name, text=text, engine=engine, created=created)
         queue = FairQueue(config.max_waiting_texts, config.max_waiting_texts_per_client)
         return cls(
             config=config,
-            text=text,
             engine=engine,
-            served_model_name=served_model_name,
-            created=created,
+            catalogue=Catalogue([model]),
             pool=TextPool(config.text_threads, queue),
             memory=MemoryBudget(config.max_held_bytes),
         )

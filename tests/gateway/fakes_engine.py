@@ -14,7 +14,7 @@ from tests.gateway.model_dir import MAX_MODEL_LEN, write_model_dir
 from pagoda_gateway.api import errors
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.routes import chat, completions, models, tokenize
+from pagoda_gateway.routes import generating, models, tokenize
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, FinishReason, Load, RequestRecord, Usage
@@ -182,7 +182,7 @@ class Gateway:
         )
         self.app = FastAPI(redirect_slashes=False)
         errors.install(self.app)
-        for module in (chat, completions, models, tokenize):
+        for module in (generating, models, tokenize):
             self.app.include_router(module.router(self.context))
         transport = ASGITransport(self.app, raise_app_exceptions=False)
         self.client = AsyncClient(transport=transport, base_url="http://gateway")

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
+from fastapi import APIRouter
 from pydantic import BaseModel
+from starlette.responses import Response
 
 from pagoda_gateway.api.answer_schemas import ErrorAnswer
 
+Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
 
-def described(
+
+def endpoint(
+    routes: APIRouter,
+    path: str,
+    summary: str,
+    answer: type[BaseModel] | None,
+    *,
+    request: type[BaseModel] | None = None,
+    unavailable: type[BaseModel] | None = ErrorAnswer,
+    **options: Any,
+) -> Callable[[Handler], Handler]:
+    """A decorator that makes a handler the route's; `options` are FastAPI's own."""
+    extra = _described(path.replace(":path", ""), request, answer, unavailable)
+    methods = ["GET" if request is None else "POST"]
+    return routes.api_route(path, methods=methods, response_model=None, summary=summary, openapi_extra=extra, **options)
+
+
+def _described(
     path: str,
     request: type[BaseModel] | None,
     answer: type[BaseModel] | None,
-    *,
-    unavailable: type[BaseModel] | None = ErrorAnswer,
+    unavailable: type[BaseModel] | None,
 ) -> dict[str, Any]:
     """The parts of an operation that FastAPI cannot know; references point into the document itself.
 

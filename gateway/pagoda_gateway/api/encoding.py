@@ -1,16 +1,22 @@
-"""Large JSON is made in slices, and the event loop goes round between them."""
+"""JSON on its way out. What is large is made in slices, and the event loop goes round between them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 VALUES_PER_SLICE = 4096
-_encoder = msgspec.json.Encoder()
+DONE = b"data: [DONE]\n\n"
+encoded = msgspec.json.Encoder().encode
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """A server-sent event; JSON has no raw line ends, so it is one line."""
+    return b"data: " + encoded(value) + b"\n\n"
 
 
 def slices(items: Iterable[Any], values_each: int) -> Iterator[list[Any]]:
@@ -26,7 +32,7 @@ async def encoded_list(items: Iterable[Any], values_each: int) -> msgspec.Raw:
     for part in slices(items, values_each):
         if pieces:
             await asyncio.sleep(0)
-        pieces.append(_encoder.encode(part)[1:-1])
+        pieces.append(encoded(part)[1:-1])
     return _array(pieces)
 
 
@@ -39,7 +45,7 @@ async def encoded_columns(
         if pieces[0]:
             await asyncio.sleep(0)
         for column, values in zip(pieces, zip(*part, strict=True), strict=True):
-            column.append(_encoder.encode(values)[1:-1])
+            column.append(encoded(values)[1:-1])
     return {name: _array(column) for name, column in zip(names, pieces, strict=True)}
 
 

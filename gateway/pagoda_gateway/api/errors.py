@@ -1,4 +1,4 @@
-"""Any failure becomes one OpenAI-shaped error object; its words are for the client and hold no inner detail."""
+"""Any failure becomes one error object; its words are for the client and hold no inner detail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import math
 import secrets
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
@@ -17,6 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
+from pagoda_gateway.api.encoding import encoded
+from pagoda_gateway.api.error_body import SILENT, ErrorShape, openai_error
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
 logger = logging.getLogger(__name__)
@@ -24,57 +25,51 @@ logger = logging.getLogger(__name__)
 MAX_PROBLEMS = 8
 MAX_EXAMINED = 64
 MAX_SHOWN_CHARS = 48
-_SILENT = frozenset({ErrorCode.INTERNAL, ErrorCode.PROTOCOL_ERROR})
 
 
-def error_object(error: PagodaError) -> dict[str, Any]:
-    """The value of the "error" key, for a body or an event."""
-    message = error.message
-    if error.code in _SILENT:  # what they say is for the log
-        message = "the request failed inside the server"
-    return {"message": message, "type": error.status.openai_type, "param": error.param, "code": error.code.value}
-
-
-def error_response(error: PagodaError) -> Response:
+def error_response(error: PagodaError, shape: ErrorShape = openai_error) -> Response:
     """Status, object, and the headers from which clients' retry logic takes its orders."""
     headers = {"x-should-retry": "true" if error.status.retryable else "false"}
     retry_after_s = error.retry_after_s or (1.0 if error.status.http == 503 else 0.0)
     if retry_after_s > 0 and error.status.retryable:
         headers["retry-after"] = str(math.ceil(retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(retry_after_s * 1000))
-    if error.code in _SILENT:
+    if error.code in SILENT:
         logger.error("request failed: %s: %s", error.code, error.message)
-    body = msgspec.json.encode({"error": error_object(error)})
+    body = encoded(shape(error))
     return Response(body, status_code=error.status.http, headers=headers, media_type="application/json")
 
 
 def install(app: FastAPI) -> None:
-    """Let every way a handler can fail end in `error_response`."""
+    """Let every way a handler can fail end in `error_response`, in the shape that its route has left in the state."""
 
-    @app.exception_handler(PagodaError)
-    async def pagoda_error(request: Request, error: PagodaError) -> Response:
-        return error_response(error)
-
-    @app.exception_handler(RequestValidationError)
-    async def validation_error(request: Request, error: RequestValidationError) -> Response:
-        return error_response(_invalid([_problem(item, None) for item in error.errors()]))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        response = error_response(_from_http(error, request))
-        response.headers.update(error.headers or {})
+    async def answer(request: Request, error: Exception) -> Response:
+        shape = request.scope.get("state", {}).get("error_shape", openai_error)
+        response = error_response(_failure(request, error), shape)
+        response.headers.update(getattr(error, "headers", None) or {})
         return response
 
-    @app.exception_handler(Exception)
-    async def unexpected_error(request: Request, error: Exception) -> Response:
-        return unexpected(error, request.scope)
+    for kind in (PagodaError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
 
-def unexpected(error: Exception, scope: Scope) -> Response:
+def _failure(request: Request, error: Exception) -> PagodaError:
+    match error:
+        case PagodaError():
+            return error
+        case RequestValidationError():
+            return _invalid([_problem(item, None) for item in error.errors()])
+        case HTTPException():
+            return _from_http(error, request)
+        case _:
+            return internal(error, request.scope)
+
+
+def internal(error: Exception, scope: Scope) -> PagodaError:
     """A bug: the client gets an id that finds the trace in the log, and nothing else."""
     error_id = scope.get("state", {}).get("request_id") or secrets.token_hex(8)
     logger.error("request %s: unexpected %s", error_id, type(error).__name__, exc_info=error)
-    return error_response(PagodaError(ErrorCode.INTERNAL, f"see the log of request {error_id}"))
+    return PagodaError(ErrorCode.INTERNAL, f"see the log of request {error_id}")
 
 
 def _from_http(error: HTTPException, request: Request) -> PagodaError:

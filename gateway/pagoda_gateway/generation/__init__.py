@@ -1,1 +1,1 @@
-"""A generation from body to answer, whatever endpoint asked for it."""
+"""A job from what was asked to its last update, whatever API asked. No HTTP needed."""

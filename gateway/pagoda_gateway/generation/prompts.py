@@ -6,20 +6,17 @@ certain. Nothing here runs on the event loop unless it is short.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 
-from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest, Tool
-from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.generation.body import at_most
-from pagoda_gateway.http.text_pool import LARGE_SIZE
-from pagoda_gateway.text.conversation import text_size
+from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.http.text_pool import LARGE_SIZE, TextPool
+from pagoda_gateway.text.conversation import Chat, text_size
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
-from pagoda_proto.params import ModelLimits
 
 SLICE_CHARS = 32 * 1024
 CHARS_PER_TOKEN = 8  # a text of fewer characters per token of the context is tokenised without being counted first
@@ -27,27 +24,7 @@ CHARS_PER_VALUE = 8  # what a number or an empty object costs, as text
 CERTAIN = 2  # slices cut words, so only twice too many tokens are certainly too many
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """`text` is what the client wrote, None where it sent token ids."""
-
-    token_ids: list[int]
-    text: str | None = None
-
-
-def model_limits(ctx: GatewayContext) -> ModelLimits:
-    """What the workers report; until one has, what the model's files say.
-
-    Raises:
-        PagodaError: UNAVAILABLE when nobody knows the context length yet.
-    """
-    load, text = ctx.engine.load, ctx.text
-    limits = ModelLimits(load.vocab_size or text.vocab_size, load.max_model_len or text.max_model_len)
-    if limits.max_model_len < 1:
-        raise PagodaError(ErrorCode.UNAVAILABLE, "no worker has registered yet", retry_after_s=1.0)
-    return limits
-
-
+@dataclass(frozen=True)
 class Reader:
     """Turns one request's text into tokens; its client's turns in the pool are its own.
 
@@ -55,48 +32,35 @@ class Reader:
     `max_chars` that is the bound, and not the context.
     """
 
-    def __init__(
-        self, ctx: GatewayContext, client: str, param: str, *, asked: int | None = None, max_chars: int | None = None
-    ) -> None:
-        self._ctx = ctx
-        self._client = client
-        self._param = param
-        self._asked = asked
-        self._max_chars = max_chars
+    pool: TextPool
+    model: ServedModel
+    client: str
+    param: str
+    asked: int | None = None
+    max_chars: int | None = None
 
-    async def _rendered(self, request: ChatRequest | TokenizeRequest) -> str:
-        """The chat as its template renders it, marks included.
+    async def chat_ids(self, size: int, read: Callable[[], Chat], add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a rendered chat, which `read` makes of `size` characters.
 
         Raises:
-            PagodaError: the template does not take it, or it is certain not to fit.
+            PagodaError: the template does not take it, or it does not fit.
         """
-        ctx = self._ctx
-        with_tools = tools_in_use(request)
-        template = ctx.text.template(with_tools)
-        if with_tools and not template.speaks_hermes:
-            message = "this model's chat template has no tool calls, or none in a form that is supported"
-            raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "tools")
-        kwargs = template_kwargs(request, template.variables)
-        template.check_kwargs(kwargs)
+        model_text = self.model.text
 
-        def work() -> str:
-            messages = [message.model_dump(exclude_none=True) for message in request.messages or ()]
-            tools = template_tools(request.tools or ()) if with_tools else None
-            self.check_size(text_size([messages, tools, kwargs]))
-            return ctx.text.render_marked(
-                messages, tools, request.add_generation_prompt, request.continue_final_message, **kwargs
-            )
+        def render() -> str:
+            chat = read()
+            template = model_text.template(bool(chat.tools))
+            if chat.tools and not template.speaks_hermes:
+                message = "this model's chat template has no tool calls, or none in a form that is supported"
+                raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "tools")
+            template.check_kwargs(chat.options)
+            self.check_size(text_size([chat.turns, chat.tools, chat.options]))
+            return model_text.render_marked(chat)
 
-        return await ctx.pool.run(self._client, work_size([request.messages, request.tools, kwargs]), work)
-
-    async def chat_ids(self, request: ChatRequest | TokenizeRequest, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of the rendered chat. Raises PagodaError."""
-        text = await self._rendered(request)
+        text = await self.pool.run(self.client, size, render)
         self.check_size(len(text))
         await self._count(text)
-        return await self._ctx.pool.run(
-            self._client, len(text), lambda: self._ctx.text.encode_marked(text, add_special_tokens)
-        )
+        return await self.pool.run(self.client, len(text), lambda: model_text.encode_marked(text, add_special_tokens))
 
     async def text_ids(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of plain texts. Raises PagodaError CONTEXT_LENGTH_EXCEEDED."""
@@ -107,39 +71,39 @@ class Reader:
             await self._count(part[0])  # what is longer than a slice is in a batch of its own
 
             def work(part: Sequence[str] = part) -> list[list[int]]:
-                return [self._ctx.text.encode(text, add_special_tokens) for text in part]
+                return [self.model.text.encode(text, add_special_tokens) for text in part]
 
-            found += await self._ctx.pool.run(self._client, sum(map(len, part)), work)
+            found += await self.pool.run(self.client, sum(map(len, part)), work)
         return found
 
     def check_size(self, num_chars: int) -> None:
         """Refuse before any work what is certainly too long. Raises PagodaError."""
-        if self._max_chars is not None:
-            if num_chars > self._max_chars:
-                message = f"at most {self._max_chars} characters are allowed, got {num_chars}"
-                raise InvalidParams([Problem(self._param, message)])
+        if self.max_chars is not None:
+            if num_chars > self.max_chars:
+                message = f"at most {self.max_chars} characters are allowed, got {num_chars}"
+                raise InvalidParams([Problem(self.param, message)])
             return
-        limit = model_limits(self._ctx).max_model_len
-        at_least = self._ctx.text.min_tokens_of(num_chars)
+        limit = self.model.limits.max_model_len
+        at_least = self.model.text.min_tokens_of(num_chars)
         if at_least > limit:
             raise self._too_long(limit, at_least)
 
     async def _count(self, text: str) -> None:
-        limit = model_limits(self._ctx).max_model_len
-        if self._max_chars is not None or len(text) <= max(SLICE_CHARS, CHARS_PER_TOKEN * limit):
+        limit = self.model.limits.max_model_len
+        if self.max_chars is not None or len(text) <= max(SLICE_CHARS, CHARS_PER_TOKEN * limit):
             return
         count = 0
         for start in range(0, len(text), SLICE_CHARS):
             part = text[start : start + SLICE_CHARS]
-            encode = partial(self._ctx.text.encode, part, add_special_tokens=False)
-            count += len(await self._ctx.pool.run(self._client, len(part), encode))
+            encode = partial(self.model.text.encode, part, add_special_tokens=False)
+            count += len(await self.pool.run(self.client, len(part), encode))
             if count > CERTAIN * limit:
                 raise self._too_long(limit, count // CERTAIN)
 
     def _too_long(self, limit: int, at_least: int) -> PagodaError:
-        asked = "" if self._asked is None else f" and {self._asked} output tokens were requested"
+        asked = "" if self.asked is None else f" and {self.asked} output tokens were requested"
         message = f"this model's context is {limit} tokens; the prompt has more than {at_least - 1}{asked}"
-        return PagodaError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, self._param)
+        return PagodaError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, self.param)
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -172,51 +136,7 @@ def work_size(value: Any) -> int:
     return size
 
 
-def tools_in_use(request: ChatRequest | TokenizeRequest) -> bool:
-    return bool(request.tools) and getattr(request, "tool_choice", None) != "none"
-
-
-def template_kwargs(request: ChatRequest | TokenizeRequest, read: frozenset[str]) -> dict[str, Any]:
-    """What the template reads besides the messages. Some of it has fields of its own in OpenAI's API.
-
-    Raises:
-        InvalidParams: the same thing is said twice, or the template does not read it.
-    """
-    kwargs = dict(request.chat_template_kwargs or {})
-    for name in ("reasoning_effort", "verbosity"):
-        value = getattr(request, name, None)
-        if value is None:
-            continue
-        if name not in read:
-            raise InvalidParams([Problem(name, f"is {value[:64]!a}, but this model's chat template does not read it")])
-        if name in kwargs:
-            raise InvalidParams([Problem(name, "is also in chat_template_kwargs; give it once")])
-        kwargs[name] = value
-    return kwargs
-
-
-def template_tools(tools: Sequence[Tool]) -> list[Mapping[str, Any]]:
-    return [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools]
-
-
-async def completion_prompts(ctx: GatewayContext, request: CompletionRequest, client: str = "") -> list[Prompt]:
-    """The prompts of a plain completion. Special tokens written out in them are special tokens, as in vLLM."""
-    prompts = prompts_of(request)
-    at_most("prompt", len(prompts), ctx.config.max_prompts)
-    reader = Reader(ctx, client, "prompt", asked=request.max_tokens)
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    ids_of_texts = iter(await reader.text_ids(texts, request.add_special_tokens))
-    return [
-        Prompt(token_ids=next(ids_of_texts), text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt)
-        for prompt in prompts
-    ]
-
-
-def prompts_of(request: CompletionRequest) -> Sequence[Any]:
-    """Each a text or a list of token ids. Raises InvalidParams."""
-    given = request.prompt
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise InvalidParams([Problem("prompt", "must have at least one prompt")])
-    return [given] if isinstance(given[0], int) else given
+def at_most(name: str, count: int, limit: int) -> None:
+    """Raises InvalidParams."""
+    if count > limit:
+        raise InvalidParams([Problem(name, f"at most {limit} are allowed, got {count}")])

@@ -1,7 +1,7 @@
 """Nothing reaches a route before it is known to be small, complete, plain and asked for by its normal name.
 
-Pure ASGI, around the whole app. A request's body is read here, counted while it streams, under one deadline; routes
-get it whole, and in `scope["client"]` whom the request is counted under.
+Pure ASGI, around the whole app. Who asks is known first, from the head; then a request's body is read here, counted
+while it streams, under one deadline. Routes get it whole, and in `scope["state"]` the `caller`.
 
 What concerns bytes before a request exists (headers, connections, slow readers) is in `http_protocol`,
 which leaves its verdict in `scope["state"]["refusal"]` so that responses stay in order.
@@ -17,7 +17,7 @@ from collections import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda_gateway.api.errors import error_response
-from pagoda_gateway.clients import TrustedProxies
+from pagoda_gateway.clients import Identify, TrustedProxies
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.memory import Holding, MemoryBudget
 from pagoda_gateway.http.upload_rate import Upload, UploadRate
@@ -35,11 +35,13 @@ def refusal(error: PagodaError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
 
 
 class LimitsMiddleware:
-    def __init__(self, app: ASGIApp, config: GatewayConfig, memory: MemoryBudget) -> None:
+    def __init__(
+        self, app: ASGIApp, config: GatewayConfig, memory: MemoryBudget, identify: Identify | None = None
+    ) -> None:
         self._app = app
         self._config = config
         self._memory = memory
-        self._proxies = TrustedProxies(config.forwarded_allow_ips)
+        self._identify = identify or TrustedProxies(config.forwarded_allow_ips).caller_of
         self._open_by_client: Counter[str] = Counter()
         self._rate = UploadRate(config.max_upload_bytes_per_second)
 
@@ -50,10 +52,15 @@ class LimitsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        client = self._client_of(scope)
-        scope["client"] = (client, 0)
+        try:
+            caller = self._identify(scope)
+        except PagodaError as error:
+            peer = scope.get("client") or ("", 0)
+            await _refuse(error, Upload(receive, self._rate, peer[0], time.monotonic), send)
+            return
+        client = caller.key
         holding = self._memory.holding(client)
-        scope.setdefault("state", {})["memory"] = holding
+        scope.setdefault("state", {}).update(caller=caller, memory=holding)
         self._open_by_client[client] += 1
         try:
             await self._serve(scope, receive, send, holding)
@@ -63,13 +70,8 @@ class LimitsMiddleware:
             if not self._open_by_client[client]:
                 del self._open_by_client[client]
 
-    def _client_of(self, scope: Scope) -> str:
-        peer = scope.get("client")
-        forwarded_for = (value for name, value in scope["headers"] if name == b"x-forwarded-for")
-        return self._proxies.client_of(peer[0] if peer else "", forwarded_for)
-
     async def _serve(self, scope: Scope, receive: Receive, send: Send, holding: Holding) -> None:
-        client = scope["client"][0]
+        client = scope["state"]["caller"].key
         upload = Upload(receive, self._rate, client, time.monotonic)
         try:
             self._check_head(scope)

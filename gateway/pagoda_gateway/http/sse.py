@@ -12,32 +12,29 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pagoda_gateway.api.errors import error_object, error_response, unexpected
+from pagoda_gateway.api.encoding import event
+from pagoda_gateway.api.error_body import ErrorShape, openai_error
+from pagoda_gateway.api.errors import error_response, internal
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 logger = logging.getLogger(__name__)
 
-DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_encoder = msgspec.json.Encoder()
 
 
-def event(value: Mapping[str, Any]) -> bytes:
-    """One event; JSON has no raw line ends, so it is one line."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
-
-
-class ClientGone(Exception):
+class ClientGone(PagodaError):
     """The client disconnected; nobody reads an answer."""
+
+    def __init__(self) -> None:
+        super().__init__(ErrorCode.CANCELLED, "the client left")
 
 
 @contextlib.asynccontextmanager
@@ -72,10 +69,13 @@ async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
 class EventStream(Response):
     """Streams what `events` yields: ready-made bytes of one or more events each."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], ping_interval_s: float) -> None:
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], ping_interval_s: float, shape: ErrorShape = openai_error
+    ) -> None:
         super().__init__(media_type="text/event-stream")
         self._events = events
         self._ping_interval_s = ping_interval_s
+        self._shape = shape
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writer = _Writer(send)
@@ -87,21 +87,14 @@ class EventStream(Response):
             await writer.end()
         except ClientGone:
             logger.debug("client left before its stream ended")
-        except PagodaError as error:
-            await _fail(writer, error_response(error), error, scope, receive, send)
         except Exception as error:  # noqa: BLE001 - the outermost loop of a stream: it must have an ending
-            hidden = PagodaError(ErrorCode.INTERNAL, "")
-            await _fail(writer, unexpected(error, scope), hidden, scope, receive, send)
+            failure = error if isinstance(error, PagodaError) else internal(error, scope)
+            response = error_response(failure, self._shape)
+            if not await writer.end_with_error(self._shape(failure)):
+                await response(scope, receive, send)
         finally:
             if pinger is not None:
                 pinger.cancel()
-
-
-async def _fail(
-    writer: _Writer, response: Response, error: PagodaError, scope: Scope, receive: Receive, send: Send
-) -> None:
-    if not await writer.end_with_error(error):
-        await response(scope, receive, send)
 
 
 class _Writer:
@@ -126,13 +119,13 @@ class _Writer:
     async def end(self) -> None:
         await self.write(b"", more=False)
 
-    async def end_with_error(self, error: PagodaError) -> bool:
+    async def end_with_error(self, body: Mapping[str, Any]) -> bool:
         """False if nothing was sent yet, so that a proper response still can be; then pinging stops."""
         async with self._lock:
             if not self._open:
                 self._ended = True
                 return False
-        await self.write(event({"error": error_object(error)}), more=False)
+        await self.write(event(body), more=False)
         return True
 
     async def keep_pinging(self, interval_s: float) -> None:

@@ -1,1 +1,1 @@
-"""One module per family of endpoints: its paths, and the shape of its answers."""
+"""One module per family of endpoints: a request in, a response out."""

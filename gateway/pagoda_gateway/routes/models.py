@@ -1,4 +1,4 @@
-"""GET /v1/models: the one model this gateway serves."""
+"""GET /v1/models: the models this gateway serves."""
 
 from __future__ import annotations
 
@@ -8,44 +8,33 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from pagoda_gateway.api.answer_schemas import Model, ModelList
-from pagoda_gateway.api.described import described
+from pagoda_gateway.api.described import endpoint
+from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.generation.requests import check_model
-from pagoda_gateway.generation.respond import json_response
+from pagoda_gateway.routes.body import json_response
 
 
 def router(ctx: GatewayContext) -> APIRouter:
     routes = APIRouter(tags=["models"])
 
-    @routes.get(
-        "/v1/models",
-        response_model=None,
-        summary="All models",
-        openapi_extra=described("/v1/models", None, ModelList),
-    )
+    @endpoint(routes, "/v1/models", "All models", ModelList)
     async def list_models() -> Response:
-        return json_response({"object": "list", "data": [_model(ctx)]})
+        return json_response({"object": "list", "data": [_shown(model) for model in ctx.catalogue]})
 
-    @routes.get(
-        "/v1/models/{model_id:path}",
-        response_model=None,
-        summary="One model",
-        openapi_extra=described("/v1/models/{model_id}", None, Model),
-    )
+    @endpoint(routes, "/v1/models/{model_id:path}", "One model", Model)
     async def get_model(model_id: str) -> Response:
-        check_model(ctx, model_id)
-        return json_response(_model(ctx))
+        return json_response(_shown(ctx.catalogue.find(model_id)))
 
     return routes
 
 
-def _model(ctx: GatewayContext) -> dict[str, Any]:
+def _shown(model: ServedModel) -> dict[str, Any]:
     return {
-        "id": ctx.served_model_name,
+        "id": model.name,
         "object": "model",
-        "created": ctx.created,
+        "created": model.created,
         "owned_by": "pagoda",
-        "root": ctx.served_model_name,
+        "root": model.name,
         "parent": None,
-        "max_model_len": ctx.engine.load.max_model_len or ctx.text.max_model_len or None,
+        "max_model_len": model.max_model_len or None,
     }

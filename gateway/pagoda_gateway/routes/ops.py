@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import metadata, resources
 
 import msgspec
@@ -11,7 +12,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagoda_gateway.api.answer_schemas import Live, LoadAnswer, Ready, Startup, Version
-from pagoda_gateway.api.described import described
+from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.metrics import GatewayMetrics
@@ -30,74 +31,41 @@ def router(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> APIR
 
 
 def _add_health(routes: APIRouter, health: Health) -> None:
-    @routes.get(
-        "/health/live",
-        tags=["health"],
-        summary="The event loop answers and its long-lived tasks run",
-        openapi_extra=described("/health/live", None, Live, unavailable=Live),
-    )
+    get = partial(endpoint, routes, tags=["health"])
+
+    @get("/health/live", "The event loop answers and its long-lived tasks run", Live, unavailable=Live)
     async def live() -> Response:
         dead = health.dead_tasks()
         return JSONResponse({"live": not dead, "dead": dead}, 503 if dead else 200)
 
-    @routes.get(
-        "/health/ready",
-        tags=["health"],
-        summary="Requests would be answered: tokens came lately",
-        openapi_extra=described("/health/ready", None, Ready, unavailable=Ready),
-    )
+    @get("/health/ready", "Requests would be answered: tokens came lately", Ready, unavailable=Ready)
     async def ready() -> Response:
         problems = health.problems()
         return JSONResponse({"ready": not problems, "problems": problems}, 503 if problems else 200)
 
-    @routes.get(
-        "/health/startup",
-        tags=["health"],
-        summary="Whether it was ready once, and how far it is",
-        openapi_extra=described("/health/startup", None, Startup, unavailable=Startup),
-    )
+    @get("/health/startup", "Whether it was ready once, and how far it is", Startup, unavailable=Startup)
     async def startup() -> Response:
         content = {"started": health.started, "phase": health.phase, "problems": health.problems()}
         return JSONResponse(content, 200 if health.started else 503)
 
-    @routes.get(
-        "/health",
-        tags=["health"],
-        summary="As /health/ready, with an empty body",
-        openapi_extra=described("/health", None, None, unavailable=None),
-    )
-    @routes.get(
-        "/ping", tags=["health"], summary="As /health", openapi_extra=described("/ping", None, None, unavailable=None)
-    )
+    @get("/health", "As /health/ready, with an empty body", None, unavailable=None)
+    @get("/ping", "As /health", None, unavailable=None)
     async def short() -> Response:
         return Response(status_code=503 if health.problems() else 200)
 
 
 def _add_reports(routes: APIRouter, ctx: GatewayContext, metrics: GatewayMetrics) -> None:
-    @routes.get(
-        "/version",
-        tags=["operation"],
-        summary="The version of this gateway",
-        openapi_extra=described("/version", None, Version, unavailable=None),
-    )
-    async def version() -> dict[str, str]:
-        return {"version": VERSION}
+    get = partial(endpoint, routes, tags=["operation"])
 
-    @routes.get(
-        "/metrics",
-        tags=["operation"],
-        summary="Prometheus metrics of this gateway",
-        openapi_extra=described("/metrics", None, None, unavailable=None),
-    )
+    @get("/version", "The version of this gateway", Version, unavailable=None)
+    async def version() -> Response:
+        return JSONResponse({"version": VERSION})
+
+    @get("/metrics", "Prometheus metrics of this gateway", None, unavailable=None)
     async def prometheus() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
-    @routes.get(
-        "/load",
-        tags=["operation"],
-        summary="Open requests here, and the engine core's own report",
-        openapi_extra=described("/load", None, LoadAnswer, unavailable=None),
-    )
+    @get("/load", "Open requests here, and the engine core's own report", LoadAnswer, unavailable=None)
     async def load() -> Response:
         content = {"server_load": metrics.num_open(), "engine": msgspec.to_builtins(ctx.engine.load)}
         return JSONResponse(content)

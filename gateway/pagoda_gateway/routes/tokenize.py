@@ -2,96 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagoda_gateway.api.answer_schemas import DetokenizeAnswer, TokenizeAnswer
-from pagoda_gateway.api.described import described
+from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.schemas import DetokenizeRequest, TokenizeRequest
+from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.generation.body import client_of, read_body, while_connected
-from pagoda_gateway.generation.logprobs import token_text
-from pagoda_gateway.generation.prompts import Reader, model_limits
-from pagoda_gateway.generation.requests import check_model
-from pagoda_gateway.generation.respond import json_response
+from pagoda_gateway.dialects.chat import chat_ids
+from pagoda_gateway.dialects.logprobs import token_text
+from pagoda_gateway.generation.prompts import Reader
+from pagoda_gateway.routes.body import caller_of, json_response, read_body, while_connected
 from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_proto.errors import InvalidParams, Problem
 
 IDS_PER_PIECE = 16 * 1024
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def router(ctx: GatewayContext) -> APIRouter:
     routes = APIRouter(tags=["tokens"])
-    routes.add_api_route(
-        "/tokenize",
-        _tokenize(ctx),
-        methods=["POST"],
-        response_model=None,
-        summary="Token ids of a text or a conversation",
-        openapi_extra=described("/tokenize", TokenizeRequest, TokenizeAnswer),
-    )
-    routes.add_api_route(
-        "/detokenize",
-        _detokenize(ctx),
-        methods=["POST"],
-        response_model=None,
-        summary="The text of token ids",
-        openapi_extra=described("/detokenize", DetokenizeRequest, DetokenizeAnswer),
-    )
+    _add_tokenize(routes, ctx)
+    _add_detokenize(routes, ctx)
     return routes
 
 
-def _tokenize(ctx: GatewayContext) -> Endpoint:
+def _add_tokenize(routes: APIRouter, ctx: GatewayContext) -> None:
+    @endpoint(routes, "/tokenize", "Token ids of a text or a conversation", TokenizeAnswer, request=TokenizeRequest)
     async def tokenize(request: Request) -> Response:
         body = await read_body(ctx, request, TokenizeRequest)
-        check_model(ctx, body.model)
-        max_model_len = model_limits(ctx).max_model_len
-        token_ids = await while_connected(request, _token_ids(ctx, body, client_of(request)))
+        model = ctx.catalogue.find(body.model)
+        max_model_len = model.limits.max_model_len
+        token_ids = await while_connected(request, _token_ids(ctx, model, body, caller_of(request)))
         strings = (
-            await encoded_list((token_text(ctx.text, i) for i in token_ids), 1) if body.return_token_strs else None
+            await encoded_list((token_text(model.text, i) for i in token_ids), 1) if body.return_token_strs else None
         )
         tokens = await encoded_list(token_ids, 1)
         return json_response(
             {"count": len(token_ids), "max_model_len": max_model_len, "tokens": tokens, "token_strs": strings}
         )
 
-    return tokenize
 
-
-async def _token_ids(ctx: GatewayContext, body: TokenizeRequest, client: str) -> list[int]:
+async def _token_ids(ctx: GatewayContext, model: ServedModel, body: TokenizeRequest, caller: Caller) -> list[int]:
     """Texts longer than the context are counted too, up to a length of their own."""
-    reader = Reader(
-        ctx, client, "prompt" if body.messages is None else "messages", max_chars=ctx.config.max_tokenize_chars
-    )
+    param = "prompt" if body.messages is None else "messages"
+    reader = Reader(ctx.pool, model, caller.key, param, max_chars=ctx.config.max_tokenize_chars)
     if body.messages is not None:
-        return await reader.chat_ids(body, bool(body.add_special_tokens))
+        return await chat_ids(reader, body, bool(body.add_special_tokens))
     (token_ids,) = await reader.text_ids([body.prompt or ""], body.add_special_tokens is not False)
     return token_ids
 
 
-def _detokenize(ctx: GatewayContext) -> Endpoint:
+def _add_detokenize(routes: APIRouter, ctx: GatewayContext) -> None:
+    @endpoint(routes, "/detokenize", "The text of token ids", DetokenizeAnswer, request=DetokenizeRequest)
     async def detokenize(request: Request) -> Response:
         body = await read_body(ctx, request, DetokenizeRequest)
-        check_model(ctx, body.model)
-        vocab_size = model_limits(ctx).vocab_size
+        model = ctx.catalogue.find(body.model)
+        vocab_size = model.limits.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             bad = next(token_id for token_id in body.tokens if token_id >= vocab_size)
             raise InvalidParams([Problem("tokens", f"token ids must be between 0 and {vocab_size - 1}, got {bad}")])
-        text = await while_connected(request, _text(ctx, body.tokens, client_of(request)))
+        text = await while_connected(request, _text(ctx, model, body.tokens, caller_of(request)))
         return json_response({"prompt": text})
 
-    return detokenize
 
-
-async def _text(ctx: GatewayContext, token_ids: list[int], client: str) -> str:
-    detokenizer = Detokenizer(ctx.text.table, skip_special_tokens=False, at_start=True)
+async def _text(ctx: GatewayContext, model: ServedModel, token_ids: list[int], caller: Caller) -> str:
+    detokenizer = Detokenizer(model.text.table, skip_special_tokens=False, at_start=True)
     pieces: list[str] = []
     for start in range(0, len(token_ids), IDS_PER_PIECE):
         part = token_ids[start : start + IDS_PER_PIECE]
-        pieces.append(await ctx.pool.run(client, len(part), partial(detokenizer.push, part)))
+        pieces.append(await ctx.pool.run(caller.key, len(part), partial(detokenizer.push, part)))
     return "".join(pieces) + detokenizer.flush()

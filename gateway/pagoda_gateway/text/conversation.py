@@ -1,7 +1,7 @@
-"""A conversation as clients write it becomes what chat templates expect, the same for every door.
+"""A conversation in no API's words becomes what chat templates expect, the same for every door.
 
-Roles and tool arguments have one form, no key is empty, and content parts stay a list where the template reads lists;
-elsewhere they become one text, a line per part.
+Roles and tool arguments have one form, no key is empty, and content parts stay parts up to here: they are a list where
+the template reads lists; elsewhere they become one text, a line per part.
 """
 
 from __future__ import annotations
@@ -9,45 +9,97 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from pagoda_gateway.api.json_body import parse_object
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 
 Message = Mapping[str, Any]
 
 
-def template_messages(messages: Sequence[Message], *, parts: bool) -> list[dict[str, Any]]:
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A tool call that was made. `arguments` is an object, or the text of one."""
+
+    name: str
+    arguments: str | Mapping[str, Any]
+    id: str | None = None
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """Who said what. A part of `content` is a text or {"type": "text", "text": ..}.
+
+    `call_id` is that of the call whose result this is; `more` is what else a template may read, by its own names.
+    """
+
+    role: str
+    content: str | Sequence[str | Mapping[str, Any]] = ""
+    reasoning: str | None = None
+    calls: Sequence[Call] = ()
+    call_id: str | None = None
+    more: Mapping[str, Any] = {}
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True):
+    """Turns for the model to go on with. `options` are what only the chat template reads."""
+
+    turns: Sequence[Turn]
+    tools: Sequence[Mapping[str, Any]] = ()
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    options: Mapping[str, Any] = {}
+
+
+def turns_of(messages: Sequence[Message]) -> list[Turn]:
+    """Of messages as OpenAI's chat has them. None is as good as absent."""
+    return [_turn({name: value for name, value in message.items() if value is not None}) for message in messages]
+
+
+def _turn(message: dict[str, Any]) -> Turn:
+    calls = [
+        Call(id=call.get("id"), name=call["function"]["name"], arguments=call["function"].get("arguments", ""))
+        for call in message.pop("tool_calls", ())
+    ]
+    return Turn(
+        role=message.pop("role", ""),
+        content=message.pop("content", ""),
+        reasoning=message.pop("reasoning_content", None),
+        calls=calls,
+        call_id=message.pop("tool_call_id", None),
+        more=message,
+    )
+
+
+def template_messages(turns: Sequence[Turn], *, parts: bool) -> list[dict[str, Any]]:
     """Args:
         parts: The template reads content that is a list of parts.
 
     Raises:
         InvalidParams: tool arguments are no JSON object.
     """
-    return [_template_message(message, i, parts) for i, message in enumerate(messages)]
+    return [_template_message(turn, i, parts) for i, turn in enumerate(turns)]
 
 
-def _template_message(message: Message, index: int, parts: bool) -> dict[str, Any]:
-    found = {name: value for name, value in message.items() if value is not None}
-    if found.get("role") == "developer":
-        found["role"] = "system"
-    content = found.get("content", "")
-    found["content"] = _joined(content) if isinstance(content, list | tuple) and not parts else content
-    if found.get("tool_calls"):
-        where = f"messages[{index}].tool_calls"
-        found["tool_calls"] = [_template_call(call, f"{where}[{i}]") for i, call in enumerate(found["tool_calls"])]
-    else:
-        found.pop("tool_calls", None)
-    return found
+def _template_message(turn: Turn, index: int, parts: bool) -> dict[str, Any]:
+    calls = [_template_call(call, f"messages[{index}].tool_calls[{i}]") for i, call in enumerate(turn.calls)]
+    found = {
+        "role": "system" if turn.role == "developer" else turn.role,
+        "content": turn.content if parts or isinstance(turn.content, str) else _joined(turn.content),
+        "reasoning_content": turn.reasoning,
+        **turn.more,
+        "tool_calls": calls or None,
+        "tool_call_id": turn.call_id,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
-def _joined(content: Sequence[Any]) -> str:
+def _joined(content: Sequence[str | Mapping[str, Any]]) -> str:
     return "\n".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
 
 
-def _template_call(call: Mapping[str, Any], where: str) -> dict[str, Any]:
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        function["arguments"] = _arguments(function["arguments"], where)
-    return {"id": call["id"], "type": "function", "function": function} if "id" in call else {"function": function}
+def _template_call(call: Call, where: str) -> dict[str, Any]:
+    arguments = _arguments(call.arguments, where) if isinstance(call.arguments, str) else call.arguments
+    made = {"function": {"name": call.name, "arguments": arguments}}
+    return made if call.id is None else {"id": call.id, "type": "function", **made}
 
 
 def _arguments(text: str, where: str) -> dict[str, Any]:
@@ -59,9 +111,11 @@ def _arguments(text: str, where: str) -> dict[str, Any]:
 
 
 def text_size(value: Any) -> int:
-    """Characters of all strings of a JSON value, keys included: what a template may show of it."""
+    """Characters of all strings of a value, keys included: what a template may show of it."""
     if isinstance(value, str):
         return len(value)
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.astuple(value)
     if isinstance(value, Mapping):
         return sum(len(key) + text_size(item) for key, item in value.items())
     return sum(map(text_size, value)) if isinstance(value, list | tuple) else 0

@@ -14,7 +14,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pagoda_gateway.text.chat import RESERVED, ChatTemplate
-from pagoda_gateway.text.conversation import Message, template_messages
+from pagoda_gateway.text.conversation import Chat, Message, template_messages, turns_of
 from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_gateway.text.special import MARK, SpecialTokens
 from pagoda_gateway.text.tools import CLOSE, OPEN
@@ -100,38 +100,29 @@ class ModelText:
         """What chat templates of this model read from their caller besides messages and tools."""
         return frozenset(name for template in self.templates.values() for name in template.variables) - RESERVED
 
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> str:
-        """The prompt's text. `kwargs` must have passed `ChatTemplate.check_kwargs` if they come from a request.
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+        """The prompt's text, of messages as OpenAI's chat has them; `options` are those of `Chat`, and the template's.
 
         Raises:
             PagodaError: INVALID_ARGUMENT when the template does not take these messages.
         """
-        marked = self.render_marked(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
-        return marked.replace(MARK, "")
+        return self.render_marked(_chat(messages, **options)).replace(MARK, "")
 
-    def render_marked(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> str:
-        """As `render_chat`, with the marks that tell `encode_marked` which special tokens are only written out."""
-        template = self.template(bool(tools))
+    def render_marked(self, chat: Chat) -> str:
+        """The prompt's text, with the marks that tell `encode_marked` which special tokens are only written out.
+
+        `chat.options` must have passed `ChatTemplate.check_kwargs` if they come from a request.
+
+        Raises:
+            PagodaError: INVALID_ARGUMENT when the template does not take these turns.
+        """
+        template = self.template(bool(chat.tools))
         return template.render(
-            self.special.marked(template_messages(messages, parts=template.reads_parts)),
-            tools=self.special.marked(tools) if tools else None,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            kwargs=self.special.marked(kwargs),
+            self.special.marked(template_messages(chat.turns, parts=template.reads_parts)),
+            tools=self.special.marked(chat.tools) if chat.tools else None,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            kwargs=self.special.marked(chat.options),
         )
 
     def encode_marked(self, text: str, add_special_tokens: bool = False) -> list[int]:
@@ -145,19 +136,11 @@ class ModelText:
         opening = self.encode("") if add_special_tokens else []
         return opening + self.special.encode(text)
 
-    def encode_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> list[int]:
-        """Token ids of the rendered chat; the template writes its own special tokens, and nobody else does: those
-        that a message writes out are read as plain text.
+    def encode_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Token ids of the chat that `render_chat` shows; the template writes its own special tokens, and nobody else
+        does: those that a message writes out are read as plain text.
         """
-        text = self.render_marked(messages, tools, add_generation_prompt, continue_final_message, **kwargs)
-        return self.encode_marked(text)
+        return self.encode_marked(self.render_marked(_chat(messages, **options)))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of whole token sequences (the first token opens the text)."""
@@ -183,6 +166,11 @@ class ModelText:
         """A lower bound of the tokens of so many characters, whatever they are; 0 where this tokenizer gives none."""
         longest = self.longest_token_bytes
         return -(-num_chars // longest) if longest else 0
+
+
+def _chat(messages: Sequence[Message], tools: Any = None, **options: Any) -> Chat:
+    named = {name: options.pop(name) for name in ("add_generation_prompt", "continue_final_message") if name in options}
+    return Chat(turns=turns_of(messages), tools=tools or (), options=options, **named)
 
 
 class _ModelFiles:

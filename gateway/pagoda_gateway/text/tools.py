@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Any, NoReturn
+
+from pagoda_gateway.text.events import CallArguments, CallBegun, Said, Text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_NAME_CHARS = 256
@@ -19,20 +20,8 @@ _TO_CLOSE_OR_QUOTE = re.compile(r'</tool_call>|"')
 _IN_STRING = re.compile(r'"|\\.|[\x00-\x1f]', re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """`arguments` is the text of a JSON object."""
-
-    index: int
-    name: str
-    arguments: str
-
-
-Event = str | ToolCall
-
-
 class HermesParser:
-    """Text in, events out: pieces of text and whole tool calls, the same for any cutting of the input.
+    """Text in, events out, the same for any cutting of the input.
 
     `num_calls` counts the calls so far.
     """
@@ -43,23 +32,23 @@ class HermesParser:
         self._body: _Body | None = None  # inside a call
         self._after_call = False
 
-    def push(self, text: str) -> list[Event]:
-        events: list[Event] = []
+    def push(self, text: str) -> list[Said]:
+        events: list[Said] = []
         while text:
             text = self._outside(text, events) if self._body is None else self._inside(self._body, text, events)
         return _merged(events)
 
-    def flush(self) -> list[Event]:
+    def flush(self) -> list[Said]:
         """End of the text. A call whose closing tag is missing counts if its JSON is whole."""
-        events: list[Event] = []
+        events: list[Said] = []
         if self._body is not None:
             self._end_call(self._body, "", events)
         elif not self._after_call or self._text.strip():
-            events.append(self._text)
+            events.append(Text(self._text))
         self._text = ""
         return _merged(events)
 
-    def _outside(self, text: str, events: list[Event]) -> str:
+    def _outside(self, text: str, events: list[Said]) -> str:
         """Take text up to an opening tag; returns what follows it."""
         pending = self._text + text
         at = pending.find(OPEN)
@@ -74,14 +63,14 @@ class HermesParser:
         self._show(shown, events)
         return ""
 
-    def _show(self, text: str, events: list[Event]) -> None:
+    def _show(self, text: str, events: list[Said]) -> None:
         if self._after_call:
             text = text.lstrip()
         if text:
             self._after_call = False
-            events.append(text)
+            events.append(Text(text))
 
-    def _inside(self, body: _Body, text: str, events: list[Event]) -> str:
+    def _inside(self, body: _Body, text: str, events: list[Said]) -> str:
         """Take text up to the closing tag; returns what follows it."""
         rest = body.take(text)
         if rest is None:
@@ -89,16 +78,17 @@ class HermesParser:
         self._end_call(body, CLOSE, events)
         return rest
 
-    def _end_call(self, body: _Body, close: str, events: list[Event]) -> None:
+    def _end_call(self, body: _Body, close: str, events: list[Said]) -> None:
         """The call, or the text it is instead."""
         self._body = None
-        call = parse_call(body.text, self.num_calls)
+        call = parse_call(body.text)
         if call is None:
             self._show(body.lead + OPEN + body.text + close, events)
             return
+        name, arguments = call
+        events += CallBegun(self.num_calls, name), CallArguments(self.num_calls, arguments)
         self.num_calls += 1
         self._after_call = True
-        events.append(call)
 
 
 class _Body:
@@ -136,18 +126,19 @@ def _num_prefix_chars(text: str, tag: str) -> int:
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
 
 
-def _merged(events: list[Event]) -> list[Event]:
-    merged: list[Event] = []
+def _merged(events: list[Said]) -> list[Said]:
+    merged: list[Said] = []
     for event in events:
-        if isinstance(event, str) and merged and isinstance(merged[-1], str):
-            merged[-1] += event
-        elif event:
+        last = merged[-1] if merged else None
+        if isinstance(event, Text) and isinstance(last, Text):
+            merged[-1] = Text(last.text + event.text)
+        elif event != Text(""):
             merged.append(event)
     return merged
 
 
-def parse_call(body: str, index: int) -> ToolCall | None:
-    """The call written in `body`, None when it is not one: bad JSON, no name, or arguments that are no object."""
+def parse_call(body: str) -> tuple[str, str] | None:
+    """Name and arguments of the call in `body`; None for bad JSON, no name, or arguments that are no object."""
     try:
         call = json.loads(body, parse_constant=_refuse_constant)
         if not isinstance(call, dict) or not 1 <= len(_string(call.get("name"))) <= MAX_NAME_CHARS:
@@ -161,7 +152,7 @@ def parse_call(body: str, index: int) -> ToolCall | None:
         (call["name"] + text).encode()
     except (ValueError, RecursionError):
         return None
-    return ToolCall(index, call["name"], text)
+    return call["name"], text
 
 
 def _string(value: Any) -> str:

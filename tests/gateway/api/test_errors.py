@@ -9,7 +9,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict, ValidationError
 from tests.gateway.fakes_engine import make_gateway
 
-from pagoda_gateway.api.errors import error_object, error_response, invalid_fields
+from pagoda_gateway.api.error_body import openai_error
+from pagoda_gateway.api.errors import error_response, invalid_fields
 from pagoda_proto.errors import STATUS, ErrorCode, PagodaError
 
 
@@ -27,7 +28,7 @@ def test_every_code_has_status_type_and_retry_advice(code: ErrorCode) -> None:
 @pytest.mark.parametrize("code", [ErrorCode.INTERNAL, ErrorCode.PROTOCOL_ERROR])
 def test_inner_failures_keep_their_details_for_the_log(code: ErrorCode, caplog: pytest.LogCaptureFixture) -> None:
     error = PagodaError(code, "/secret/path at 0x7f00")
-    assert "secret" not in json.dumps(error_object(error))
+    assert "secret" not in json.dumps(openai_error(error))
     error_response(error)
     assert "/secret/path" in caplog.text
 

@@ -25,7 +25,7 @@ from pagoda_gateway.api.answer_schemas import (
 )
 from pagoda_gateway.api.json_body import MAX_DEPTH, check_content_type, parse_object
 from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from pagoda_gateway.generation.body import parse_body
+from pagoda_gateway.routes.body import parse_body
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
 
 

@@ -10,10 +10,11 @@ import pytest
 from tests.gateway.fakes_engine import Gateway, make_gateway
 
 from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest
+from pagoda_gateway.dialects.chat import chat_record
+from pagoda_gateway.dialects.completions import completion_records
 from pagoda_gateway.generation import prompts
-from pagoda_gateway.generation.body import parse_body
-from pagoda_gateway.generation.requests import chat_record, completion_records
 from pagoda_gateway.http.text_pool import INLINE_SIZE
+from pagoda_gateway.routes.body import parse_body
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
 from pagoda_proto.records import Load
 

@@ -16,9 +16,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tests.gateway.fake_engine_core import until
 from tests.gateway.http_fakes import Running, error_code, parse, running_http, talk
 
+from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.limits import LimitsMiddleware, is_normal_path
 from pagoda_gateway.http.memory import MemoryBudget
+from pagoda_proto.errors import ErrorCode, PagodaError
 
 CONFIG = GatewayConfig(
     max_body_bytes=1000,
@@ -233,6 +235,52 @@ async def test_requests_behind_a_proxy_are_counted_by_their_own_clients() -> Non
         await echo.gone.wait()
         await until(lambda: not http.server.server_state.connections)
         assert (await talk(http.port, ask("/", "1.1.1.1")))[0] == 200
+
+
+def by_key(scope: Any) -> Caller:
+    """A way to know callers that is not their address, and knows whom to send away."""
+    key = dict(scope["headers"]).get(b"x-key", b"").decode()
+    if not key:
+        raise PagodaError(ErrorCode.INVALID_ARGUMENT, "who are you?")
+    return Caller(key)
+
+
+async def test_who_may_not_ask_is_refused_before_the_body_is_read(echo: Echo) -> None:
+    config = GatewayConfig(body_timeout_s=600.0)
+    app = LimitsMiddleware(echo, config, MemoryBudget(config.max_held_bytes), by_key)
+    async with asyncio.timeout(60), running_http(app, config) as http:
+        status, headers, body = await talk(http.port, post(b"", "content-length: 500"))
+    assert (status, error_code(body), headers["connection"]) == (400, "invalid_argument", "close")
+    assert echo.calls == []
+
+
+async def test_what_is_counted_is_counted_by_caller(echo: Echo) -> None:
+    config = GatewayConfig(max_connections_per_client=1, forwarded_allow_ips="127.0.0.1", max_held_bytes=1_000_000)
+    app = LimitsMiddleware(echo, config, MemoryBudget(config.max_held_bytes), by_key)
+    async with running_http(app, config) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        writer.write(get("/stream", "x-key: a", CLOSE))
+        await reader.readexactly(100_000)
+        assert (await talk(http.port, get("/", "x-key: a", CLOSE)))[0] == 503
+        assert (await talk(http.port, get("/", "x-key: b", CLOSE)))[0] == 200
+        writer.close()
+        await echo.gone.wait()
+        too_much = post(b"x" * 600_000, "content-length: 600000", "x-key: c", CLOSE)
+        assert (await talk(http.port, too_much))[0] == 503
+
+
+async def test_routes_know_who_asks() -> None:
+    seen: list[Caller] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["state"]["caller"])
+        await Echo()(scope, receive, send)
+
+    config = GatewayConfig(forwarded_allow_ips="127.0.0.1")
+    async with running_http(limited(app, config), config) as http:
+        await talk(http.port, get("/", CLOSE))
+        await talk(http.port, get("/", "x-forwarded-for: 1.2.3.4", CLOSE))
+    assert seen == [Caller("127.0.0.1"), Caller("1.2.3.4")]
 
 
 async def test_uploads_of_one_client_cannot_hold_all_memory() -> None:

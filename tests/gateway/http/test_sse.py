@@ -12,7 +12,8 @@ import pytest
 from tests.gateway.fakes_engine import make_gateway, play
 from tests.gateway.http_fakes import running_http
 
-from pagoda_gateway.http.sse import DONE, ClientGone, EventStream, event, until_disconnect
+from pagoda_gateway.api.encoding import DONE, event
+from pagoda_gateway.http.sse import ClientGone, EventStream, until_disconnect
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 

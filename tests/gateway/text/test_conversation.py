@@ -8,7 +8,7 @@ import pytest
 from tests.gateway.model_dir import CHAT_TEMPLATE, DEMO_MODEL
 
 from pagoda_gateway.text.chat import ChatTemplate
-from pagoda_gateway.text.conversation import template_messages, text_size
+from pagoda_gateway.text.conversation import Call, Turn, template_messages, text_size, turns_of
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import InvalidParams
 
@@ -35,13 +35,13 @@ def test_parts_stay_parts_where_they_are_read() -> None:
     demo = ModelText.load(DEMO_MODEL)
     assert demo.template().reads_parts
     assert "user\nab<" in demo.render_chat([{"role": "user", "content": PARTS}])
-    assert template_messages([{"role": "user", "content": PARTS}], parts=True)[0]["content"] == PARTS
-    assert template_messages([{"role": "user", "content": PARTS}], parts=False)[0]["content"] == "a\nb"
+    assert template_messages(turns_of([{"role": "user", "content": PARTS}]), parts=True)[0]["content"] == PARTS
+    assert template_messages(turns_of([{"role": "user", "content": PARTS}]), parts=False)[0]["content"] == "a\nb"
 
 
 def test_reasoning_is_the_templates_business() -> None:
     message = {"role": "assistant", "content": "x", "reasoning_content": "r"}
-    (found,) = template_messages([message], parts=False)
+    (found,) = template_messages(turns_of([message]), parts=False)
     assert ChatTemplate("{{ messages[0].reasoning_content }}", {}).render([found]) == "r"
     assert ChatTemplate("{{ messages[0].content }}", {}).render([found]) == "x"
 
@@ -50,10 +50,29 @@ def test_reasoning_is_the_templates_business() -> None:
 def test_arguments_are_an_object(arguments: str) -> None:
     call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
     with pytest.raises(InvalidParams) as caught:
-        template_messages([{"role": "assistant", "tool_calls": [call]}], parts=False)
+        template_messages(turns_of([{"role": "assistant", "tool_calls": [call]}]), parts=False)
     assert caught.value.param == "messages[0].tool_calls[0].function.arguments"
 
 
 def test_all_text_counts() -> None:
     value: Any = {"a": ["bc", {"d": "e"}, 1, None], "f": ("g",)}
     assert text_size(value) == 7
+
+
+def test_a_turn_of_another_api_needs_no_message() -> None:
+    call = Call(id="c", name="f", arguments={"a": 1})
+    turns = [Turn(role="assistant", calls=[call]), Turn(role="tool", content="2", call_id="c")]
+    assert template_messages(turns, parts=False) == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}],
+        },
+        {"role": "tool", "content": "2", "tool_call_id": "c"},
+    ]
+    assert text_size(turns) == len("assistant" + "c" + "f" + "a" + "tool" + "2" + "c")
+
+
+def test_what_only_a_template_knows_of_a_message_reaches_it() -> None:
+    message = {"role": "user", "content": "x", "mood": "happy", "name": None}
+    assert template_messages(turns_of([message]), parts=False) == [{"role": "user", "content": "x", "mood": "happy"}]

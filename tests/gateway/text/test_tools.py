@@ -3,21 +3,47 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagoda_gateway.text.tools import Event, HermesParser, ToolCall
+from pagoda_gateway.text.events import CallArguments, CallBegun, Said, Text
+from pagoda_gateway.text.tools import HermesParser
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "x"]}}\n</tool_call>'
 
 
-def run(pieces: list[str]) -> list[Event]:
+@dataclass(frozen=True)
+class ToolCall:
+    index: int
+    name: str
+    arguments: str
+
+
+def told(events: list[Said]) -> list[str | ToolCall]:
+    """Text as it is, and what makes a call as one."""
+    found: list[str | ToolCall] = []
+    for event in events:
+        if isinstance(event, Text):
+            found.append(event.text)
+        elif isinstance(event, CallBegun):
+            found.append(ToolCall(event.index, event.name, ""))
+        else:
+            assert isinstance(event, CallArguments)
+            begun = found.pop()
+            assert isinstance(begun, ToolCall)
+            assert begun.index == event.index
+            found.append(ToolCall(begun.index, begun.name, begun.arguments + event.text))
+    return found
+
+
+def run(pieces: list[str]) -> list[str | ToolCall]:
     parser = HermesParser()
-    events = [event for piece in pieces for event in parser.push(piece)] + parser.flush()
-    merged: list[Event] = []
+    events = told([event for piece in pieces for event in parser.push(piece)] + parser.flush())
+    merged: list[str | ToolCall] = []
     for event in events:
         if isinstance(event, str) and merged and isinstance(merged[-1], str):
             merged[-1] += event
@@ -68,11 +94,11 @@ def test_text_call_text_call() -> None:
 
 def test_text_before_a_call_streams_at_once() -> None:
     parser = HermesParser()
-    assert parser.push("I will look <") == ["I will look"]
-    assert parser.push("3 that") == [" <3 that"]
-    assert parser.push(" up.\n<tool_call>") == [" up."]
-    assert parser.push('{"name": "f", "arguments": {"q": "a</tool_call>b"}}</tool') == []
-    assert parser.push("_call>") == [ToolCall(0, "f", '{"q": "a</tool_call>b"}')]
+    assert told(parser.push("I will look <")) == ["I will look"]
+    assert told(parser.push("3 that")) == [" <3 that"]
+    assert told(parser.push(" up.\n<tool_call>")) == [" up."]
+    assert told(parser.push('{"name": "f", "arguments": {"q": "a</tool_call>b"}}</tool')) == []
+    assert told(parser.push("_call>")) == [ToolCall(0, "f", '{"q": "a</tool_call>b"}')]
     assert parser.push("\n") == parser.flush() == []
 
 

@@ -1,4 +1,4 @@
-"""A body becomes a validated request: bounded first, then parsed, and never held longer than it is needed."""
+"""Bodies in and out. One that comes is bounded first, then parsed, and never held longer than it is needed."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
+from starlette.responses import Response
 
 from pagoda_gateway.api import schemas
+from pagoda_gateway.api.encoding import encoded
 from pagoda_gateway.api.errors import invalid_fields
 from pagoda_gateway.api.json_body import check_content_type, parse_object, parsed_bytes
+from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.generation.prompts import at_most
 from pagoda_gateway.http.memory import Holding
-from pagoda_gateway.http.sse import ClientGone, until_disconnect
+from pagoda_gateway.http.sse import until_disconnect
 from pagoda_gateway.http.text_pool import INLINE_SIZE
-from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
 Body = TypeVar("Body", bound=schemas.Body)
 T = TypeVar("T")
 
 
-def client_of(request: Request) -> str:
-    """The address that `limits` counts this request under."""
-    return request.client.host if request.client is not None else ""
+def caller_of(request: Request) -> Caller:
+    """Who asks, as `limits` has found out."""
+    caller: Caller = request.scope.get("state", {}).get("caller", NOBODY)
+    return caller
 
 
 async def read_body(ctx: GatewayContext, request: Request, schema: type[Body]) -> Body:
@@ -38,17 +42,14 @@ async def read_body(ctx: GatewayContext, request: Request, schema: type[Body]) -
         _check_counts(ctx, body)
         return parse_body(schema, body)
 
-    reading = ctx.pool.run(client_of(request), len(data), work)
+    reading = ctx.pool.run(caller_of(request).key, len(data), work)
     return await (reading if len(data) <= INLINE_SIZE else while_connected(request, reading))
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves. Raises PagodaError CANCELLED then."""
-    try:
-        async with until_disconnect(request.receive):
-            return await work
-    except ClientGone:
-        raise PagodaError(ErrorCode.CANCELLED, "the client left") from None
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientGone then."""
+    async with until_disconnect(request.receive):
+        return await work
 
 
 def hold_for(request: Request, num_bytes: int, *, instead: bool = False) -> None:
@@ -67,17 +68,12 @@ def hold_for(request: Request, num_bytes: int, *, instead: bool = False) -> None
 def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
     """What is far too much is not even looked at."""
     config = ctx.config
-    most_ids = max(config.max_prompts, ctx.engine.load.max_model_len, ctx.text.max_model_len)
+    longest = [max(model.engine.load.max_model_len, model.text.max_model_len) for model in ctx.catalogue]
+    most_ids = max(config.max_prompts, *longest)
     for name, limit in (("messages", config.max_messages), ("tools", config.max_tools), ("prompt", most_ids)):
         value = body.get(name)
         if isinstance(value, list):
             at_most(name, len(value), limit)
-
-
-def at_most(name: str, count: int, limit: int) -> None:
-    """Raises InvalidParams."""
-    if count > limit:
-        raise InvalidParams([Problem(name, f"at most {limit} are allowed, got {count}")])
 
 
 def parse_body(schema: type[Body], body: dict[str, Any]) -> Body:
@@ -86,3 +82,7 @@ def parse_body(schema: type[Body], body: dict[str, Any]) -> Body:
         return schema.model_validate(body)
     except ValidationError as error:
         raise invalid_fields(error, body) from error
+
+
+def json_response(content: dict[str, Any]) -> Response:
+    return Response(encoded(content), media_type="application/json")

@@ -1,0 +1,44 @@
+"""What an endpoint that generates has to know of its API; nothing else in the gateway knows one API from another."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from pydantic import BaseModel
+
+from pagoda_gateway.api.error_body import ErrorShape
+from pagoda_gateway.api.schemas import Sampling
+from pagoda_gateway.clients import Caller
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.run import Run
+
+Body = TypeVar("Body", bound=Sampling)
+
+
+class Writer(Protocol):
+    """Writes the answer of one run: reads it to its end, either way."""
+
+    async def whole(self) -> bytes:
+        """One JSON object. Raises PagodaError."""
+        ...
+
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events, one or more at a time. Raises PagodaError."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect(Generic[Body]):
+    """`job` makes a job of a body and its caller, or raises PagodaError naming the field."""
+
+    name: str
+    path: str
+    summary: str
+    body: type[Body]
+    answer: type[BaseModel]
+    job: Callable[[GatewayContext, Body, Caller], Awaitable[Job]]
+    writer: Callable[[Run], Writer]
+    error: ErrorShape

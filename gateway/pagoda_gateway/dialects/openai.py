@@ -1,0 +1,155 @@
+"""What OpenAI's dialects share: the head of every object, usage, errors, and the two ways to write an answer."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from pagoda_gateway.api.encoding import DONE, encoded, encoded_list, event
+from pagoda_gateway.api.schemas import Sampling
+from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.dialects.logprobs import prompt_logprobs
+from pagoda_gateway.generation.job import Job, Shown
+from pagoda_gateway.generation.run import Part, Run
+from pagoda_gateway.generation.updates import Gathered, Update
+from pagoda_gateway.text.events import Finish
+from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.records import FinishReason, RequestRecord
+
+_SAME_NAME = (
+    "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty",
+    "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs",
+)  # fmt: skip
+
+
+def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
+    """What is `asked` as this dialect has it, else the body's values, the model author's defaults, OpenAI's.
+
+    Raises InvalidParams; the rules are in `pagoda_proto.params`, one set for all doors.
+    """
+    fields: dict[str, Any] = dict(text.sampling_defaults)
+    fields |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
+    fields["top_k"] = int(fields.get("top_k", 0))
+    stop: Any = () if body.stop is None else body.stop
+    return SamplingParams(
+        **fields | asked,
+        seed=body.seed,
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words_token_ids=text.bad_words(body.bad_words or ()),
+    )
+
+
+def shown(body: Sampling, **more: Any) -> Shown:
+    """What all bodies say of how the answer is to be shown, and `more` that only one dialect has."""
+    options = body.stream_options
+    return Shown(
+        n=1 if body.n is None else body.n,
+        stream=bool(body.stream),
+        usage=options is not None and options.include_usage,
+        running_usage=options is not None and options.continuous_usage_stats,
+        prompt_logprobs=body.prompt_logprobs,
+        token_ids=bool(body.return_token_ids),
+        **more,
+    )
+
+
+def job(prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown) -> Job:
+    job_id = prefix + records[0].request_id
+    return Job(id=job_id, created=int(time.time()), model=model.name, records=tuple(records), shown=shown)
+
+
+def ending(finish: Finish | None) -> dict[str, Any]:
+    """A choice's ending, or that there is none yet."""
+    if finish is None:
+        return {"finish_reason": None, "stop_reason": None}
+    is_call = finish.called and finish.reason is FinishReason.STOP
+    return {"finish_reason": "tool_calls" if is_call else finish.reason, "stop_reason": finish.stop_reason}
+
+
+class OpenAIWriter(ABC):
+    """Implements `Writer`. `object_name` is that of whole answers."""
+
+    object_name: str
+    chunk_name: str
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.shown = run.job.shown
+        self.gathered = [Gathered() for part in run.parts for _ in part.choices]
+
+    @abstractmethod
+    async def fields(self) -> dict[str, Any]:
+        """What a whole answer has besides its head and usage."""
+
+    @abstractmethod
+    async def chunks(self, update: Update) -> list[dict[str, Any]]:
+        """Choices of the chunks that tell what is new; the last one has the ending, if the choice ended."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """Choices of the chunks that a stream begins with."""
+        return []
+
+    def seen(self, update: Update) -> Update:
+        """What the client is to know of it."""
+        return update
+
+    def usage(self) -> dict[str, Any]:
+        usage = self.run.usage()
+        num_output = 0 if self.shown.prompt_only else usage.output_tokens
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": num_output,
+            "total_tokens": usage.prompt_tokens + num_output,
+            "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
+        }
+
+    async def prompt_logprobs(self, part: Part) -> dict[str, Any]:
+        """If they were asked for."""
+        top = self.shown.prompt_logprobs
+        if top is None:
+            return {}
+        entries = prompt_logprobs(self.run.text, part.record.prompt_token_ids, part.prompt_logprobs, top)
+        return {"prompt_logprobs": await encoded_list(entries, 1 + top)}
+
+    async def whole(self) -> bytes:
+        while updates := await self.run.next():
+            for update in updates:
+                self.gathered[update.choice].add(self.seen(update))
+        return encoded(self._head(self.object_name) | await self.fields() | {"usage": self.usage()})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Chunks of all choices that changed, as one piece of bytes per batch."""
+        head = self._head(self.chunk_name)
+        opening = b"".join(self._chunk(head, choice) for choice in self.opening())
+        while updates := await self.run.next():
+            data = b""
+            for update in updates:
+                for choice in await self.chunks(self.seen(update)):
+                    data += self._chunk(head, choice)
+            if data:
+                yield opening + data
+                opening = b""
+        closing = {"choices": [], "usage": self.usage()} if self.shown.usage else {}
+        yield opening + (event(head | closing) if closing else b"") + DONE
+
+    def _chunk(self, head: dict[str, Any], choice: dict[str, Any]) -> bytes:
+        content = {**head, "choices": [choice]}
+        if self.shown.usage:
+            content["usage"] = self.usage() if self.shown.running_usage else None
+        return event(content)
+
+    def _head(self, object_name: str) -> dict[str, Any]:
+        job = self.run.job
+        return {
+            "id": job.id,
+            "object": object_name,
+            "created": job.created,
+            "model": job.model,
+            "system_fingerprint": self.run.fingerprint or None,
+        }

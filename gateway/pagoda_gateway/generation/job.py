@@ -1,0 +1,50 @@
+"""A job is what was asked, complete: whoever has it can run it, and show what came of it, without the request.
+
+It is written once, and can be stored: plain values all the way down.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagoda_proto.records import RequestRecord
+
+
+class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the answer is to be shown; what the engine core is asked for is in the records.
+
+    Attributes:
+        n: Choices per prompt; of more that ran, the likeliest.
+        tools: Tool calls are read out of the text.
+        stream: As events, and not as one object.
+        usage: A stream tells its usage at its end; `running_usage`: in every chunk.
+        logprobs: This many alternatives for every token; None shows nothing. `prompt_logprobs`: the same of prompts.
+        token_ids: Token ids beside the text.
+        echoes: By prompt, the text that its choices begin with.
+        prompt_only: Nothing of the output.
+    """
+
+    n: int = 1
+    tools: bool = False
+    stream: bool = False
+    usage: bool = False
+    running_usage: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    token_ids: bool = False
+    echoes: tuple[str, ...] | None = None
+    prompt_only: bool = False
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True):
+    """`created` in Unix seconds; `model` is the served name; a record per prompt, alike but for prompt, id and seed."""
+
+    id: str
+    created: int
+    model: str
+    records: tuple[RequestRecord, ...]
+    shown: Shown = Shown()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(record.prompt_token_ids) for record in self.records)

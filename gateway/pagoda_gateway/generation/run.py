@@ -1,0 +1,185 @@
+"""A run is a job being generated: deltas of all its prompts in, one sequence of updates out, and exactly one ending.
+
+It knows of no request and no response: who reads it may be a connection, a batch or nobody for a while. The choices of
+all prompts are numbered through: choice i of prompt p has index p * n + i. Nothing runs ahead of the reader: while it
+does not ask, the engine client merges what arrives, so a slow reader costs no memory here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+from pagoda_gateway.engine.interface import EngineClient, Generation
+from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.updates import ChoiceReader, Update
+from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import Delta, FinishReason, RequestRecord, Usage
+from pagoda_proto.steps import TopLogprobs
+
+
+class Outcome(StrEnum):
+    FINISHED = "finished"
+    FAILED = "failed"
+    REFUSED = "refused"  # the engine core did not take it
+    ABANDONED = "abandoned"  # closed before its end: whoever read it left, or was cancelled
+
+
+OnEnd = Callable[[Usage, Outcome], None]
+
+
+class Part:
+    """One prompt's generation and its choices. Owned by its run, which submits it before it reads it."""
+
+    _generation: Generation
+
+    def __init__(self, record: RequestRecord, choices: Sequence[ChoiceReader]) -> None:
+        self.record = record
+        self.choices = choices
+        self.prompt_logprobs: list[TopLogprobs] = []
+        self.num_cached = 0
+        self.over = False
+        self._submitted = False
+        self._reading: asyncio.Task[list[Delta]] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(choice.text.finished for choice in self.choices)
+
+    async def submit(self, engine: EngineClient) -> None:
+        self._generation = await engine.submit(self.record)
+        self._submitted = True
+
+    def reading(self) -> asyncio.Task[list[Delta]]:
+        """The call for its next deltas, for who waits for several parts at once."""
+        self._reading = self._reading or asyncio.ensure_future(self._generation.next())
+        return self._reading
+
+    async def updates(self) -> list[Update]:
+        """What came since the last call, which may say nothing.
+
+        Raises:
+            PagodaError: the generation failed, or ended before all of its choices did.
+        """
+        if self._reading is None:
+            deltas = await self._generation.next()
+        else:
+            await asyncio.wait([self._reading])
+            deltas, self._reading = self._reading.result(), None
+        self.over = not deltas
+        if self.over and not self.finished:
+            raise PagodaError(ErrorCode.STREAM_INTERRUPTED, "the generation ended early", retry_after_s=1.0)
+        updates = [update for delta in deltas if (update := self._read(delta)) is not None]
+        await self._abort_stopped(deltas)
+        return updates
+
+    def _read(self, delta: Delta) -> Update | None:
+        """None for a choice that has ended: the engine core learns of stop strings late."""
+        if delta.usage is not None:
+            self.num_cached = delta.usage.cached_prompt_tokens
+        self.prompt_logprobs += delta.result.prompt_logprobs or ()
+        choice = self.choices[delta.choice]
+        if choice.text.finished:
+            return None
+        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            code = delta.error_code or ErrorCode.STREAM_INTERRUPTED
+            raise PagodaError(code, delta.error_message or "the request was aborted")
+        return choice.read(delta)
+
+    async def _abort_stopped(self, deltas: Sequence[Delta]) -> None:
+        """Choices that a stop string just ended still run in the engine core."""
+        running = {delta.choice for delta in deltas if delta.finish_reason is None}
+        stopped = sorted(i for i in running if self.choices[i].text.finished)
+        if stopped:
+            await self._generation.abort(stopped)
+
+    async def aclose(self) -> None:
+        try:
+            if self._reading is not None:
+                self._reading.cancel()
+                await asyncio.gather(self._reading, return_exceptions=True)
+        finally:
+            if self._submitted:
+                await self._generation.aclose()
+
+
+class Run:
+    """`start` it, read `next` until it gives [], and `aclose` it in any case: then `on_end` is told, exactly once."""
+
+    def __init__(self, job: Job, text: ModelText, on_end: OnEnd) -> None:
+        self.job = job
+        self.text = text
+        self.fingerprint = ""  # of the model that the engine core had when it took the job
+        tools = job.shown.tools
+        self.parts: list[Part] = []
+        for i, record in enumerate(job.records):
+            indices = range(i * record.task.params.n, (i + 1) * record.task.params.n)
+            self.parts.append(Part(record, [ChoiceReader(k, text, record.task.params, tools=tools) for k in indices]))
+        self._needs_usage = job.shown.usage or not job.shown.stream  # it comes with the engine core's own ending
+        self._on_end = on_end
+        self._outcome = Outcome.ABANDONED
+        self._closed = False
+
+    async def start(self, engine: EngineClient) -> None:
+        """Submit all records.
+
+        Raises:
+            PagodaError: one of them was not admitted; the others are still to be closed.
+        """
+        submitting = [asyncio.ensure_future(part.submit(engine)) for part in self.parts]
+        try:
+            await asyncio.gather(*submitting)
+        except Exception as error:
+            self._outcome = Outcome.REFUSED if isinstance(error, PagodaError) else Outcome.FAILED
+            raise
+        finally:
+            for task in submitting:
+                task.cancel()
+            await asyncio.gather(*submitting, return_exceptions=True)
+        self.fingerprint = engine.load.model_fingerprint
+
+    async def next(self) -> list[Update]:
+        """Updates of one or more choices, all that are there; [] when every choice has ended.
+
+        Raises:
+            PagodaError: a generation failed; the run is still to be closed.
+        """
+        try:
+            while waiting := [part for part in self.parts if self._wants_more_of(part)]:
+                if updates := await (waiting[0].updates() if len(waiting) == 1 else self._updates_of(waiting)):
+                    return updates
+        except Exception:
+            self._outcome = Outcome.FAILED
+            raise
+        self._outcome = Outcome.FINISHED
+        return []
+
+    def _wants_more_of(self, part: Part) -> bool:
+        return not part.finished or (self._needs_usage and not part.over)
+
+    async def _updates_of(self, parts: Sequence[Part]) -> list[Update]:
+        readings = [part.reading() for part in parts]
+        await asyncio.wait(readings, return_when=asyncio.FIRST_COMPLETED)
+        arrived = [part for part, reading in zip(parts, readings, strict=True) if reading.done()]
+        return [update for part in arrived for update in await part.updates()]
+
+    async def aclose(self) -> None:
+        """Abort what still runs. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        async with contextlib.AsyncExitStack() as rest:
+            rest.callback(lambda: self._on_end(self.usage(), self._outcome))
+            for part in self.parts:
+                rest.push_async_callback(part.aclose)
+
+    def usage(self) -> Usage:
+        """Of what was generated so far."""
+        return Usage(
+            prompt_tokens=self.job.num_prompt_tokens,
+            cached_prompt_tokens=sum(part.num_cached for part in self.parts),
+            output_tokens=sum(choice.text.num_tokens for part in self.parts for choice in part.choices),
+        )

@@ -1,0 +1,67 @@
+"""Endpoints that generate: a body in, a job run while its client stays, its answer out whole or as a stream.
+
+They differ in their dialect, and in nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from pagoda_gateway.api.described import endpoint
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects.chat import CHAT
+from pagoda_gateway.dialects.completions import COMPLETIONS
+from pagoda_gateway.dialects.dialect import Dialect, Writer
+from pagoda_gateway.generation.requests import held_bytes
+from pagoda_gateway.generation.run import Outcome, Run
+from pagoda_gateway.http.sse import EventStream, until_disconnect
+from pagoda_gateway.routes.body import caller_of, hold_for, read_body
+from pagoda_proto.records import Usage
+
+logger = logging.getLogger(__name__)
+
+
+def router(ctx: GatewayContext, dialects: Sequence[Dialect[Any]] = (CHAT, COMPLETIONS)) -> APIRouter:
+    routes = APIRouter(tags=["generation"])
+    for each in dialects:
+        add = endpoint(routes, each.path, each.summary, each.answer, request=each.body, name=each.name)
+        add(_answering(ctx, each))
+    return routes
+
+
+def _answering(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        request.state.error_shape = dialect.error
+        caller = caller_of(request)
+        bodies = [await read_body(ctx, request, dialect.body)]
+
+        @asynccontextmanager
+        async def running() -> AsyncIterator[Writer]:
+            job = await dialect.job(ctx, bodies.pop(), caller)  # which is all that is left of the body
+            model = ctx.catalogue.find(job.model)
+            hold_for(request, held_bytes(job), instead=True)
+
+            def on_end(usage: Usage, outcome: Outcome) -> None:
+                logger.debug("%s for %s: %s, %s", job.id, caller.key, outcome, usage)
+
+            async with aclosing(Run(job, model.text, on_end)) as run:
+                await run.start(model.engine)
+                yield dialect.writer(run)
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            async with running() as writer:
+                async for data in writer.events():
+                    yield data
+
+        if bodies[0].stream:
+            return EventStream(events(), ctx.config.ping_interval_s, dialect.error)
+        async with until_disconnect(request.receive), running() as writer:
+            return Response(await writer.whole(), media_type="application/json")
+
+    return answer

@@ -1,0 +1,67 @@
+"""Whatever goes wrong on an endpoint that generates is said in the shape of its own dialect."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.gateway.fakes_engine import Script, breaking, failing, make_gateway, play
+
+from pagoda_gateway.dialects.completions import COMPLETIONS
+from pagoda_gateway.routes import generating
+from pagoda_proto.errors import PagodaError
+
+PATH = "/other"
+
+
+def other_shape(error: PagodaError) -> dict[str, Any]:
+    return {"oh": error.code.value}
+
+
+def bug(record: object) -> list[Any]:
+    return [RuntimeError("bug")]
+
+
+def one_token_and_a_failure(record: Any) -> Any:
+    return breaking(72)(record)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("script", "fields", "said"),
+    [
+        (failing(), {}, "overloaded"),
+        (failing(), {"prompt": 1.5}, "invalid_argument"),
+        (failing(), {"n": 99}, "invalid_argument"),
+        (bug, {}, "internal_error"),
+        (one_token_and_a_failure, {}, "stream_interrupted"),
+    ],
+)
+async def test_a_failure_has_its_dialects_shape(
+    tmp_path: Path, script: Script, fields: dict[str, Any], said: str, stream: bool
+) -> None:
+    other = dataclasses.replace(COMPLETIONS, name="other", path=PATH, error=other_shape)
+    gateway = make_gateway(tmp_path, script)
+    gateway.app.include_router(generating.router(gateway.context, [other]))
+    response = await gateway.client.post(PATH, json={"prompt": "hello", "stream": stream} | fields)
+    last = response.text.strip().split("\n\n")[-1].removeprefix("data: ")
+    assert json.loads(last) == {"oh": said}
+    elsewhere = await gateway.client.post("/tokenize", json={})
+    assert set(elsewhere.json()) == {"error"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("script", "outcome"), [(play([72]), "finished"), (breaking(72), "failed")])
+async def test_how_a_run_ended_is_logged_without_a_word_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, script: Script, outcome: str, stream: bool
+) -> None:
+    gateway = make_gateway(tmp_path, script)
+    with caplog.at_level("DEBUG", generating.__name__):
+        await gateway.client.post("/v1/completions", json={"prompt": "hello", "stream": stream})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == generating.__name__]
+    assert line.startswith(f"cmpl-{gateway.engine.record.request_id} for ")
+    assert f": {outcome}, " in line
+    assert "hello" not in line
