@@ -19,13 +19,14 @@ from pagoda import cli
 FAIL_FILE = "FAIL_FILE"
 POINTS = {
     "gateway": (
-        "pagoda_gateway.generation.requests:check_products",
-        "pagoda_gateway.generation.answer:new_choices",
+        "pagoda_gateway.generation.run:Run.__init__",
+        "pagoda_gateway.generation.run:Part._read",
         "pagoda_gateway.text.generation:ChoiceText.push",
+        "pagoda_gateway.dialects.completions:CompletionWriter.chunks",
         "pagoda_gateway.engine.open_request:OpenRequest.take",
     ),
     "engine-core": (
-        "pagoda_engine_core.dispatch.admission:FrontDoor.admit",
+        "pagoda_engine_core.dispatch.admission:Admission.admit",
         "pagoda_engine_core.dispatch.router:Router.add",
         "pagoda_engine_core.dispatch.router:Router._try",
         "pagoda_engine_core.scheduling.scheduler:Scheduler.add",
@@ -41,10 +42,10 @@ POINTS = {
     ),
 }
 MEMORY_POINT = "pagoda_worker.step.compute:Compute.start"
-INSIDE = ("params", "_params", "record", "request", "sampling")
+INSIDE = ("params", "_params", "record", "records", "task", "request", "submission", "job", "run")
 
 
-def about(value: Any, seed: int, depth: int = 5) -> bool:
+def about(value: Any, seed: int, depth: int = 8) -> bool:
     """Whether something in it belongs to the request with this seed."""
     if depth == 0 or isinstance(value, str | bytes | int | float | None):
         return False
@@ -72,13 +73,15 @@ def wrap(point: str, order: Path) -> None:
 
     @functools.wraps(original)
     def failing(*arguments: Any, **named: Any) -> Any:
-        if order.exists():
+        try:
             where, whom = order.read_text().split()
-            if where == point and whom == "once":
-                order.unlink()
-                raise MemoryError("a test took the memory away")
-            if where == point and about([*arguments, *named.values()], int(whom)):
-                raise RuntimeError("a test let this fail")
+        except FileNotFoundError:
+            where = whom = ""
+        if where == point and whom == "once":
+            order.unlink()
+            raise MemoryError("a test took the memory away")
+        if where == point and about([*arguments, *named.values()], int(whom)):
+            raise RuntimeError("a test let this fail")
         return original(*arguments, **named)
 
     setattr(owner, name, failing)

@@ -103,12 +103,15 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
         load_runner,  # model code takes long to import; a bad address is told before
     )
 
-    started = time.monotonic()
+    started = told_at = time.monotonic()
 
     def progress(done: int, total: int) -> None:
+        nonlocal told_at
         if stop.is_set():
             raise _StoppedError
-        report({"event": "loading", "bytes": done, "of": total})
+        if done == total or time.monotonic() - told_at >= REPORT_EVERY_S:
+            told_at = time.monotonic()
+            report({"event": "loading", "bytes": done, "of": total})
 
     def recording(done: int, of: int) -> None:
         if stop.is_set():
