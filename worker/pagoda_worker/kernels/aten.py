@@ -135,7 +135,7 @@ class AtenOps:
     ) -> torch.Tensor:
         return PagedAttention(shape, sinks).attend(query, layer, plan)
 
-    def record(self, forward: Forward, kv: KVCache, max_tokens: int) -> None:
+    def record(self, forward: Forward, kv: Sequence[KVCache], max_tokens: int) -> None:
         return None
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:

@@ -84,7 +84,7 @@ class Roofline:
         self.shape = shape
         self.limits = limits
         needs = Needs(
-            dtype=torch.bfloat16, hidden_size=shape.hidden, head_dim=shape.head_dim,
+            dtype=torch.bfloat16, hidden_size=shape.hidden, head_dims=(shape.head_dim,),
             num_threads=threads, instruction_set=instruction_set,
         )  # fmt: skip
         self.ops = load_native(torch.device("cpu"), needs)

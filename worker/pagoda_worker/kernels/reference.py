@@ -129,7 +129,7 @@ class ReferenceOps:
             rows.append(torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype))
         return torch.cat(rows)
 
-    def record(self, forward: Forward, kv: KVCache, max_tokens: int) -> None:
+    def record(self, forward: Forward, kv: Sequence[KVCache], max_tokens: int) -> None:
         return None
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:

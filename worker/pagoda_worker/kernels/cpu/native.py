@@ -8,7 +8,6 @@ the same code either way, so both paths compute the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
-from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling.device_sampler import greedy_sampler
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
@@ -100,11 +99,12 @@ class NativeOps:
         return f"{self.library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
 
     def record(
-        self, forward: Forward, kv: NativeKVCache, max_tokens: int
+        self, forward: Forward, kv: Sequence[NativeKVCache], max_tokens: int
     ) -> Callable[[Batch], tuple[torch.Tensor, ...]]:
         tape = Recording(max_tokens)
         results = forward(self.on(tape), blank_batch(max_tokens), kv)
-        return Program(self.library, lambda batch: self.plan(batch, kv)._asdict(), tape, results, (forward, kv)).run
+        # Groups share their block ids, so one plan is every group's.
+        return Program(self.library, lambda batch: self.plan(batch, kv[0])._asdict(), tape, results, (forward, kv)).run
 
     def on(self, tape: Tape) -> NativeOps:
         """The same operations on another tape."""
@@ -116,26 +116,15 @@ class NativeOps:
             weight = dequantize(weight).bfloat16()
         if bias is not None:
             bias = F.pad(bias, (0, -len(bias) % lib.PANEL))
-        if isinstance(weight, QuantizedWeight):
-            n, k = weight.levels.shape
-            return NativeLinear(self.library.pack_quantized(weight), bias, n, k, lib.quant_form(weight))
         n, k = weight.shape
+        if isinstance(weight, QuantizedWeight):
+            return NativeLinear(self.library.pack_quantized(weight), bias, n, k, lib.quant_form(weight))
         return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k, BF16_FORM)
 
     def pack_gated(self, weight: Weight, bias: torch.Tensor | None = None) -> NativeLinear:
         """Gate and up side by side in every panel, so that both halves of an output meet in one tile's registers."""
-        if isinstance(weight, QuantizedWeight):
-            num_rows = weight.levels.shape[0]
-            weight = replace(
-                weight,
-                levels=_side_by_side(weight.levels),
-                scales=_side_by_side(weight.scales),
-                zeros=None if weight.zeros is None else _side_by_side(weight.zeros),
-            )
-        else:
-            num_rows = weight.shape[0]
-            weight = _side_by_side(weight)
-        return self.pack_linear(weight, None if bias is None else _side_by_side(bias))._replace(n=num_rows)
+        packed = self.pack_linear(by_rows(weight, _side_by_side), None if bias is None else _side_by_side(bias))
+        return packed._replace(n=weight.shape[0])
 
     def linear(self, x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
         return self._linear(x, packed, torch.bfloat16)
@@ -291,10 +280,10 @@ def load_native(device: torch.device, needs: Needs) -> NativeOps:
         raise BackendError(f"kernels: native computes in bfloat16, not in {str(needs.dtype).removeprefix('torch.')}")
     if not needs.hidden_size:
         raise BackendError("kernels: native does not run models through transformers")
-    if needs.head_dim % LANES or needs.head_dim > MAX_HEAD_DIM or needs.hidden_size % LANES:
+    if needs.hidden_size % LANES or any(dim % LANES or dim > MAX_HEAD_DIM for dim in needs.head_dims):
         raise BackendError(
             f"kernels: native needs sizes that are multiples of {LANES} and heads of up to {MAX_HEAD_DIM}, "
-            f"not hidden size {needs.hidden_size} and head size {needs.head_dim}"
+            f"not hidden size {needs.hidden_size} and head size {', '.join(map(str, needs.head_dims))}"
         )
     return NativeOps(lib.Library(placement(needs.num_threads), needs.instruction_set))
 
