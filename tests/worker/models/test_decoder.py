@@ -1,4 +1,4 @@
-"""Layers that differ: what each keeps lies in the group of its like, and the parts of a merged matrix are found again."""
+"""Layers that differ: what each keeps lies in the group of its like, and parts of a merged matrix are found again."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from pagoda_worker.cores import placement
 from pagoda_worker.kernels.cpu import cache, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
+from pagoda_worker.kernels.cpu.operations import Attention, Embed, Form, Linear, Operation, RmsNorm, RopeKv, program_of
 from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
@@ -47,7 +48,7 @@ class NativeLinear(NamedTuple):
     bias: torch.Tensor | None
     n: int
     k: int
-    form: tuple[int, int, int, int]
+    form: Form
 
 
 class NativePlan(NamedTuple):
@@ -63,8 +64,8 @@ class Tape(Protocol):
 
     def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor: ...
 
-    def take(self, op: lib.Op, operands: Sequence[object], **step: object) -> None:
-        """`operands` are what the operation's pointers point into; `step` the fields of `lib.Step` it reads."""
+    def take(self, operation: Operation, **step: object) -> None:
+        """`step`: the fields of `lib.Step` that the operation reads."""
 
 
 class Immediate:
@@ -76,8 +77,8 @@ class Immediate:
     def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_rows, width, dtype=dtype)
 
-    def take(self, op: lib.Op, operands: Sequence[object], **step: object) -> None:
-        self._library.run((lib.Op * 1)(op), lib.make_step(**step))
+    def take(self, operation: Operation, **step: object) -> None:
+        self._library.run(program_of([operation]), lib.make_step(**step))
 
 
 class NativeOps:
@@ -141,17 +142,19 @@ class NativeOps:
     ) -> torch.Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], packed.n if activation is None else packed.n // 2, dtype)
-        ints = [packed.n, packed.k, ACTIVATIONS[activation], int(dtype == torch.float32), *packed.form]
-        op = lib.make_op(lib.LINEAR, [x, packed.panels, y, packed.bias], ints)
-        self._tape.take(op, (x, packed, y), num_tokens=x.shape[0])
+        operation = Linear(
+            x=x, panels=packed.panels, y=y, bias=packed.bias, n=packed.n, k=packed.k,
+            activation=ACTIVATIONS[activation], out_f32=int(dtype == torch.float32), form=packed.form,
+        )  # fmt: skip
+        self._tape.take(operation, num_tokens=x.shape[0])
         return y
 
     def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
         y = self._tape.buffer(token_ids.shape[0], table.shape[1], torch.bfloat16)
         # The scale is rounded to bfloat16 first, as the published models do.
         factor = 1.0 if scale is None else torch.tensor(scale, dtype=torch.bfloat16).item()
-        op = lib.make_op(lib.EMBED, [table, y], [table.shape[1]], [factor])
-        self._tape.take(op, (table, y), num_tokens=token_ids.shape[0], token_ids=token_ids)
+        operation = Embed(table=table, y=y, dim=table.shape[1], scale=factor)
+        self._tape.take(operation, num_tokens=token_ids.shape[0], token_ids=token_ids)
         return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -166,8 +169,8 @@ class NativeOps:
     def _norm(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
-        op = lib.make_op(lib.RMS_NORM, [x, residual, weight, y], [x.shape[1]], [eps])
-        self._tape.take(op, (x, residual, weight, y), num_tokens=x.shape[0])
+        operation = RmsNorm(x=x, residual=residual, weight=weight, y=y, dim=x.shape[1], eps=eps)
+        self._tape.take(operation, num_tokens=x.shape[0])
         return y
 
     def rope_write(
@@ -179,35 +182,35 @@ class NativeOps:
         layer: int,
         kv_indices: torch.Tensor,
     ) -> torch.Tensor:
-        tensors = [rotation.cos_table, rotation.sin_table, None if norm is None else norm.weight]
-        eps = 0.0 if norm is None else norm.eps
-        return self._write(qkv, tensors, eps, kv, layer, kv_indices, rotation.positions)
+        tables = (rotation.cos_table, rotation.sin_table)
+        return self._write(qkv, kv, layer, kv_indices, norm, tables, positions=rotation.positions)
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv: NativeKVCache, layer: int, kv_indices: torch.Tensor
     ) -> None:
-        self._write(torch.cat((key.flatten(1), value.flatten(1)), 1), [None] * 3, 0.0, kv, layer, kv_indices, None)
+        self._write(torch.cat((key.flatten(1), value.flatten(1)), 1), kv, layer, kv_indices)
 
     def _write(  # noqa: PLR0913 - the operands of one kernel
         self,
         qkv: torch.Tensor,
-        tables: Sequence[torch.Tensor | None],
-        eps: float,
         kv: NativeKVCache,
         layer: int,
         kv_indices: torch.Tensor,
-        positions: torch.Tensor | None,
+        norm: HeadNorm | None = None,
+        tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16)
-        tensors = [qkv, q, kv.keys[layer], kv.values[layer], *tables, *kv.scales(layer)]
-        op = lib.make_op(lib.ROPE_KV, tensors, [num_heads, num_kv_heads, head_dim, kv.block_size], [eps])
-        step = {"num_tokens": qkv.shape[0], "positions": positions, "kv_indices": kv_indices}
-        self._tape.take(op, (qkv, q, kv, tables), **step)
-        heads = q.view(len(q), num_heads, head_dim)
-        heads.buffer_handle = q  # type: ignore[attr-defined]  # a tape counts references to what it handed out
-        return heads
+        k_scales, v_scales = kv.scales(layer)
+        operation = RopeKv(
+            qkv=qkv, q=q, k_cache=kv.keys[layer], v_cache=kv.values[layer], k_scales=k_scales, v_scales=v_scales,
+            cos=tables[0], sin=tables[1], norm=None if norm is None else norm.weight, heads=num_heads,
+            kv_heads=num_kv_heads, dim=head_dim, block_size=kv.block_size, eps=0.0 if norm is None else norm.eps,
+        )  # fmt: skip
+        self._tape.take(operation, num_tokens=qkv.shape[0], positions=positions, kv_indices=kv_indices)
+        return q.view(len(q), num_heads, head_dim)
 
     def plan(self, batch: Batch, kv: NativeKVCache) -> NativePlan:
         return NativePlan(
@@ -227,13 +230,16 @@ class NativeOps:
     ) -> torch.Tensor:
         query = query.contiguous()
         out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
-        ints = [shape.num_heads, shape.num_kv_heads, shape.head_dim, kv.block_size, shape.window or 0]
-        tensors = [query, kv.keys[layer], kv.values[layer], out, sinks, *kv.scales(layer)]
-        op = lib.make_op(lib.ATTENTION, tensors, ints, [shape.scale, shape.softcap or 0.0])
-        self._tape.take(
-            op, (query, kv, out, sinks), num_tokens=query.shape[0], num_rows=len(plan.context_lens),
-            max_blocks=plan.block_tables.shape[1], **plan._asdict(),
+        k_scales, v_scales = kv.scales(layer)
+        operation = Attention(
+            q=query, k_cache=kv.keys[layer], v_cache=kv.values[layer], k_scales=k_scales, v_scales=v_scales, out=out,
+            sinks=sinks, heads=shape.num_heads, kv_heads=shape.num_kv_heads, dim=shape.head_dim,
+            block_size=kv.block_size, window=shape.window or 0, scale=shape.scale, softcap=shape.softcap or 0.0,
         )  # fmt: skip
+        num_rows, max_blocks = plan.block_tables.shape
+        self._tape.take(
+            operation, num_tokens=query.shape[0], num_rows=num_rows, max_blocks=max_blocks, **plan._asdict()
+        )
         return out
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> NativeKVCache:

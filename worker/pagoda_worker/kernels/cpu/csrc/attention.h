@@ -22,19 +22,11 @@ constexpr int AHEAD = 4;   // groups of keys between the one computed with and t
 constexpr int RING = 4;    // groups that a tile reads at once, at most
 constexpr float MASKED = -1e30f;
 
-struct AttentionArgs {
-  const uint16_t* q;     // [tokens, heads, dim]
-  const void* k_cache;
-  const void* v_cache;
-  const float* k_scales;  // null: the cache holds bf16
-  const float* v_scales;
-  uint16_t* out;  // [tokens, heads * dim]
+struct AttentionArgs : AttentionOp {
   const int32_t* block_tables;  // [rows, max_blocks]
   const int32_t* query_starts;  // [rows + 1]
   const int32_t* context_lens;  // [rows]
-  const float* sinks;           // [heads] or null
-  int max_blocks, block_size, heads, kv_heads, dim, window;  // window 0: none
-  float scale, softcap;                                      // softcap 0: none
+  int max_blocks;
 };
 
 // The keys, or the values, of one kv head in one split, by groups of 16 tokens. Tiles read bf16: that is the cache itself,

@@ -19,28 +19,21 @@ PAGODA_INLINE void normalise(const uint16_t* x, const float* w, uint16_t* y, int
 }
 
 // The norm is of x, or of x + residual, which then becomes the residual.
-static void rms_norm_row(const uint16_t* x, uint16_t* residual, const float* w, uint16_t* y, int dim, float eps) {
-  if (residual) {
+static void rms_norm_row(const RmsNormOp& op, size_t row) {
+  const int dim = op.dim;
+  const uint16_t* x = op.x + row * dim;
+  if (op.residual) {
+    uint16_t* residual = op.residual + row * dim;
     for (int d = 0; d < dim; d += 16) store_bf16(residual + d, load_bf16(x + d) + load_bf16(residual + d));
     x = residual;
   }
-  normalise(x, w, y, dim, eps);
+  normalise(x, op.weight, op.y + row * dim, dim, op.eps);
 }
 
-struct RopeArgs {
-  const uint16_t* qkv;        // [tokens, (heads + 2 kv_heads) * dim]
-  uint16_t* q;                // [tokens, heads, dim]
-  void* k_cache;              // see attention.h
-  void* v_cache;
-  float* k_scales;            // null: the cache holds bf16
-  float* v_scales;
-  const float* cos;           // [positions, dim / 2], or null: no rotation
-  const float* sin;
-  const float* norm;          // [heads + kv_heads, dim] or null
+struct RopeArgs : RopeKvOp {
   const int64_t* positions;   // [tokens]
   const int64_t* kv_indices;  // [tokens]
-  int num_tokens, heads, kv_heads, dim, block_size;
-  float eps;
+  int num_tokens;
 };
 
 // Dimension i turns with dimension i + dim / 2 by the angle of pair i.
@@ -133,12 +126,15 @@ static void rope_token(const RopeArgs& a, int token) {
   for (int h = 0; h < a.kv_heads; ++h, row += a.dim) write_value(a, token, h, row);
 }
 
-static void embed_row(const uint16_t* table, uint16_t* y, int dim, float scale) {
-  if (scale == 1.0f) {
-    memcpy(y, table, 2 * (size_t)dim);
+static void embed_row(const EmbedOp& op, int64_t token_id, size_t row) {
+  const int dim = op.dim;
+  const uint16_t* x = op.table + token_id * dim;
+  uint16_t* y = op.y + row * dim;
+  if (op.scale == 1.0f) {
+    memcpy(y, x, 2 * (size_t)dim);
     return;
   }
-  for (int d = 0; d < dim; d += 16) store_bf16(y + d, load_bf16(table + d) * set1(scale));
+  for (int d = 0; d < dim; d += 16) store_bf16(y + d, load_bf16(x + d) * set1(op.scale));
 }
 
 }  // namespace PAGODA_NS

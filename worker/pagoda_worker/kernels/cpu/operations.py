@@ -1,0 +1,110 @@
+"""The operations of the kernel library, by the names of their operands.
+
+Each class mirrors a struct of csrc/program.h field by field, which says what an operand is: nobody else knows an order.
+Tensors are contiguous and become addresses, so they must outlive what is made of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NamedTuple, get_type_hints
+
+from torch import Tensor
+
+Form = tuple[int, int, int, int]
+"""The fields of a `QuantForm`."""
+
+
+class Embed(NamedTuple):
+    table: Tensor
+    y: Tensor
+    dim: int
+    scale: float
+
+
+class RmsNorm(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    y: Tensor
+    dim: int
+    eps: float
+
+
+class Linear(NamedTuple):
+    x: Tensor
+    panels: Tensor
+    y: Tensor
+    bias: Tensor | None
+    n: int
+    k: int
+    activation: int
+    out_f32: int
+    form: Form
+
+
+class RopeKv(NamedTuple):
+    qkv: Tensor
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+    cos: Tensor | None
+    sin: Tensor | None
+    norm: Tensor | None
+    heads: int
+    kv_heads: int
+    dim: int
+    block_size: int
+    eps: float
+
+
+class Attention(NamedTuple):
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+    out: Tensor
+    sinks: Tensor | None
+    heads: int
+    kv_heads: int
+    dim: int
+    block_size: int
+    window: int
+    scale: float
+    softcap: float
+
+
+Operation = Embed | RmsNorm | Linear | RopeKv | Attention
+KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention)  # in the order of `Kind`
+
+
+def _struct(kind: type[Operation]) -> type[ctypes.Structure]:
+    types = {int: ctypes.c_int32, float: ctypes.c_float, Form: ctypes.c_int32 * 4}
+    fields = [(name, types.get(hint, ctypes.c_void_p)) for name, hint in get_type_hints(kind).items()]
+    return type(kind.__name__, (ctypes.Structure,), {"_fields_": fields})
+
+
+STRUCTS = {kind: _struct(kind) for kind in KINDS}
+
+
+class _Operands(ctypes.Union):
+    _fields_: ClassVar = [(kind.__name__, struct) for kind, struct in STRUCTS.items()]
+
+
+class Op(ctypes.Structure):
+    _fields_: ClassVar = [("kind", ctypes.c_int32), ("unused", ctypes.c_int32), ("operands", _Operands)]
+
+
+def program_of(operations: Sequence[Operation], address: Callable[[Tensor], int] = Tensor.data_ptr) -> ctypes.Array[Op]:
+    """The operations as the library takes them; `address` tells where a tensor is."""
+
+    def op(operation: Operation) -> Op:
+        kind = type(operation)
+        values = (address(value) if isinstance(value, Tensor) else value for value in operation)
+        return Op(KINDS.index(kind), 0, _Operands(**{kind.__name__: STRUCTS[kind](*values)}))
+
+    return (Op * len(operations))(*map(op, operations))
