@@ -24,6 +24,7 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
@@ -189,20 +190,13 @@ class _Given(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> _Output:
-        return _Output(self.hidden)
+        return _Output(last_hidden_state=self.hidden)
 
 
-class _Output:
-    """A base model's output that has hidden states and none of the rest."""
+class _Output(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers is not typed here
+    """A base model's output that has hidden states, and nothing of what causal models look for besides."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return (self.last_hidden_state,)[index]
+    cross_attentions = shared_kv_states = None
 
 
 class _PackedLinear(nn.Module):
