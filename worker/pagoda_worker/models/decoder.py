@@ -49,7 +49,11 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, ops: Ops, source: Source, dtype: torch.dtype, max_positions: int) -> None:
         self.spec = spec
         self.ops = ops
-        self.kv_groups, kv_layers = grouped([_kept(layer.attention, dtype) for layer in spec.layers])
+        kept = [
+            KVShape(num_layers=1, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, dtype=dtype, window=a.window)
+            for a in (layer.attention for layer in spec.layers)
+        ]
+        self.kv_groups, kv_layers = grouped(kept)
         self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
         packer = Packer(ops, source, dtype)
         self._layers = [_load_layer(spec, packer, index, kv) for index, kv in enumerate(kv_layers)]
@@ -131,17 +135,6 @@ def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     for part in logits if logits.device.type == "cpu" else (logits,):
         part.tanh_()
     return logits.mul_(cap)
-
-
-def _kept(attention: AttentionShape, dtype: torch.dtype) -> KVShape:
-    """What one layer keeps of a token."""
-    return KVShape(
-        num_layers=1,
-        num_kv_heads=attention.num_kv_heads,
-        head_dim=attention.head_dim,
-        dtype=dtype,
-        window=attention.window,
-    )
 
 
 def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> Layer:

@@ -45,16 +45,11 @@ def mlp_of(config: ConfigReader, *activations: str, bias: bool = False) -> MlpSh
 
 
 def layers_of(
-    windows: Sequence[int | None],
-    attention: AttentionShape,
-    mlp: MlpShape,
-    rope: RopeShape,
-    local: RopeShape | None = None,
+    windows: Sequence[int | None], attention: AttentionShape, mlp: MlpShape, *ropes: RopeShape
 ) -> tuple[LayerSpec, ...]:
-    """A layer per window, alike but for that; those that slide may turn otherwise, by `local`."""
-    local = local or rope
+    """A layer per window, alike but for that; of two `ropes` those that slide turn by the second."""
     return tuple(
-        LayerSpec(attention=replace(attention, window=window), rope=rope if window is None else local, mlp=mlp)
+        LayerSpec(attention=replace(attention, window=window), rope=ropes[0 if window is None else -1], mlp=mlp)
         for window in windows
     )
 
