@@ -16,7 +16,16 @@ import torch
 
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.build import LIBRARY, CompileError, build
-from pagoda_worker.kernels.cpu.operations import Attention, Embed, Linear, Operation, RmsNorm, RopeKv, program_of
+from pagoda_worker.kernels.cpu.operations import (
+    Attention,
+    Embed,
+    LayerCache,
+    Linear,
+    Operation,
+    RmsNorm,
+    RopeKv,
+    program_of,
+)
 from pagoda_worker.kernels.ops import BackendError
 
 BF16_NAN = 0x7FC0
@@ -143,6 +152,9 @@ class Cache:
         size = 160 * case.kv_heads * case.block_size * case.dim
         self.keys = torch.full((size,), BF16_NAN, dtype=torch.int16).view(torch.bfloat16)
         self.values = self.keys.clone()
+        self.layer = LayerCache(
+            self.keys, self.values, None, None, heads=case.kv_heads, dim=case.dim, block_size=case.block_size
+        )
         self.max_blocks = max(-(-context // case.block_size) for _, context in case.rows)
         free = torch.randperm(160, generator=torch.Generator().manual_seed(5)).int()
         self.tables = torch.zeros(len(case.rows), self.max_blocks, dtype=torch.int32)
@@ -163,8 +175,7 @@ class Cache:
         table = self.tables[row].long()
         indices = table[positions // case.block_size] * case.block_size + positions % case.block_size
         operation = RopeKv(
-            qkv=qkv, q=out, k_cache=self.keys, v_cache=self.values, k_scales=None, v_scales=None, cos=None, sin=None,
-            norm=None, heads=case.heads, kv_heads=case.kv_heads, dim=case.dim, block_size=case.block_size, eps=0.0,
+            qkv=qkv, q=out, kv=self.layer, cos=None, sin=None, norm=None, heads=case.heads, eps=0.0
         )  # fmt: skip
         run(self.library, operation, num_tokens=context, kv_indices=indices)
 
@@ -178,8 +189,7 @@ class Cache:
         contexts = torch.tensor([case.rows[row][1] for row, _ in queries], dtype=torch.int32)
         tables = self.tables[[row for row, _ in queries]].contiguous()
         operation = Attention(
-            q=q, k_cache=self.keys, v_cache=self.values, k_scales=None, v_scales=None, out=out, sinks=self.sinks,
-            heads=case.heads, kv_heads=case.kv_heads, dim=case.dim, block_size=case.block_size, window=case.window,
+            q=q, out=out, kv=self.layer, sinks=self.sinks, heads=case.heads, window=case.window,
             scale=case.dim**-0.5, softcap=case.softcap,
         )  # fmt: skip
         run(
@@ -245,10 +255,8 @@ def test_rope_rotates_and_writes_keys_where_attention_reads_them(library: lib.Li
     indices = torch.tensor([5, 6, 40, 17, 0, 63])
     out = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
     keys, values = (torch.zeros(4, kv_heads, block_size * dim, dtype=torch.bfloat16) for _ in range(2))
-    operation = RopeKv(
-        qkv=qkv, q=out, k_cache=keys, v_cache=values, k_scales=None, v_scales=None, cos=cos, sin=sin, norm=norm,
-        heads=heads, kv_heads=kv_heads, dim=dim, block_size=block_size, eps=1e-6,
-    )  # fmt: skip
+    kv = LayerCache(keys, values, None, None, heads=kv_heads, dim=dim, block_size=block_size)
+    operation = RopeKv(qkv=qkv, q=out, kv=kv, cos=cos, sin=sin, norm=norm, heads=heads, eps=1e-6)
     run(library, operation, num_tokens=tokens, positions=positions, kv_indices=indices)
 
     x = qkv[:, : heads + kv_heads].float()

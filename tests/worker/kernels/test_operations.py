@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagoda_worker.kernels.cpu.build import SOURCE
-from pagoda_worker.kernels.cpu.operations import KINDS, STRUCTS, Operation, RmsNorm, program_of
+from pagoda_worker.kernels.cpu.operations import KINDS, STRUCTS, LayerCache, Operation, RmsNorm, program_of
 from pagoda_worker.kernels.cpu.program import Recording
 
 
@@ -18,6 +18,10 @@ def fields_in_cpp(name: str) -> list[str]:
     body = re.sub(r"//.*", "", (SOURCE / "program.h").read_text()).partition(f"struct {name} {{")[2].partition("}")[0]
     declarations = [part.split(",") for part in body.split(";") if part.strip()]
     return [name.split()[-1].lstrip("*") for names in declarations for name in names]
+
+
+def test_a_layer_cache_is_the_same_in_both_languages() -> None:
+    assert list(LayerCache._fields) == fields_in_cpp("LayerCache")
 
 
 @pytest.mark.parametrize("kind", KINDS)

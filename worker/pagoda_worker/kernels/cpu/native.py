@@ -203,12 +203,9 @@ class NativeOps:
         head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16)
-        k_scales, v_scales = kv.scales(layer)
-        operation = RopeKv(
-            qkv=qkv, q=q, k_cache=kv.keys[layer], v_cache=kv.values[layer], k_scales=k_scales, v_scales=v_scales,
-            cos=tables[0], sin=tables[1], norm=None if norm is None else norm.weight, heads=num_heads,
-            kv_heads=num_kv_heads, dim=head_dim, block_size=kv.block_size, eps=0.0 if norm is None else norm.eps,
-        )  # fmt: skip
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        cos, sin = tables
+        operation = RopeKv(qkv=qkv, q=q, kv=kv.layer(layer), cos=cos, sin=sin, norm=weight, heads=num_heads, eps=eps)
         self._tape.take(operation, num_tokens=qkv.shape[0], positions=positions, kv_indices=kv_indices)
         return q.view(len(q), num_heads, head_dim)
 
@@ -230,11 +227,9 @@ class NativeOps:
     ) -> torch.Tensor:
         query = query.contiguous()
         out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
-        k_scales, v_scales = kv.scales(layer)
         operation = Attention(
-            q=query, k_cache=kv.keys[layer], v_cache=kv.values[layer], k_scales=k_scales, v_scales=v_scales, out=out,
-            sinks=sinks, heads=shape.num_heads, kv_heads=shape.num_kv_heads, dim=shape.head_dim,
-            block_size=kv.block_size, window=shape.window or 0, scale=shape.scale, softcap=shape.softcap or 0.0,
+            q=query, out=out, kv=kv.layer(layer), sinks=sinks, heads=shape.num_heads, window=shape.window or 0,
+            scale=shape.scale, softcap=shape.softcap or 0.0,
         )  # fmt: skip
         num_rows, max_blocks = plan.block_tables.shape
         self._tape.take(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 from torch import Tensor
 
@@ -44,35 +44,34 @@ class Linear(NamedTuple):
     form: Form
 
 
+class LayerCache(NamedTuple):
+    keys: Tensor
+    values: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+    heads: int
+    dim: int
+    block_size: int
+    unused: int = 0
+
+
 class RopeKv(NamedTuple):
     qkv: Tensor
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    k_scales: Tensor | None
-    v_scales: Tensor | None
+    kv: LayerCache
     cos: Tensor | None
     sin: Tensor | None
     norm: Tensor | None
     heads: int
-    kv_heads: int
-    dim: int
-    block_size: int
     eps: float
 
 
 class Attention(NamedTuple):
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    k_scales: Tensor | None
-    v_scales: Tensor | None
     out: Tensor
+    kv: LayerCache
     sinks: Tensor | None
     heads: int
-    kv_heads: int
-    dim: int
-    block_size: int
     window: int
     scale: float
     softcap: float
@@ -82,12 +81,13 @@ Operation = Embed | RmsNorm | Linear | RopeKv | Attention
 KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention)  # in the order of `Kind`
 
 
-def _struct(kind: type[Operation]) -> type[ctypes.Structure]:
-    types = {int: ctypes.c_int32, float: ctypes.c_float, Form: ctypes.c_int32 * 4}
-    fields = [(name, types.get(hint, ctypes.c_void_p)) for name, hint in get_type_hints(kind).items()]
+def _struct(kind: type[tuple[Any, ...]]) -> type[ctypes.Structure]:
+    fields = [(name, TYPES.get(hint, ctypes.c_void_p)) for name, hint in get_type_hints(kind).items()]
     return type(kind.__name__, (ctypes.Structure,), {"_fields_": fields})
 
 
+TYPES: dict[Any, Any] = {int: ctypes.c_int32, float: ctypes.c_float, Form: ctypes.c_int32 * 4}
+TYPES[LayerCache] = _struct(LayerCache)
 STRUCTS = {kind: _struct(kind) for kind in KINDS}
 
 
@@ -102,9 +102,13 @@ class Op(ctypes.Structure):
 def program_of(operations: Sequence[Operation], address: Callable[[Tensor], int] = Tensor.data_ptr) -> ctypes.Array[Op]:
     """The operations as the library takes them; `address` tells where a tensor is."""
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, LayerCache):
+            return TYPES[LayerCache](*map(plain, value))
+        return address(value) if isinstance(value, Tensor) else value
+
     def op(operation: Operation) -> Op:
         kind = type(operation)
-        values = (address(value) if isinstance(value, Tensor) else value for value in operation)
-        return Op(KINDS.index(kind), 0, _Operands(**{kind.__name__: STRUCTS[kind](*values)}))
+        return Op(KINDS.index(kind), 0, _Operands(**{kind.__name__: STRUCTS[kind](*map(plain, operation))}))
 
     return (Op * len(operations))(*map(op, operations))

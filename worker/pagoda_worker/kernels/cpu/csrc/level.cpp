@@ -53,7 +53,7 @@ static AttentionArgs attention_args(const Op& op, const Step& s) {
   return {op.attention, s.block_tables, s.query_starts, s.context_lens, s.max_blocks};
 }
 static int row_items(const AttentionArgs& a, int row) {
-  return items_per_head(a, row) * a.kv_heads;
+  return items_per_head(a, row) * a.kv.heads;
 }
 // Too much for what every thread would have to have, so a thread takes it when it first attends.
 struct OwnScratch {

@@ -45,30 +45,33 @@ struct LinearOp {
   QuantForm form;        // 16 bits: weights are bf16
 };
 
-struct RopeKvOp {
-  const uint16_t* qkv;  // [tokens, (heads + 2 kv_heads) * dim]
-  uint16_t* q;          // [tokens, heads, dim]
-  void* k_cache;        // see attention.h
-  void* v_cache;
-  float* k_scales;      // null: the cache holds bf16
+// One layer's cache; see attention.h.
+struct LayerCache {
+  void* keys;
+  void* values;
+  float* k_scales;  // null: the cache holds bf16
   float* v_scales;
+  int32_t heads, dim, block_size, unused;
+};
+
+struct RopeKvOp {
+  const uint16_t* qkv;  // [tokens, (heads + 2 kv.heads) * dim]
+  uint16_t* q;          // [tokens, heads, dim]
+  LayerCache kv;
   const float* cos;     // [positions, dim / 2], or null: no rotation
   const float* sin;
-  const float* norm;    // [heads + kv_heads, dim] or null
-  int32_t heads, kv_heads, dim, block_size;
+  const float* norm;    // [heads + kv.heads, dim] or null
+  int32_t heads;
   float eps;
 };
 
 struct AttentionOp {
-  const uint16_t* q;      // [tokens, heads, dim]
-  const void* k_cache;
-  const void* v_cache;
-  const float* k_scales;  // null: the cache holds bf16
-  const float* v_scales;
-  uint16_t* out;          // [tokens, heads * dim]
-  const float* sinks;     // [heads] or null
-  int32_t heads, kv_heads, dim, block_size, window;  // window 0: none
-  float scale, softcap;                              // softcap 0: none
+  const uint16_t* q;     // [tokens, heads, dim]
+  uint16_t* out;         // [tokens, heads * dim]
+  LayerCache kv;
+  const float* sinks;    // [heads] or null
+  int32_t heads, window;  // window 0: none
+  float scale, softcap;   // softcap 0: none
 };
 
 enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION };
