@@ -15,7 +15,11 @@ def spec_of(**fields: Any) -> DecoderSpec:
     """`windows` and `rope_of_layer`, an index into `ropes`, are one per layer; other fields go where they belong."""
     numbers = {name: fields.pop(name) for name in ATTENTION}
     scale, softcap = fields.pop("attention_scale"), fields.pop("attention_softcap", None)
-    mlp = MlpShape(width=fields.pop("intermediate_size"))
+    mlp = MlpShape(
+        width=fields.pop("intermediate_size"),
+        activation=fields.pop("activation", "silu"),
+        bias=fields.pop("mlp_bias", False),
+    )
     ropes: tuple[RopeShape, ...] = fields.pop("ropes")
     layers = tuple(
         LayerSpec(
