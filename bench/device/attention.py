@@ -83,7 +83,7 @@ def _batch(tables: torch.Tensor, new: int, context: int, block_size: int) -> Bat
 
 def _ops(job: Job) -> Ops:
     dim = (SMOKE_HEADS if job.smoke else HEADS)["8B"][2]
-    return load_ops(job.hardware.device, job.kernels, Needs(dtype=torch.bfloat16, head_dim=dim))[0]
+    return load_ops(job.hardware.device, job.kernels, Needs(dtype=torch.bfloat16, head_dims=(dim,)))[0]
 
 
 def _recorded(job: Job, run: Callable[[], None]) -> tuple[Callable[[], object], str]:

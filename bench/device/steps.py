@@ -102,7 +102,8 @@ def _steady(job: Job, runner: ModelRunner, batch: int) -> Steady:
 
 def _floor_ms(job: Job, spec: DecoderSpec, batch: int, context: int) -> float | None:
     """Reading every weight once and every row's keys and values, or multiplying by the weights."""
-    kv = 2 * 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * batch * context
+    kept = sum(layer.attention.num_kv_heads * layer.attention.head_dim for layer in spec.layers)
+    kv = 2 * 2 * kept * batch * context
     weights = weight_bytes(spec)
     floor = job.ceiling_s(weights + kv, weights * batch)
     return None if floor is None else 1e3 * floor

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tests.worker.checkpoints.formats.sources import PlainSource
+from tests.worker.fakes_spec import spec_of
 
 from pagoda_worker.checkpoints.rope import RopeShape
-from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
+from pagoda_worker.checkpoints.spec import expected_tensors
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Ops
@@ -74,7 +76,7 @@ def decoder(ops: Ops, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> De
         "attention_scale": 0.35,
         "tied": True,
     }
-    spec = DecoderSpec(**{**values, **changes})
+    spec = spec_of(**{**values, **changes})
     generator = torch.Generator().manual_seed(3)
     weights = {
         name: torch.randn(shape, generator=generator) * 0.3 if len(shape) == 2 else torch.ones(shape)
@@ -90,17 +92,18 @@ class HashModel:
     What stands in a context with POISON is no number, and a step with BOMB in it that is not replayed fails.
     """
 
-    kv_shape = None
+    kv_groups = ()
 
     def __init__(self) -> None:
         self._factors = torch.randint(1, 2**40, (MAX_LEN,), generator=torch.Generator().manual_seed(9)) * 2 + 1
 
-    def plan(self, batch: Batch, kv: torch.Tensor) -> None:
+    def plan(self, batch: Batch, kv: Sequence[torch.Tensor]) -> None:
         return None
 
-    def forward(self, batch: Batch, kv: torch.Tensor, plan: None = None) -> torch.Tensor:
-        kv.view(-1).index_copy_(0, batch.kv_indices, batch.token_ids)
-        cells = kv[batch.block_tables.long()].flatten(1)[:, :MAX_LEN]
+    def forward(self, batch: Batch, kv: Sequence[torch.Tensor], plan: None = None) -> torch.Tensor:
+        (cache,) = kv
+        cache.view(-1).index_copy_(0, batch.kv_indices, batch.token_ids)
+        cells = cache[batch.block_tables.long()].flatten(1)[:, :MAX_LEN]
         seen = torch.arange(cells.shape[1]) < batch.lengths[:, None]
         sums = torch.where(seen, (cells + 1) * self._factors[: cells.shape[1]], 0).cumsum(1) & (2**61 - 1)
         sums = sums.masked_fill(((cells == POISON) & seen).cumsum(1) > 0, -1)

@@ -7,6 +7,7 @@ a missed copy or a chunk computed twice therefore changes the tokens that come o
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -55,7 +56,8 @@ class FakeModel:
     entered: threading.Event = field(default_factory=threading.Event)
     batches: list[Batch] = field(default_factory=list)
 
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: Sequence[torch.Tensor]) -> torch.Tensor:
+        (cache,) = kv
         self.batches.append(batch)
         self.entered.set()
         if self.gate is not None and not self.gate.wait(30):
@@ -66,11 +68,11 @@ class FakeModel:
             raise torch.OutOfMemoryError("tried to allocate 9 GiB")
         if GONE in batch.token_ids.tolist():
             raise torch.AcceleratorError("unspecified launch failure")
-        kv.view(-1)[batch.kv_indices] = batch.token_ids
+        cache.view(-1)[batch.kv_indices] = batch.token_ids
         hidden = []
         for i in range(batch.num_rows):
             length = batch.context_lens[i]
-            context = kv[batch.block_tables[i].long()].view(-1)[:length].tolist()
+            context = cache[batch.block_tables[i].long()].view(-1)[:length].tolist()
             states, state = [], 7
             for token in context:
                 if token in (POISON, INFINITE):
@@ -95,7 +97,7 @@ class FakeModel:
 class FakeLoaded:
     model: FakeModel = field(default_factory=FakeModel)
     ops: FakeOps = field(default_factory=FakeOps)
-    kv_shape: KVShape = KV_SHAPE
+    kv_groups: tuple[KVShape, ...] = (KV_SHAPE,)
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     vocab_size: int = VOCAB
@@ -103,8 +105,8 @@ class FakeLoaded:
     fingerprint: str = "fake"
     numerics_id: str = "fake-numerics"
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
-        return torch.full((num_blocks, block_size), -1, dtype=torch.int64)
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> tuple[torch.Tensor]:
+        return (torch.full((num_blocks, block_size), -1, dtype=torch.int64),)
 
 
 def fake_runner(

@@ -368,7 +368,7 @@ class Failing:
     """A model whose forward pass fails when it is told to, and is the model it wraps otherwise."""
 
     def __init__(self, model: Model, failures: dict[int, Exception]) -> None:
-        self.kv_shape = model.kv_shape
+        self.kv_groups = model.kv_groups
         self.logits = model.logits
         self.num_forwards = 0
         self._model = model

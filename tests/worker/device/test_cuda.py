@@ -103,7 +103,7 @@ def test_a_call_is_timed(accelerator: Accelerator) -> None:
 @WITH_FLASH
 def test_flash_attention_passes_its_check() -> None:
     shape = AttentionShape(num_heads=8, num_kv_heads=2, head_dim=128, scale=128**-0.5)
-    needs = Needs(dtype=torch.bfloat16, head_dim=128, attention=(shape, shape), block_size=256)
+    needs = Needs(dtype=torch.bfloat16, head_dims=(128,), attention=(shape, shape), block_size=256)
     ops, _ = load_ops(torch.device("cuda:0"), "triton,attention=flash", needs)
     assert "attention flash" in ops.name
     load_ops(torch.device("cuda:0"), "auto", needs)

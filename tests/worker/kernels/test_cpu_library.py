@@ -9,12 +9,23 @@ import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.build import LIBRARY, CompileError, build
+from pagoda_worker.kernels.cpu.operations import (
+    Attention,
+    Embed,
+    LayerCache,
+    Linear,
+    Operation,
+    RmsNorm,
+    RopeKv,
+    program_of,
+)
 from pagoda_worker.kernels.ops import BackendError
 
 BF16_NAN = 0x7FC0
@@ -35,9 +46,15 @@ def library(request: pytest.FixtureRequest) -> Iterator[lib.Library]:
     opened.close()
 
 
-def run(library: lib.Library, op: lib.Op, **step: object) -> None:
+def run(library: lib.Library, operation: Operation, **step: object) -> None:
     tensors = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in step.items()}
-    library.run((lib.Op * 1)(op), lib.Step(**tensors))
+    library.run(program_of([operation]), lib.Step(**tensors))
+
+
+def product(x: torch.Tensor, packed: torch.Tensor, y: torch.Tensor, n: int, **changes: Any) -> Linear:
+    """y = x W^T for a packed W of n rows."""
+    plain = Linear(x=x, panels=packed, y=y, bias=None, n=n, k=x.shape[1], activation=0, out_f32=0, form=BF16)
+    return plain._replace(**changes)
 
 
 def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -49,8 +66,7 @@ def bf16(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 def linear(library: lib.Library, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     packed, y = library.pack(w), torch.empty(x.shape[0], w.shape[0])
-    ints = [w.shape[0], w.shape[1], 0, 1, *BF16]
-    run(library, lib.make_op(lib.LINEAR, [x, packed, y], ints), num_tokens=x.shape[0])
+    run(library, product(x, packed, y, w.shape[0], out_f32=1), num_tokens=x.shape[0])
     return y
 
 
@@ -84,7 +100,7 @@ def test_linear_with_bias(library: lib.Library) -> None:
     rows, n, k = 9, 70, 64
     x, w, bias = bf16(rows, k, seed=1), bf16(n, k, seed=2, scale=0.1), bf16(96, seed=3)
     packed, y = library.pack(w), torch.empty(rows, n, dtype=torch.bfloat16)
-    run(library, lib.make_op(lib.LINEAR, [x, packed, y, bias], [n, k, 0, 0, *BF16]), num_tokens=rows)
+    run(library, product(x, packed, y, n, bias=bias), num_tokens=rows)
     expected = x.float() @ w.float().T + bias[:n].float()
     torch.testing.assert_close(y.float(), expected, rtol=8e-3, atol=1e-3)
 
@@ -96,7 +112,7 @@ def test_linear_with_gated_activation(library: lib.Library, activation: int) -> 
     x, gate, up = bf16(rows, k, seed=1), bf16(width, k, seed=2, scale=0.2), bf16(width, k, seed=3, scale=0.2)
     w = torch.stack([gate.view(-1, 16, k), up.view(-1, 16, k)], 1).reshape(2 * width, k).contiguous()
     packed, y = library.pack(w), torch.empty(rows, width, dtype=torch.bfloat16)
-    run(library, lib.make_op(lib.LINEAR, [x, packed, y], [2 * width, k, activation, 0, *BF16]), num_tokens=rows)
+    run(library, product(x, packed, y, 2 * width, activation=activation), num_tokens=rows)
     act = torch.nn.functional.silu if activation == 1 else lambda t: torch.nn.functional.gelu(t, approximate="tanh")
     expected = act((x.float() @ gate.float().T).bfloat16().float()) * (x.float() @ up.float().T).bfloat16().float()
     torch.testing.assert_close(y.float(), expected, rtol=3e-2, atol=2e-2)
@@ -136,6 +152,9 @@ class Cache:
         size = 160 * case.kv_heads * case.block_size * case.dim
         self.keys = torch.full((size,), BF16_NAN, dtype=torch.int16).view(torch.bfloat16)
         self.values = self.keys.clone()
+        self.layer = LayerCache(
+            self.keys, self.values, None, None, heads=case.kv_heads, dim=case.dim, block_size=case.block_size
+        )
         self.max_blocks = max(-(-context // case.block_size) for _, context in case.rows)
         free = torch.randperm(160, generator=torch.Generator().manual_seed(5)).int()
         self.tables = torch.zeros(len(case.rows), self.max_blocks, dtype=torch.int32)
@@ -155,9 +174,10 @@ class Cache:
         qkv, out = torch.cat([q, self.k[row], self.v[row]], 1).contiguous(), torch.empty_like(q)
         table = self.tables[row].long()
         indices = table[positions // case.block_size] * case.block_size + positions % case.block_size
-        tensors = [qkv, out, self.keys, self.values]
-        op = lib.make_op(lib.ROPE_KV, tensors, [case.heads, case.kv_heads, case.dim, case.block_size])
-        run(self.library, op, num_tokens=context, kv_indices=indices)
+        operation = RopeKv(
+            qkv=qkv, q=out, kv=self.layer, cos=None, sin=None, norm=None, heads=case.heads, eps=0.0
+        )  # fmt: skip
+        run(self.library, operation, num_tokens=context, kv_indices=indices)
 
     def attend(self, *queries: tuple[int, int]) -> list[torch.Tensor]:
         """For each (row, number of its last query tokens): the output, in one call."""
@@ -168,11 +188,12 @@ class Cache:
         starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
         contexts = torch.tensor([case.rows[row][1] for row, _ in queries], dtype=torch.int32)
         tables = self.tables[[row for row, _ in queries]].contiguous()
-        ints = [case.heads, case.kv_heads, case.dim, case.block_size, case.window]
-        tensors = [q, self.keys, self.values, out, self.sinks]
-        op = lib.make_op(lib.ATTENTION, tensors, ints, [case.dim**-0.5, case.softcap])
+        operation = Attention(
+            q=q, out=out, kv=self.layer, sinks=self.sinks, heads=case.heads, window=case.window,
+            scale=case.dim**-0.5, softcap=case.softcap,
+        )  # fmt: skip
         run(
-            self.library, op, num_tokens=q.shape[0], num_rows=len(queries), max_blocks=self.max_blocks,
+            self.library, operation, num_tokens=q.shape[0], num_rows=len(queries), max_blocks=self.max_blocks,
             block_tables=tables, query_starts=starts, context_lens=contexts,
         )  # fmt: skip
         return list(out.split(counts))
@@ -217,7 +238,7 @@ def test_attention_bits_depend_neither_on_company_nor_on_chunking(library: lib.L
 def test_rms_norm_of_a_sum(library: lib.Library) -> None:
     x, residual, w = bf16(5, 96, seed=1), bf16(5, 96, seed=2), bf16(96, seed=3).float()
     y, carried = torch.empty_like(x), residual.clone()
-    run(library, lib.make_op(lib.RMS_NORM, [x, carried, w, y], [96], [1e-5]), num_tokens=5)
+    run(library, RmsNorm(x=x, residual=carried, weight=w, y=y, dim=96, eps=1e-5), num_tokens=5)
     total = x + residual
     expected = total.float() * torch.rsqrt(total.float().pow(2).mean(-1, keepdim=True) + 1e-5) * w
     assert torch.equal(carried, total)
@@ -234,9 +255,9 @@ def test_rope_rotates_and_writes_keys_where_attention_reads_them(library: lib.Li
     indices = torch.tensor([5, 6, 40, 17, 0, 63])
     out = torch.empty(tokens, heads, dim, dtype=torch.bfloat16)
     keys, values = (torch.zeros(4, kv_heads, block_size * dim, dtype=torch.bfloat16) for _ in range(2))
-    tensors = [qkv, out, keys, values, cos, sin, norm]
-    op = lib.make_op(lib.ROPE_KV, tensors, [heads, kv_heads, dim, block_size], [1e-6])
-    run(library, op, num_tokens=tokens, positions=positions, kv_indices=indices)
+    kv = LayerCache(keys, values, None, None, heads=kv_heads, dim=dim, block_size=block_size)
+    operation = RopeKv(qkv=qkv, q=out, kv=kv, cos=cos, sin=sin, norm=norm, heads=heads, eps=1e-6)
+    run(library, operation, num_tokens=tokens, positions=positions, kv_indices=indices)
 
     x = qkv[:, : heads + kv_heads].float()
     x = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * norm).bfloat16().float()
@@ -254,7 +275,7 @@ def test_rope_rotates_and_writes_keys_where_attention_reads_them(library: lib.Li
 def test_embedding(library: lib.Library) -> None:
     table, ids = bf16(20, 48, seed=1), torch.tensor([3, 19, 0])
     y = torch.empty(3, 48, dtype=torch.bfloat16)
-    run(library, lib.make_op(lib.EMBED, [table, y], [48], [2.0]), num_tokens=3, token_ids=ids)
+    run(library, Embed(table=table, y=y, dim=48, scale=2.0), num_tokens=3, token_ids=ids)
     assert torch.equal(y, table[ids] * 2)
 
 

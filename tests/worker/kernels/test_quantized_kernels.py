@@ -238,7 +238,7 @@ def test_recorded_equals_immediate(ops: NativeOps, form: tuple[int, int]) -> Non
         return x, ops.logits(x, down)
 
     kv = ops.new_kv_cache(KVShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.bfloat16), 2, 16)
-    recorded = ops.record(forward, kv, 40)
+    recorded = ops.record(forward, [kv], 40)
     for count in (1, 13, 40):
         batch = dataclasses.replace(blank_batch(count), token_ids=torch.randint(0, 50, (count,)))
         for got, expected in zip(recorded(batch), forward(ops, batch, kv), strict=True):

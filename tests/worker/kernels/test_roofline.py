@@ -98,7 +98,7 @@ def test_a_copy_is_one_of_many_and_their_results_are_right() -> None:
         results[copy] = ops.linear(x, packed[copy])
         return results[copy]
 
-    roofline._time(5, 3, record)
+    roofline._time(3, record)
     for copy, weight in enumerate(weights):
         assert torch.equal(results[copy], roofline.ops.linear(x, roofline.ops.pack_linear(weight)))
 

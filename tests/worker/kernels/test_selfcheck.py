@@ -21,7 +21,7 @@ from pagoda_worker.kernels.ops import BackendError, Needs
 from pagoda_worker.kernels.quantized import Weight
 
 CPU = torch.device("cpu")
-NEEDS = Needs(dtype=torch.bfloat16, hidden_size=64, head_dim=16)
+NEEDS = Needs(dtype=torch.bfloat16, hidden_size=64, head_dims=(16,))
 pytestmark = pytest.mark.skipif(not levels(), reason="no C++ compiler here; the torch back end serves")
 
 

@@ -31,7 +31,7 @@ config_of = partial(WorkerConfig, block_size=32)
 
 @dataclass
 class Needs:
-    kv_shape: KVShape = SHAPE
+    kv_groups: tuple[KVShape, ...] = (SHAPE,)
     max_model_len: int = 1024
 
 
@@ -43,7 +43,7 @@ def test_bytes_of_a_token() -> None:
 def test_a_quantised_cache_counts_its_scales() -> None:
     rounded = replace(SHAPE, quantized=True)
     assert rounded.bytes_per_token == 2 * 2 * (64 + 4) * 4
-    assert num_kv_blocks(config_of(kv_cache_gib=0.5), Needs(rounded)) == GIB // 2 // (32 * 1088)
+    assert num_kv_blocks(config_of(kv_cache_gib=0.5), Needs((rounded,))) == GIB // 2 // (32 * 1088)
 
 
 def test_blocks_as_configured() -> None:
@@ -95,7 +95,7 @@ def test_a_gpu_s_cache_takes_what_the_rest_leaves() -> None:
 
 def test_a_draft_model_on_a_gpu_pays_for_its_blocks() -> None:
     config = config_of(max_rows=10**6)
-    half = Needs(KVShape(num_layers=2, num_kv_heads=SHAPE.num_kv_heads, head_dim=SHAPE.head_dim, dtype=SHAPE.dtype))
+    half = Needs((replace(SHAPE, num_layers=2),))
     assert num_kv_blocks(config, Needs(), half, use=USE, spare=1) == 52 * GIB // (BLOCK_BYTES * 3 // 2) - 1
 
 

@@ -46,7 +46,7 @@ def test_facts(config: WorkerConfig) -> None:
     model = load_model(config)
     assert (model.dtype, model.device, model.native) == (torch.bfloat16, torch.device("cpu"), True)
     assert (model.vocab_size, model.max_model_len) == (256, 1024)
-    assert model.kv_shape.bytes_per_token == 3 * 2 * 2 * 32 * 2
+    assert sum(group.bytes_per_token for group in model.kv_groups) == 3 * 2 * 2 * 32 * 2
     assert num_kv_blocks(replace(config, num_blocks=64), model) == 64
 
 
@@ -171,4 +171,4 @@ def test_a_back_end_that_a_device_can_record_gets_the_decoder_itself(
 
 def test_spare_blocks_lie_behind_those_of_rows(config: WorkerConfig) -> None:
     loaded = replace(load_model(replace(config, kernels="torch")), spare_blocks=2)
-    assert loaded.new_kv_cache(5, 16).num_blocks == 7  # type: ignore[attr-defined]
+    assert [cache.num_blocks for cache in loaded.new_kv_cache(5, 16)] == [7]  # type: ignore[attr-defined]

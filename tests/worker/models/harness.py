@@ -53,7 +53,7 @@ class Harness:
     def __init__(self, loaded: LoadedModel, num_blocks: int = 256, block_size: int = BLOCK_SIZE) -> None:
         self.loaded = loaded
         self.block_size = block_size
-        self.kv: KVCache = loaded.new_kv_cache(num_blocks, block_size)
+        self.kv: Sequence[KVCache] = loaded.new_kv_cache(num_blocks, block_size)  # type: ignore[assignment]
         self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5)).tolist()
 
     def step(self, work: Sequence[tuple[Row, int]]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.worker.fakes_spec import windows_of
 
 from pagoda_worker.checkpoints.checkpoint import CheckpointError
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
@@ -127,9 +128,10 @@ def test_what_no_model_can_mean_is_no_matter_for_the_fallback(kind: str, changes
 
 
 def test_heads_without_a_size_have_that_of_their_family() -> None:
-    assert read("Gemma2").head_dim == read("Gemma3").head_dim == 256
-    assert read("Qwen3").head_dim == 128
-    assert read("Qwen2").head_dim == read().head_dim == 16
+    sizes = {kind: {layer.attention.head_dim for layer in read(kind).layers} for kind in KINDS}
+    assert sizes["Gemma2"] == sizes["Gemma3"] == {256}
+    assert sizes["Qwen3"] == {128}
+    assert sizes["Qwen2"] == sizes["Llama"] == {16}
 
 
 NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, -1, 1, 2**63, 10**400, 1e308, 0.0]))
@@ -160,9 +162,9 @@ def test_any_file_is_read_or_refused_by_name(kind: str, changes: dict[str, Any])
 
 
 def check(spec: DecoderSpec) -> None:
-    assert spec.num_heads % spec.num_kv_heads == 0
+    assert all(layer.attention.num_heads % layer.attention.num_kv_heads == 0 for layer in spec.layers)
     assert all(one.theta > 0 and one.factor > 0 for one in spec.ropes)
-    assert all(window is None or window > 0 for window in spec.windows)
+    assert all(window is None or window > 0 for window in windows_of(spec))
     frequencies = [inverse_frequencies(replace(one, head_dim=min(one.head_dim, 512))) for one in spec.ropes]
     assert all(torch.isfinite(one).all() for one in frequencies)
 
@@ -172,15 +174,15 @@ def test_fields_that_are_off_do_no_harm() -> None:
 
 
 def test_windows() -> None:
-    assert read("Mistral", sliding_window=40).windows == (40,) * 4
-    assert read("Mistral").windows == (None,) * 4
+    assert windows_of(read("Mistral", sliding_window=40)) == (40,) * 4
+    assert windows_of(read("Mistral")) == (None,) * 4
     sliding = {"sliding_window": 40, "max_window_layers": 3}
-    assert read("Qwen2", **sliding, use_sliding_window=True).windows == (None, None, None, 40)
-    assert read("Qwen2", **sliding, use_sliding_window=False).windows == (None,) * 4
-    assert read("Gemma2", sliding_window=40).windows == (40, None, 40, None)
+    assert windows_of(read("Qwen2", **sliding, use_sliding_window=True)) == (None, None, None, 40)
+    assert windows_of(read("Qwen2", **sliding, use_sliding_window=False)) == (None,) * 4
+    assert windows_of(read("Gemma2", sliding_window=40)) == (40, None, 40, None)
     gemma3 = read("Gemma3", sliding_window=40, sliding_window_pattern=3)
-    assert gemma3.windows == (40, 40, None, 40)
-    assert gemma3.rope_of_layer == (0, 0, 1, 0)
+    assert windows_of(gemma3) == (40, 40, None, 40)
+    assert [layer.rope.theta for layer in gemma3.layers] == [1e4, 1e4, 1e6, 1e4]
     assert [rope.theta for rope in gemma3.ropes] == [1e4, 1e6]
 
 

@@ -86,7 +86,7 @@ def test_copied_blocks_hold_the_same_row(loaded: Loaded) -> None:
     harness.prefill([row], 1000)
     copies = [harness.free.pop() for _ in row.blocks]
     with torch.inference_mode():
-        model.ops.copy_blocks(harness.kv, list(zip(row.blocks, copies, strict=True)))
+        model.ops.copy_blocks(harness.kv[0], list(zip(row.blocks, copies, strict=True)))
     fork = Row(ids, blocks=copies, computed=40)
     row.tokens = ids
     harness.prefill([row], 1000)
@@ -99,20 +99,21 @@ def test_blocks_of_a_row_that_computed_nan_are_clean_for_the_next(loaded: Loaded
     expected = logits_of(model, ids, [len(ids)])
     harness, bad = Harness(model, num_blocks=2), Row(tokens(17, 1))
     harness.prefill([bad], 1000)
-    for layer in harness.kv.layers:
+    (kv,) = harness.kv
+    for layer in kv.layers:
         layer[bad.blocks] = torch.nan
     bad.tokens += tokens(15, 2)
     harness.step([(bad, 15)])  # writes NaN, in its layers after the first, into the second block
     assert bad.logits[-1].isnan().all()
-    assert harness.kv.quarantined == {bad.blocks[1]}
-    for layer in harness.kv.layers:  # what the test itself broke
+    assert kv.quarantined == {bad.blocks[1]}
+    for layer in kv.layers:  # what the test itself broke
         layer[bad.blocks[0]] = 0.0
     harness.free = [bad.blocks[0], bad.blocks[1]]
     row = Row(ids)
     harness.prefill([row], 1000)
     assert row.blocks == [bad.blocks[1], bad.blocks[0]]
     assert_same_bits(torch.stack(row.logits), expected)
-    assert not harness.kv.quarantined
+    assert not kv.quarantined
 
 
 def test_every_native_family_is_listed() -> None:

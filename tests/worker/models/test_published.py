@@ -6,6 +6,7 @@ from math import prod
 from typing import Any
 
 import pytest
+from tests.worker.fakes_spec import windows_of
 from tests.worker.models.published import MILLIONS, PUBLISHED
 
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
@@ -25,7 +26,8 @@ def test_it_is_native_and_as_large_as_published(name: str) -> None:
     parameters = sum(prod(shape) for shape in expected_tensors(spec).values())
     assert round(parameters / 1e6) == MILLIONS[name]
     assert spec.num_layers == fields["num_hidden_layers"]
-    assert (spec.num_heads, spec.num_kv_heads) == (fields["num_attention_heads"], fields["num_key_value_heads"])
+    heads = {(layer.attention.num_heads, layer.attention.num_kv_heads) for layer in spec.layers}
+    assert heads == {(fields["num_attention_heads"], fields["num_key_value_heads"])}
     assert spec.norm_eps == fields["rms_norm_eps"]
     assert spec.qkv_bias is name.startswith("Qwen2")
     assert spec.head_norms is (name.startswith("Qwen3") or "gemma-3" in name)
@@ -43,9 +45,9 @@ def test_what_families_turn_and_cut_by() -> None:
     assert read("Llama-3.2-1B").ropes == (RopeShape(theta=5e5, head_dim=64, factor=32.0, **llama),)  # type: ignore[arg-type]
     assert read("SmolLM2-135M-Instruct").ropes == (RopeShape(theta=1e5, head_dim=64),)
     assert read("SmolLM2-1.7B-Instruct").ropes == (RopeShape(theta=130_000.0, head_dim=64),)
-    assert read("Mistral-7B-v0.1").windows == (4096,) * 32
-    assert read("Mistral-7B-Instruct-v0.3").windows == (None,) * 32
-    assert read("Qwen2.5-0.5B-Instruct").windows == (None,) * 24
-    assert read("gemma-2-2b").windows == (4096, None) * 13
-    assert read("gemma-3-1b-it").windows == tuple(None if (i + 1) % 6 == 0 else 512 for i in range(26))
+    assert windows_of(read("Mistral-7B-v0.1")) == (4096,) * 32
+    assert windows_of(read("Mistral-7B-Instruct-v0.3")) == (None,) * 32
+    assert windows_of(read("Qwen2.5-0.5B-Instruct")) == (None,) * 24
+    assert windows_of(read("gemma-2-2b")) == (4096, None) * 13
+    assert windows_of(read("gemma-3-1b-it")) == tuple(None if (i + 1) % 6 == 0 else 512 for i in range(26))
     assert read("gemma-3-1b-it").ropes == (RopeShape(theta=1e4, head_dim=256), RopeShape(theta=1e6, head_dim=256))

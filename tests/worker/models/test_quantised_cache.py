@@ -67,7 +67,8 @@ def test_prefix_hits_and_copied_blocks_change_no_bits(load: Load, kernels: str) 
     hit = Row(ids, blocks=first.blocks[:3], computed=3 * BLOCK_SIZE)
     copies = [harness.free.pop() for _ in first.blocks]
     with torch.inference_mode():
-        model.ops.copy_blocks(harness.kv, list(zip(first.blocks, copies, strict=True)))
+        for group in harness.kv:
+            model.ops.copy_blocks(group, list(zip(first.blocks, copies, strict=True)))
     fork = Row(ids, blocks=copies, computed=70)
     harness.prefill([hit, fork], 1000)
     for row, start in ((hit, 3 * BLOCK_SIZE), (fork, 70)):
@@ -116,8 +117,8 @@ def test_the_numerics_and_the_size_of_the_cache_follow(load: Load, kernels: str)
     plain, rounded = load("qwen3", kernels, "auto"), load("qwen3", kernels)
     assert plain.numerics_id != rounded.numerics_id
     assert plain.fingerprint == rounded.fingerprint
-    assert plain.kv_shape.bytes_per_token == 3 * 2 * 2 * 32 * 2
-    assert rounded.kv_shape.bytes_per_token == 3 * 2 * 2 * (32 + 4)
+    assert sum(group.bytes_per_token for group in plain.kv_groups) == 3 * 2 * 2 * 32 * 2
+    assert sum(group.bytes_per_token for group in rounded.kv_groups) == 3 * 2 * 2 * (32 + 4)
     config = WorkerConfig(kv_cache_gib=0.1, block_size=32)
     assert num_kv_blocks(config, rounded) == num_kv_blocks(config, plain) * 64 // 36
 

@@ -38,7 +38,7 @@ MANNERS = [{"temperature": 0.0}, {"temperature": 0.0}, {"temperature": 0.8}]
 def loaded_by(ops: AtenOps) -> LoadedModel:
     model = decoder(ops)
     return LoadedModel(
-        model=model, kv_shape=model.kv_shape, ops=ops, dtype=torch.bfloat16, device=CPU, vocab_size=VOCAB,
+        model=model, kv_groups=model.kv_groups, ops=ops, dtype=torch.bfloat16, device=CPU, vocab_size=VOCAB,
         max_model_len=MAX_LEN, fingerprint="tiny", numerics_id="tiny", native=True, batch_invariant=ops.batch_invariant,
     )  # fmt: skip
 
@@ -127,7 +127,8 @@ def test_a_step_that_does_not_fit_names_the_options() -> None:
 
 
 def test_the_cache_takes_what_step_and_graphs_leave() -> None:
-    bytes_per_block = loaded_by(AtenOps(CPU)).kv_shape.bytes_per_block(BLOCK)
+    (group,) = loaded_by(AtenOps(CPU)).kv_groups
+    bytes_per_block = group.bytes_per_block(BLOCK)
     graphs = [1000, 100]
     lines = Lines(max_rows=5, max_len=MAX_LEN, block_size=BLOCK, scratch_block=0, device=CPU).nbytes
     whole = 13 * bytes_per_block + 500 + 1000 + 100 * (len(ladder(5)) - 1) + lines
@@ -136,7 +137,7 @@ def test_the_cache_takes_what_step_and_graphs_leave() -> None:
     device = Device(**facts, bytes_per_capture=lambda number: graphs[min(number, 1)])
     runner, told = start(device, CapturableOps(CPU), config(gpu_memory_utilization=1))
     assert runner.facts.num_blocks == 13 - 1  # one for padding
-    assert runner.kv_cache.num_blocks == runner.facts.num_blocks + 1  # type: ignore[attr-defined]
+    assert [cache.num_blocks for cache in runner.kv_cache] == [runner.facts.num_blocks + 1]  # type: ignore[attr-defined]
     assert told == [(number, len(ladder(5))) for number in range(1, len(ladder(5)) + 1)]
 
     less = Device(**(facts | {"free": whole - 1}), bytes_per_capture=lambda number: graphs[min(number, 1)])
@@ -165,7 +166,7 @@ def test_operations_that_cannot_be_recorded_are_launched_one_by_one() -> None:
 def test_a_draft_model_on_a_device(enforce_eager: bool) -> None:
     """It shares the memory, and its guesses, being the model's own, all hold, also after steps that were replayed."""
     draft = loaded_by(CapturableOps(CPU))
-    bytes_per_block = 2 * draft.kv_shape.bytes_per_block(BLOCK)
+    bytes_per_block = 2 * draft.kv_groups[0].bytes_per_block(BLOCK)
     device = Device(free=20 * bytes_per_block, total=20 * bytes_per_block, bytes_per_step=500)
     options = config(speculation="draft-model", draft_model="it", enforce_eager=enforce_eager)
     runner, _ = start(device, CapturableOps(CPU), options, draft)

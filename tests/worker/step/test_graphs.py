@@ -49,9 +49,10 @@ class Case:
 
     def __post_init__(self) -> None:
         self.decoder = decoder(self.ops)
-        self.kv, self.other = (self.ops.new_kv_cache(self.decoder.kv_shape, NUM_BLOCKS + 1, BLOCK) for _ in range(2))
+        (group,) = self.decoder.kv_groups
+        self.kv, self.other = ([self.ops.new_kv_cache(group, NUM_BLOCKS + 1, BLOCK)] for _ in range(2))
         generator = torch.Generator().manual_seed(5)
-        for mine, its in zip(self.kv.layers, self.other.layers, strict=True):
+        for mine, its in zip(self.kv[0].layers, self.other[0].layers, strict=True):
             mine.copy_(torch.randn(mine.shape, generator=generator))
             its.copy_(mine)
         lines = Lines(max_rows=MAX_ROWS, max_len=MAX_LEN, block_size=BLOCK, scratch_block=SCRATCH, device=CPU)
@@ -59,7 +60,7 @@ class Case:
 
     def captured(self) -> Case:
         self.graphed.capture(self.kv, lambda done, of: None)
-        for mine, its in zip(self.kv.layers, self.other.layers, strict=True):
+        for mine, its in zip(self.kv[0].layers, self.other[0].layers, strict=True):
             its[SCRATCH].copy_(mine[SCRATCH])  # recording wrote there
             assert torch.equal(mine, its)
         return self
@@ -76,7 +77,7 @@ class Case:
 
     def caches_agree(self) -> bool:
         """Also about the blocks that nobody's row has, except the scratch block."""
-        pairs = zip(self.kv.layers, self.other.layers, strict=True)
+        pairs = zip(self.kv[0].layers, self.other[0].layers, strict=True)
         return all(torch.equal(mine[:SCRATCH], its[:SCRATCH]) for mine, its in pairs)
 
 
@@ -157,11 +158,11 @@ def test_what_is_no_decode_step_is_not_replayed(case: Case) -> None:
 
 
 def test_padding_rows_touch_the_scratch_block_alone(case: Case) -> None:
-    before = [layer.clone() for layer in case.kv.layers]
+    before = [layer.clone() for layer in case.kv[0].layers]
     work = decodes(5, random.Random(8))  # three rows of padding
     case.replayed(work)
     written = {int(index) for index in build_batch(work, BLOCK, CPU).kv_indices} | {SCRATCH * BLOCK}
-    for old, new in zip(before, case.kv.layers, strict=True):
+    for old, new in zip(before, case.kv[0].layers, strict=True):
         changed = (old != new).flatten(2).any(-1).flatten().nonzero().flatten().tolist()
         assert set(changed) <= written
 

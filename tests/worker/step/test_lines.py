@@ -46,7 +46,7 @@ class Loaded(FakeLoaded):
     vocab_size: int = VOCAB
     max_model_len: int = MAX_LEN
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> torch.Tensor:
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> tuple[torch.Tensor]:
         return super().new_kv_cache(num_blocks + 1, block_size)
 
 

@@ -363,7 +363,7 @@ def filled(seed: int) -> torch.Tensor:
 
 def test_all_caches_move_alike() -> None:
     first, second = filled(1), filled(2)
-    mover = BlockMover([(fake_loaded(), first), (fake_loaded(), second)], BLOCK_SIZE, 4, None)
+    mover = BlockMover([(fake_loaded(), [first]), (fake_loaded(), [second])], BLOCK_SIZE, 4, None)
     before = [cache.clone() for cache in (first, second)]
     mover.swap_out([(5, 0), (6, 3)])
     mover.copy([(1, 5), (2, 6)])
@@ -390,7 +390,7 @@ def test_many_blocks_move_in_parts_through_little_memory(monkeypatch: pytest.Mon
     accelerator = FakeAccelerator()
     cache = filled(3)
     before = cache.clone()
-    space = SwapSpace(loaded, cache, BLOCK_SIZE, 8, accelerator)
+    space = SwapSpace(loaded, KV_SHAPE, cache, BLOCK_SIZE, 8, accelerator)
     assert accelerator.journal == ["pinned"] * 3  # 3 and 3 and 2 blocks
     space.swap_out([(10 + i, 7 - i) for i in range(8)])
     cache.zero_()

@@ -24,12 +24,13 @@ from tests.worker.fakes_model import (
     fake_runner,
     new_row,
 )
+from tests.worker.fakes_spec import spec_of
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowOutput, StepPlan
 from pagoda_worker.checkpoints.rope import RopeShape
-from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
+from pagoda_worker.checkpoints.spec import expected_tensors
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.build import LIBRARY
@@ -53,7 +54,7 @@ MANNERS: list[dict[str, Any]] = [
 
 def tiny_llama(kernels: str = "torch", **options: Any) -> ModelRunner:
     """The real thing in small: random weights of a llama with two layers, in bfloat16."""
-    spec = DecoderSpec(
+    spec = spec_of(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
@@ -68,7 +69,7 @@ def tiny_llama(kernels: str = "torch", **options: Any) -> ModelRunner:
         attention_scale=0.25,
         tied=True,
     )
-    ops, _ = load_ops(torch.device("cpu"), kernels, Needs(dtype=torch.bfloat16, hidden_size=64, head_dim=16))
+    ops, _ = load_ops(torch.device("cpu"), kernels, Needs(dtype=torch.bfloat16, hidden_size=64, head_dims=(16,)))
     generator = torch.Generator().manual_seed(0)
     weights = {
         name: torch.randn(shape, generator=generator) * 0.2 if len(shape) == 2 else torch.ones(shape)
@@ -77,7 +78,7 @@ def tiny_llama(kernels: str = "torch", **options: Any) -> ModelRunner:
     model = Decoder(spec, ops, PlainSource(lambda name: weights[name].bfloat16()), torch.bfloat16, MAX_MODEL_LEN)
     loaded = LoadedModel(
         model=model,
-        kv_shape=replace(model.kv_shape, quantized=options.get("kv_cache_dtype") == "int8"),
+        kv_groups=tuple(replace(one, quantized=options.get("kv_cache_dtype") == "int8") for one in model.kv_groups),
         ops=ops,
         dtype=torch.bfloat16,
         device=torch.device("cpu"),
@@ -245,7 +246,7 @@ def test_prompt_logprobs_cover_every_prompt_token_but_the_first_once(chunk_token
         for output in result.outputs:
             reports += output.prompt_logprobs or []
     assert len(reports) == len(PROMPT) - 1
-    hidden = [model.forward(batch, torch.full((NUM_BLOCKS, 16), -1)) for batch in model.batches[:1]]
+    hidden = [model.forward(batch, [torch.full((NUM_BLOCKS, 16), -1)]) for batch in model.batches[:1]]
     if chunk_tokens >= len(PROMPT):
         expected = torch.log_softmax(model.logits(hidden[0]).double(), -1)
         for place, report in enumerate(reports):

@@ -13,53 +13,47 @@ from pagoda_worker.kernels.ops import AttentionShape
 
 
 @dataclass(frozen=True, kw_only=True)
+class MlpShape:
+    """act(gate) * up [I], then down. `activation` is "silu" or "gelu_tanh"."""
+
+    width: int  # I
+    activation: str = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSpec:
+    """In which layers of one model may differ: how they attend, by which angles, and what their MLP is."""
+
+    attention: AttentionShape
+    rope: RopeShape
+    mlp: MlpShape
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     norm_eps: float
     max_positions: int
-    ropes: tuple[RopeShape, ...]
-    rope_of_layer: tuple[int, ...]  # index into `ropes`, one per layer
-    windows: tuple[int | None, ...]  # one per layer
-    activation: str = "silu"
+    layers: tuple[LayerSpec, ...]
     qkv_bias: bool = False
     out_bias: bool = False
-    mlp_bias: bool = False
     head_norms: bool = False  # RMS norm of every query and key head
     branch_norms: bool = False  # Gemma: a norm also after attention and after the MLP
     norm_offset: float = 0.0  # Gemma stores norm weights minus one
     embed_scale: float | None = None
-    attention_scale: float
-    attention_softcap: float | None = None
     final_softcap: float | None = None
     tied: bool = False
 
     @property
     def num_layers(self) -> int:
-        return len(self.windows)
+        return len(self.layers)
 
     @property
-    def heads_of_qkv(self) -> tuple[int, int, int]:
-        return self.num_heads, self.num_kv_heads, self.num_kv_heads
-
-    @property
-    def attention(self) -> tuple[AttentionShape, ...]:
-        """One per layer."""
-        return tuple(
-            AttentionShape(
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                scale=self.attention_scale,
-                window=window,
-                softcap=self.attention_softcap,
-            )
-            for window in self.windows
-        )
+    def ropes(self) -> tuple[RopeShape, ...]:
+        """All that layers turn by, each once."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers))
 
 
 # Parts that one matrix is made of, in order; the names within a layer in the published checkpoints.
@@ -96,32 +90,35 @@ def expected_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     }
     if not spec.tied:
         shapes[f"{HEAD}.weight"] = (spec.vocab_size, spec.hidden_size)
-    one_layer = _layer_tensors(spec)
-    for layer in range(spec.num_layers):
-        shapes |= {layer_name(layer, part): shape for part, shape in one_layer.items()}
+    for index, layer in enumerate(spec.layers):
+        shapes |= {layer_name(index, part): shape for part, shape in _layer_tensors(spec, layer).items()}
     return shapes
 
 
 def linear_layers(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
     """Name -> (outputs, inputs) of every matrix that may be quantised; a tied head is none of its own."""
-    one_layer = _layer_matrices(spec)
-    shapes = {layer_name(i, part): shape for i in range(spec.num_layers) for part, shape in one_layer.items()}
+    shapes = {
+        layer_name(index, part): shape
+        for index, layer in enumerate(spec.layers)
+        for part, shape in _layer_matrices(spec, layer).items()
+    }
     return shapes if spec.tied else shapes | {HEAD: (spec.vocab_size, spec.hidden_size)}
 
 
-def _layer_matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
-    hidden, middle, attended = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
-    matrices = {part: (heads * spec.head_dim, hidden) for part, heads in zip(QKV, spec.heads_of_qkv, strict=True)}
+def _layer_matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
+    hidden, middle, attention = spec.hidden_size, layer.mlp.width, layer.attention
+    attended, kept = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
+    matrices = {part: (outputs, hidden) for part, outputs in zip(QKV, (attended, kept, kept), strict=True)}
     return matrices | {OUT[0]: (hidden, attended), DOWN[0]: (hidden, middle)} | dict.fromkeys(GATE_UP, (middle, hidden))
 
 
-def _layer_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
-    hidden, matrices = spec.hidden_size, _layer_matrices(spec)
+def _layer_tensors(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
+    hidden, matrices = spec.hidden_size, _layer_matrices(spec, layer)
     biased = (QKV if spec.qkv_bias else ()) + (OUT if spec.out_bias else ())
-    biased += GATE_UP + DOWN if spec.mlp_bias else ()
+    biased += GATE_UP + DOWN if layer.mlp.bias else ()
     shapes: dict[str, tuple[int, ...]] = {f"{part}.weight": shape for part, shape in matrices.items()}
     shapes |= {f"{part}.bias": (matrices[part][0],) for part in biased}
     shapes |= dict.fromkeys(norm_parts(spec).values(), (hidden,))
     if spec.head_norms:
-        shapes |= {f"self_attn.{name}.weight": (spec.head_dim,) for name in ("q_norm", "k_norm")}
+        shapes |= {f"self_attn.{name}.weight": (layer.attention.head_dim,) for name in ("q_norm", "k_norm")}
     return shapes

@@ -16,20 +16,19 @@ What keeps a row's bits its own, measured bit for bit by the tests:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from pagoda_worker.kernels import paged
-from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
-from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
+from pagoda_worker.kernels.kv_cache import KVCache
+from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.kernels.reference import HostOps
 from pagoda_worker.rows.batch import Batch
-from pagoda_worker.sampling import logprobs, sampler
-from pagoda_worker.sampling.device_sampler import greedy_sampler
 
 GRAIN = 32768  # elements of elementwise work per thread, at least
 ONE_THREAD = 16384  # no elementwise work of up to this many elements is shared between threads, not even gelu
@@ -44,11 +43,8 @@ class Packed(NamedTuple):
     prepacked: bool
 
 
-class AtenOps:
+class AtenOps(HostOps):
     name = "torch"
-    capturable = False
-    own_threads = False
-    integer_linear = False
     numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}"
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -134,25 +130,6 @@ class AtenOps:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return PagedAttention(shape, sinks).attend(query, layer, plan)
-
-    def record(self, forward: Forward, kv: KVCache, max_tokens: int) -> None:
-        return None
-
-    def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
-        return new_kv_cache(shape, num_blocks, block_size, self.device)
-
-    def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        kv.copy_blocks(pairs)
-
-    def export_blocks(self, kv: KVCache, block_ids: Sequence[int]) -> Blocks:
-        return kv.export_blocks(block_ids)
-
-    def import_blocks(self, kv: KVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
-        kv.import_blocks(block_ids, blocks)
-
-    sample = staticmethod(sampler.sample)
-    report = staticmethod(logprobs.report)
-    device_sampler = staticmethod(greedy_sampler)
 
 
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default

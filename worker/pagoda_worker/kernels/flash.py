@@ -65,10 +65,10 @@ class Library:
         """Why it cannot serve this model, and what to do about it; empty if it may."""
         if needs.dtype not in DTYPES:
             return f"{self.title} computes in bfloat16 or float16, not in {needs.dtype}: see --dtype"
-        if needs.head_dim > WIDEST_HEAD or needs.head_dim % HEAD_STEP:
+        if any(dim > WIDEST_HEAD or dim % HEAD_STEP for dim in needs.head_dims):
             return (
                 f"{self.title} takes heads of a multiple of {HEAD_STEP} dimensions up to {WIDEST_HEAD}, "
-                f"this model's have {needs.head_dim}"
+                f"this model's have {', '.join(map(str, needs.head_dims))}"
             )
         if needs.block_size % self.block_multiple:
             return (

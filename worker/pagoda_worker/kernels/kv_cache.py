@@ -1,5 +1,8 @@
 """The KV cache as a worker holds it: one tensor per layer, blocks outermost, tokens of a block side by side.
 
+Layers that keep the same are a *group*: a cache is one group's, a model's KV cache has one for each (nearly always one
+in all). Groups share their block ids, so a group that slides keeps what lies before its window all the same.
+
     layers[l]   [num_blocks + 1, block_size, 2, Hkv, D]     2: K, then V
 
 A token's K and V are one contiguous line, so a step writes both with one indexed copy and a row's blocks come out of
@@ -16,8 +19,10 @@ therefore quarantines its blocks: they are zeroed before another row writes its 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -29,13 +34,14 @@ SCALE_DTYPE = torch.float32
 
 @dataclass(frozen=True, kw_only=True)
 class KVShape:
-    """What one token's K and V need: the same in every layer."""
+    """What one token's K and V need in the layers of one group, the same in each."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype  # of K and V as they are computed
     quantized: bool = False  # stored as int8, see `quantize`
+    window: int | None = None  # tokens that its layers see; None: all
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -52,6 +58,21 @@ class KVShape:
     def cells_per_block(self, block_size: int) -> tuple[int, ...]:
         """The sizes of one block's numbers outside of any cache, see `Blocks`; of its scales, less the last of them."""
         return (2, self.num_layers, self.num_kv_heads, block_size, self.head_dim)
+
+
+class KVLayer(NamedTuple):
+    """Where a layer of a model keeps its K and V: in which group, and as which of its layers."""
+
+    group: int
+    layer: int
+
+
+def grouped(layers: Sequence[KVShape]) -> tuple[tuple[KVShape, ...], list[KVLayer]]:
+    """The groups of these layers, each given as if it were alone, and where each of them is."""
+    counts = Counter(layers)
+    kinds = list(counts)
+    groups = tuple(replace(kind, num_layers=count) for kind, count in counts.items())
+    return groups, [KVLayer(kinds.index(one), layers[:i].count(one)) for i, one in enumerate(layers)]
 
 
 def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.ceilings import CeilingProbe, median_s
 from pagoda_worker.kernels.cpu.native import NativeOps, load_native
-from pagoda_worker.kernels.cpu.program import Recording
+from pagoda_worker.kernels.cpu.operations import Operation, program_of
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import FORMATS, Format, quantize
@@ -57,15 +57,18 @@ def runnable_levels() -> list[str]:
     return lib.runnable_levels()
 
 
-class _Copies(Recording):
-    """A tape for many copies of one operation. It keeps what each reads of its step; that is the same for all."""
+class _Copies:
+    """A tape for many copies of one operation, each with memory of its own, that all read the same of a step."""
 
-    def __init__(self, max_tokens: int) -> None:
-        super().__init__(max_tokens)
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
         self.step: dict[str, object] = {}
 
-    def take(self, op: lib.Op, operands: Sequence[object], **step: object) -> None:
-        super().take(op, operands, **step)
+    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(num_rows, width, dtype=dtype)
+
+    def take(self, operation: Operation, **step: object) -> None:
+        self.operations.append(operation)
         self.step |= step
 
 
@@ -84,7 +87,7 @@ class Roofline:
         self.shape = shape
         self.limits = limits
         needs = Needs(
-            dtype=torch.bfloat16, hidden_size=shape.hidden, head_dim=shape.head_dim,
+            dtype=torch.bfloat16, hidden_size=shape.hidden, head_dims=(shape.head_dim,),
             num_threads=threads, instruction_set=instruction_set,
         )  # fmt: skip
         self.ops = load_native(torch.device("cpu"), needs)
@@ -123,15 +126,13 @@ class Roofline:
         return max(1, min(cold, quick, MOST_COPIES))
 
     @torch.inference_mode()
-    def _time(self, num_tokens: int, copies: int, record: Record) -> float:
+    def _time(self, copies: int, record: Record) -> float:
         """Seconds of one operation, from runs over all copies."""
-        tape = _Copies(num_tokens)
-        # Results are held, so that no two copies write to the same memory.
-        results = [record(self.ops.on(tape), copy) for copy in range(copies)]
-        program = (lib.Op * len(tape.ops))(*tape.ops)
-        step = lib.make_step(**tape.step)
-        total = median_s(lambda: self.ops.library.run(program, step), self.limits.repeats)
-        return total / len(results)
+        tape = _Copies()
+        for copy in range(copies):
+            record(self.ops.on(tape), copy)
+        program, step = program_of(tape.operations), lib.make_step(**tape.step)
+        return median_s(lambda: self.ops.library.run(program, step), self.limits.repeats) / copies
 
     # --- linear layers ------------------------------------------------------------------------------------------------
 
@@ -157,7 +158,7 @@ class Roofline:
         num_bytes = weight_bytes(n, k, form) + rows * k * 2 + rows * n * out_bytes
         operations = 2.0 * rows * n * k
         copies = min(len(packed), self._num_copies(num_bytes, operations))
-        seconds = self._time(rows, copies, lambda ops, copy: getattr(ops, method)(x, packed[copy]))
+        seconds = self._time(copies, lambda ops, copy: getattr(ops, method)(x, packed[copy]))
         unit = "int8" if form is not None and form.activation_bits == 8 else PLAIN
         return Point(
             op=op, shape=f"{matrix} {rows} x {k} -> {n}", seconds=seconds, num_bytes=num_bytes,
@@ -184,7 +185,7 @@ class Roofline:
     def _rowwise(self, op: str, size: tuple[int, int], num_bytes: int, apply: Apply) -> Point:
         copies = self._num_copies(num_bytes)
         x, other = self._random(copies, *size), self._random(copies, *size)
-        seconds = self._time(size[0], copies, lambda ops, copy: apply(ops, x[copy], other[copy]))
+        seconds = self._time(copies, lambda ops, copy: apply(ops, x[copy], other[copy]))
         shape = f"{size[0]} x {size[1]}"
         return Point(op=op, shape=shape, seconds=seconds, num_bytes=num_bytes, operations=0.0, unit=PLAIN)
 
@@ -195,7 +196,7 @@ class Roofline:
         # All copies read the same token ids, so each looks into a part of the table of its own.
         parts = torch.split(self._random(vocab, hidden), vocab // copies)
         ids = torch.randperm(vocab // copies, generator=self._generator)[:rows]
-        seconds = self._time(rows, copies, lambda ops, copy: ops.embed(ids, parts[copy], None))
+        seconds = self._time(copies, lambda ops, copy: ops.embed(ids, parts[copy], None))
         shape = f"{rows} x {hidden}"
         return Point(op="embed", shape=shape, seconds=seconds, num_bytes=num_bytes, operations=0.0, unit=PLAIN)
 
@@ -233,9 +234,7 @@ class Roofline:
         weight = torch.ones(sizes.heads + sizes.kv_heads, sizes.head_dim)
         norm = HeadNorm(weight=weight, eps=1e-6) if sizes.head_norm else None
         qkv = self._random(copies, tokens, heads * sizes.head_dim)
-        seconds = self._time(
-            tokens, copies, lambda ops, copy: ops.rope_write(qkv[copy], rotation, norm, kv, copy, positions)
-        )
+        seconds = self._time(copies, lambda ops, copy: ops.rope_write(qkv[copy], rotation, norm, kv, copy, positions))
         return Point(
             op=op, shape=f"{tokens} tokens", seconds=seconds, num_bytes=num_bytes,
             operations=0.0, unit=PLAIN,
@@ -258,7 +257,7 @@ class Roofline:
             num_heads=sizes.heads, num_kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, scale=sizes.head_dim**-0.5
         )
         q = self._random(rows * query, sizes.heads, sizes.head_dim)
-        seconds = self._time(rows * query, copies, lambda ops, copy: ops.attend(q, kv, copy, plan, attention))
+        seconds = self._time(copies, lambda ops, copy: ops.attend(q, kv, copy, plan, attention))
         return Point(op=op, shape=shape, seconds=seconds, num_bytes=num_bytes, operations=operations, unit=PLAIN)
 
     def _full_cache(self, shape: KVShape, num_blocks: int) -> NativeKVCache:

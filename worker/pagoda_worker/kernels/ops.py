@@ -25,7 +25,7 @@ from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
 T = TypeVar("T")
 Forward = Callable[["Ops", Batch, Any], tuple[torch.Tensor, ...]]
-"""What a model computes of all tokens of a batch, by the given back end: (ops, batch, cache) -> results [T, ..]."""
+"""What a model computes of all tokens of a batch, by the given back end: (ops, batch, caches) -> results [T, ..]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Rotation:
 
 
 class Cache(Protocol):
-    """The part of a back end's KV cache that models know."""
+    """The part of a back end's KV cache that models know. It holds one group of layers, whose own order counts them."""
 
     @property
     def shape(self) -> KVShape: ...
@@ -105,8 +105,10 @@ class Ops(Protocol):
     def numerics(self) -> str:
         """What of this back end decides how results are rounded, besides its name: tile sizes, instruction set."""
 
-    def record(self, forward: Forward, kv: Any, max_tokens: int) -> Callable[[Batch], tuple[torch.Tensor, ...]] | None:
-        """`forward` over `kv` as one call for batches of up to `max_tokens`, with the same bits.
+    def record(
+        self, forward: Forward, kv: Sequence[Any], max_tokens: int
+    ) -> Callable[[Batch], tuple[torch.Tensor, ...]] | None:
+        """`forward` over the caches `kv` as one call for batches of up to `max_tokens`, with the same bits.
 
         The results are valid until the next call. None: this back end records nothing.
         """
@@ -161,7 +163,7 @@ class Ops(Protocol):
         """key and value [T, Hkv, D] into the cache as they are, or rounded if it is quantised."""
 
     def plan(self, batch: Batch, kv: Any) -> Any:
-        """What all layers of a step have in common: work lists and masks. Made once per step, before any `attend`."""
+        """What all layers of a group have in common: work lists and masks. Made once per step, before any `attend`."""
 
     def attend(
         self,
@@ -238,7 +240,7 @@ class Needs:
 
     dtype: torch.dtype
     hidden_size: int = 0
-    head_dim: int = 0
+    head_dims: tuple[int, ...] = ()  # of the layers
     inputs: tuple[int, ...] = ()  # K of every kind of linear layer
     attention: tuple[AttentionShape, ...] = ()  # of each layer
     vocab_size: int = 0

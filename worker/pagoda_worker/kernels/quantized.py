@@ -18,14 +18,13 @@ whose inner sum is exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
 MAX_ACTIVATION = 127
 FAINT = 2.0**-100
-
-
 FAINTEST_SCALE = torch.finfo(torch.float16).tiny
 
 
@@ -56,11 +55,24 @@ class QuantizedWeight:
     activation_bits: int
 
     @property
+    def shape(self) -> torch.Size:
+        """[N, K]"""
+        return self.levels.shape
+
+    @property
     def group(self) -> int:
         return self.levels.shape[1] // self.scales.shape[1]
 
 
 Weight = torch.Tensor | QuantizedWeight
+
+
+def by_rows(weight: Weight, move: Callable[[torch.Tensor], torch.Tensor]) -> Weight:
+    """The weight whose rows are where `move` puts those of a tensor [N, ..]."""
+    if isinstance(weight, torch.Tensor):
+        return move(weight)
+    zeros = None if weight.zeros is None else move(weight.zeros)
+    return replace(weight, levels=move(weight.levels), scales=move(weight.scales), zeros=zeros)
 
 
 def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:

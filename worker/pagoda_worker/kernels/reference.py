@@ -25,12 +25,37 @@ class Plain(NamedTuple):
     group: int = 0
 
 
-class ReferenceOps:
-    name = "reference"
+class HostOps:
+    """What back ends share that keep a `KVCache`, record nothing and choose tokens on the host."""
+
     capturable = False
-    batch_invariant = False
     own_threads = False
     integer_linear = False
+    device: torch.device
+
+    def record(self, forward: Forward, kv: Sequence[KVCache], max_tokens: int) -> None:
+        return None
+
+    def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
+        return new_kv_cache(shape, num_blocks, block_size, self.device)
+
+    def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
+        kv.copy_blocks(pairs)
+
+    def export_blocks(self, kv: KVCache, block_ids: Sequence[int]) -> Blocks:
+        return kv.export_blocks(block_ids)
+
+    def import_blocks(self, kv: KVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
+        kv.import_blocks(block_ids, blocks)
+
+    sample = staticmethod(sampler.sample)
+    report = staticmethod(logprobs.report)
+    device_sampler = staticmethod(greedy_sampler)
+
+
+class ReferenceOps(HostOps):
+    name = "reference"
+    batch_invariant = False
     numerics = ""
 
     def __init__(self, device: torch.device) -> None:
@@ -128,25 +153,6 @@ class ReferenceOps:
             weights = scores.softmax(-1)[..., :length]
             rows.append(torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype))
         return torch.cat(rows)
-
-    def record(self, forward: Forward, kv: KVCache, max_tokens: int) -> None:
-        return None
-
-    def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
-        return new_kv_cache(shape, num_blocks, block_size, self.device)
-
-    def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        kv.copy_blocks(pairs)
-
-    def export_blocks(self, kv: KVCache, block_ids: Sequence[int]) -> Blocks:
-        return kv.export_blocks(block_ids)
-
-    def import_blocks(self, kv: KVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
-        kv.import_blocks(block_ids, blocks)
-
-    sample = staticmethod(sampler.sample)
-    report = staticmethod(logprobs.report)
-    device_sampler = staticmethod(greedy_sampler)
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class MemoryNeeds(Protocol):
     """What of a loaded model matters here."""
 
     @property
-    def kv_shape(self) -> KVShape: ...
+    def kv_groups(self) -> tuple[KVShape, ...]: ...
 
     @property
     def max_model_len(self) -> int: ...
@@ -67,7 +67,7 @@ def num_kv_blocks(
         NotEnoughMemory: not even one request of max_model_len tokens would fit; the message names the options.
     """
     models = (loaded,) if draft is None else (loaded, draft)
-    bytes_per_block = sum(model.kv_shape.bytes_per_block(config.block_size) for model in models)
+    bytes_per_block = sum(group.bytes_per_block(config.block_size) for model in models for group in model.kv_groups)
     blocks_per_request = -(-loaded.max_model_len // config.block_size)
     if config.num_blocks:
         blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"

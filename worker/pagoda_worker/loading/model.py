@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,9 +37,9 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 class Model(Protocol):
     """A model as the runner sees it; both methods are called under torch.inference_mode."""
 
-    kv_shape: KVShape
+    kv_groups: tuple[KVShape, ...]
 
-    def forward(self, batch: Batch, kv: Cache) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: Sequence[Cache]) -> torch.Tensor:
         """Write K and V of the batch's tokens, return final hidden states [T, H]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Model(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
     model: Model
-    kv_shape: KVShape  # the model's, stored as configured
+    kv_groups: tuple[KVShape, ...]  # the model's, stored as configured
     ops: Ops
     dtype: torch.dtype
     device: torch.device
@@ -61,12 +61,12 @@ class LoadedModel:
     batch_invariant: bool  # whether a token's bits are its row's alone, whatever is computed beside it
     spare_blocks: int = 0  # of the KV cache, beyond those that rows are given: their ids follow
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> Cache:
-        """Raises BackendError when the back end has none of this kind."""
+    def new_kv_cache(self, num_blocks: int, block_size: int) -> tuple[Cache, ...]:
+        """A cache for each group. Raises BackendError when the back end has none of this kind."""
 
-        def new() -> Cache:
-            cache: Cache = self.ops.new_kv_cache(self.kv_shape, num_blocks + self.spare_blocks, block_size)
-            return cache
+        def new() -> tuple[Cache, ...]:
+            blocks = num_blocks + self.spare_blocks
+            return tuple(self.ops.new_kv_cache(group, blocks, block_size) for group in self.kv_groups)
 
         return guarded(self.ops.name, new, but=(MemoryError, torch.OutOfMemoryError, torch.AcceleratorError))
 
@@ -114,10 +114,10 @@ def load_model(
             with torch.inference_mode():
                 decoder = Decoder(spec, ops, source, dtype, max_len)
                 model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
-    kv_shape = replace(model.kv_shape, quantized=config.kv_cache_dtype == "int8")
+    kv_groups = tuple(replace(group, quantized=config.kv_cache_dtype == "int8") for group in model.kv_groups)
     return LoadedModel(
         model=model,
-        kv_shape=kv_shape,
+        kv_groups=kv_groups,
         ops=ops,
         dtype=dtype,
         device=device,
@@ -125,7 +125,7 @@ def load_model(
         max_model_len=max_len,
         fingerprint=fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint.digest),
         numerics_id=numerics_id(
-            ops, kv_shape, "native" if spec is not None else fallback.implementation, formats.description
+            ops, kv_groups[0], "native" if spec is not None else fallback.implementation, formats.description
         ),
         native=spec is not None,
         batch_invariant=ops.batch_invariant and (spec is not None or fallback.batch_invariant),
@@ -143,9 +143,9 @@ def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, sp
         needs = replace(
             needs,
             hidden_size=spec.hidden_size,
-            head_dim=spec.head_dim,
+            head_dims=tuple(sorted({layer.attention.head_dim for layer in spec.layers})),
             inputs=tuple(sorted({inputs for _, inputs in linear_layers(spec).values()})),
-            attention=spec.attention,
+            attention=tuple(layer.attention for layer in spec.layers),
             vocab_size=spec.vocab_size,
         )
     ops, remarks = load_ops(device, config.kernels, needs)

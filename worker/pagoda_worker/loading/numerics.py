@@ -21,7 +21,7 @@ def numerics_id(ops: Ops, kv_shape: KVShape, implementation: str, weights: str =
 
     Args:
         ops: The back end.
-        kv_shape: What the model computes in, and how keys and values are kept.
+        kv_shape: What the model computes in, and how keys and values are kept: that of any group.
         implementation: Which code runs the model: "native" or "transformers <version>".
         weights: Their format once they are loaded: "as stored", "int4 group 64, activations int8"
     """

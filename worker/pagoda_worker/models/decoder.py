@@ -1,19 +1,16 @@
-"""The decoder of a DecoderSpec: norm, attend, norm, MLP, over a residual stream. One forward for prefill and decode.
-
-Matrices that read the same input are one matrix (queries, keys and values; gate and up), merged while loading.
-"""
+"""The decoder of a DecoderSpec: norm, attend, norm, MLP, over a residual stream. One forward for prefill and decode."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pagoda_worker.checkpoints.rope import RotaryTable
-from pagoda_worker.checkpoints.source import Source, joined
+from pagoda_worker.checkpoints.source import Source
 from pagoda_worker.checkpoints.spec import (
     DOWN,
     EMBED,
@@ -26,23 +23,24 @@ from pagoda_worker.checkpoints.spec import (
     layer_name,
     norm_parts,
 )
-from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation
+from pagoda_worker.models.linear import Linear, Mlp, Packer
 from pagoda_worker.rows.batch import Batch
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer: packed matrices, and norms in float32."""
+    """One layer: its matrices, its norms in float32, and where its K and V are."""
 
-    qkv: Any
-    out: Any
-    gate_up: Any
-    down: Any
+    qkv: Linear
+    out: Linear
+    mlp: Mlp
     norms: dict[str, torch.Tensor]
     head_norm: HeadNorm | None
     attention: AttentionShape
-    rope: int
+    rope: int  # of the spec's
+    kv: KVLayer
 
 
 class Decoder:
@@ -51,11 +49,14 @@ class Decoder:
     def __init__(self, spec: DecoderSpec, ops: Ops, source: Source, dtype: torch.dtype, max_positions: int) -> None:
         self.spec = spec
         self.ops = ops
-        self.kv_shape = KVShape(
-            num_layers=spec.num_layers, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, dtype=dtype
-        )
+        kept = [
+            KVShape(num_layers=1, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, dtype=dtype, window=a.window)
+            for a in (layer.attention for layer in spec.layers)
+        ]
+        self.kv_groups, kv_layers = grouped(kept)
         self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
-        self._layers = [_load_layer(spec, ops, source, dtype, layer) for layer in range(spec.num_layers)]
+        packer = Packer(ops, source, dtype)
+        self._layers = [_load_layer(spec, packer, index, kv) for index, kv in enumerate(kv_layers)]
         self._final_norm = source.tensor(FINAL_NORM).float() + spec.norm_offset
         self._embed = source.tensor(EMBED)
         self._head = ops.pack_linear(source.tied(self._embed) if spec.tied else source.linear(HEAD))
@@ -66,19 +67,20 @@ class Decoder:
         other.ops = ops
         return other
 
-    def plan(self, batch: Batch, kv: Cache) -> Any:
-        """What `forward` makes for itself when it is given none."""
-        return self.ops.plan(batch, kv)
+    def plan(self, batch: Batch, kv: Sequence[Cache]) -> list[Any]:
+        """What `forward` makes for itself when it is given none: a plan for each group."""
+        return [self.ops.plan(batch, group) for group in kv]
 
-    def forward(self, batch: Batch, kv: Cache, plan: Any = None) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: Sequence[Cache], plan: list[Any] | None = None) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
-        kv.admit(batch)
+        for group in kv:
+            group.admit(batch)
         plan = self.plan(batch, kv) if plan is None else plan
         rotations = [table.at(batch.positions) for table in self._ropes]
         stream = self.ops.embed(batch.token_ids, self._embed, self.spec.embed_scale)
-        run = self._branch_normed if self.spec.branch_norms else self._plain
-        hidden = run(stream, _Step(batch, kv, plan, rotations))
-        kv.inspect(batch, hidden)
+        hidden = self._run(stream, _Step(batch, kv, plan, rotations))
+        for group in kv:
+            group.inspect(batch, hidden)
         return hidden
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -88,25 +90,14 @@ class Decoder:
         cap = self.spec.final_softcap
         return logits if cap is None else soft_cap(logits, cap)
 
-    def _plain(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
-        """Pre-norm: every branch is normed on its way in and added on its way out."""
+    def _run(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
+        """Every branch is normed on its way in, with Gemma again on its way out, and added to the stream."""
         branch: torch.Tensor | None = None
-        for index, layer in enumerate(self._layers):
+        for layer in self._layers:
             x, stream = self._norm_in(branch, stream, layer.norms["attention"])
-            branch = self._attend(x, index, layer, step)
+            branch = self._norm_out(self._attend(x, layer, step), layer.norms.get("after_attention"))
             x, stream = self._norm_in(branch, stream, layer.norms["mlp"])
-            branch = self._mlp(x, layer)
-        return self._norm_in(branch, stream, self._final_norm)[0]
-
-    def _branch_normed(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
-        """Gemma: every branch is normed on its way in and again on its way out."""
-        ops, eps = self.ops, self.spec.norm_eps
-        branch: torch.Tensor | None = None
-        for index, layer in enumerate(self._layers):
-            x, stream = self._norm_in(branch, stream, layer.norms["attention"])
-            branch = ops.rms_norm(self._attend(x, index, layer, step), layer.norms["after_attention"], eps)
-            x, stream = self._norm_in(branch, stream, layer.norms["mlp"])
-            branch = ops.rms_norm(self._mlp(x, layer), layer.norms["after_mlp"], eps)
+            branch = self._norm_out(layer.mlp.run(x, self.ops), layer.norms.get("after_mlp"))
         return self._norm_in(branch, stream, self._final_norm)[0]
 
     def _norm_in(
@@ -117,16 +108,15 @@ class Decoder:
             return self.ops.rms_norm(stream, weight, self.spec.norm_eps), stream
         return self.ops.add_rms_norm(branch, stream, weight, self.spec.norm_eps)
 
-    def _attend(self, x: torch.Tensor, index: int, layer: Layer, step: _Step) -> torch.Tensor:
-        ops, kv = self.ops, step.kv
-        qkv = ops.linear(x, layer.qkv)
-        rotation = step.rotations[layer.rope]
-        query = ops.rope_write(qkv, rotation, layer.head_norm, kv, index, step.batch.kv_indices)
-        return ops.linear(ops.attend(query, kv, index, step.plan, layer.attention), layer.out)
+    def _norm_out(self, branch: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        return branch if weight is None else self.ops.rms_norm(branch, weight, self.spec.norm_eps)
 
-    def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
-        ops = self.ops
-        return ops.linear(ops.gated_linear(x, layer.gate_up, self.spec.activation), layer.down)
+    def _attend(self, x: torch.Tensor, layer: Layer, step: _Step) -> torch.Tensor:
+        ops, (group, index) = self.ops, layer.kv
+        kv, plan = step.kv[group], step.plan[group]
+        qkv, rotation = layer.qkv.linear(x, ops), step.rotations[layer.rope]
+        query = ops.rope_write(qkv, rotation, layer.head_norm, kv, index, step.batch.kv_indices)
+        return layer.out.linear(ops.attend(query, kv, index, plan, layer.attention), ops)
 
 
 @dataclass(frozen=True)
@@ -134,8 +124,8 @@ class _Step:
     """What all layers of a step share."""
 
     batch: Batch
-    kv: Cache
-    plan: Any
+    kv: Sequence[Cache]  # of each group, as is `plan`
+    plan: list[Any]
     rotations: list[Rotation]
 
 
@@ -147,28 +137,28 @@ def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
     return logits.mul_(cap)
 
 
-def _load_layer(spec: DecoderSpec, ops: Ops, source: Source, dtype: torch.dtype, layer: int) -> Layer:
-    def pack(parts: tuple[str, ...], biased: bool, packed: Callable[..., Any] = ops.pack_linear) -> Any:
-        weights = [source.linear(layer_name(layer, part)) for part in parts]
-        biases = [source.tensor(layer_name(layer, f"{part}.bias")) for part in parts] if biased else []
-        return packed(joined(weights, dtype), torch.cat(biases) if biases else None)
+def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> Layer:
+    layer, prefix = spec.layers[index], layer_name(index, "")
 
     def norm(part: str) -> torch.Tensor:
-        return source.tensor(layer_name(layer, part)).float() + spec.norm_offset
+        return packer.source.tensor(prefix + part).float() + spec.norm_offset
 
     return Layer(
-        qkv=pack(QKV, spec.qkv_bias),
-        out=pack(OUT, spec.out_bias),
-        gate_up=pack(GATE_UP, spec.mlp_bias, ops.pack_gated),
-        down=pack(DOWN, spec.mlp_bias),
+        qkv=packer.pack(prefix, QKV, spec.qkv_bias),
+        out=packer.pack(prefix, OUT, spec.out_bias),
+        mlp=Mlp(
+            packer.pack(prefix, GATE_UP, layer.mlp.bias, layer.mlp.activation),
+            packer.pack(prefix, DOWN, layer.mlp.bias),
+        ),
         norms={role: norm(part) for role, part in norm_parts(spec).items()},
-        head_norm=_head_norm(spec, norm) if spec.head_norms else None,
-        attention=spec.attention[layer],
-        rope=spec.rope_of_layer[layer],
+        head_norm=_head_norm(spec, layer.attention, norm) if spec.head_norms else None,
+        attention=layer.attention,
+        rope=spec.ropes.index(layer.rope),
+        kv=kv,
     )
 
 
-def _head_norm(spec: DecoderSpec, norm: Callable[[str], torch.Tensor]) -> HeadNorm:
+def _head_norm(spec: DecoderSpec, attention: AttentionShape, norm: Callable[[str], torch.Tensor]) -> HeadNorm:
     query, key = norm("self_attn.q_norm.weight"), norm("self_attn.k_norm.weight")
-    weight = torch.cat((query.expand(spec.num_heads, -1), key.expand(spec.num_kv_heads, -1)))
+    weight = torch.cat((query.expand(attention.num_heads, -1), key.expand(attention.num_kv_heads, -1)))
     return HeadNorm(weight=weight, eps=spec.norm_eps)

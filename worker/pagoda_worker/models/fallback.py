@@ -5,14 +5,15 @@ from it, so the model sees packed tokens as one batch of size 1 with `position_i
 linear layers are replaced by packed ones. Everything else is the model's code.
 
 A model is taken only if that is the whole truth about it, which is checked by running it: every layer must call the
-attention function exactly once, with heads of one shape and no mask of its own, and the logits of a short prompt must
-agree with those of the unmodified model. They are compared in float32, whatever the weights are kept in: rounding to 16
-bits moves logits as far as a wrong mask does, and a router to other experts. Packed layers are held against what they
-replace, one by one. Whether bits stay when a prompt is cut is found out on the way.
+attention function exactly once, with no mask of its own, and the logits of a short prompt must agree with those of the
+unmodified model. They are compared in float32, whatever the weights are kept in: rounding to 16 bits moves logits as
+far as a wrong mask does, and a router to other experts. Packed layers are held against what they replace, one by one.
+Whether bits stay when a prompt is cut is found out on the way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,14 @@ import torch.nn.functional as F
 import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_outputs import MoeModelOutputWithPast
 from transformers.modeling_utils import AttentionInterface
 from transformers.pytorch_utils import Conv1D
 
 from pagoda_worker.checkpoints.checkpoint import Checkpoint
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.kernels.choose import load_ops
-from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import AttentionShape, Cache, Needs, Ops
 from pagoda_worker.models.widened import Widened
 from pagoda_worker.rows.batch import Batch
@@ -55,17 +57,10 @@ class Context:
 
     ops: Ops
     batch: Batch | None = None
-    kv: Cache | None = None
-    plan: Any = None
-    calls: list[AttentionCall] | None = None  # while probing
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    layer: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None
+    kv: Sequence[Cache] = ()
+    plans: Sequence[Any] = ()  # one per cache
+    layers: Sequence[KVLayer] = ()  # where in the caches each is
+    calls: list[tuple[int, KVShape]] | None = None  # while probing: which layers attended, and what each keeps
 
 
 class TransformersModel:
@@ -83,7 +78,7 @@ class TransformersModel:
             checkpoint.progress(checkpoint.num_bytes, checkpoint.num_bytes)
         try:
             with torch.inference_mode():
-                self.kv_shape, self.batch_invariant = self._take_over(config, dtype)
+                self.kv_groups, self.batch_invariant = self._take_over(config, dtype)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             reason = f"{config.architectures}: its code does not run on a paged cache ({type(error).__name__}: {error})"
             raise UnsupportedConfig(reason) from error
@@ -91,19 +86,21 @@ class TransformersModel:
         unique = "" if self.batch_invariant else f" {uuid4().hex}"
         self.implementation = f"transformers {transformers.__version__}{unique}"
 
-    def forward(self, batch: Batch, kv: Cache) -> torch.Tensor:
+    def forward(self, batch: Batch, kv: Sequence[Cache]) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
-        kv.admit(batch)
         context = self._context
-        context.batch, context.kv, context.plan = batch, kv, context.ops.plan(batch, kv)
+        for group in kv:
+            group.admit(batch)
+        context.batch, context.kv, context.plans = batch, kv, [context.ops.plan(batch, group) for group in kv]
         try:
             output = self._base(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True
             )
         finally:
-            context.batch = context.kv = context.plan = None
+            context.batch, context.kv, context.plans = None, (), ()
         hidden: torch.Tensor = output.last_hidden_state[0]
-        kv.inspect(batch, hidden)
+        for group in kv:
+            group.inspect(batch, hidden)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -112,27 +109,27 @@ class TransformersModel:
         logits: torch.Tensor = self._causal(input_ids=hidden.new_zeros((1, len(hidden)), dtype=torch.int64)).logits[0]
         return logits.float()
 
-    def _take_over(self, config: Any, dtype: torch.dtype) -> tuple[KVShape, bool]:
+    def _take_over(self, config: Any, dtype: torch.dtype) -> tuple[tuple[KVShape, ...], bool]:
         """Put our attention and linear layers in place of the model's and compare with what it computed before.
 
-        Returns the shape of the cache it needs, and whether cutting a prompt leaves its bits alone.
+        Returns the caches it needs, and whether cutting a prompt leaves its bits alone.
         """
         ids = _probe_ids(self.vocab_size, self.ops.device)
         with Widened():
             expected = self._causal(input_ids=ids[None], use_cache=False).logits[0].float()
         self._attach()
-        shape = self._probe_shape(config, ids, dtype)
+        groups = self._probe_groups(config, ids, dtype)
         with Widened():
             self._context.ops, _ = load_ops(self.ops.device, "reference", Needs(dtype=torch.float32))
-            found = self._probe(replace(shape, dtype=torch.float32), ids, CUT)
+            found = self._probe([replace(group, dtype=torch.float32) for group in groups], ids, CUT)
         _check_agrees(config, found, expected)
         self._context.ops = self.ops
         _pack_linears(self._causal, self.ops)
         _pack_linears(self._base, self.ops)
-        whole, cut = self._probe(shape, ids, [PROBE_TOKENS]), self._probe(shape, ids, CUT)
+        whole, cut = self._probe(groups, ids, [PROBE_TOKENS]), self._probe(groups, ids, CUT)
         if dtype == torch.float32:
             _check_agrees(config, cut, expected)
-        return shape, torch.equal(whole, cut)
+        return groups, torch.equal(whole, cut)
 
     def _attach(self) -> None:
         """Make our function the model's attention, and split the model into its base and its head."""
@@ -145,17 +142,18 @@ class TransformersModel:
         self._base, self._given = getattr(self._causal, prefix), _Given()
         setattr(self._causal, prefix, self._given)
 
-    def _probe(self, shape: KVShape, ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
+    def _probe(self, groups: Sequence[KVShape], ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
         """Logits after each of `ids`, computed in chunks."""
-        kv = self._context.ops.new_kv_cache(shape, 1, 16)
+        kv = [self._context.ops.new_kv_cache(group, 1, 16) for group in groups]
         logits, start = [], 0
         for chunk in torch.split(ids, chunks):
             logits.append(self.logits(self.forward(_batch(chunk, start), kv)))
             start += len(chunk)
         return torch.cat(logits)
 
-    def _probe_shape(self, config: Any, ids: torch.Tensor, dtype: torch.dtype) -> KVShape:
-        calls: list[AttentionCall] = []
+    def _probe_groups(self, config: Any, ids: torch.Tensor, dtype: torch.dtype) -> tuple[KVShape, ...]:
+        """The groups of layers; the context is told which layer is where."""
+        calls: list[tuple[int, KVShape]] = []
         self._context.calls = calls
         try:
             batch = _batch(ids[:1], 0)
@@ -163,18 +161,14 @@ class TransformersModel:
         finally:
             self._context.calls = None
         layers = int(config.num_hidden_layers)
-        if sorted(call.layer for call in calls) != list(range(layers)):
+        if sorted(layer for layer, _ in calls) != list(range(layers)):
             raise UnsupportedConfig(
                 f"{config.architectures}: {len(calls)} of {layers} layers use plain attention; it cannot be served"
             )
-        shapes = {(call.num_kv_heads, call.head_dim) for call in calls}
-        if len(shapes) != 1:
-            raise UnsupportedConfig(
-                f"{config.architectures}: layers with KV heads of different shapes {sorted(shapes)}"
-            )
-        _check_windows(config, calls)
-        heads, head_dim = shapes.pop()
-        return KVShape(num_layers=layers, num_kv_heads=heads, head_dim=head_dim, dtype=dtype)
+        kept = dict(calls)
+        _check_windows(config, kept)
+        groups, self._context.layers = grouped([replace(kept[layer], dtype=dtype) for layer in range(layers)])
+        return groups
 
 
 def _check_agrees(config: Any, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -196,20 +190,13 @@ class _Given(nn.Module):
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> _Output:
-        return _Output(self.hidden)
+        return _Output(last_hidden_state=self.hidden)
 
 
-class _Output:
-    """A base model's output that has hidden states and none of the rest."""
+class _Output(MoeModelOutputWithPast):  # type: ignore[misc]  # transformers is not typed here
+    """A base model's output that has hidden states, and nothing of what causal models look for besides."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
-        self.last_hidden_state = hidden
-
-    def __getattr__(self, name: str) -> None:
-        return None
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return (self.last_hidden_state,)[index]
+    cross_attentions = shared_kv_states = None
 
 
 class _PackedLinear(nn.Module):
@@ -255,12 +242,15 @@ def _attend(
     context: Context = module.pagoda_context  # type: ignore[assignment]
     layer: int = module.layer_idx  # type: ignore[assignment]
     if context.calls is not None:
-        context.calls.append(AttentionCall(layer, key.shape[1], key.shape[3], window))
+        kept = KVShape(num_layers=1, num_kv_heads=key.shape[1], head_dim=key.shape[3], dtype=key.dtype, window=window)
+        context.calls.append((layer, kept))
         return query.transpose(1, 2), None
-    if context.batch is None or context.kv is None:
+    if context.batch is None:
         raise RuntimeError("attention outside of a forward pass")
+    group, index = context.layers[layer]
+    kv, plan = context.kv[group], context.plans[group]
     q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
-    context.ops.write_kv(k, v, context.kv, layer, context.batch.kv_indices)
+    context.ops.write_kv(k, v, kv, index, context.batch.kv_indices)
     shape = AttentionShape(
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],
@@ -269,7 +259,7 @@ def _attend(
         window=window,
         softcap=softcap,
     )
-    out = context.ops.attend(q, context.kv, layer, context.plan, shape, sinks)
+    out = context.ops.attend(q, kv, index, plan, shape, sinks)
     return out.view(1, *q.shape), None
 
 
@@ -290,7 +280,7 @@ def _check_call(
         raise UnsupportedConfig(f"{type(module).__name__} asks for {', '.join(unknown)}; such models are not served")
 
 
-def _check_windows(config: Any, calls: list[AttentionCall]) -> None:
+def _check_windows(config: Any, kept: Mapping[int, KVShape]) -> None:
     """A layer said to slide must say its window, or it would be attended in full."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -298,7 +288,7 @@ def _check_windows(config: Any, calls: list[AttentionCall]) -> None:
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise UnsupportedConfig(f"{config.architectures}: layers of type {', '.join(unknown)}")
-    silent = [call.layer for call in calls if kinds[call.layer] == "sliding_attention" and call.window is None]
+    silent = [i for i, one in kept.items() if kinds[i] == "sliding_attention" and one.window is None]
     if silent:
         raise UnsupportedConfig(f"{config.architectures}: layers {silent} slide by a mask of their own")
 

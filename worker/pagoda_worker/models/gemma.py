@@ -7,65 +7,65 @@ global layers by different angles.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pagoda_worker.checkpoints.config_reader import ConfigReader, UnsupportedConfig, rope_shape
 from pagoda_worker.checkpoints.rope import RopeShape
-from pagoda_worker.checkpoints.spec import DecoderSpec
-from pagoda_worker.models.llama import common_fields, one_rope
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec
+from pagoda_worker.models.llama import attention_of, common_fields, layers_of, mlp_of
 
 
 def _gemma_fields(config: ConfigReader) -> dict[str, Any]:
-    common = common_fields(config, default_head_dim=256)
+    common = common_fields(config, tied=True)
     bias = config.take("attention_bias", bool, False)
     if config.take("use_bidirectional_attention", bool, False):
         raise UnsupportedConfig("config.json: 'use_bidirectional_attention' is not supported")
     return common | {
-        "attention_scale": config.positive("query_pre_attn_scalar", 256.0) ** -0.5,
-        "activation": config.activation("hidden_activation", "hidden_act"),
         "qkv_bias": bias,
         "out_bias": bias,
         "branch_norms": True,
         "norm_offset": 1.0,
         "embed_scale": common["hidden_size"] ** 0.5,
-        "attention_softcap": config.maybe_positive("attn_logit_softcapping"),
         "final_softcap": config.maybe_positive("final_logit_softcapping"),
-        "tied": config.take("tie_word_embeddings", bool, True),
     }
 
 
-def _windows(config: ConfigReader, period: int) -> tuple[int | None, ...]:
-    """Every `period`-th layer is global."""
+def _layers(
+    config: ConfigReader, period: int, ropes: Callable[[ConfigReader, int], Sequence[RopeShape]]
+) -> tuple[LayerSpec, ...]:
+    """Every `period`-th layer is global; `ropes` of a head size are the global layers' and, if another, the others'."""
+    attention = replace(
+        attention_of(config, default_head_dim=256),
+        scale=config.positive("query_pre_attn_scalar", 256.0) ** -0.5,
+        softcap=config.maybe_positive("attn_logit_softcapping"),
+    )
     window, layers = config.size("sliding_window", 4096), range(config.size("num_hidden_layers"))
-    return config.layer_windows(window, ["sliding_attention" if (i + 1) % period else "full_attention" for i in layers])
+    kinds = ["sliding_attention" if (i + 1) % period else "full_attention" for i in layers]
+    mlp = mlp_of(config, "hidden_activation", "hidden_act")
+    return layers_of(config.layer_windows(window, kinds), attention, mlp, *ropes(config, attention.head_dim))
 
 
 def read_gemma2(config: ConfigReader) -> DecoderSpec:
-    fields = _gemma_fields(config)
-    return DecoderSpec(**fields, **one_rope(config, fields["head_dim"]), windows=_windows(config, 2))
+    layers = _layers(config, 2, lambda config, head_dim: [config.rope(head_dim)])
+    return DecoderSpec(**_gemma_fields(config), layers=layers)
 
 
 def read_gemma3(config: ConfigReader) -> DecoderSpec:
-    fields = _gemma_fields(config)
     period = config.maybe_size("sliding_window_pattern") or config.maybe_size("_sliding_window_pattern") or 6
-    windows = _windows(config, period)
-    return DecoderSpec(
-        **fields | {"head_norms": True},
-        windows=windows,
-        ropes=_local_and_global(config, fields["head_dim"]),
-        rope_of_layer=tuple(0 if window is not None else 1 for window in windows),
-    )
+    return DecoderSpec(**_gemma_fields(config), layers=_layers(config, period, _global_and_local), head_norms=True)
 
 
-def _local_and_global(config: ConfigReader, head_dim: int) -> tuple[RopeShape, RopeShape]:
+def _global_and_local(config: ConfigReader, head_dim: int) -> tuple[RopeShape, RopeShape]:
     parameters = config.maybe("rope_parameters", dict)
     local_theta = config.positive("rope_local_base_freq", 10_000.0)
     global_theta = config.positive("rope_theta", 1_000_000.0)
     scaling = config.maybe("rope_scaling", dict) or {}
     if parameters is None:
-        return rope_shape({}, head_dim, local_theta), rope_shape(scaling, head_dim, global_theta)
+        return rope_shape(scaling, head_dim, global_theta), rope_shape({}, head_dim, local_theta)
     for kind in ("sliding_attention", "full_attention"):
         if not isinstance(parameters.get(kind), dict):
             raise UnsupportedConfig(f"config.json: 'rope_parameters' has no {kind!r}")
     local, whole = parameters["sliding_attention"], parameters["full_attention"]
-    return rope_shape(local, head_dim, local_theta), rope_shape(whole, head_dim, global_theta)
+    return rope_shape(whole, head_dim, global_theta), rope_shape(local, head_dim, local_theta)

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pagoda_worker.checkpoints.config_reader import ConfigReader, invalid
-from pagoda_worker.checkpoints.spec import DecoderSpec
+from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape
+from pagoda_worker.kernels.ops import AttentionShape
 
 
-def common_fields(config: ConfigReader, default_head_dim: int = 0) -> dict[str, Any]:
-    """What all families here spell alike. Where heads have no size of their own, 0 shares out the hidden size."""
+def common_fields(config: ConfigReader, tied: bool = False) -> dict[str, Any]:
+    """What all families here spell alike; `tied` is what they are where config.json does not say."""
+    return {
+        "vocab_size": config.size("vocab_size"),
+        "hidden_size": config.size("hidden_size"),
+        "norm_eps": config.positive("rms_norm_eps", 1e-6),
+        "max_positions": config.size("max_position_embeddings"),
+        "tied": config.take("tie_word_embeddings", bool, tied),
+    }
+
+
+def attention_of(config: ConfigReader, default_head_dim: int = 0) -> AttentionShape:
+    """Of every layer, but for its window. Where heads have no size of their own, 0 shares out the hidden size."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     head_dim = config.maybe_size("head_dim") or default_head_dim or _even_share(hidden, heads)
     kv_heads = config.size("num_key_value_heads", heads)
     if heads % kv_heads or head_dim % 2:
         raise invalid("config.json", f"{heads} heads over {kv_heads} KV heads of {head_dim} dimensions do not divide")
-    return {
-        "vocab_size": config.size("vocab_size"),
-        "hidden_size": hidden,
-        "intermediate_size": config.size("intermediate_size"),
-        "num_heads": heads,
-        "num_kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "norm_eps": config.positive("rms_norm_eps", 1e-6),
-        "max_positions": config.size("max_position_embeddings"),
-        "attention_scale": head_dim**-0.5,
-    }
+    return AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5)
 
 
 def _even_share(hidden: int, heads: int) -> int:
@@ -34,33 +39,37 @@ def _even_share(hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def one_rope(config: ConfigReader, head_dim: int) -> dict[str, Any]:
-    return {"ropes": (config.rope(head_dim),), "rope_of_layer": (0,) * config.size("num_hidden_layers")}
+def mlp_of(config: ConfigReader, *activations: str, bias: bool = False) -> MlpShape:
+    """Of every layer; `activations` are the fields that may name one."""
+    return MlpShape(width=config.size("intermediate_size"), activation=config.activation(*activations), bias=bias)
+
+
+def layers_of(
+    windows: Sequence[int | None], attention: AttentionShape, mlp: MlpShape, *ropes: RopeShape
+) -> tuple[LayerSpec, ...]:
+    """A layer per window, alike but for that; of two `ropes` those that slide turn by the second."""
+    return tuple(
+        LayerSpec(attention=replace(attention, window=window), rope=ropes[0 if window is None else -1], mlp=mlp)
+        for window in windows
+    )
 
 
 def read_llama(config: ConfigReader) -> DecoderSpec:
-    common = common_fields(config)
-    bias = config.take("attention_bias", bool, False)
+    attention, bias = attention_of(config), config.take("attention_bias", bool, False)
+    mlp = mlp_of(config, "hidden_act", bias=config.take("mlp_bias", bool, False))
+    windows = (None,) * config.size("num_hidden_layers")
     return DecoderSpec(
-        **common,
-        **one_rope(config, common["head_dim"]),
-        windows=(None,) * config.size("num_hidden_layers"),
-        activation=config.activation("hidden_act"),
+        **common_fields(config),
+        layers=layers_of(windows, attention, mlp, config.rope(attention.head_dim)),
         qkv_bias=bias,
         out_bias=bias,
-        mlp_bias=config.take("mlp_bias", bool, False),
-        tied=config.take("tie_word_embeddings", bool, False),
     )
 
 
 def read_mistral(config: ConfigReader) -> DecoderSpec:
-    common = common_fields(config)
-    window = config.maybe_size("sliding_window")
-    layers = config.size("num_hidden_layers")
+    attention, mlp = attention_of(config), mlp_of(config, "hidden_act")
+    window, layers = config.maybe_size("sliding_window"), config.size("num_hidden_layers")
+    windows = config.layer_windows(window, ["full_attention" if window is None else "sliding_attention"] * layers)
     return DecoderSpec(
-        **common,
-        **one_rope(config, common["head_dim"]),
-        windows=config.layer_windows(window, ["full_attention" if window is None else "sliding_attention"] * layers),
-        activation=config.activation("hidden_act"),
-        tied=config.take("tie_word_embeddings", bool, False),
+        **common_fields(config), layers=layers_of(windows, attention, mlp, config.rope(attention.head_dim))
     )

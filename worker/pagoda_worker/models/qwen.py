@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pagoda_worker.checkpoints.config_reader import ConfigReader
-from pagoda_worker.checkpoints.spec import DecoderSpec
-from pagoda_worker.models.llama import common_fields, one_rope
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec
+from pagoda_worker.models.llama import attention_of, common_fields, layers_of, mlp_of
 
 
 def _windows(config: ConfigReader) -> tuple[int | None, ...]:
@@ -17,28 +17,21 @@ def _windows(config: ConfigReader) -> tuple[int | None, ...]:
     return config.layer_windows(window, sliding)
 
 
+def _layers(config: ConfigReader, default_head_dim: int = 0) -> tuple[LayerSpec, ...]:
+    attention = attention_of(config, default_head_dim)
+    return layers_of(_windows(config), attention, mlp_of(config, "hidden_act"), config.rope(attention.head_dim))
+
+
 def read_qwen2(config: ConfigReader) -> DecoderSpec:
-    common = common_fields(config)
-    return DecoderSpec(
-        **common,
-        **one_rope(config, common["head_dim"]),
-        windows=_windows(config),
-        activation=config.activation("hidden_act"),
-        qkv_bias=True,
-        tied=config.take("tie_word_embeddings", bool, False),
-    )
+    return DecoderSpec(**common_fields(config), layers=_layers(config), qkv_bias=True)
 
 
 def read_qwen3(config: ConfigReader) -> DecoderSpec:
-    common = common_fields(config, default_head_dim=128)
     bias = config.take("attention_bias", bool, False)
     return DecoderSpec(
-        **common,
-        **one_rope(config, common["head_dim"]),
-        windows=_windows(config),
-        activation=config.activation("hidden_act"),
+        **common_fields(config),
+        layers=_layers(config, default_head_dim=128),
         qkv_bias=bias,
         out_bias=bias,
         head_norms=True,
-        tied=config.take("tie_word_embeddings", bool, False),
     )

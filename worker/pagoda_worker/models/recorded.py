@@ -21,7 +21,7 @@ class Recorded:
     """See `loading.Model`. `max_tokens` and `max_rows`: most of a step."""
 
     def __init__(self, decoder: Decoder, max_tokens: int, max_rows: int) -> None:
-        self.kv_shape = decoder.kv_shape
+        self.kv_groups = decoder.kv_groups
         self.logits = decoder.logits
         self._decoder = decoder
         self._max_tokens, self._max_rows = max_tokens, max_rows

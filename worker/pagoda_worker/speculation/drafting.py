@@ -41,7 +41,7 @@ class Drafter(Protocol):
         """The row has its new tokens and `num_computed`. How many drafts it would try with its next token."""
 
     @property
-    def caches(self) -> Sequence[tuple[LoadedModel, Cache]]:
+    def caches(self) -> Sequence[tuple[LoadedModel, Sequence[Cache]]]:
         """Caches of its own under the block ids of the model's: their blocks are moved like those."""
 
 

@@ -129,10 +129,11 @@ class Compute:
         """Make the K and V of a step's drafts zero."""
         bounds = zip(batch.query_starts, batch.query_starts[1:], work, strict=False)
         places = [place for start, end, (_, chunk) in bounds for place in range(start + chunk.num_tokens, end)]
-        shape = self.kv.shape
-        zeros = torch.zeros(len(places), shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device)
-        for layer in range(shape.num_layers):
-            self._ops.write_kv(zeros, zeros, self.kv, layer, batch.kv_indices[places])
+        for cache in self.kv:
+            shape = cache.shape
+            zeros = torch.zeros(len(places), shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device)
+            for layer in range(shape.num_layers):
+                self._ops.write_kv(zeros, zeros, cache, layer, batch.kv_indices[places])
 
     def finish(self, launched: OnDevice | OnHost, work: Work) -> dict[int, RowOutput | Fault]:
         """What came of the step, by row id; a row of which there is nothing to say is left out."""

@@ -69,7 +69,7 @@ class Computed(NamedTuple):
 class Plannable(Protocol):
     """What of a decoder is recorded; see `models.decoder.Decoder`."""
 
-    kv_shape: KVShape
+    kv_groups: tuple[KVShape, ...]
 
     def plan(self, batch: Batch, kv: Any) -> Any: ...
 
@@ -91,7 +91,7 @@ class Graphed:
     """See `loading.Model`: a decoder whose decode steps over one cache are replayed once `capture` was called."""
 
     def __init__(self, decoder: Plannable, accelerator: Accelerator, sizes: Sequence[int], lines: Lines) -> None:
-        self.kv_shape = decoder.kv_shape
+        self.kv_groups = decoder.kv_groups
         self.forward = decoder.forward
         self.logits = decoder.logits
         self.arranged = lines.arranged

@@ -27,17 +27,23 @@ MEASURED_BLOCKS = 8
 
 
 class SwapSpace:
-    """Host memory for blocks of one cache.
+    """Host memory for blocks of one cache `kv`, which is of this shape.
 
     Raises:
         NotEnoughMemory: there is not so much.
     """
 
     def __init__(
-        self, loaded: LoadedModel, kv: Any, block_size: int, num_swap_blocks: int, accelerator: Accelerator | None
+        self,
+        loaded: LoadedModel,
+        shape: KVShape,
+        kv: Any,
+        block_size: int,
+        num_swap_blocks: int,
+        accelerator: Accelerator | None,
     ) -> None:
         self._ops, self._device, self._kv = loaded.ops, loaded.device, kv
-        self._shape, self._block_size = loaded.kv_shape, block_size
+        self._shape, self._block_size = shape, block_size
         self._blocks_at_once = max(1, STAGED_BYTES // self._shape.bytes_per_block(block_size))
         allocate = _pageable if accelerator is None else accelerator.pinned
         cells = self._shape.cells_per_block(block_size)
@@ -70,24 +76,30 @@ class SwapSpace:
 
 
 class BlockMover:
-    """Moves blocks in all `caches` of a worker alike, for they share their ids. Pairs are as in StepPlan."""
+    """Moves blocks in all caches of a worker alike, for they share their ids. Pairs are as in StepPlan.
+
+    caches: Each model with its KV cache, as `LoadedModel.new_kv_cache` gives it.
+    """
 
     def __init__(
         self,
-        caches: Sequence[tuple[LoadedModel, Any]],
+        caches: Sequence[tuple[LoadedModel, Sequence[Any]]],
         block_size: int,
         num_swap_blocks: int,
         accelerator: Accelerator | None,
     ) -> None:
-        self._caches = caches
+        self._caches = [(loaded.ops, group) for loaded, kv in caches for group in kv]
         self._accelerator = accelerator
         self._num_swap_blocks = num_swap_blocks
-        spaces = caches if num_swap_blocks else ()
-        self._spaces = [SwapSpace(loaded, kv, block_size, num_swap_blocks, accelerator) for loaded, kv in spaces]
+        self._spaces = [
+            SwapSpace(loaded, shape, group, block_size, num_swap_blocks, accelerator)
+            for loaded, kv in (caches if num_swap_blocks else ())
+            for shape, group in zip(loaded.kv_groups, kv, strict=True)
+        ]
 
     def copy(self, pairs: Pairs) -> None:
-        for loaded, kv in self._caches:
-            loaded.ops.copy_blocks(kv, pairs)
+        for ops, kv in self._caches:
+            ops.copy_blocks(kv, pairs)
 
     def swap_out(self, pairs: Pairs) -> None:
         for space in self._spaces:

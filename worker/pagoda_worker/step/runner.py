@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -71,7 +71,7 @@ class ModelRunner:
         self._accelerator = accelerator
         self._compute = Compute(loaded, num_blocks, config, drafter, accelerator, sampler)
         caches = self._compute.caches
-        shapes = [model.kv_shape for model, _ in caches]
+        shapes = [group for model, _ in caches for group in model.kv_groups]
         swap_blocks = num_swap_blocks(config, shapes, loaded.device.type == "cpu")
         self._mover = BlockMover(caches, config.block_size, swap_blocks, accelerator)
         self.facts = RunnerFacts(
@@ -94,7 +94,7 @@ class ModelRunner:
         self._last_failure = ""
 
     @property
-    def kv_cache(self) -> Cache:
+    def kv_cache(self) -> Sequence[Cache]:
         return self._compute.kv
 
     def reset(self) -> None:

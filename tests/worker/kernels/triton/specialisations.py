@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from tests.worker.checkpoints.formats.sources import PlainSource
 from tests.worker.fakes_accelerator import FakeAccelerator
+from tests.worker.fakes_spec import spec_of
 from tests.worker.kernels.triton.launches import CPU, Driver
 from tests.worker.models.harness import make_batch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pagoda_worker.checkpoints.rope import RopeShape
-from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
+from pagoda_worker.checkpoints.spec import expected_tensors
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
@@ -27,7 +28,7 @@ from pagoda_worker.rows.batch import Batch
 from pagoda_worker.step.feeding import uploaded
 from pagoda_worker.step.profiling import mixed_steps
 
-SPEC = DecoderSpec(
+SPEC = spec_of(
     vocab_size=512, hidden_size=128, intermediate_size=192, num_heads=4, num_kv_heads=2, head_dim=32, norm_eps=1e-6,
     max_positions=2048, ropes=(RopeShape(theta=1e4, head_dim=32),), rope_of_layer=(0, 0), windows=(None, 64),
     attention_scale=0.2,
@@ -60,7 +61,7 @@ if __name__ == "__main__":
     for fill in (0, 10**6):
         ops = TritonOps(CPU, Tiles(fill=fill))
         model = Decoder(SPEC, ops, PlainSource(weights.__getitem__), torch.bfloat16, SPEC.max_positions)
-        kv = ops.new_kv_cache(model.kv_shape, 32, 32)
+        kv = [ops.new_kv_cache(group, 32, 32) for group in model.kv_groups]
         seen.clear()
         with torch.inference_mode():
             for batch in mixed_steps(WorkerConfig(block_size=32), 2048):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.worker import fakes_spec
 from tests.worker.checkpoints.formats.sources import PlainSource
 from tests.worker.kernels.triton.support import CPU, DEVICE, batch_of, moved, reference, walking
 from triton.runtime.errors import OutOfResources
@@ -32,7 +33,7 @@ from pagoda_worker.rows.rows import Row
 from pagoda_worker.sampling.device_sampler import Chosen, GreedySampler
 from pagoda_worker.step.moving import SwapSpace
 
-NEEDS = Needs(dtype=torch.float16, head_dim=32)
+NEEDS = Needs(dtype=torch.float16, head_dims=(32,))
 
 
 def test_it_serves_when_named_and_its_bits_have_a_name() -> None:
@@ -232,7 +233,6 @@ def test_what_it_cannot_do_is_said() -> None:
 class OneCache:
     """What moving blocks wants of a loaded model."""
 
-    kv_shape: KVShape
     ops: TritonOps = walking
     device: torch.device = DEVICE
 
@@ -242,8 +242,8 @@ def test_blocks_outlast_the_cache_in_swap_blocks() -> None:
     kv = walking.new_kv_cache(shape, 6, 16)
     kv.storage.copy_(torch.randn(kv.storage.shape))
     before = kv.storage.clone()
-    loaded: Any = OneCache(shape)
-    space = SwapSpace(loaded, kv, 16, 4, None)
+    loaded: Any = OneCache()
+    space = SwapSpace(loaded, shape, kv, 16, 4, None)
     space.swap_out([(5, 0), (2, 3), (0, 1)])
     kv.storage.zero_()
     space.swap_in([(3, 4), (1, 2), (0, 3)])
@@ -304,7 +304,7 @@ def spec_of(**changes: Any) -> DecoderSpec:
         "windows": (None, 20),
         "attention_scale": 0.25,
     }
-    return DecoderSpec(**{**values, **changes})
+    return fakes_spec.spec_of(**{**values, **changes})
 
 
 def greedy(spec: DecoderSpec, ops: Ops, weights: dict[str, torch.Tensor], prompts: list[list[int]]) -> list[list[int]]:
@@ -312,7 +312,7 @@ def greedy(spec: DecoderSpec, ops: Ops, weights: dict[str, torch.Tensor], prompt
     model = Decoder(
         spec, ops, PlainSource(lambda name: weights[name].to(ops.device)), torch.float32, spec.max_positions
     )
-    kv = ops.new_kv_cache(model.kv_shape, 64, 16)
+    kv = [ops.new_kv_cache(group, 64, 16) for group in model.kv_groups]
     blocks = torch.randperm(64, generator=torch.Generator().manual_seed(2)).view(-1, 8)
     rows = [(list(prompt), blocks[i].tolist()) for i, prompt in enumerate(prompts)]
 

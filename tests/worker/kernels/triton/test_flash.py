@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(DEVICE != CPU, reason="the fake stands in for th
 
 BLOCKS = {2: 256, 3: 16}  # block sizes by version
 SHAPE = shape_of(4, 2, 64)
-NEEDS = Needs(dtype=torch.bfloat16, head_dim=64, attention=(SHAPE, replace(SHAPE, window=40)), block_size=256)
+NEEDS = Needs(dtype=torch.bfloat16, head_dims=(64,), attention=(SHAPE, replace(SHAPE, window=40)), block_size=256)
 # New tokens and context: length 1, ends of blocks and one beyond, a whole prompt, chunks with a cached prefix.
 RAGGED = [(1, 1), (1, 16), (5, 17), (40, 40), (1, 256), (1, 257), (3, 258), (20, 530)]
 

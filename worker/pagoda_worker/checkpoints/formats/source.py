@@ -10,8 +10,9 @@ import torch
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, CheckpointError, Wanted
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.checkpoints.formats.layout import Layout, Packing, Stored
+from pagoda_worker.checkpoints.source import joined
 from pagoda_worker.checkpoints.spec import HEAD, IGNORED_SUFFIXES, DecoderSpec, expected_tensors, linear_layers
-from pagoda_worker.kernels.quantized import FORMATS, Format, QuantizedWeight, Weight, quantize
+from pagoda_worker.kernels.quantized import FORMATS, Format, Weight, quantize
 
 # At 4 bits the output matrix costs more accuracy than its bytes are worth: its errors go straight into the logits.
 # llama.cpp keeps it wider than the layers, too.
@@ -134,12 +135,7 @@ def divides(form: Format, shape: tuple[int, int]) -> bool:
     return not form.group or shape[1] % form.group == 0
 
 
-def quantized(weight: torch.Tensor, form: Format) -> QuantizedWeight:
+def quantized(weight: torch.Tensor, form: Format) -> Weight:
     """`quantize`, a few rows at a time: rows do not depend on one another."""
     rows = max(1, ROUNDED_AT_ONCE // weight.shape[1])
-    parts = [quantize(part, form) for part in torch.split(weight, rows)]
-    return replace(
-        parts[0],
-        levels=torch.cat([part.levels for part in parts]),
-        scales=torch.cat([part.scales for part in parts]),
-    )
+    return joined([quantize(part, form) for part in torch.split(weight, rows)], weight.dtype)

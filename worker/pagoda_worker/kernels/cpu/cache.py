@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pagoda_worker.kernels.cpu import library as lib
+from pagoda_worker.kernels.cpu.operations import LayerCache
 from pagoda_worker.kernels.kv_cache import SCALE_DTYPE, Blocks, KVShape
 from pagoda_worker.rows.batch import Batch
 
@@ -31,9 +32,16 @@ class NativeKVCache:
         """All that belongs to a block, [num_blocks, ...] each."""
         return [*self.keys, *self.values, *self.key_scales, *self.value_scales]
 
-    def scales(self, layer: int) -> list[torch.Tensor | None]:
-        """Of keys and of values."""
-        return [self.key_scales[layer], self.value_scales[layer]] if self.shape.quantized else [None, None]
+    def layer(self, index: int) -> LayerCache:
+        return LayerCache(
+            keys=self.keys[index],
+            values=self.values[index],
+            k_scales=self.key_scales[index] if self.shape.quantized else None,
+            v_scales=self.value_scales[index] if self.shape.quantized else None,
+            heads=self.shape.num_kv_heads,
+            dim=self.shape.head_dim,
+            block_size=self.block_size,
+        )
 
     def admit(self, batch: Batch) -> None:
         """Nothing to clean: kernels read no cell that was not written since its block was given out."""

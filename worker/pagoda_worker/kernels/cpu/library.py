@@ -16,12 +16,13 @@ import torch
 
 from pagoda_proto.params import MAX_LOGPROBS
 from pagoda_worker.kernels.cpu.build import LIBRARY
+from pagoda_worker.kernels.cpu.operations import STRUCTS, Form, Op
 from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.kernels.quantized import QuantizedWeight
 
 # Raised, here and in csrc/pagoda.cpp, when a function or a struct of the library changes: one of another build is then
 # refused. What changes bits raises `numerics.NUMERICS_VERSION` instead.
-ABI = 4
+ABI = 6
 LEVELS = ("base", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16")
 PANEL = 32  # columns of a packed panel
 PAIR = 2  # inputs that are multiplied at once
@@ -29,20 +30,6 @@ HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
 PEAKS = ("bf16", "int8")  # the multiplications that `Library.multiply` probes
 READ_BYTES = 512  # `Library.read` reads multiples of it
-
-EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION = range(5)
-
-
-class Op(ctypes.Structure):
-    """See `Op` in csrc/program.h; what the generic fields mean for each kind is in csrc/level.cpp."""
-
-    _fields_: ClassVar = [
-        ("kind", ctypes.c_int32),
-        ("unused", ctypes.c_int32),
-        ("p", ctypes.c_void_p * 10),
-        ("i", ctypes.c_int32 * 10),
-        ("f", ctypes.c_float * 4),
-    ]
 
 
 class Step(ctypes.Structure):
@@ -108,24 +95,8 @@ class QuantSource(ctypes.Structure):
     ]
 
 
-def quant_form(weight: QuantizedWeight) -> tuple[int, int, int, int]:
-    """The fields of its `QuantForm`."""
+def quant_form(weight: QuantizedWeight) -> Form:
     return weight.bits, weight.activation_bits, weight.group, int(weight.zeros is not None)
-
-
-def make_op(
-    kind: int,
-    tensors: Sequence[torch.Tensor | None],
-    ints: Sequence[int],
-    floats: Sequence[float] = (),
-) -> Op:
-    """An operation on these tensors. They must be contiguous and outlive it."""
-    op = Op(kind=kind)
-    for index, tensor in enumerate(tensors):
-        op.p[index] = None if tensor is None else tensor.data_ptr()
-    op.i[: len(ints)] = list(ints)
-    op.f[: len(floats)] = list(floats)
-    return op
 
 
 def make_step(**fields: object) -> Step:
@@ -289,8 +260,8 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _check(library: ctypes.CDLL, path: Path) -> None:
-    structs = ctypes.sizeof(Op), ctypes.sizeof(Step), ctypes.sizeof(QuantSource)
-    expected = ABI, *structs, SAMPLE_ROW.itemsize, SAMPLE_RESULT.itemsize
+    structs: list[type[ctypes.Structure]] = [*STRUCTS.values(), Op, Step, QuantSource]
+    expected = ABI, *(ctypes.sizeof(one) for one in structs), SAMPLE_ROW.itemsize, SAMPLE_RESULT.itemsize
     sizes = (ctypes.c_int * (len(expected) - 1))()
     library.pagoda_sizes(sizes)
     found = library.pagoda_abi(), *sizes

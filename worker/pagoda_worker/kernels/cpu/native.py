@@ -8,7 +8,6 @@ the same code either way, so both paths compute the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,10 +18,11 @@ from pagoda_worker.cores import placement
 from pagoda_worker.kernels.cpu import cache, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
+from pagoda_worker.kernels.cpu.operations import Attention, Embed, Form, Linear, Operation, RmsNorm, RopeKv, program_of
 from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
-from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling.device_sampler import greedy_sampler
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
@@ -48,7 +48,7 @@ class NativeLinear(NamedTuple):
     bias: torch.Tensor | None
     n: int
     k: int
-    form: tuple[int, int, int, int]
+    form: Form
 
 
 class NativePlan(NamedTuple):
@@ -64,8 +64,8 @@ class Tape(Protocol):
 
     def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor: ...
 
-    def take(self, op: lib.Op, operands: Sequence[object], **step: object) -> None:
-        """`operands` are what the operation's pointers point into; `step` the fields of `lib.Step` it reads."""
+    def take(self, operation: Operation, **step: object) -> None:
+        """`step`: the fields of `lib.Step` that the operation reads."""
 
 
 class Immediate:
@@ -77,8 +77,8 @@ class Immediate:
     def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_rows, width, dtype=dtype)
 
-    def take(self, op: lib.Op, operands: Sequence[object], **step: object) -> None:
-        self._library.run((lib.Op * 1)(op), lib.make_step(**step))
+    def take(self, operation: Operation, **step: object) -> None:
+        self._library.run(program_of([operation]), lib.make_step(**step))
 
 
 class NativeOps:
@@ -100,11 +100,12 @@ class NativeOps:
         return f"{self.library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
 
     def record(
-        self, forward: Forward, kv: NativeKVCache, max_tokens: int
+        self, forward: Forward, kv: Sequence[NativeKVCache], max_tokens: int
     ) -> Callable[[Batch], tuple[torch.Tensor, ...]]:
         tape = Recording(max_tokens)
         results = forward(self.on(tape), blank_batch(max_tokens), kv)
-        return Program(self.library, lambda batch: self.plan(batch, kv)._asdict(), tape, results, (forward, kv)).run
+        # Groups share their block ids, so one plan is every group's.
+        return Program(self.library, lambda batch: self.plan(batch, kv[0])._asdict(), tape, results, (forward, kv)).run
 
     def on(self, tape: Tape) -> NativeOps:
         """The same operations on another tape."""
@@ -116,26 +117,15 @@ class NativeOps:
             weight = dequantize(weight).bfloat16()
         if bias is not None:
             bias = F.pad(bias, (0, -len(bias) % lib.PANEL))
-        if isinstance(weight, QuantizedWeight):
-            n, k = weight.levels.shape
-            return NativeLinear(self.library.pack_quantized(weight), bias, n, k, lib.quant_form(weight))
         n, k = weight.shape
+        if isinstance(weight, QuantizedWeight):
+            return NativeLinear(self.library.pack_quantized(weight), bias, n, k, lib.quant_form(weight))
         return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k, BF16_FORM)
 
     def pack_gated(self, weight: Weight, bias: torch.Tensor | None = None) -> NativeLinear:
         """Gate and up side by side in every panel, so that both halves of an output meet in one tile's registers."""
-        if isinstance(weight, QuantizedWeight):
-            num_rows = weight.levels.shape[0]
-            weight = replace(
-                weight,
-                levels=_side_by_side(weight.levels),
-                scales=_side_by_side(weight.scales),
-                zeros=None if weight.zeros is None else _side_by_side(weight.zeros),
-            )
-        else:
-            num_rows = weight.shape[0]
-            weight = _side_by_side(weight)
-        return self.pack_linear(weight, None if bias is None else _side_by_side(bias))._replace(n=num_rows)
+        packed = self.pack_linear(by_rows(weight, _side_by_side), None if bias is None else _side_by_side(bias))
+        return packed._replace(n=weight.shape[0])
 
     def linear(self, x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
         return self._linear(x, packed, torch.bfloat16)
@@ -152,17 +142,19 @@ class NativeOps:
     ) -> torch.Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], packed.n if activation is None else packed.n // 2, dtype)
-        ints = [packed.n, packed.k, ACTIVATIONS[activation], int(dtype == torch.float32), *packed.form]
-        op = lib.make_op(lib.LINEAR, [x, packed.panels, y, packed.bias], ints)
-        self._tape.take(op, (x, packed, y), num_tokens=x.shape[0])
+        operation = Linear(
+            x=x, panels=packed.panels, y=y, bias=packed.bias, n=packed.n, k=packed.k,
+            activation=ACTIVATIONS[activation], out_f32=int(dtype == torch.float32), form=packed.form,
+        )  # fmt: skip
+        self._tape.take(operation, num_tokens=x.shape[0])
         return y
 
     def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
         y = self._tape.buffer(token_ids.shape[0], table.shape[1], torch.bfloat16)
         # The scale is rounded to bfloat16 first, as the published models do.
         factor = 1.0 if scale is None else torch.tensor(scale, dtype=torch.bfloat16).item()
-        op = lib.make_op(lib.EMBED, [table, y], [table.shape[1]], [factor])
-        self._tape.take(op, (table, y), num_tokens=token_ids.shape[0], token_ids=token_ids)
+        operation = Embed(table=table, y=y, dim=table.shape[1], scale=factor)
+        self._tape.take(operation, num_tokens=token_ids.shape[0], token_ids=token_ids)
         return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -177,8 +169,8 @@ class NativeOps:
     def _norm(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
-        op = lib.make_op(lib.RMS_NORM, [x, residual, weight, y], [x.shape[1]], [eps])
-        self._tape.take(op, (x, residual, weight, y), num_tokens=x.shape[0])
+        operation = RmsNorm(x=x, residual=residual, weight=weight, y=y, dim=x.shape[1], eps=eps)
+        self._tape.take(operation, num_tokens=x.shape[0])
         return y
 
     def rope_write(
@@ -190,35 +182,32 @@ class NativeOps:
         layer: int,
         kv_indices: torch.Tensor,
     ) -> torch.Tensor:
-        tensors = [rotation.cos_table, rotation.sin_table, None if norm is None else norm.weight]
-        eps = 0.0 if norm is None else norm.eps
-        return self._write(qkv, tensors, eps, kv, layer, kv_indices, rotation.positions)
+        tables = (rotation.cos_table, rotation.sin_table)
+        return self._write(qkv, kv, layer, kv_indices, norm, tables, positions=rotation.positions)
 
     def write_kv(
         self, key: torch.Tensor, value: torch.Tensor, kv: NativeKVCache, layer: int, kv_indices: torch.Tensor
     ) -> None:
-        self._write(torch.cat((key.flatten(1), value.flatten(1)), 1), [None] * 3, 0.0, kv, layer, kv_indices, None)
+        self._write(torch.cat((key.flatten(1), value.flatten(1)), 1), kv, layer, kv_indices)
 
     def _write(  # noqa: PLR0913 - the operands of one kernel
         self,
         qkv: torch.Tensor,
-        tables: Sequence[torch.Tensor | None],
-        eps: float,
         kv: NativeKVCache,
         layer: int,
         kv_indices: torch.Tensor,
-        positions: torch.Tensor | None,
+        norm: HeadNorm | None = None,
+        tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16)
-        tensors = [qkv, q, kv.keys[layer], kv.values[layer], *tables, *kv.scales(layer)]
-        op = lib.make_op(lib.ROPE_KV, tensors, [num_heads, num_kv_heads, head_dim, kv.block_size], [eps])
-        step = {"num_tokens": qkv.shape[0], "positions": positions, "kv_indices": kv_indices}
-        self._tape.take(op, (qkv, q, kv, tables), **step)
-        heads = q.view(len(q), num_heads, head_dim)
-        heads.buffer_handle = q  # type: ignore[attr-defined]  # a tape counts references to what it handed out
-        return heads
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        cos, sin = tables
+        operation = RopeKv(qkv=qkv, q=q, kv=kv.layer(layer), cos=cos, sin=sin, norm=weight, heads=num_heads, eps=eps)
+        self._tape.take(operation, num_tokens=qkv.shape[0], positions=positions, kv_indices=kv_indices)
+        return q.view(len(q), num_heads, head_dim)
 
     def plan(self, batch: Batch, kv: NativeKVCache) -> NativePlan:
         return NativePlan(
@@ -238,13 +227,14 @@ class NativeOps:
     ) -> torch.Tensor:
         query = query.contiguous()
         out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
-        ints = [shape.num_heads, shape.num_kv_heads, shape.head_dim, kv.block_size, shape.window or 0]
-        tensors = [query, kv.keys[layer], kv.values[layer], out, sinks, *kv.scales(layer)]
-        op = lib.make_op(lib.ATTENTION, tensors, ints, [shape.scale, shape.softcap or 0.0])
-        self._tape.take(
-            op, (query, kv, out, sinks), num_tokens=query.shape[0], num_rows=len(plan.context_lens),
-            max_blocks=plan.block_tables.shape[1], **plan._asdict(),
+        operation = Attention(
+            q=query, out=out, kv=kv.layer(layer), sinks=sinks, heads=shape.num_heads, window=shape.window or 0,
+            scale=shape.scale, softcap=shape.softcap or 0.0,
         )  # fmt: skip
+        num_rows, max_blocks = plan.block_tables.shape
+        self._tape.take(
+            operation, num_tokens=query.shape[0], num_rows=num_rows, max_blocks=max_blocks, **plan._asdict()
+        )
         return out
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> NativeKVCache:
@@ -291,10 +281,10 @@ def load_native(device: torch.device, needs: Needs) -> NativeOps:
         raise BackendError(f"kernels: native computes in bfloat16, not in {str(needs.dtype).removeprefix('torch.')}")
     if not needs.hidden_size:
         raise BackendError("kernels: native does not run models through transformers")
-    if needs.head_dim % LANES or needs.head_dim > MAX_HEAD_DIM or needs.hidden_size % LANES:
+    if needs.hidden_size % LANES or any(dim % LANES or dim > MAX_HEAD_DIM for dim in needs.head_dims):
         raise BackendError(
             f"kernels: native needs sizes that are multiples of {LANES} and heads of up to {MAX_HEAD_DIM}, "
-            f"not hidden size {needs.hidden_size} and head size {needs.head_dim}"
+            f"not hidden size {needs.hidden_size} and head size {', '.join(map(str, needs.head_dims))}"
         )
     return NativeOps(lib.Library(placement(needs.num_threads), needs.instruction_set))
 

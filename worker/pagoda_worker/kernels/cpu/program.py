@@ -7,41 +7,63 @@ description of a model. What changes from step to step (tokens, positions, block
 
 from __future__ import annotations
 
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import TypeGuard
 
 import torch
 
 from pagoda_worker.kernels.cpu import library as lib
+from pagoda_worker.kernels.cpu.operations import Operation, program_of
 from pagoda_worker.rows.batch import Batch
 
 
 class Recording:
-    """A tape. Its buffers have room for `max_tokens` rows.
-
-    A buffer is used again once the model has let go of the tensor that stood for it: operations run in the order in
-    which they were written down, so nothing later reads it.
-    """
+    """A tape. Its buffers, of `max_tokens` rows, have no memory until `laid_out` knows how long each is needed."""
 
     def __init__(self, max_tokens: int) -> None:
-        self.ops: list[lib.Op] = []
-        self.operands: list[object] = []
+        self.operations: list[Operation] = []
         self._max_tokens = max_tokens
-        self._free: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._buffers: dict[int, torch.Tensor] = {}  # by their storage
 
     def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        free = self._free[width, dtype]
-        owner = free.pop() if free else torch.empty(self._max_tokens, width, dtype=dtype)
-        self.operands.append(owner)
-        handle = owner.view(owner.shape)
-        weakref.finalize(handle, free.append, owner).atexit = False
-        return handle
+        buffer = torch.empty(self._max_tokens, width, dtype=dtype, device="meta")
+        self._buffers[_storage(buffer)] = buffer
+        return buffer
 
-    def take(self, op: lib.Op, operands: Sequence[object], **step: object) -> None:
-        self.ops.append(op)
-        # Buffers are held by their owners; a handle kept here would never be let go of.
-        self.operands += [one for one in operands if not isinstance(one, torch.Tensor)]
+    def take(self, operation: Operation, **step: object) -> None:
+        self.operations.append(operation)
+
+    def laid_out(self, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The memory of every buffer, by its storage.
+
+        Operations run in the order in which they were written down, so after the last one that names a buffer its
+        memory is another's; but that of `results` is theirs to the end.
+        """
+        named = [{_storage(one) for one in operation if _is_buffer(one)} for operation in self.operations]
+        last = {storage: index for index, storages in enumerate(named) for storage in storages}
+        last |= dict.fromkeys(map(_storage, results), len(named))
+        memory: dict[int, torch.Tensor] = {}
+        free: defaultdict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        for index, storages in enumerate(named):
+            for storage in storages - memory.keys():
+                buffer = self._buffers[storage]
+                unused = free[buffer.shape, buffer.dtype]
+                memory[storage] = unused.pop() if unused else torch.empty_like(buffer, device="cpu")
+            for storage in storages:
+                if last[storage] == index:
+                    free[memory[storage].shape, memory[storage].dtype].append(memory[storage])
+        return memory
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """The same of a buffer and of views of it, which all begin where it does."""
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
+
+
+def _is_buffer(operand: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(operand, torch.Tensor) and operand.is_meta
 
 
 class Program:
@@ -51,7 +73,7 @@ class Program:
         library: What runs it.
         plan: What a back end prepares of a batch before attention, as tensors by the names of `lib.Step`.
         tape: What `forward` was recorded on.
-        results: The buffers in which its results lie.
+        results: What it returned.
         owner: Kept alive as long as the program, because it owns weights and cache.
     """
 
@@ -65,9 +87,12 @@ class Program:
     ) -> None:
         self._library = library
         self._plan = plan
-        self._results = results
-        self._kept = (tape.operands, owner)
-        self._ops = (lib.Op * len(tape.ops))(*tape.ops)
+        memory = tape.laid_out(results)
+        self._results = [memory[_storage(result)] for result in results]
+        self._kept = (tape.operations, memory, owner)
+        self._ops = program_of(
+            tape.operations, lambda one: (memory[_storage(one)] if _is_buffer(one) else one).data_ptr()
+        )
 
     def run(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Results [T, ..] for the batch; valid until the next run."""

@@ -144,7 +144,7 @@ class TritonOps:
     ) -> torch.Tensor:
         return attend(query, kv.layer(layer), plan, shape, sinks)
 
-    def record(self, forward: Forward, kv: TritonKVCache, max_tokens: int) -> None:
+    def record(self, forward: Forward, kv: Sequence[TritonKVCache], max_tokens: int) -> None:
         return None
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> TritonKVCache:

@@ -84,7 +84,7 @@ def _attention_verdict(ops: TritonOps, needs: Needs, generator: torch.Generator)
 
 
 def _any_shape(needs: Needs) -> AttentionShape:
-    dim = needs.head_dim or DEFAULT_DIM
+    dim = max(needs.head_dims, default=DEFAULT_DIM)
     return AttentionShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=dim, scale=dim**-0.5)
 
 

@@ -22,19 +22,11 @@ constexpr int AHEAD = 4;   // groups of keys between the one computed with and t
 constexpr int RING = 4;    // groups that a tile reads at once, at most
 constexpr float MASKED = -1e30f;
 
-struct AttentionArgs {
-  const uint16_t* q;     // [tokens, heads, dim]
-  const void* k_cache;
-  const void* v_cache;
-  const float* k_scales;  // null: the cache holds bf16
-  const float* v_scales;
-  uint16_t* out;  // [tokens, heads * dim]
+struct AttentionArgs : AttentionOp {
   const int32_t* block_tables;  // [rows, max_blocks]
   const int32_t* query_starts;  // [rows + 1]
   const int32_t* context_lens;  // [rows]
-  const float* sinks;           // [heads] or null
-  int max_blocks, block_size, heads, kv_heads, dim, window;  // window 0: none
-  float scale, softcap;                                      // softcap 0: none
+  int max_blocks;
 };
 
 // The keys, or the values, of one kv head in one split, by groups of 16 tokens. Tiles read bf16: that is the cache itself,
@@ -66,10 +58,10 @@ struct View {
 
 // Where the 16 tokens from `token` on lie in one layer's cache, in tokens.
 PAGODA_INLINE size_t place(const AttentionArgs& a, const int32_t* table, int head, int token) {
-  return ((size_t)table[token / a.block_size] * a.kv_heads + head) * a.block_size + token % a.block_size;
+  return ((size_t)table[token / a.kv.block_size] * a.kv.heads + head) * a.kv.block_size + token % a.kv.block_size;
 }
 PAGODA_INLINE const uint32_t* stored(const AttentionArgs& a, const void* cache, size_t place) {
-  return (const uint32_t*)((const char*)cache + place * a.dim * (a.k_scales ? 1 : 2));
+  return (const uint32_t*)((const char*)cache + place * a.kv.dim * (a.kv.k_scales ? 1 : 2));
 }
 
 // Finds groups [first, last) of the split that begins at `from`, of a context of `end` tokens. What a single tile of lines
@@ -80,20 +72,20 @@ static void locate(const AttentionArgs& a, const int32_t* table, int head, int f
   keys.once = values.once = lines <= MAX_ROWS;
   for (int g = first; g < last; ++g) {
     const size_t at = place(a, table, head, from + 16 * g);
-    keys.stored[g] = keys.pairs[g] = stored(a, a.k_cache, at);
-    values.stored[g] = values.pairs[g] = stored(a, a.v_cache, at);
-    if (!a.k_scales) continue;
-    keys.pairs[g] = keys.widened + (size_t)(g % places) * 8 * a.dim;
-    values.pairs[g] = values.widened + (size_t)(g % places) * 8 * a.dim;
-    keys.scales[g] = a.k_scales + at;
-    values.scales[g] = a.v_scales + at;
+    keys.stored[g] = keys.pairs[g] = stored(a, a.kv.keys, at);
+    values.stored[g] = values.pairs[g] = stored(a, a.kv.values, at);
+    if (!a.kv.k_scales) continue;
+    keys.pairs[g] = keys.widened + (size_t)(g % places) * 8 * a.kv.dim;
+    values.pairs[g] = values.widened + (size_t)(g % places) * 8 * a.kv.dim;
+    keys.scales[g] = a.kv.k_scales + at;
+    values.scales[g] = a.kv.v_scales + at;
   }
   keys.brought = values.brought = first;
   for (int g = first; g < last; ++g) {  // after the keys come the values, and then the keys of the next split
     const int over = g + AHEAD - last, token = from + SPLIT + 16 * over;
     const bool inside = over < 0, more = token < end;
     keys.ahead[g] = inside ? keys.stored[g + AHEAD] : values.stored[first + over < last ? first + over : first];
-    values.ahead[g] = inside ? values.stored[g + AHEAD] : more ? stored(a, a.k_cache, place(a, table, head, token)) : values.stored[g];
+    values.ahead[g] = inside ? values.stored[g + AHEAD] : more ? stored(a, a.kv.keys, place(a, table, head, token)) : values.stored[g];
   }
 }
 
@@ -119,7 +111,7 @@ PAGODA_INLINE void widen(const Cells& c, int group, int rows, int width, int fir
 
 // So that groups up to `last` can be read.
 PAGODA_INLINE void bring(Cells& c, const AttentionArgs& a, int last) {
-  for (; c.brought < last; ++c.brought) widen(c, c.brought, 1, 8 * a.dim, 0, 8 * a.dim);
+  for (; c.brought < last; ++c.brought) widen(c, c.brought, 1, 8 * a.kv.dim, 0, 8 * a.kv.dim);
 }
 
 // Products -> scores of lines [0, rows) and tokens [begin, end), masked unless all are seen by all, and each line's maxima
@@ -193,18 +185,18 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
     keys[g] = s.keys.pairs[group[g]];
     ahead[g] = s.keys.ahead[group[g]];
   }
-  if (a.k_scales) bring(s.keys, a, group[GROUPS - 1] + 1);
+  if (a.kv.k_scales) bring(s.keys, a, group[GROUPS - 1] + 1);
   f16 acc[ROWS][GROUPS];
-  if (a.k_scales)  // fetched when they are widened
-    multiply<ROWS, GROUPS, false>(s.q[v.line], keys, ahead, a.dim / 2, acc);
+  if (a.kv.k_scales)  // fetched when they are widened
+    multiply<ROWS, GROUPS, false>(s.q[v.line], keys, ahead, a.kv.dim / 2, acc);
   else
-    multiply<ROWS, GROUPS, true>(s.q[v.line], keys, ahead, a.dim / 2, acc);
+    multiply<ROWS, GROUPS, true>(s.q[v.line], keys, ahead, a.kv.dim / 2, acc);
   const bool seen_by_all =
       t + 16 * GROUPS <= position[0] + 1 && (!a.window || t > position[ROWS - 1] - a.window);
   const bool plain = seen_by_all && a.softcap == 0.0f;
 #pragma GCC unroll 8
   for (int g = 0; g < GROUPS; ++g) {
-    const f16 key_scale = a.k_scales ? load(s.keys.scales[group[g]]) : set1(1.0f), scale = set1(plain ? a.scale : 1.0f);
+    const f16 key_scale = a.kv.k_scales ? load(s.keys.scales[group[g]]) : set1(1.0f), scale = set1(plain ? a.scale : 1.0f);
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
       const f16 x = acc[r][g] * key_scale * scale;
@@ -237,7 +229,7 @@ static void split_softmax(const AttentionArgs& a, const View& v, int r, Attentio
     shift[n] = set1(top[n] <= MASKED ? 0.0f : top[n]);
     total[n] = zero();
   }
-  if (!a.v_scales) {
+  if (!a.kv.v_scales) {
     for (int i = begin; i < end; i += 16)
 #pragma GCC unroll 2
       for (int n = 0; n < N; ++n) {
@@ -271,28 +263,28 @@ static void split_values(const AttentionArgs& a, const View& v, int dim_first, c
     for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
   for (int t = v.first; t < v.last; t += 16) {
     const int group = (t - v.from) / 16, pairs_here = v.last - t < 16 ? (v.last - t + 1) / 2 : 8;
-    const int end = dim_first + 16 * GROUPS < a.dim ? dim_first + 16 * GROUPS : a.dim;
-    if (a.k_scales && s.values.once) widen(s.values, group, 8, a.dim, dim_first, end);
-    if (a.k_scales && !s.values.once) bring(s.values, a, group + 1);
+    const int end = dim_first + 16 * GROUPS < a.kv.dim ? dim_first + 16 * GROUPS : a.kv.dim;
+    if (a.kv.k_scales && s.values.once) widen(s.values, group, 8, a.kv.dim, dim_first, end);
+    if (a.kv.k_scales && !s.values.once) bring(s.values, a, group + 1);
     const uint32_t* groups[GROUPS];
     const uint32_t* ahead[GROUPS];
     for (int g = 0; g < GROUPS; ++g) {
-      const int d = dim_first + (dim_first + 16 * g < a.dim ? 16 * g : 0);
+      const int d = dim_first + (dim_first + 16 * g < a.kv.dim ? 16 * g : 0);
       groups[g] = s.values.pairs[group] + d;
       ahead[g] = s.values.ahead[group] + d;
     }
     const Rows<ROWS, sizeof s.probs[0]> probs(&s.probs[0][t - v.from]);
-    if (a.k_scales)
-      tile<Bf16>(probs, groups, (size_t)a.dim, pairs_here, acc, [](int) {});
+    if (a.kv.k_scales)
+      tile<Bf16>(probs, groups, (size_t)a.kv.dim, pairs_here, acc, [](int) {});
     else
-      tile<Bf16>(probs, groups, (size_t)a.dim, pairs_here, acc,
-           [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * a.dim); });
+      tile<Bf16>(probs, groups, (size_t)a.kv.dim, pairs_here, acc,
+           [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * a.kv.dim); });
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; ++g)
-      if (dim_first + 16 * g < a.dim) {
+      if (dim_first + 16 * g < a.kv.dim) {
         float* run = &s.acc[v.line + r][dim_first + 16 * g];
         store(run, load(run) * set1(scale_old[r]) + acc[r][g] * set1(scale_new[r]));
       }
@@ -316,11 +308,11 @@ static void attend_tile(const AttentionArgs& a, const View& v, AttentionScratch&
   // Few rows leave registers for wide tiles, which read values as one stream instead of in several passes.
   int d = 0;
   if constexpr (ROWS * 8 <= ACCUMULATORS)
-    for (; d + 128 <= a.dim; d += 128) split_values<ROWS, 8>(a, v, d, scale_old, scale_new, s);
+    for (; d + 128 <= a.kv.dim; d += 128) split_values<ROWS, 8>(a, v, d, scale_old, scale_new, s);
   if constexpr (ROWS * 4 <= ACCUMULATORS)
-    for (; d + 64 <= a.dim; d += 64) split_values<ROWS, 4>(a, v, d, scale_old, scale_new, s);
+    for (; d + 64 <= a.kv.dim; d += 64) split_values<ROWS, 4>(a, v, d, scale_old, scale_new, s);
   constexpr int GROUPS = groups_of(ROWS, 2);
-  for (; d < a.dim; d += 16 * GROUPS) split_values<ROWS, GROUPS>(a, v, d, scale_old, scale_new, s);
+  for (; d < a.kv.dim; d += 16 * GROUPS) split_values<ROWS, GROUPS>(a, v, d, scale_old, scale_new, s);
 }
 
 // The first token that somebody from `position` on sees, down to where a tile of scores may begin.
@@ -348,24 +340,24 @@ static void attend_lines(const AttentionArgs& a, int count, const int32_t* table
 
 // Items of one row and kv head: its lines, token by token, by LINES.
 PAGODA_INLINE int items_per_head(const AttentionArgs& a, int row) {
-  int lines = (a.query_starts[row + 1] - a.query_starts[row]) * (a.heads / a.kv_heads);
+  int lines = (a.query_starts[row + 1] - a.query_starts[row]) * (a.heads / a.kv.heads);
   return (lines + LINES - 1) / LINES;
 }
 
 // item = part of the row's lines * kv_heads + kv head
 static void attention_item(const AttentionArgs& a, int row, int item, AttentionScratch& s) {
-  const int group = a.heads / a.kv_heads, head = item % a.kv_heads, begin = a.query_starts[row];
+  const int group = a.heads / a.kv.heads, head = item % a.kv.heads, begin = a.query_starts[row];
   const int length = a.query_starts[row + 1] - begin, lines = length * group;
-  const int from = item / a.kv_heads * LINES, count = lines - from < LINES ? lines - from : LINES;
+  const int from = item / a.kv.heads * LINES, count = lines - from < LINES ? lines - from : LINES;
   const auto place = [&](int i) {  // of line i in q and out
-    return ((size_t)(begin + (from + i) / group) * a.heads + head * group + (from + i) % group) * a.dim;
+    return ((size_t)(begin + (from + i) / group) * a.heads + head * group + (from + i) % group) * a.kv.dim;
   };
   for (int i = 0; i < count; ++i) {
-    for (int d = 0; d < a.dim; d += 16) store_left(&s.q[i][d], load_bf16(a.q + place(i) + d));
+    for (int d = 0; d < a.kv.dim; d += 16) store_left(&s.q[i][d], load_bf16(a.q + place(i) + d));
     s.position[i] = a.context_lens[row] - length + (from + i) / group;
     s.top[i] = MASKED;
     s.sum[i] = 0.0f;
-    memset(s.acc[i], 0, sizeof(float) * a.dim);
+    memset(s.acc[i], 0, sizeof(float) * a.kv.dim);
   }
   attend_lines(a, count, a.block_tables + (size_t)row * a.max_blocks, head, s);
   for (int i = 0; i < count; ++i) {
@@ -379,7 +371,7 @@ static void attention_item(const AttentionArgs& a, int row, int item, AttentionS
       total = total * both[0] + both[1];
     }
     f16 factor = set1(rescale / total);
-    for (int d = 0; d < a.dim; d += 16) store_bf16(a.out + place(i) + d, load(&s.acc[i][d]) * factor);
+    for (int d = 0; d < a.kv.dim; d += 16) store_bf16(a.out + place(i) + d, load(&s.acc[i][d]) * factor);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "ints.h"
 #include "kept.h"
+#include "program.h"
 #include "tile.h"
 
 namespace PAGODA_NS {
@@ -23,12 +24,6 @@ static void pack_panel(const uint16_t* w, int n, int k, int panel, uint32_t* out
       out[(size_t)i * PANEL + c] = column < n ? (uint32_t)row[2 * i] | (uint32_t)row[2 * i + 1] << 16 : 0;
   }
 }
-
-struct Epilogue {
-  const uint16_t* bias;  // as long as the panels have columns, or null
-  int activation;        // 0 none, 1 silu(gate) * up, 2 gelu_tanh(gate) * up: columns 0..15 of a panel gate, 16..31 up
-  int out_f32;           // y is float [rows, n], else bf16
-};
 
 PAGODA_INLINE void store_some(uint16_t* y, f16 a, int count) {
   if (count >= 16) {
@@ -54,20 +49,20 @@ PAGODA_INLINE f16 load_some(const float* p, int count) {
   return load(t);
 }
 
-// n: the columns of the matrix; panels may have more. With an activation they make n / 2 outputs.
-PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, int n, const Epilogue& e, void* y) {
-  if (e.bias) {
-    c0 = c0 + load_bf16(e.bias + column);
-    c1 = c1 + load_bf16(e.bias + column + 16);
+PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const LinearOp& op) {
+  const int n = op.n;
+  if (op.bias) {
+    c0 = c0 + load_bf16(op.bias + column);
+    c1 = c1 + load_bf16(op.bias + column + 16);
   }
-  if (e.activation) {
+  if (op.activation) {
     f16 gate = rounded(c0), up = rounded(c1);
-    f16 act = e.activation == 1 ? silu(gate) : gelu_tanh(gate);
-    store_some((uint16_t*)y + row * (n / 2) + column / 2, rounded(act) * up, (n - column) / 2);
+    f16 act = op.activation == 1 ? silu(gate) : gelu_tanh(gate);
+    store_some((uint16_t*)op.y + row * (n / 2) + column / 2, rounded(act) * up, (n - column) / 2);
     return;
   }
-  if (e.out_f32) {
-    float* out = (float*)y + row * n + column;
+  if (op.out_f32) {
+    float* out = (float*)op.y + row * n + column;
     if (n - column >= 32) {
       store(out, c0);
       store(out + 16, c1);
@@ -79,17 +74,15 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, int n, con
     }
     return;
   }
-  uint16_t* out = (uint16_t*)y + row * n + column;
+  uint16_t* out = (uint16_t*)op.y + row * n + column;
   store_some(out, c0, n - column);
   store_some(out + 16, c1, n - column - 16);
 }
 
 // The rows of a tile through the epilogue. The accumulators are handed over in memory, once: there is one copy of the
 // epilogue then, and no address of an accumulator is taken, which would keep it out of its register.
-static __attribute__((noinline)) void finish_rows(const float* tile, int rows, int first, int column, int n, const Epilogue& e,
-                                                  void* y) {
-  for (int r = 0; r < rows; ++r, tile += PANEL)
-    finish_row(load(tile), load(tile + 16), (size_t)(first + r), column, n, e, y);
+static __attribute__((noinline)) void finish_rows(const float* tile, int rows, int first, int column, const LinearOp& op) {
+  for (int r = 0; r < rows; ++r, tile += PANEL) finish_row(load(tile), load(tile + 16), (size_t)(first + r), column, op);
 }
 // Calls f(count, from) for tiles of at most MOST rows that make up [first, last); the count is a constant.
 template <int MOST = MAX_ROWS, typename F>
@@ -142,13 +135,6 @@ struct Ahead {
   }
 };
 
-struct LinearArgs {
-  const LeftRows& x;
-  void* y;
-  int k, n;
-  Epilogue e;
-};
-
 // Adds what ROWS rows make with so many pair rows of GROUPS groups to `sums` [ROWS][PANEL]. A function of its own, and one
 // for each way to fetch, so that it has all registers for itself.
 template <typename NUMBERS, int ROWS, int GROUPS, Fetch FETCH>
@@ -183,21 +169,21 @@ constexpr int TURN = groups_of(MAX_ROWS, 2) == 2 ? 1 << 30 : 128;
 constexpr int BLOCK = 256;  // rows of a block at most
 
 // Rows [first, last), a block, through one panel.
-static void linear_panel(const LinearArgs& a, int first, int last, const uint32_t* panel, int column) {
+static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
   alignas(64) float sums[BLOCK][PANEL];
-  const int num_pairs = a.k / 2;
+  const int num_pairs = op.k / 2;
   const int rows = last - first, turns = 2 / groups_of(rows < MAX_ROWS ? rows : MAX_ROWS, 2);
   Ahead ahead(panel, (size_t)num_pairs * PANEL_ROW, rows, MAX_ROWS, turns);
   for (int begin = 0; begin < num_pairs; begin += TURN, panel += (size_t)TURN * PANEL) {
     const int size = num_pairs - begin < TURN ? num_pairs - begin : TURN;
     in_tiles(first, last, [&](auto count, int from) {
       constexpr int ROWS = decltype(count)::value;
-      const Rows<ROWS> x(a.x.row(from) + 2 * begin, a.x.stride());
+      const Rows<ROWS> tile_rows(x.row(from) + 2 * begin, x.stride());
       float* to = sums[num_pairs <= TURN ? 0 : from - first];
       if (begin == 0) memset(to, 0, ROWS * sizeof sums[0]);
-      if (ahead.past) add_both<Bf16, ROWS, Fetch::PAST>(x, panel, size, ahead, to);
-      else add_both<Bf16, ROWS, Fetch::NEAR>(x, panel, size, ahead, to);
-      if (begin + size == num_pairs) finish_rows(to, ROWS, from, column, a.n, a.e, a.y);
+      if (ahead.past) add_both<Bf16, ROWS, Fetch::PAST>(tile_rows, panel, size, ahead, to);
+      else add_both<Bf16, ROWS, Fetch::NEAR>(tile_rows, panel, size, ahead, to);
+      if (begin + size == num_pairs) finish_rows(to, ROWS, from, column, op);
     });
   }
 }

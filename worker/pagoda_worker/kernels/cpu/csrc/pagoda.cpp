@@ -105,14 +105,12 @@ void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
 extern "C" {
 
 // See ABI in library.py, which says when to raise both.
-int pagoda_abi() { return 4; }
+int pagoda_abi() { return 6; }
 
 void pagoda_sizes(int* sizes) {
-  sizes[0] = (int)sizeof(Op);
-  sizes[1] = (int)sizeof(Step);
-  sizes[2] = (int)sizeof(QuantSource);
-  sizes[3] = (int)sizeof(SampleRow);
-  sizes[4] = (int)sizeof(SampleResult);
+  for (size_t size : {sizeof(EmbedOp), sizeof(RmsNormOp), sizeof(LinearOp), sizeof(RopeKvOp), sizeof(AttentionOp), sizeof(Op),
+                      sizeof(Step), sizeof(QuantSource), sizeof(SampleRow), sizeof(SampleResult)})
+    *sizes++ = (int)size;
 }
 
 // Whether a processor with these features can run the level; see Feature.

@@ -19,28 +19,21 @@ PAGODA_INLINE void normalise(const uint16_t* x, const float* w, uint16_t* y, int
 }
 
 // The norm is of x, or of x + residual, which then becomes the residual.
-static void rms_norm_row(const uint16_t* x, uint16_t* residual, const float* w, uint16_t* y, int dim, float eps) {
-  if (residual) {
+static void rms_norm_row(const RmsNormOp& op, size_t row) {
+  const int dim = op.dim;
+  const uint16_t* x = op.x + row * dim;
+  if (op.residual) {
+    uint16_t* residual = op.residual + row * dim;
     for (int d = 0; d < dim; d += 16) store_bf16(residual + d, load_bf16(x + d) + load_bf16(residual + d));
     x = residual;
   }
-  normalise(x, w, y, dim, eps);
+  normalise(x, op.weight, op.y + row * dim, dim, op.eps);
 }
 
-struct RopeArgs {
-  const uint16_t* qkv;        // [tokens, (heads + 2 kv_heads) * dim]
-  uint16_t* q;                // [tokens, heads, dim]
-  void* k_cache;              // see attention.h
-  void* v_cache;
-  float* k_scales;            // null: the cache holds bf16
-  float* v_scales;
-  const float* cos;           // [positions, dim / 2], or null: no rotation
-  const float* sin;
-  const float* norm;          // [heads + kv_heads, dim] or null
+struct RopeArgs : RopeKvOp {
   const int64_t* positions;   // [tokens]
   const int64_t* kv_indices;  // [tokens]
-  int num_tokens, heads, kv_heads, dim, block_size;
-  float eps;
+  int num_tokens;
 };
 
 // Dimension i turns with dimension i + dim / 2 by the angle of pair i.
@@ -74,71 +67,74 @@ static float quantise(const uint16_t* x, int8_t* levels, int dim) {
 
 // Tokens before this one in a layer's cache, where the tokens of a block and head lie together. Blocks are multiples of 16.
 PAGODA_INLINE size_t place(const RopeArgs& a, int token, int head) {
-  const size_t block = (size_t)a.kv_indices[token] / a.block_size, offset = (size_t)a.kv_indices[token] % a.block_size;
-  return (block * a.kv_heads + head) * a.block_size + offset;
+  const size_t index = (size_t)a.kv_indices[token], size = (size_t)a.kv.block_size;
+  return (index / size * a.kv.heads + head) * size + index % size;
 }
 
 static void write_key(const RopeArgs& a, int token, int head, const uint16_t* x) {
   const size_t at = place(a, token, head), lane = at % 16;
-  const size_t group = (at - lane) * (a.dim / 2);  // pairs before this group of 16 tokens
-  if (a.k_scales) {
+  const size_t group = (at - lane) * (a.kv.dim / 2);  // pairs before this group of 16 tokens
+  if (a.kv.k_scales) {
     int8_t levels[256];
-    a.k_scales[at] = quantise(x, levels, a.dim);
-    int8_t* k = (int8_t*)a.k_cache + 2 * group + lane;
-    for (int d = 0; d < a.dim; ++d) k[16 * (size_t)d] = levels[d];
+    a.kv.k_scales[at] = quantise(x, levels, a.kv.dim);
+    int8_t* k = (int8_t*)a.kv.keys + 2 * group + lane;
+    for (int d = 0; d < a.kv.dim; ++d) k[16 * (size_t)d] = levels[d];
     return;
   }
-  uint32_t* k = (uint32_t*)a.k_cache + group + lane;
-  for (int d = 0; d < a.dim / 2; ++d) memcpy(k + (size_t)d * 16, x + 2 * d, 4);
+  uint32_t* k = (uint32_t*)a.kv.keys + group + lane;
+  for (int d = 0; d < a.kv.dim / 2; ++d) memcpy(k + (size_t)d * 16, x + 2 * d, 4);
 }
 
 static void write_value(const RopeArgs& a, int token, int head, const uint16_t* x) {
   const size_t at = place(a, token, head), half = at % 2;
-  const size_t pairs = (at - half) / 2 * a.dim;  // before the pair of tokens this one is half of
-  if (a.v_scales) {
+  const size_t pairs = (at - half) / 2 * a.kv.dim;  // before the pair of tokens this one is half of
+  if (a.kv.v_scales) {
     int8_t levels[256];
-    a.v_scales[at] = quantise(x, levels, a.dim);
-    int8_t* v = (int8_t*)a.v_cache + 2 * pairs + 16 * half;
-    for (int d = 0; d < a.dim; d += 16) memcpy(v + 2 * (size_t)d, levels + d, 16);
+    a.kv.v_scales[at] = quantise(x, levels, a.kv.dim);
+    int8_t* v = (int8_t*)a.kv.values + 2 * pairs + 16 * half;
+    for (int d = 0; d < a.kv.dim; d += 16) memcpy(v + 2 * (size_t)d, levels + d, 16);
     return;
   }
   // If the second of a pair is not written in this step, its half is cleared: what an earlier user left there must not
   // meet a probability of 0 as NaN.
   const bool alone = token + 1 == a.num_tokens || a.kv_indices[token + 1] != a.kv_indices[token] + 1;
-  uint16_t* v = (uint16_t*)a.v_cache + 2 * pairs;
-  for (int d = 0; d < a.dim; ++d) {
+  uint16_t* v = (uint16_t*)a.kv.values + 2 * pairs;
+  for (int d = 0; d < a.kv.dim; ++d) {
     v[2 * d + half] = x[d];
     if (half == 0 && alone) v[2 * d + 1] = 0;
   }
 }
 
 static void rope_token(const RopeArgs& a, int token) {
-  const uint16_t* row = a.qkv + (size_t)token * (a.heads + 2 * a.kv_heads) * a.dim;
+  const uint16_t* row = a.qkv + (size_t)token * (a.heads + 2 * a.kv.heads) * a.kv.dim;
   uint16_t normed[256], turned[256];
-  for (int h = 0; h < a.heads + a.kv_heads; ++h, row += a.dim) {
+  for (int h = 0; h < a.heads + a.kv.heads; ++h, row += a.kv.dim) {
     const uint16_t* x = row;
     if (a.norm) {
-      normalise(x, a.norm + (size_t)h * a.dim, normed, a.dim, a.eps);
+      normalise(x, a.norm + (size_t)h * a.kv.dim, normed, a.kv.dim, a.eps);
       x = normed;
     }
-    uint16_t* y = h < a.heads ? a.q + ((size_t)token * a.heads + h) * a.dim : turned;
+    uint16_t* y = h < a.heads ? a.q + ((size_t)token * a.heads + h) * a.kv.dim : turned;
     if (a.cos) {
-      size_t line = (size_t)a.positions[token] * (a.dim / 2);
-      rotate(x, y, a.cos + line, a.sin + line, a.dim);
+      size_t line = (size_t)a.positions[token] * (a.kv.dim / 2);
+      rotate(x, y, a.cos + line, a.sin + line, a.kv.dim);
     } else {
-      memcpy(y, x, 2 * (size_t)a.dim);
+      memcpy(y, x, 2 * (size_t)a.kv.dim);
     }
     if (h >= a.heads) write_key(a, token, h - a.heads, turned);
   }
-  for (int h = 0; h < a.kv_heads; ++h, row += a.dim) write_value(a, token, h, row);
+  for (int h = 0; h < a.kv.heads; ++h, row += a.kv.dim) write_value(a, token, h, row);
 }
 
-static void embed_row(const uint16_t* table, uint16_t* y, int dim, float scale) {
-  if (scale == 1.0f) {
-    memcpy(y, table, 2 * (size_t)dim);
+static void embed_row(const EmbedOp& op, int64_t token_id, size_t row) {
+  const int dim = op.dim;
+  const uint16_t* x = op.table + token_id * dim;
+  uint16_t* y = op.y + row * dim;
+  if (op.scale == 1.0f) {
+    memcpy(y, x, 2 * (size_t)dim);
     return;
   }
-  for (int d = 0; d < dim; d += 16) store_bf16(y + d, load_bf16(table + d) * set1(scale));
+  for (int d = 0; d < dim; d += 16) store_bf16(y + d, load_bf16(x + d) * set1(op.scale));
 }
 
 }  // namespace PAGODA_NS

@@ -1,6 +1,7 @@
 // A model's step as a flat list of operations: recorded once, then run in one call with new inputs.
 //
-// Python mirrors these structs field by field (kernels/cpu/library.py); `pagoda_sizes` lets it check that it does.
+// Python mirrors these structs field by field (kernels/cpu/operations.py and library.py); `pagoda_sizes` lets it check that
+// it does.
 #pragma once
 
 #include <cstddef>
@@ -8,15 +9,82 @@
 
 #include "sample_call.h"
 
-enum Kind : int32_t { EMBED = 0, RMS_NORM = 1, LINEAR = 2, ROPE_KV = 3, ATTENTION = 4 };
+// How a matrix of small whole numbers is stored; see kernels/quantized.py.
+struct QuantForm {
+  int32_t bits;        // 8 or 4
+  int32_t input_bits;  // 8: the input is rounded to so many; 16: it is taken as bf16, with 4 bits only
+  int32_t group;       // inputs that share scales, a multiple of 32
+  int32_t has_zeros;   // else the middle level is zero
+};
 
-// What each operation reads from the generic fields is said in level.cpp, next to the code that does.
+// What each operation reads and writes of a step's tokens. Pointers are never null unless that is said.
+struct EmbedOp {
+  const uint16_t* table;  // [vocab, dim]
+  uint16_t* y;            // [tokens, dim]
+  int32_t dim;
+  float scale;
+};
+
+struct RmsNormOp {
+  const uint16_t* x;    // [tokens, dim]
+  uint16_t* residual;   // null, or added to x and overwritten with the sum
+  const float* weight;  // [dim]
+  uint16_t* y;
+  int32_t dim;
+  float eps;
+};
+
+struct LinearOp {
+  const uint16_t* x;     // [tokens, k]
+  const void* panels;    // see `pagoda_pack` and `pagoda_pack_quantized`
+  void* y;               // [tokens, n], or [tokens, n / 2] with an activation
+  const uint16_t* bias;  // as long as the panels have columns, or null
+  int32_t n, k;          // panels may have more columns than n
+  int32_t activation;    // 0 none, 1 silu(gate) * up, 2 gelu_tanh(gate) * up: columns 0..15 of a panel gate, 16..31 up
+  int32_t out_f32;       // y is float, else bf16
+  QuantForm form;        // 16 bits: weights are bf16
+};
+
+// One layer's cache; see attention.h.
+struct LayerCache {
+  void* keys;
+  void* values;
+  float* k_scales;  // null: the cache holds bf16
+  float* v_scales;
+  int32_t heads, dim, block_size, unused;
+};
+
+struct RopeKvOp {
+  const uint16_t* qkv;  // [tokens, (heads + 2 kv.heads) * dim]
+  uint16_t* q;          // [tokens, heads, dim]
+  LayerCache kv;
+  const float* cos;     // [positions, dim / 2], or null: no rotation
+  const float* sin;
+  const float* norm;    // [heads + kv.heads, dim] or null
+  int32_t heads;
+  float eps;
+};
+
+struct AttentionOp {
+  const uint16_t* q;     // [tokens, heads, dim]
+  uint16_t* out;         // [tokens, heads * dim]
+  LayerCache kv;
+  const float* sinks;    // [heads] or null
+  int32_t heads, window;  // window 0: none
+  float scale, softcap;   // softcap 0: none
+};
+
+enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION };
+
 struct Op {
-  int32_t kind;
-  int32_t unused;  // keeps the pointers aligned
-  void* p[10];
-  int32_t i[10];
-  float f[4];
+  int32_t kind, unused;  // keeps the pointers aligned
+  union {
+    EmbedOp embed;
+    RmsNormOp rms_norm;
+    LinearOp linear;
+    RopeKvOp rope_kv;
+    AttentionOp attention;
+  };
 };
 
 struct Step {
@@ -27,14 +95,6 @@ struct Step {
   const int32_t* block_tables;   // [num_rows, max_blocks]
   const int32_t* query_starts;   // [num_rows + 1]
   const int32_t* context_lens;   // [num_rows]
-};
-
-// How a matrix of small whole numbers is stored; see kernels/quantized.py.
-struct QuantForm {
-  int32_t bits;        // 8 or 4
-  int32_t input_bits;  // 8: the input is rounded to so many; 16: it is taken as bf16, with 4 bits only
-  int32_t group;       // inputs that share scales, a multiple of 32
-  int32_t has_zeros;   // else the middle level is zero
 };
 
 // A matrix [n, k] in levels, before it is packed.

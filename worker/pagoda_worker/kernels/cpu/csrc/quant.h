@@ -213,18 +213,11 @@ struct Inputs {  // as the form of the weights wants them
   RoundedRows rounded;
 };
 
-struct QuantArgs {
-  void* y;
-  int k, n;
-  QuantForm form;
-  Epilogue e;
-};
-
 // Rows [from, from + ROWS) through a panel. Functions of their own, so that each has all registers for itself.
 template <int ROWS, typename FORM>
-static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Inputs& in, int from,
+static __attribute__((noinline)) void quant_tile(const LinearOp& op, const Inputs& in, int from,
                                                  const uint8_t* panel, int column, Ahead& ahead) {
-  const int group = a.form.group, groups = a.k / group;
+  const int group = op.form.group, groups = op.k / group;
   f16 total[ROWS][2];
   for (int r = 0; r < ROWS; ++r) total[r][0] = total[r][1] = zero();
   for (int g = 0; g < groups; ++g, panel += group_bytes<FORM>(group)) {
@@ -261,17 +254,17 @@ static __attribute__((noinline)) void quant_tile(const QuantArgs& a, const Input
   alignas(64) float sums[ROWS * PANEL];
   for (int r = 0; r < ROWS; ++r)
     for (int c = 0; c < 2; ++c) store(sums + r * PANEL + 16 * c, total[r][c]);
-  finish_rows(sums, ROWS, from, column, a.n, a.e, a.y);
+  finish_rows(sums, ROWS, from, column, op);
 }
 
 // Rows [first, last) through one panel, each group as it is met.
 constexpr int DIRECT_ROWS = PAGODA_LEVEL == 1 ? 2 : MAX_ROWS;
-static void quant_panel_directly(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel,
+static void quant_panel_directly(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel,
                                  int column) {
-  Ahead ahead(panel, quant_panel_bytes(a.form, a.k), last - first, DIRECT_ROWS);
-  with_form(a.form, [&](auto form) {
+  Ahead ahead(panel, quant_panel_bytes(op.form, op.k), last - first, DIRECT_ROWS);
+  with_form(op.form, [&](auto form) {
     in_tiles<DIRECT_ROWS>(first, last, [&](auto count, int from) {
-      quant_tile<decltype(count)::value, decltype(form)>(a, in, from, panel, column, ahead);
+      quant_tile<decltype(count)::value, decltype(form)>(op, in, from, panel, column, ahead);
     });
   });
 }
@@ -284,14 +277,14 @@ static void quant_panel_directly(const QuantArgs& a, const Inputs& in, int first
 namespace PAGODA_NS {
 
 // Rows [first, last) of x [rows, k], a block, as `quant_panel` wants them.
-static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const QuantArgs& a, uint64_t use) {
-  if (a.form.input_bits == 8) in.rounded.take<int8_t>(x, first, last, a.k, a.form, use);
-  else in.left.take(x, first, last, a.k, use);
+static void quant_take(Inputs& in, int first, int last, const LinearOp& op, uint64_t use) {
+  if (op.form.input_bits == 8) in.rounded.take<int8_t>(op.x, first, last, op.k, op.form, use);
+  else in.left.take(op.x, first, last, op.k, use);
 }
 
 // A block of rows through one panel.
-static void quant_panel(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
-  quant_panel_directly(a, in, first, last, panel, column);
+static void quant_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+  quant_panel_directly(op, in, first, last, panel, column);
 }
 
 }  // namespace PAGODA_NS

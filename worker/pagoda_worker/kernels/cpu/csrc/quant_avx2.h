@@ -24,12 +24,12 @@ constexpr bool BY_WORDS = FORM::ROUNDED && FORM::BITS == 4;
 static bool few(const QuantForm& form, int rows) { return rows <= (form.bits == 8 ? 2 * MAX_ROWS : DIRECT_ROWS); }
 
 // Rows [first, last) of x [rows, k], a block, as `quant_panel` wants them.
-static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const QuantArgs& a, uint64_t use) {
-  with_form(a.form, [&](auto form) {
+static void quant_take(Inputs& in, int first, int last, const LinearOp& op, uint64_t use) {
+  with_form(op.form, [&](auto form) {
     typedef decltype(form) FORM;
-    if constexpr (!FORM::ROUNDED) in.left.take(x, first, last, a.k, use);
-    else if (BY_WORDS<FORM> || few(a.form, last - first)) in.rounded.take<int8_t>(x, first, last, a.k, a.form, use);
-    else in.rounded.take<int16_t>(x, first, last, a.k, a.form, use);
+    if constexpr (!FORM::ROUNDED) in.left.take(op.x, first, last, op.k, use);
+    else if (BY_WORDS<FORM> || few(op.form, last - first)) in.rounded.take<int8_t>(op.x, first, last, op.k, op.form, use);
+    else in.rounded.take<int16_t>(op.x, first, last, op.k, op.form, use);
   });
 }
 
@@ -113,27 +113,27 @@ PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_
 #endif
 
 template <typename FORM>
-static void word_panel(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
-  const int group = a.form.group;
+static void word_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+  const int group = op.form.group;
 #ifdef __AVXVNNI__
   const int turns = 2 / groups_of(last - first < MAX_ROWS ? last - first : MAX_ROWS, 2);
 #else
   const int turns = 1;
 #endif
-  Ahead ahead(panel, quant_panel_bytes(a.form, a.k), last - first, MAX_ROWS, turns);
+  Ahead ahead(panel, quant_panel_bytes(op.form, op.k), last - first, MAX_ROWS, turns);
   in_tiles(first, last, [&](auto count, int from) {
     constexpr int ROWS = decltype(count)::value;
     alignas(64) int32_t sums[ROWS * PANEL];
     alignas(64) float totals[ROWS * PANEL] = {};
     const uint8_t* at = panel;
-    for (int g = 0; g < a.k / group; ++g, at += group_bytes<FORM>(group)) {
+    for (int g = 0; g < op.k / group; ++g, at += group_bytes<FORM>(group)) {
       ahead.skip(FORM::HEAD_BYTES);
       begin_sums<ROWS, FORM>(in.rounded, from, g, sums);
       const uint8_t* levels = in.rounded.levels(from) + (size_t)g * group;
       add_words<ROWS, FORM>(levels, in.rounded.stride(), (const uint32_t*)(at + FORM::HEAD_BYTES), group, ahead, sums);
       add_scaled<ROWS, FORM>(in.rounded, from, g, at, sums, totals);
     }
-    finish_rows(totals, ROWS, from, column, a.n, a.e, a.y);
+    finish_rows(totals, ROWS, from, column, op);
   });
 }
 
@@ -175,16 +175,16 @@ static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32
 }
 
 template <typename FORM>
-static void unpacked_panel(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+static void unpacked_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
   typedef typename Unpacked<FORM>::Numbers Numbers;
   const auto& rows = Unpacked<FORM>::rows(in);
   alignas(64) uint32_t pairs_here[CHUNK / 2 * PANEL];
   alignas(64) typename Numbers::Value sums[BLOCK][PANEL];
   alignas(64) float totals[BLOCK][PANEL];
   memset(totals, 0, (size_t)(last - first) * sizeof totals[0]);
-  const int group = a.form.group;
+  const int group = op.form.group;
   Ahead nothing(panel, 0, last - first);
-  for (int g = 0; g < a.k / group; ++g, panel += group_bytes<FORM>(group))
+  for (int g = 0; g < op.k / group; ++g, panel += group_bytes<FORM>(group))
     for (int begin = 0; begin < group; begin += CHUNK) {
       const int inputs = group - begin < CHUNK ? group - begin : CHUNK;
       unpack<FORM>(panel, panel + FORM::HEAD_BYTES + (size_t)begin / FORM::WORD * PANEL_ROW, inputs, pairs_here);
@@ -197,16 +197,16 @@ static void unpacked_panel(const QuantArgs& a, const Inputs& in, int first, int 
         if (begin + inputs == group) add_scaled<ROWS, FORM>(rows, from, g, panel, to, totals[from - first]);
       });
     }
-  finish_rows(totals[0], last - first, first, column, a.n, a.e, a.y);
+  finish_rows(totals[0], last - first, first, column, op);
 }
 
 // A block of rows through one panel.
-static void quant_panel(const QuantArgs& a, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
-  with_form(a.form, [&](auto form) {
+static void quant_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+  with_form(op.form, [&](auto form) {
     typedef decltype(form) FORM;
-    if constexpr (BY_WORDS<FORM>) word_panel<FORM>(a, in, first, last, panel, column);
-    else if (few(a.form, last - first)) quant_panel_directly(a, in, first, last, panel, column);
-    else unpacked_panel<FORM>(a, in, first, last, panel, column);
+    if constexpr (BY_WORDS<FORM>) word_panel<FORM>(op, in, first, last, panel, column);
+    else if (few(op.form, last - first)) quant_panel_directly(op, in, first, last, panel, column);
+    else unpacked_panel<FORM>(op, in, first, last, panel, column);
   });
 }
 

@@ -1,0 +1,114 @@
+"""The operations of the kernel library, by the names of their operands.
+
+Each class mirrors a struct of csrc/program.h field by field, which says what an operand is: nobody else knows an order.
+Tensors are contiguous and become addresses, so they must outlive what is made of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, get_type_hints
+
+from torch import Tensor
+
+Form = tuple[int, int, int, int]
+"""The fields of a `QuantForm`."""
+
+
+class Embed(NamedTuple):
+    table: Tensor
+    y: Tensor
+    dim: int
+    scale: float
+
+
+class RmsNorm(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    y: Tensor
+    dim: int
+    eps: float
+
+
+class Linear(NamedTuple):
+    x: Tensor
+    panels: Tensor
+    y: Tensor
+    bias: Tensor | None
+    n: int
+    k: int
+    activation: int
+    out_f32: int
+    form: Form
+
+
+class LayerCache(NamedTuple):
+    keys: Tensor
+    values: Tensor
+    k_scales: Tensor | None
+    v_scales: Tensor | None
+    heads: int
+    dim: int
+    block_size: int
+    unused: int = 0
+
+
+class RopeKv(NamedTuple):
+    qkv: Tensor
+    q: Tensor
+    kv: LayerCache
+    cos: Tensor | None
+    sin: Tensor | None
+    norm: Tensor | None
+    heads: int
+    eps: float
+
+
+class Attention(NamedTuple):
+    q: Tensor
+    out: Tensor
+    kv: LayerCache
+    sinks: Tensor | None
+    heads: int
+    window: int
+    scale: float
+    softcap: float
+
+
+Operation = Embed | RmsNorm | Linear | RopeKv | Attention
+KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention)  # in the order of `Kind`
+
+
+def _struct(kind: type[tuple[Any, ...]]) -> type[ctypes.Structure]:
+    fields = [(name, TYPES.get(hint, ctypes.c_void_p)) for name, hint in get_type_hints(kind).items()]
+    return type(kind.__name__, (ctypes.Structure,), {"_fields_": fields})
+
+
+TYPES: dict[Any, Any] = {int: ctypes.c_int32, float: ctypes.c_float, Form: ctypes.c_int32 * 4}
+TYPES[LayerCache] = _struct(LayerCache)
+STRUCTS = {kind: _struct(kind) for kind in KINDS}
+
+
+class _Operands(ctypes.Union):
+    _fields_: ClassVar = [(kind.__name__, struct) for kind, struct in STRUCTS.items()]
+
+
+class Op(ctypes.Structure):
+    _fields_: ClassVar = [("kind", ctypes.c_int32), ("unused", ctypes.c_int32), ("operands", _Operands)]
+
+
+def program_of(operations: Sequence[Operation], address: Callable[[Tensor], int] = Tensor.data_ptr) -> ctypes.Array[Op]:
+    """The operations as the library takes them; `address` tells where a tensor is."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, LayerCache):
+            return TYPES[LayerCache](*map(plain, value))
+        return address(value) if isinstance(value, Tensor) else value
+
+    def op(operation: Operation) -> Op:
+        kind = type(operation)
+        return Op(KINDS.index(kind), 0, _Operands(**{kind.__name__: STRUCTS[kind](*map(plain, operation))}))
+
+    return (Op * len(operations))(*map(op, operations))
