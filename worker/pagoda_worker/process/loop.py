@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 Report = Callable[[dict[str, object]], None]
 
+REPORT_EVERY_S = 0.25  # how often it tells how far loading is
 PENDING_POLL_S = 0.001  # how soon it notices that a step on a device is over
 
 
