@@ -8,8 +8,8 @@ TORCH ?= torch==2.13.0
 # A pip index URL for torch alone, for a smaller CPU-only build where the default index gives a CUDA one.
 TORCH_INDEX ?=
 ARGS ?=
-# Test processes at once; many tests wait for other processes, so two pay off even on two cores.
-TEST_PROCESSES ?= 2
+# Test processes at once; many tests wait for other processes, so three pay off even on two cores.
+TEST_PROCESSES ?= 3
 PACKAGES := services gateway engine_core worker proto
 PROTO_TOOLS := grpcio-tools==1.78.0
 LOCK_TOOL := uv==0.13.9

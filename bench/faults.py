@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.faults import scenarios
 from tests.faults.failing import FAIL_FILE, POINTS
 from tests.faults.stack import apart, served
-from tests.faults.streams import Report
+from tests.faults.streams import Report, undisturbed
 
 FAULTS = ("half-open", "blackhole", "reset", "delay")
 
@@ -76,8 +76,9 @@ def failing(directory: Path, seed: int) -> Iterator[Report]:
     with apart(directory, program="tests.faults.failing") as place:
         for number in range(5):
             yield scenarios.one_memory_error(place, order, seed=seed + number)
+        oracle = undisturbed(place.url, scenarios.company(seed))
         for point in itertools.chain.from_iterable(POINTS.values()):
-            yield scenarios.one_fails(place, order, point, seed=seed)
+            yield scenarios.one_fails(place, order, point, oracle, seed=seed)
 
 
 SCENARIOS: dict[str, Callable[[Path, int], Iterator[Report]]] = {

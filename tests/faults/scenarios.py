@@ -226,14 +226,18 @@ def give(order: Path, words: str) -> None:
     draft.rename(order)
 
 
-def one_fails(place: Apart, order: Path, point: str, *, seed: int = 0) -> Report:
-    """Whatever raises whenever it is about one request (see failing): that request ends in an error, the others do not
-    notice."""
+def company(seed: int) -> list[Request]:
+    """What runs beside a request that fails."""
+    return make_requests(seed, 8, max_tokens=400)
+
+
+def one_fails(place: Apart, order: Path, point: str, oracle: Sequence[Outcome], *, seed: int = 0) -> Report:
+    """Something raises whenever it is about one request (see failing): that request ends in an error, and the others,
+    of which `oracle` is the undisturbed run, do not notice."""
     report = Report(f"failing: {point.rpartition('.')[2]}")
     [doomed] = make_requests(seed + 1, 1, choices=[1])
-    doomed |= {"seed": DOOMED_SEED, "prompt_logprobs": None}
-    requests = make_requests(seed, 8, max_tokens=400)
-    oracle = undisturbed(place.url, requests)
+    doomed |= {"seed": DOOMED_SEED}
+    requests = company(seed)
     ended: list[Outcome] = []
 
     async def disturb(flow: Flow) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.faults import scenarios
 from tests.faults.failing import FAIL_FILE, POINTS
 from tests.faults.stack import Apart, Place, apart, served
-from tests.faults.streams import Report
+from tests.faults.streams import Outcome, Report, undisturbed
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -77,6 +77,12 @@ def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Apart, P
             yield place, directory / "order"
 
 
+@pytest.fixture(scope="module")
+def company(failing: tuple[Apart, Path]) -> list[Outcome]:
+    """The undisturbed run of what runs beside a request that fails."""
+    return undisturbed(failing[0].url, scenarios.company(0))
+
+
 def test_a_step_without_memory_is_computed_again(failing: tuple[Apart, Path]) -> None:
     place, order = failing
     check(scenarios.one_memory_error(place, order))
@@ -84,5 +90,7 @@ def test_a_step_without_memory_is_computed_again(failing: tuple[Apart, Path]) ->
 
 
 @pytest.mark.parametrize("point", [point for points in POINTS.values() for point in points])
-def test_sec_07_a_request_that_fails_fails_alone(failing: tuple[Apart, Path], point: str) -> None:
-    check(scenarios.one_fails(*failing, point))
+def test_sec_07_a_request_that_fails_fails_alone(
+    failing: tuple[Apart, Path], company: list[Outcome], point: str
+) -> None:
+    check(scenarios.one_fails(*failing, point, company))

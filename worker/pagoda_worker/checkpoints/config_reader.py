@@ -149,7 +149,7 @@ class ConfigReader:
         """Raises UnsupportedConfig when fields with a meaning are left."""
         for name, allowed in self._required.items():
             if self._fields.get(name) not in allowed:
-                raise UnsupportedConfig(f"{self._where}: {name}={self._fields.get(name)!r} is not supported")
+                raise UnsupportedConfig(f"{self._where}: {name}={self._fields.get(name)!r:.100} is not supported")
         left = {name: value for name, value in self._fields.items() if name not in self._taken}
         unknown = sorted(name for name, value in left.items() if value not in (None, False))
         if unknown:

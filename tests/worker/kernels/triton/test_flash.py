@@ -231,8 +231,8 @@ def test_a_package_that_is_there_but_does_not_load_is_not_missing(
     [
         ({"block_size": 32}, "multiple of 256 tokens, not of 32: --block-size 256"),
         ({"dtype": torch.float32}, "not in torch.float32: see --dtype"),
-        ({"head_dim": 512}, "up to 256, this model's have 512"),
-        ({"head_dim": 60}, "multiple of 8 dimensions"),
+        ({"head_dims": (512,)}, "up to 256, this model's have 512"),
+        ({"head_dims": (60,)}, "multiple of 8 dimensions"),
     ],
 )
 def test_what_it_cannot_serve_is_said(changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
