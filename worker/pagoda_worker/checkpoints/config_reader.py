@@ -115,7 +115,7 @@ class ConfigReader:
         for one in allowed:
             if type(value) is type(one) and value == one:
                 return one
-        raise UnsupportedConfig(f"{self._where}: {name}={value!r} is not one of {', '.join(map(str, allowed))}")
+        raise UnsupportedConfig(f"{self._where}: {name}={shown(value)} is not one of {', '.join(map(str, allowed))}")
 
     def activation(self, *names: str) -> str:
         """The activation under the first of `names` that is given."""
@@ -123,7 +123,7 @@ class ConfigReader:
         given = [name for name in names if self.maybe(name, str) is not None]
         value = self.take(given[0], str) if given else "silu"
         if value not in known:
-            raise UnsupportedConfig(f"config.json: {given[0]}={value!r} is not one of {', '.join(known)}")
+            raise UnsupportedConfig(f"config.json: {given[0]}={shown(value)} is not one of {', '.join(known)}")
         return known[value]
 
     def layer_windows(self, window: int | None, kinds: list[str]) -> tuple[int | None, ...]:
@@ -149,7 +149,7 @@ class ConfigReader:
         """Raises UnsupportedConfig when fields with a meaning are left."""
         for name, allowed in self._required.items():
             if self._fields.get(name) not in allowed:
-                raise UnsupportedConfig(f"{self._where}: {name}={self._fields.get(name)!r:.100} is not supported")
+                raise UnsupportedConfig(f"{self._where}: {name}={shown(self._fields.get(name))} is not supported")
         left = {name: value for name, value in self._fields.items() if name not in self._taken}
         unknown = sorted(name for name, value in left.items() if value not in (None, False))
         if unknown:
