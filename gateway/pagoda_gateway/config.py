@@ -24,7 +24,7 @@ class GatewayConfig:
     port: int = option(8000, "HTTP port; 0 picks a free one", most=65535)
     max_body_bytes: int = option(10 * 1024 * 1024, "largest request body", least=1)
     max_upload_bytes_per_second: int = option(
-        64 * 1024 * 1024,
+        16 * 1024 * 1024,
         "most bytes of bodies read from one address in a second; the first 64 KiB of each are not counted",
         least=64 * 1024,
     )

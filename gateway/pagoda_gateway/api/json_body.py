@@ -91,14 +91,18 @@ def _check_shape(body: bytes, max_values: int) -> None:
 
 
 def _outside_strings(body: bytes) -> bytes:
-    """What is between the strings. Without escapes, every second quote ends a string, whatever is in it."""
-    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    """What is between the strings, chunk by chunk, as searching holds up all threads. Without escapes, every second
+    quote ends a string, whatever is in it."""
     pieces: list[bytes] = []
-    inside = 0
-    for start in range(0, len(plain), CHUNK_BYTES):
-        parts = plain[start : start + CHUNK_BYTES].split(b'"')
+    start = inside = 0
+    while start < len(body):
+        chunk = body[start : start + CHUNK_BYTES]
+        if (len(chunk) - len(chunk.rstrip(b"\\"))) % 2:  # an escape goes on in the next chunk
+            chunk += body[start + CHUNK_BYTES : start + CHUNK_BYTES + 1]
+        parts = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         pieces += parts[inside::2]
         inside ^= (len(parts) - 1) & 1
+        start += len(chunk)
     return b"".join(pieces)
 
 

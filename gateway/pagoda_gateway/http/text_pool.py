@@ -8,6 +8,9 @@ runs is short, because whoever cuts the work bounds it. Large pieces leave one t
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +23,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 INLINE_SIZE = 4096  # characters, bytes or token ids; less is done faster than a thread is woken
 LARGE_SIZE = 128 * 1024
+NICENESS = 10
 
 T = TypeVar("T")
 
@@ -106,6 +110,12 @@ class FairQueue:
             del self._lines[client]
 
 
+def _yield_to_others() -> None:
+    """Where processors are short, who streams goes before who reads long texts. Linux knows priorities of threads."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
 class TextPool:
     """A few threads behind a `FairQueue`. Used from one event loop."""
 
@@ -115,7 +125,7 @@ class TextPool:
         self._most_large = max(1, num_threads - 1)
         self._num_running = 0
         self._num_large = 0
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text", initializer=_yield_to_others)
 
     async def run(self, client: str, size: int, work: Callable[[], T]) -> T:
         """The result of `work`. Cancelling takes a waiting piece out of the queue.
