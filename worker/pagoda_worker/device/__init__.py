@@ -1,1 +1,1 @@
-"""What a device is asked besides computing: memory, copies, streams, cores."""
+"""What a device is asked besides computing: memory, copies, streams."""

@@ -52,7 +52,7 @@ class HeadNorm:
 class Rotation:
     """Cosines and sines of all positions, [max_positions, D / 2] float32, and the positions [T] of one step.
 
-    x * cos + roll(x, D / 2) * sin is the rotation of x (see `layers.rope`).
+    x * cos + roll(x, D / 2) * sin is the rotation of x (see `checkpoints.rope`).
     """
 
     cos_table: torch.Tensor

@@ -18,7 +18,7 @@ Run = Callable[[Batch], tuple[torch.Tensor, ...]]
 
 
 class Recorded:
-    """See `loading.Model`. `max_tokens` and `max_rows`: most of a step."""
+    """See `loading.model.Model`. `max_tokens` and `max_rows`: most of a step."""
 
     def __init__(self, decoder: Decoder, max_tokens: int, max_rows: int) -> None:
         self.kv_groups = decoder.kv_groups

@@ -1,7 +1,8 @@
 """Quantised checkpoints: which method config.json names, and what each method stores in place of a matrix.
 
 A method says for every linear layer how it is packed, or that it is not. What a packing stores is checked by headers
-like any other tensor, and comes down to `QuantizedWeight`. To add one: a function `read(ConfigReader) -> Layout` here.
+like any other tensor, and comes down to `QuantizedWeight`. To add one: a function `read(fields, where) -> Layout` and a
+line in `METHODS`.
 """
 
 from __future__ import annotations
