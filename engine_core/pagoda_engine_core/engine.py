@@ -218,10 +218,12 @@ class EngineCore:
         worker = self._router.workers.get(event.epoch)
         if worker is None:
             return
+        deltas: list[Delta] = []
         try:
-            deltas = worker.scheduler.apply(event.result, now)
+            worker.scheduler.apply(event.result, now, deltas)
             num_tokens = self._router.stepped(worker, now)
         except Exception as error:  # noqa: BLE001 - as in `_plan_step`, unless the worker answered what it was not asked
+            self._answers.emit(self._router.ended(worker, deltas), now)
             self._reset(worker, LeaveCause.RESET if isinstance(error, PagodaError) else LeaveCause.UNPLANNED, now)
             return
         self._progress_at = now

@@ -13,6 +13,8 @@ from pagoda_proto.steps import Chunk
 MEASURED_TOKENS = 64
 LEAST_TOKENS = 128
 """Fewer are computed hardly faster: what then counts is reading the weights."""
+SHORTEST_S = 1e-6
+"""Nothing takes less; a worker that tells so has not measured."""
 WEIGHT = 0.25
 """Of the newest measurement in the average."""
 
@@ -33,7 +35,7 @@ class Speed:
 
     def observe(self, chunks: Sequence[tuple[Choice, Chunk]], forward_s: float) -> None:
         """A step with these chunks took so long in model and sampler."""
-        if not chunks or chunks[-1][1].num_tokens < MEASURED_TOKENS or forward_s <= 0:
+        if not chunks or chunks[-1][1].num_tokens < MEASURED_TOKENS or forward_s < SHORTEST_S:
             return
         rate = sum(chunk.num_tokens for _, chunk in chunks) / forward_s
         self.tokens_per_s += (rate - self.tokens_per_s) * (WEIGHT if self.tokens_per_s else 1.0)

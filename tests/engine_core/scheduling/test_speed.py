@@ -18,7 +18,7 @@ def step(*num_tokens: int) -> list[tuple[Choice, Chunk]]:
 
 def test_only_steps_with_prompts_are_measurements() -> None:
     speed = Speed(2048, 0.1)
-    for chunks, seconds in ((step(), 1.0), (step(*[1] * 256), 1.0), (step(1, 63), 1.0), (step(100), 0.0)):
+    for chunks, seconds in ((step(), 1.0), (step(*[1] * 256), 1.0), (step(1, 63), 1.0), (step(100), 5e-324)):
         speed.observe(chunks, seconds)
         assert not speed.tokens_per_s
     speed.observe(step(1, 99), 25.0)
