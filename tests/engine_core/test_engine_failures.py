@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from tests.engine_core.bench import Bench
 from tests.engine_core.fake_worker import make_hello
+from tests.engine_core.fakes_sink import RecordingSink
 from tests.fakes import make_record, reference_tokens
 
 from pagoda_engine_core.workers.executor import LeaveCause, StepDone, WorkerLeft
@@ -114,3 +115,31 @@ def test_a_result_that_answers_no_plan_resets_the_worker(bench: Bench) -> None:
     bench.executor.join(2, make_hello())
     bench.settle()
     assert bench.deltas(record.request_id) == reference_tokens(record)
+
+
+@pytest.mark.parametrize("how", ["abort", "abandon", "replace"])
+def test_a_scheduler_that_cannot_abort_costs_its_worker_a_life_and_nobody_a_token(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    other, record = make_record(max_tokens=10), make_record(max_tokens=10)
+    bench.submit(other)
+    sink = RecordingSink()
+    bench.engine.submit(record, sink)
+    bench.engine.step(0)
+    monkeypatch.setattr(bench.engine._router.workers[1].scheduler, "abort", lambda *_: 1 / 0)
+    match how:
+        case "abort":
+            bench.engine.abort(record.request_id)
+        case "abandon":
+            bench.engine.abandon(sink)
+        case _:
+            bench.engine.submit(record, sink, attempt=1)
+    bench.engine.step(0)
+    assert (1, ResetWorker()) in bench.executor.sent
+    bench.executor.plans.clear()
+    bench.executor.join(2, make_hello())
+    bench.settle()
+    assert bench.deltas(other.request_id) == reference_tokens(other)
+    reasons = {"abort": [FinishReason.ABORT], "abandon": [], "replace": [FinishReason.LENGTH]}
+    assert list(sink.reasons.values()) == reasons[how]
+    assert bench.engine.idle
