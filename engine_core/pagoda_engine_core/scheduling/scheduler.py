@@ -95,15 +95,14 @@ class Scheduler:
         return self._lifetime_blocks(request) <= self._pool.num_blocks
 
     def serves(self, request: Request) -> bool:
-        """Whether the request could run here, now or later: it fits, and began with this model and numerics, if it
-        has begun."""
+        """Whether it could run here, now or later: it fits, and began, if it has, with this model and numerics."""
         begun = request.begun
         bound = begun is None or (begun.model_fingerprint, begun.numerics_id) == self._identity
         return bound and self.fits(request)
 
     def room(self) -> Room:
         """What the next step has left for requests that are not here yet."""
-        return Room(self._max_rows, self._budget(), self._kv).without(self._running, self._waiting)
+        return Room(self._max_rows, self._budget(1), self._kv).without(self._running, self._waiting)
 
     def need(self, request: Request, room: Room) -> Need:
         """What a request would take of the next step."""
@@ -196,7 +195,7 @@ class Scheduler:
         drafting = may_draft(self._running, self._waiting, self._config.speculation_tokens)
         if drafting and self._in_flight:
             return None
-        builder = PlanBuilder(self._budget())
+        builder = PlanBuilder(self._budget(min(1, len(self._waiting))))
         preempted = self._plan_running(builder, now)
         self._plan_waiting(builder, preempted, now)
         if drafting and not preempted:
@@ -220,17 +219,18 @@ class Scheduler:
         outputs = {output.row_id: output for output in result.outputs}
         errors = {error.row_id: error for error in result.errors}
         self._in_flight[0].check(result, outputs, errors)
-        if errors:
-            told += self._apply_errors(errors, now)
+        told += self._apply_errors(errors, now) if errors else ()
         chunks = self._in_flight.popleft().chunks
         self._speed.observe(chunks, result.forward_s)
         for choice, chunk in chunks:
             if choice.row_id == chunk.row_id:
                 self._apply_row(choice, chunk, outputs.get(chunk.row_id), now, told)
 
-    def _budget(self) -> Budget:
-        decodes = sum(choice.distance == 1 for choice in self._running)
-        return Budget(self._speed.step_tokens(decodes), self._config.chunk_size, decodes)
+    def _budget(self, num_beginning: int) -> Budget:
+        distances = [choice.distance for choice in self._running]
+        decodes, prompts = distances.count(1), num_beginning + sum(distance > 1 for distance in distances)
+        chunk_size = self._speed.chunk_tokens(self._config.chunk_size, decodes, prompts)
+        return Budget(self._speed.step_tokens(decodes), chunk_size, decodes)
 
     # --- how rows are planned ----------------------------------------------------------------------------------------
 

@@ -64,3 +64,22 @@ def test_a_stream_does_not_wait_for_long_prompts(prompt_step_s: float) -> None:
     assert prompt_tokens(harness.plans[-1]) == (200 if prompt_step_s else 3 * harness.config.chunk_size)
     harness.drain()
     harness.check_all()
+
+
+@pytest.mark.parametrize("num_long", [1, 3])
+def test_a_short_prompt_beside_a_stream_does_not_wait_for_long_ones(num_long: int) -> None:
+    harness = Harness(num_blocks=8192)
+    harness.add(make_record([1] * 100, max_tokens=100))
+    harness.plan()
+    harness.land(forward_s=0.05)
+    for _ in range(num_long):
+        harness.add(make_record([2] * 4000, max_tokens=2))
+    harness.step()
+    harness.step()
+    assert prompt_tokens(harness.plans[-1]) == 200, "nobody else waits: the step is theirs"
+    short = harness.add(make_record([3] * 10, max_tokens=2))
+    harness.step()
+    harness.step()
+    assert short.choices[0].output_ids
+    harness.drain()
+    harness.check_all()
