@@ -218,10 +218,12 @@ class EngineCore:
         worker = self._router.workers.get(event.epoch)
         if worker is None:
             return
+        deltas: list[Delta] = []
         try:
-            deltas = worker.scheduler.apply(event.result, now)
+            worker.scheduler.apply(event.result, now, deltas)
             num_tokens = self._router.stepped(worker, now)
         except Exception as error:  # noqa: BLE001 - as in `_plan_step`, unless the worker answered what it was not asked
+            self._answers.emit(self._router.ended(worker, deltas), now)
             self._reset(worker, LeaveCause.RESET if isinstance(error, PagodaError) else LeaveCause.UNPLANNED, now)
             return
         self._progress_at = now
@@ -306,7 +308,7 @@ class EngineCore:
             self._reject(submission, PagodaError(ErrorCode.INTERNAL, f"cannot admit this request: {error}"))
             return
         if running is not None:
-            self._router.abort(submission.request_id, (), now)
+            self._end(submission.request_id, (), now)
         self._answers.accept(submission)
         try:
             deltas = request.settle(now)
@@ -329,12 +331,23 @@ class EngineCore:
             self._answers.reject(withdrawn, PagodaError(ErrorCode.CANCELLED, "aborted before a worker was there"))
         running = self._answers.get(request_id)
         if running is not None and (sink is None or running.sink is sink):
-            self._answers.emit(self._router.abort(request_id, choices, now), now)
+            self._answers.emit(self._end(request_id, choices, now), now)
+
+    def _end(self, request_id: str, choices: tuple[int, ...], now: float) -> list[Delta]:
+        """Abort choices in the router, or all, though the scheduler that has them raises."""
+        try:
+            return self._router.abort(request_id, choices, now)
+        except Exception:  # as in `_plan_step`
+            worker = self._router.holder(request_id)
+            if worker is None:
+                raise
+            self._reset(worker, LeaveCause.UNPLANNED, now)
+        return self._router.abort(request_id, choices, now)
 
     def _abandon(self, sink: Sink, now: float) -> None:
         self._admission.forget(sink)
         for request_id in self._answers.forget(sink):
-            self._router.abort(request_id, (), now)
+            self._end(request_id, (), now)
             self._totals["requests_abandoned"] += 1
 
     def _hand_back(self, reason: str) -> None:

@@ -175,8 +175,13 @@ class Harness:
     def land(self, forward_s: float = 0.0) -> list[Delta]:
         """Apply the oldest result, which took the worker so long."""
         result = msgspec.structs.replace(self.results.popleft(), forward_s=forward_s)
-        deltas = self.scheduler.apply(result, self.clock())
+        deltas = self.apply(result)
         self.receive(deltas)
+        return deltas
+
+    def apply(self, result: StepResult) -> list[Delta]:
+        deltas: list[Delta] = []
+        self.scheduler.apply(result, self.clock(), deltas)
         return deltas
 
     def step(self) -> StepPlan:

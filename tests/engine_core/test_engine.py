@@ -15,7 +15,6 @@ from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.workers.executor import (
     InprocExecutor,
     LeaveCause,
-    StepDone,
     WorkerChanged,
     WorkerLeft,
     WorkerState,
@@ -320,59 +319,6 @@ def test_a_sink_that_raises_loses_its_own_requests_only(bench: Bench) -> None:
     bench.settle()
     assert bench.deltas(record.request_id) == reference_tokens(record)
     assert bench.engine.idle
-
-
-def test_a_scheduler_that_raises_costs_its_worker_a_life_and_nobody_a_token(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    record = make_record(max_tokens=10)
-    bench.submit(record)
-    bench.engine.step(0)
-    worker = bench.engine._router.workers[1]
-    monkeypatch.setattr(worker.scheduler, "schedule", lambda now: 1 / 0)
-    bench.executor.answer_all()
-    bench.settle()
-    assert (1, ResetWorker()) in bench.executor.sent
-    assert bench.engine.stats().totals["scheduler_failures"] == 1
-    bench.executor.join(2, make_hello())
-    bench.settle()
-    assert bench.deltas(record.request_id) == reference_tokens(record)
-
-
-def test_a_request_that_cannot_be_placed_ends_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = bench.engine._router.workers[1]
-    add = worker.scheduler.add
-    odd, plain = make_record(), make_record()
-    monkeypatch.setattr(worker.scheduler, "add", lambda r, now: 1 / (r.request_id != odd.request_id) and add(r, now))
-    bench.submit(odd)
-    bench.submit(plain)
-    bench.settle()
-    assert bench.sink.endings[odd.request_id].error_code is ErrorCode.INTERNAL
-    assert bench.deltas(plain.request_id) == reference_tokens(plain)
-    assert bench.engine.idle
-
-
-def test_requests_that_cannot_be_taken_back_end_with_an_error(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    request_id = bench.submit(make_record(n=2))
-    bench.engine.step(0)
-    monkeypatch.setattr(bench.engine._router.workers[1].scheduler, "take_back", lambda now: 1 / 0)
-    bench.executor.events.append(WorkerLeft(1, LeaveCause.DIED, "gone"))
-    bench.engine.step(0)
-    assert bench.sink.endings[request_id].error_code is ErrorCode.INTERNAL
-    assert bench.engine.idle
-
-
-def test_a_result_that_answers_no_plan_resets_the_worker(bench: Bench) -> None:
-    record = make_record(max_tokens=10)
-    bench.submit(record)
-    bench.engine.step(0)
-    bench.executor.events.append(StepDone(1, StepResult(step=9)))
-    bench.engine.step(0)
-    assert (1, ResetWorker()) in bench.executor.sent
-    bench.executor.plans.clear()
-    bench.executor.join(2, make_hello())
-    bench.settle()
-    assert bench.deltas(record.request_id) == reference_tokens(record)
 
 
 def test_results_of_a_lost_life_are_ignored(bench: Bench) -> None:

@@ -111,11 +111,14 @@ class Router:
     def is_waiting(self, request_id: str) -> bool:
         return self._queue.get(request_id) is not None
 
+    def holder(self, request_id: str) -> Worker | None:
+        return next((worker for worker in self.workers.values() if request_id in worker.requests), None)
+
     def abort(self, request_id: str, choices: tuple[int, ...], now: float) -> list[Delta]:
         """End some choices, or all; unknown ids do nothing."""
-        for worker in self.workers.values():
-            if request_id in worker.requests:
-                return self.ended(worker, worker.scheduler.abort(request_id, choices, now))
+        worker = self.holder(request_id)
+        if worker is not None:
+            return self.ended(worker, worker.scheduler.abort(request_id, choices, now))
         request = self._queue.get(request_id)
         if request is None:
             return []

@@ -7,6 +7,7 @@ prompt slows a stream by the length of a step but never skips it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import NamedTuple
 
 import msgspec
@@ -69,6 +70,9 @@ class Flight(NamedTuple):
             raise _protocol_error(f"result of step {self.step} expected, got {result.step}")
         if len(outputs) != len(result.outputs):
             raise _protocol_error(f"step {self.step} has two outputs for one row")
+        for name, seconds in (("elapsed_s", result.elapsed_s), ("forward_s", result.forward_s)):
+            if not 0 <= seconds < inf:
+                raise _protocol_error(f"{name} of step {self.step} must be a time, got {seconds}")
         for choice, chunk in self.chunks:
             if choice.row_id == chunk.row_id and chunk.row_id not in errors:
                 _check_output(choice, chunk, outputs.get(chunk.row_id))

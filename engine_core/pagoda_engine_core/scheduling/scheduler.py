@@ -95,15 +95,14 @@ class Scheduler:
         return self._lifetime_blocks(request) <= self._pool.num_blocks
 
     def serves(self, request: Request) -> bool:
-        """Whether the request could run here, now or later: it fits, and began with this model and numerics, if it
-        has begun."""
+        """Whether it could run here, now or later: it fits, and began, if it has, with this model and numerics."""
         begun = request.begun
         bound = begun is None or (begun.model_fingerprint, begun.numerics_id) == self._identity
         return bound and self.fits(request)
 
     def room(self) -> Room:
         """What the next step has left for requests that are not here yet."""
-        return Room(self._max_rows, self._budget(), self._kv).without(self._running, self._waiting)
+        return Room(self._max_rows, self._budget(1), self._kv).without(self._running, self._waiting)
 
     def need(self, request: Request, room: Room) -> Need:
         """What a request would take of the next step."""
@@ -196,7 +195,7 @@ class Scheduler:
         drafting = may_draft(self._running, self._waiting, self._config.speculation_tokens)
         if drafting and self._in_flight:
             return None
-        builder = PlanBuilder(self._budget())
+        builder = PlanBuilder(self._budget(min(1, len(self._waiting))))
         preempted = self._plan_running(builder, now)
         self._plan_waiting(builder, preempted, now)
         if drafting and not preempted:
@@ -209,8 +208,8 @@ class Scheduler:
         self._in_flight.append(flight)
         return plan
 
-    def apply(self, result: StepResult, now: float) -> list[Delta]:
-        """Take the result of the oldest plan in flight.
+    def apply(self, result: StepResult, now: float, told: list[Delta]) -> None:
+        """Take the result of the oldest plan in flight; what came of it is put into `told`, also if a later row raises.
 
         Raises PagodaError PROTOCOL_ERROR, with nothing changed, when it does not answer that plan. Output for rows that
         were finished, preempted, aborted or taken back meanwhile is dropped.
@@ -220,17 +219,18 @@ class Scheduler:
         outputs = {output.row_id: output for output in result.outputs}
         errors = {error.row_id: error for error in result.errors}
         self._in_flight[0].check(result, outputs, errors)
-        deltas = self._apply_errors(errors, now) if errors else []
+        told += self._apply_errors(errors, now) if errors else ()
         chunks = self._in_flight.popleft().chunks
         self._speed.observe(chunks, result.forward_s)
         for choice, chunk in chunks:
             if choice.row_id == chunk.row_id:
-                deltas += self._apply_row(choice, chunk, outputs.get(chunk.row_id), now)
-        return deltas
+                self._apply_row(choice, chunk, outputs.get(chunk.row_id), now, told)
 
-    def _budget(self) -> Budget:
-        decodes = sum(choice.distance == 1 for choice in self._running)
-        return Budget(self._speed.step_tokens(decodes), self._config.chunk_size, decodes)
+    def _budget(self, num_beginning: int) -> Budget:
+        distances = [choice.distance for choice in self._running]
+        decodes, prompts = distances.count(1), num_beginning + sum(distance > 1 for distance in distances)
+        chunk_size = self._speed.chunk_tokens(self._config.chunk_size, decodes, prompts)
+        return Budget(self._speed.step_tokens(decodes), chunk_size, decodes)
 
     # --- how rows are planned ----------------------------------------------------------------------------------------
 
@@ -338,14 +338,15 @@ class Scheduler:
         self._dropped_rows = [row_id for row_id in self._dropped_rows if row_id not in errors]
         return deltas
 
-    def _apply_row(self, choice: Choice, chunk: Chunk, output: RowOutput | None, now: float) -> list[Delta]:
+    def _apply_row(self, choice: Choice, chunk: Chunk, output: RowOutput | None, now: float, told: list[Delta]) -> None:
         request = choice.request
         if output is not None and output.prompt_logprobs and choice.owes_prompt_logprobs:
             request.prompt_logprobs += output.prompt_logprobs
         if output is None or not chunk.sample:
             self._kv.commit(choice, chunk.start + chunk.num_tokens)
-            return []
+            return
         delta, ending = request.add_tokens(choice, output.token_ids, output.logprobs, now)
+        told.append(delta)  # it is in the books now, whatever comes next
         delta.result.begun = request.begin(*self._identity)
         num_kept = len(delta.result.token_ids)
         choice.sampled(num_kept, output.num_drafts)
@@ -353,10 +354,9 @@ class Scheduler:
         self._totals.output_tokens += num_kept
         self._totals.draft_tokens += output.num_drafted
         self._totals.accepted_draft_tokens += num_kept - 1
-        if not ending:
-            return [delta]
-        self._withdraw(choice, now)
-        return self._told(request, [request.finish(choice, ending, now, delta)])
+        if ending:
+            self._withdraw(choice, now)
+            self._told(request, [request.finish(choice, ending, now, delta)])
 
     # --- rows and requests leave -------------------------------------------------------------------------------------
 

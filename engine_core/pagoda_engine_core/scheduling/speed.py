@@ -1,6 +1,6 @@
 """How many tokens of prompts a worker computes in a second, from the steps that held some.
 
-Prompts come last in a step. One whose longest chunk is short tells how long a step takes, not how long its tokens do.
+A step with few tokens of prompts tells how long a step takes, not how long its tokens do.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from pagoda_engine_core.scheduling.request import Choice
 from pagoda_proto.steps import Chunk
 
 MEASURED_TOKENS = 64
+"""Beyond one for each row."""
 LEAST_TOKENS = 128
 """Fewer are computed hardly faster: what then counts is reading the weights."""
+SHORTEST_S = 1e-6
+"""Nothing takes less; a worker that tells so has not measured."""
 WEIGHT = 0.25
 """Of the newest measurement in the average."""
 
@@ -31,9 +34,19 @@ class Speed:
             return self._max_tokens
         return min(self._max_tokens, num_decodes + max(LEAST_TOKENS, int(self.tokens_per_s * self._limit_s)))
 
+    def chunk_tokens(self, chunk_size: int, num_decodes: int, num_prompts: int) -> int:
+        """Most tokens of one prompt in the next step. One that is cut short for streams is shared by as many prompts
+        as a full one, so that a short prompt does not wait for the whole of a long one."""
+        tokens = self.step_tokens(num_decodes)
+        if tokens == self._max_tokens or num_prompts < 2:
+            return chunk_size
+        left = tokens - num_decodes
+        return min(chunk_size, max(1, -(-left // num_prompts), left * chunk_size // self._max_tokens))
+
     def observe(self, chunks: Sequence[tuple[Choice, Chunk]], forward_s: float) -> None:
         """A step with these chunks took so long in model and sampler."""
-        if not chunks or chunks[-1][1].num_tokens < MEASURED_TOKENS or forward_s <= 0:
+        num_tokens = sum(chunk.num_tokens for _, chunk in chunks)
+        if num_tokens - len(chunks) < MEASURED_TOKENS or forward_s < SHORTEST_S:
             return
-        rate = sum(chunk.num_tokens for _, chunk in chunks) / forward_s
+        rate = num_tokens / forward_s
         self.tokens_per_s += (rate - self.tokens_per_s) * (WEIGHT if self.tokens_per_s else 1.0)

@@ -219,7 +219,8 @@ class RequestPool:
                     with_tokens |= self._on_delta(pooled, message, now)
                 except Exception:  # about this request; the session carries others
                     logger.exception("request %s cannot take what came for it", message.request_id)
-                    self._fail(pooled, "an internal error", ErrorCode.INTERNAL)
+                    if self._pooled(pooled.generation) is pooled:
+                        self._fail(pooled, "an internal error", ErrorCode.INTERNAL)
         return with_tokens
 
     def _on_delta(self, pooled: PooledRequest, message: pb.Delta, now: float) -> bool:
@@ -326,8 +327,8 @@ class RequestPool:
         """The one way out of the pool."""
         del self._open[pooled.request.record.request_id]
         self._parked.pop(pooled.request.record.request_id, None)
-        self._meter.ended(pooled.generation, time.monotonic())
         pooled.generation.wake()
+        self._meter.ended(pooled.generation, time.monotonic())
 
     # Frames
 

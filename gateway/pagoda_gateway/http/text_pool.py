@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 INLINE_SIZE = 4096  # characters, bytes or token ids; less is done faster than a thread is woken
 LARGE_SIZE = 128 * 1024
-NICENESS = 10
+NICENESS = 10  # more than whoever made the pool has
 
 T = TypeVar("T")
 
@@ -111,9 +111,11 @@ class FairQueue:
 
 
 def _yield_to_others() -> None:
-    """Where processors are short, who streams goes before who reads long texts. Linux knows priorities of threads."""
+    """Where processors are short, who streams goes before who reads long texts. Linux knows priorities of threads; a
+    sandbox may forbid to set any, and then all are equal."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
 
 
 class TextPool:

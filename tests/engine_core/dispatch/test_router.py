@@ -49,7 +49,8 @@ class Bench:
             return False
         worker.pace.asked(plan.num_tokens, self.now)
         result = self.runners[epoch].execute(plan)
-        deltas = worker.scheduler.apply(result, self.now + seconds)
+        deltas: list[Delta] = []
+        worker.scheduler.apply(result, self.now + seconds, deltas)
         self.router.stepped(worker, self.now + seconds)
         self.deltas += self.router.ended(worker, deltas)
         return True

@@ -173,7 +173,7 @@ def test_a_result_that_does_not_answer_the_plan_changes_nothing(result: StepResu
     harness.add(make_record(PROMPT, logprobs=1, prompt_logprobs=1))
     harness.plan()
     with pytest.raises(PagodaError, match=reason) as caught:
-        harness.scheduler.apply(result, 0.0)
+        harness.apply(result)
     assert caught.value.code is ErrorCode.PROTOCOL_ERROR
     assert harness.scheduler.steps_in_flight == 1
     harness.drain()
@@ -185,12 +185,12 @@ def test_a_token_from_a_chunk_that_does_not_sample_is_an_error() -> None:
     harness.add(make_record(PROMPT))
     harness.plan()
     with pytest.raises(PagodaError, match="must yield 0 tokens"):
-        harness.scheduler.apply(StepResult(step=1, outputs=[RowOutput(0, [1])]), 0.0)
+        harness.apply(StepResult(step=1, outputs=[RowOutput(0, [1])]))
 
 
 def test_a_result_nobody_asked_for_is_an_error() -> None:
     with pytest.raises(PagodaError, match="no step is in flight"):
-        Harness().scheduler.apply(StepResult(step=1), 0.0)
+        Harness().apply(StepResult(step=1))
 
 
 def test_output_for_unknown_rows_is_ignored() -> None:
@@ -201,7 +201,7 @@ def test_output_for_unknown_rows_is_ignored() -> None:
     result = harness.results.popleft()
     stray = [RowOutput(99, [5]), *result.outputs]
     errors = [RowError(98, "internal_error", "not ours")]
-    deltas = harness.scheduler.apply(StepResult(step=1, outputs=stray, errors=errors), 0.0)
+    deltas = harness.apply(StepResult(step=1, outputs=stray, errors=errors))
     assert [delta.result.token_ids for delta in deltas] == reference_tokens(record)
 
 
@@ -229,7 +229,7 @@ def test_a_stop_token_sampled_too_early_does_not_end_a_choice() -> None:
     harness.add(record)
     for step, ends in ((1, False), (2, True)):
         harness.scheduler.schedule(0.0)
-        (delta,) = harness.scheduler.apply(StepResult(step=step, outputs=[RowOutput(0, [7])]), 0.0)
+        (delta,) = harness.apply(StepResult(step=step, outputs=[RowOutput(0, [7])]))
         assert delta.ends_request is ends
 
 
@@ -312,7 +312,7 @@ def test_an_unknown_row_error_code_becomes_internal() -> None:
     record = make_record(PROMPT)
     harness.add(record)
     harness.plan()
-    deltas = harness.scheduler.apply(StepResult(step=1, errors=[RowError(0, "odd", "what?")]), 0.0)
+    deltas = harness.apply(StepResult(step=1, errors=[RowError(0, "odd", "what?")]))
     assert [(d.error_code, d.error_message) for d in deltas] == [(ErrorCode.INTERNAL, "what?")]
 
 

@@ -281,7 +281,7 @@ def test_a_result_with_impossible_drafts_changes_nothing(output: RowOutput) -> N
     harness.step()
     harness.plan()
     with pytest.raises(PagodaError) as caught:
-        harness.scheduler.apply(StepResult(step=2, outputs=[output]), 0.0)
+        harness.apply(StepResult(step=2, outputs=[output]))
     assert caught.value.code is ErrorCode.PROTOCOL_ERROR
     harness.drain()
     harness.check_all()
@@ -294,7 +294,7 @@ def test_every_token_has_its_log_probability() -> None:
     harness.plan()
     output = RowOutput(0, [1, 2], [TopLogprobs(0.0, 1, [], [])], num_drafted=3)
     with pytest.raises(PagodaError, match="log-probabilities"):
-        harness.scheduler.apply(StepResult(step=2, outputs=[output]), 0.0)
+        harness.apply(StepResult(step=2, outputs=[output]))
 
 
 def test_the_option_is_checked() -> None:

@@ -18,7 +18,7 @@ def step(*num_tokens: int) -> list[tuple[Choice, Chunk]]:
 
 def test_only_steps_with_prompts_are_measurements() -> None:
     speed = Speed(2048, 0.1)
-    for chunks, seconds in ((step(), 1.0), (step(*[1] * 256), 1.0), (step(1, 63), 1.0), (step(100), 0.0)):
+    for chunks, seconds in ((step(), 1.0), (step(*[1] * 256), 1.0), (step(1, 63), 1.0), (step(100), 5e-324)):
         speed.observe(chunks, seconds)
         assert not speed.tokens_per_s
     speed.observe(step(1, 99), 25.0)
@@ -62,5 +62,24 @@ def test_a_stream_does_not_wait_for_long_prompts(prompt_step_s: float) -> None:
         harness.add(make_record([2] * 1000, max_tokens=2))
     harness.step()
     assert prompt_tokens(harness.plans[-1]) == (200 if prompt_step_s else 3 * harness.config.chunk_size)
+    harness.drain()
+    harness.check_all()
+
+
+@pytest.mark.parametrize("num_long", [1, 3])
+def test_a_short_prompt_beside_a_stream_does_not_wait_for_long_ones(num_long: int) -> None:
+    harness = Harness(num_blocks=8192)
+    harness.add(make_record([1] * 100, max_tokens=100))
+    harness.plan()
+    harness.land(forward_s=0.05)
+    for _ in range(num_long):
+        harness.add(make_record([2] * 4000, max_tokens=2))
+    harness.step()
+    harness.step()
+    assert prompt_tokens(harness.plans[-1]) == 200, "nobody else waits: the step is theirs"
+    short = harness.add(make_record([3] * 10, max_tokens=2))
+    harness.step()
+    harness.step()
+    assert short.choices[0].output_ids
     harness.drain()
     harness.check_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,7 +24,7 @@ from pagoda_gateway.api.answer_schemas import (
     ModelList,
     TokenizeAnswer,
 )
-from pagoda_gateway.api.json_body import MAX_DEPTH, check_content_type, parse_object
+from pagoda_gateway.api.json_body import MAX_DEPTH, check_content_type, outside_strings, parse_object
 from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagoda_gateway.routes.body import parse_body
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
@@ -98,6 +99,37 @@ def test_any_bytes_are_an_object_or_a_refusal(body: bytes) -> None:
         return
     assert value == json.loads(body)
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+
+
+def outside(body: bytes) -> bytes:
+    """Byte by byte what `outside_strings` finds by searching."""
+    found, inside, position = b"", False, 0
+    while position < len(body):
+        byte, two = body[position : position + 1], body[position : position + 2]
+        if two in (b"\\\\", b'\\"'):
+            position += 2
+            continue
+        inside ^= byte == b'"'
+        found += byte if not inside and byte != b'"' else b""
+        position += 1
+    return found
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.sampled_from([b"\\", b'"', b"[", b",", b"u"]), max_size=24).map(b"".join), st.integers(1, 5))
+def test_where_a_body_is_cut_into_chunks_makes_no_difference(body: bytes, chunk_bytes: int) -> None:
+    assert outside_strings(body, chunk_bytes) == outside_strings(body) == outside(body)
+
+
+def test_a_body_full_of_quotes_takes_little_to_be_looked_at() -> None:
+    body = b'{"a": "' + b'\\\\"bc' * 400_000  # no escaped quote among them
+    tracemalloc.start()
+    try:
+        with pytest.raises(PagodaError, match="not valid JSON"):
+            parse_object(body)
+        assert tracemalloc.get_traced_memory()[1] < 5 * len(body)
+    finally:
+        tracemalloc.stop()
 
 
 JSON = st.recursive(

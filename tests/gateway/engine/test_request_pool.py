@@ -30,14 +30,15 @@ NO_ONE = ModelView()
 class Bench:
     """A pool whose clock and whose engine core are this test's."""
 
-    def __init__(self, **times: float) -> None:
+    def __init__(self, meter: type[RequestMeter] = RequestMeter, **times: float) -> None:
         self.now = 100.0
         self.metrics = GatewayMetrics("m")
         self.sent: list[pb.ClientFrame] = []
-        meter = RequestMeter(self.metrics, log_requests=True)
         clock = LivedClock(1e9, lambda: self.now)
         self.waits = waits(**times)
-        self.pool = RequestPool(clock, self.waits, self.metrics, meter, lambda now: 7.0)
+        self.pool = RequestPool(
+            clock, self.waits, self.metrics, meter(self.metrics, log_requests=True), lambda now: 7.0
+        )
         self.meet()
 
     def meet(self, view: ModelView = HERE, *, usable: bool = True) -> None:
@@ -58,6 +59,15 @@ class Bench:
         )
         if begun is not None and not at:
             delta.tokens.begun.CopyFrom(begun_to_pb(begun))
+        self.pool.on_outputs(pb.StepOutputs(deltas=[delta]))
+
+    def last(self, generation: PooledGeneration, token: int) -> None:
+        delta = pb.Delta(
+            request_id=generation.request.record.request_id,
+            tokens=pb.Tokens(token_ids=[token]),
+            finish_reason=pb.FINISH_REASON_STOP,
+            usage=pb.Usage(),
+        )
         self.pool.on_outputs(pb.StepOutputs(deltas=[delta]))
 
     def reject(self, generation: PooledGeneration, code: str, message: str = "no", retry_after_s: float = 0.0) -> None:
@@ -284,6 +294,30 @@ async def test_a_stop_string_found_while_lost_ends_it_here_with_what_is_known(be
     assert last.usage is not None
     assert (last.usage.cached_prompt_tokens, last.usage.output_tokens) == (2, 1)
     assert bench.pool.num_open == bench.pool.num_parked == 0
+
+
+class NoTokens(RequestMeter):
+    def tokens(self, generation: PooledGeneration, delta: Delta, now: float) -> None:
+        raise RuntimeError("cannot count")
+
+
+class NoEndings(RequestMeter):
+    def ended(self, generation: PooledGeneration, now: float) -> None:
+        raise RuntimeError("cannot count")
+
+
+@pytest.mark.parametrize("meter", [NoTokens, NoEndings])
+async def test_what_raises_about_one_request_ends_it_once_and_no_other(meter: type[RequestMeter]) -> None:
+    bench = Bench(meter)
+    generation, other = bench.open(), bench.open()
+    reading = asyncio.create_task(generation.next())
+    await asyncio.sleep(0)
+    bench.last(generation, 5)
+    deltas = await asyncio.wait_for(reading, 30)
+    assert [(d.result.token_ids, d.finish_reason) for d in deltas] == [([5], FinishReason.STOP)]
+    assert await generation.next() == []
+    assert bench.pool.num_open == 1
+    assert not other.request.ended
 
 
 async def test_a_request_opened_in_a_gap_of_the_session_is_not_forgotten(bench: Bench) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_gateway.http.text_pool import INLINE_SIZE, LARGE_SIZE, FairQueue, Piece, TextPool
+from pagoda_gateway.http.text_pool import INLINE_SIZE, LARGE_SIZE, NICENESS, FairQueue, Piece, TextPool
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 SMALL, LARGE = INLINE_SIZE + 1, LARGE_SIZE + 1
@@ -159,6 +162,20 @@ async def test_what_a_large_piece_took_goes_back_to_the_system() -> None:
     pins = await TextPool(1, queue()).run("a", LARGE, work)
     assert psutil.Process().memory_info().rss - before < block * count // 2
     assert len(pins) == 100
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
+@pytest.mark.parametrize("own", [5, 15])
+def test_threads_yield_to_whoever_made_the_pool_however_low_that_is(own: int) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    def low() -> int:
+        os.setpriority(os.PRIO_PROCESS, 0, own)
+        return asyncio.run(TextPool(1, queue()).run("a", SMALL, niceness))
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(low).result() == min(own + NICENESS, 19)
 
 
 async def test_errors_are_the_callers_and_the_thread_goes_on(gate: threading.Event) -> None:
