@@ -3,13 +3,8 @@
 Pure ASGI, around the whole app. Who asks is known first, from the head; then a request's body is read here, counted
 while it streams, under one deadline. Routes get it whole, and in `scope["state"]` the `caller`.
 
-<<<<<<< HEAD
-What concerns bytes before a request exists (headers, connections, slow readers) is in `http/protocol.py`,
-which leaves its verdict in `scope["state"]["refusal"]` so that responses stay in order.
-=======
 What concerns bytes before a request exists (headers, connections, slow readers) is in `protocol`, which
 leaves its verdict in `scope["state"]["refusal"]` so that responses stay in order.
->>>>>>> attack
 """
 
 from __future__ import annotations
