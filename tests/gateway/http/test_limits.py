@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote
 
@@ -202,19 +203,20 @@ async def test_a_large_upload_still_gets_its_answer(http: Running, echo: Echo) -
     assert (status, error_code(answer)) == (413, "request_too_large")
 
 
-async def test_connections_of_one_client_are_bounded(http: Running) -> None:
-    connections = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(12)]
-    for _, writer in connections:
-        writer.write(b"G")
-    await until(lambda: len(http.server.server_state.connections) == 12)
-    status, headers, body = await talk(http.port, b"")
-    assert (status, error_code(body)) == (503, "overloaded")
-    assert int(headers["retry-after"]) >= 1
-    for reader, writer in connections:
-        await reader.read()
-        writer.close()
-    await until(lambda: not http.server.server_state.connections)
-    assert (await talk(http.port, get("/", CLOSE)))[0] == 200
+async def test_connections_of_one_client_are_bounded(echo: Echo) -> None:
+    config = replace(CONFIG, header_timeout_s=5.0)
+    async with running_http(limited(echo, config), config) as http:
+        connections = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(12)]
+        for _, writer in connections:
+            writer.write(b"G")
+        await until(lambda: len(http.server.server_state.connections) == 12)
+        status, headers, body = await talk(http.port, b"")
+        assert (status, error_code(body)) == (503, "overloaded")
+        assert int(headers["retry-after"]) >= 1
+        for _, writer in connections:
+            writer.close()
+        await until(lambda: not http.server.server_state.connections)
+        assert (await talk(http.port, get("/", CLOSE)))[0] == 200
 
 
 async def test_requests_behind_a_proxy_are_counted_by_their_own_clients() -> None:
@@ -329,16 +331,19 @@ async def test_a_client_that_reads_nothing_is_cut_off(http: Running, echo: Echo)
     sock.close()
 
 
-async def test_a_client_that_reads_slowly_is_served(http: Running, echo: Echo) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", http.port, limit=65536)
-    writer.write(get("/stream"))
-    for _ in range(40):
-        await reader.read(65536)
-        await asyncio.sleep(0.02)
-    assert http.slow == []
-    assert not echo.gone.is_set()
-    writer.close()
-    await echo.gone.wait()
+async def test_a_client_that_reads_slowly_is_served(echo: Echo) -> None:
+    """For longer than the limit, which it would only break if it were held up for so long itself."""
+    config = replace(CONFIG, slow_client_timeout_s=2.0)
+    async with running_http(limited(echo, config), config) as http:
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port, limit=65536)
+        writer.write(get("/stream"))
+        for _ in range(125):
+            await reader.read(65536)
+            await asyncio.sleep(0.02)
+        assert http.slow == []
+        assert not echo.gone.is_set()
+        writer.close()
+        await echo.gone.wait()
 
 
 async def test_websockets_are_closed() -> None:
