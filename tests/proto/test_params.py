@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -141,8 +142,8 @@ def test_valid_parameters_survive_the_wire(params: SamplingParams) -> None:
 
 
 def test_every_field_is_explained() -> None:
-    doc = SamplingParams.__doc__ or ""
-    assert [name for name in SamplingParams.__struct_fields__ if f"\n        {name}: " not in doc] == []
+    doc = inspect.cleandoc(SamplingParams.__doc__ or "")  # Python 3.13 has done so itself
+    assert [name for name in SamplingParams.__struct_fields__ if f"\n    {name}: " not in doc] == []
 
 
 # --- against a model -------------------------------------------------------------------------------------------------
