@@ -26,6 +26,7 @@ from pagoda_engine_core.dispatch.inbox import Inbox, stopped
 from pagoda_engine_core.dispatch.router import Router
 from pagoda_engine_core.dispatch.worker import Worker
 from pagoda_engine_core.scheduling.request import Request
+from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.views import Stats, WorkerView
 from pagoda_engine_core.workers.executor import (
     Executor,
@@ -184,17 +185,27 @@ class EngineCore:
         """Plan steps, one for each worker at a time, until all have as many in flight as they may or nothing to do."""
         planned = False
         while True:
-            self._answers.emit(self._router.dispatch(now), now)
+            self._answers.emit(self._router.dispatch(self._rooms(now), now), now)
             if not sum([self._plan_step(worker, now) for worker in self._router.plannable()]):
                 return planned
             planned = True
 
-    def _plan_step(self, worker: Worker, now: float) -> bool:
+    def _rooms(self, now: float) -> dict[int, Room]:
+        """By epoch, what the workers that have any have left, if somebody waits for it."""
+        workers = self._router.plannable() if self._router.anybody_waits else []
+        rooms = {worker.epoch: self._asked(worker, worker.scheduler.room, now) for worker in workers}
+        return {epoch: room for epoch, room in rooms.items() if room is not None and not room.full}
+
+    def _asked(self, worker: Worker, ask: Callable[[], T], now: float) -> T | None:
+        """What a worker's scheduler answers; None if it raises: its state is broken then, and nobody else's."""
         try:
-            plan = worker.scheduler.schedule(now)
-        except Exception:  # noqa: BLE001 - one worker's state is broken; the others and the engine core go on
+            return ask()
+        except Exception:  # noqa: BLE001 - see above
             self._reset(worker, LeaveCause.UNPLANNED, now)
-            return False
+            return None
+
+    def _plan_step(self, worker: Worker, now: float) -> bool:
+        plan = self._asked(worker, partial(worker.scheduler.schedule, now), now)
         if plan is not None:
             self._executor.send(worker.epoch, plan)
             worker.pace.asked(plan.num_tokens, now)
@@ -222,7 +233,7 @@ class EngineCore:
         try:
             worker.scheduler.apply(event.result, now, deltas)
             num_tokens = self._router.stepped(worker, now)
-        except Exception as error:  # noqa: BLE001 - as in `_plan_step`, unless the worker answered what it was not asked
+        except Exception as error:  # noqa: BLE001 - as in `_asked`, unless the worker answered what it was not asked
             self._answers.emit(self._router.ended(worker, deltas), now)
             self._reset(worker, LeaveCause.RESET if isinstance(error, PagodaError) else LeaveCause.UNPLANNED, now)
             return
@@ -283,12 +294,8 @@ class EngineCore:
             return
         self._audited_at = now
         worker = next((worker for worker in self._router.workers.values() if worker.unaudited), None)
-        if worker is None:
-            return
-        try:
-            worker.audit()
-        except Exception:  # noqa: BLE001 - as in `_plan_step`
-            self._reset(worker, LeaveCause.RESET, now)
+        if worker is not None:
+            self._asked(worker, worker.audit, now)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -334,15 +341,11 @@ class EngineCore:
             self._answers.emit(self._end(request_id, choices, now), now)
 
     def _end(self, request_id: str, choices: tuple[int, ...], now: float) -> list[Delta]:
-        """Abort choices in the router, or all, though the scheduler that has them raises."""
-        try:
-            return self._router.abort(request_id, choices, now)
-        except Exception:  # as in `_plan_step`
-            worker = self._router.holder(request_id)
-            if worker is None:
-                raise
-            self._reset(worker, LeaveCause.UNPLANNED, now)
-        return self._router.abort(request_id, choices, now)
+        """Abort choices, or all, wherever the request is: if its worker's scheduler raises, that is in the queue."""
+        abort = partial(self._router.abort, request_id, choices, now)
+        worker = self._router.holder(request_id)
+        deltas = None if worker is None else self._asked(worker, abort, now)
+        return abort() if deltas is None else deltas
 
     def _abandon(self, sink: Sink, now: float) -> None:
         self._admission.forget(sink)

@@ -23,14 +23,16 @@ def bench() -> Bench:
     return bench
 
 
+@pytest.mark.parametrize("asked", ["schedule", "room"])
 def test_a_scheduler_that_raises_costs_its_worker_a_life_and_nobody_a_token(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     record = make_record(max_tokens=10)
     bench.submit(record)
     bench.engine.step(0)
     worker = bench.engine._router.workers[1]
-    monkeypatch.setattr(worker.scheduler, "schedule", lambda now: 1 / 0)
+    monkeypatch.setattr(worker.scheduler, asked, lambda *now: 1 / 0)
+    bench.submit(make_record())  # somebody who waits, so that room is asked for
     bench.executor.answer_all()
     bench.settle()
     assert (1, ResetWorker()) in bench.executor.sent

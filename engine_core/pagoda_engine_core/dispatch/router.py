@@ -181,13 +181,14 @@ class Router:
 
     # --- the choice of a worker ---------------------------------------------------------------------------------------
 
-    def dispatch(self, now: float) -> list[Delta]:
-        """Give waiting requests, in order, to workers that can begin them in the step that is planned next."""
+    @property
+    def anybody_waits(self) -> bool:
+        return len(self._queue) > 0
+
+    def dispatch(self, rooms: dict[int, Room], now: float) -> list[Delta]:
+        """Give waiting requests, in order, to workers that can begin them in the step that is planned next. `rooms`, by
+        epoch, are what those have left; what is taken goes off them."""
         deltas: list[Delta] = []
-        if not len(self._queue):
-            return deltas
-        rooms = {worker.epoch: worker.scheduler.room() for worker in self.workers.values() if worker.plannable}
-        rooms = {epoch: room for epoch, room in rooms.items() if not room.full}
         for queued in self._queue:
             if not rooms:
                 break

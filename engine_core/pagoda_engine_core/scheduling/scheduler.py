@@ -229,8 +229,8 @@ class Scheduler:
     def _budget(self, num_beginning: int) -> Budget:
         distances = [choice.distance for choice in self._running]
         decodes, prompts = distances.count(1), num_beginning + sum(distance > 1 for distance in distances)
-        chunk_size = self._speed.chunk_tokens(self._config.chunk_size, decodes, prompts)
-        return Budget(self._speed.step_tokens(decodes), chunk_size, decodes)
+        tokens = self._speed.step_tokens(decodes)
+        return Budget(tokens, self._speed.chunk_tokens(self._config.chunk_size, tokens, decodes, prompts), decodes)
 
     # --- how rows are planned ----------------------------------------------------------------------------------------
 

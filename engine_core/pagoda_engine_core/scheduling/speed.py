@@ -34,10 +34,9 @@ class Speed:
             return self._max_tokens
         return min(self._max_tokens, num_decodes + max(LEAST_TOKENS, int(self.tokens_per_s * self._limit_s)))
 
-    def chunk_tokens(self, chunk_size: int, num_decodes: int, num_prompts: int) -> int:
-        """Most tokens of one prompt in the next step. One that is cut short for streams is shared by as many prompts
-        as a full one, so that a short prompt does not wait for the whole of a long one."""
-        tokens = self.step_tokens(num_decodes)
+    def chunk_tokens(self, chunk_size: int, tokens: int, num_decodes: int, num_prompts: int) -> int:
+        """Most tokens of one prompt in a step of so many. One that is cut short for streams is shared by as many
+        prompts as a full one, so that a short prompt does not wait for the whole of a long one."""
         if tokens == self._max_tokens or num_prompts < 2:
             return chunk_size
         left = tokens - num_decodes

@@ -17,7 +17,7 @@ from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.prompts import Reader, at_most
+from pagoda_gateway.generation.prompts import Reader, at_most, text_of
 from pagoda_gateway.generation.requests import check_priority, check_products, new_record
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
@@ -91,9 +91,14 @@ def prompts_of(body: CompletionRequest) -> Sequence[Any]:
 async def completion_job(ctx: GatewayContext, body: CompletionRequest, caller: Caller) -> Job:
     model = ctx.catalogue.find(body.model)
     prepared = await completion_records(ctx, body, caller)
-    texts = (model.text.decode(record.prompt_token_ids) if text is None else text for text, record in prepared)
-    echoes = tuple(texts) if body.echo else None
-    shown = openai.shown(body, logprobs=body.logprobs, echoes=echoes, prompt_only=shows_no_output(body))
+    echoes: list[str] = []
+    for text, record in prepared if body.echo else ():
+        if text is None:
+            ids = record.prompt_token_ids
+            text = await text_of(ctx.pool, model.text, caller.key, ids, skip_special_tokens=True)
+        echoes.append(text)
+    told = tuple(echoes) if body.echo else None
+    shown = openai.shown(body, logprobs=body.logprobs, echoes=told, prompt_only=shows_no_output(body))
     return openai.job("cmpl-", model, [record for _, record in prepared], shown)
 
 

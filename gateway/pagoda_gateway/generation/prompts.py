@@ -16,11 +16,14 @@ from pydantic import BaseModel
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.http.text_pool import LARGE_SIZE, TextPool
 from pagoda_gateway.text.conversation import Chat, text_size
+from pagoda_gateway.text.detokenizer import Detokenizer
+from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
 SLICE_CHARS = 32 * 1024
 CHARS_PER_TOKEN = 8  # a text of fewer characters per token of the context is tokenised without being counted first
 CHARS_PER_VALUE = 8  # what a number or an empty object costs, as text
+IDS_PER_PIECE = 16 * 1024
 CERTAIN = 2  # slices cut words, so only twice too many tokens are certainly too many
 
 
@@ -140,3 +143,15 @@ def at_most(name: str, count: int, limit: int) -> None:
     """Raises InvalidParams."""
     if count > limit:
         raise InvalidParams([Problem(name, f"at most {limit} are allowed, got {count}")])
+
+
+async def text_of(
+    pool: TextPool, text: ModelText, client: str, token_ids: Sequence[int], *, skip_special_tokens: bool = False
+) -> str:
+    """The text of whole token sequences, in pieces likewise."""
+    detokenizer = Detokenizer(text.table, skip_special_tokens=skip_special_tokens, at_start=True)
+    pieces: list[str] = []
+    for start in range(0, len(token_ids), IDS_PER_PIECE):
+        part = token_ids[start : start + IDS_PER_PIECE]
+        pieces.append(await pool.run(client, len(part), partial(detokenizer.push, part)))
+    return "".join(pieces) + detokenizer.flush()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -16,12 +14,9 @@ from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.chat import chat_ids
 from pagoda_gateway.dialects.logprobs import token_text
-from pagoda_gateway.generation.prompts import Reader
+from pagoda_gateway.generation.prompts import Reader, text_of
 from pagoda_gateway.routes.body import caller_of, json_response, read_body, while_connected
-from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_proto.errors import InvalidParams, Problem
-
-IDS_PER_PIECE = 16 * 1024
 
 
 def router(ctx: GatewayContext) -> APIRouter:
@@ -66,14 +61,5 @@ def _add_detokenize(routes: APIRouter, ctx: GatewayContext) -> None:
         if body.tokens and max(body.tokens) >= vocab_size:
             bad = next(token_id for token_id in body.tokens if token_id >= vocab_size)
             raise InvalidParams([Problem("tokens", f"token ids must be between 0 and {vocab_size - 1}, got {bad}")])
-        text = await while_connected(request, _text(ctx, model, body.tokens, caller_of(request)))
+        text = await while_connected(request, text_of(ctx.pool, model.text, caller_of(request).key, body.tokens))
         return json_response({"prompt": text})
-
-
-async def _text(ctx: GatewayContext, model: ServedModel, token_ids: list[int], caller: Caller) -> str:
-    detokenizer = Detokenizer(model.text.table, skip_special_tokens=False, at_start=True)
-    pieces: list[str] = []
-    for start in range(0, len(token_ids), IDS_PER_PIECE):
-        part = token_ids[start : start + IDS_PER_PIECE]
-        pieces.append(await ctx.pool.run(caller.key, len(part), partial(detokenizer.push, part)))
-    return "".join(pieces) + detokenizer.flush()

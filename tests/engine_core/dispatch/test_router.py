@@ -10,6 +10,7 @@ from tests.fakes import FakeRunner, make_record, reference_tokens
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.router import MAX_LOST_LIVES, Router
 from pagoda_engine_core.scheduling.request import Request
+from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.workers.executor import LeaveCause, WorkerLeft, WorkerState
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, FinishReason, RequestRecord
@@ -39,8 +40,12 @@ class Bench:
         self.router.add(request, self.now)
         return request
 
+    def rooms(self) -> dict[int, Room]:
+        rooms = {worker.epoch: worker.scheduler.room() for worker in self.router.plannable()}
+        return {epoch: room for epoch, room in rooms.items() if not room.full}
+
     def dispatch(self) -> None:
-        self.deltas += self.router.dispatch(self.now)
+        self.deltas += self.router.dispatch(self.rooms(), self.now)
 
     def step(self, epoch: int, seconds: float = 0.0) -> bool:
         worker = self.router.workers[epoch]
