@@ -25,11 +25,6 @@ from pagoda_proto.records import (
 )
 from pagoda_proto.steps import TopLogprobs
 
-_SCALARS = (
-    "n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "seed", "max_tokens", "min_tokens", "ignore_eos", "logprobs", "prompt_logprobs",
-)  # fmt: skip
-_TOKEN_LISTS = ("stop_token_ids", "allowed_token_ids")
 TEXT_ONLY = ("stop", "include_stop_str_in_output", "skip_special_tokens")  # never leave the text side
 
 _REASON_TO_PB = {
@@ -44,27 +39,30 @@ _REASON_FROM_PB = {value: key for key, value in _REASON_TO_PB.items()}
 
 def params_to_pb(params: SamplingParams) -> pb.SamplingParams:
     message = pb.SamplingParams()
-    for name in _SCALARS:
-        value = getattr(params, name)
-        if value is not None:
-            setattr(message, name, value)
-    for name in _TOKEN_LISTS:
-        getattr(message, name).extend(getattr(params, name))
-    message.logit_bias.update(params.logit_bias)
-    for word in params.bad_words_token_ids:
-        message.bad_words_token_ids.add().token_ids.extend(word)
+    for field in pb.SamplingParams.DESCRIPTOR.fields:
+        value = getattr(params, field.name)
+        if field.name == "bad_words_token_ids":
+            message.bad_words_token_ids.extend(pb.TokenSequence(token_ids=word) for word in value)
+        elif isinstance(value, dict):
+            getattr(message, field.name).update(value)
+        elif isinstance(value, tuple):
+            getattr(message, field.name).extend(value)
+        elif value is not None:
+            setattr(message, field.name, value)
     return message
 
 
 def params_from_pb(message: pb.SamplingParams) -> SamplingParams:
     """Raises InvalidParams with every problem found."""
-    fields: dict[str, Any] = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
-    fields |= {name: tuple(getattr(message, name)) for name in _TOKEN_LISTS}
-    return SamplingParams(
-        **fields,
-        logit_bias=dict(message.logit_bias),
-        bad_words_token_ids=tuple(tuple(word.token_ids) for word in message.bad_words_token_ids),
-    )
+    fields: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    for name, value in fields.items():
+        if name == "bad_words_token_ids":
+            fields[name] = tuple(tuple(word.token_ids) for word in value)
+        elif name == "logit_bias":
+            fields[name] = dict(value)
+        elif not isinstance(value, int | float):
+            fields[name] = tuple(value)
+    return SamplingParams(**fields)
 
 
 def _generate_to_pb(task: Generate) -> pb.Generate:

@@ -1,13 +1,16 @@
 """What a caller may ask of generation, validated once for every door: HTTP, gRPC, offline.
 
 `SamplingParams` is frozen and complete: defaults are filled in, and construction fails with *all* problems at once.
-What can be checked only against a model (ids against the logits' width, lengths against the context) is in
+A parameter is declared here, and once in each wire's contract: engine.proto, and a dialect's body where it has another
+form there. What can be checked only against a model (ids against the logits' width, lengths against the context) is in
 `model_problems`; the engine core runs it again, because it is the last to know.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from typing import Annotated, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -31,54 +34,67 @@ MIN_PRIORITY, MAX_PRIORITY = -100, 2**31 - 1
 DEFAULT_MAX_TOKENS_PER_STEP = 2048
 
 
+class Parameter(NamedTuple):
+    """What is said of a field once, for every door: what it does, and which values it may have."""
+
+    about: str
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False  # `low` itself is one too low
+
+    def allows(self, value: float) -> bool:
+        return self.low <= value <= self.high and not (self.above and value == self.low)  # nor a NaN
+
+    @property
+    def rule(self) -> str:
+        if self.above:
+            return f"above {self.low} and at most {self.high}"
+        return f"between {self.low} and {self.high}"
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to continue a prompt.
+    """How to continue a prompt. A None among the numbers: not asked for."""
 
-    Attributes:
-        n: Choices to generate from the one prompt.
-        temperature: 0 is greedy; otherwise logits are divided by it.
-        top_k: Keep the k most likely tokens; 0 keeps all, and so does -1.
-        top_p: Of what min_p and top_k keep, keep the smallest set of tokens whose share reaches p.
-        min_p: Drop tokens less likely than min_p times the most likely one.
-        repetition_penalty: > 1 discourages tokens seen in prompt or output (CTRL, arXiv 1909.05858).
-        presence_penalty: Subtracted once from the logit of a token already in the output.
-        frequency_penalty: Subtracted per occurrence in the output.
-        seed: 64-bit, negative ones count from 2^64 down; None lets admission draw one and write it into the record.
-        max_tokens: Most output tokens per choice; None means up to the context length.
-        min_tokens: No end of sequence and no stop token before this many output tokens.
-        stop: Strings that end a choice, or one; handled by the text side, which then aborts the choice.
-        stop_token_ids: Tokens that end a choice.
-        ignore_eos: Do not end at the model's end-of-sequence tokens.
-        logit_bias: Added to the logits of these token ids.
-        allowed_token_ids: If given, nothing else can be sampled.
-        bad_words_token_ids: Token sequences that must not appear in the output.
-        logprobs: Report the sampled token's log-probability and this many of the most likely; None reports nothing.
-        prompt_logprobs: The same for the prompt's own tokens.
-        include_stop_str_in_output: Keep the stop string that ended the text.
-        skip_special_tokens: Leave special tokens out of the text.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logit_bias: dict[int, float] = {}
-    allowed_token_ids: tuple[int, ...] = ()
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    n: Annotated[int, Parameter("choices to generate from the one prompt", 1, MAX_N)] = 1
+    temperature: Annotated[float, Parameter("0 is greedy; otherwise logits are divided by it", 0, 100)] = 1.0
+    top_k: Annotated[int, Parameter("keep the k most likely tokens; 0 and -1 keep all", 0, MAX_TOKENS_CEILING)] = 0
+    top_p: Annotated[
+        float, Parameter("of what min_p and top_k keep, the smallest set of tokens whose share reaches p", 0, 1, True)
+    ] = 1.0
+    min_p: Annotated[float, Parameter("drop tokens less likely than min_p times the most likely one", 0, 1)] = 0.0
+    repetition_penalty: Annotated[
+        float, Parameter("above 1 discourages tokens seen in prompt or output (arXiv 1909.05858)", 0, 100, True)
+    ] = 1.0
+    presence_penalty: Annotated[
+        float, Parameter("subtracted once from the logit of a token already in the output", -2, 2)
+    ] = 0.0
+    frequency_penalty: Annotated[float, Parameter("subtracted per occurrence of the token in the output", -2, 2)] = 0.0
+    seed: Annotated[
+        int | None, Parameter("negative ones count from 2^64 down; admission draws one if absent", MIN_SEED, MAX_SEED)
+    ] = None
+    max_tokens: Annotated[
+        int | None, Parameter("most output tokens per choice; absent: up to the context length", 1, MAX_TOKENS_CEILING)
+    ] = None
+    min_tokens: Annotated[
+        int, Parameter("no end of sequence and no stop token before this many output tokens", 0, MAX_TOKENS_CEILING)
+    ] = 0
+    stop: Annotated[
+        tuple[str, ...],
+        Parameter("strings that end a choice, or one; the text side finds them, then aborts the choice"),
+    ] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Parameter("tokens that end a choice")] = ()
+    ignore_eos: Annotated[bool, Parameter("do not end at the model's end-of-sequence tokens")] = False
+    logit_bias: Annotated[dict[int, float], Parameter("added to the logits of these token ids", -100, 100)] = {}
+    allowed_token_ids: Annotated[tuple[int, ...], Parameter("if given, nothing else can be sampled")] = ()
+    bad_words_token_ids: Annotated[
+        tuple[tuple[int, ...], ...], Parameter("token sequences that must not appear in the output")
+    ] = ()
+    logprobs: Annotated[
+        int | None, Parameter("report the sampled token's and so many most likely ones' logprobs", 0, MAX_LOGPROBS)
+    ] = None
+    prompt_logprobs: Annotated[int | None, Parameter("the same for the prompt's own tokens", 0, MAX_LOGPROBS)] = None
+    include_stop_str_in_output: Annotated[bool, Parameter("keep the stop string that ended the text")] = False
+    skip_special_tokens: Annotated[bool, Parameter("leave special tokens out of the text")] = True
 
     def __post_init__(self) -> None:
         for name, value in _one_form(self):
@@ -90,6 +106,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+
+def _parameters() -> dict[str, Parameter]:
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    return {name: hints[name].__metadata__[0] for name in SamplingParams.__struct_fields__}
+
+
+PARAMETERS = _parameters()  # by name
+SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n\n    Attributes:\n" + "".join(
+    f"        {name}: {parameter.about[0].upper()}{parameter.about[1:]}.\n" for name, parameter in PARAMETERS.items()
+)
+# Numbers and switches that every request has: they come in from a client as they are and go to the sampler so.
+PLAIN = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if isinstance(field.default, int | float))
 
 
 def _one_form(p: SamplingParams) -> Iterator[tuple[str, object]]:
@@ -104,42 +133,19 @@ def _one_form(p: SamplingParams) -> Iterator[tuple[str, object]]:
         yield "seed", p.seed & MAX_SEED
 
 
-def _in_range(name: str, value: float, low: float, high: float) -> Iterator[Problem]:
-    if not low <= value <= high:  # also false for a NaN
-        yield Problem(name, f"must be between {low} and {high}, got {value}")
-
-
 def _at_most(name: str, what: str, count: int, limit: int) -> Iterator[Problem]:
     if count > limit:
         yield Problem(name, f"at most {limit} {what} are allowed, got {count}")
 
 
 def _own_problems(p: SamplingParams) -> Iterator[Problem]:
-    yield from _in_range("n", p.n, 1, MAX_N)
-    yield from _in_range("temperature", p.temperature, 0, 100)
-    yield from _in_range("top_k", p.top_k, 0, MAX_TOKENS_CEILING)
-    if not 0 < p.top_p <= 1:
-        yield Problem("top_p", f"must be above 0 and at most 1, got {p.top_p}")
-    yield from _in_range("min_p", p.min_p, 0, 1)
-    if not 0 < p.repetition_penalty <= 100:
-        yield Problem("repetition_penalty", f"must be above 0 and at most 100, got {p.repetition_penalty}")
-    yield from _in_range("presence_penalty", p.presence_penalty, -2, 2)
-    yield from _in_range("frequency_penalty", p.frequency_penalty, -2, 2)
-    if p.seed is not None:
-        yield from _in_range("seed", p.seed, MIN_SEED, MAX_SEED)
-    yield from _length_problems(p)
-    yield from _list_problems(p)
-
-
-def _length_problems(p: SamplingParams) -> Iterator[Problem]:
-    if p.max_tokens is not None:
-        yield from _in_range("max_tokens", p.max_tokens, 1, MAX_TOKENS_CEILING)
-    yield from _in_range("min_tokens", p.min_tokens, 0, MAX_TOKENS_CEILING)
+    for name, parameter in PARAMETERS.items():
+        value = getattr(p, name)
+        if isinstance(value, int | float) and not parameter.allows(value):
+            yield Problem(name, f"must be {parameter.rule}, got {value}")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         yield Problem("min_tokens", f"must not exceed max_tokens ({p.max_tokens}), got {p.min_tokens}")
-    for name, value in (("logprobs", p.logprobs), ("prompt_logprobs", p.prompt_logprobs)):
-        if value is not None:
-            yield from _in_range(name, value, 0, MAX_LOGPROBS)
+    yield from _list_problems(p)
 
 
 def _list_problems(p: SamplingParams) -> Iterator[Problem]:
@@ -151,7 +157,8 @@ def _list_problems(p: SamplingParams) -> Iterator[Problem]:
     yield from _at_most("allowed_token_ids", "token ids", len(p.allowed_token_ids), MAX_ALLOWED_TOKEN_IDS)
     yield from _at_most("logit_bias", "entries", len(p.logit_bias), MAX_LOGIT_BIAS)
     for token_id, bias in p.logit_bias.items():
-        yield from _in_range(f"logit_bias[{token_id}]", bias, -100, 100)
+        if not (parameter := PARAMETERS["logit_bias"]).allows(bias):
+            yield Problem(f"logit_bias[{token_id}]", f"must be {parameter.rule}, got {bias}")
     yield from _at_most("bad_words", "bad words", len(p.bad_words_token_ids), MAX_BAD_WORDS)
     yield from _at_most("bad_words", "tokens", sum(map(len, p.bad_words_token_ids)), MAX_BAD_WORD_TOKENS)
     if any(not word for word in p.bad_words_token_ids):

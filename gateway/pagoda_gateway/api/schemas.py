@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
 
 from pagoda_gateway.api.json_body import MAX_VALUES
-from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS
+from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS, PARAMETERS, PLAIN, SamplingParams
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
@@ -143,31 +143,34 @@ def _keyed_by_token_id(value: Any) -> Any:
     return value
 
 
-class Sampling(Body):
-    """What chat and plain completions share. Ranges are checked by `pagoda_proto.params`, for every door alike."""
+def _plain(name: str) -> Any:
+    """A parameter as `pagoda_proto.params` declares it, which checks the range too, for every door alike."""
+    parameter = PARAMETERS[name]
+    about, kind = f"{parameter.about}; {parameter.rule}", get_type_hints(SamplingParams)[name]
+    return kind | None, Field(None, description=parameter.about if kind is bool else about)
+
+
+if TYPE_CHECKING:
+
+    class PlainParameters(Body):
+        n: int | None
+else:
+    PlainParameters = create_model("PlainParameters", __base__=Body, **{name: _plain(name) for name in PLAIN})
+
+
+class Sampling(PlainParameters):
+    """What chat and plain completions share."""
 
     model: str | None = Field(None, max_length=512, description="served model name; the only model if absent")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     max_tokens: int | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     logit_bias: Annotated[dict[str, float], BeforeValidator(_keyed_by_token_id)] | None = None
     user: Label | None = Field(None, description="informational")
 
-    top_k: int | None = Field(None, description="0 or -1: off")
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
     stop_token_ids: TokenIds | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
     bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS // 2)] | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None
     prompt_logprobs: int | None = None

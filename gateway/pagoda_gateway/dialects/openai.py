@@ -16,13 +16,8 @@ from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
 from pagoda_gateway.text.model_text import ModelText
-from pagoda_proto.params import SamplingParams
+from pagoda_proto.params import PLAIN, SamplingParams
 from pagoda_proto.records import FinishReason, RequestRecord
-
-_SAME_NAME = (
-    "temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty",
-    "min_tokens", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "prompt_logprobs",
-)  # fmt: skip
 
 
 def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
@@ -31,8 +26,8 @@ def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
     Raises InvalidParams; the rules are in `pagoda_proto.params`, one set for all doors.
     """
     fields: dict[str, Any] = dict(text.sampling_defaults)
-    fields |= {name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None}
-    fields["top_k"] = int(fields.get("top_k", 0))
+    fields |= {name: value for name in PLAIN if (value := getattr(body, name)) is not None}
+    fields |= {"top_k": int(fields.get("top_k", 0)), "prompt_logprobs": body.prompt_logprobs}
     stop: Any = () if body.stop is None else body.stop
     return SamplingParams(
         **fields | asked,
