@@ -123,10 +123,13 @@ PLAIN = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if 
 
 def _one_form(p: SamplingParams) -> Iterator[tuple[str, object]]:
     """What several values say alike has one form inside, whichever door it came through."""
-    if isinstance(p.stop, str):
-        yield "stop", (p.stop,)
-    elif not isinstance(p.stop, tuple):
-        yield "stop", tuple(p.stop)
+    for name in ("stop", "stop_token_ids", "allowed_token_ids"):
+        value = getattr(p, name)
+        if not isinstance(value, tuple):
+            yield name, (value,) if isinstance(value, str) else tuple(value)
+    words = p.bad_words_token_ids
+    if not (isinstance(words, tuple) and all(isinstance(word, tuple) for word in words)):
+        yield "bad_words_token_ids", tuple(map(tuple, words))
     if p.top_k == -1:
         yield "top_k", 0
     if p.seed is not None and MIN_SEED <= p.seed < 0:

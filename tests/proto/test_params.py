@@ -99,6 +99,9 @@ def test_bad_words() -> None:
 
 def test_what_says_the_same_has_one_form() -> None:
     assert SamplingParams(stop="END") == SamplingParams(stop=("END",)) == SamplingParams(stop=["END"])  # type: ignore[arg-type]
+    lists: Any = {"stop_token_ids": [1, 2], "bad_words_token_ids": [[1], [2, 3]]}
+    tuples: Any = {"stop_token_ids": (1, 2), "bad_words_token_ids": ((1,), (2, 3))}
+    assert SamplingParams(**lists) == SamplingParams(**tuples)
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
     assert SamplingParams(seed=-1).seed == 2**64 - 1
     assert SamplingParams(seed=limits.MIN_SEED).seed == 2**63

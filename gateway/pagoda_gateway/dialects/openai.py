@@ -25,9 +25,8 @@ def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
 
     Raises InvalidParams; the rules are in `pagoda_proto.params`, one set for all doors.
     """
-    fields: dict[str, Any] = dict(text.sampling_defaults)
+    fields: dict[str, Any] = {**text.sampling_defaults, "prompt_logprobs": body.prompt_logprobs}
     fields |= {name: value for name in PLAIN if (value := getattr(body, name)) is not None}
-    fields |= {"top_k": int(fields.get("top_k", 0)), "prompt_logprobs": body.prompt_logprobs}
     stop: Any = () if body.stop is None else body.stop
     return SamplingParams(
         **fields | asked,

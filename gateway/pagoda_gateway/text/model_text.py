@@ -6,6 +6,7 @@ Used by the gateway and by the offline `LLM` alike, so both see the same prompt,
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,10 @@ from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_gateway.text.special import MARK, SpecialTokens
 from pagoda_gateway.text.tools import CLOSE, OPEN
 from pagoda_gateway.text.vocabulary import TokenTable, byte_level_alphabet, read_rules
-from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
+from pagoda_proto.params import SamplingParams
+
+log = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
@@ -52,7 +56,7 @@ class ModelText:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     add_bos: bool | None
-    sampling_defaults: Mapping[str, float]
+    sampling_defaults: Mapping[str, Any]
     table: TokenTable
     templates: Mapping[str, ChatTemplate]
     longest_token_bytes: int
@@ -264,12 +268,20 @@ def _eos_ids(files: _ModelFiles, tokenizer: Tokenizer, eos_token: str | None) ->
     return tuple(dict.fromkeys([*ids, *([by_name] if by_name is not None else [])]))
 
 
-def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, float]:
+def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
     """JSON null means not set. Without sampling the other numbers have no meaning."""
     if generation.get("do_sample") is False:
         return {"temperature": 0.0}
-    values = {name: generation.get(name) for name in _SAMPLING_DEFAULTS}
-    return {k: v for k, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    defaults: dict[str, Any] = {}
+    for name in _SAMPLING_DEFAULTS:
+        value = generation.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            given: dict[str, Any] = {name: int(value) if name == "top_k" else value}
+            try:
+                defaults[name] = getattr(SamplingParams(**given), name)
+            except InvalidParams as error:
+                log.warning("generation_config.json recommends what is not possible; it is left out: %s", error.message)
+    return defaults
 
 
 def _table(tokenizer: Tokenizer, definition: Mapping[str, Any]) -> TokenTable:

@@ -10,8 +10,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from pagoda.offline.outputs import OfflineRequest
 from pagoda.settings.options import ModelSourceConfig
 from pagoda.settings.resolving import ConfigError, from_keywords
@@ -68,10 +66,7 @@ class Local:
 
     def default_params(self) -> SamplingParams:
         """What the model's author recommends, and no limit but the context."""
-        defaults: dict[str, Any] = dict(self.text.sampling_defaults)
-        if "top_k" in defaults:
-            defaults["top_k"] = max(0, int(defaults["top_k"]))
-        return SamplingParams(**defaults)
+        return SamplingParams(**self.text.sampling_defaults)
 
     def open(self, prompt: Prompt, params: SamplingParams, request_id: str = "") -> OfflineRequest:
         """A request ready to be submitted, checked against the model.
@@ -80,7 +75,6 @@ class Local:
             PagodaError: the prompt or the parameters do not fit the model.
         """
         text, token_ids = self._read(prompt)
-        params = _as_tuples(params)
         check_for_model(params, token_ids, self.limits)
         record = RequestRecord(
             request_id=request_id or secrets.token_hex(16),
@@ -123,18 +117,3 @@ def failure(errors: Mapping[int, PagodaError]) -> PagodaError:
     told = [f"prompt {index}: {error.message}" for index, error in list(errors.items())[:10]]
     more = f"; and {len(errors) - 10} more" if len(errors) > 10 else ""
     return PagodaError(first.code, "; ".join(told) + more, first.param)
-
-
-def _as_tuples(params: SamplingParams) -> SamplingParams:
-    """The parameters with lists made tuples, and a single stop string one of one, as callers like to write them."""
-    changes: dict[str, Any] = {}
-    if isinstance(params.stop, str):
-        changes["stop"] = (params.stop,)
-    elif not isinstance(params.stop, tuple):
-        changes["stop"] = tuple(params.stop)
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        if not isinstance(getattr(params, name), tuple):
-            changes[name] = tuple(getattr(params, name))
-    if changes or not isinstance(params.bad_words_token_ids, tuple):
-        changes["bad_words_token_ids"] = tuple(tuple(word) for word in params.bad_words_token_ids)
-    return msgspec.structs.replace(params, **changes) if changes else params

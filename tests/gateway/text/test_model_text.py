@@ -77,6 +77,14 @@ def test_the_authors_sampling_defaults(tmp_path: Path) -> None:
     assert load(tmp_path).sampling_defaults == {}
 
 
+def test_what_an_author_recommends_in_vain_is_left_out_and_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"temperature": 0.6, "top_p": 0, "top_k": -1.0}
+    assert load(tmp_path, generation_config=given).sampling_defaults == {"temperature": 0.6, "top_k": 0}
+    assert "top_p: must be above 0 and at most 1, got 0" in caplog.text
+
+
 @pytest.mark.parametrize("processor", [False, True])
 @pytest.mark.parametrize("setting", [None, False, True])
 def test_the_beginning_of_sequence_token(tmp_path: Path, processor: bool, setting: bool | None) -> None:
