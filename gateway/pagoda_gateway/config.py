@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pagoda_gateway.clients import TrustedProxies
+from pagoda_gateway.clients import KEY_CHARS, TrustedProxies, is_key
 from pagoda_proto import times
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
@@ -22,6 +22,9 @@ class GatewayConfig:
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     host: str = option("127.0.0.1", "HTTP address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one", most=65535)
+    api_key: str = option(
+        "", "keys, comma-separated, of which clients must show one; without any everybody may ask", secret=True
+    )
     max_body_bytes: int = option(10 * 1024 * 1024, "largest request body", least=1)
     max_upload_bytes_per_second: int = option(
         16 * 1024 * 1024,
@@ -77,6 +80,9 @@ class GatewayConfig:
         if 0 < self.ping_interval_s < LEAST_PING_S:
             rule = f"ping_interval_s must be 0 or at least {LEAST_PING_S}"
             yield Problem("ping_interval_s", f"{rule}, got {self.ping_interval_s}")
+        if self.api_key and not all(map(is_key, self.api_key.split(","))):
+            rule = f"api_key: a key must have {KEY_CHARS[0]} to {KEY_CHARS[1]} visible characters of ASCII, no comma"
+            yield Problem("api_key", rule)
         try:
             TrustedProxies(self.forwarded_allow_ips)
         except ValueError as error:

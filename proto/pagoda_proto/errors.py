@@ -17,6 +17,7 @@ from typing import NamedTuple
 class ErrorCode(StrEnum):
     INVALID_ARGUMENT = "invalid_argument"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    INVALID_API_KEY = "invalid_api_key"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
@@ -46,6 +47,7 @@ class Status(NamedTuple):
 STATUS: dict[ErrorCode, Status] = {
     ErrorCode.INVALID_ARGUMENT: Status("INVALID_ARGUMENT", 400, "invalid_request_error", False),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: Status("INVALID_ARGUMENT", 400, "invalid_request_error", False),
+    ErrorCode.INVALID_API_KEY: Status("UNAUTHENTICATED", 401, "authentication_error", False),
     ErrorCode.MODEL_NOT_FOUND: Status("NOT_FOUND", 404, "invalid_request_error", False),
     ErrorCode.NOT_FOUND: Status("NOT_FOUND", 404, "invalid_request_error", False),
     ErrorCode.METHOD_NOT_ALLOWED: Status("UNIMPLEMENTED", 405, "invalid_request_error", False),

@@ -20,13 +20,15 @@ TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", s
 class Rule(NamedTuple):
     """What an option's value must be: a number from `least` to `most`, or one of `words`; any text without either.
 
-    `required`: a process that stands alone cannot do without it.
+    `required`: a process that stands alone cannot do without it. `secret`: it is shown nowhere, and goes to a
+    process by its environment, which only its owner can read, never by a flag.
     """
 
     least: float | None = None
     most: float | None = None
     words: tuple[str, ...] = ()
     required: bool = False
+    secret: bool = False
 
     def problem(self, value: Any) -> str:
         """What is wrong with the value, "" if nothing is."""
@@ -73,7 +75,8 @@ def _wrong_types(config: Any) -> Iterator[Problem]:
     for field in dataclasses.fields(config):
         value, wanted = getattr(config, field.name), type(field.default)
         if type(value) is not wanted and (wanted is not float or type(value) is not int):
-            yield Problem(field.name, f"{field.name} must be {TYPE_NAMES[wanted]}, got {value!r:.100}")
+            got = "" if field.metadata["rule"].secret else f", got {value!r:.100}"
+            yield Problem(field.name, f"{field.name} must be {TYPE_NAMES[wanted]}{got}")
 
 
 def _broken_rules(config: Any) -> Iterator[Problem]:

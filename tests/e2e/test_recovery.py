@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import openai
@@ -104,11 +105,13 @@ def test_streams_survive_the_death_of_a_worker(stack: Stack, undisturbed: list[A
 
 
 def test_streams_survive_the_death_of_the_engine_core(stack: Stack, undisturbed: list[Any]) -> None:
-    victim = stack.children("engine-core")[0]
-    check(asyncio.run(run_all(stack, requests(), lambda: kill(victim.pid))), undisturbed)
-    assert not victim.is_running()
-    stack.wait_until(lambda: len(stack.ready_workers()) == 2)
-    assert stack.stats().output_tokens > 0  # its successor counts from 0, and went on with what was open
+    num_continued = 0
+    while not num_continued:  # an engine core may be done with everything before a client has its first token
+        victim = stack.children("engine-core")[0]
+        check(asyncio.run(run_all(stack, requests(), partial(kill, victim.pid))), undisturbed)
+        assert not victim.is_running()
+        stack.wait_until(lambda: len(stack.ready_workers()) == 2)
+        num_continued = stack.stats().output_tokens  # its successor counts from 0
 
 
 def test_streams_survive_the_death_of_the_only_worker(

@@ -15,6 +15,7 @@ from tests.gateway.http_fakes import error_code
 from tests.gateway.model_dir import write_model_dir
 
 from pagoda_gateway.app import create_app
+from pagoda_gateway.clients import OPEN_PATHS
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.client import SessionClient
@@ -27,9 +28,9 @@ from pagoda_gateway.text.model_text import ModelText
 class Gateway:
     """An app without an engine core behind it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **options: Any) -> None:
         model = write_model_dir(root / "model")
-        config = GatewayConfig(model=str(model), engine=f"unix:{root}/none")
+        config = GatewayConfig(model=str(model), engine=f"unix:{root}/none", **options)
         self.metrics = GatewayMetrics("m")
         engine = SessionClient(EngineAddress(config.engine), self.metrics)
         self.health = Health(engine, self.metrics)
@@ -43,6 +44,48 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
     gateway = Gateway(tmp_path)
     async with gateway.client:
         yield gateway
+
+
+KEYS = ("one-key-of-two", "other-key-of-two")
+
+
+async def test_sec_22_where_there_are_keys_only_health_is_open(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, api_key=",".join(KEYS))
+    async with gateway.client:
+        paths = set(gateway.metrics._routes) | {"/nothing/here", "/openapi.json"}
+        assert len(paths) > 12
+        for path in paths:
+            for method in ("GET", "HEAD", "POST", "OPTIONS"):
+                answer = await gateway.client.request(method, path.replace("{model:path}", "m"), content=b"{}")
+                assert (answer.status_code == 401) == (path not in OPEN_PATHS), (method, path)
+        answer = await gateway.client.post("/v1/chat/completions", json={})
+        assert error_code(answer) == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+        for almost in ("//health", "/health/", "/health/live/../../v1/models", "/health/../v1/models"):
+            assert (await gateway.client.get(almost)).status_code in (400, 401)
+
+
+@pytest.mark.parametrize("key", KEYS)
+async def test_any_of_the_keys_opens_in_either_header(tmp_path: Path, key: str) -> None:
+    gateway = Gateway(tmp_path, api_key=",".join(KEYS))
+    async with gateway.client:
+        for headers in ({"authorization": f"Bearer {key}"}, {"Authorization": f"bearer  {key}"}, {"x-api-key": key}):
+            assert (await gateway.client.get("/v1/models", headers=headers)).status_code == 200
+        both = {"authorization": f"Bearer {key}", "x-api-key": key}
+        assert (await gateway.client.get("/v1/models", headers=both)).status_code == 200
+
+
+async def test_what_is_no_key_opens_nothing(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, api_key=",".join(KEYS))
+    async with gateway.client:
+        wrong = [",".join(KEYS), KEYS[0][:-1], KEYS[0] + "x", KEYS[0].upper(), "", "none"]
+        shown = [{"authorization": f"Bearer {key}"} for key in wrong] + [{"x-api-key": key} for key in wrong]
+        shown += [{"authorization": KEYS[0]}, {"authorization": f"Basic {KEYS[0]}"}]
+        shown += [{"authorization": f"Bearer {KEYS[0]}", "x-api-key": KEYS[1]}, {"x-api-key": "\u00e9"}]
+        for headers in shown:
+            answer = await gateway.client.get("/v1/models", headers=headers)
+            assert answer.status_code == 401, headers
+            assert not any(key in answer.text for key in KEYS)
 
 
 async def test_request_ids(gateway: Gateway) -> None:

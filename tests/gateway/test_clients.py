@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_gateway.clients import TrustedProxies, client_key
+from pagoda_gateway.clients import ApiKeys, Caller, TrustedProxies, client_key
 from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.generation.requests import salt_of
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,28 @@ from pagoda_gateway.config import GatewayConfig
 )
 def test_whose_word_is_taken(peer: str, forwarded: list[bytes], client: str) -> None:
     assert TrustedProxies("127.0.0.1, ::1,10.0.0.0/8").client_of(peer, forwarded) == client
+
+
+def test_a_tenant_is_not_its_key() -> None:
+    keys = ApiKeys("key-of-a,key-of-b")
+    tenants = [keys.tenant_of({"path": "/", "headers": [(b"x-api-key", key)]}) for key in (b"key-of-a", b"key-of-b")]
+    assert len(set(tenants)) == 2
+    assert not any(tenant in keys_text for tenant in tenants for keys_text in ("key-of-a", "key-of-b", ""))
+    assert all(len(tenant) == 16 for tenant in tenants)
+    assert ApiKeys("").tenant_of({"path": "/", "headers": []}) == ""
+
+
+def test_sec_10_equal_salts_of_two_tenants_differ() -> None:
+    salts = [salt_of(Caller("", tenant), asked) for tenant in ("", "a", "b") for asked in (None, "s", "a")]
+    assert len(set(salts)) == len(salts)
+    assert salt_of(Caller(""), "s") == "s"
+
+
+@pytest.mark.parametrize("keys", ["short", "good-key-1,", "a b c d e f g", "k\u00e9y-of-eight", "x" * 257])
+def test_sec_23_a_key_that_cannot_be_is_refused_and_not_shown(keys: str) -> None:
+    with pytest.raises(ValueError, match=r"^api_key: a key must have 8 to 256 visible") as caught:
+        GatewayConfig(api_key=keys)
+    assert keys not in str(caught.value)
 
 
 def test_nobody_is_believed_without_a_list() -> None:

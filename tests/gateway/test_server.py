@@ -89,11 +89,16 @@ def raw_post(content: dict[str, Any]) -> bytes:
     return "\r\n".join([*lines, f"content-length: {len(body)}", "", body]).encode()
 
 
-async def events_of(gateway: Gateway, **fields: Any) -> list[Any]:
+async def events_of(gateway: Gateway, begun: asyncio.Event | None = None, **fields: Any) -> list[Any]:
     """The stream's data lines, decoded; [DONE] as it is."""
+    lines = []
     async with gateway.client.stream("POST", "/v1/completions", json=prompt(stream=True, **fields)) as answer:
         assert answer.status_code == 200
-        lines = [line[6:] async for line in answer.aiter_lines() if line.startswith("data: ")]
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                lines.append(line[6:])
+                if begun is not None:
+                    begun.set()
     return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
@@ -153,8 +158,10 @@ async def test_a_stream_that_cannot_go_on_says_so(engine: FakeEngineCore, start:
         undisturbed = await events_of(gateway)
         engine.steps = asyncio.Semaphore(5)
         sent = engine.num_sent
-        reading = asyncio.create_task(events_of(gateway))
+        begun = asyncio.Event()
+        reading = asyncio.create_task(events_of(gateway, begun))
         await engine.wait_sent(sent + 5)
+        await begun.wait()
         await engine.kill()
         events = await reading
         assert events[-1]["error"]["code"] == "stream_interrupted"

@@ -26,7 +26,7 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.process.loop import run, serve
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 class FakeEngine:

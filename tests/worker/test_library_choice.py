@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pagoda_worker.library_choice import VARIABLES, steady_libraries
+from pagoda_worker.library_choice import VARIABLES, multiplies_bfloat16, steady_libraries
 
 CASES = [
     ("GenuineIntel", "fpu avx2 avx512dq amx_tile", "AVX512,STRICT"),
@@ -38,3 +38,22 @@ def test_what_was_said_stays_and_is_told(given: str) -> None:
     environment |= {"ONEDNN_MAX_CPU_ISA": given} if given else {}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
     assert f"ONEDNN_MAX_CPU_ISA={given or 'AVX512_CORE_BF16'}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "max_isa", "native"),
+    [
+        ("flags : fpu avx512_bf16 avx2", "AVX512_CORE_BF16", True),
+        ("flags : fpu avx512_bf16 avx2", "", True),
+        ("flags : fpu amx_bf16", "AVX10_1_512_AMX", True),
+        ("flags : fpu avx512_bf16", "AVX512_CORE_VNNI", False),
+        ("flags : fpu avx512_bf16", "AVX2", False),
+        ("flags : fpu avx512dq avx512_vnni", "AVX512_CORE_BF16", False),
+        ("Features : asimd bf16", "AVX512_CORE_BF16", True),
+        ("Features : asimd", "", False),
+        ("model name : bf16", "", False),
+        ("", "", False),
+    ],
+)
+def test_who_multiplies_bfloat16(flags: str, max_isa: str, native: bool) -> None:
+    assert multiplies_bfloat16(f"processor : 0\n{flags}\n", max_isa) == native

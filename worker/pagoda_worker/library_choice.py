@@ -17,6 +17,8 @@ from pathlib import Path
 VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_CBWR")
 _BRANCHES = {"avx512dq": "AVX512,STRICT", "avx2": "AVX2,STRICT"}  # by the flag that a processor needs for it
 
+_ISA_WITHOUT_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
+
 
 def steady_libraries(cpuinfo: str) -> dict[str, str]:
     """The variables for a processor as /proc/cpuinfo describes it."""
@@ -31,12 +33,26 @@ def steady_libraries(cpuinfo: str) -> dict[str, str]:
 
 def choose_libraries() -> None:
     """Set what is not set yet. To be called before torch computes anything in this process."""
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return
-    for name, value in steady_libraries(cpuinfo).items():
+    for name, value in steady_libraries(_cpuinfo()).items():
         os.environ.setdefault(name, value)
+
+
+def multiplies_bfloat16(cpuinfo: str, max_isa: str) -> bool:
+    """Whether oneDNN has instructions for it, rather than taking numbers apart: the processor's, if it may use them."""
+    flags = {word for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")) for word in line.split()}
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) and max_isa not in _ISA_WITHOUT_BFLOAT16
+
+
+def bfloat16_is_native() -> bool:
+    """`multiplies_bfloat16` here."""
+    return multiplies_bfloat16(_cpuinfo(), os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
+
+
+def _cpuinfo() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
 
 
 def libraries_in_force() -> str:

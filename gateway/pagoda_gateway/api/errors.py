@@ -34,6 +34,8 @@ def error_response(error: PagodaError, shape: ErrorShape = openai_error) -> Resp
     if retry_after_s > 0 and error.status.retryable:
         headers["retry-after"] = str(math.ceil(retry_after_s))
         headers["retry-after-ms"] = str(math.ceil(retry_after_s * 1000))
+    if error.status.http == 401:
+        headers["www-authenticate"] = "Bearer"
     if error.code in SILENT:
         logger.error("request failed: %s: %s", error.code, error.message)
     body = encoded(shape(error))

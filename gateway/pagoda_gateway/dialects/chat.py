@@ -16,7 +16,7 @@ from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import chat_logprobs
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, work_size
-from pagoda_gateway.generation.requests import check_priority, check_products, named_as_in_body, new_record
+from pagoda_gateway.generation.requests import check_priority, check_products, named_as_in_body, new_record, salt_of
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.conversation import Chat, turns_of
 from pagoda_gateway.text.events import CallArguments, CallBegun
@@ -42,7 +42,7 @@ async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = N
         reader = Reader(ctx.pool, model, caller.key, "messages", params.max_tokens)
         token_ids = await chat_ids(reader, body)
         check_products(ctx.config, model, params, [len(token_ids)], openai.shown(body))
-        return new_record(model, token_ids, params, body.cache_salt, body.priority)
+        return new_record(model, token_ids, params, salt_of(caller, body.cache_salt), body.priority)
 
 
 def tools_in_use(body: ChatRequest | TokenizeRequest) -> bool:

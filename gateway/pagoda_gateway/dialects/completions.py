@@ -18,7 +18,7 @@ from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, at_most, text_of
-from pagoda_gateway.generation.requests import check_priority, check_products, new_record
+from pagoda_gateway.generation.requests import check_priority, check_products, new_record, salt_of
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
@@ -52,7 +52,8 @@ async def completion_records(
     read = iter(await reader.text_ids(texts, body.add_special_tokens))
     found = [(prompt, next(read)) if isinstance(prompt, str) else (None, prompt) for prompt in prompts]
     check_products(ctx.config, model, params, [len(token_ids) for _, token_ids in found], shown)
-    return [(text, new_record(model, ids, params, body.cache_salt, body.priority)) for text, ids in found]
+    salt = salt_of(caller, body.cache_salt)
+    return [(text, new_record(model, ids, params, salt, body.priority)) for text, ids in found]
 
 
 def completion_params(text: ModelText, body: CompletionRequest) -> SamplingParams:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.generation.job import Job, Shown
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
@@ -50,7 +51,7 @@ def held_bytes(job: Job) -> int:
 
 
 def new_record(
-    model: ServedModel, token_ids: list[int], params: SamplingParams, cache_salt: str | None, priority: int
+    model: ServedModel, token_ids: list[int], params: SamplingParams, cache_salt: str, priority: int
 ) -> RequestRecord:
     """Raises PagodaError when parameters or prompt do not fit the model."""
     check_for_model(params, token_ids, model.limits)
@@ -62,9 +63,14 @@ def new_record(
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             eos_token_ids=model.text.eos_token_ids,
         ),
-        cache_salt=cache_salt or "",
+        cache_salt=cache_salt,
         priority=priority,
     )
+
+
+def salt_of(caller: Caller, asked: str | None) -> str:
+    """A tenant's own salts are told apart from equal ones of others."""
+    return f"{caller.tenant}.{asked or ''}" if caller.tenant else asked or ""
 
 
 def check_priority(config: GatewayConfig, model: ServedModel, priority: int) -> None:

@@ -17,7 +17,7 @@ from collections import Counter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda_gateway.api.errors import error_response
-from pagoda_gateway.clients import Identify, TrustedProxies
+from pagoda_gateway.clients import Identify, identify_by
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.memory import Holding, MemoryBudget
 from pagoda_gateway.http.upload_rate import Upload, UploadRate
@@ -41,7 +41,7 @@ class LimitsMiddleware:
         self._app = app
         self._config = config
         self._memory = memory
-        self._identify = identify or TrustedProxies(config.forwarded_allow_ips).caller_of
+        self._identify = identify or identify_by(config.forwarded_allow_ips, config.api_key)
         self._open_by_client: Counter[str] = Counter()
         self._rate = UploadRate(config.max_upload_bytes_per_second)
 

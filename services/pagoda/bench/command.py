@@ -17,7 +17,7 @@ from pagoda.bench.workload import BodyMaker, WorkloadRow, WorkloadShape, arrival
 from pagoda.processes.process import fast_loop
 from pagoda.settings.numbers import number, seed, whole
 from pagoda.settings.resolving import ConfigError
-from pagoda.tools.asking import first_model
+from pagoda.tools.asking import first_model, own_key
 from pagoda.tools.http_stream import HttpError, Target
 
 OTHERS: dict[str, tuple[Any, str]] = {
@@ -59,7 +59,7 @@ def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--base-url", default="http://127.0.0.1:8000", help="[%(default)s]")
     group.add_argument("--model", default="", help="the server's first model when left out")
-    group.add_argument("--api-key", default="", help="sent as bearer token")
+    group.add_argument("--api-key", default=own_key(), help="sent as bearer token [the first of $PAGODA_API_KEY]")
     group.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="[%(default)s]")
     group.add_argument("--timeout-s", type=number(), default=600.0, help="for one request [%(default)s]")
 

@@ -36,7 +36,7 @@ def main(arguments: argparse.Namespace) -> int:
         report(event)
         url = event.get("url", url)
         if event["event"] == "ready" and config.startup_message:
-            print(announcement(url, name, time.monotonic() - started), flush=True)
+            print(announcement(url, config, time.monotonic() - started), flush=True)
 
     from pagoda_gateway.server import serve
 

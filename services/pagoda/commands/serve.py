@@ -18,7 +18,7 @@ from pagoda.processes.startup import StartupView, announcement
 from pagoda.processes.supervisor import ChildSpec, Supervisor, python_command
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.options import CommonConfig, ModelSourceConfig, ServeConfig
-from pagoda.settings.resolving import Settings, child_environment, resolve, to_arguments
+from pagoda.settings.resolving import Settings, child_environment, resolve, secrets, to_arguments
 from pagoda.tools import checkpoints
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
@@ -103,7 +103,7 @@ class Tower:
         plain = child_environment(PYTHONUNBUFFERED="1")
         return [
             ChildSpec(
-                name="gateway", command=self._gateway_command, environment=plain,
+                name="gateway", command=self._gateway_command, environment=plain | secrets(self.gateway),
                 stop_order=0, stop_timeout_s=gateway_bound_s, silence_timeout_s=times.CHILD_SILENT_S,
             ),
             ChildSpec(
@@ -146,4 +146,4 @@ class Tower:
         elif child == "gateway" and kind == "ready" and not self._announced:
             self._announced = True
             took = time.monotonic() - self._started
-            self.view.announce(announcement(self._url, self.gateway.served_model_name, took))
+            self.view.announce(announcement(self._url, self.gateway, took))

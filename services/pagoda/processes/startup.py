@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
+from pagoda_gateway.config import GatewayConfig
+
 MIB = 1024**2
 LOG_EVERY_S = 5.0
 
@@ -20,16 +22,19 @@ _COLOURS = {"gateway": "cyan", "engine-core": "magenta"}
 _WORKER_COLOURS = ("green", "yellow", "blue", "bright_cyan")
 
 
-def announcement(url: str, model: str, seconds: float) -> str:
+def announcement(url: str, gateway: GatewayConfig, seconds: float) -> str:
     """The text printed once requests can be served."""
+    model, locked = gateway.served_model_name, bool(gateway.api_key)
+    header = ' -H "authorization: Bearer $PAGODA_API_KEY"' if locked else ""
+    key = 'os.environ["PAGODA_API_KEY"]' if locked else '"none"'
     return f"""
 Pagoda serves {model} at {url} (ready in {seconds:.1f} s)
 
-  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+  curl {url}/v1/chat/completions -H 'content-type: application/json'{header} \\
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 
   from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key="none")
+  client = OpenAI(base_url="{url}/v1", api_key={key})
   answer = client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello!"}}])
   print(answer.choices[0].message.content)
 """

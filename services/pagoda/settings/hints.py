@@ -45,7 +45,6 @@ ABSENT: Mapping[str, str] = {
     "download_dir": "set HF_HOME to say where models are kept",
     "hf_token": "set HF_TOKEN in the environment",
     "seed": "a request has its own seed, drawn for it if it brings none",
-    "api_key": "there are no API keys; put a proxy that checks them in front",
     "ssl_keyfile": "TLS for clients is a proxy's work; between tiers see `pagoda keygen`",
     "ssl_certfile": "TLS for clients is a proxy's work; between tiers see `pagoda keygen`",
     "enable_lora": "adapters are not supported",

@@ -307,11 +307,11 @@ def _where_and_why(error: yaml.YAMLError, text: str) -> str:
 
 
 def to_arguments(config: Any) -> list[str]:
-    """The flags that give another process this very config; defaults are left out."""
+    """The flags that give another process this very config; defaults and secrets are left out."""
     arguments = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value == field.default:
+        if value == field.default or field.metadata["rule"].secret:
             continue
         flag = ALL[field.name].flag
         if isinstance(value, bool):
@@ -319,6 +319,12 @@ def to_arguments(config: Any) -> list[str]:
         else:
             arguments.append(f"{flag}={value}")
     return arguments
+
+
+def secrets(config: Any) -> dict[str, str]:
+    """What `to_arguments` leaves out and is set, by environment variable."""
+    fields = [field for field in dataclasses.fields(config) if field.metadata["rule"].secret]
+    return {ALL[field.name].variable: value for field in fields if (value := getattr(config, field.name))}
 
 
 def origins(settings: Settings) -> Iterator[dict[str, Any]]:
@@ -334,7 +340,7 @@ def origins(settings: Settings) -> Iterator[dict[str, Any]]:
                 yield {
                     "section": section,
                     "option": field.name,
-                    "value": value,
+                    "value": "(secret)" if value and field.metadata["rule"].secret else value,
                     "source": settings.source(field.name),
                 }
 
@@ -363,7 +369,8 @@ def _property(option: Option) -> dict[str, Any]:
 
 
 def child_environment(**extra: str) -> dict[str, str]:
-    """The environment of a process we start: ours without PAGODA_* (its flags say everything), and `extra` below it."""
+    """The environment of a process we start: ours without PAGODA_* (its flags say all that is no secret), and `extra`
+    below it."""
     return extra | {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
 
 

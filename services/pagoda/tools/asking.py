@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda.settings.numbers import number, seed, whole
+from pagoda.settings.resolving import environment_value
 from pagoda.tools.http_stream import Connection, HttpError, Target
 from pagoda.tools.timing import Timing, decode_event
 
@@ -25,10 +26,15 @@ class Ask:
     options: dict[str, Any]
 
 
+def own_key() -> str:
+    """What a server on this machine would have been told to ask for."""
+    return environment_value("PAGODA_API_KEY").partition(",")[0]
+
+
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--base-url", default="http://127.0.0.1:8000", help="[%(default)s]")
     parser.add_argument("--model", default="", help="the server's first model when left out")
-    parser.add_argument("--api-key", default="", help="sent as bearer token")
+    parser.add_argument("--api-key", default=own_key(), help="sent as bearer token [the first of $PAGODA_API_KEY]")
     parser.add_argument("--max-tokens", type=whole(1), help="most tokens of an answer")
     parser.add_argument("--temperature", type=number(), help="0 is greedy")
     parser.add_argument("--seed", type=seed(), help="the same seed gives the same answer")

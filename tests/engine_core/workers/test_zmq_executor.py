@@ -508,7 +508,8 @@ def test_malformed_frames_harm_nobody(engine: Engine) -> None:
             good = rogue.frame(StepResult(step=1), engine_boot_id="boot-1", epoch=epoch, worker_id="w0")
             parts = [*good[:keep], parts[0], *good[keep + 1 :]]
         rogue.data.send_multipart(parts)
-        assert engine.executor.wait(0) == []
+        events = engine.executor.wait(0)  # a peer that nobody lets speak for a while is noticed
+        assert all(isinstance(event, WorkerChanged) for event in events), events
 
     fuzz()
     rogue.data.send_multipart([b"last"])

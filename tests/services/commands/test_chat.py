@@ -39,7 +39,9 @@ class Terminal:
 @contextlib.contextmanager
 def at_a_terminal(command: list[str]) -> Iterator[Terminal]:
     keys, end = os.openpty()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background may have it ignored
     process = subprocess.Popen(command, stdin=end, stdout=end, stderr=end, start_new_session=True)
+    signal.signal(signal.SIGINT, before)
     os.close(end)
     try:
         yield Terminal(process, keys)

@@ -50,6 +50,14 @@ def test_the_tiers_are_wired_to_each_other() -> None:
     assert engine.max_model_len == worker.max_model_len == 256
 
 
+def test_sec_23_a_key_reaches_the_gateway_and_nobodys_flags() -> None:
+    gateway, engine_core, worker = tower(api_key="key-one-of-two,key-two-of-two").children()
+    for child in (gateway, engine_core, worker):
+        assert not any("of-two" in word for word in child.command())
+        given = {name: text for name, text in child.environment.items() if "of-two" in text}
+        assert given == ({"PAGODA_API_KEY": "key-one-of-two,key-two-of-two"} if child is gateway else {})
+
+
 def test_workers_share_the_cores() -> None:
     shared, own = tower(workers="64"), tower(workers="2", threads="5")
     assert {config.threads for config in shared.workers} == {1}
@@ -116,8 +124,11 @@ def test_progress_says_what_is_done(
     assert caplog.messages == [f"worker-0: {what}, 3 of 5 MiB"]
 
 
-def test_the_announced_python_compiles() -> None:
-    text = announcement("http://h:1", "m", 1.0)
+@pytest.mark.parametrize("api_key", ["", "key-one-of-two,key-two-of-two"])
+def test_the_announced_python_compiles(api_key: str) -> None:
+    text = announcement("http://h:1", GatewayConfig(served_model_name="m", api_key=api_key), 1.0)
+    assert ("PAGODA_API_KEY" in text) == bool(api_key)
+    assert "of-two" not in text
     lines = [line.strip() for line in text.splitlines() if line.startswith("  ")]
     compile("\n".join(lines[lines.index("from openai import OpenAI") :]), "announcement", "exec")
 

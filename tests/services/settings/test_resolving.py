@@ -46,6 +46,19 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
     assert sources == ["--port", "PAGODA_HOST", f"{file['config']}: kv_cache_gib", "default"]
 
 
+def test_sec_23_a_secret_is_listed_as_one_and_its_value_nowhere(tmp_path: Path) -> None:
+    found = resolve("serve", {}, {"PAGODA_API_KEY": "the-secret"})
+    assert found.build(GatewayConfig).api_key == "the-secret"
+    assert "the-secret" not in json.dumps(list(origins(found)))
+    assert {"value": "(secret)", "source": "PAGODA_API_KEY"}.items() <= next(
+        row for row in origins(found) if row["option"] == "api_key"
+    ).items()
+    told = problems(**{"PAGODA_API_KEY": "too, bad secret"}) + problems(
+        flags=write(tmp_path / "p.yaml", "api_key: [the-secret]\n")
+    )
+    assert all("api_key" in line and "secret" not in line for line in told), told
+
+
 def test_one_flag_feeds_every_tier_that_has_the_name() -> None:
     found = resolve("serve", {"max_model_len": "512", "max_rows": "7"}, {})
     assert found.build(EngineConfig).max_model_len == found.build(WorkerConfig).max_model_len == 512

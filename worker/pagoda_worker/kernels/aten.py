@@ -1,7 +1,9 @@
 """The `torch` back end: tuned for CPU from operations every torch has, no compiler and no extension needed.
 
-Linear layers run prepacked through oneDNN where it takes the dtype; attention is `paged.PagedAttention`. Elementwise
-work is spelled in the few torch calls that cost least per layer: a call costs about as much as a row's arithmetic.
+Linear layers run prepacked through oneDNN, in float32 where the processor cannot multiply the weights' dtype: that
+doubles their memory, and from two rows on is several times faster than taking numbers apart. Attention is
+`paged.PagedAttention`. Elementwise work is spelled in the few torch calls that cost least per layer: a call costs about
+as much as a row's arithmetic.
 
 There are no integer kernels here: a quantised weight becomes the run dtype when it is packed, and its layer's input is
 taken as it is, also where the format says 8 bits. That costs memory and is nearer to the unquantised model.
@@ -28,6 +30,7 @@ from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.kernels.reference import HostOps
+from pagoda_worker.library_choice import bfloat16_is_native
 from pagoda_worker.rows.batch import Batch
 
 GRAIN = 32768  # elements of elementwise work per thread, at least
@@ -36,36 +39,43 @@ VECTOR = 64  # elements of the widest unrolled vector step
 
 
 class Packed(NamedTuple):
-    """A linear layer. `prepacked` weights are in oneDNN's own layout and only its operator may read them."""
+    """A linear layer. `prepacked` weights are in oneDNN's own layout and only its operator may read them; `wide` ones
+    are float32 whatever the input is."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    prepacked: bool
+    prepacked: bool = False
+    wide: bool = False
 
 
 class AtenOps(HostOps):
     name = "torch"
-    numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}"
 
     def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: what quantised weights become."""
         self.device = device
         self.batch_invariant = device.type == "cpu"  # elsewhere libraries choose a product by its number of rows
         self._dtype = dtype
-        self._prepackable = _prepackable(device)
+        self._native = _native(device)
+        dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in self._native)
+        self.numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}; linear {dtypes}"
 
     def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Packed:
         if isinstance(weight, QuantizedWeight):
             weight = dequantize(weight).to(self._dtype)
-        if weight.dtype not in self._prepackable:
-            return Packed(weight.contiguous(), bias, False)
-        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias, True)
+        if not self._native:
+            return Packed(weight.contiguous(), bias)
+        if wide := weight.dtype not in self._native:
+            weight, bias = weight.float(), None if bias is None else bias.float()
+        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias, True, wide)
 
     pack_gated = pack_linear
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
         if not packed.prepacked:
             return F.linear(x, packed.weight, packed.bias)
+        if packed.wide:
+            return self.linear(x.float(), packed._replace(wide=False)).to(x.dtype)
         if x.shape[0] == 1 and x.dtype == torch.float32:
             return self.linear(x.expand(2, -1).contiguous(), packed)[:1]
         y: torch.Tensor = _linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
@@ -135,10 +145,11 @@ class AtenOps(HostOps):
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default
 
 
-def _prepackable(device: torch.device) -> tuple[torch.dtype, ...]:
+def _native(device: torch.device) -> tuple[torch.dtype, ...]:
+    """What oneDNN multiplies as it is; nothing where there is no oneDNN."""
     if device.type != "cpu" or not torch._C._has_mkldnn:
         return ()
-    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    bf16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() and bfloat16_is_native()
     return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
 
 
