@@ -59,7 +59,7 @@ async def test_sec_22_where_there_are_keys_only_health_is_open(tmp_path: Path) -
                 answer = await gateway.client.request(method, path.replace("{model:path}", "m"), content=b"{}")
                 assert (answer.status_code == 401) == (path not in OPEN_PATHS), (method, path)
         answer = await gateway.client.post("/v1/chat/completions", json={})
-        assert error_code(answer) == "invalid_api_key"
+        assert error_code(answer.content) == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
         for almost in ("//health", "/health/", "/health/live/../../v1/models", "/health/../v1/models"):
             assert (await gateway.client.get(almost)).status_code in (400, 401)
@@ -79,9 +79,11 @@ async def test_what_is_no_key_opens_nothing(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, api_key=",".join(KEYS))
     async with gateway.client:
         wrong = [",".join(KEYS), KEYS[0][:-1], KEYS[0] + "x", KEYS[0].upper(), "", "none"]
-        shown = [{"authorization": f"Bearer {key}"} for key in wrong] + [{"x-api-key": key} for key in wrong]
+        shown: list[dict[str, Any]] = [{"authorization": f"Bearer {key}"} for key in wrong] + [
+            {"x-api-key": key} for key in wrong
+        ]
         shown += [{"authorization": KEYS[0]}, {"authorization": f"Basic {KEYS[0]}"}]
-        shown += [{"authorization": f"Bearer {KEYS[0]}", "x-api-key": KEYS[1]}, {"x-api-key": "\u00e9"}]
+        shown += [{"authorization": f"Bearer {KEYS[0]}", "x-api-key": KEYS[1]}, {"x-api-key": "\u00e9".encode()}]
         for headers in shown:
             answer = await gateway.client.get("/v1/models", headers=headers)
             assert answer.status_code == 401, headers

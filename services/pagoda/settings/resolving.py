@@ -83,6 +83,10 @@ class Option(NamedTuple):
         return any(rule.required for rule in self.rules)
 
     @property
+    def secret(self) -> bool:
+        return any(rule.secret for rule in self.rules)
+
+    @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
@@ -194,7 +198,8 @@ def _check(command: str, merged: Mapping[str, Value], problems: list[str]) -> Se
             try:
                 given[name] = value._replace(value=convert(value.value, mine[name].type))
             except ValueError as error:
-                problems.append(f"{name} {error} (from {value.source})")
+                why = "must be text" if mine[name].secret else error
+                problems.append(f"{name} {why} (from {value.source})")
     settings = Settings(command, given)
     problems.extend(_missing(mine, merged))
     for config in COMMANDS[command]:
