@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 
 from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda_gateway.api import errors
@@ -30,7 +31,23 @@ def create_app(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> 
     for router in routers:
         api.include_router(router)
     metrics.know_routes(frozenset(route_templates(routers)))
-    return Edge(LimitsMiddleware(api, ctx.config, ctx.memory), metrics, lambda: health.draining)
+    limited = LimitsMiddleware(api, ctx.config, ctx.memory)
+    return Edge(_for_pages(limited, ctx.config.allowed_origins), metrics, lambda: health.draining)
+
+
+def _for_pages(app: ASGIApp, allowed_origins: str) -> ASGIApp:
+    """Pages of these origins may ask, and read refusals too. They show keys like everybody: there are no cookies."""
+    if not allowed_origins:
+        return app
+    exposed = ("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry")
+    origins, methods = allowed_origins.split(","), ("GET", "HEAD", "POST", "DELETE")
+    cors = CORSMiddleware(app, origins, methods, allow_headers=("*",), expose_headers=exposed)
+
+    async def either(scope: Scope, receive: Receive, send: Send) -> None:
+        refused = "refusal" in scope.get("state", {})  # by its bytes: `app` says so
+        await (app if refused else cors)(scope, receive, send)
+
+    return either
 
 
 def route_templates(routers: list[APIRouter]) -> Iterator[str]:

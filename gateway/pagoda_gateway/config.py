@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from pagoda_proto.options import check, option
 from pagoda_proto.params import MAX_PRIORITY, MIN_PRIORITY
 
 LEAST_PING_S = 0.1
+ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,9 @@ class GatewayConfig:
     port: int = option(8000, "HTTP port; 0 picks a free one", most=65535)
     api_key: str = option(
         "", "keys, comma-separated, of which clients must show one; without any everybody may ask", secret=True
+    )
+    allowed_origins: str = option(
+        "", "web pages that may ask here (CORS): origins such as https://chat.example, comma-separated, or *"
     )
     max_body_bytes: int = option(10 * 1024 * 1024, "largest request body", least=1)
     max_upload_bytes_per_second: int = option(
@@ -83,6 +88,10 @@ class GatewayConfig:
         if self.api_key and not all(map(is_key, self.api_key.split(","))):
             rule = f"api_key: a key must have {KEY_CHARS[0]} to {KEY_CHARS[1]} visible characters of ASCII, no comma"
             yield Problem("api_key", rule)
+        for origin in filter(None, self.allowed_origins.split(",")):
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                rule = "an origin is * or scheme://host or scheme://host:port in lower case, without a path"
+                yield Problem("allowed_origins", f"allowed_origins: {rule}, got {origin!a}")
         try:
             TrustedProxies(self.forwarded_allow_ips)
         except ValueError as error:

@@ -139,6 +139,39 @@ async def test_sec_29_browsers_of_other_sites_get_nothing(gateway: Gateway) -> N
         assert answer.status_code == 415
 
 
+ORIGIN = "https://chat.example"
+PREFLIGHT = {
+    "origin": ORIGIN,
+    "access-control-request-method": "POST",
+    "access-control-request-headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+@pytest.mark.parametrize("allowed", [ORIGIN, f"http://localhost:3000,{ORIGIN}", "*"])
+async def test_pages_of_allowed_origins_may_ask_and_read_refusals(tmp_path: Path, allowed: str) -> None:
+    gateway = Gateway(tmp_path, allowed_origins=allowed, api_key=KEYS[0])
+    async with gateway.client:
+        answer = await gateway.client.options("/v1/chat/completions", headers=PREFLIGHT)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
+        assert "access-control-allow-credentials" not in answer.headers
+        refused = await gateway.client.post("/v1/chat/completions", headers={"origin": ORIGIN}, json={})
+        assert refused.status_code == 401
+        assert "x-request-id" in refused.headers["access-control-expose-headers"]
+        for one in (answer, refused):
+            assert one.headers["access-control-allow-origin"] == ("*" if allowed == "*" else ORIGIN)
+
+
+async def test_pages_of_other_origins_get_nothing_of_it(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, allowed_origins=ORIGIN)
+    async with gateway.client:
+        for origin in ("https://evil.example", "https://chat.example.evil.example", "http://chat.example", "null"):
+            for method in ("OPTIONS", "GET"):
+                headers = PREFLIGHT | {"origin": origin}
+                answer = await gateway.client.request(method, "/v1/models", headers=headers)
+                assert "access-control-allow-origin" not in answer.headers
+
+
 @pytest.mark.parametrize("forged", ['x\n{"level": "error"}', "x\r\nset-cookie: a=b", 'a"b', "x" * 300])
 async def test_sec_31_what_clients_write_forges_no_line(
     gateway: Gateway, caplog: pytest.LogCaptureFixture, forged: str

@@ -13,6 +13,15 @@ TIMES = [field.name for field in fields(GatewayConfig) if field.name.endswith("_
 OFF_AT_0 = {"resume_wait_s", "ping_interval_s", "drain_timeout_s", "lame_duck_s"}
 
 
+@pytest.mark.parametrize(
+    "origin", ["chat.example", "https://chat.example/", "https://Chat.example", "https://*.example"]
+)
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ValueError, match="allowed_origins: an origin is") as caught:
+        GatewayConfig(allowed_origins=f"https://fine.example,{origin}")
+    assert origin in str(caught.value)
+
+
 def test_streams_wait_as_long_as_the_ladder_says() -> None:
     assert GatewayConfig().resume_wait_s == times.RESUME_WAIT_S
 

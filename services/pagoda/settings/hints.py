@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 
 _ONE_DEVICE = "a model runs on one device here; workers starts several whole copies of it"
+_NO_COOKIES = "pages of --allowed-origins may use every method and header; there are no cookies to allow"
 _AUTOMATIC = "is not needed: it is always so"
 
 # Ours, for what others call so; `test_hints` holds every name on the right to the settings tree.
@@ -28,7 +29,8 @@ RENAMED: Mapping[str, str] = {
     "max_num_queued_reqs": "max_queued_requests",
     "max_num_queued_tokens": "max_queued_tokens", "shutdown_timeout": "drain_timeout_s",
     "uvicorn_log_level": "log_level", "model_path": "model", "model_id": "model", "hf_repo": "model",
-    "alias": "served_model_name", "attention_backend": "kernels", "n_threads": "threads",
+    "alias": "served_model_name", "cors_allow_origins": "allowed_origins", "attention_backend": "kernels",
+    "n_threads": "threads",
     "kv_cache_memory_bytes": "kv_cache_gib", "cache_type_k": "kv_cache_dtype", "n_gpu_layers": "device",
     "quantize": "quantization", "hostname": "host",
 }  # fmt: skip
@@ -52,6 +54,7 @@ ABSENT: Mapping[str, str] = {
     "cpu_offload_gb": "weights are not offloaded",
     "enable_chunked_prefill": _AUTOMATIC, "enable_auto_tool_choice": _AUTOMATIC, "jinja": _AUTOMATIC,
     "continuous_batching": _AUTOMATIC, "enable_deterministic_inference": _AUTOMATIC,
+    "allow_credentials": _NO_COOKIES, "allowed_methods": _NO_COOKIES, "allowed_headers": _NO_COOKIES,
     "tool_call_parser": "tool calls are recognised in the Hermes form",
 }  # fmt: skip
 
