@@ -8,10 +8,12 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
+from starlette.types import Receive, Scope, Send
 from tests.fakes import make_delta
 from tests.gateway.model_dir import MAX_MODEL_LEN, write_model_dir
 
 from pagoda_gateway.api import errors
+from pagoda_gateway.api.error_body import set_shape
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.routes import generating, models, tokenize
@@ -184,8 +186,13 @@ class Gateway:
         errors.install(self.app)
         for module in (generating, models, tokenize):
             self.app.include_router(module.router(self.context))
-        transport = ASGITransport(self.app, raise_app_exceptions=False)
+        self.error_shapes = dict(generating.ERROR_SHAPES)
+        transport = ASGITransport(self.asgi, raise_app_exceptions=False)
         self.client = AsyncClient(transport=transport, base_url="http://gateway")
+
+    async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        set_shape(scope, self.error_shapes)
+        await self.app(scope, receive, send)
 
     def ids(self, text: str) -> list[int]:
         return self.text.encode(text, add_special_tokens=False)

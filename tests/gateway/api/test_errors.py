@@ -16,7 +16,7 @@ from pagoda_proto.errors import STATUS, ErrorCode, PagodaError
 
 @pytest.mark.parametrize("code", list(ErrorCode))
 def test_every_code_has_status_type_and_retry_advice(code: ErrorCode) -> None:
-    response = error_response(PagodaError(code, "why", "field"))
+    response = error_response(PagodaError(code, "why", "field"), {})
     status = STATUS[code]
     error = json.loads(bytes(response.body))["error"]
     assert response.status_code == status.http
@@ -29,13 +29,13 @@ def test_every_code_has_status_type_and_retry_advice(code: ErrorCode) -> None:
 def test_inner_failures_keep_their_details_for_the_log(code: ErrorCode, caplog: pytest.LogCaptureFixture) -> None:
     error = PagodaError(code, "/secret/path at 0x7f00")
     assert "secret" not in json.dumps(openai_error(error))
-    error_response(error)
+    error_response(error, {})
     assert "/secret/path" in caplog.text
 
 
 @pytest.mark.parametrize(("seconds", "headers"), [(0.2, ("1", "200")), (3.4, ("4", "3400")), (0.0, ("1", "1000"))])
 def test_retry_headers(seconds: float, headers: tuple[str, str]) -> None:
-    response = error_response(PagodaError(ErrorCode.UNAVAILABLE, "x", retry_after_s=seconds))
+    response = error_response(PagodaError(ErrorCode.UNAVAILABLE, "x", retry_after_s=seconds), {})
     assert (response.headers["retry-after"], response.headers["retry-after-ms"]) == headers
 
 
