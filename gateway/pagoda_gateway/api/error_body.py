@@ -46,7 +46,7 @@ def anthropic_status(error: PagodaError) -> int:
 def anthropic_error(error: PagodaError, request_id: str) -> dict[str, Any]:
     """It has no place for the field's name but the message."""
     status, message = anthropic_status(error), told(error)
-    if error.param is not None and not message.startswith(error.param):
+    if error.param is not None and not message.startswith(f"{error.param}:"):
         message = f"{error.param}: {message}"
     kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}

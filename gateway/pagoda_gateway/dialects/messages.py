@@ -40,7 +40,7 @@ async def message_record(ctx: GatewayContext, body: MessagesRequest, caller: Cal
     with named_as_in_body({"prompt": "messages", "stop": "stop_sequences"}):
         params = _params(body, model.text)
         token_ids = await prompt_ids(Reader(ctx.pool, model, caller.key, "messages", body.max_tokens), body)
-        if body.max_tokens > model.limits.max_model_len - len(token_ids):
+        if 0 < model.limits.max_model_len - len(token_ids) < body.max_tokens:
             params = msgspec.structs.replace(params, max_tokens=None)  # as far as the context reaches
         return new_record(model, token_ids, params, None, 0)
 

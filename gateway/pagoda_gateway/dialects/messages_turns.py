@@ -71,17 +71,17 @@ def _turn(role: str, blocks: Sequence[AnyBlock]) -> Turn:
         role=role,
         content="".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts],
         reasoning="\n".join(thoughts) or None,
-        calls=[
+        calls=tuple(
             Call(id=block.id, name=block.name, arguments=block.input)
             for block in blocks
             if isinstance(block, ToolUseBlock)
-        ],
+        ),
     )
 
 
 def _result(block: ToolResultBlock) -> Turn:
     """One text, as templates read results so."""
-    content = block.content or ""
+    content = block.content or []
     texts = [content] if isinstance(content, str) else [part.text for part in content]
     return Turn(
         role="tool", content="\n".join([FAILED, *texts] if block.is_error else texts), call_id=block.tool_use_id
