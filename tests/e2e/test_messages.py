@@ -43,9 +43,13 @@ def test_it_answers_a_sum_whole_and_as_a_stream_alike(client: anthropic.Anthropi
     assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
 
 
-def test_it_goes_on_with_what_was_begun(client: anthropic.Anthropic) -> None:
-    begun = [*SUM["messages"], {"role": "assistant", "content": "2 + 3 ="}]
-    assert text_of(client.messages.create(**SUM | {"messages": begun}, **GREEDY)) == " 5"
+def test_a_prefill_is_the_other_apis_continued_message(stack: Stack, client: anthropic.Anthropic) -> None:
+    begun: Any = [*SUM["messages"], {"role": "assistant", "content": "2 + 3"}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    other = stack.client().chat.completions.create(**SUM | {"messages": begun}, temperature=0, extra_body=options)
+    answer = client.messages.create(**SUM | {"messages": begun}, **GREEDY)
+    assert text_of(answer) == other.choices[0].message.content
+    assert answer.usage.output_tokens == other.usage.completion_tokens
 
 
 def test_the_count_is_what_the_message_takes_with_tools_and_a_system(client: anthropic.Anthropic) -> None:
