@@ -72,6 +72,9 @@ def test_the_prefix_is_cached_without_being_asked(client: anthropic.Anthropic) -
     client.messages.create(**ask)
     usage = client.messages.create(**ask).usage
     assert (usage.cache_read_input_tokens or 0) > usage.input_tokens
+    start, *_ = client.messages.create(**ask, stream=True)
+    assert start.type == "message_start"
+    assert start.message.usage.cache_read_input_tokens == usage.cache_read_input_tokens
 
 
 def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:

@@ -19,7 +19,7 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.routes import generating, models, tokenize
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, FinishReason, Load, RequestRecord, Usage
+from pagoda_proto.records import Begun, Delta, FinishReason, Load, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
 
 Batch = list[Delta] | Exception | asyncio.Event
@@ -134,6 +134,7 @@ def play(
         assert isinstance(first, list)
         assert isinstance(final, list)
         prompt = record.prompt_token_ids
+        first[0].result.begun = Begun(model_fingerprint="fp-tiny", numerics_id="any", cached_prompt_tokens=2)
         first[0].result.prompt_logprobs = logprobs_for(record, prompt[1:], params.prompt_logprobs)
         final[-1].usage = Usage(prompt_tokens=len(prompt), cached_prompt_tokens=2, output_tokens=sum(map(len, streams)))
         return batches

@@ -61,7 +61,7 @@ async def prompt_ids(reader: Reader, body: CountTokensRequest) -> list[int]:
 
 async def message_job(ctx: GatewayContext, body: MessagesRequest, caller: Caller) -> Job:
     record = await message_record(ctx, body, caller)
-    shown = Shown(stream=bool(body.stream), usage=True, tools=bool(body.tools_in_use))
+    shown = Shown(stream=bool(body.stream), tools=bool(body.tools_in_use))
     return new_job("msg_", ctx.catalogue.find(body.model), [record], shown)
 
 
@@ -87,15 +87,20 @@ class MessagesWriter:
         return encoded(self._message(content) | self._ending() | {"usage": self._usage()})
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        begun = self._message([]) | self._ending() | {"usage": self._usage()}
-        opening = _event({"type": "message_start", "message": begun})
+        """The message starts with its first tokens, which tell what of the prompt came from the cache."""
+        started = False
         while updates := await self._run.next():
-            data = b"".join(map(_event, self._told(updates)))
+            opening = b"" if started else self._opening()
+            data = opening + b"".join(map(_event, self._told(updates)))
+            started = True
             if data:
-                yield opening + data
-                opening = b""
+                yield data
         closing = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
-        yield opening + _event(closing) + _event({"type": "message_stop"})
+        yield _event(closing) + _event({"type": "message_stop"})
+
+    def _opening(self) -> bytes:
+        message = self._message([]) | self._ending() | {"usage": self._usage()}
+        return _event({"type": "message_start", "message": message})
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         job = self._run.job
@@ -155,7 +160,7 @@ class MessagesWriter:
         return "end_turn" if finish.stop_reason is None else "stop_sequence"
 
     def _usage(self) -> dict[str, Any]:
-        """So far. What the cache gave is known at the end."""
+        """So far."""
         usage = self._run.usage()
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_prompt_tokens,

@@ -13,6 +13,7 @@ from tests.gateway.model_dir import CHAT_TEMPLATE, DEMO_MODEL, write_model_dir
 
 from pagoda_gateway.api.messages_schemas import CountTokensRequest
 from pagoda_gateway.dialects.messages_turns import chat_of
+from pagoda_gateway.routes.body import parse_body
 from pagoda_gateway.text.conversation import Call, Chat, Turn
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import InvalidParams
@@ -134,6 +135,34 @@ def test_a_template_sees_openais_names(tmp_path: Path) -> None:
     found = chat(("user", "a"), ("assistant", [use()]), ("user", [result("3")]), tools=tools)
     assert found.tools == [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     assert '{"name": "add", "arguments": {"a": 1}}' in model(tmp_path).render_marked(found)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+KEYS = st.sampled_from(["text", "thinking", "signature", "id", "name", "input", "tool_use_id", "content", "is_error"])
+KINDS = st.sampled_from(["text", "thinking", "tool_use", "tool_result", "image"])
+ANY_BLOCK = st.builds(
+    lambda kind, block: block | {"type": kind}, KINDS, st.dictionaries(KEYS, JSON | st.just("x"), max_size=4)
+) | st.sampled_from([text("a"), use(), result("3"), result([text("4")])])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["user", "assistant"]), st.lists(ANY_BLOCK, max_size=3)), min_size=1))
+def test_any_blocks_are_a_chat_or_a_refusal_that_names_a_message(said: list[tuple[str, list[Any]]]) -> None:
+    body = {"model": "m", "messages": [{"role": role, "content": blocks} for role, blocks in said]}
+    refused: str | None = None
+    try:
+        found = chat_of(parse_body(CountTokensRequest, body))
+    except InvalidParams as error:
+        refused = error.param or ""
+    if refused is not None:
+        assert refused.startswith("messages")
+        return
+    assert found.continue_final_message == (said[-1][0] == "assistant")
+    assert not (found.continue_final_message and found.turns[-1].calls)
+    assert found.continue_final_message == (found.turns[-1].role == "assistant")
 
 
 @given(st.lists(st.tuples(st.sampled_from(["user", "assistant", "system"]), st.lists(st.text(max_size=3))), min_size=1))

@@ -94,7 +94,12 @@ async def test_the_stream_of_a_message_has_anthropics_events(tmp_path: Path) -> 
     start, block, *deltas, stop, delta, last = await stream(gateway)
     assert start["message"]["id"] == "msg_" + gateway.engine.record.request_id
     assert (start["message"]["content"], start["message"]["stop_reason"]) == ([], None)
-    assert start["message"]["usage"]["input_tokens"] == len(gateway.engine.record.prompt_token_ids)
+    assert start["message"]["usage"] == {
+        "input_tokens": len(gateway.engine.record.prompt_token_ids) - 2,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 2,
+        "output_tokens": 1,
+    }
     assert block == {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
     assert "".join(event["delta"]["text"] for event in deltas) == "hello world"
     assert {(event["type"], event["index"], event["delta"]["type"]) for event in deltas} == {
@@ -199,6 +204,17 @@ async def test_a_stop_sequence_aborts_what_still_runs(tmp_path: Path) -> None:
     message = await post(gateway, stop_sequences=["e t"])
     assert message["content"] == [{"type": "text", "text": "on"}]
     assert gateway.engine.generations[0].aborted == [0]
+
+
+async def test_a_stream_does_not_wait_for_an_aborted_engine(tmp_path: Path) -> None:
+    gateway = saying(tmp_path, "a stop b")
+    scripted, never = gateway.engine.script, asyncio.Event()
+    gateway.engine.script = lambda record: [*scripted(record)[:-2], never]
+    async with asyncio.timeout(60):
+        message = added_up(await stream(gateway, stop_sequences=["stop"]))
+    assert (message["content"][0]["text"], message["stop_sequence"]) == ("a ", "stop")
+    assert message["usage"]["cache_read_input_tokens"] == 2
+    assert gateway.engine.generations[0].closed.is_set()
 
 
 async def test_nothing_said_is_no_block(tmp_path: Path) -> None:
