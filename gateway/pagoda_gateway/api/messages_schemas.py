@@ -31,11 +31,11 @@ class CacheControl(Body):
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Block(Body):
+class Cacheable(Body):
     cache_control: CacheControl | None = None
 
 
-class TextBlock(Block):
+class TextBlock(Cacheable):
     type: Literal["text"]
     text: Text
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -53,7 +53,7 @@ class DirectCaller(Body):
     type: Literal["direct"]
 
 
-class ToolUseBlock(Block):
+class ToolUseBlock(Cacheable):
     type: Literal["tool_use"]
     id: Label
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -66,7 +66,7 @@ TextBlocks = Annotated[list[Annotated[TextBlock, BeforeValidator(_of_type("text"
 Texts = Annotated[Annotated[Text, Tag("text")] | Annotated[TextBlocks, Tag("parts")], Discriminator(kind_of_content)]
 
 
-class ToolResultBlock(Block):
+class ToolResultBlock(Cacheable):
     type: Literal["tool_result"]
     tool_use_id: Label
     content: Texts | None = None
@@ -109,7 +109,7 @@ class MessageParam(Body):
         return self
 
 
-class ToolDefinition(Block):
+class ToolDefinition(Cacheable):
     type: Literal["custom"] | None = None
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
     description: Text | None = None
