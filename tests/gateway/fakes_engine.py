@@ -25,6 +25,7 @@ from pagoda_proto.steps import TopLogprobs
 Batch = list[Delta] | Exception | asyncio.Event
 Script = Callable[[RequestRecord], Sequence[Batch]]
 MODEL = "tiny"
+NUM_CACHED = 2
 
 
 class FakeGeneration:
@@ -56,7 +57,7 @@ class FakeGeneration:
         return []
 
     def _ending(self) -> Delta:
-        usage = Usage(prompt_tokens=len(self.record.prompt_token_ids))
+        usage = Usage(prompt_tokens=len(self.record.prompt_token_ids), cached_prompt_tokens=NUM_CACHED)
         request_id, reason = self.record.request_id, FinishReason.ABORT
         return make_delta(request_id=request_id, finish_reason=reason, usage=usage)
 
@@ -134,9 +135,11 @@ def play(
         assert isinstance(first, list)
         assert isinstance(final, list)
         prompt = record.prompt_token_ids
-        first[0].result.begun = Begun(model_fingerprint="fp-tiny", numerics_id="any", cached_prompt_tokens=2)
+        first[0].result.begun = Begun(model_fingerprint="fp-tiny", numerics_id="any", cached_prompt_tokens=NUM_CACHED)
         first[0].result.prompt_logprobs = logprobs_for(record, prompt[1:], params.prompt_logprobs)
-        final[-1].usage = Usage(prompt_tokens=len(prompt), cached_prompt_tokens=2, output_tokens=sum(map(len, streams)))
+        final[-1].usage = Usage(
+            prompt_tokens=len(prompt), cached_prompt_tokens=NUM_CACHED, output_tokens=sum(map(len, streams))
+        )
         return batches
 
     return script

@@ -169,7 +169,8 @@ def test_a_stream_adds_up_to_the_whole_message(
     assert whole == streamed
     ids = [block["id"] for block in whole["content"] if block["type"] == "tool_use"]
     assert len(set(ids)) == len(ids)
-    assert (whole["stop_reason"] == "tool_use") == (bool(ids) and reason is FinishReason.STOP)
+    cut_off = reason is FinishReason.LENGTH and whole["stop_sequence"] is None
+    assert (whole["stop_reason"] == "tool_use") == (bool(ids) and not cut_off)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -183,6 +184,7 @@ def test_a_stream_adds_up_to_the_whole_message(
         (CALL, FinishReason.STOP, {"tools": [TOOL]}, "tool_use", None),
         (f"{CALL} b", FinishReason.STOP, {"tools": [TOOL], "stop_sequences": ["b"]}, "tool_use", "b"),
         (CALL, FinishReason.LENGTH, {"tools": [TOOL], "max_tokens": 10}, "max_tokens", None),
+        (f"{CALL} bc", FinishReason.LENGTH, {"tools": [TOOL], "stop_sequences": ["b"]}, "tool_use", "b"),
     ],
 )
 async def test_why_a_message_ended(
