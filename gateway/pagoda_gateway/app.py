@@ -1,4 +1,7 @@
-"""Wiring: routers and error handlers, and around them the request id, the counting of responses, the limits."""
+"""Wiring: routers and error handlers, and around them the request id, the counting of responses, the limits.
+
+A request's id and its API are known before anything can refuse it, so that the refusal has both.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda_gateway.api import errors
+from pagoda_gateway.api.error_body import set_shape
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.http.limits import LimitsMiddleware
@@ -74,6 +78,7 @@ class Edge:
         status = "disconnected"
         request_id = request_id_of(scope)
         scope.setdefault("state", {})["request_id"] = request_id
+        set_shape(scope, generating.ERROR_SHAPES)
 
         def marked_send(message: Message) -> object:
             nonlocal status
@@ -90,6 +95,7 @@ class Edge:
 
     def _headers(self, request_id: str, begun_at: float) -> Iterator[tuple[bytes, bytes]]:
         yield b"x-request-id", request_id.encode()
+        yield b"request-id", request_id.encode()  # as Anthropic's clients know it
         yield b"openai-processing-ms", str(int(1000 * (time.monotonic() - begun_at))).encode()
         if self._draining():
             yield b"connection", b"close"

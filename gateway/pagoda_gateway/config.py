@@ -53,7 +53,9 @@ class GatewayConfig:
         128 * 1024 * 1024, "most bytes of large bodies and prompt log-probabilities at once", least=1, most=2**53
     )
     max_tokenize_chars: int = option(
-        512 * 1024, "longest text that /tokenize takes; reading it takes some 160 bytes a character", least=1
+        512 * 1024,
+        "longest text that is only tokenised or counted; reading it takes some 160 bytes a character",
+        least=1,
     )
     max_prompt_logprob_values: int = option(
         262_144, "most prompt log-probabilities of one request: prompts x tokens x (1 + prompt_logprobs)", least=1

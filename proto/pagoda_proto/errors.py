@@ -1,10 +1,10 @@
-"""Every failure a client can see has one code; this table is the only place where a code becomes a status.
+"""Every failure a client can see has one code; this table is where a code becomes a status.
 
     PagodaError            carries (code, message, param); raised anywhere, translated once per border
       └─ InvalidParams     several problems found at once, each naming its field
 
 The engine core and the worker speak codes; gRPC carries them as status and `pagoda-code` trailer, HTTP as status and an
-OpenAI-shaped error object.
+error object in the shape of the client's API, which may have a status of its own for a code.
 """
 
 from __future__ import annotations

@@ -8,21 +8,24 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
+from starlette.types import Receive, Scope, Send
 from tests.fakes import make_delta
 from tests.gateway.model_dir import MAX_MODEL_LEN, write_model_dir
 
 from pagoda_gateway.api import errors
+from pagoda_gateway.api.error_body import set_shape
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.routes import generating, models, tokenize
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, FinishReason, Load, RequestRecord, Usage
+from pagoda_proto.records import Begun, Delta, FinishReason, Load, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
 
 Batch = list[Delta] | Exception | asyncio.Event
 Script = Callable[[RequestRecord], Sequence[Batch]]
 MODEL = "tiny"
+NUM_CACHED = 2
 
 
 class FakeGeneration:
@@ -54,7 +57,7 @@ class FakeGeneration:
         return []
 
     def _ending(self) -> Delta:
-        usage = Usage(prompt_tokens=len(self.record.prompt_token_ids))
+        usage = Usage(prompt_tokens=len(self.record.prompt_token_ids), cached_prompt_tokens=NUM_CACHED)
         request_id, reason = self.record.request_id, FinishReason.ABORT
         return make_delta(request_id=request_id, finish_reason=reason, usage=usage)
 
@@ -132,8 +135,11 @@ def play(
         assert isinstance(first, list)
         assert isinstance(final, list)
         prompt = record.prompt_token_ids
+        first[0].result.begun = Begun(model_fingerprint="fp-tiny", numerics_id="any", cached_prompt_tokens=NUM_CACHED)
         first[0].result.prompt_logprobs = logprobs_for(record, prompt[1:], params.prompt_logprobs)
-        final[-1].usage = Usage(prompt_tokens=len(prompt), cached_prompt_tokens=2, output_tokens=sum(map(len, streams)))
+        final[-1].usage = Usage(
+            prompt_tokens=len(prompt), cached_prompt_tokens=NUM_CACHED, output_tokens=sum(map(len, streams))
+        )
         return batches
 
     return script
@@ -184,8 +190,13 @@ class Gateway:
         errors.install(self.app)
         for module in (generating, models, tokenize):
             self.app.include_router(module.router(self.context))
-        transport = ASGITransport(self.app, raise_app_exceptions=False)
+        self.error_shapes = dict(generating.ERROR_SHAPES)
+        transport = ASGITransport(self.asgi, raise_app_exceptions=False)
         self.client = AsyncClient(transport=transport, base_url="http://gateway")
+
+    async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        set_shape(scope, self.error_shapes)
+        await self.app(scope, receive, send)
 
     def ids(self, text: str) -> list[int]:
         return self.text.encode(text, add_special_tokens=False)

@@ -61,6 +61,8 @@ async def test_sec_22_where_there_are_keys_only_health_is_open(tmp_path: Path) -
         answer = await gateway.client.post("/v1/chat/completions", json={})
         assert error_code(answer.content) == "invalid_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
+        answer = await gateway.client.post("/v1/messages", json={})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
         for almost in ("//health", "/health/", "/health/live/../../v1/models", "/health/../v1/models"):
             assert (await gateway.client.get(almost)).status_code in (400, 401)
 

@@ -18,8 +18,23 @@ class ErrorObject(Answered):
     code: str
 
 
-class ErrorAnswer(Answered):
+class Failure(Answered):
+    """What an API says of a request that failed."""
+
+
+class ErrorAnswer(Failure):
     error: ErrorObject
+
+
+class MessagesErrorObject(Answered):
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(Failure):
+    type: Literal["error"]
+    error: MessagesErrorObject
+    request_id: str
 
 
 class CachedTokens(Answered):
@@ -126,6 +141,44 @@ class CompletionAnswer(Answered):
     system_fingerprint: str | None
     choices: list[CompletionChoice]
     usage: Usage
+
+
+class MessagesUsage(Answered):
+    """The prompt's tokens are the sum of those computed and those read from the cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class TextContent(Answered):
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseContent(Answered):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class MessagesAnswer(Answered):
+    """With `stream: true`, server-sent events from `message_start` to `message_stop` instead."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[TextContent | ToolUseContent]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class CountTokensAnswer(Answered):
+    input_tokens: int
 
 
 class TokenizeAnswer(Answered):

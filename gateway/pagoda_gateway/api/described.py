@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from pagoda_gateway.api.answer_schemas import ErrorAnswer
+from pagoda_gateway.api.answer_schemas import ErrorAnswer, Failure
 
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
 
@@ -41,13 +41,14 @@ def _described(
     Args:
         path: The route's own; a route with a request body is a POST, others are GETs.
         answer: Of status 200; None for one without a JSON body.
-        unavailable: Of status 503.
+        unavailable: Of status 503; where it is a failure, all others are told alike.
     """
     place = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/{'get' if request is None else 'post'}"
+    failure = unavailable if unavailable is not None and issubclass(unavailable, Failure) else ErrorAnswer
     answers = {"200": (answer, "the answer"), "503": (unavailable, "not now; it may go on later")}
     if request is not None or "{" in path:
-        answers["4XX"] = (ErrorAnswer, "the request is at fault")
-    answers["5XX"] = (ErrorAnswer, "the server is at fault")
+        answers["4XX"] = (failure, "the request is at fault")
+    answers["5XX"] = (failure, "the server is at fault")
     found: dict[str, Any] = {"responses": {}}
     for status, (schema, why) in answers.items():
         found["responses"][status] = {"description": why}

@@ -11,12 +11,14 @@ import msgspec
 
 VALUES_PER_SLICE = 4096
 DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
 encoded = msgspec.json.Encoder().encode
 
 
-def event(value: Mapping[str, Any]) -> bytes:
-    """A server-sent event; JSON has no raw line ends, so it is one line."""
-    return b"data: " + encoded(value) + b"\n\n"
+def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
+    """A server-sent event; JSON has no raw line ends, so its data is one line."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + encoded(value) + b"\n\n"
 
 
 def slices(items: Iterable[Any], values_each: int) -> Iterator[list[Any]]:

@@ -1,21 +1,73 @@
-"""What a client is told of a failure, in its API's shape; the words are the same in all of them."""
+"""What a client is told of a failure, in its API's shape; the words are the same in all of them.
+
+By its path alone a request is known to be of an API, so that even what refuses it unread speaks that API's language.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
+from pagoda_gateway.api.answer_schemas import ErrorAnswer, Failure, MessagesErrorAnswer
 from pagoda_proto.errors import ErrorCode, PagodaError
 
-ErrorShape = Callable[[PagodaError], dict[str, Any]]
 SILENT = frozenset({ErrorCode.INTERNAL, ErrorCode.PROTOCOL_ERROR})  # what they say is for the log
+OVERLOADED_STATUS = 529
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    OVERLOADED_STATUS: "overloaded_error",
+}
 
 
-def openai_error(error: PagodaError) -> dict[str, Any]:
-    """For a body or an event."""
+@dataclass(frozen=True, kw_only=True)
+class ErrorShape:
+    """`body` is made of the error and the request's id, for a response or an event, which `event` names if need be."""
+
+    status: Callable[[PagodaError], int]
+    body: Callable[[PagodaError, str], dict[str, Any]]
+    schema: type[Failure]
+    event: str | None = None
+
+
+def openai_error(error: PagodaError, request_id: str = "") -> dict[str, Any]:
     kind, code = error.status.openai_type, error.code.value
     return {"error": {"message": told(error), "type": kind, "param": error.param, "code": code}}
 
 
+def anthropic_status(error: PagodaError) -> int:
+    return OVERLOADED_STATUS if error.code is ErrorCode.OVERLOADED else error.status.http
+
+
+def anthropic_error(error: PagodaError, request_id: str) -> dict[str, Any]:
+    """It has no place for the field's name but the message."""
+    status, message = anthropic_status(error), told(error)
+    if error.param is not None and not message.startswith(f"{error.param}:"):
+        message = f"{error.param}: {message}"
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
 def told(error: PagodaError) -> str:
     return "the request failed inside the server" if error.code in SILENT else error.message
+
+
+OPENAI_ERRORS = ErrorShape(status=lambda error: error.status.http, body=openai_error, schema=ErrorAnswer)
+ANTHROPIC_ERRORS = ErrorShape(status=anthropic_status, body=anthropic_error, schema=MessagesErrorAnswer, event="error")
+
+
+def set_shape(scope: MutableMapping[str, Any], shapes: Mapping[str, ErrorShape]) -> None:
+    """`shapes` are those of paths, and of what lies below them. `scope` is ASGI's."""
+    path = scope["path"] + "/"
+    found = (shape for place, shape in shapes.items() if path.startswith(place + "/"))
+    scope.setdefault("state", {})["error_shape"] = next(found, OPENAI_ERRORS)
+
+
+def shape_of(scope: Mapping[str, Any]) -> ErrorShape:
+    """As `set_shape` left it; OpenAI's where nobody did."""
+    shape: ErrorShape = scope.get("state", {}).get("error_shape", OPENAI_ERRORS)
+    return shape

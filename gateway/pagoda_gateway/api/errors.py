@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from pagoda_gateway.api.encoding import encoded
-from pagoda_gateway.api.error_body import SILENT, ErrorShape, openai_error
+from pagoda_gateway.api.error_body import SILENT, shape_of
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
 logger = logging.getLogger(__name__)
@@ -27,8 +28,11 @@ MAX_EXAMINED = 64
 MAX_SHOWN_CHARS = 48
 
 
-def error_response(error: PagodaError, shape: ErrorShape = openai_error) -> Response:
-    """Status, object, and the headers from which clients' retry logic takes its orders."""
+def error_response(error: PagodaError, scope: Mapping[str, Any]) -> Response:
+    """Status, object, and the headers from which clients' retry logic takes its orders. `scope` is the request's, {}
+    before there is one.
+    """
+    shape = shape_of(scope)
     headers = {"x-should-retry": "true" if error.status.retryable else "false"}
     retry_after_s = error.retry_after_s or (1.0 if error.status.http == 503 else 0.0)
     if retry_after_s > 0 and error.status.retryable:
@@ -38,16 +42,21 @@ def error_response(error: PagodaError, shape: ErrorShape = openai_error) -> Resp
         headers["www-authenticate"] = "Bearer"
     if error.code in SILENT:
         logger.error("request failed: %s: %s", error.code, error.message)
-    body = encoded(shape(error))
-    return Response(body, status_code=error.status.http, headers=headers, media_type="application/json")
+    body = encoded(shape.body(error, request_id_of(scope)))
+    return Response(body, status_code=shape.status(error), headers=headers, media_type="application/json")
+
+
+def request_id_of(scope: Mapping[str, Any]) -> str:
+    """As the app's edge has given it; "" where there is none."""
+    request_id: str = scope.get("state", {}).get("request_id", "")
+    return request_id
 
 
 def install(app: FastAPI) -> None:
-    """Let every way a handler can fail end in `error_response`, in the shape that its route has left in the state."""
+    """Let every way a handler can fail end in `error_response`."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        shape = request.scope.get("state", {}).get("error_shape", openai_error)
-        response = error_response(_failure(request, error), shape)
+        response = error_response(_failure(request, error), request.scope)
         response.headers.update(getattr(error, "headers", None) or {})
         return response
 
@@ -69,7 +78,7 @@ def _failure(request: Request, error: Exception) -> PagodaError:
 
 def internal(error: Exception, scope: Scope) -> PagodaError:
     """A bug: the client gets an id that finds the trace in the log, and nothing else."""
-    error_id = scope.get("state", {}).get("request_id") or secrets.token_hex(8)
+    error_id = request_id_of(scope) or secrets.token_hex(8)
     logger.error("request %s: unexpected %s", error_id, type(error).__name__, exc_info=error)
     return PagodaError(ErrorCode.INTERNAL, f"see the log of request {error_id}")
 

@@ -33,7 +33,7 @@ class Body(BaseModel):
     max_values: ClassVar[int] = 2**17
 
 
-def _no_promise(why: str, refused: bool = True) -> Callable[[Any], Any]:
+def no_promise(why: str, refused: bool = True) -> Callable[[Any], Any]:
     """For values that ask for what is not there yet, so that the answer says so."""
 
     def check(value: Any) -> Any:
@@ -69,12 +69,12 @@ class ToolCallParam(Body):
     index: int | None = None
 
 
-def _kind_of_content(value: Any) -> str:
+def kind_of_content(value: Any) -> str:
     return "parts" if isinstance(value, list) else "text"
 
 
 TextParts = Annotated[list[Annotated[TextPart, BeforeValidator(_is_text_part)]], Field(fail_fast=True, min_length=1)]
-Content = Annotated[Annotated[Text, Tag("text")] | Annotated[TextParts, Tag("parts")], Discriminator(_kind_of_content)]
+Content = Annotated[Annotated[Text, Tag("text")] | Annotated[TextParts, Tag("parts")], Discriminator(kind_of_content)]
 
 
 class Message(Body):
@@ -108,9 +108,9 @@ class FunctionDefinition(Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: Text | None = None
     parameters: dict[str, Any] | None = None
-    strict: Annotated[
-        Literal[False] | None, BeforeValidator(_no_promise("tool calls are not held to their schema"))
-    ] = None
+    strict: Annotated[Literal[False] | None, BeforeValidator(no_promise("tool calls are not held to their schema"))] = (
+        None
+    )
 
 
 class Tool(Body):
@@ -197,7 +197,7 @@ class ChatRequest(Sampling):
     tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Annotated[
-        Literal[True] | None, BeforeValidator(_no_promise("a model may make several calls in one turn", refused=False))
+        Literal[True] | None, BeforeValidator(no_promise("a model may make several calls in one turn", refused=False))
     ] = None
     response_format: TextFormat | None = None
     metadata: Annotated[dict[MetadataKey, Label], Field(max_length=16)] | None = Field(

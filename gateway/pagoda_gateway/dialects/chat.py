@@ -7,7 +7,7 @@ from typing import Any
 
 from pagoda_gateway.api.answer_schemas import ChatAnswer
 from pagoda_gateway.api.encoding import encoded_list
-from pagoda_gateway.api.error_body import openai_error
+from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.api.schemas import ChatRequest, TokenizeRequest
 from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.context import GatewayContext
@@ -16,7 +16,14 @@ from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import chat_logprobs
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, work_size
-from pagoda_gateway.generation.requests import check_priority, check_products, named_as_in_body, new_record, salt_of
+from pagoda_gateway.generation.requests import (
+    check_priority,
+    check_products,
+    named_as_in_body,
+    new_job,
+    new_record,
+    salt_of,
+)
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.conversation import Chat, turns_of
 from pagoda_gateway.text.events import CallArguments, CallBegun
@@ -90,7 +97,7 @@ def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) 
 async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Job:
     record = await chat_record(ctx, body, caller)
     shown = openai.shown(body, tools=tools_in_use(body), logprobs=record.task.params.logprobs)
-    return openai.job("chatcmpl-", ctx.catalogue.find(body.model), [record], shown)
+    return new_job("chatcmpl-", ctx.catalogue.find(body.model), [record], shown)
 
 
 class ChatWriter(openai.OpenAIWriter):
@@ -173,5 +180,5 @@ CHAT = Dialect(
     answer=ChatAnswer,
     job=chat_job,
     writer=ChatWriter,
-    error=openai_error,
+    error=OPENAI_ERRORS,
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from pagoda_gateway.api.answer_schemas import CompletionAnswer
 from pagoda_gateway.api.encoding import encoded_columns
-from pagoda_gateway.api.error_body import openai_error
+from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.api.schemas import CompletionRequest
 from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.context import GatewayContext
@@ -18,7 +18,7 @@ from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, at_most, text_of
-from pagoda_gateway.generation.requests import check_priority, check_products, new_record, salt_of
+from pagoda_gateway.generation.requests import check_priority, check_products, new_job, new_record, salt_of
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
@@ -100,7 +100,7 @@ async def completion_job(ctx: GatewayContext, body: CompletionRequest, caller: C
         echoes.append(text)
     told = tuple(echoes) if body.echo else None
     shown = openai.shown(body, logprobs=body.logprobs, echoes=told, prompt_only=shows_no_output(body))
-    return openai.job("cmpl-", model, [record for _, record in prepared], shown)
+    return new_job("cmpl-", model, [record for _, record in prepared], shown)
 
 
 @dataclass
@@ -209,5 +209,5 @@ COMPLETIONS = Dialect(
     answer=CompletionAnswer,
     job=completion_job,
     writer=CompletionWriter,
-    error=openai_error,
+    error=OPENAI_ERRORS,
 )

@@ -8,14 +8,22 @@ from typing import Generic, Protocol, TypeVar
 
 from pydantic import BaseModel
 
+from pagoda_gateway.api.encoding import PING
 from pagoda_gateway.api.error_body import ErrorShape
-from pagoda_gateway.api.schemas import Sampling
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.run import Run
 
-Body = TypeVar("Body", bound=Sampling)
+
+class Asked(Protocol):
+    """What every body has."""
+
+    @property
+    def stream(self) -> bool | None: ...
+
+
+Body = TypeVar("Body", bound=Asked)
 
 
 class Writer(Protocol):
@@ -32,7 +40,10 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect(Generic[Body]):
-    """`job` makes a job of a body and its caller, or raises PagodaError naming the field."""
+    """`job` makes a job of a body and its caller, or raises PagodaError naming the field.
+
+    `error` is how failures are told at `path` and below it, `ping` what a silent stream sends.
+    """
 
     name: str
     path: str
@@ -42,3 +53,4 @@ class Dialect(Generic[Body]):
     job: Callable[[GatewayContext, Body, Caller], Awaitable[Job]]
     writer: Callable[[Run], Writer]
     error: ErrorShape
+    ping: bytes = PING

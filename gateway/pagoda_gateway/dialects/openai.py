@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from pagoda_gateway.api.encoding import DONE, encoded, encoded_list, event
 from pagoda_gateway.api.schemas import Sampling
-from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.dialects.logprobs import prompt_logprobs
-from pagoda_gateway.generation.job import Job, Shown
+from pagoda_gateway.generation.job import Shown
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.params import PLAIN, SamplingParams
-from pagoda_proto.records import FinishReason, RequestRecord
+from pagoda_proto.records import FinishReason
 
 
 def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
@@ -51,11 +49,6 @@ def shown(body: Sampling, **more: Any) -> Shown:
         token_ids=bool(body.return_token_ids),
         **more,
     )
-
-
-def job(prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown) -> Job:
-    job_id = prefix + records[0].request_id
-    return Job(id=job_id, created=int(time.time()), model=model.name, records=tuple(records), shown=shown)
 
 
 def ending(finish: Finish | None) -> dict[str, Any]:

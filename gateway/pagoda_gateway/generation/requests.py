@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -71,6 +72,12 @@ def new_record(
 def salt_of(caller: Caller, asked: str | None) -> str:
     """A tenant's own salts are told apart from equal ones of others."""
     return f"{caller.tenant}.{asked or ''}" if caller.tenant else asked or ""
+
+
+def new_job(prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown) -> Job:
+    """Its id is that of the first record after `prefix`."""
+    job_id = prefix + records[0].request_id
+    return Job(id=job_id, created=int(time.time()), model=model.name, records=tuple(records), shown=shown)
 
 
 def check_priority(config: GatewayConfig, model: ServedModel, priority: int) -> None:

@@ -78,8 +78,9 @@ class Part:
 
     def _read(self, delta: Delta) -> Update | None:
         """None for a choice that has ended: the engine core learns of stop strings late."""
-        if delta.usage is not None:
-            self.num_cached = delta.usage.cached_prompt_tokens
+        for known in (delta.result.begun, delta.usage):
+            if known is not None:
+                self.num_cached = known.cached_prompt_tokens
         self.prompt_logprobs += delta.result.prompt_logprobs or ()
         choice = self.choices[delta.choice]
         if choice.text.finished:

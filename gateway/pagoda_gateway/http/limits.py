@@ -28,9 +28,9 @@ LINGER_BYTES = 64 * 1024 * 1024
 _NOT_NORMAL = re.compile(rb"//|\\|(^|/)\.{1,2}(/|$)|%(2f|5c|2e|00)|[^\x21-\x7e]", re.IGNORECASE)
 
 
-def refusal(error: PagodaError) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-    """Status, headers and body of an error in OpenAI's shape; the connection closes after it."""
-    response = error_response(error)
+def refusal(error: PagodaError, scope: Scope) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Status, headers and body of the answer; the connection closes after it."""
+    response = error_response(error, scope)
     return response.status_code, [*response.raw_headers, (b"connection", b"close")], bytes(response.body)
 
 
@@ -56,7 +56,7 @@ class LimitsMiddleware:
             caller = self._identify(scope)
         except PagodaError as error:
             peer = scope.get("client") or ("", 0)
-            await _refuse(error, Upload(receive, self._rate, peer[0], time.monotonic), send)
+            await _refuse(error, scope, Upload(receive, self._rate, peer[0], time.monotonic), send)
             return
         client = caller.key
         holding = self._memory.holding(client)
@@ -80,7 +80,7 @@ class LimitsMiddleware:
         except PagodaError as error:
             error.__traceback__ = None  # its frames hold what was read of the body
             holding.release()
-            await _refuse(error, upload, send)
+            await _refuse(error, scope, upload, send)
             return
         if body is not None:
             replay = _replay(body, receive)
@@ -162,9 +162,9 @@ def _replay(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _refuse(error: PagodaError, upload: Upload, send: Send) -> None:
+async def _refuse(error: PagodaError, scope: Scope, upload: Upload, send: Send) -> None:
     """Answer, then read on a little: closing with unread bytes would reset the connection and lose the answer."""
-    status, headers, body = refusal(error)
+    status, headers, body = refusal(error, scope)
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
     if error.code is not ErrorCode.REQUEST_TIMEOUT:

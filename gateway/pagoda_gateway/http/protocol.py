@@ -110,7 +110,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def _refuse(self, error: PagodaError) -> None:
         """Answer outside of any request and close; in the middle of a response only close."""
         if not self._serving and not self.transport.is_closing():
-            status, headers, body = refusal(error)
+            status, headers, body = refusal(error, {})
             lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
             self.transport.write(STATUS_LINE[status] + lines + b"\r\n" + body)
         self.transport.close()
@@ -153,26 +153,30 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+        problem = self._target_problem()
+        if problem is not None:
+            self.url = b"/"
         try:
             check_header_sizes(self._num_headers, self._header_bytes, self._guard.config)
-            self._check_target()
         except PagodaError as error:
-            self.scope["state"]["refusal"] = error
-            self.url = b"/"
+            problem = error
+        if problem is not None:
+            self.scope["state"]["refusal"] = problem
         super().on_headers_complete()
 
-    def _check_target(self) -> None:
-        """Raises PagodaError unless the target is a path, or a URL of the very host the Host header names."""
+    def _target_problem(self) -> PagodaError | None:
+        """None for a path, or a URL of the very host the Host header names."""
         if len(self.url) > MAX_REQUEST_LINE_BYTES:
             limit = MAX_REQUEST_LINE_BYTES
-            raise PagodaError(ErrorCode.HEADERS_TOO_LARGE, f"the request target must be at most {limit} bytes")
+            return PagodaError(ErrorCode.HEADERS_TOO_LARGE, f"the request target must be at most {limit} bytes")
         if self.url.startswith(b"/"):
-            return
+            return None
         scheme, _, rest = self.url.partition(b"://")
         authority, slash, _ = rest.partition(b"/")
         hosts = [value for name, value in self.headers if name == b"host"]
         if scheme.lower() not in (b"http", b"https") or not slash or hosts != [authority]:
-            raise PagodaError(ErrorCode.INVALID_ARGUMENT, "the request target does not match the Host header")
+            return PagodaError(ErrorCode.INVALID_ARGUMENT, "the request target does not match the Host header")
+        return None
 
     def _arm_head_timer(self) -> None:
         if self._head_timer is None:

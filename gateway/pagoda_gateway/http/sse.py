@@ -9,20 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from pagoda_gateway.api.encoding import event
-from pagoda_gateway.api.error_body import ErrorShape, openai_error
-from pagoda_gateway.api.errors import error_response, internal
+from pagoda_gateway.api.encoding import PING, event
+from pagoda_gateway.api.error_body import shape_of
+from pagoda_gateway.api.errors import error_response, internal, request_id_of
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 logger = logging.getLogger(__name__)
 
-PING = b": ping\n\n"
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -69,16 +67,14 @@ async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
 class EventStream(Response):
     """Streams what `events` yields: ready-made bytes of one or more events each."""
 
-    def __init__(
-        self, events: AsyncGenerator[bytes, None], ping_interval_s: float, shape: ErrorShape = openai_error
-    ) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], ping_interval_s: float, ping: bytes = PING) -> None:
         super().__init__(media_type="text/event-stream")
         self._events = events
         self._ping_interval_s = ping_interval_s
-        self._shape = shape
+        self._ping = ping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = _Writer(send)
+        writer = _Writer(send, self._ping)
         pinger = asyncio.create_task(writer.keep_pinging(self._ping_interval_s)) if self._ping_interval_s else None
         try:
             async with until_disconnect(receive), contextlib.aclosing(self._events) as events:
@@ -89,8 +85,8 @@ class EventStream(Response):
             logger.debug("client left before its stream ended")
         except Exception as error:  # noqa: BLE001 - the outermost loop of a stream: it must have an ending
             failure = error if isinstance(error, PagodaError) else internal(error, scope)
-            response = error_response(failure, self._shape)
-            if not await writer.end_with_error(self._shape(failure)):
+            shape, response = shape_of(scope), error_response(failure, scope)
+            if not await writer.end_with(event(shape.body(failure, request_id_of(scope)), shape.event)):
                 await response(scope, receive, send)
         finally:
             if pinger is not None:
@@ -100,8 +96,9 @@ class EventStream(Response):
 class _Writer:
     """Writes of the stream and of the pinger, one at a time."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, ping: bytes) -> None:
         self._send = send
+        self._ping = ping
         self._lock = asyncio.Lock()
         self._open = False
         self._ended = False
@@ -119,13 +116,13 @@ class _Writer:
     async def end(self) -> None:
         await self.write(b"", more=False)
 
-    async def end_with_error(self, body: Mapping[str, Any]) -> bool:
+    async def end_with(self, last: bytes) -> bool:
         """False if nothing was sent yet, so that a proper response still can be; then pinging stops."""
         async with self._lock:
             if not self._open:
                 self._ended = True
                 return False
-        await self.write(event(body), more=False)
+        await self.write(last, more=False)
         return True
 
     async def keep_pinging(self, interval_s: float) -> None:
@@ -133,4 +130,4 @@ class _Writer:
             self._wrote = False
             await asyncio.sleep(interval_s)
             if not (self._wrote or self._ended):
-                await self.write(PING)
+                await self.write(self._ping)

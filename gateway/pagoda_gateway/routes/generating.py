@@ -18,6 +18,7 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.chat import CHAT
 from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.dialects.dialect import Dialect, Writer
+from pagoda_gateway.dialects.messages import MESSAGES
 from pagoda_gateway.generation.requests import held_bytes
 from pagoda_gateway.generation.run import Outcome, Run
 from pagoda_gateway.http.sse import EventStream, until_disconnect
@@ -27,17 +28,21 @@ from pagoda_proto.records import Usage
 logger = logging.getLogger(__name__)
 
 
-def router(ctx: GatewayContext, dialects: Sequence[Dialect[Any]] = (CHAT, COMPLETIONS)) -> APIRouter:
+DIALECTS: Sequence[Dialect[Any]] = (CHAT, COMPLETIONS, MESSAGES)
+ERROR_SHAPES = {dialect.path: dialect.error for dialect in DIALECTS}
+
+
+def router(ctx: GatewayContext, dialects: Sequence[Dialect[Any]] = DIALECTS) -> APIRouter:
     routes = APIRouter(tags=["generation"])
     for each in dialects:
-        add = endpoint(routes, each.path, each.summary, each.answer, request=each.body, name=each.name)
+        path, failure = each.path, each.error.schema
+        add = endpoint(routes, path, each.summary, each.answer, request=each.body, unavailable=failure, name=each.name)
         add(_answering(ctx, each))
     return routes
 
 
 def _answering(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        request.state.error_shape = dialect.error
         caller = caller_of(request)
         bodies = [await read_body(ctx, request, dialect.body)]
 
@@ -60,7 +65,7 @@ def _answering(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request]
                     yield data
 
         if bodies[0].stream:
-            return EventStream(events(), ctx.config.ping_interval_s, dialect.error)
+            return EventStream(events(), ctx.config.ping_interval_s, dialect.ping)
         async with until_disconnect(request.receive), running() as writer:
             return Response(await writer.whole(), media_type="application/json")
 

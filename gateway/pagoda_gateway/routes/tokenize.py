@@ -1,19 +1,23 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes: what the model would see, and what tokens say."""
+"""What the model would see, and what tokens say: POST /tokenize and /detokenize, in vLLM's shapes; or only how much it
+is, in Anthropic's.
+"""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.api.answer_schemas import DetokenizeAnswer, TokenizeAnswer
+from pagoda_gateway.api.answer_schemas import CountTokensAnswer, DetokenizeAnswer, TokenizeAnswer
 from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.api.encoding import encoded_list
+from pagoda_gateway.api.messages_schemas import CountTokensRequest
 from pagoda_gateway.api.schemas import DetokenizeRequest, TokenizeRequest
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.chat import chat_ids
 from pagoda_gateway.dialects.logprobs import token_text
+from pagoda_gateway.dialects.messages import MESSAGES, prompt_ids
 from pagoda_gateway.generation.prompts import Reader, text_of
 from pagoda_gateway.routes.body import caller_of, json_response, read_body, while_connected
 from pagoda_proto.errors import InvalidParams, Problem
@@ -22,6 +26,7 @@ from pagoda_proto.errors import InvalidParams, Problem
 def router(ctx: GatewayContext) -> APIRouter:
     routes = APIRouter(tags=["tokens"])
     _add_tokenize(routes, ctx)
+    _add_count(routes, ctx)
     _add_detokenize(routes, ctx)
     return routes
 
@@ -50,6 +55,25 @@ async def _token_ids(ctx: GatewayContext, model: ServedModel, body: TokenizeRequ
         return await chat_ids(reader, body, bool(body.add_special_tokens))
     (token_ids,) = await reader.text_ids([body.prompt or ""], body.add_special_tokens is not False)
     return token_ids
+
+
+def _add_count(routes: APIRouter, ctx: GatewayContext) -> None:
+    path, failure = f"{MESSAGES.path}/count_tokens", MESSAGES.error.schema
+
+    @endpoint(
+        routes,
+        path,
+        "How long a message's prompt is",
+        CountTokensAnswer,
+        request=CountTokensRequest,
+        unavailable=failure,
+    )
+    async def count_tokens(request: Request) -> Response:
+        body = await read_body(ctx, request, CountTokensRequest)
+        model, caller = ctx.catalogue.find(body.model), caller_of(request)
+        reader = Reader(ctx.pool, model, caller.key, "messages", max_chars=ctx.config.max_tokenize_chars)
+        token_ids = await while_connected(request, prompt_ids(reader, body))
+        return json_response({"input_tokens": len(token_ids)})
 
 
 def _add_detokenize(routes: APIRouter, ctx: GatewayContext) -> None:

@@ -274,9 +274,12 @@ def _explain(error: Exception) -> str:
 
 
 def _tag(message: Message) -> Message:
-    if not isinstance(message.get("content"), str):
-        raise _bad_messages("continue_final_message needs a final message with text")
-    return {**message, "content": message["content"] + _CONTINUE_TAG}
+    match message.get("content"):
+        case str() as text:
+            return {**message, "content": text + _CONTINUE_TAG}
+        case [*parts, {"text": str() as text} as last]:
+            return {**message, "content": [*parts, {**last, "text": text + _CONTINUE_TAG}]}
+    raise _bad_messages("continue_final_message needs a final message with text")
 
 
 def _cut_at_tag(text: str) -> str:

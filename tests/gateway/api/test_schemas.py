@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from anthropic import types as anthropic_types
+from anthropic.types import message_count_tokens_params, message_create_params
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params
@@ -18,13 +20,27 @@ from tests.gateway.fakes_engine import MODEL, make_gateway, play
 from pagoda_gateway.api.answer_schemas import (
     ChatAnswer,
     CompletionAnswer,
+    CountTokensAnswer,
     DetokenizeAnswer,
     ErrorAnswer,
+    MessagesAnswer,
+    MessagesErrorAnswer,
     Model,
     ModelList,
     TokenizeAnswer,
 )
 from pagoda_gateway.api.json_body import MAX_DEPTH, check_content_type, outside_strings, parse_object
+from pagoda_gateway.api.messages_schemas import (
+    CountTokensRequest,
+    MessageParam,
+    MessagesRequest,
+    Metadata,
+    TextBlock,
+    ThinkingBlock,
+    ToolDefinition,
+    ToolResultBlock,
+    ToolUseBlock,
+)
 from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from pagoda_gateway.routes.body import parse_body
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
@@ -34,13 +50,21 @@ def test_every_field_of_the_specification_is_known() -> None:
     for params, schema in (
         (chat_create_params.CompletionCreateParamsStreaming, ChatRequest),
         (completion_create_params.CompletionCreateParamsStreaming, CompletionRequest),
+        (message_create_params.MessageCreateParamsStreaming, MessagesRequest),
+        (message_count_tokens_params.MessageCountTokensParams, CountTokensRequest),
+        (anthropic_types.TextBlockParam, TextBlock),
+        (anthropic_types.ThinkingBlockParam, ThinkingBlock),
+        (anthropic_types.ToolUseBlockParam, ToolUseBlock),
+        (anthropic_types.ToolResultBlockParam, ToolResultBlock),
+        (anthropic_types.ToolParam, ToolDefinition),
+        (anthropic_types.MetadataParam, Metadata),
     ):
         assert set(get_type_hints(params)) - set(schema.model_fields) == set()
 
 
 def test_nothing_internal_is_a_field() -> None:
     internal = {"request_id", "attempt", "block_ids", "engine_id", "seed_in_force", "eos_token_ids", "prior_outputs"}
-    for schema in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
+    for schema in (ChatRequest, CompletionRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest, MessageParam):
         assert not internal & set(schema.model_fields)
 
 
@@ -139,12 +163,20 @@ JSON = st.recursive(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("schema", [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest])
+@pytest.mark.parametrize(
+    "schema", [ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest, MessagesRequest, CountTokensRequest]
+)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_any_json_is_a_request_or_a_refusal(schema: type[ChatRequest], data: st.DataObject) -> None:
     names = st.sampled_from(sorted(schema.model_fields))
-    valid = {"messages": [{"role": "user", "content": "x"}], "prompt": "x", "tokens": [1]}
+    valid = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "prompt": "x",
+        "tokens": [1],
+        "max_tokens": 1,
+    }
     body = {name: value for name, value in valid.items() if name in schema.model_fields}
     body |= data.draw(st.dictionaries(names, JSON, max_size=4))
     message = ""
@@ -176,9 +208,14 @@ def test_only_json_in_utf8(header: str, fine: bool) -> None:
     assert caught.value.code is ErrorCode.UNSUPPORTED_MEDIA_TYPE
 
 
+PATHS = (
+    "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/v1/messages", "/v1/messages/count_tokens"
+)  # fmt: skip
+
+
 async def test_hostile_bodies_over_http(tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path)
-    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+    for path in PATHS:
         for body, _why in HOSTILE:
             response = await gateway.client.post(path, content=body, headers={"content-type": "application/json"})
             assert response.status_code == 400
@@ -189,7 +226,7 @@ async def test_hostile_bodies_over_http(tmp_path: Path) -> None:
 
 async def test_the_routes_are_documented_with_resolvable_schemas(tmp_path: Path) -> None:
     document = make_gateway(tmp_path).app.openapi()
-    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
+    for path in PATHS:
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert "properties" in body
     for reference in _references(document):
@@ -205,9 +242,12 @@ async def test_every_route_says_what_it_answers_and_how_it_fails(tmp_path: Path)
         for operation in operations.values():
             responses = operation["responses"]
             assert "200" in responses, path
-            assert "ErrorObject" in json.dumps(responses["5XX"]), path
+            error = "MessagesErrorObject" if path.startswith("/v1/messages") else "/ErrorObject"
+            assert error in json.dumps(responses["5XX"]), path
+            assert ("4XX" not in responses) or error in json.dumps(responses["4XX"]), path
 
 
+MESSAGE: dict[str, Any] = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
 ANSWERED: list[tuple[str, dict[str, Any], type[BaseModel]]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, ChatAnswer),
     (
@@ -230,6 +270,10 @@ ANSWERED: list[tuple[str, dict[str, Any], type[BaseModel]]] = [
     ("/tokenize", {"prompt": "x", "return_token_strs": True}, TokenizeAnswer),
     ("/detokenize", {"tokens": [1]}, DetokenizeAnswer),
     ("/v1/chat/completions", {"messages": []}, ErrorAnswer),
+    ("/v1/messages", MESSAGE, MessagesAnswer),
+    ("/v1/messages", MESSAGE | {"stream": 1}, MessagesErrorAnswer),
+    ("/v1/messages/count_tokens", {"model": MODEL, "messages": MESSAGE["messages"]}, CountTokensAnswer),
+    ("/v1/messages/count_tokens", {}, MessagesErrorAnswer),
 ]
 
 

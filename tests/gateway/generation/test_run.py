@@ -64,6 +64,16 @@ async def test_updates_add_up_and_usage_is_told_at_the_end(text: ModelText) -> N
     assert watched.told == [(usage, Outcome.FINISHED)]
 
 
+async def test_what_the_cache_gave_is_known_with_the_first_tokens(text: ModelText) -> None:
+    watched = Watched(text, play(ids(text, "one two")), stream=True)
+    async with aclosing(watched.run) as run:
+        await run.start(watched.engine)
+        assert run.usage().cached_prompt_tokens == 0
+        assert await run.next()
+        assert run.usage().cached_prompt_tokens == 2
+    assert watched.outcome is Outcome.ABANDONED
+
+
 def both(first: Script, *rest: Script) -> Script:
     """A script per record, in their order."""
     scripts = iter((first, *rest))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.gateway.fakes_engine import Script, breaking, failing, make_gateway, play
 
+from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.routes import generating
 from pagoda_proto.errors import PagodaError
@@ -17,8 +18,11 @@ from pagoda_proto.errors import PagodaError
 PATH = "/other"
 
 
-def other_shape(error: PagodaError) -> dict[str, Any]:
+def other_error(error: PagodaError, request_id: str) -> dict[str, Any]:
     return {"oh": error.code.value}
+
+
+OTHER_ERRORS = dataclasses.replace(OPENAI_ERRORS, status=lambda error: 418, body=other_error)
 
 
 def bug(record: object) -> list[Any]:
@@ -43,12 +47,14 @@ def one_token_and_a_failure(record: Any) -> Any:
 async def test_a_failure_has_its_dialects_shape(
     tmp_path: Path, script: Script, fields: dict[str, Any], said: str, stream: bool
 ) -> None:
-    other = dataclasses.replace(COMPLETIONS, name="other", path=PATH, error=other_shape)
+    other = dataclasses.replace(COMPLETIONS, name="other", path=PATH, error=OTHER_ERRORS)
     gateway = make_gateway(tmp_path, script)
+    gateway.error_shapes[PATH] = other.error
     gateway.app.include_router(generating.router(gateway.context, [other]))
     response = await gateway.client.post(PATH, json={"prompt": "hello", "stream": stream} | fields)
     last = response.text.strip().split("\n\n")[-1].removeprefix("data: ")
     assert json.loads(last) == {"oh": said}
+    assert response.status_code == (200 if said == "stream_interrupted" and stream else 418)
     elsewhere = await gateway.client.post("/tokenize", json={})
     assert set(elsewhere.json()) == {"error"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -40,13 +41,29 @@ def test_rendered_as_hugging_face_does(source: str, options: dict[str, Any]) -> 
     assert ChatTemplate(source, special).render(MESSAGES, **options) == expected
 
 
-@pytest.mark.parametrize("source", TEMPLATES[:2])
-@pytest.mark.parametrize("content", ["well", "  well  ", "héllo", "<|im_end|>"])
-def test_a_final_message_continued_as_hugging_face_does(source: str, content: str) -> None:
+PARTS = "{% for m in messages %}[{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+PARTS += "{{ part.text }}{% endfor %}{% endif %}]{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [
+        *itertools.product(TEMPLATES[:2], ["well", "  well  ", "héllo", "<|im_end|>"]),
+        (PARTS, [{"type": "text", "text": "well"}]),
+        (PARTS, [{"type": "text", "text": "well, "}, {"type": "text", "text": "then"}]),
+    ],
+)
+def test_a_final_message_continued_as_hugging_face_does(source: str, content: Any) -> None:
     messages = [*MESSAGES[:2], {"role": "assistant", "content": content}]
     (expected,), _ = render_jinja_template([messages], chat_template=source, continue_final_message=True)
     rendered = ChatTemplate(source, {}).render(messages, add_generation_prompt=False, continue_final_message=True)
     assert rendered == expected
+
+
+@pytest.mark.parametrize("content", [None, [], [{"type": "image"}], [{"type": "text", "text": None}]])
+def test_a_final_message_without_text_cannot_be_continued(content: Any) -> None:
+    with pytest.raises(PagodaError, match="needs a final message with text"):
+        ChatTemplate(PARTS, {}).render([{"role": "assistant", "content": content}], continue_final_message=True)
 
 
 def test_a_template_that_drops_the_final_message_cannot_continue_it() -> None:

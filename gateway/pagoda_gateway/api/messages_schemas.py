@@ -1,0 +1,188 @@
+"""The bodies of Anthropic's Messages API, under the same rule as those in `schemas`: a field means what it says, or is
+refused by name.
+
+`cache_control` is taken and changes nothing: prefixes are cached without being asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from pagoda_gateway.api.schemas import Body, Label, Text, kind_of_content, no_promise
+
+
+def _of_type(*known: str) -> Callable[[Any], Any]:
+    """Other types are refused in one sentence, whatever else is said there."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            raise ValueError(f"is of type {kind[:64]!a}; supported here: {', '.join(known)}")
+        return value
+
+    return check
+
+
+class CacheControl(Body):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class Cacheable(Body):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Cacheable):
+    type: Literal["text"]
+    text: Text
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ThinkingBlock(Body):
+    """Shown as the chat template shows what a model thought. A signature is taken back unread."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text = ""
+
+
+class DirectCaller(Body):
+    type: Literal["direct"]
+
+
+class ToolUseBlock(Cacheable):
+    type: Literal["tool_use"]
+    id: Label
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    input: dict[str, Any]
+    caller: DirectCaller | None = None
+    toolset_name: None = None
+
+
+TextBlocks = Annotated[list[Annotated[TextBlock, BeforeValidator(_of_type("text"))]], Field(fail_fast=True)]
+Texts = Annotated[Annotated[Text, Tag("text")] | Annotated[TextBlocks, Tag("parts")], Discriminator(kind_of_content)]
+
+
+class ToolResultBlock(Cacheable):
+    type: Literal["tool_result"]
+    tool_use_id: Label
+    content: Texts | None = None
+    is_error: bool | None = Field(None, description="told to the model before the content")
+    toolset_name: None = None
+
+
+def _kind_of_block(value: Any) -> str:
+    """A tag is no key of a block, for the sake of paths in messages."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"a {kind} block" if isinstance(kind, str) else "a text block"
+
+
+AnyBlock = Annotated[
+    Annotated[TextBlock, Tag("a text block")]
+    | Annotated[ThinkingBlock, Tag("a thinking block")]
+    | Annotated[ToolUseBlock, Tag("a tool_use block")]
+    | Annotated[ToolResultBlock, Tag("a tool_result block")],
+    Discriminator(_kind_of_block),
+    BeforeValidator(_of_type("text", "thinking", "tool_use", "tool_result")),
+]
+_BLOCKS_OF_ONE_ROLE = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
+
+
+class MessageParam(Body):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        Annotated[Text, Tag("text")] | Annotated[list[AnyBlock], Field(fail_fast=True), Tag("parts")],
+        Discriminator(kind_of_content),
+    ]
+
+    @model_validator(mode="after")
+    def _blocks_fit_the_role(self) -> MessageParam:
+        if self.content == [] and self.role != "assistant":
+            raise ValueError(f"the content of a {self.role} message must have at least one block")
+        for block in () if isinstance(self.content, str) else self.content:
+            role = _BLOCKS_OF_ONE_ROLE.get(block.type, self.role)
+            if role != self.role:
+                raise ValueError(f"{block.type} blocks belong to {role} messages, got one in a {self.role} message")
+        return self
+
+
+class ToolDefinition(Cacheable):
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    strict: Annotated[Literal[False] | None, BeforeValidator(no_promise("tool calls are not held to their schema"))] = (
+        None
+    )
+    eager_input_streaming: Annotated[
+        Literal[False] | None, BeforeValidator(no_promise("an input is sent when it is complete"))
+    ] = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ToolChoice(Body):
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: Annotated[
+        Literal[False] | None, BeforeValidator(no_promise("a model may make several calls in one turn"))
+    ] = None
+
+
+class Thinking(Body):
+    type: Literal["disabled"]
+
+
+class CountTokensRequest(Body):
+    """POST /v1/messages/count_tokens: a conversation, and all that changes how the model sees it."""
+
+    model: Annotated[str, Field(max_length=512)]
+    messages: Annotated[list[MessageParam], Field(fail_fast=True, min_length=1)]
+    system: Texts | None = None
+    tools: Annotated[list[Annotated[ToolDefinition, BeforeValidator(_of_type("custom"))]], Field(fail_fast=True)] = (
+        Field(default_factory=list)
+    )
+    tool_choice: Annotated[ToolChoice, BeforeValidator(_of_type("auto", "none"))] | None = None
+    thinking: Annotated[Thinking, BeforeValidator(_of_type("disabled"))] | None = None
+    cache_control: CacheControl | None = Field(None, description="changes nothing: prefixes are cached in any case")
+    speed: Literal["standard"] | None = None
+
+    context_management: None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+    output_config: None = None
+    user_profile_id: None = None
+    workspace_id: None = None
+
+    @model_validator(mode="after")
+    def _choice_needs_tools(self) -> CountTokensRequest:
+        if self.tool_choice is not None and self.tool_choice.type == "auto" and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        return self
+
+    @property
+    def tools_in_use(self) -> list[ToolDefinition]:
+        return [] if self.tool_choice is not None and self.tool_choice.type == "none" else self.tools
+
+
+class Metadata(Body):
+    user_id: Label | None = Field(None, description="informational")
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(description="most output tokens; the context may leave room for fewer")
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+    container: None = None
+    diagnostics: None = None
+    inference_geo: None = None

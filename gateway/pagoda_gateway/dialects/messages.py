@@ -1,0 +1,189 @@
+"""Anthropic's messages: one conversation in, one message of content blocks out.
+
+What is streamed are blocks, one after another, begun, added to and ended; the whole message is what its stream adds up
+to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import msgspec
+
+from pagoda_gateway.api.answer_schemas import MessagesAnswer
+from pagoda_gateway.api.encoding import encoded, event
+from pagoda_gateway.api.error_body import ANTHROPIC_ERRORS
+from pagoda_gateway.api.messages_schemas import CountTokensRequest, MessagesRequest
+from pagoda_gateway.clients import NOBODY, Caller
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects.dialect import Dialect
+from pagoda_gateway.dialects.messages_turns import chat_of
+from pagoda_gateway.generation.job import Job, Shown
+from pagoda_gateway.generation.prompts import Reader, work_size
+from pagoda_gateway.generation.requests import named_as_in_body, new_job, new_record, salt_of
+from pagoda_gateway.generation.run import Run
+from pagoda_gateway.generation.updates import Update
+from pagoda_gateway.text.events import CallArguments, CallBegun, Event, Finish, Text
+from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.records import FinishReason, RequestRecord
+
+
+async def message_record(ctx: GatewayContext, body: MessagesRequest, caller: Caller = NOBODY) -> RequestRecord:
+    """The record of a message.
+
+    Raises:
+        PagodaError: something about it cannot be done; `param` names the field.
+    """
+    model = ctx.catalogue.find(body.model)
+    with named_as_in_body({"prompt": "messages", "stop": "stop_sequences"}):
+        params = _params(body, model.text)
+        token_ids = await prompt_ids(Reader(ctx.pool, model, caller.key, "messages", body.max_tokens), body)
+        if 0 < model.limits.max_model_len - len(token_ids) < body.max_tokens:
+            params = msgspec.structs.replace(params, max_tokens=None)  # as far as the context reaches
+        return new_record(model, token_ids, params, salt_of(caller, None), 0)
+
+
+def _params(body: MessagesRequest, text: ModelText) -> SamplingParams:
+    """The body's values, else the model author's defaults. Raises InvalidParams."""
+    asked = {name: getattr(body, name) for name in ("temperature", "top_p", "top_k")}
+    fields = {**text.sampling_defaults, **{name: value for name, value in asked.items() if value is not None}}
+    return SamplingParams(**fields, max_tokens=body.max_tokens, stop=tuple(body.stop_sequences or ()))
+
+
+async def prompt_ids(reader: Reader, body: CountTokensRequest) -> list[int]:
+    """Token ids of the body's conversation. Raises PagodaError."""
+    return await reader.chat_ids(work_size([body.messages, body.system, body.tools]), lambda: chat_of(body))
+
+
+async def message_job(ctx: GatewayContext, body: MessagesRequest, caller: Caller) -> Job:
+    record = await message_record(ctx, body, caller)
+    shown = Shown(stream=bool(body.stream), tools=bool(body.tools_in_use))
+    return new_job("msg_", ctx.catalogue.find(body.model), [record], shown)
+
+
+class MessagesWriter:
+    """Implements `Writer`."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._num_begun = 0
+        self._open = ""  # the type of the block that is added to
+        self._finish: Finish | None = None
+
+    async def whole(self) -> bytes:
+        blocks: list[tuple[dict[str, Any], list[str]]] = []
+        while updates := await self._run.next():
+            for told in self._told(updates):
+                if told["type"] == "content_block_start":
+                    blocks.append((told["content_block"], []))
+                elif told["type"] == "content_block_delta":
+                    delta = told["delta"]
+                    blocks[-1][1].append(delta["text"] if "text" in delta else delta["partial_json"])
+        content = [_filled(block, "".join(pieces)) for block, pieces in blocks]
+        return encoded(self._message(content) | self._ending() | {"usage": self._usage()})
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The message starts with its first tokens, which tell what of the prompt came from the cache."""
+        started = False
+        while updates := await self._run.next():
+            opening = b"" if started else self._opening()
+            data = opening + b"".join(map(_event, self._told(updates)))
+            started = True
+            if data:
+                yield data
+        closing = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
+        yield _event(closing) + _event({"type": "message_stop"})
+
+    def _opening(self) -> bytes:
+        message = self._message([]) | self._ending() | {"usage": self._usage()}
+        return _event({"type": "message_start", "message": message})
+
+    def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
+        job = self._run.job
+        return {"id": job.id, "type": "message", "role": "assistant", "model": job.model, "content": content}
+
+    def _told(self, updates: list[Update]) -> Iterator[dict[str, Any]]:
+        for update in updates:
+            for said in update.events:
+                yield from self._block_events(said)
+
+    def _block_events(self, said: Event) -> Iterator[dict[str, Any]]:
+        match said:
+            case Text():
+                if self._open != "text":
+                    yield from self._begin({"type": "text", "text": ""})
+                yield self._delta({"type": "text_delta", "text": said.text})
+            case CallBegun():
+                yield from self._begin({"type": "tool_use", "id": self._call_id(said), "name": said.name, "input": {}})
+            case CallArguments():
+                yield self._delta({"type": "input_json_delta", "partial_json": said.text})
+            case Finish():
+                self._finish = said
+                yield from self._end()
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self._end()
+        self._open = block["type"]
+        yield {"type": "content_block_start", "index": self._num_begun, "content_block": block}
+        self._num_begun += 1
+
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._num_begun - 1, "delta": delta}
+
+    def _end(self) -> Iterator[dict[str, Any]]:
+        if self._open:
+            self._open = ""
+            yield {"type": "content_block_stop", "index": self._num_begun - 1}
+
+    def _call_id(self, call: CallBegun) -> str:
+        """It follows from the request's, so a replayed stream names its calls alike."""
+        return f"toolu_{self._run.job.records[0].request_id[:20]}{call.index:06x}"
+
+    def _ending(self) -> dict[str, Any]:
+        """How the message ended, or that it has not yet."""
+        finish = self._finish
+        if finish is None:
+            return {"stop_reason": None, "stop_sequence": None}
+        return {"stop_reason": self._stop_reason(finish), "stop_sequence": finish.stop_reason}
+
+    def _stop_reason(self, finish: Finish) -> str:
+        """Calls are to be answered, whatever else ended the message."""
+        if finish.reason is FinishReason.LENGTH:
+            at_most = self._run.job.records[0].task.params.max_tokens
+            return "model_context_window_exceeded" if at_most is None else "max_tokens"
+        if finish.called:
+            return "tool_use"
+        return "end_turn" if finish.stop_reason is None else "stop_sequence"
+
+    def _usage(self) -> dict[str, Any]:
+        """So far."""
+        usage = self._run.usage()
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_prompt_tokens,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": usage.cached_prompt_tokens,
+            "output_tokens": usage.output_tokens,
+        }
+
+
+def _filled(block: dict[str, Any], said: str) -> dict[str, Any]:
+    return block | ({"text": said} if block["type"] == "text" else {"input": msgspec.Raw(said.encode())})
+
+
+def _event(told: dict[str, Any]) -> bytes:
+    return event(told, told["type"])
+
+
+MESSAGES = Dialect(
+    name="messages",
+    path="/v1/messages",
+    summary="Continue a conversation, as Anthropic's API has it",
+    body=MessagesRequest,
+    answer=MessagesAnswer,
+    job=message_job,
+    writer=MessagesWriter,
+    error=ANTHROPIC_ERRORS,
+    ping=_event({"type": "ping"}),
+)
