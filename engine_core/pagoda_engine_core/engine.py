@@ -25,6 +25,7 @@ from pagoda_engine_core.dispatch.answers import Answers, NoObserver, Observer, S
 from pagoda_engine_core.dispatch.inbox import Inbox, stopped
 from pagoda_engine_core.dispatch.router import Router
 from pagoda_engine_core.dispatch.worker import Worker
+from pagoda_engine_core.scheduling.decoding import News
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.views import Stats, WorkerView
@@ -229,20 +230,20 @@ class EngineCore:
         worker = self._router.workers.get(event.epoch)
         if worker is None:
             return
-        deltas: list[Delta] = []
+        news = News()
         try:
-            worker.scheduler.apply(event.result, now, deltas)
+            worker.scheduler.apply(event.result, now, news)
             num_tokens = self._router.stepped(worker, now)
         except Exception as error:  # noqa: BLE001 - as in `_asked`, unless the worker answered what it was not asked
-            self._answers.emit(self._router.ended(worker, deltas), now)
+            self._answers.emit(self._router.ended(worker, news.all_deltas()), now)
             self._reset(worker, LeaveCause.RESET if isinstance(error, PagodaError) else LeaveCause.UNPLANNED, now)
             return
         self._progress_at = now
         self._totals["steps"] += 1
         self._observer.stepped(event.result.elapsed_s, event.result.forward_s)
-        self._answers.emit(self._router.ended(worker, deltas), now)
+        self._answers.emit(self._router.ended(worker, news.all_deltas()), now)
         self._admission.served(num_tokens, now, busy=len(self._answers) > 0)
-        for usage in (delta.usage for delta in deltas if delta.usage is not None):
+        for usage in (delta.usage for delta in news.deltas if delta.usage is not None):
             self._admission.ended(usage.output_tokens)
 
     def _join(self, event: WorkerJoined, now: float) -> None:

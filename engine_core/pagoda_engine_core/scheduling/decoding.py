@@ -1,0 +1,96 @@
+"""A row that decodes needs a thought only where something may happen, and where that is, is known beforehand.
+
+Two marks on a choice say so, and everywhere before them a row costs a step a few additions:
+
+    quiet_until   up to so many computed tokens it has blocks that nobody shares and may have the tokens: it is planned
+                  one token at a time
+    heed_at       up to so many outputs a token that is no stop token is appended and told, and that is all
+
+0 is always right, for it asks for the thought. Whoever changes what a mark rests on (blocks that become shared, drafts,
+the end of the row) sets it to 0; whoever has thought sets it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pagoda_engine_core.scheduling.kv_cache import KvCache
+from pagoda_engine_core.scheduling.request import Choice
+from pagoda_proto.records import Delta
+
+
+@dataclass(slots=True)
+class News:
+    """What came of a step: a token each of choices that go on, in columns of equal length, and whatever else there is
+    to say. A choice is in the columns or in the deltas."""
+
+    choices: list[Choice] = field(default_factory=list)
+    first_indexes: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    deltas: list[Delta] = field(default_factory=list)
+
+    def all_deltas(self) -> list[Delta]:
+        """The columns as deltas, too."""
+        columns = zip(self.choices, self.first_indexes, self.token_ids, strict=True)
+        return [choice.request.delta(choice, index, [token]) for choice, index, token in columns] + self.deltas
+
+
+class DecodingRows(NamedTuple):
+    """Rows that decode in one step, in order. `row_ids` are those of then: a choice may have another one since."""
+
+    choices: list[Choice]
+    row_ids: list[int]
+
+
+NOBODY = DecodingRows([], [])
+
+
+def mark_quiet(choice: Choice, kv: KvCache) -> None:
+    """It has been thought about: it computes one token, for which it has a block of its own."""
+    request = choice.request
+    choice.quiet_until = min(kv.capacity(choice), request.num_prompt_tokens + request.max_output_tokens - 1)
+
+
+def mark_heed(choice: Choice, kv: KvCache) -> None:
+    """It has sampled. Its limit, a block that is full, log-probabilities and drafts need a thought."""
+    request = choice.request
+    if request.params.logprobs is not None or choice.num_drafts:
+        choice.heed_at = 0
+    else:
+        choice.heed_at = min(request.max_output_tokens - 1, kv.next_full(choice) - request.num_prompt_tokens)
+
+
+def launch(choices: list[Choice], before: DecodingRows) -> tuple[DecodingRows, list[int]]:
+    """Let them compute one token each; the rows, and where each starts. `before` are the rows of the last step: steps
+    of the same rows share one list."""
+    row_ids, starts = [], []
+    for choice in choices:
+        row_ids.append(choice.row_id)
+        start = choice.num_computed
+        starts.append(start)
+        choice.num_computed = start + 1
+        choice.num_pending += 1
+    return (before if row_ids == before.row_ids else DecodingRows(choices, row_ids)), starts
+
+
+def take_tokens(rows: DecodingRows, tokens: Sequence[int], news: News) -> list[int]:
+    """Append a token each, where that is all. The places of rows that need a thought; rows that are gone need none."""
+    places = []
+    choices, first_indexes, token_ids = news.choices, news.first_indexes, news.token_ids
+    for place, (choice, row_id, token) in enumerate(zip(rows.choices, rows.row_ids, tokens, strict=True)):
+        if choice.row_id != row_id:
+            continue
+        outputs = choice.output_ids
+        index = len(outputs)
+        if index >= choice.heed_at or token < 0 or token in choice.stop_ids:
+            places.append(place)
+            continue
+        outputs.append(token)
+        choice.num_pending -= 1
+        choice.num_confirmed += 1
+        choices.append(choice)
+        first_indexes.append(index)
+        token_ids.append(token)
+    return places
