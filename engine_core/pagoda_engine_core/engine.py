@@ -161,9 +161,9 @@ class EngineCore:
         busy |= self._plan(now)
         self._publish()
         events = self._executor.wait(timeout_s)
-        now = self._clock()
         for event in events:
-            self._handle(event, now)
+            self._handle(event, self._clock())
+        now = self._clock()
         self._forgive(self._guard.tick(now))
         self._expire(now)
         self._audit(now)
@@ -191,6 +191,14 @@ class EngineCore:
                 return planned
             planned = True
 
+    def _plan_next(self, epoch: int, now: float) -> None:
+        """A worker has answered: unless there is somebody to be placed first, its next step need not wait for what the
+        others have answered."""
+        worker = self._router.workers.get(epoch)
+        somebody = self._router.anybody_waits or len(self._inbox)
+        if worker is not None and worker.plannable and not somebody:
+            self._plan_step(worker, now)
+
     def _rooms(self, now: float) -> dict[int, Room]:
         """By epoch, what the workers that have any have left, if somebody waits for it."""
         workers = self._router.plannable() if self._router.anybody_waits else []
@@ -217,6 +225,7 @@ class EngineCore:
         match event:
             case StepDone():
                 self._apply(event, now)
+                self._plan_next(event.epoch, now)
             case WorkerJoined():
                 self._join(event, now)
             case WorkerChanged():
@@ -235,16 +244,20 @@ class EngineCore:
             worker.scheduler.apply(event.result, now, news)
             num_tokens = self._router.stepped(worker, now)
         except Exception as error:  # noqa: BLE001 - as in `_asked`, unless the worker answered what it was not asked
-            self._answers.emit(self._router.ended(worker, news.all_deltas()), now)
+            self._told(worker, news, now)
             self._reset(worker, LeaveCause.RESET if isinstance(error, PagodaError) else LeaveCause.UNPLANNED, now)
             return
         self._progress_at = now
         self._totals["steps"] += 1
         self._observer.stepped(event.result.elapsed_s, event.result.forward_s)
-        self._answers.emit(self._router.ended(worker, news.all_deltas()), now)
+        self._told(worker, news, now)
         self._admission.served(num_tokens, now, busy=len(self._answers) > 0)
         for usage in (delta.usage for delta in news.deltas if delta.usage is not None):
             self._admission.ended(usage.output_tokens)
+
+    def _told(self, worker: Worker, news: News, now: float) -> None:
+        self._router.ended(worker, news.deltas)
+        self._answers.emit_news(news, now)
 
     def _join(self, event: WorkerJoined, now: float) -> None:
         self._router.join(event.epoch, event.hello)

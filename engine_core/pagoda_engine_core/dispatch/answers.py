@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from pagoda_engine_core.scheduling.decoding import News
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, RequestRecord, Resume
+from pagoda_proto.records import Delta, NextTokens, RequestRecord, Resume, Stream
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +21,17 @@ log = logging.getLogger(__name__)
 class Sink(Protocol):
     """Where answers go; called by the loop's thread, must not block. It owns the deltas it is given."""
 
-    def accepted(self, request_id: str, attempt: int) -> None: ...
+    def accepted(self, request_id: str, attempt: int, stream: int) -> None:
+        """Choice i is from now on the `Stream` of number `stream` + i."""
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
         """The request has its ending; `retry_after_s` 0 means unknown."""
 
+    def next_tokens(self, tokens: NextTokens) -> None:
+        """What came of a step, for choices of this sink that have a token more and nothing else."""
+
     def deltas(self, deltas: list[Delta]) -> None:
-        """What came of one pass, for all requests of this sink."""
+        """What else came of it."""
 
     def migrate(self, request_id: str, attempt: int, reason: str) -> None:
         """The request is not run here any more; it can go on elsewhere with the tokens so far."""
@@ -73,12 +78,16 @@ class AcceptedSubmission:
     """A request that was accepted and has not ended."""
 
     submission: Submission
+    streams: tuple[Stream, ...]
     first_token_at: float | None = None
 
 
 @dataclass(slots=True)
 class _Batch:
+    """What goes to a sink: tokens, then deltas, which may be of the same choices."""
+
     sink: Sink
+    tokens: NextTokens = field(default_factory=NextTokens)
     deltas: list[Delta] = field(default_factory=list)
 
 
@@ -90,7 +99,8 @@ class Answers:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._accepted: dict[str, AcceptedSubmission] = {}
-        self._batches: dict[int, _Batch] = {}
+        self._streams = 0  # numbers given so far
+        self._batches: dict[int, _Batch] = {}  # by sink; nothing is added to one behind its deltas but deltas
         self.failed: list[Sink] = []
 
     def __len__(self) -> int:
@@ -102,9 +112,13 @@ class Answers:
 
     def accept(self, submission: Submission) -> None:
         """Replaces an earlier attempt, of which nothing more is told."""
-        self._accepted[submission.request_id] = AcceptedSubmission(submission)
+        name, attempt, first = submission.request_id, submission.attempt, self._streams
+        self._streams += submission.record.task.params.n
+        numbers = enumerate(range(first, self._streams))
+        streams = [Stream(number=number, request_id=name, attempt=attempt, choice=i) for i, number in numbers]
+        self._accepted[name] = AcceptedSubmission(submission, tuple(streams))
         sink = submission.sink
-        self._tell(sink, partial(sink.accepted, submission.request_id, submission.attempt))
+        self._tell(sink, partial(sink.accepted, name, attempt, first))
 
     def reject(self, submission: Submission, error: PagodaError, retry_after_s: float = 0.0) -> None:
         self._observer.rejected(error.code)
@@ -119,15 +133,38 @@ class Answers:
                 continue
             if delta.result.token_ids and accepted.first_token_at is None:
                 accepted.first_token_at = now
-            sink = accepted.submission.sink
-            self._batches.setdefault(id(sink), _Batch(sink)).deltas.append(delta)
+            self._batch(accepted.submission.sink).deltas.append(delta)
             if delta.ends_request:
                 self._end(accepted, delta, now)
+
+    def emit_news(self, news: News, now: float) -> None:
+        """Take what came of a step."""
+        if any(batch.deltas for batch in self._batches.values()):
+            self.publish()  # tokens that follow them come behind them
+        for choice, first_index, token_id in zip(news.choices, news.first_indexes, news.token_ids, strict=True):
+            request = choice.request
+            accepted = self._accepted.get(request.request_id)
+            if accepted is None or accepted.submission.attempt != request.attempt:
+                continue
+            tokens = self._batch(accepted.submission.sink).tokens
+            tokens.streams.append(accepted.streams[choice.index])
+            tokens.first_indexes.append(first_index)
+            tokens.token_ids.append(token_id)
+        self.emit(news.deltas, now)
 
     def publish(self) -> None:
         batches, self._batches = self._batches, {}
         for batch in batches.values():
-            self._tell(batch.sink, partial(batch.sink.deltas, batch.deltas))
+            if batch.tokens.streams:
+                self._tell(batch.sink, partial(batch.sink.next_tokens, batch.tokens))
+            if batch.deltas:
+                self._tell(batch.sink, partial(batch.sink.deltas, batch.deltas))
+
+    def _batch(self, sink: Sink) -> _Batch:
+        batch = self._batches.get(id(sink))
+        if batch is None:
+            batch = self._batches[id(sink)] = _Batch(sink)
+        return batch
 
     def forget(self, sink: Sink) -> list[str]:
         """Nobody listens there any more; the ids of the requests that were open."""

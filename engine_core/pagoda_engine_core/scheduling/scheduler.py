@@ -104,7 +104,9 @@ class Scheduler:
 
     def room(self) -> Room:
         """What the next step has left for requests that are not here yet."""
-        return Room(self._max_rows, self._budget(self._restless(), 1), self._kv).without(self._running, self._waiting)
+        restless = self._restless()
+        num_free = self._max_rows - len(self._running) + len(restless)  # the others take a row and what is promised
+        return Room(num_free, self._budget(restless, 1), self._kv).without(restless, self._waiting)
 
     def need(self, request: Request, room: Room) -> Need:
         """What a request would take of the next step."""
