@@ -6,6 +6,7 @@ meaning of a request and one of an answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -165,6 +166,16 @@ class NextTokens(msgspec.Struct, kw_only=True):
         self.streams += other.streams
         self.first_indexes += other.first_indexes
         self.token_ids += other.token_ids
+
+    def parted(self, chosen: Callable[[Stream], bool]) -> tuple[NextTokens, NextTokens]:
+        """Those of the chosen streams, and the others."""
+        parts = NextTokens(), NextTokens()
+        for stream, index, token in zip(self.streams, self.first_indexes, self.token_ids, strict=True):
+            part = parts[not chosen(stream)]
+            part.streams.append(stream)
+            part.first_indexes.append(index)
+            part.token_ids.append(token)
+        return parts
 
     def deltas(self) -> list[Delta]:
         columns = zip(self.streams, self.first_indexes, self.token_ids, strict=True)

@@ -1,10 +1,11 @@
 """A row that decodes needs a thought only where something may happen, and where that is, is known beforehand.
 
-Two marks on a choice say so, and everywhere before them a row costs a step a few additions:
+Marks on a choice say so, and everywhere before them a row costs a step a few additions:
 
     quiet_until   up to so many computed tokens it has blocks that nobody shares and may have the tokens: it is planned
                   one token at a time
-    heed_at       up to so many outputs a token that is no stop token is appended and told, and that is all
+    plain_until   up to so many outputs there is nothing to say of a token but the token, unless it is a stop token
+    heed_at       the same, and no block is full with it: it is appended and told, and that is all
 
 0 is always right, for it asks for the thought. Whoever changes what a mark rests on (blocks that become shared, drafts,
 the end of the row) sets it to 0; whoever has thought sets it anew.
@@ -54,12 +55,11 @@ def mark_quiet(choice: Choice, kv: KvCache) -> None:
 
 
 def mark_heed(choice: Choice, kv: KvCache) -> None:
-    """It has sampled. Its limit, a block that is full, log-probabilities and drafts need a thought."""
+    """It has sampled, and `kv` knows. Its limit, log-probabilities and drafts need a thought."""
     request = choice.request
-    if request.params.logprobs is not None or choice.num_drafts:
-        choice.heed_at = 0
-    else:
-        choice.heed_at = min(request.max_output_tokens - 1, kv.next_full(choice) - request.num_prompt_tokens)
+    wants_more = request.params.logprobs is not None or choice.num_drafts
+    choice.plain_until = 0 if wants_more else request.max_output_tokens - 1
+    choice.heed_at = min(choice.plain_until, kv.next_full(choice) - request.num_prompt_tokens)
 
 
 def launch(choices: list[Choice], before: DecodingRows) -> tuple[DecodingRows, list[int]]:
@@ -75,8 +75,22 @@ def launch(choices: list[Choice], before: DecodingRows) -> tuple[DecodingRows, l
     return (before if row_ids == before.row_ids else DecodingRows(choices, row_ids)), starts
 
 
+def is_plain(choice: Choice, token: int) -> bool:
+    """Whether there is nothing to say but the token."""
+    return 0 <= token and len(choice.output_ids) < choice.plain_until and token not in choice.stop_ids
+
+
+def take_plain(choice: Choice, token: int, news: News) -> None:
+    news.choices.append(choice)
+    news.first_indexes.append(len(choice.output_ids))
+    news.token_ids.append(token)
+    choice.output_ids.append(token)
+    choice.num_pending -= 1
+    choice.num_confirmed += 1
+
+
 def take_tokens(rows: DecodingRows, tokens: Sequence[int], news: News) -> list[int]:
-    """Append a token each, where that is all. The places of rows that need a thought; rows that are gone need none."""
+    """`take_plain` of each, where that is all. The places of rows that need a thought; rows that are gone need none."""
     places = []
     choices, first_indexes, token_ids = news.choices, news.first_indexes, news.token_ids
     for place, (choice, row_id, token) in enumerate(zip(rows.choices, rows.row_ids, tokens, strict=True)):

@@ -83,14 +83,16 @@ def _check_marks(choice: Choice, kv: KvCache) -> None:
         require(choice.distance == 1, "a quiet row has more to compute than a token, or nothing")
         require(not kv.missing(choice, choice.num_computed + 1), "a quiet row has no block of its own for its token")
     index, request = len(choice.output_ids), choice.request
+    require(choice.heed_at <= choice.plain_until, "a token needs no thought, but is not plain")
     if index < choice.heed_at:
-        wants = request.params.logprobs is not None or choice.owes_prompt_logprobs or choice.num_drafts
-        require(not wants, "a token needs no thought, but there is more to say than the token")
-        require(index + 1 < request.max_output_tokens, "a token needs no thought, but is the last one")
-        require(choice.num_confirmed == choice.num_tokens - 1, "a token needs no thought, but is the first one")
         require(choice.num_tokens < kv.next_full(choice), "a token needs no thought, but fills a block")
+    if index < choice.plain_until:
+        wants = request.params.logprobs is not None or choice.owes_prompt_logprobs or choice.num_drafts
+        require(not wants, "a token is plain, but there is more to say")
+        require(index + 1 < request.max_output_tokens, "a token is plain, but the last one")
+        require(choice.num_confirmed == choice.num_tokens - 1, "a token is plain, but the first one")
         begun = request.begun is not None and request.ledger.cause is Cause.DECODE
-        require(begun and not request.deaths, "a token needs no thought, but the request has to begin")
+        require(begun and not request.deaths, "a token is plain, but the request has to begin")
 
 
 def _check_flights(flights: Iterable[Flight], running: OrderedChoices) -> None:

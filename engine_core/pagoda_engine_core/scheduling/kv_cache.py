@@ -171,6 +171,8 @@ class KvCache:
         """Table entries in the way of writing [num_computed, num_tokens): blocks with another user."""
         table, refs = choice.block_ids, self.pool.ref_counts
         first, last = choice.num_computed // self._block_size, (num_tokens - 1) // self._block_size
+        if first >= len(table):
+            return []
         return [index for index in range(first, min(last + 1, len(table))) if refs[table[index]] > 1]
 
     def _cached_prefix(self, choice: Choice) -> Prefix:

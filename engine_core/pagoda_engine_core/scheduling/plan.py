@@ -117,7 +117,7 @@ class Flight(NamedTuple):
         if len(tokens) != len(self.rows.row_ids):
             raise _protocol_error(f"{len(self.rows.row_ids)} rows decode in step {self.step}, got {len(tokens)} tokens")
         for choice, row_id, token in zip(*self.rows, tokens, strict=True):
-            if token >= 0 and choice.heed_at and not outputs:
+            if token >= 0 and choice.plain_until and not outputs:
                 continue
             if token != NO_TOKEN and row_id in outputs:
                 raise _protocol_error(f"step {self.step} has two outputs for row {row_id}")
@@ -180,8 +180,9 @@ class PlanBuilder:
     def grow_row(self, row_id: int, growth: Growth) -> None:
         if growth.appended:
             self._append_blocks.append(AppendBlocks(row_id, growth.appended))
-        self._replace_blocks += [ReplaceBlock(row_id, index, block) for index, block in growth.replaced]
-        self._block_copies += growth.copies
+        if growth.replaced:
+            self._replace_blocks += [ReplaceBlock(row_id, index, block) for index, block in growth.replaced]
+            self._block_copies += growth.copies
 
     def compute(self, choice: Choice, num_tokens: int) -> None:
         """Let the row compute its next `num_tokens`, and sample if that is all it has. Running rows with a single token

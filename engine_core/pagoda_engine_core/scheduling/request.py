@@ -52,14 +52,14 @@ class Ending(NamedTuple):
 class Choice:
     """One continuation. `num_computed` counts tokens whose KV is computed once all plans in flight are done;
     `num_pending` tokens those plans will sample. With drafts in flight both are known from below only, so the choice
-    waits for the result. Scheduler and KvCache write what follows `order`; `quiet_until` and `heed_at` are explained in
-    `decoding`.
+    waits for the result. Scheduler and KvCache write what follows `order`; the marks `.._until` and `heed_at` are
+    explained in `decoding`.
     """
 
     __slots__ = (
         "block_ids", "chains", "heed_at", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
-        "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "quiet_until", "request",
-        "row_id", "state", "stop_ids", "swap_block_ids",
+        "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "plain_until",
+        "quiet_until", "request", "row_id", "state", "stop_ids", "swap_block_ids",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int) -> None:
@@ -80,7 +80,7 @@ class Choice:
         self.num_registered = 0  # leading blocks offered to the prefix cache
         self.swap_block_ids: list[int] = []  # while preempted: where the KV of `num_swapped` leading tokens is kept
         self.num_swapped = 0
-        self.quiet_until = self.heed_at = 0
+        self.quiet_until = self.plain_until = self.heed_at = 0
         self.chains: dict[int, HashChain] = {}  # by block size, so that workers compare it without hashing anew
 
     @property
@@ -135,7 +135,8 @@ class Choice:
         self.launched = False
         self.block_ids = []
         self.num_computed = self.num_confirmed = self.num_pending = self.num_registered = 0
-        self.num_drafts = self.num_drafting = self.quiet_until = self.heed_at = 0
+        self.num_drafts = self.num_drafting = 0
+        self.quiet_until = self.plain_until = self.heed_at = 0
         if state is not ChoiceState.PREEMPTED:
             self.swap_block_ids, self.num_swapped = [], 0
         if self.owes_prompt_logprobs:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.blocks import BlockPool, require
 from pagoda_engine_core.scheduling.counters import Counters, Totals
-from pagoda_engine_core.scheduling.decoding import NOBODY, News, mark_heed, mark_quiet, take_tokens
+from pagoda_engine_core.scheduling.decoding import NOBODY, News, is_plain, mark_heed, mark_quiet, take_plain, take_tokens
 from pagoda_engine_core.scheduling.invariants import check_books
 from pagoda_engine_core.scheduling.kv_cache import KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.scheduling.ledger import Cause
@@ -374,11 +374,16 @@ class Scheduler:
     ) -> None:
         tokens = flight.tokens(result)
         places = take_tokens(flight.rows, tokens, news)
-        self._totals.output_tokens += len(news.token_ids)
         for place in places:
             choice, row_id, token = flight.rows.choices[place], flight.rows.row_ids[place], tokens[place]
+            if is_plain(choice, token):
+                take_plain(choice, token, news)
+                self._kv.commit(choice, choice.num_confirmed)
+                mark_heed(choice, self._kv)
+                continue
             output = outputs.get(row_id) if token == NO_TOKEN else RowOutput(row_id, [token])
             self._apply_row(choice, Chunk(row_id, choice.num_tokens - 1, 1, True), output, now, news)
+        self._totals.output_tokens += len(news.token_ids)
 
     def _apply_row(self, choice: Choice, chunk: Chunk, output: RowOutput | None, now: float, news: News) -> None:
         request = choice.request

@@ -53,9 +53,9 @@ class Outbox:
         self._load = load
 
     def next_tokens(self, tokens: NextTokens) -> None:
-        if self._deltas and any(self._deltas.has_any_of(stream) for stream in tokens.streams):
-            self.deltas(tokens.deltas())
-            return
+        if self._deltas:
+            behind, tokens = tokens.parted(self._deltas.has_any_of)
+            self.deltas(behind.deltas())
         self._tokens.extend(tokens)
         if len(self._tokens) > self._max_waiting_column:
             self._merge()
