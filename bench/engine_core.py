@@ -62,9 +62,7 @@ def make_record(index: int) -> RequestRecord:
     """Prompts of different lengths, so that blocks fill up in different steps."""
     prompt = [index % 251, *range(1, 2 + index % BLOCK_SIZE)]
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True, temperature=0.0)
-    return RequestRecord(
-        request_id=f"{index:032x}", prompt_token_ids=prompt, task=Generate(params=params, seed=index)
-    )
+    return RequestRecord(request_id=f"{index:032x}", prompt_token_ids=prompt, task=Generate(params=params, seed=index))
 
 
 def make_hello(name: str) -> Hello:
@@ -76,7 +74,8 @@ def make_hello(name: str) -> Hello:
 
 
 def config() -> EngineConfig:
-    return EngineConfig(worker_endpoint="ipc:///unused", max_rows=ROWS, speculation_tokens=0, max_queued_requests=WORKERS * ROWS)
+    most = WORKERS * ROWS
+    return EngineConfig(max_rows=ROWS, speculation_tokens=0, max_queued_requests=most, worker_endpoint="ipc:///none")
 
 
 class Worker:
@@ -227,7 +226,7 @@ class Groups:
             skipped_s = min(timeout_s, self._due[0][0] - now)
             self._skipped_s += skipped_s
             now += skipped_s
-        while self._due and self._due[0][0] <= now:
+        while self._due and self._due[0][0] <= now and (self._step_s or not self._events):
             due, epoch, result = heapq.heappop(self._due)
             self._answered_at[epoch].append(due)
             self._events.append(StepDone(epoch, result))

@@ -330,7 +330,7 @@ class EngineCore:
             return
         if running is not None:
             self._end(submission.request_id, (), now)
-        self._answers.accept(submission)
+        request.number_streams(self._answers.accept(submission))
         try:
             deltas = request.settle(now)
             if not request.ended:

@@ -187,7 +187,7 @@ class Harness:
     def apply(self, result: StepResult) -> list[Delta]:
         news = News()
         self.scheduler.apply(result, self.clock(), news)
-        return news.all_deltas()
+        return news.tokens.deltas() + news.deltas
 
     def step(self) -> StepPlan:
         """Plan a step that must not be empty, and apply its result."""

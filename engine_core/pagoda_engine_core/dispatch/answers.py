@@ -6,6 +6,7 @@ A delta of a request that is not open, or of an attempt that was replaced, is fo
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from pagoda_engine_core.scheduling.decoding import News
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, NextTokens, RequestRecord, Resume, Stream
+from pagoda_proto.records import Delta, NextTokens, RequestRecord, Resume
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,6 @@ class AcceptedSubmission:
     """A request that was accepted and has not ended."""
 
     submission: Submission
-    streams: tuple[Stream, ...]
     first_token_at: float | None = None
 
 
@@ -99,7 +99,8 @@ class Answers:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._accepted: dict[str, AcceptedSubmission] = {}
-        self._streams = 0  # numbers given so far
+        self._num_streams = 0  # so far
+        self._num_open: Counter[int] = Counter()  # by sink, without those that have none
         self._batches: dict[int, _Batch] = {}  # by sink; nothing is added to one behind its deltas but deltas
         self.failed: list[Sink] = []
 
@@ -110,15 +111,16 @@ class Answers:
         accepted = self._accepted.get(request_id)
         return accepted.submission if accepted else None
 
-    def accept(self, submission: Submission) -> None:
-        """Replaces an earlier attempt, of which nothing more is told."""
-        name, attempt, first = submission.request_id, submission.attempt, self._streams
-        self._streams += submission.record.task.params.n
-        numbers = enumerate(range(first, self._streams))
-        streams = [Stream(number=number, request_id=name, attempt=attempt, choice=i) for i, number in numbers]
-        self._accepted[name] = AcceptedSubmission(submission, tuple(streams))
+    def accept(self, submission: Submission) -> int:
+        """Replaces an earlier attempt, of which nothing more is told. The number of its first stream."""
+        first = self._num_streams
+        self._num_streams += submission.record.task.params.n
+        self._forget(submission.request_id)
+        self._accepted[submission.request_id] = AcceptedSubmission(submission)
         sink = submission.sink
-        self._tell(sink, partial(sink.accepted, name, attempt, first))
+        self._num_open[id(sink)] += 1
+        self._tell(sink, partial(sink.accepted, submission.request_id, submission.attempt, first))
+        return first
 
     def reject(self, submission: Submission, error: PagodaError, retry_after_s: float = 0.0) -> None:
         self._observer.rejected(error.code)
@@ -141,15 +143,8 @@ class Answers:
         """Take what came of a step."""
         if any(batch.deltas for batch in self._batches.values()):
             self.publish()  # tokens that follow them come behind them
-        for choice, first_index, token_id in zip(news.choices, news.first_indexes, news.token_ids, strict=True):
-            request = choice.request
-            accepted = self._accepted.get(request.request_id)
-            if accepted is None or accepted.submission.attempt != request.attempt:
-                continue
-            tokens = self._batch(accepted.submission.sink).tokens
-            tokens.streams.append(accepted.streams[choice.index])
-            tokens.first_indexes.append(first_index)
-            tokens.token_ids.append(token_id)
+        for sink, tokens in self._by_sink(news.tokens):
+            self._batch(sink).tokens.extend(tokens)
         self.emit(news.deltas, now)
 
     def publish(self) -> None:
@@ -159,6 +154,31 @@ class Answers:
                 self._tell(batch.sink, partial(batch.sink.next_tokens, batch.tokens))
             if batch.deltas:
                 self._tell(batch.sink, partial(batch.sink.deltas, batch.deltas))
+
+    def _by_sink(self, tokens: NextTokens) -> list[tuple[Sink, NextTokens]]:
+        """Rows of requests that are not open are gone from the workers, so with one sink it has them all."""
+        parts: dict[int, tuple[Sink, NextTokens]] = {}
+        if tokens and len(self._num_open) == 1:
+            accepted = self._accepted.get(tokens.streams[0].request_id)
+            return [(accepted.submission.sink, tokens)] if accepted else []
+        for stream, first_index, token_id in zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True):
+            accepted = self._accepted.get(stream.request_id)
+            if accepted is None or accepted.submission.attempt != stream.attempt:
+                continue
+            sink = accepted.submission.sink
+            part = parts.setdefault(id(sink), (sink, NextTokens()))[1]
+            part.streams.append(stream)
+            part.first_indexes.append(first_index)
+            part.token_ids.append(token_id)
+        return list(parts.values())
+
+    def _forget(self, request_id: str) -> None:
+        accepted = self._accepted.pop(request_id, None)
+        if accepted is not None:
+            sink = id(accepted.submission.sink)
+            self._num_open[sink] -= 1
+            if not self._num_open[sink]:
+                del self._num_open[sink]
 
     def _batch(self, sink: Sink) -> _Batch:
         batch = self._batches.get(id(sink))
@@ -170,19 +190,20 @@ class Answers:
         """Nobody listens there any more; the ids of the requests that were open."""
         request_ids = [name for name, accepted in self._accepted.items() if accepted.submission.sink is sink]
         for request_id in request_ids:
-            del self._accepted[request_id]
+            self._forget(request_id)
         return request_ids
 
     def migrate_all(self, reason: str) -> None:
         """After what has been emitted, give every open request back."""
         self.publish()
         accepted_by_id, self._accepted = self._accepted, {}
+        self._num_open.clear()
         for request_id, accepted in accepted_by_id.items():
             sink = accepted.submission.sink
             self._tell(sink, partial(sink.migrate, request_id, accepted.submission.attempt, reason))
 
     def _end(self, accepted: AcceptedSubmission, delta: Delta, now: float) -> None:
-        del self._accepted[delta.request_id]
+        self._forget(delta.request_id)
         since = accepted.submission.submitted_at
         first_token_s = None if accepted.first_token_at is None else accepted.first_token_at - since
         self._observer.ended(delta, first_token_s, now - since)

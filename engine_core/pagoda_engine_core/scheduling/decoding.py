@@ -19,23 +19,16 @@ from typing import NamedTuple
 
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.request import Choice
-from pagoda_proto.records import Delta
+from pagoda_proto.records import Delta, NextTokens
 
 
 @dataclass(slots=True)
 class News:
-    """What came of a step: a token each of choices that go on, in columns of equal length, and whatever else there is
-    to say. A choice is in the columns or in the deltas."""
+    """What came of a step: a token each of choices that go on, and whatever else there is to say. A choice is in one of
+    them."""
 
-    choices: list[Choice] = field(default_factory=list)
-    first_indexes: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
+    tokens: NextTokens = field(default_factory=NextTokens)
     deltas: list[Delta] = field(default_factory=list)
-
-    def all_deltas(self) -> list[Delta]:
-        """The columns as deltas, too."""
-        columns = zip(self.choices, self.first_indexes, self.token_ids, strict=True)
-        return [choice.request.delta(choice, index, [token]) for choice, index, token in columns] + self.deltas
 
 
 class DecodingRows(NamedTuple):
@@ -77,13 +70,13 @@ def launch(choices: list[Choice], before: DecodingRows) -> tuple[DecodingRows, l
 
 def is_plain(choice: Choice, token: int) -> bool:
     """Whether there is nothing to say but the token."""
-    return 0 <= token and len(choice.output_ids) < choice.plain_until and token not in choice.stop_ids
+    return token >= 0 and len(choice.output_ids) < choice.plain_until and token not in choice.stop_ids
 
 
 def take_plain(choice: Choice, token: int, news: News) -> None:
-    news.choices.append(choice)
-    news.first_indexes.append(len(choice.output_ids))
-    news.token_ids.append(token)
+    news.tokens.streams.append(choice.stream)
+    news.tokens.first_indexes.append(len(choice.output_ids))
+    news.tokens.token_ids.append(token)
     choice.output_ids.append(token)
     choice.num_pending -= 1
     choice.num_confirmed += 1
@@ -92,7 +85,8 @@ def take_plain(choice: Choice, token: int, news: News) -> None:
 def take_tokens(rows: DecodingRows, tokens: Sequence[int], news: News) -> list[int]:
     """`take_plain` of each, where that is all. The places of rows that need a thought; rows that are gone need none."""
     places = []
-    choices, first_indexes, token_ids = news.choices, news.first_indexes, news.token_ids
+    told = news.tokens
+    streams, first_indexes, token_ids = told.streams, told.first_indexes, told.token_ids
     for place, (choice, row_id, token) in enumerate(zip(rows.choices, rows.row_ids, tokens, strict=True)):
         if choice.row_id != row_id:
             continue
@@ -104,7 +98,7 @@ def take_tokens(rows: DecodingRows, tokens: Sequence[int], news: News) -> list[i
         outputs.append(token)
         choice.num_pending -= 1
         choice.num_confirmed += 1
-        choices.append(choice)
+        streams.append(choice.stream)
         first_indexes.append(index)
         token_ids.append(token)
     return places

@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+import msgspec
+
 from pagoda_engine_core.scheduling.blocks import HashChain
 from pagoda_engine_core.scheduling.ledger import QUEUED, Cause, Ledger
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -23,6 +25,7 @@ from pagoda_proto.records import (
     PriorOutput,
     RequestRecord,
     Resume,
+    Stream,
     Tokens,
     Usage,
 )
@@ -59,13 +62,14 @@ class Choice:
     __slots__ = (
         "block_ids", "chains", "heed_at", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
         "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "plain_until",
-        "quiet_until", "request", "row_id", "state", "stop_ids", "swap_block_ids",
+        "quiet_until", "request", "row_id", "state", "stop_ids", "stream", "swap_block_ids",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
         self.index = index
         self.stop_ids = request.stop_ids
+        self.stream = Stream(number=index, request_id=request.request_id, attempt=request.attempt, choice=index)
         self.output_ids: list[int] = []
         self.state = ChoiceState.WAITING
         self.order: tuple[float, ...] = ()  # place in the policy's order, fixed when a scheduler takes the request
@@ -199,6 +203,11 @@ class Request:
     @property
     def suspect(self) -> bool:
         return self.deaths >= SUSPECT_DEATHS
+
+    def number_streams(self, first: int) -> None:
+        """Where the tokens of choice i go is known there by the number `first` + i."""
+        for choice in self.choices:
+            choice.stream = msgspec.structs.replace(choice.stream, number=first + choice.index)
 
     def begin(self, model_fingerprint: str, numerics_id: str) -> Begun | None:
         """Its first token was made by a worker of these. What the client is to be told of that, once."""

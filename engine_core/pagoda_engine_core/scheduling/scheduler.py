@@ -16,7 +16,15 @@ from dataclasses import replace
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.blocks import BlockPool, require
 from pagoda_engine_core.scheduling.counters import Counters, Totals
-from pagoda_engine_core.scheduling.decoding import NOBODY, News, is_plain, mark_heed, mark_quiet, take_plain, take_tokens
+from pagoda_engine_core.scheduling.decoding import (
+    NOBODY,
+    News,
+    is_plain,
+    mark_heed,
+    mark_quiet,
+    take_plain,
+    take_tokens,
+)
 from pagoda_engine_core.scheduling.invariants import check_books
 from pagoda_engine_core.scheduling.kv_cache import KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.scheduling.ledger import Cause
@@ -383,7 +391,7 @@ class Scheduler:
                 continue
             output = outputs.get(row_id) if token == NO_TOKEN else RowOutput(row_id, [token])
             self._apply_row(choice, Chunk(row_id, choice.num_tokens - 1, 1, True), output, now, news)
-        self._totals.output_tokens += len(news.token_ids)
+        self._totals.output_tokens += len(news.tokens)
 
     def _apply_row(self, choice: Choice, chunk: Chunk, output: RowOutput | None, now: float, news: News) -> None:
         request = choice.request

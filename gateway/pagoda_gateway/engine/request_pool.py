@@ -221,7 +221,7 @@ class RequestPool:
         for number, first_index, token_id in zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True):
             stream = self._streams.get(number)
             if stream is not None:
-                read = partial(stream[0].request.next_token, stream[1], first_index, token_id)
+                read = partial(stream[0].generation.request.next_token, stream[1], first_index, token_id)
                 with_tokens |= self._deliver(stream[0], read, now)
         for message in outputs.deltas:
             pooled = self._current(message.request_id, message.attempt)
@@ -240,7 +240,8 @@ class RequestPool:
 
     def _on_delta(self, pooled: PooledRequest, delta: Delta, now: float) -> bool:
         num_tokens = len(delta.result.token_ids)
-        taken = pooled.request.take(delta)
+        generation = pooled.generation
+        taken = generation.request.take(delta)
         if taken is Taken.GAP:
             self._on_gap(pooled)
         if taken is not Taken.NEWS:
@@ -248,9 +249,9 @@ class RequestPool:
         pooled.settled()
         if num_tokens:
             pooled.losing_since = None
-        self._meter.tokens(pooled.generation, delta, now)
-        pooled.generation.wake()
-        if pooled.request.ended:
+        self._meter.tokens(generation, delta, now)
+        generation.wake()
+        if generation.request.ended:
             self._ended(pooled)
         return num_tokens > 0
 

@@ -58,7 +58,7 @@ class Bench:
         news = News()
         worker.scheduler.apply(result, self.now + seconds, news)
         self.router.stepped(worker, self.now + seconds)
-        self.deltas += self.router.ended(worker, news.all_deltas())
+        self.deltas += self.router.ended(worker, news.tokens.deltas() + news.deltas)
         return True
 
     def lose(self, epoch: int, cause: LeaveCause = LeaveCause.DIED, step: int = 0) -> None:
