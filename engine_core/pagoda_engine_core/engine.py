@@ -167,7 +167,10 @@ class EngineCore:
         self._forgive(self._guard.tick(now))
         self._expire(now)
         self._audit(now)
-        self._publish()
+        if all(isinstance(event, StepDone) for event in events):
+            self._publish_answers()  # the load is told before we wait again
+        else:
+            self._publish()
         return busy or bool(events)
 
     def close(self) -> None:
@@ -373,10 +376,14 @@ class EngineCore:
             self._answers.reject(held.submission, PagodaError(ErrorCode.UNAVAILABLE, reason))
         self._answers.migrate_all(reason)
 
-    def _publish(self) -> None:
+    def _publish_answers(self) -> None:
         self._answers.publish()
         while self._answers.failed:
             self._abandon(self._answers.failed.pop(), self._clock())
+
+    def _publish(self) -> None:
+        """Before anybody waits: answers, and the load."""
+        self._publish_answers()
         load = views.load_of(self._engine_id, self._config.policy, self._router, self._admission)
         if load != self._load:
             self._load = load

@@ -13,7 +13,7 @@ the end of the row) sets it to 0; whoever has thought sets it anew.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,13 +32,21 @@ class News:
 
 
 class DecodingRows(NamedTuple):
-    """Rows that decode in one step, in order. `row_ids` are those of then: a choice may have another one since."""
+    """Rows that decode in one step, in order. `row_ids` are those of then: a choice may have another one since. The
+    places in `talkative` are those of rows that may have to yield more than a token."""
 
     choices: list[Choice]
     row_ids: list[int]
+    talkative: list[int]
+
+    @classmethod
+    def of(cls, choices: list[Choice], row_ids: list[int]) -> DecodingRows:
+        all_params = [choice.request.params for choice in choices]
+        wants = [params.logprobs is not None or params.prompt_logprobs is not None for params in all_params]
+        return cls(choices, row_ids, [place for place, wanted in enumerate(wants) if wanted])
 
 
-NOBODY = DecodingRows([], [])
+NOBODY = DecodingRows([], [], [])
 
 
 def mark_quiet(choice: Choice, kv: KvCache) -> None:
@@ -65,7 +73,7 @@ def launch(choices: list[Choice], before: DecodingRows) -> tuple[DecodingRows, l
         starts.append(start)
         choice.num_computed = start + 1
         choice.num_pending += 1
-    return (before if row_ids == before.row_ids else DecodingRows(choices, row_ids)), starts
+    return (before if row_ids == before.row_ids else DecodingRows.of(choices, row_ids)), starts
 
 
 def is_plain(choice: Choice, token: int) -> bool:
@@ -102,3 +110,17 @@ def take_tokens(rows: DecodingRows, tokens: Sequence[int], news: News) -> list[i
         first_indexes.append(index)
         token_ids.append(token)
     return places
+
+
+def apply_tokens(
+    rows: DecodingRows, tokens: Sequence[int], kv: KvCache, news: News
+) -> Iterator[tuple[Choice, int, int]]:
+    """Take a token of each row. Those that need more than to be told are handed out: choice, row id, token."""
+    for place in take_tokens(rows, tokens, news):
+        choice, token = rows.choices[place], tokens[place]
+        if is_plain(choice, token):
+            take_plain(choice, token, news)
+            kv.commit(choice, choice.num_confirmed)
+            mark_heed(choice, kv)
+        else:
+            yield choice, rows.row_ids[place], token

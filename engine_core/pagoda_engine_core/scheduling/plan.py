@@ -89,7 +89,7 @@ class Flight(NamedTuple):
 
     def present(self) -> Iterator[Choice]:
         """Whose rows are still there."""
-        yield from (choice for choice, row_id in zip(*self.rows, strict=True) if choice.row_id == row_id)
+        yield from (choice for choice, row_id in zip(*self.rows[:2], strict=True) if choice.row_id == row_id)
         yield from (choice for choice, chunk in self.chunks if choice.row_id == chunk.row_id)
 
     def tokens(self, result: StepResult) -> list[int]:
@@ -116,9 +116,9 @@ class Flight(NamedTuple):
         tokens = self.tokens(result)
         if len(tokens) != len(self.rows.row_ids):
             raise _protocol_error(f"{len(self.rows.row_ids)} rows decode in step {self.step}, got {len(tokens)} tokens")
-        for choice, row_id, token in zip(*self.rows, tokens, strict=True):
-            if token >= 0 and choice.plain_until and not outputs:
-                continue
+        only_tokens = not outputs and min(tokens, default=0) >= 0
+        for place in self.rows.talkative if only_tokens else range(len(tokens)):
+            choice, row_id, token = self.rows.choices[place], self.rows.row_ids[place], tokens[place]
             if token != NO_TOKEN and row_id in outputs:
                 raise _protocol_error(f"step {self.step} has two outputs for row {row_id}")
             if choice.row_id == row_id and row_id not in errors:

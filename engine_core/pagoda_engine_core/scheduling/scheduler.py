@@ -16,15 +16,7 @@ from dataclasses import replace
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.blocks import BlockPool, require
 from pagoda_engine_core.scheduling.counters import Counters, Totals
-from pagoda_engine_core.scheduling.decoding import (
-    NOBODY,
-    News,
-    is_plain,
-    mark_heed,
-    mark_quiet,
-    take_plain,
-    take_tokens,
-)
+from pagoda_engine_core.scheduling.decoding import NOBODY, News, apply_tokens, mark_heed, mark_quiet
 from pagoda_engine_core.scheduling.invariants import check_books
 from pagoda_engine_core.scheduling.kv_cache import KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.scheduling.ledger import Cause
@@ -237,7 +229,10 @@ class Scheduler:
             news.deltas += self._apply_errors(errors, now)
         flight = self._in_flight.popleft()
         self._speed.observe(flight.num_tokens, flight.num_rows, result.forward_s)
-        self._apply_decodes(flight, result, outputs, now, news)
+        for choice, row_id, token in apply_tokens(flight.rows, flight.tokens(result), self._kv, news):
+            output = outputs.get(row_id) if token == NO_TOKEN else RowOutput(row_id, [token])
+            self._apply_row(choice, Chunk(row_id, choice.num_tokens - 1, 1, True), output, now, news)
+        self._totals.output_tokens += len(news.tokens)
         for choice, chunk in flight.chunks:
             if choice.row_id == chunk.row_id:
                 self._apply_row(choice, chunk, outputs.get(chunk.row_id), now, news)
@@ -376,22 +371,6 @@ class Scheduler:
             deltas += self.fail(request.request_id, code, error.message, now)
         self._dropped_rows = [row_id for row_id in self._dropped_rows if row_id not in errors]
         return deltas
-
-    def _apply_decodes(
-        self, flight: Flight, result: StepResult, outputs: dict[int, RowOutput], now: float, news: News
-    ) -> None:
-        tokens = flight.tokens(result)
-        places = take_tokens(flight.rows, tokens, news)
-        for place in places:
-            choice, row_id, token = flight.rows.choices[place], flight.rows.row_ids[place], tokens[place]
-            if is_plain(choice, token):
-                take_plain(choice, token, news)
-                self._kv.commit(choice, choice.num_confirmed)
-                mark_heed(choice, self._kv)
-                continue
-            output = outputs.get(row_id) if token == NO_TOKEN else RowOutput(row_id, [token])
-            self._apply_row(choice, Chunk(row_id, choice.num_tokens - 1, 1, True), output, now, news)
-        self._totals.output_tokens += len(news.tokens)
 
     def _apply_row(self, choice: Choice, chunk: Chunk, output: RowOutput | None, now: float, news: News) -> None:
         request = choice.request
