@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pagoda_proto.decodes import DecodeList, packed
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta, FinishReason, Generate, RequestRecord, Tokens
@@ -125,6 +126,7 @@ class FakeRunner:
     def __post_init__(self) -> None:
         self._cells: dict[int, int] = {}  # block * block_size + offset -> hash of the prefix up to there
         self._swapped: dict[int, int] = {}  # the same of swap blocks
+        self._decodes = DecodeList()
         self._last_row_id = -1
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -145,15 +147,18 @@ class FakeRunner:
         self._move(plan.swap_outs, self._cells, self._swapped)
         self._move(plan.swap_ins, self._swapped, self._cells)
         self._copy_blocks(plan)
-        errors = self._fail_poisoned(plan)
-        for chunk in plan.chunks:
+        planned = self._decodes.chunks(plan)
+        self._require(len({chunk.row_id for chunk in planned}) == len(planned), "a row is planned twice")
+        errors = self._fail_poisoned(planned)
+        for chunk in planned:
             self._write(chunk)
-        chunks = [chunk for chunk in plan.chunks if chunk.row_id not in self.failed_rows]
+        chunks = [chunk for chunk in planned if chunk.row_id not in self.failed_rows]
         for chunk in chunks:
             self._check_prefix(chunk)
         outputs = [output for chunk in chunks if (output := self._output(chunk)) is not None]
         self.steps_done += 1
-        return StepResult(step=plan.step, outputs=outputs, errors=errors)
+        tokens, outputs = packed([chunk.row_id for chunk in planned[: plan.decodes.count]], outputs)
+        return StepResult(step=plan.step, tokens=tokens, outputs=outputs, errors=errors)
 
     def _add(self, new: NewRow) -> None:
         self._require(new.row_id > self._last_row_id, f"row id {new.row_id} used before")
@@ -191,9 +196,9 @@ class FakeRunner:
                 if cell is not None:
                     destinations[destination * self.block_size + offset] = cell
 
-    def _fail_poisoned(self, plan: StepPlan) -> list[RowError]:
+    def _fail_poisoned(self, chunks: list[Chunk]) -> list[RowError]:
         errors = []
-        for chunk in plan.chunks:
+        for chunk in chunks:
             row = self.rows.get(chunk.row_id)
             if row is None or self.poison_token_id not in row.new.token_ids[: row.new.num_prompt_tokens]:
                 continue

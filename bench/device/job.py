@@ -15,7 +15,7 @@ from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta, FinishReason, Generate, RequestRecord
+from pagoda_proto.records import Delta, FinishReason, Generate, NextTokens, RequestRecord
 from pagoda_proto.steps import PROTOCOL_VERSION, AppendBlocks, Chunk, Hello, NewRow, StepPlan
 from pagoda_worker.step.runner import ModelRunner
 
@@ -168,13 +168,16 @@ class Collector:
         self.num_ended = 0
         self.problem = ""
 
-    def accepted(self, request_id: str, attempt: int) -> None: ...
+    def accepted(self, request_id: str, attempt: int, stream: int) -> None: ...
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
         self._end(error.message)
 
     def migrate(self, request_id: str, attempt: int, reason: str) -> None:
         self._end(reason)
+
+    def next_tokens(self, tokens: NextTokens) -> None:
+        self.deltas(tokens.deltas())
 
     def deltas(self, deltas: list[Delta]) -> None:
         for delta in deltas:

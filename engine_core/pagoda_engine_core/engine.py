@@ -25,6 +25,7 @@ from pagoda_engine_core.dispatch.answers import Answers, NoObserver, Observer, S
 from pagoda_engine_core.dispatch.inbox import Inbox, stopped
 from pagoda_engine_core.dispatch.router import Router
 from pagoda_engine_core.dispatch.worker import Worker
+from pagoda_engine_core.scheduling.decoding import News
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.views import Stats, WorkerView
@@ -160,13 +161,16 @@ class EngineCore:
         busy |= self._plan(now)
         self._publish()
         events = self._executor.wait(timeout_s)
-        now = self._clock()
         for event in events:
-            self._handle(event, now)
+            self._handle(event, self._clock())
+        now = self._clock()
         self._forgive(self._guard.tick(now))
         self._expire(now)
         self._audit(now)
-        self._publish()
+        if all(isinstance(event, StepDone) for event in events):
+            self._publish_answers()  # the load is told before we wait again
+        else:
+            self._publish()
         return busy or bool(events)
 
     def close(self) -> None:
@@ -189,6 +193,14 @@ class EngineCore:
             if not sum([self._plan_step(worker, now) for worker in self._router.plannable()]):
                 return planned
             planned = True
+
+    def _plan_next(self, epoch: int, now: float) -> None:
+        """A worker has answered: unless there is somebody to be placed first, its next step need not wait for what the
+        others have answered."""
+        worker = self._router.workers.get(epoch)
+        somebody = self._router.anybody_waits or len(self._inbox)
+        if worker is not None and worker.plannable and not somebody:
+            self._plan_step(worker, now)
 
     def _rooms(self, now: float) -> dict[int, Room]:
         """By epoch, what the workers that have any have left, if somebody waits for it."""
@@ -216,6 +228,7 @@ class EngineCore:
         match event:
             case StepDone():
                 self._apply(event, now)
+                self._plan_next(event.epoch, now)
             case WorkerJoined():
                 self._join(event, now)
             case WorkerChanged():
@@ -229,21 +242,25 @@ class EngineCore:
         worker = self._router.workers.get(event.epoch)
         if worker is None:
             return
-        deltas: list[Delta] = []
+        news = News()
         try:
-            worker.scheduler.apply(event.result, now, deltas)
+            worker.scheduler.apply(event.result, now, news)
             num_tokens = self._router.stepped(worker, now)
         except Exception as error:  # noqa: BLE001 - as in `_asked`, unless the worker answered what it was not asked
-            self._answers.emit(self._router.ended(worker, deltas), now)
+            self._told(worker, news, now)
             self._reset(worker, LeaveCause.RESET if isinstance(error, PagodaError) else LeaveCause.UNPLANNED, now)
             return
         self._progress_at = now
         self._totals["steps"] += 1
         self._observer.stepped(event.result.elapsed_s, event.result.forward_s)
-        self._answers.emit(self._router.ended(worker, deltas), now)
+        self._told(worker, news, now)
         self._admission.served(num_tokens, now, busy=len(self._answers) > 0)
-        for usage in (delta.usage for delta in deltas if delta.usage is not None):
+        for usage in (delta.usage for delta in news.deltas if delta.usage is not None):
             self._admission.ended(usage.output_tokens)
+
+    def _told(self, worker: Worker, news: News, now: float) -> None:
+        self._router.ended(worker, news.deltas)
+        self._answers.emit_news(news, now)
 
     def _join(self, event: WorkerJoined, now: float) -> None:
         self._router.join(event.epoch, event.hello)
@@ -316,7 +333,7 @@ class EngineCore:
             return
         if running is not None:
             self._end(submission.request_id, (), now)
-        self._answers.accept(submission)
+        request.number_streams(self._answers.accept(submission))
         try:
             deltas = request.settle(now)
             if not request.ended:
@@ -359,10 +376,14 @@ class EngineCore:
             self._answers.reject(held.submission, PagodaError(ErrorCode.UNAVAILABLE, reason))
         self._answers.migrate_all(reason)
 
-    def _publish(self) -> None:
+    def _publish_answers(self) -> None:
         self._answers.publish()
         while self._answers.failed:
             self._abandon(self._answers.failed.pop(), self._clock())
+
+    def _publish(self) -> None:
+        """Before anybody waits: answers, and the load."""
+        self._publish_answers()
         load = views.load_of(self._engine_id, self._config.policy, self._router, self._admission)
         if load != self._load:
             self._load = load

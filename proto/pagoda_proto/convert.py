@@ -17,6 +17,7 @@ from pagoda_proto.records import (
     Generate,
     LedgerEntry,
     Load,
+    NextTokens,
     PriorOutput,
     RequestRecord,
     Resume,
@@ -187,6 +188,13 @@ def _write_tokens(tokens: Tokens, message: pb.Tokens) -> None:
         message.stop_token_id = tokens.stop_token_id
     if tokens.begun is not None:
         message.begun.CopyFrom(begun_to_pb(tokens.begun))
+
+
+def write_next_tokens(tokens: NextTokens, message: pb.NextTokens) -> None:
+    """Fill in an empty message."""
+    message.streams.extend([stream.number for stream in tokens.streams])
+    message.first_indexes.extend(tokens.first_indexes)
+    message.token_ids.extend(tokens.token_ids)
 
 
 def delta_from_pb(message: pb.Delta) -> Delta:

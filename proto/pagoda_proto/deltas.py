@@ -6,7 +6,7 @@ carries it is the last of its request, and a receiver may stop reading a request
 
 from __future__ import annotations
 
-from pagoda_proto.records import Delta, Tokens
+from pagoda_proto.records import Delta, Stream, Tokens
 from pagoda_proto.steps import TopLogprobs
 
 _LATER_WINS = ("finish_reason", "error_code", "usage", "ledger")
@@ -21,6 +21,10 @@ class WaitingDeltas:
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
+
+    def has_any_of(self, stream: Stream) -> bool:
+        """Whether a delta of this choice waits."""
+        return (stream.request_id, stream.choice) in self._waiting
 
     def add(self, delta: Delta) -> None:
         """Deltas of one choice have to be given in order; one that does not follow what waits, because it is of another

@@ -6,6 +6,7 @@ meaning of a request and one of an answer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -14,7 +15,7 @@ from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import TopLogprobs
 
-SESSION_PROTOCOL = 3
+SESSION_PROTOCOL = 4
 """Version of the contract between gateway and engine core (engine.proto): raised with every change that breaks it.
 Another arm of `task` and `result` breaks nothing."""
 SESSION_PROTOCOL_KEY = "pagoda-protocol"
@@ -140,6 +141,53 @@ class Delta(msgspec.Struct, kw_only=True):
     @property
     def ends_request(self) -> bool:
         return self.usage is not None
+
+
+class Stream(msgspec.Struct, frozen=True, kw_only=True):
+    """One choice of one attempt, on its way to whoever submitted it. `number` names it on a session."""
+
+    number: int
+    request_id: str
+    attempt: int
+    choice: int
+
+
+class NextTokens(msgspec.Struct, kw_only=True):
+    """The usual delta, one token and nothing else, of many choices in columns of equal length."""
+
+    streams: list[Stream] = []
+    first_indexes: list[int] = []
+    token_ids: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    def extend(self, other: NextTokens) -> None:
+        self.streams += other.streams
+        self.first_indexes += other.first_indexes
+        self.token_ids += other.token_ids
+
+    def parted(self, chosen: Callable[[Stream], bool]) -> tuple[NextTokens, NextTokens]:
+        """Those of the chosen streams, and the others."""
+        parts = NextTokens(), NextTokens()
+        for stream, index, token in zip(self.streams, self.first_indexes, self.token_ids, strict=True):
+            part = parts[not chosen(stream)]
+            part.streams.append(stream)
+            part.first_indexes.append(index)
+            part.token_ids.append(token)
+        return parts
+
+    def deltas(self) -> list[Delta]:
+        columns = zip(self.streams, self.first_indexes, self.token_ids, strict=True)
+        return [
+            Delta(
+                request_id=stream.request_id,
+                attempt=stream.attempt,
+                choice=stream.choice,
+                result=Tokens(first_index=index, token_ids=[token]),
+            )
+            for stream, index, token in columns
+        ]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):

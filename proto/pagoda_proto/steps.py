@@ -9,6 +9,8 @@ a block given to another row in plan n+1 is written there only after plan n is d
              result for a row that has since been finished, preempted or replayed is recognised and dropped.
     chunk    a run of a row's tokens to compute in this step. One rule covers prefill, chunked prefill, prefix hit,
              decode and resume: computed tokens chase total tokens.
+    decode   a chunk of one token that samples the next, of a row that has computed all before. Most rows of most steps
+             do nothing else, so a plan does not list them: see `Decodes`.
     draft    a guess at a row's next token. The worker makes it, computes it behind the chunk's own tokens and keeps it
              only if the token sampled in its place is the same, so drafts change how many tokens a step yields and
              never which. The engine core says how many a chunk may carry and sees none of them.
@@ -28,7 +30,9 @@ import msgspec
 
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP, SamplingParams
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
+NO_TOKEN = -1
+"""In `StepResult.tokens`: what the row yields stands elsewhere."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -88,8 +92,21 @@ class ReplaceBlock(msgspec.Struct, frozen=True, array_like=True):
     block_id: int
 
 
+class Decodes(msgspec.Struct, frozen=True, array_like=True):
+    """Which rows decode: those of the plan before, in their order, less `left`, with `joined` put in one by one.
+
+    What comes of it must be `count` rows, whose ids and starts have these sums. Each row's start is its last one and 1.
+    """
+
+    count: int = 0
+    row_id_sum: int = 0
+    start_sum: int = 0
+    left: list[int] = []
+    joined: list[tuple[int, int, int]] = []  # (place, row id, start), by place
+
+
 class StepPlan(Message, frozen=True, tag="plan"):
-    """One step. `step` counts up from 1 per epoch without gaps."""
+    """One step: decodes, then chunks, each of another row. `step` counts up from 1 per epoch without gaps."""
 
     step: int
     finished_rows: list[int] = []
@@ -99,12 +116,17 @@ class StepPlan(Message, frozen=True, tag="plan"):
     swap_outs: list[tuple[int, int]] = []  # (block, swap block)
     swap_ins: list[tuple[int, int]] = []  # (swap block, block)
     block_copies: list[tuple[int, int]] = []  # (source, destination), done before anything is computed
+    decodes: Decodes = Decodes()
     chunks: list[Chunk] = []
+
+    @property
+    def num_rows(self) -> int:
+        return self.decodes.count + len(self.chunks)
 
     @property
     def num_tokens(self) -> int:
         """Tokens to compute, with as many drafts as are allowed."""
-        return sum(chunk.num_tokens + chunk.num_drafts for chunk in self.chunks)
+        return self.decodes.count + sum(chunk.num_tokens + chunk.num_drafts for chunk in self.chunks)
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -197,9 +219,14 @@ class RowError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(Message, frozen=True, tag="result"):
-    """Answers exactly one StepPlan. Chunks that did not sample are not listed."""
+    """Answers exactly one StepPlan. Chunks that did not sample are not listed.
+
+    `tokens` is empty, or has one of each row that decodes, in the plan's order: its token if that is all there is to
+    say, NO_TOKEN if `outputs` or `errors` has the row.
+    """
 
     step: int
+    tokens: list[int] = []
     outputs: list[RowOutput] = []
     errors: list[RowError] = []
     elapsed_s: float = 0.0  # receipt of the plan to result ready

@@ -18,7 +18,7 @@ from pagoda_engine_core.workers.executor import (
     WorkerState,
 )
 from pagoda_proto.errors import PagodaError
-from pagoda_proto.records import Delta, FinishReason
+from pagoda_proto.records import Delta, FinishReason, NextTokens
 from pagoda_proto.steps import Hello, StepPlan, StepResult
 
 
@@ -54,7 +54,7 @@ class RecordingSink:
         self.endings: dict[str, Delta] = {}
         self._changed = threading.Condition()
 
-    def accepted(self, request_id: str, attempt: int) -> None:
+    def accepted(self, request_id: str, attempt: int, stream: int) -> None:
         with self._changed:
             self.accepted_ids.append((request_id, attempt))
             self._changed.notify_all()
@@ -69,6 +69,9 @@ class RecordingSink:
         with self._changed:
             self.migrated.append((request_id, attempt))
             self._changed.notify_all()
+
+    def next_tokens(self, tokens: NextTokens) -> None:
+        self.deltas(tokens.deltas())
 
     def deltas(self, deltas: list[Delta]) -> None:
         with self._changed:

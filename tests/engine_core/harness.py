@@ -12,12 +12,14 @@ from tests.engine_core.fake_worker import make_hello
 from tests.fakes import FakeModel, FakeRow, FakeRunner, ManualClock, prefix_hashes, reference_outputs
 
 from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.scheduling.decoding import News
 from pagoda_engine_core.scheduling.policy import load_policy
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
+from pagoda_proto.decodes import DecodeList
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Delta, FinishReason, PriorOutput, RequestRecord, Resume
-from pagoda_proto.steps import StepPlan, StepResult, TopLogprobs
+from pagoda_proto.steps import Decodes, StepPlan, StepResult, TopLogprobs
 
 
 class Client:
@@ -130,6 +132,7 @@ class Harness:
         )
         self.scheduler = Scheduler(self.config, hello, load_policy(self.config.policy), self._row_ids)
         self.results.clear()
+        self._decodes = DecodeList()
 
     @property
     def has_work(self) -> bool:
@@ -165,12 +168,14 @@ class Harness:
             self.clients[delta.request_id].receive(delta)
 
     def plan(self) -> StepPlan | None:
-        """Schedule one step and have the worker execute it; its result waits for `land`."""
+        """Schedule one step and have the worker execute it; its result waits for `land`. The plan, with a chunk for
+        every row that decodes."""
         plan = self.scheduler.schedule(self.clock())
-        if plan is not None:
-            self.plans.append(plan)
-            self.results.append(self.runner.execute(plan))
-        return plan
+        if plan is None:
+            return None
+        self.results.append(self.runner.execute(plan))
+        self.plans.append(msgspec.structs.replace(plan, chunks=self._decodes.chunks(plan), decodes=Decodes()))
+        return self.plans[-1]
 
     def land(self, forward_s: float = 0.0) -> list[Delta]:
         """Apply the oldest result, which took the worker so long."""
@@ -180,9 +185,9 @@ class Harness:
         return deltas
 
     def apply(self, result: StepResult) -> list[Delta]:
-        deltas: list[Delta] = []
-        self.scheduler.apply(result, self.clock(), deltas)
-        return deltas
+        news = News()
+        self.scheduler.apply(result, self.clock(), news)
+        return news.tokens.deltas() + news.deltas
 
     def step(self) -> StepPlan:
         """Plan a step that must not be empty, and apply its result."""

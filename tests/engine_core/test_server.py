@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.engine_core.fake_worker import REPO, FakeWorker, make_hello
 from tests.fakes import FakeRunner, make_record, reference_tokens
+from tests.session_frames import FrameReader
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.server import serve
@@ -69,6 +70,7 @@ class Session:
     def __init__(self, server: Server, channel: grpc.aio.Channel | None = None) -> None:
         self.frames: asyncio.Queue[pb.ClientFrame | None] = asyncio.Queue()
         self.call = pb_grpc.EngineStub(channel or server.channel).Session(self._requests())
+        self.reader = FrameReader()
         self.deltas: list[Delta] = []
         self.answers: list[pb.ServerFrame] = []
         self.loads: list[pb.Load] = []
@@ -90,8 +92,8 @@ class Session:
             frame = await self.call.read()
         if frame is grpc.aio.EOF:
             return None
+        deltas = self.reader.deltas(frame)
         if frame.HasField("outputs"):
-            deltas = [convert.delta_from_pb(delta) for delta in frame.outputs.deltas]
             self.deltas += deltas
             self.ended |= {delta.request_id: delta for delta in deltas if delta.ends_request}
         elif frame.HasField("load"):

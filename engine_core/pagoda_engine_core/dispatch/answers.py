@@ -6,13 +6,15 @@ A delta of a request that is not open, or of an attempt that was replaced, is fo
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from pagoda_engine_core.scheduling.decoding import News
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, RequestRecord, Resume
+from pagoda_proto.records import Delta, NextTokens, RequestRecord, Resume
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +22,17 @@ log = logging.getLogger(__name__)
 class Sink(Protocol):
     """Where answers go; called by the loop's thread, must not block. It owns the deltas it is given."""
 
-    def accepted(self, request_id: str, attempt: int) -> None: ...
+    def accepted(self, request_id: str, attempt: int, stream: int) -> None:
+        """Choice i is from now on the `Stream` of number `stream` + i."""
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
         """The request has its ending; `retry_after_s` 0 means unknown."""
 
+    def next_tokens(self, tokens: NextTokens) -> None:
+        """What came of a step, for choices of this sink that have a token more and nothing else."""
+
     def deltas(self, deltas: list[Delta]) -> None:
-        """What came of one pass, for all requests of this sink."""
+        """What else came of it."""
 
     def migrate(self, request_id: str, attempt: int, reason: str) -> None:
         """The request is not run here any more; it can go on elsewhere with the tokens so far."""
@@ -78,7 +84,10 @@ class AcceptedSubmission:
 
 @dataclass(slots=True)
 class _Batch:
+    """What goes to a sink: tokens, then deltas, which may be of the same choices."""
+
     sink: Sink
+    tokens: NextTokens = field(default_factory=NextTokens)
     deltas: list[Delta] = field(default_factory=list)
 
 
@@ -90,7 +99,9 @@ class Answers:
     def __init__(self, observer: Observer) -> None:
         self._observer = observer
         self._accepted: dict[str, AcceptedSubmission] = {}
-        self._batches: dict[int, _Batch] = {}
+        self._num_streams = 0  # so far
+        self._num_open: Counter[int] = Counter()  # by sink, without those that have none
+        self._batches: dict[int, _Batch] = {}  # by sink; nothing is added to one behind its deltas but deltas
         self.failed: list[Sink] = []
 
     def __len__(self) -> int:
@@ -100,11 +111,16 @@ class Answers:
         accepted = self._accepted.get(request_id)
         return accepted.submission if accepted else None
 
-    def accept(self, submission: Submission) -> None:
-        """Replaces an earlier attempt, of which nothing more is told."""
+    def accept(self, submission: Submission) -> int:
+        """Replaces an earlier attempt, of which nothing more is told. The number of its first stream."""
+        first = self._num_streams
+        self._num_streams += submission.record.task.params.n
+        self._forget(submission.request_id)
         self._accepted[submission.request_id] = AcceptedSubmission(submission)
         sink = submission.sink
-        self._tell(sink, partial(sink.accepted, submission.request_id, submission.attempt))
+        self._num_open[id(sink)] += 1
+        self._tell(sink, partial(sink.accepted, submission.request_id, submission.attempt, first))
+        return first
 
     def reject(self, submission: Submission, error: PagodaError, retry_after_s: float = 0.0) -> None:
         self._observer.rejected(error.code)
@@ -119,33 +135,75 @@ class Answers:
                 continue
             if delta.result.token_ids and accepted.first_token_at is None:
                 accepted.first_token_at = now
-            sink = accepted.submission.sink
-            self._batches.setdefault(id(sink), _Batch(sink)).deltas.append(delta)
+            self._batch(accepted.submission.sink).deltas.append(delta)
             if delta.ends_request:
                 self._end(accepted, delta, now)
+
+    def emit_news(self, news: News, now: float) -> None:
+        """Take what came of a step."""
+        if any(batch.deltas for batch in self._batches.values()):
+            self.publish()  # tokens that follow them come behind them
+        for sink, tokens in self._by_sink(news.tokens):
+            self._batch(sink).tokens.extend(tokens)
+        self.emit(news.deltas, now)
 
     def publish(self) -> None:
         batches, self._batches = self._batches, {}
         for batch in batches.values():
-            self._tell(batch.sink, partial(batch.sink.deltas, batch.deltas))
+            if batch.tokens.streams:
+                self._tell(batch.sink, partial(batch.sink.next_tokens, batch.tokens))
+            if batch.deltas:
+                self._tell(batch.sink, partial(batch.sink.deltas, batch.deltas))
+
+    def _by_sink(self, tokens: NextTokens) -> list[tuple[Sink, NextTokens]]:
+        """Rows of requests that are not open are gone from the workers, so with one sink it has them all."""
+        parts: dict[int, tuple[Sink, NextTokens]] = {}
+        if tokens and len(self._num_open) == 1:
+            accepted = self._accepted.get(tokens.streams[0].request_id)
+            return [(accepted.submission.sink, tokens)] if accepted else []
+        for stream, first_index, token_id in zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True):
+            accepted = self._accepted.get(stream.request_id)
+            if accepted is None or accepted.submission.attempt != stream.attempt:
+                continue
+            sink = accepted.submission.sink
+            part = parts.setdefault(id(sink), (sink, NextTokens()))[1]
+            part.streams.append(stream)
+            part.first_indexes.append(first_index)
+            part.token_ids.append(token_id)
+        return list(parts.values())
+
+    def _forget(self, request_id: str) -> None:
+        accepted = self._accepted.pop(request_id, None)
+        if accepted is not None:
+            sink = id(accepted.submission.sink)
+            self._num_open[sink] -= 1
+            if not self._num_open[sink]:
+                del self._num_open[sink]
+
+    def _batch(self, sink: Sink) -> _Batch:
+        batch = self._batches.get(id(sink))
+        if batch is None:
+            batch = self._batches[id(sink)] = _Batch(sink)
+        return batch
 
     def forget(self, sink: Sink) -> list[str]:
         """Nobody listens there any more; the ids of the requests that were open."""
         request_ids = [name for name, accepted in self._accepted.items() if accepted.submission.sink is sink]
         for request_id in request_ids:
-            del self._accepted[request_id]
+            self._forget(request_id)
         return request_ids
 
     def migrate_all(self, reason: str) -> None:
         """After what has been emitted, give every open request back."""
         self.publish()
         accepted_by_id, self._accepted = self._accepted, {}
+        self._num_open.clear()
         for request_id, accepted in accepted_by_id.items():
             sink = accepted.submission.sink
             self._tell(sink, partial(sink.migrate, request_id, accepted.submission.attempt, reason))
 
     def _end(self, accepted: AcceptedSubmission, delta: Delta, now: float) -> None:
-        del self._accepted[delta.request_id]
+        self._forget(delta.request_id)
         since = accepted.submission.submitted_at
         first_token_s = None if accepted.first_token_at is None else accepted.first_token_at - since
         self._observer.ended(delta, first_token_s, now - since)

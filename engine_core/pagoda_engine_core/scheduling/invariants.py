@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 
 from pagoda_engine_core.scheduling.blocks import require
 from pagoda_engine_core.scheduling.kv_cache import KvCache
+from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.plan import Flight
 from pagoda_engine_core.scheduling.policy import OrderedChoices
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
@@ -29,6 +30,7 @@ def check_books(
     _check_queues(requests, waiting, running)
     for choice in running:
         _check_row(choice, kv.pool.block_size)
+        _check_marks(choice, kv)
     for choice in waiting:
         _check_swapped(choice, kv)
     _check_flights(flights, running)
@@ -76,10 +78,29 @@ def _check_swapped(choice: Choice, kv: KvCache) -> None:
     require(choice.num_swapped < choice.num_tokens, "nothing is left to compute")
 
 
+def _check_marks(choice: Choice, kv: KvCache) -> None:
+    if choice.num_computed < choice.quiet_until:
+        require(choice.distance == 1, "a quiet row has more to compute than a token, or nothing")
+        require(not kv.missing(choice, choice.num_computed + 1), "a quiet row has no block of its own for its token")
+    index, request = len(choice.output_ids), choice.request
+    require(choice.heed_at <= choice.plain_until, "a token needs no thought, but is not plain")
+    if index < choice.heed_at:
+        require(choice.num_tokens < kv.next_full(choice), "a token needs no thought, but fills a block")
+    if index < choice.plain_until:
+        wants = request.params.logprobs is not None or choice.owes_prompt_logprobs or choice.num_drafts
+        require(not wants, "a token is plain, but there is more to say")
+        require(index + 1 < request.max_output_tokens, "a token is plain, but the last one")
+        require(choice.num_confirmed == choice.num_tokens - 1, "a token is plain, but the first one")
+        begun = request.begun is not None and request.ledger.cause is Cause.DECODE
+        require(begun and not request.deaths, "a token is plain, but the request has to begin")
+
+
 def _check_flights(flights: Iterable[Flight], running: OrderedChoices) -> None:
     pending: Counter[int] = Counter()
     drafting: Counter[int] = Counter()
     for flight in flights:
+        pending.update(flight.rows.row_ids)
+        require(not any(drafting[row_id] for row_id in flight.rows.row_ids), "a row decodes, its drafts not judged")
         for choice, chunk in flight.chunks:
             if choice.row_id == chunk.row_id:
                 require(not drafting[chunk.row_id], "a row was planned before its drafts were judged")

@@ -8,6 +8,7 @@ in flight loses that step and no other, and should that step fail, nothing of it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -69,6 +70,14 @@ class KvCache:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self._block_size)
+
+    def capacity(self, choice: Choice) -> int:
+        """Tokens that the blocks of a choice hold."""
+        return len(choice.block_ids) * self._block_size
+
+    def next_full(self, choice: Choice) -> int:
+        """Computed tokens with which `commit` has a block to register."""
+        return (choice.num_registered + 1) * self._block_size if self.pool.prefix_cache else sys.maxsize
 
     def matched_tokens(self, choice: Choice) -> int:
         """How many leading tokens a prefix hit would save right now."""
@@ -162,6 +171,8 @@ class KvCache:
         """Table entries in the way of writing [num_computed, num_tokens): blocks with another user."""
         table, refs = choice.block_ids, self.pool.ref_counts
         first, last = choice.num_computed // self._block_size, (num_tokens - 1) // self._block_size
+        if first >= len(table):
+            return []
         return [index for index in range(first, min(last + 1, len(table))) if refs[table[index]] > 1]
 
     def _cached_prefix(self, choice: Choice) -> Prefix:

@@ -12,10 +12,22 @@ from typing import NamedTuple
 
 import msgspec
 
+from pagoda_engine_core.scheduling.decoding import DecodingRows, launch
 from pagoda_engine_core.scheduling.kv_cache import Growth
 from pagoda_engine_core.scheduling.request import Choice
+from pagoda_proto.decodes import changes
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowError, RowOutput, StepPlan, StepResult
+from pagoda_proto.steps import (
+    NO_TOKEN,
+    AppendBlocks,
+    Chunk,
+    NewRow,
+    ReplaceBlock,
+    RowError,
+    RowOutput,
+    StepPlan,
+    StepResult,
+)
 
 
 class Budget:
@@ -27,6 +39,11 @@ class Budget:
         self._tokens = tokens
         self._chunk_size = chunk_size
         self._promised = promised
+
+    @property
+    def keeps_promises(self) -> bool:
+        """Whether there is a token for every decode. Then it does not matter to others who asks for his, and when."""
+        return self._promised <= self._tokens
 
     @property
     def left(self) -> int:
@@ -52,17 +69,32 @@ class Budget:
 
 
 class Flight(NamedTuple):
-    """A plan whose result is not back yet, and whom its chunks were for.
+    """A plan whose result is not back yet, and whom it was for: rows that decode, and chunks.
 
     A choice whose `row_id` has changed meanwhile was finished, preempted or replayed; its part of the result is void.
     """
 
     step: int
+    rows: DecodingRows
     chunks: list[tuple[Choice, Chunk]]
 
-    def request_ids(self) -> Iterator[str]:
-        """Of the rows that are still there."""
-        return (choice.request.request_id for choice, chunk in self.chunks if choice.row_id == chunk.row_id)
+    @property
+    def num_rows(self) -> int:
+        return len(self.rows.row_ids) + len(self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        """Drafts do not count."""
+        return len(self.rows.row_ids) + sum(chunk.num_tokens for _, chunk in self.chunks)
+
+    def present(self) -> Iterator[Choice]:
+        """Whose rows are still there."""
+        yield from (choice for choice, row_id in zip(*self.rows[:2], strict=True) if choice.row_id == row_id)
+        yield from (choice for choice, chunk in self.chunks if choice.row_id == chunk.row_id)
+
+    def tokens(self, result: StepResult) -> list[int]:
+        """What `result` says of the rows that decode, a token each or NO_TOKEN."""
+        return result.tokens or [NO_TOKEN] * len(self.rows.row_ids)
 
     def check(self, result: StepResult, outputs: Mapping[int, RowOutput], errors: Mapping[int, RowError]) -> None:
         """Raises PagodaError PROTOCOL_ERROR, before anything is changed, when `result` does not answer this plan."""
@@ -73,9 +105,25 @@ class Flight(NamedTuple):
         for name, seconds in (("elapsed_s", result.elapsed_s), ("forward_s", result.forward_s)):
             if not 0 <= seconds < inf:
                 raise _protocol_error(f"{name} of step {self.step} must be a time, got {seconds}")
+        self._check_decodes(result, outputs, errors)
         for choice, chunk in self.chunks:
             if choice.row_id == chunk.row_id and chunk.row_id not in errors:
                 _check_output(choice, chunk, outputs.get(chunk.row_id))
+
+    def _check_decodes(
+        self, result: StepResult, outputs: Mapping[int, RowOutput], errors: Mapping[int, RowError]
+    ) -> None:
+        tokens = self.tokens(result)
+        if len(tokens) != len(self.rows.row_ids):
+            raise _protocol_error(f"{len(self.rows.row_ids)} rows decode in step {self.step}, got {len(tokens)} tokens")
+        only_tokens = not outputs and min(tokens, default=0) >= 0
+        for place in self.rows.talkative if only_tokens else range(len(tokens)):
+            choice, row_id, token = self.rows.choices[place], self.rows.row_ids[place], tokens[place]
+            if token != NO_TOKEN and row_id in outputs:
+                raise _protocol_error(f"step {self.step} has two outputs for row {row_id}")
+            if choice.row_id == row_id and row_id not in errors:
+                output = outputs.get(row_id) if token == NO_TOKEN else RowOutput(row_id, [token])
+                _check_output(choice, Chunk(row_id, 0, 1, True), output)
 
 
 def _check_output(choice: Choice, chunk: Chunk, output: RowOutput | None) -> None:
@@ -114,17 +162,14 @@ class PlanBuilder:
         self._replace_blocks: list[ReplaceBlock] = []
         self._swap_ins: list[tuple[int, int]] = []
         self._block_copies: list[tuple[int, int]] = []
-        self._decodes: list[tuple[Choice, Chunk]] = []
-        self._prefills: list[tuple[Choice, Chunk]] = []
+        self.decodes: list[Choice] = []  # running rows that compute one token, in order
+        self._num_drafts: dict[int, int] = {}  # that they may try, by row id
+        self._last_tokens: list[tuple[Choice, Chunk]] = []  # chunks of new rows that compute one
+        self._chunks: list[tuple[Choice, Chunk]] = []
 
     @property
     def empty(self) -> bool:
-        return not (self._decodes or self._prefills)
-
-    @property
-    def decodes(self) -> list[Choice]:
-        """The rows that compute one token."""
-        return [choice for choice, _ in self._decodes]
+        return not (self.decodes or self._last_tokens or self._chunks)
 
     def start_row(self, choice: Choice, growth: Growth, swap_ins: list[tuple[int, int]]) -> None:
         """`choice` becomes a row. Its whole block table travels with it, so of its growth only copies remain to do."""
@@ -135,30 +180,35 @@ class PlanBuilder:
     def grow_row(self, row_id: int, growth: Growth) -> None:
         if growth.appended:
             self._append_blocks.append(AppendBlocks(row_id, growth.appended))
-        self._replace_blocks += [ReplaceBlock(row_id, index, block) for index, block in growth.replaced]
-        self._block_copies += growth.copies
+        if growth.replaced:
+            self._replace_blocks += [ReplaceBlock(row_id, index, block) for index, block in growth.replaced]
+            self._block_copies += growth.copies
 
     def compute(self, choice: Choice, num_tokens: int) -> None:
-        """Let the row compute its next `num_tokens`, and sample if that is all it has."""
+        """Let the row compute its next `num_tokens`, and sample if that is all it has. Running rows with a single token
+        are `decodes`."""
         distance = choice.distance
         chunk = Chunk(choice.row_id, choice.num_computed, num_tokens, num_tokens == distance)
-        (self._decodes if distance == 1 else self._prefills).append((choice, chunk))
+        (self._last_tokens if distance == 1 else self._chunks).append((choice, chunk))
 
     def allow_drafts(self, choice: Choice, num_drafts: int) -> None:
         """Let a row among `decodes`, grown to hold them, try so many drafts."""
-        index = self.decodes.index(choice)
-        chunk = msgspec.structs.replace(self._decodes[index][1], num_drafts=num_drafts)
-        self._decodes[index] = (choice, chunk)
+        self._num_drafts[choice.row_id] = num_drafts
         self.budget.grant_drafts(num_drafts)
 
-    def launch(self, step: int, finished_rows: list[int], swap_outs: list[tuple[int, int]]) -> tuple[StepPlan, Flight]:
-        """The plan is final: move its choices to where they will be once it is done."""
-        flight = Flight(step, self._decodes + self._prefills)
-        for choice, chunk in flight.chunks:
+    def launch(
+        self, step: int, before: DecodingRows, finished_rows: list[int], swap_outs: list[tuple[int, int]]
+    ) -> tuple[StepPlan, Flight]:
+        """The plan is final: move its choices to where they will be once it is done. `before` are the rows that decode
+        in the plan before this one."""
+        drafting = self._drafting()
+        chunks = drafting + self._last_tokens + self._chunks
+        for choice, chunk in chunks:
             choice.launched = True
             choice.num_computed += chunk.num_tokens
             choice.num_pending += chunk.sample
             choice.num_drafting += chunk.num_drafts
+        rows, starts = launch([] if drafting else self.decodes, before)
         plan = StepPlan(
             step=step,
             finished_rows=finished_rows,
@@ -168,9 +218,19 @@ class PlanBuilder:
             swap_outs=swap_outs,
             swap_ins=self._swap_ins,
             block_copies=self._block_copies,
-            chunks=[chunk for _, chunk in flight.chunks],
+            decodes=changes(before.row_ids, rows.row_ids, starts),
+            chunks=[chunk for _, chunk in chunks],
         )
-        return plan, flight
+        return plan, Flight(step, rows, chunks)
+
+    def _drafting(self) -> list[tuple[Choice, Chunk]]:
+        """In a step with drafts every row that decodes has a chunk: where it goes on is known when it is done."""
+        if not self._num_drafts:
+            return []
+        for choice in self.decodes:
+            choice.quiet_until = 0
+        drafts = self._num_drafts
+        return [(c, Chunk(c.row_id, c.num_computed, 1, True, drafts.get(c.row_id, 0))) for c in self.decodes]
 
 
 def _new_row(choice: Choice) -> NewRow:

@@ -73,16 +73,19 @@ class OrderedChoices:
     def __getitem__(self, index: int) -> Choice:
         return self._choices[index]
 
-    def since(self, index: int) -> list[Choice]:
-        """The choice at `index` and all behind it."""
-        return self._choices[index:]
+    def since(self, choice: Choice) -> list[Choice]:
+        """The choice and all behind it. Raises ValueError when it is not here."""
+        return self._choices[self._index(choice) :]
 
     def add(self, choice: Choice) -> None:
         insort(self._choices, choice, key=_order)
 
     def remove(self, choice: Choice) -> None:
         """Raises ValueError when the choice is not here."""
+        del self._choices[self._index(choice)]
+
+    def _index(self, choice: Choice) -> int:
         index = bisect_left(self._choices, choice.order, key=_order)
         if index == len(self._choices) or self._choices[index] is not choice:
             raise ValueError(f"choice {choice.index} of {choice.request.request_id} is not here")
-        del self._choices[index]
+        return index

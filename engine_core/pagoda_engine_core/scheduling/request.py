@@ -12,6 +12,8 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
+import msgspec
+
 from pagoda_engine_core.scheduling.blocks import HashChain
 from pagoda_engine_core.scheduling.ledger import QUEUED, Cause, Ledger
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -23,6 +25,7 @@ from pagoda_proto.records import (
     PriorOutput,
     RequestRecord,
     Resume,
+    Stream,
     Tokens,
     Usage,
 )
@@ -52,18 +55,21 @@ class Ending(NamedTuple):
 class Choice:
     """One continuation. `num_computed` counts tokens whose KV is computed once all plans in flight are done;
     `num_pending` tokens those plans will sample. With drafts in flight both are known from below only, so the choice
-    waits for the result. Scheduler and KvCache write what follows `order`.
+    waits for the result. Scheduler and KvCache write what follows `order`; the marks `.._until` and `heed_at` are
+    explained in `decoding`.
     """
 
     __slots__ = (
-        "block_ids", "chains", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
-        "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "request", "row_id",
-        "state", "swap_block_ids",
+        "block_ids", "chains", "heed_at", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
+        "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "plain_until",
+        "quiet_until", "request", "row_id", "state", "stop_ids", "stream", "swap_block_ids",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int) -> None:
         self.request = request
         self.index = index
+        self.stop_ids = request.stop_ids
+        self.stream = Stream(number=index, request_id=request.request_id, attempt=request.attempt, choice=index)
         self.output_ids: list[int] = []
         self.state = ChoiceState.WAITING
         self.order: tuple[float, ...] = ()  # place in the policy's order, fixed when a scheduler takes the request
@@ -78,6 +84,7 @@ class Choice:
         self.num_registered = 0  # leading blocks offered to the prefix cache
         self.swap_block_ids: list[int] = []  # while preempted: where the KV of `num_swapped` leading tokens is kept
         self.num_swapped = 0
+        self.quiet_until = self.plain_until = self.heed_at = 0
         self.chains: dict[int, HashChain] = {}  # by block size, so that workers compare it without hashing anew
 
     @property
@@ -133,6 +140,7 @@ class Choice:
         self.block_ids = []
         self.num_computed = self.num_confirmed = self.num_pending = self.num_registered = 0
         self.num_drafts = self.num_drafting = 0
+        self.quiet_until = self.plain_until = self.heed_at = 0
         if state is not ChoiceState.PREEMPTED:
             self.swap_block_ids, self.num_swapped = [], 0
         if self.owes_prompt_logprobs:
@@ -175,7 +183,7 @@ class Request:
         self.started = False  # has had a row
         self.num_rows = 0
         self.prompt_logprobs: list[TopLogprobs] = []
-        self._stop_ids = frozenset(self.eos_token_ids + self.params.stop_token_ids)
+        self.stop_ids = frozenset(self.eos_token_ids + self.params.stop_token_ids)
         self.choices = [Choice(self, index) for index in range(self.params.n)]
         self._take_prior(resume.prior_outputs)
 
@@ -195,6 +203,11 @@ class Request:
     @property
     def suspect(self) -> bool:
         return self.deaths >= SUSPECT_DEATHS
+
+    def number_streams(self, first: int) -> None:
+        """Where the tokens of choice i go is known there by the number `first` + i."""
+        for choice in self.choices:
+            choice.stream = msgspec.structs.replace(choice.stream, number=first + choice.index)
 
     def begin(self, model_fingerprint: str, numerics_id: str) -> Begun | None:
         """Its first token was made by a worker of these. What the client is to be told of that, once."""
@@ -226,7 +239,7 @@ class Request:
 
         The delta that tells of them, and the ending, with which it is to be finished.
         """
-        delta = self._delta(choice)
+        delta = self.delta(choice, len(choice.output_ids), [])
         tokens = delta.result
         if choice.owes_prompt_logprobs:
             tokens.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
@@ -247,14 +260,14 @@ class Request:
     def ending_of(self, choice: Choice) -> Ending | None:
         """How the tokens of `choice` end it, if they do. A stop token at output position < min_tokens does not."""
         num_outputs = len(choice.output_ids)
-        if num_outputs > self.params.min_tokens and choice.output_ids[-1] in self._stop_ids:
+        if num_outputs > self.params.min_tokens and choice.output_ids[-1] in self.stop_ids:
             return Ending(FinishReason.STOP, choice.output_ids[-1])
         return Ending(FinishReason.LENGTH) if num_outputs >= self.max_output_tokens else None
 
     def finish(self, choice: Choice, ending: Ending, now: float, delta: Delta | None = None) -> Delta:
         """End a live choice, in `delta` or one of its own; the last one carries usage and ledger."""
         choice.state = ChoiceState.FINISHED
-        delta = delta or self._delta(choice)
+        delta = delta or self.delta(choice, len(choice.output_ids), [])
         delta.finish_reason = ending.reason
         delta.result.stop_token_id = ending.stop_token_id
         delta.error_code = ending.error_code
@@ -308,13 +321,10 @@ class Request:
         """An earlier attempt told this ending; if the tokens do not show one, the choice was cut short from outside."""
         return self.ending_of(choice) or Ending(FinishReason.ABORT)
 
-    def _delta(self, choice: Choice) -> Delta:
-        return Delta(
-            request_id=self.request_id,
-            attempt=self.attempt,
-            choice=choice.index,
-            result=Tokens(first_index=len(choice.output_ids), token_ids=[]),
-        )
+    def delta(self, choice: Choice, first_index: int, token_ids: list[int]) -> Delta:
+        """That `choice` has these tokens, and nothing more."""
+        tokens = Tokens(first_index=first_index, token_ids=token_ids)
+        return Delta(request_id=self.request_id, attempt=self.attempt, choice=choice.index, result=tokens)
 
     def _close(self, delta: Delta, now: float) -> Delta:
         self.ledger.close(now)

@@ -10,25 +10,26 @@ and blocks of one worker; the engine loop is its only caller.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.blocks import BlockPool, require
 from pagoda_engine_core.scheduling.counters import Counters, Totals
+from pagoda_engine_core.scheduling.decoding import NOBODY, News, apply_tokens, mark_heed, mark_quiet
 from pagoda_engine_core.scheduling.invariants import check_books
 from pagoda_engine_core.scheduling.kv_cache import KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder
 from pagoda_engine_core.scheduling.policy import OrderedChoices, Policy
 from pagoda_engine_core.scheduling.preemption import Preemption
-from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Request
+from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
 from pagoda_engine_core.scheduling.room import Need, Room
 from pagoda_engine_core.scheduling.speculation import grant_drafts, may_draft
 from pagoda_engine_core.scheduling.speed import Speed
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta
-from pagoda_proto.steps import Chunk, Hello, RowError, RowOutput, StepPlan, StepResult
+from pagoda_proto.steps import NO_TOKEN, Chunk, Hello, RowError, RowOutput, StepPlan, StepResult
 
 
 class Scheduler:
@@ -49,6 +50,7 @@ class Scheduler:
         self._dropped_rows: list[int] = []  # the worker still holds these; the next plan tells it
         self._swap_outs: list[tuple[int, int]] = []  # what the same plan is to save of them
         self._in_flight: deque[Flight] = deque()
+        self._decoding = NOBODY  # in the last plan
         self._num_added = self._step = 0
         self._num_active = 0  # requests with a row
         self._queued_tokens = 0  # prompt tokens of the others
@@ -102,7 +104,9 @@ class Scheduler:
 
     def room(self) -> Room:
         """What the next step has left for requests that are not here yet."""
-        return Room(self._max_rows, self._budget(1), self._kv).without(self._running, self._waiting)
+        restless = self._restless()
+        num_free = self._max_rows - len(self._running) + len(restless)  # the others take a row and what is promised
+        return Room(num_free, self._budget(restless, 1), self._kv).without(restless, self._waiting)
 
     def need(self, request: Request, room: Room) -> Need:
         """What a request would take of the next step."""
@@ -110,7 +114,8 @@ class Scheduler:
 
     def requests_in(self, step: int) -> set[str]:
         """The requests whose rows a step in flight computes."""
-        return {name for flight in self._in_flight if flight.step == step for name in flight.request_ids()}
+        flights = (flight for flight in self._in_flight if flight.step == step)
+        return {choice.request.request_id for flight in flights for choice in flight.present()}
 
     def matched_tokens(self, request: Request) -> int:
         """Leading tokens of the request that this worker's prefix cache holds right now."""
@@ -173,7 +178,7 @@ class Scheduler:
             request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_NO_WORKER, now)
         self._kv = self._kv.emptied()
         self._pool = self._kv.pool
-        self._waiting, self._running = OrderedChoices(), OrderedChoices()
+        self._waiting, self._running, self._decoding = OrderedChoices(), OrderedChoices(), NOBODY
         for collection in (self._requests, self._in_flight, self._dropped_rows, self._swap_outs):
             collection.clear()
         self._num_active = self._queued_tokens = 0
@@ -195,21 +200,22 @@ class Scheduler:
         drafting = may_draft(self._running, self._waiting, self._config.speculation_tokens)
         if drafting and self._in_flight:
             return None
-        builder = PlanBuilder(self._budget(min(1, len(self._waiting))))
-        preempted = self._plan_running(builder, now)
+        restless = self._restless()
+        builder = PlanBuilder(self._budget(restless, min(1, len(self._waiting))))
+        preempted = self._plan_running(builder, restless, now)
         self._plan_waiting(builder, preempted, now)
         if drafting and not preempted:
             grant_drafts(builder, self._kv, self._config.speculation_tokens)
         if builder.empty and not self._dropped_rows:
             return None
         self._step += 1
-        plan, flight = builder.launch(self._step, self._dropped_rows, self._swap_outs)
-        self._dropped_rows, self._swap_outs = [], []
+        plan, flight = builder.launch(self._step, self._decoding, self._dropped_rows, self._swap_outs)
+        self._decoding, self._dropped_rows, self._swap_outs = flight.rows, [], []
         self._in_flight.append(flight)
         return plan
 
-    def apply(self, result: StepResult, now: float, told: list[Delta]) -> None:
-        """Take the result of the oldest plan in flight; what came of it is put into `told`, also if a later row raises.
+    def apply(self, result: StepResult, now: float, news: News) -> None:
+        """Take the result of the oldest plan in flight; what came of it is put into `news`, also if a later row raises.
 
         Raises PagodaError PROTOCOL_ERROR, with nothing changed, when it does not answer that plan. Output for rows that
         were finished, preempted, aborted or taken back meanwhile is dropped.
@@ -219,46 +225,72 @@ class Scheduler:
         outputs = {output.row_id: output for output in result.outputs}
         errors = {error.row_id: error for error in result.errors}
         self._in_flight[0].check(result, outputs, errors)
-        told += self._apply_errors(errors, now) if errors else ()
-        chunks = self._in_flight.popleft().chunks
-        self._speed.observe(chunks, result.forward_s)
-        for choice, chunk in chunks:
+        if errors:
+            news.deltas += self._apply_errors(errors, now)
+        flight = self._in_flight.popleft()
+        self._speed.observe(flight.num_tokens, flight.num_rows, result.forward_s)
+        for choice, row_id, token in apply_tokens(flight.rows, flight.tokens(result), self._kv, news):
+            output = outputs.get(row_id) if token == NO_TOKEN else RowOutput(row_id, [token])
+            self._apply_row(choice, Chunk(row_id, choice.num_tokens - 1, 1, True), output, now, news)
+        self._totals.output_tokens += len(news.tokens)
+        for choice, chunk in flight.chunks:
             if choice.row_id == chunk.row_id:
-                self._apply_row(choice, chunk, outputs.get(chunk.row_id), now, told)
+                self._apply_row(choice, chunk, outputs.get(chunk.row_id), now, news)
 
-    def _budget(self, num_beginning: int) -> Budget:
-        distances = [choice.distance for choice in self._running]
-        decodes, prompts = distances.count(1), num_beginning + sum(distance > 1 for distance in distances)
+    def _restless(self) -> list[Choice]:
+        """Running choices that the next plan must think about: all others decode."""
+        return [choice for choice in self._running if choice.num_computed >= choice.quiet_until]
+
+    def _budget(self, restless: Collection[Choice], num_beginning: int) -> Budget:
+        distances = [choice.distance for choice in restless]
+        decodes = len(self._running) - len(restless) + distances.count(1)
+        prompts = num_beginning + sum(distance > 1 for distance in distances)
         tokens = self._speed.step_tokens(decodes)
         return Budget(tokens, self._speed.chunk_tokens(self._config.chunk_size, tokens, decodes, prompts), decodes)
 
     # --- how rows are planned ----------------------------------------------------------------------------------------
 
-    def _plan_running(self, builder: PlanBuilder, now: float) -> bool:
-        """Let rows catch up, in order; whether any was preempted. Victims are never rows that this step has planned."""
-        budget, num_preempted, index = builder.budget, self._totals.preemptions, 0
-        while index < len(self._running):
-            choice = self._running[index]
+    def _plan_running(self, builder: PlanBuilder, restless: Sequence[Choice], now: float) -> bool:
+        """Let rows catch up, in order; whether any was preempted. Victims are never rows that this step has planned.
+
+        Whoever is not restless need not ask for the token that is promised to it, unless there are too few.
+        """
+        num_preempted = self._totals.preemptions
+        for choice in restless if builder.budget.keeps_promises else list(self._running):
             distance = choice.distance
-            if distance:
-                num_tokens = budget.grant_promised() if distance == 1 else budget.grant(distance)
-                if num_tokens and not self._extend(choice, index, num_tokens, builder, now):
-                    continue  # it preempted itself; the next choice has moved to `index`
-                if distance > 1:
-                    self._reserve(choice, builder)
-            index += 1
+            if choice.row_id == NO_ROW or not distance:
+                continue  # preempted meanwhile, or nothing is left to plan
+            if distance == 1:
+                self._plan_decode(choice, builder, now)
+            else:
+                self._plan_chunk(choice, builder, now)
+        builder.decodes = [choice for choice in self._running if choice.num_computed < choice.quiet_until]
         return self._totals.preemptions != num_preempted
 
-    def _extend(self, choice: Choice, index: int, num_tokens: int, builder: PlanBuilder, now: float) -> bool:
+    def _plan_decode(self, choice: Choice, builder: PlanBuilder, now: float) -> None:
+        if builder.budget.grant_promised() and self._hold(choice, 1, builder, now):
+            mark_quiet(choice, self._kv)
+        else:
+            choice.quiet_until = 0
+
+    def _plan_chunk(self, choice: Choice, builder: PlanBuilder, now: float) -> None:
+        num_tokens = builder.budget.grant(choice.distance)
+        if num_tokens:
+            if not self._hold(choice, num_tokens, builder, now):
+                return
+            builder.compute(choice, num_tokens)
+        self._reserve(choice, builder)
+
+    def _hold(self, choice: Choice, num_tokens: int, builder: PlanBuilder, now: float) -> bool:
+        """Find blocks for its next tokens; False if it was the one to give up its own."""
         target = choice.num_computed + num_tokens
         if self._kv.missing(choice, target):
             while self._kv.missing(choice, target) > self._pool.num_free:
-                victim = self._policy.victim(self._running.since(index))
+                victim = self._policy.victim(self._running.since(choice))
                 self._preempt(victim, now)
                 if victim is choice:
                     return False
             builder.grow_row(choice.row_id, self._kv.grow(choice, target))
-        builder.compute(choice, num_tokens)
         return True
 
     def _plan_waiting(self, builder: PlanBuilder, preempted: bool, now: float) -> None:
@@ -306,6 +338,8 @@ class Scheduler:
         request.note_row(cached, now)
         choice.row_id, choice.state = next(self._row_ids), ChoiceState.RUNNING
         self._running.add(choice)
+        for sibling in request.choices:
+            sibling.quiet_until = 0  # it may share the block it writes into from now on
         request.num_rows += 1
         if request.num_rows == 1:
             self._num_active += 1
@@ -338,7 +372,7 @@ class Scheduler:
         self._dropped_rows = [row_id for row_id in self._dropped_rows if row_id not in errors]
         return deltas
 
-    def _apply_row(self, choice: Choice, chunk: Chunk, output: RowOutput | None, now: float, told: list[Delta]) -> None:
+    def _apply_row(self, choice: Choice, chunk: Chunk, output: RowOutput | None, now: float, news: News) -> None:
         request = choice.request
         if output is not None and output.prompt_logprobs and choice.owes_prompt_logprobs:
             request.prompt_logprobs += output.prompt_logprobs
@@ -346,7 +380,7 @@ class Scheduler:
             self._kv.commit(choice, chunk.start + chunk.num_tokens)
             return
         delta, ending = request.add_tokens(choice, output.token_ids, output.logprobs, now)
-        told.append(delta)  # it is in the books now, whatever comes next
+        news.deltas.append(delta)  # it is in the books now, whatever comes next
         delta.result.begun = request.begin(*self._identity)
         num_kept = len(delta.result.token_ids)
         choice.sampled(num_kept, output.num_drafts)
@@ -354,6 +388,7 @@ class Scheduler:
         self._totals.output_tokens += num_kept
         self._totals.draft_tokens += output.num_drafted
         self._totals.accepted_draft_tokens += num_kept - 1
+        mark_heed(choice, self._kv)
         if ending:
             self._withdraw(choice, now)
             self._told(request, [request.finish(choice, ending, now, delta)])

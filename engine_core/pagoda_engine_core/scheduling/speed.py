@@ -5,11 +5,6 @@ A step with few tokens of prompts tells how long a step takes, not how long its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from pagoda_engine_core.scheduling.request import Choice
-from pagoda_proto.steps import Chunk
-
 MEASURED_TOKENS = 64
 """Beyond one for each row."""
 LEAST_TOKENS = 128
@@ -42,10 +37,9 @@ class Speed:
         left = tokens - num_decodes
         return min(chunk_size, max(1, -(-left // num_prompts), left * chunk_size // self._max_tokens))
 
-    def observe(self, chunks: Sequence[tuple[Choice, Chunk]], forward_s: float) -> None:
-        """A step with these chunks took so long in model and sampler."""
-        num_tokens = sum(chunk.num_tokens for _, chunk in chunks)
-        if num_tokens - len(chunks) < MEASURED_TOKENS or forward_s < SHORTEST_S:
+    def observe(self, num_tokens: int, num_rows: int, forward_s: float) -> None:
+        """A step of so many tokens, of so many rows, took so long in model and sampler."""
+        if num_tokens - num_rows < MEASURED_TOKENS or forward_s < SHORTEST_S:
             return
         rate = num_tokens / forward_s
         self.tokens_per_s += (rate - self.tokens_per_s) * (WEIGHT if self.tokens_per_s else 1.0)

@@ -6,28 +6,33 @@ from pagoda_proto import convert
 from pagoda_proto.deltas import WaitingDeltas, count_numbers
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import PagodaError
-from pagoda_proto.records import Delta, Load
+from pagoda_proto.records import Delta, Load, NextTokens
 
 MAX_WAITING_NUMBERS = 4_000_000
 """Token ids and log-probabilities that may wait; a reader that far behind has lost its session."""
 MAX_FRAME_NUMBERS = 1_000_000
+MAX_WAITING_COLUMN = 65_536
+"""So many tokens wait as they came; where more do, those of a choice are worth merging."""
 
 
 class Outbox:
     """What one session has not been sent yet, in the order that makes sense to it. It owns the deltas it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_waiting_column: int = MAX_WAITING_COLUMN) -> None:
+        self._max_waiting_column = max_waiting_column
         self._answers: list[pb.ServerFrame] = []
-        self._deltas = WaitingDeltas()
+        self._tokens = NextTokens()
+        self._deltas = WaitingDeltas()  # behind the tokens
         self._migrations: list[pb.ServerFrame] = []
         self._load: Load | None = None
 
     @property
     def overfull(self) -> bool:
-        return self._deltas.num_numbers > MAX_WAITING_NUMBERS
+        return len(self._tokens) + self._deltas.num_numbers > MAX_WAITING_NUMBERS
 
-    def accepted(self, request_id: str, attempt: int) -> None:
-        self._answers.append(pb.ServerFrame(accepted=pb.Accepted(request_id=request_id, attempt=attempt)))
+    def accepted(self, request_id: str, attempt: int, stream: int) -> None:
+        accepted = pb.Accepted(request_id=request_id, attempt=attempt, stream=stream)
+        self._answers.append(pb.ServerFrame(accepted=accepted))
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
         rejected = pb.Rejected(
@@ -47,17 +52,33 @@ class Outbox:
         """Only the newest is worth sending."""
         self._load = load
 
+    def next_tokens(self, tokens: NextTokens) -> None:
+        if self._deltas:
+            behind, tokens = tokens.parted(self._deltas.has_any_of)
+            self.deltas(behind.deltas())
+        self._tokens.extend(tokens)
+        if len(self._tokens) > self._max_waiting_column:
+            self._merge()
+
     def deltas(self, deltas: list[Delta]) -> None:
         for delta in deltas:
             self._deltas.add(delta)
 
     def take_deltas(self) -> list[Delta]:
+        """Everything new of requests, as deltas; it no longer waits."""
+        self._merge()
         return self._deltas.take()
+
+    def _merge(self) -> None:
+        """From tokens to deltas."""
+        tokens, self._tokens = self._tokens, NextTokens()
+        self.deltas(tokens.deltas() + self._deltas.take())
 
     def take(self) -> list[pb.ServerFrame]:
         """Everything that waits, as frames; the outbox is empty afterwards."""
         frames, self._answers = self._answers, []
-        frames += _step_outputs(self.take_deltas())
+        tokens, self._tokens = self._tokens, NextTokens()
+        frames += _step_outputs(tokens, self._deltas.take())
         frames += self._migrations
         self._migrations = []
         if self._load is not None:
@@ -66,9 +87,13 @@ class Outbox:
         return frames
 
 
-def _step_outputs(deltas: list[Delta]) -> list[pb.ServerFrame]:
+def _step_outputs(tokens: NextTokens, deltas: list[Delta]) -> list[pb.ServerFrame]:
     frames: list[pb.ServerFrame] = []
     room = 0
+    if tokens:
+        frames.append(pb.ServerFrame(outputs=pb.StepOutputs()))
+        convert.write_next_tokens(tokens, frames[-1].outputs.tokens)
+        room = MAX_FRAME_NUMBERS - 3 * len(tokens)
     for delta in deltas:
         numbers = count_numbers(delta)
         if room < numbers or not frames:

@@ -19,7 +19,7 @@ from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import SESSION_PROTOCOL, SESSION_PROTOCOL_KEY, Delta, Load, RequestRecord
+from pagoda_proto.records import SESSION_PROTOCOL, SESSION_PROTOCOL_KEY, Delta, Load, NextTokens, RequestRecord
 from pagoda_proto.times import LOAD_KEEPALIVE_S
 
 log = logging.getLogger(__name__)
@@ -52,11 +52,14 @@ class Mailbox:
         self._changed = asyncio.Event()
         self._closed = False
 
-    def accepted(self, request_id: str, attempt: int) -> None:
-        self._post(lambda: self.outbox.accepted(request_id, attempt))
+    def accepted(self, request_id: str, attempt: int, stream: int) -> None:
+        self._post(lambda: self.outbox.accepted(request_id, attempt, stream))
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
         self._post(partial(self.reject, request_id, attempt, error, retry_after_s))
+
+    def next_tokens(self, tokens: NextTokens) -> None:
+        self._post(lambda: self.outbox.next_tokens(tokens))
 
     def deltas(self, deltas: list[Delta]) -> None:
         self._post(lambda: self.outbox.deltas(deltas))

@@ -103,6 +103,11 @@ class OpenRequest:
         for i in choices or range(len(self._choices)):
             self._choices[i].closed = True
 
+    def next_token(self, choice: int, first_index: int, token_id: int) -> Delta:
+        """A token and nothing else, of this attempt."""
+        tokens = Tokens(first_index=first_index, token_ids=[token_id])
+        return Delta(request_id=self.record.request_id, attempt=self.attempt, choice=choice, result=tokens)
+
     def take(self, delta: Delta) -> Taken:
         """Queue what is new in `delta`, which is cut to that in place."""
         if self.ended or delta.attempt != self.attempt:

@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pagoda_gateway.engine.model_view import ModelView
 from pagoda_gateway.engine.open_request import OpenRequest, Taken
@@ -27,7 +28,7 @@ from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.convert import delta_from_pb, error_code_from, record_to_pb, resume_to_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import RequestRecord
+from pagoda_proto.records import Delta, RequestRecord
 from pagoda_proto.times import LivedClock
 
 RETRY_LEAST_S = 0.2
@@ -44,7 +45,7 @@ logger = logging.getLogger(__name__)
 class PooledRequest:
     """The pool's books about one open request. `give_up_at` runs from the loss until it is taken again, None while
     nothing is lost; `why` is what its present wait is said to be for, "" for an engine core; `losing_since` is when it
-    was first lost since its last token.
+    was first lost since its last token; `streams` are the numbers of its choices in this attempt.
     """
 
     generation: PooledGeneration
@@ -55,6 +56,7 @@ class PooledRequest:
     losing_since: float | None = None
     why: str = ""
     gaps: int = 0
+    streams: range = range(0)
 
     @property
     def request(self) -> OpenRequest:
@@ -91,6 +93,7 @@ class RequestPool:
         self._retry_after_s = retry_after_s
         self._open: dict[str, PooledRequest] = {}
         self._parked: dict[str, PooledRequest] = {}  # a part of `_open`
+        self._streams: dict[int, tuple[PooledRequest, int]] = {}  # choices by their numbers on the session
         self._send: Send | None = None
         self._view = ModelView()
         self._usable = False
@@ -184,6 +187,8 @@ class RequestPool:
         if pooled is not None:
             pooled.settled()
             pooled.generation.admitted.set()
+            pooled.streams = range(accepted.stream, accepted.stream + pooled.request.record.task.params.n)
+            self._streams |= {number: (pooled, choice) for choice, number in enumerate(pooled.streams)}
 
     def on_rejected(self, rejected: pb.Rejected) -> None:
         """A refusal is final for a new request. One that was lost asks again for as long as it may wait."""
@@ -212,21 +217,31 @@ class RequestPool:
         """Whether a token came for anybody."""
         now = time.monotonic()
         with_tokens = False
+        tokens = outputs.tokens
+        for number, first_index, token_id in zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True):
+            stream = self._streams.get(number)
+            if stream is not None:
+                read = partial(stream[0].generation.request.next_token, stream[1], first_index, token_id)
+                with_tokens |= self._deliver(stream[0], read, now)
         for message in outputs.deltas:
             pooled = self._current(message.request_id, message.attempt)
             if pooled is not None:
-                try:
-                    with_tokens |= self._on_delta(pooled, message, now)
-                except Exception:  # about this request; the session carries others
-                    logger.exception("request %s cannot take what came for it", message.request_id)
-                    if self._pooled(pooled.generation) is pooled:
-                        self._fail(pooled, "an internal error", ErrorCode.INTERNAL)
+                with_tokens |= self._deliver(pooled, partial(delta_from_pb, message), now)
         return with_tokens
 
-    def _on_delta(self, pooled: PooledRequest, message: pb.Delta, now: float) -> bool:
-        delta = delta_from_pb(message)
+    def _deliver(self, pooled: PooledRequest, read: Callable[[], Delta], now: float) -> bool:
+        try:
+            return self._on_delta(pooled, read(), now)
+        except Exception:  # about this request; the session carries others
+            logger.exception("request %s cannot take what came for it", pooled.request.record.request_id)
+            if self._pooled(pooled.generation) is pooled:
+                self._fail(pooled, "an internal error", ErrorCode.INTERNAL)
+            return False
+
+    def _on_delta(self, pooled: PooledRequest, delta: Delta, now: float) -> bool:
         num_tokens = len(delta.result.token_ids)
-        taken = pooled.request.take(delta)
+        generation = pooled.generation
+        taken = generation.request.take(delta)
         if taken is Taken.GAP:
             self._on_gap(pooled)
         if taken is not Taken.NEWS:
@@ -234,9 +249,9 @@ class RequestPool:
         pooled.settled()
         if num_tokens:
             pooled.losing_since = None
-        self._meter.tokens(pooled.generation, delta, now)
-        pooled.generation.wake()
-        if pooled.request.ended:
+        self._meter.tokens(generation, delta, now)
+        generation.wake()
+        if generation.request.ended:
             self._ended(pooled)
         return num_tokens > 0
 
@@ -272,6 +287,7 @@ class RequestPool:
         if pooled.request.wants_nothing_more:
             self._end_here(pooled)
             return
+        self._forget_streams(pooled)
         pooled.request.attempt += not pooled.parked
         pooled.parked_at = now
         self._parked[pooled.request.record.request_id] = pooled
@@ -327,8 +343,15 @@ class RequestPool:
         """The one way out of the pool."""
         del self._open[pooled.request.record.request_id]
         self._parked.pop(pooled.request.record.request_id, None)
+        self._forget_streams(pooled)
         pooled.generation.wake()
         self._meter.ended(pooled.generation, time.monotonic())
+
+    def _forget_streams(self, pooled: PooledRequest) -> None:
+        """The attempt is over."""
+        for number in pooled.streams:
+            self._streams.pop(number, None)
+        pooled.streams = range(0)
 
     # Frames
 

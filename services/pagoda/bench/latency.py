@@ -20,7 +20,7 @@ from pagoda.settings.numbers import number, seed, whole
 from pagoda.settings.resolving import ConfigError
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta
+from pagoda_proto.records import Delta, NextTokens
 
 if TYPE_CHECKING:
     from pagoda.offline.local import Local
@@ -75,13 +75,16 @@ class Stopwatch:
     open: set[str]
     arrivals: dict[str, list[float]] = field(default_factory=dict)
 
-    def accepted(self, request_id: str, attempt: int) -> None: ...
+    def accepted(self, request_id: str, attempt: int, stream: int) -> None: ...
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
         raise error
 
     def migrate(self, request_id: str, attempt: int, reason: str) -> None:
         raise PagodaError(ErrorCode.UNAVAILABLE, reason)
+
+    def next_tokens(self, tokens: NextTokens) -> None:
+        self.deltas(tokens.deltas())
 
     def deltas(self, deltas: list[Delta]) -> None:
         now = time.perf_counter()

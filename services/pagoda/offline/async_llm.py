@@ -21,7 +21,7 @@ from pagoda.offline.outputs import OfflineRequest, RequestOutput
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta
+from pagoda_proto.records import Delta, NextTokens
 
 log = logging.getLogger(__name__)
 
@@ -141,13 +141,16 @@ class _LoopSink:
 
     # Called by the engine's thread.
 
-    def accepted(self, request_id: str, attempt: int) -> None: ...
+    def accepted(self, request_id: str, attempt: int, stream: int) -> None: ...
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
         self._post(partial(self._fail, request_id, error))
 
     def migrate(self, request_id: str, attempt: int, reason: str) -> None:
         self._post(partial(self._fail, request_id, PagodaError(ErrorCode.UNAVAILABLE, reason)))
+
+    def next_tokens(self, tokens: NextTokens) -> None:
+        self.deltas(tokens.deltas())
 
     def deltas(self, deltas: list[Delta]) -> None:
         self._post(partial(self._take, deltas))

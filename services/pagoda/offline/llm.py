@@ -22,7 +22,7 @@ from pagoda.offline.local import Local, Prompt, as_list, failure
 from pagoda.offline.outputs import OfflineRequest, RequestOutput
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta
+from pagoda_proto.records import Delta, NextTokens
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -198,13 +198,16 @@ class _Collector:
     def num_open(self) -> int:
         return len(self._open)
 
-    def accepted(self, request_id: str, attempt: int) -> None: ...
+    def accepted(self, request_id: str, attempt: int, stream: int) -> None: ...
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
         self._end(request_id, error)
 
     def migrate(self, request_id: str, attempt: int, reason: str) -> None:
         self._end(request_id, PagodaError(ErrorCode.UNAVAILABLE, reason))
+
+    def next_tokens(self, tokens: NextTokens) -> None:
+        self.deltas(tokens.deltas())
 
     def deltas(self, deltas: list[Delta]) -> None:
         for delta in deltas:

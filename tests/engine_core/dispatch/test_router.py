@@ -9,6 +9,7 @@ from tests.fakes import FakeRunner, make_record, reference_tokens
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.router import MAX_LOST_LIVES, Router
+from pagoda_engine_core.scheduling.decoding import News
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.workers.executor import LeaveCause, WorkerLeft, WorkerState
@@ -54,10 +55,10 @@ class Bench:
             return False
         worker.pace.asked(plan.num_tokens, self.now)
         result = self.runners[epoch].execute(plan)
-        deltas: list[Delta] = []
-        worker.scheduler.apply(result, self.now + seconds, deltas)
+        news = News()
+        worker.scheduler.apply(result, self.now + seconds, news)
         self.router.stepped(worker, self.now + seconds)
-        self.deltas += self.router.ended(worker, deltas)
+        self.deltas += self.router.ended(worker, news.tokens.deltas() + news.deltas)
         return True
 
     def lose(self, epoch: int, cause: LeaveCause = LeaveCause.DIED, step: int = 0) -> None:

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from tests.fakes import make_record
 
+from pagoda_engine_core.scheduling.decoding import NOBODY
 from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, Growth
 from pagoda_engine_core.scheduling.plan import Budget, PlanBuilder
 from pagoda_engine_core.scheduling.request import Choice, Request
 from pagoda_proto.records import PriorOutput, Resume
-from pagoda_proto.steps import AppendBlocks, Chunk, ReplaceBlock
+from pagoda_proto.steps import AppendBlocks, Chunk, Decodes, ReplaceBlock
 
 
 def make_choice(num_prompt: int = 4, row_id: int = 0) -> Choice:
@@ -37,29 +38,53 @@ def test_more_promises_than_tokens() -> None:
 
 
 def test_launch_moves_choices_to_where_the_step_leaves_them() -> None:
-    prefill, decode, part = make_choice(4, 0), make_choice(4, 1), make_choice(9, 2)
+    prefill, decode, part, short = make_choice(4, 0), make_choice(4, 1), make_choice(9, 2), make_choice(1, 3)
     decode.num_computed, decode.num_pending = 4, 1
     builder = PlanBuilder(Budget(100, 100, 0))
     assert builder.empty
     builder.compute(prefill, 4)
-    builder.compute(decode, 1)
     builder.compute(part, 5)
+    builder.compute(short, 1)
+    builder.decodes = [decode]
     assert (prefill.num_computed, prefill.launched) == (0, False), "nothing moves while the plan is being made"
-    plan, flight = builder.launch(7, [5], [(3, 1)])
+    plan, flight = builder.launch(7, NOBODY, [5], [(3, 1)])
     assert (plan.step, flight.step, plan.finished_rows, plan.swap_outs) == (7, 7, [5], [(3, 1)])
-    assert plan.chunks == [Chunk(1, 4, 1, True), Chunk(0, 0, 4, True), Chunk(2, 0, 5, False)]
-    assert plan.num_tokens == 10
-    assert [choice for choice, _ in flight.chunks] == [decode, prefill, part]
-    assert [(c.num_computed, c.num_pending, c.launched) for c in (prefill, decode, part)] == [
-        (4, 1, True), (5, 2, True), (5, 0, True),
-    ]  # fmt: skip
+    assert plan.decodes == Decodes(1, 1, 4, [], [(0, 1, 4)])
+    assert plan.chunks == [Chunk(3, 0, 1, True), Chunk(0, 0, 4, True), Chunk(2, 0, 5, False)]
+    assert (plan.num_tokens, flight.num_tokens, flight.num_rows) == (11, 11, 4)
+    assert list(flight.present()) == [decode, short, prefill, part]
+    assert [(c.num_computed, c.num_pending) for c in (prefill, decode, part, short)] == [(4, 1), (5, 2), (5, 0), (1, 1)]
+
+
+def test_steps_of_the_same_rows_share_one_list() -> None:
+    rows = [make_choice(4, row_id) for row_id in range(3)]
+    flight, decodes = None, []
+    for step in (1, 2):
+        builder = PlanBuilder(Budget(100, 100, 0))
+        builder.decodes = list(rows)
+        plan, after = builder.launch(step, flight.rows if flight else NOBODY, [], [])
+        assert flight is None or after.rows is flight.rows
+        flight = after
+        decodes.append(plan.decodes)
+    assert decodes == [Decodes(3, 3, 0, [], [(0, 0, 0), (1, 1, 0), (2, 2, 0)]), Decodes(3, 3, 3)]
+
+
+def test_rows_with_drafts_have_chunks_and_so_have_those_beside_them() -> None:
+    """Where a row with drafts goes on is not known, so it is no row that goes on by one token."""
+    rows = [make_choice(4, row_id) for row_id in range(2)]
+    builder = PlanBuilder(Budget(100, 100, 0))
+    builder.decodes = list(rows)
+    builder.allow_drafts(rows[1], 3)
+    plan, flight = builder.launch(1, NOBODY, [], [])
+    assert (plan.decodes, flight.rows.row_ids) == (Decodes(), [])
+    assert plan.chunks == [Chunk(0, 0, 1, True), Chunk(1, 0, 1, True, 3)]
 
 
 def test_growth_of_a_known_row_is_told_as_changes() -> None:
     builder = PlanBuilder(Budget(100, 100, 0))
     builder.grow_row(3, NO_GROWTH)
     builder.grow_row(4, Growth([8, 9], [(1, 7)], [(2, 7)]))
-    plan, _ = builder.launch(1, [], [])
+    plan, _ = builder.launch(1, NOBODY, [], [])
     assert plan.append_blocks == [AppendBlocks(4, [8, 9])]
     assert plan.replace_blocks == [ReplaceBlock(4, 1, 7)]
     assert plan.block_copies == [(2, 7)]
@@ -73,7 +98,7 @@ def test_a_new_row_brings_its_table_and_only_copies_remain() -> None:
     choice.row_id, choice.block_ids, choice.num_computed = 4, [3, 7], 2
     builder = PlanBuilder(Budget(100, 100, 0))
     builder.start_row(choice, Growth([], [(1, 7)], [(2, 7)]), [(3, 4)])
-    plan, _ = builder.launch(1, [], [])
+    plan, _ = builder.launch(1, NOBODY, [], [])
     (new,) = plan.new_rows
     assert (new.row_id, new.token_ids, new.num_prompt_tokens, new.num_computed) == (4, [1, 2, 3, 6], 3, 2)
     assert (new.block_ids, new.seed, new.choice, new.eos_token_ids) == ([3, 7], 9, 1, (5,))

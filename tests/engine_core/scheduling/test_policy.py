@@ -43,7 +43,7 @@ def test_ordered_choices_stay_in_order() -> None:
     for choice in (second, third, first):
         queue.add(choice)
     assert list(queue) == [first, second, third]
-    assert queue.since(1) == [second, third]
+    assert queue.since(second) == [second, third]
     queue.remove(second)
     assert list(queue) == [first, third]
     assert (len(queue), queue[0]) == (2, first)

@@ -6,25 +6,23 @@ import pytest
 from tests.engine_core.harness import Harness
 from tests.fakes import make_record
 
-from pagoda_engine_core.scheduling.request import Choice, Request
 from pagoda_engine_core.scheduling.speed import LEAST_TOKENS, Speed
-from pagoda_proto.steps import Chunk, StepPlan
+from pagoda_proto.steps import StepPlan
 
 
-def step(*num_tokens: int) -> list[tuple[Choice, Chunk]]:
-    choice = Request(make_record(), max_output_tokens=8, now=0.0).choices[0]
-    return [(choice, Chunk(0, 0, count, False)) for count in num_tokens]
+def step(*num_tokens: int) -> tuple[int, int]:
+    return sum(num_tokens), len(num_tokens)
 
 
 def test_only_steps_with_prompts_are_measurements() -> None:
     speed = Speed(2048, 0.1)
-    for chunks, seconds in ((step(), 1.0), (step(*[1] * 256), 1.0), (step(1, 63), 1.0), (step(100), 5e-324)):
-        speed.observe(chunks, seconds)
+    for size, seconds in ((step(), 1.0), (step(*[1] * 256), 1.0), (step(1, 63), 1.0), (step(100), 5e-324)):
+        speed.observe(*size, seconds)
         assert not speed.tokens_per_s
-    speed.observe(step(1, 99), 25.0)
+    speed.observe(*step(1, 99), 25.0)
     assert speed.tokens_per_s == 4.0
     for _ in range(20):  # the worker has become slower; later measurements count more
-        speed.observe(step(100), 100.0)
+        speed.observe(*step(100), 100.0)
     assert speed.tokens_per_s == pytest.approx(1.0, rel=0.05)
 
 

@@ -3,12 +3,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes import make_delta
+from tests.session_frames import FrameReader
 
 from pagoda_engine_core.sessions import outbox as outbox_module
 from pagoda_engine_core.sessions.outbox import MAX_FRAME_NUMBERS, Outbox
-from pagoda_proto import convert
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, FinishReason, LedgerEntry, Load, Usage
+from pagoda_proto.records import Delta, FinishReason, LedgerEntry, Load, NextTokens, Stream, Usage
 from pagoda_proto.steps import TopLogprobs
 
 
@@ -47,7 +47,7 @@ def test_frames_come_in_an_order_that_makes_sense() -> None:
     outbox.load(Load(engine_id="old"))
     outbox.migrate("a", 0)
     outbox.deltas([delta("a", 0, [1])])
-    outbox.accepted("a", 0)
+    outbox.accepted("a", 0, 7)
     outbox.rejected("b", 2, PagodaError(ErrorCode.OVERLOADED, "full", "x"), 3.5)
     outbox.load(Load(engine_id="new"))
     frames = outbox.take()
@@ -70,24 +70,34 @@ def test_frames_are_bounded_and_so_is_what_waits() -> None:
 
 
 @settings(max_examples=50)
-@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(0, 3), st.booleans()), max_size=40))
-def test_however_it_is_read_the_tokens_are_the_same(steps: list[tuple[str, int, int, bool]]) -> None:
-    outbox = Outbox()
+@given(
+    steps=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(0, 3), st.booleans()), max_size=40),
+    column=st.sampled_from([1, 3, 1000]),
+)
+def test_however_it_is_read_the_tokens_are_the_same(steps: list[tuple[str, int, int, bool]], column: int) -> None:
+    """Single tokens come in columns, others as deltas, and the two may follow each other in any order."""
+    outbox = Outbox(column)
+    reader = FrameReader()
+    for number, name in enumerate("ab"):
+        outbox.accepted(name, 0, 2 * number)
     sent: dict[tuple[str, int], list[int]] = {}
     received: dict[tuple[str, int], list[int]] = {}
 
     def read() -> None:
         for frame in outbox.take():
-            for message in frame.outputs.deltas:
-                got = convert.delta_from_pb(message)
+            for got in reader.deltas(frame):
                 tokens = received.setdefault((got.request_id, got.choice), [])
                 assert got.result.first_index == len(tokens)
                 tokens += got.result.token_ids
 
     for request_id, choice, count, then_read in steps:
         tokens = sent.setdefault((request_id, choice), [])
-        new = delta(request_id, len(tokens), list(range(count)), choice)
-        outbox.deltas([new])
+        if count == 1:
+            number = 2 * "ab".index(request_id) + choice
+            stream = Stream(number=number, request_id=request_id, attempt=0, choice=choice)
+            outbox.next_tokens(NextTokens(streams=[stream], first_indexes=[len(tokens)], token_ids=[0]))
+        else:
+            outbox.deltas([delta(request_id, len(tokens), list(range(count)), choice)])
         tokens += range(count)
         if then_read:
             read()

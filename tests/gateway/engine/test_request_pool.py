@@ -74,9 +74,15 @@ class Bench:
         about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
         self.pool.on_rejected(pb.Rejected(code=code, message=message, retry_after_s=retry_after_s, **about))
 
-    def accept(self, generation: PooledGeneration) -> None:
+    def accept(self, generation: PooledGeneration, stream: int = 0) -> None:
         about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
-        self.pool.on_accepted(pb.Accepted(**about))
+        self.pool.on_accepted(pb.Accepted(stream=stream, **about))
+
+    def column(self, *entries: tuple[int, int, int]) -> None:
+        """Of each entry the number of its stream, its index and its token."""
+        streams, indexes, tokens = zip(*entries, strict=True)
+        columns = pb.NextTokens(streams=streams, first_indexes=indexes, token_ids=tokens)
+        self.pool.on_outputs(pb.StepOutputs(tokens=columns))
 
     def after(self, seconds: float) -> None:
         self.now += seconds
@@ -92,6 +98,46 @@ def ending(generation: PooledGeneration) -> tuple[ErrorCode | None, str]:
     assert generation.request.ended
     assert generation.request.error is not None
     return generation.request.error.code, generation.request.error.message
+
+
+def tokens_of(generation: PooledGeneration) -> list[list[int]]:
+    return [list(output.token_ids) for output in generation.request.resume().prior_outputs]
+
+
+async def test_tokens_in_columns_are_those_of_the_choice_with_that_number(bench: Bench) -> None:
+    one, two = bench.open(n=2), bench.open()
+    bench.accept(one, 4)
+    bench.accept(two, 6)
+    bench.tokens(one, 5)
+    bench.column((5, 0, 7), (4, 1, 8), (6, 0, 9), (5, 1, 10))
+    assert (tokens_of(one), tokens_of(two)) == ([[5, 8], [7, 10]], [[9]])
+    bench.column((5, 1, 10), (5, 1, 99))
+    assert tokens_of(one)[1] == [7, 10], "known already"
+    bench.column((6, 3, 1))
+    assert two.request.attempt == 1, "a hole ends the attempt"
+
+
+async def test_numbers_are_forgotten_with_the_attempt_that_had_them(bench: Bench) -> None:
+    first, second = bench.open(), bench.open()
+    bench.accept(first, 0)
+    bench.accept(second, 1)
+    bench.tokens(first, 5)
+    bench.pool.lose()
+    bench.meet()
+    bench.accept(second, 0)  # another session, whose numbers begin anew
+    bench.column((0, 0, 6), (1, 0, 7))
+    assert (tokens_of(first), tokens_of(second)) == ([[5]], [[6]])
+    bench.last(first, 5)
+    await first.aclose()
+    await second.aclose()
+    bench.column((0, 1, 6))
+    assert bench.pool._streams == {}
+
+
+@pytest.mark.parametrize("columns", [pb.NextTokens(streams=[0], token_ids=[1]), pb.NextTokens(first_indexes=[0])])
+async def test_columns_of_different_lengths_end_the_session(bench: Bench, columns: pb.NextTokens) -> None:
+    with pytest.raises(ValueError, match="zip"):
+        bench.pool.on_outputs(pb.StepOutputs(tokens=columns))
 
 
 async def test_what_it_began_under_goes_out_with_every_resubmission(bench: Bench) -> None:

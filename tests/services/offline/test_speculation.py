@@ -21,7 +21,7 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_proto.errors import PagodaError
-from pagoda_proto.records import Delta, RequestRecord
+from pagoda_proto.records import Delta, NextTokens, RequestRecord
 from pagoda_proto.steps import StepResult
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
@@ -73,13 +73,16 @@ class Answers:
     num_ended: int = 0
     totals: dict[str, int] = field(default_factory=dict)
 
-    def accepted(self, request_id: str, attempt: int) -> None: ...
+    def accepted(self, request_id: str, attempt: int, stream: int) -> None: ...
 
     def rejected(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float) -> None:
         raise error
 
     def migrate(self, request_id: str, attempt: int, reason: str) -> None:
         raise AssertionError(reason)
+
+    def next_tokens(self, tokens: NextTokens) -> None:
+        self.deltas(tokens.deltas())
 
     def deltas(self, deltas: list[Delta]) -> None:
         for delta in deltas:

@@ -45,6 +45,7 @@ class Pending:
     """Only the runner writes to it.
 
     Attributes:
+        decoding: Ids of the rows that the plan lets decode, in its order; some may be in no `work`.
         began: When the plan came, by time.perf_counter; `computing` when its rows were ready to be computed.
         launched: What is under way; None where there is nothing to compute.
         errors: Of claims that did not hold.
@@ -54,6 +55,7 @@ class Pending:
 
     step: int
     work: Work
+    decoding: Sequence[int]
     began: float
     computing: float
     launched: OnDevice | OnHost | None = None

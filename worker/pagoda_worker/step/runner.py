@@ -14,11 +14,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
+from pagoda_proto.decodes import DecodeList, packed
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult
@@ -89,6 +90,7 @@ class ModelRunner:
         )
         self.depth = 1 if accelerator is None else MAX_PENDING  # launches worth making before the first is collected
         self._table = RowTable(self.facts)
+        self._decodes = DecodeList()
         self._pending: deque[Pending] = deque()
         self._settled_at = 0.0
         self._last_failure = ""
@@ -106,6 +108,7 @@ class ModelRunner:
             self._accelerator.synchronize()
         self._pending.clear()
         self._table.clear()
+        self._decodes.clear()
 
     def warm_up(self) -> None:
         """Compute one token along the ordinary path, so that the first request pays for no first call.
@@ -149,7 +152,7 @@ class ModelRunner:
         began = time.perf_counter()
         while self._pending and (isinstance(self._pending[-1].launched, OnHost) or len(self._pending) >= MAX_PENDING):
             self._settle_oldest()
-        return self._or_lost(plan.step, plan.chunks, lambda: self._launch(plan, began))
+        return self._or_lost(plan.step, (plan.num_rows, plan.num_tokens), lambda: self._launch(plan, began))
 
     def collect(self, pending: Pending) -> StepResult:
         """The answer to a launched plan, as `execute` gives it; waits for the device if need be.
@@ -164,6 +167,7 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan, began: float) -> Pending:
         table, mover = self._table, self._mover
+        chunks = self._decodes.chunks(plan)
         table.apply(plan)
         if pairs := table.swap_outs(plan):
             mover.swap_out(pairs)
@@ -171,8 +175,9 @@ class ModelRunner:
             mover.swap_in(pairs)
         if pairs := table.copies(plan):
             mover.copy(pairs)
-        work = self._compute.arranged(table.accept(plan.chunks))
-        pending = Pending(step=plan.step, work=work, began=began, computing=time.perf_counter())
+        work = self._compute.arranged(table.accept(chunks))
+        decoding = [chunk.row_id for chunk in chunks[: plan.decodes.count]]
+        pending = Pending(step=plan.step, work=work, decoding=decoding, began=began, computing=time.perf_counter())
         earlier = [step.launched for step in self._pending if isinstance(step.launched, OnDevice)]
         pending.launched = self._compute.start(work, earlier)
         pending.errors = table.take_errors()
@@ -181,7 +186,8 @@ class ModelRunner:
 
     def _settle_oldest(self) -> None:
         pending = self._pending.popleft()
-        self._or_lost(pending.step, (chunk for _, chunk in pending.work), lambda: self._settle(pending))
+        sizes = [chunk.num_tokens for _, chunk in pending.work]
+        self._or_lost(pending.step, (len(sizes), sum(sizes)), lambda: self._settle(pending))
 
     def _settle(self, pending: Pending) -> None:
         """Make the answer of the oldest pending step."""
@@ -191,8 +197,10 @@ class ModelRunner:
         for later in self._pending:
             later.lose(error.row_id for error in failed)
         done = time.perf_counter()
+        tokens, outputs = packed(pending.decoding, outputs)
         pending.result = StepResult(
             step=pending.step,
+            tokens=tokens,
             outputs=outputs,
             errors=pending.errors + lost + failed,
             elapsed_s=done - max(pending.began, self._settled_at),
@@ -216,8 +224,8 @@ class ModelRunner:
                     outputs.append(output)
         return outputs
 
-    def _or_lost(self, step: int, chunks: Iterable[Chunk], do: Callable[[], T]) -> T:
-        """What `do` returns; what it raises is the loss of this step and of all rows."""
+    def _or_lost(self, step: int, size: tuple[int, int], do: Callable[[], T]) -> T:
+        """What `do` returns; what it raises is the loss of this step of so many rows and tokens, and of all rows."""
         try:
             with torch.inference_mode():
                 return do()
@@ -230,9 +238,8 @@ class ModelRunner:
         self.reset()
         if self._accelerator is not None:
             self._accelerator.empty_cache()
-        sizes = [chunk.num_tokens for chunk in chunks]
-        size = f"a step of {len(sizes)} rows and {sum(sizes)} tokens"
-        raise LostStep(step, f"{'out of memory' if out_of_memory else name} in {size}", out_of_memory=out_of_memory)
+        reason = f"{'out of memory' if out_of_memory else name} in a step of {size[0]} rows and {size[1]} tokens"
+        raise LostStep(step, reason, out_of_memory=out_of_memory)
 
     def _log_failure(self, error: Exception) -> None:
         """Trace a failure when it first appears; repetitions of it get one line each."""

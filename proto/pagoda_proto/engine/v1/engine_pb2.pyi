@@ -168,12 +168,14 @@ class ServerFrame(_message.Message):
     def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ...) -> None: ...
 
 class Accepted(_message.Message):
-    __slots__ = ("request_id", "attempt")
+    __slots__ = ("request_id", "attempt", "stream")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
+    stream: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., stream: _Optional[int] = ...) -> None: ...
 
 class Rejected(_message.Message):
     __slots__ = ("request_id", "attempt", "code", "message", "param", "retry_after_s")
@@ -192,10 +194,22 @@ class Rejected(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., param: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
 
 class StepOutputs(_message.Message):
-    __slots__ = ("deltas",)
+    __slots__ = ("deltas", "tokens")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[Delta]
-    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ...) -> None: ...
+    tokens: NextTokens
+    def __init__(self, deltas: _Optional[_Iterable[_Union[Delta, _Mapping]]] = ..., tokens: _Optional[_Union[NextTokens, _Mapping]] = ...) -> None: ...
+
+class NextTokens(_message.Message):
+    __slots__ = ("streams", "first_indexes", "token_ids")
+    STREAMS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    streams: _containers.RepeatedScalarFieldContainer[int]
+    first_indexes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, streams: _Optional[_Iterable[int]] = ..., first_indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
     __slots__ = ("request_id", "attempt", "choice", "tokens", "finish_reason", "error_code", "error_message", "usage", "ledger")

@@ -1,0 +1,126 @@
+"""A row that decodes needs a thought only where something may happen, and where that is, is known beforehand.
+
+Marks on a choice say so, and everywhere before them a row costs a step a few additions:
+
+    quiet_until   up to so many computed tokens it has blocks that nobody shares and may have the tokens: it is planned
+                  one token at a time
+    plain_until   up to so many outputs there is nothing to say of a token but the token, unless it is a stop token
+    heed_at       the same, and no block is full with it: it is appended and told, and that is all
+
+0 is always right, for it asks for the thought. Whoever changes what a mark rests on (blocks that become shared, drafts,
+the end of the row) sets it to 0; whoever has thought sets it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pagoda_engine_core.scheduling.kv_cache import KvCache
+from pagoda_engine_core.scheduling.request import Choice
+from pagoda_proto.records import Delta, NextTokens
+
+
+@dataclass(slots=True)
+class News:
+    """What came of a step: a token each of choices that go on, and whatever else there is to say. A choice is in one of
+    them."""
+
+    tokens: NextTokens = field(default_factory=NextTokens)
+    deltas: list[Delta] = field(default_factory=list)
+
+
+class DecodingRows(NamedTuple):
+    """Rows that decode in one step, in order. `row_ids` are those of then: a choice may have another one since. The
+    places in `talkative` are those of rows that may have to yield more than a token."""
+
+    choices: list[Choice]
+    row_ids: list[int]
+    talkative: list[int]
+
+    @classmethod
+    def of(cls, choices: list[Choice], row_ids: list[int]) -> DecodingRows:
+        all_params = [choice.request.params for choice in choices]
+        wants = [params.logprobs is not None or params.prompt_logprobs is not None for params in all_params]
+        return cls(choices, row_ids, [place for place, wanted in enumerate(wants) if wanted])
+
+
+NOBODY = DecodingRows([], [], [])
+
+
+def mark_quiet(choice: Choice, kv: KvCache) -> None:
+    """It has been thought about: it computes one token, for which it has a block of its own."""
+    request = choice.request
+    choice.quiet_until = min(kv.capacity(choice), request.num_prompt_tokens + request.max_output_tokens - 1)
+
+
+def mark_heed(choice: Choice, kv: KvCache) -> None:
+    """It has sampled, and `kv` knows. Its limit, log-probabilities and drafts need a thought."""
+    request = choice.request
+    wants_more = request.params.logprobs is not None or choice.num_drafts
+    choice.plain_until = 0 if wants_more else request.max_output_tokens - 1
+    choice.heed_at = min(choice.plain_until, kv.next_full(choice) - request.num_prompt_tokens)
+
+
+def launch(choices: list[Choice], before: DecodingRows) -> tuple[DecodingRows, list[int]]:
+    """Let them compute one token each; the rows, and where each starts. `before` are the rows of the last step: steps
+    of the same rows share one list."""
+    row_ids, starts = [], []
+    for choice in choices:
+        row_ids.append(choice.row_id)
+        start = choice.num_computed
+        starts.append(start)
+        choice.num_computed = start + 1
+        choice.num_pending += 1
+    return (before if row_ids == before.row_ids else DecodingRows.of(choices, row_ids)), starts
+
+
+def is_plain(choice: Choice, token: int) -> bool:
+    """Whether there is nothing to say but the token."""
+    return token >= 0 and len(choice.output_ids) < choice.plain_until and token not in choice.stop_ids
+
+
+def take_plain(choice: Choice, token: int, news: News) -> None:
+    news.tokens.streams.append(choice.stream)
+    news.tokens.first_indexes.append(len(choice.output_ids))
+    news.tokens.token_ids.append(token)
+    choice.output_ids.append(token)
+    choice.num_pending -= 1
+    choice.num_confirmed += 1
+
+
+def take_tokens(rows: DecodingRows, tokens: Sequence[int], news: News) -> list[int]:
+    """`take_plain` of each, where that is all. The places of rows that need a thought; rows that are gone need none."""
+    places = []
+    told = news.tokens
+    streams, first_indexes, token_ids = told.streams, told.first_indexes, told.token_ids
+    for place, (choice, row_id, token) in enumerate(zip(rows.choices, rows.row_ids, tokens, strict=True)):
+        if choice.row_id != row_id:
+            continue
+        outputs = choice.output_ids
+        index = len(outputs)
+        if index >= choice.heed_at or token < 0 or token in choice.stop_ids:
+            places.append(place)
+            continue
+        outputs.append(token)
+        choice.num_pending -= 1
+        choice.num_confirmed += 1
+        streams.append(choice.stream)
+        first_indexes.append(index)
+        token_ids.append(token)
+    return places
+
+
+def apply_tokens(
+    rows: DecodingRows, tokens: Sequence[int], kv: KvCache, news: News
+) -> Iterator[tuple[Choice, int, int]]:
+    """Take a token of each row. Those that need more than to be told are handed out: choice, row id, token."""
+    for place in take_tokens(rows, tokens, news):
+        choice, token = rows.choices[place], tokens[place]
+        if is_plain(choice, token):
+            take_plain(choice, token, news)
+            kv.commit(choice, choice.num_confirmed)
+            mark_heed(choice, kv)
+        else:
+            yield choice, rows.row_ids[place], token

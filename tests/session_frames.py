@@ -1,0 +1,32 @@
+"""What a session says, read as one delta after the other."""
+
+from __future__ import annotations
+
+from pagoda_proto import convert
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.records import Delta, Tokens
+
+
+class FrameReader:
+    """Keeps what was accepted under which number. Choices are told apart for up to `MAX_CHOICES` of a request."""
+
+    MAX_CHOICES = 16
+
+    def __init__(self) -> None:
+        self._streams: dict[int, tuple[str, int, int]] = {}
+
+    def deltas(self, frame: pb.ServerFrame) -> list[Delta]:
+        """What a frame says is new, in the order in which it counts."""
+        if frame.HasField("accepted"):
+            accepted = frame.accepted
+            for choice in range(self.MAX_CHOICES):
+                self._streams[accepted.stream + choice] = (accepted.request_id, accepted.attempt, choice)
+        tokens = frame.outputs.tokens
+        columns = zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True)
+        deltas = [self._delta(*entry) for entry in columns]
+        return deltas + [convert.delta_from_pb(delta) for delta in frame.outputs.deltas]
+
+    def _delta(self, stream: int, first_index: int, token_id: int) -> Delta:
+        request_id, attempt, choice = self._streams[stream]
+        tokens = Tokens(first_index=first_index, token_ids=[token_id])
+        return Delta(request_id=request_id, attempt=attempt, choice=choice, result=tokens)
