@@ -17,8 +17,7 @@ GENERATED = re.compile(r"_pb2(_grpc)?\.py$")
 
 FILE_LINES, TEST_FILE_LINES = 400, 600
 FUNCTION_LINES = 60
-# path -> its own ceiling, for a file that is one idea all the same
-LONGER_FILES = {"engine_core/pagoda_engine_core/scheduling/scheduler.py": 440}
+LONGER_FILES: dict[str, int] = {}  # path -> its own ceiling, for a file that is one idea all the same
 LONG_FUNCTIONS_ALLOWED = ("worker/pagoda_worker/kernels/", "tests/")
 
 ENVIRONMENT = {"os.environ", "os.getenv", "os.putenv"}

@@ -8,7 +8,7 @@ import msgspec
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from pagoda_proto.engine.v1 import engine_pb2 as pb
-from pagoda_proto.errors import ErrorCode, InvalidParams, Problem
+from pagoda_proto.errors import ErrorCode, InvalidParams, Problem, error_code_from
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import (
     Begun,
@@ -133,14 +133,6 @@ def begun_to_pb(begun: Begun) -> pb.Begun:
 
 def begun_from_pb(message: pb.Begun) -> Begun:
     return Begun(**{name: getattr(message, name) for name in Begun.__struct_fields__})
-
-
-def error_code_from(name: str) -> ErrorCode | None:
-    """The code of this name; INTERNAL for one that only another version knows, None for none."""
-    try:
-        return ErrorCode(name) if name else None
-    except ValueError:
-        return ErrorCode.INTERNAL
 
 
 def _logprobs_to_pb(entries: list[TopLogprobs]) -> list[pb.TopLogprobs]:

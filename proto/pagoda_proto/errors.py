@@ -35,6 +35,14 @@ class ErrorCode(StrEnum):
     INTERNAL = "internal_error"
 
 
+def error_code_from(name: str) -> ErrorCode | None:
+    """The code of this name; INTERNAL for one that only another version knows, None for none."""
+    try:
+        return ErrorCode(name) if name else None
+    except ValueError:
+        return ErrorCode.INTERNAL
+
+
 class Status(NamedTuple):
     """How one code appears outside: gRPC status name, HTTP status, OpenAI error type; and whether a retry may help."""
 

@@ -252,7 +252,7 @@ class Router:
     def kv_usage(self) -> float:
         """Part of all blocks that is in use."""
         total = sum(worker.hello.num_blocks for worker in self.workers.values())
-        used = sum(worker.scheduler.kv_usage * worker.hello.num_blocks for worker in self.workers.values())
+        used = sum(worker.scheduler.counters.blocks_used for worker in self.workers.values())
         return used / total if total else 0.0
 
     def totals(self) -> Counter[str]:

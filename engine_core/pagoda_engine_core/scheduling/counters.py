@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+
+from pagoda_engine_core.scheduling.blocks import BlockPool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,6 +41,11 @@ class Counters:
     blocks_cached: int
     swap_blocks_total: int
     swap_blocks_used: int
+
+    @classmethod
+    def of(cls, totals: Totals, pool: BlockPool, swapped: BlockPool) -> Counters:
+        sizes = (pool.num_blocks, pool.num_used, pool.num_cached, swapped.num_blocks, swapped.num_used)
+        return cls(replace(totals), *sizes)
 
 
 BLOCKS = tuple(field.name for field in fields(Counters) if field.name != "totals")

@@ -13,7 +13,7 @@ the end of the row) sets it to 0; whoever has thought sets it anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -61,6 +61,11 @@ def mark_heed(choice: Choice, kv: KvCache) -> None:
     wants_more = request.params.logprobs is not None or choice.num_drafts
     choice.plain_until = 0 if wants_more else request.max_output_tokens - 1
     choice.heed_at = min(choice.plain_until, kv.next_full(choice) - request.num_prompt_tokens)
+
+
+def restless(running: Iterable[Choice]) -> list[Choice]:
+    """Running choices that the next plan must think about: all others decode."""
+    return [choice for choice in running if choice.num_computed >= choice.quiet_until]
 
 
 def launch(choices: list[Choice], before: DecodingRows) -> tuple[DecodingRows, list[int]]:

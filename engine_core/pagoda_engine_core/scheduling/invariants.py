@@ -22,8 +22,9 @@ def check_books(
     waiting: OrderedChoices,
     running: OrderedChoices,
     flights: Iterable[Flight],
+    counts: tuple[int, int],
 ) -> None:
-    """Raises BrokenInvariant."""
+    """`counts` are those of requests with a row, and of prompt tokens of the others. Raises BrokenInvariant."""
     for pool in (kv.pool, kv.swap_pool):
         pool.check_invariants()
     _check_references(kv, waiting, running)
@@ -34,6 +35,9 @@ def check_books(
     for choice in waiting:
         _check_swapped(choice, kv)
     _check_flights(flights, running)
+    idle = [request for request in requests if not request.num_rows]
+    expected = len(requests) - len(idle), sum(request.num_prompt_tokens for request in idle)
+    require(counts == expected, f"active requests and queued tokens are {expected}, but counted as {counts}")
 
 
 def _check_references(kv: KvCache, waiting: OrderedChoices, running: OrderedChoices) -> None:

@@ -71,6 +71,10 @@ class KvCache:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self._block_size)
 
+    def shortage(self, choice: Choice) -> int:
+        """Blocks that it lacks for all tokens known."""
+        return max(0, self.blocks_for(choice.num_tokens) - len(choice.block_ids))
+
     def capacity(self, choice: Choice) -> int:
         """Tokens that the blocks of a choice hold."""
         return len(choice.block_ids) * self._block_size
@@ -97,6 +101,10 @@ class KvCache:
             return found
         num_full = found.num_tokens // self._block_size
         return Prefix(found.block_ids[:num_full], choice.num_swapped, choice.swap_block_ids[num_full:])
+
+    def admission_cost(self, prefix: Prefix, num_tokens: int, lifetime_blocks: int) -> int:
+        """`cost` of all tokens known, and one block to go on with, unless that is all there will ever be."""
+        return self.cost(prefix, num_tokens) + (self.blocks_for(num_tokens) < lifetime_blocks)
 
     def cost(self, prefix: Prefix, num_tokens: int) -> int:
         """Blocks that leave the free list when a table starts from `prefix` and grows to hold `num_tokens`."""

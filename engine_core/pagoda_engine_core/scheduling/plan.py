@@ -6,14 +6,14 @@ prompt slows a stream by the length of a step but never skips it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from math import inf
 from typing import NamedTuple
 
 import msgspec
 
-from pagoda_engine_core.scheduling.decoding import DecodingRows, launch
-from pagoda_engine_core.scheduling.kv_cache import Growth
+from pagoda_engine_core.scheduling.decoding import DecodingRows, News, apply_tokens, launch
+from pagoda_engine_core.scheduling.kv_cache import Growth, KvCache
 from pagoda_engine_core.scheduling.request import Choice
 from pagoda_proto.decodes import changes
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -23,7 +23,6 @@ from pagoda_proto.steps import (
     Chunk,
     NewRow,
     ReplaceBlock,
-    RowError,
     RowOutput,
     StepPlan,
     StepResult,
@@ -96,10 +95,22 @@ class Flight(NamedTuple):
         """What `result` says of the rows that decode, a token each or NO_TOKEN."""
         return result.tokens or [NO_TOKEN] * len(self.rows.row_ids)
 
-    def check(self, result: StepResult, outputs: Mapping[int, RowOutput], errors: Mapping[int, RowError]) -> None:
+    def apply(self, result: StepResult, kv: KvCache, news: News) -> Iterator[tuple[Choice, Chunk, RowOutput | None]]:
+        """Take the tokens of rows that decode where that is all; everything else is handed out, in order."""
+        outputs = {output.row_id: output for output in result.outputs}
+        for choice, row_id, token in apply_tokens(self.rows, self.tokens(result), kv, news):
+            output = outputs.get(row_id) if token == NO_TOKEN else RowOutput(row_id, [token])
+            yield choice, Chunk(row_id, choice.num_tokens - 1, 1, True), output
+        for choice, chunk in self.chunks:
+            if choice.row_id == chunk.row_id:
+                yield choice, chunk, outputs.get(chunk.row_id)
+
+    def check(self, result: StepResult) -> None:
         """Raises PagodaError PROTOCOL_ERROR, before anything is changed, when `result` does not answer this plan."""
         if result.step != self.step:
             raise _protocol_error(f"result of step {self.step} expected, got {result.step}")
+        outputs = {output.row_id: output for output in result.outputs}
+        errors = {error.row_id for error in result.errors}
         if len(outputs) != len(result.outputs):
             raise _protocol_error(f"step {self.step} has two outputs for one row")
         for name, seconds in (("elapsed_s", result.elapsed_s), ("forward_s", result.forward_s)):
@@ -110,9 +121,7 @@ class Flight(NamedTuple):
             if choice.row_id == chunk.row_id and chunk.row_id not in errors:
                 _check_output(choice, chunk, outputs.get(chunk.row_id))
 
-    def _check_decodes(
-        self, result: StepResult, outputs: Mapping[int, RowOutput], errors: Mapping[int, RowError]
-    ) -> None:
+    def _check_decodes(self, result: StepResult, outputs: Mapping[int, RowOutput], errors: Set[int]) -> None:
         tokens = self.tokens(result)
         if len(tokens) != len(self.rows.row_ids):
             raise _protocol_error(f"{len(self.rows.row_ids)} rows decode in step {self.step}, got {len(tokens)} tokens")
@@ -170,6 +179,9 @@ class PlanBuilder:
     @property
     def empty(self) -> bool:
         return not (self.decodes or self._last_tokens or self._chunks)
+
+    def reserve(self, num_blocks: int) -> None:
+        self.reserved_blocks += num_blocks
 
     def start_row(self, choice: Choice, growth: Growth, swap_ins: list[tuple[int, int]]) -> None:
         """`choice` becomes a row. Its whole block table travels with it, so of its growth only copies remain to do."""

@@ -204,6 +204,18 @@ class Request:
     def suspect(self) -> bool:
         return self.deaths >= SUSPECT_DEATHS
 
+    def leave_worker(self, now: float) -> None:
+        """Its worker is lost, and with it all but its tokens."""
+        for choice in self.live_choices:
+            choice.leave_worker(ChoiceState.WAITING)
+        self.num_rows = 0
+        self.replays += self.started
+        self.ledger.enter(Cause.REPLAYING if self.resumes else Cause.QUEUED_NO_WORKER, now)
+
+    @property
+    def size(self) -> str:
+        return f"{self.num_prompt_tokens} prompt tokens and up to {self.max_output_tokens} output tokens"
+
     def number_streams(self, first: int) -> None:
         """Where the tokens of choice i go is known there by the number `first` + i."""
         for choice in self.choices:

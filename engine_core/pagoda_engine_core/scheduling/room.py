@@ -51,8 +51,7 @@ class Room:
         """What a request needs whose live choices are these."""
         choice = choices[0]
         prefix = self._kv.lookup(choice)
-        blocks = self._kv.cost(prefix, choice.num_tokens)
-        blocks += self._kv.blocks_for(choice.num_tokens) < lifetime_blocks  # one to go on with
+        blocks = self._kv.admission_cost(prefix, choice.num_tokens, lifetime_blocks)
         return Need(len(choices), choice.num_tokens - prefix.num_tokens, blocks)
 
     def lacks(self, need: Need) -> Cause | None:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.blocks import BlockPool, require
 from pagoda_engine_core.scheduling.counters import Counters, Totals
-from pagoda_engine_core.scheduling.decoding import NOBODY, News, apply_tokens, mark_heed, mark_quiet
+from pagoda_engine_core.scheduling.decoding import NOBODY, News, mark_heed, mark_quiet, restless
 from pagoda_engine_core.scheduling.invariants import check_books
 from pagoda_engine_core.scheduling.kv_cache import KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.scheduling.ledger import Cause
@@ -27,9 +26,9 @@ from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, R
 from pagoda_engine_core.scheduling.room import Need, Room
 from pagoda_engine_core.scheduling.speculation import grant_drafts, may_draft
 from pagoda_engine_core.scheduling.speed import Speed
-from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.errors import ErrorCode, PagodaError, error_code_from
 from pagoda_proto.records import Delta
-from pagoda_proto.steps import NO_TOKEN, Chunk, Hello, RowError, RowOutput, StepPlan, StepResult
+from pagoda_proto.steps import Chunk, Hello, RowError, RowOutput, StepPlan, StepResult
 
 
 class Scheduler:
@@ -41,8 +40,8 @@ class Scheduler:
         self._policy = policy
         self._row_ids = row_ids
         self._max_rows = min(config.max_rows, hello.max_rows)
-        self._pool = BlockPool(hello.num_blocks, hello.block_size, config.prefix_cache)
-        self._kv = KvCache(self._pool, hello.num_swap_blocks)
+        pool = BlockPool(hello.num_blocks, hello.block_size, config.prefix_cache)
+        self._kv = KvCache(pool, hello.num_swap_blocks)
         self._speed = Speed(min(config.max_tokens_per_step, hello.max_tokens_per_step), config.prompt_step_s)
         self._preemption = Preemption(config.preemption, hello.swap_block_s, self._speed)
         self._requests: dict[str, Request] = {}
@@ -82,19 +81,12 @@ class Scheduler:
         return len(self._in_flight)
 
     @property
-    def kv_usage(self) -> float:
-        """Share of blocks that are in use, 0..1."""
-        return self._pool.num_used / self._pool.num_blocks if self._pool.num_blocks else 0.0
-
-    @property
     def counters(self) -> Counters:
-        pool, swapped = self._pool, self._kv.swap_pool
-        sizes = (pool.num_blocks, pool.num_used, pool.num_cached, swapped.num_blocks, swapped.num_used)
-        return Counters(replace(self._totals), *sizes)
+        return Counters.of(self._totals, self._kv.pool, self._kv.swap_pool)
 
     def fits(self, request: Request) -> bool:
         """Whether one choice at its longest fits into all blocks. The last token sampled needs no KV."""
-        return self._lifetime_blocks(request) <= self._pool.num_blocks
+        return self._lifetime_blocks(request) <= self._kv.pool.num_blocks
 
     def serves(self, request: Request) -> bool:
         """Whether it could run here, now or later: it fits, and began, if it has, with this model and numerics."""
@@ -104,9 +96,9 @@ class Scheduler:
 
     def room(self) -> Room:
         """What the next step has left for requests that are not here yet."""
-        restless = self._restless()
-        num_free = self._max_rows - len(self._running) + len(restless)  # the others take a row and what is promised
-        return Room(num_free, self._budget(restless, 1), self._kv).without(restless, self._waiting)
+        awake = restless(self._running)
+        num_free = self._max_rows - len(self._running) + len(awake)  # the others take a row and what is promised
+        return Room(num_free, self._budget(awake, 1), self._kv).without(awake, self._waiting)
 
     def need(self, request: Request, room: Room) -> Need:
         """What a request would take of the next step."""
@@ -119,15 +111,12 @@ class Scheduler:
 
     def matched_tokens(self, request: Request) -> int:
         """Leading tokens of the request that this worker's prefix cache holds right now."""
-        choice = next((choice for choice in request.choices if choice.live), None)
-        return self._kv.matched_tokens(choice) if choice else 0
+        return next((self._kv.matched_tokens(choice) for choice in request.live_choices), 0)
 
     def check_invariants(self) -> None:
         """Raises BrokenInvariant when the books do not add up; for tests and idle moments."""
-        check_books(self._kv, self._requests.values(), self._waiting, self._running, self._in_flight)
-        idle = [request for request in self._requests.values() if not request.num_rows]
-        require(self._num_active == len(self._requests) - len(idle), "number of active requests is wrong")
-        require(self._queued_tokens == sum(r.num_prompt_tokens for r in idle), "number of queued tokens is wrong")
+        counts = self._num_active, self._queued_tokens
+        check_books(self._kv, self._requests.values(), self._waiting, self._running, self._in_flight, counts)
         require(len(self._running) <= self._max_rows, "more rows than allowed")
 
     # --- requests come and go ----------------------------------------------------------------------------------------
@@ -140,11 +129,8 @@ class Scheduler:
         if request.ended:
             return deltas
         if not self.fits(request):
-            message = (
-                f"{request.num_prompt_tokens} prompt tokens and up to {request.max_output_tokens} output tokens need "
-                f"{self._lifetime_blocks(request)} KV blocks; the worker has {self._pool.num_blocks}"
-            )
-            return deltas + request.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, now)
+            need = f"need {self._lifetime_blocks(request)} KV blocks; the worker has {self._kv.pool.num_blocks}"
+            return deltas + request.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{request.size} {need}", now)
         request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_BEHIND, now)
         self._requests[request.request_id] = request
         self._queued_tokens += request.num_prompt_tokens
@@ -170,14 +156,8 @@ class Scheduler:
         balanced but thrown away, so this works even when they are wrong."""
         requests = sorted(self._requests.values(), key=lambda request: request.choices[-1].order)
         for request in requests:
-            for choice in request.live_choices:
-                choice.leave_worker(ChoiceState.WAITING)
-            request.num_rows = 0
-            if request.started:
-                request.replays += 1
-            request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_NO_WORKER, now)
+            request.leave_worker(now)
         self._kv = self._kv.emptied()
-        self._pool = self._kv.pool
         self._waiting, self._running, self._decoding = OrderedChoices(), OrderedChoices(), NOBODY
         for collection in (self._requests, self._in_flight, self._dropped_rows, self._swap_outs):
             collection.clear()
@@ -186,7 +166,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> int:
         """Forget cached blocks that no row uses; how many those were."""
-        return self._pool.reset_cache()
+        return self._kv.pool.reset_cache()
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -200,9 +180,9 @@ class Scheduler:
         drafting = may_draft(self._running, self._waiting, self._config.speculation_tokens)
         if drafting and self._in_flight:
             return None
-        restless = self._restless()
-        builder = PlanBuilder(self._budget(restless, min(1, len(self._waiting))))
-        preempted = self._plan_running(builder, restless, now)
+        awake = restless(self._running)
+        builder = PlanBuilder(self._budget(awake, min(1, len(self._waiting))))
+        preempted = self._plan_running(builder, awake, now)
         self._plan_waiting(builder, preempted, now)
         if drafting and not preempted:
             grant_drafts(builder, self._kv, self._config.speculation_tokens)
@@ -222,41 +202,31 @@ class Scheduler:
         """
         if not self._in_flight:
             raise PagodaError(ErrorCode.PROTOCOL_ERROR, f"no step is in flight, got the result of {result.step}")
-        outputs = {output.row_id: output for output in result.outputs}
-        errors = {error.row_id: error for error in result.errors}
-        self._in_flight[0].check(result, outputs, errors)
-        if errors:
-            news.deltas += self._apply_errors(errors, now)
+        self._in_flight[0].check(result)
+        if result.errors:
+            news.deltas += self._apply_errors({error.row_id: error for error in result.errors}, now)
         flight = self._in_flight.popleft()
         self._speed.observe(flight.num_tokens, flight.num_rows, result.forward_s)
-        for choice, row_id, token in apply_tokens(flight.rows, flight.tokens(result), self._kv, news):
-            output = outputs.get(row_id) if token == NO_TOKEN else RowOutput(row_id, [token])
-            self._apply_row(choice, Chunk(row_id, choice.num_tokens - 1, 1, True), output, now, news)
+        for choice, chunk, output in flight.apply(result, self._kv, news):
+            self._apply_row(choice, chunk, output, now, news)
         self._totals.output_tokens += len(news.tokens)
-        for choice, chunk in flight.chunks:
-            if choice.row_id == chunk.row_id:
-                self._apply_row(choice, chunk, outputs.get(chunk.row_id), now, news)
 
-    def _restless(self) -> list[Choice]:
-        """Running choices that the next plan must think about: all others decode."""
-        return [choice for choice in self._running if choice.num_computed >= choice.quiet_until]
-
-    def _budget(self, restless: Collection[Choice], num_beginning: int) -> Budget:
-        distances = [choice.distance for choice in restless]
-        decodes = len(self._running) - len(restless) + distances.count(1)
+    def _budget(self, awake: Collection[Choice], num_beginning: int) -> Budget:
+        distances = [choice.distance for choice in awake]
+        decodes = len(self._running) - len(awake) + distances.count(1)
         prompts = num_beginning + sum(distance > 1 for distance in distances)
         tokens = self._speed.step_tokens(decodes)
         return Budget(tokens, self._speed.chunk_tokens(self._config.chunk_size, tokens, decodes, prompts), decodes)
 
     # --- how rows are planned ----------------------------------------------------------------------------------------
 
-    def _plan_running(self, builder: PlanBuilder, restless: Sequence[Choice], now: float) -> bool:
+    def _plan_running(self, builder: PlanBuilder, awake: Sequence[Choice], now: float) -> bool:
         """Let rows catch up, in order; whether any was preempted. Victims are never rows that this step has planned.
 
-        Whoever is not restless need not ask for the token that is promised to it, unless there are too few.
+        Whoever is not awake need not ask for the token that is promised to it, unless there are too few.
         """
         num_preempted = self._totals.preemptions
-        for choice in restless if builder.budget.keeps_promises else list(self._running):
+        for choice in awake if builder.budget.keeps_promises else list(self._running):
             distance = choice.distance
             if choice.row_id == NO_ROW or not distance:
                 continue  # preempted meanwhile, or nothing is left to plan
@@ -279,13 +249,13 @@ class Scheduler:
             if not self._hold(choice, num_tokens, builder, now):
                 return
             builder.compute(choice, num_tokens)
-        self._reserve(choice, builder)
+        builder.reserve(self._kv.shortage(choice))
 
     def _hold(self, choice: Choice, num_tokens: int, builder: PlanBuilder, now: float) -> bool:
         """Find blocks for its next tokens; False if it was the one to give up its own."""
         target = choice.num_computed + num_tokens
         if self._kv.missing(choice, target):
-            while self._kv.missing(choice, target) > self._pool.num_free:
+            while self._kv.missing(choice, target) > self._kv.pool.num_free:
                 victim = self._policy.victim(self._running.since(choice))
                 self._preempt(victim, now)
                 if victim is choice:
@@ -317,10 +287,8 @@ class Scheduler:
         if not builder.budget.left:
             return Cause.QUEUED_BUDGET
         prefix = self._kv.lookup(choice)
-        cost = self._kv.cost(prefix, choice.num_tokens)
-        if self._kv.blocks_for(choice.num_tokens) < self._lifetime_blocks(choice.request):
-            cost += 1
-        if cost > self._pool.num_free - builder.reserved_blocks:
+        cost = self._kv.admission_cost(prefix, choice.num_tokens, self._lifetime_blocks(choice.request))
+        if cost > self._kv.pool.num_free - builder.reserved_blocks:
             return Cause.QUEUED_BLOCKS
         self._admit(choice, prefix, builder, now)
         return None
@@ -347,10 +315,7 @@ class Scheduler:
         self._totals.swapped_in_blocks += len(swap_ins)
         builder.start_row(choice, growth, swap_ins)
         builder.compute(choice, num_tokens)
-        self._reserve(choice, builder)
-
-    def _reserve(self, choice: Choice, builder: PlanBuilder) -> None:
-        builder.reserved_blocks += max(0, self._kv.blocks_for(choice.num_tokens) - len(choice.block_ids))
+        builder.reserve(self._kv.shortage(choice))
 
     def _preempt(self, choice: Choice, now: float) -> None:
         """Go on later, in the policy's order: from what is swapped out now, or by computing again."""
@@ -365,10 +330,10 @@ class Scheduler:
 
     def _apply_errors(self, errors: dict[int, RowError], now: float) -> list[Delta]:
         deltas: list[Delta] = []
-        failed = [(choice.request, errors[choice.row_id]) for choice in self._running if choice.row_id in errors]
-        for request, error in failed:
-            code = ErrorCode(error.code) if error.code in ErrorCode.__members__.values() else ErrorCode.INTERNAL
-            deltas += self.fail(request.request_id, code, error.message, now)
+        for choice in [choice for choice in self._running if choice.row_id in errors]:
+            error = errors[choice.row_id]
+            code = error_code_from(error.code) or ErrorCode.INTERNAL
+            deltas += self.fail(choice.request.request_id, code, error.message, now)
         self._dropped_rows = [row_id for row_id in self._dropped_rows if row_id not in errors]
         return deltas
 

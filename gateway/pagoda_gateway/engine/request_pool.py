@@ -25,9 +25,9 @@ from pagoda_gateway.engine.pooled_generation import PooledGeneration
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.waits import Waits
 from pagoda_gateway.metrics import GatewayMetrics
-from pagoda_proto.convert import delta_from_pb, error_code_from, record_to_pb, resume_to_pb
+from pagoda_proto.convert import delta_from_pb, record_to_pb, resume_to_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
-from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.errors import ErrorCode, PagodaError, error_code_from
 from pagoda_proto.records import Delta, RequestRecord
 from pagoda_proto.times import LivedClock
 

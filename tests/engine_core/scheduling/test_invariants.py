@@ -25,7 +25,7 @@ def _set(target: str, name: str, value: object) -> Falsify:
 
 
 def _repeat_a_block(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
-    scheduler._pool.share(running.block_ids[:1])
+    scheduler._kv.pool.share(running.block_ids[:1])
     running.block_ids.append(running.block_ids[0])
 
 

@@ -123,12 +123,12 @@ def test_matched_tokens_of_a_finished_request_is_none() -> None:
     assert harness.scheduler.matched_tokens(request) == 0
 
 
-def test_kv_usage() -> None:
+def test_blocks_in_use_are_counted() -> None:
     harness = Harness(num_blocks=8)
     harness.add(make_record(PROMPT))
-    assert harness.scheduler.kv_usage == 0
+    assert harness.scheduler.counters.blocks_used == 0
     harness.step()
-    assert harness.scheduler.kv_usage == 3 / 8
+    assert harness.scheduler.counters.blocks_used == 3
 
 
 def test_a_running_row_about_to_write_a_shared_block_is_given_a_copy() -> None:
@@ -137,12 +137,12 @@ def test_a_running_row_about_to_write_a_shared_block_is_given_a_copy() -> None:
     request = harness.add(make_record(PROMPT, max_tokens=3))
     harness.step()
     table = request.choices[0].block_ids
-    harness.scheduler._pool.share(table[2:])
+    harness.scheduler._kv.pool.share(table[2:])
     shared = table[2]
     plan = harness.step()
     assert plan.block_copies == [(shared, table[2])]
     assert plan.replace_blocks == [ReplaceBlock(0, 2, table[2])]
-    harness.scheduler._pool.free([shared])
+    harness.scheduler._kv.pool.free([shared])
     harness.drain()
     harness.check_all()
 

@@ -27,7 +27,12 @@ def test_every_code_has_status_type_and_retry_advice(code: ErrorCode) -> None:
 
 
 ANTHROPIC: dict[str, Any] = {"state": {"error_shape": ANTHROPIC_ERRORS, "request_id": "r"}}
-ANTHROPIC_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 529: "overloaded_error"}
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    529: "overloaded_error",
+}
 
 
 @pytest.mark.parametrize("code", list(ErrorCode))
