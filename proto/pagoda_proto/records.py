@@ -14,7 +14,7 @@ from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import TopLogprobs
 
-SESSION_PROTOCOL = 3
+SESSION_PROTOCOL = 4
 """Version of the contract between gateway and engine core (engine.proto): raised with every change that breaks it.
 Another arm of `task` and `result` breaks nothing."""
 SESSION_PROTOCOL_KEY = "pagoda-protocol"

@@ -28,7 +28,7 @@ import msgspec
 
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP, SamplingParams
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
