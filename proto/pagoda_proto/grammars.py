@@ -37,11 +37,17 @@ LIMITS: Limits = {
 MAX_REGEX_CHARS = 4096
 MAX_CHOICES = 1024
 
+WHITE_SPACE = r" |\r?\n[ \t]{0,64}"
 _TO_ESCAPE = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 def json_schema(schema: dict[str, Any]) -> str:
-    """JSON that the schema admits; its properties stand in the order of the schema's."""
+    """JSON that the schema admits; its properties stand in the order of the schema's.
+
+    Between its parts there is a space, or a line break and what indents the next line, or nothing: a model that is free
+    to write white space may never stop. A schema with llguidance's `x-guidance` says for itself.
+    """
+    schema = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | schema
     return json.dumps({"grammars": [{"json_schema": schema}]}, separators=(",", ":"), ensure_ascii=False)
 
 
