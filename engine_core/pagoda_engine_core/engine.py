@@ -25,7 +25,7 @@ from pagoda_engine_core.dispatch.answers import Answers, NoObserver, Observer, S
 from pagoda_engine_core.dispatch.inbox import Inbox, stopped
 from pagoda_engine_core.dispatch.router import Router
 from pagoda_engine_core.dispatch.worker import Worker
-from pagoda_engine_core.grammars.checker import GrammarChecker, Verdict
+from pagoda_engine_core.grammars.checker import Checker, GrammarChecker, Verdict
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.views import Stats, WorkerView
@@ -55,8 +55,9 @@ AUDIT_INTERVAL_S = 5.0
 class EngineCore:
     """What is accepted here gets exactly one ending here, whatever happens to workers and requests.
 
-    `executor` is owned and closed by `close`; `clock` gives monotonic seconds. Either one thread is in `run`, or the
-    caller's own thread calls `step`; `submit`, `abort`, `abandon`, `hand_back`, `call`, `load` and `alive` are for any.
+    `executor` and `checker` are owned and closed by `close`; `clock` gives monotonic seconds. Either one thread is in
+    `run`, or the caller's own thread calls `step`; `submit`, `abort`, `abandon`, `hand_back`, `call`, `load` and
+    `alive` are for any.
     """
 
     def __init__(
@@ -67,13 +68,14 @@ class EngineCore:
         *,
         engine_id: str = "",
         observer: Observer | None = None,
+        checker: Checker | None = None,
     ) -> None:
         self._config = config
         self._executor = executor
         self._clock = clock
         self._observer = observer or NoObserver()
         self._router = Router(config)
-        self._checker = GrammarChecker()
+        self._checker = checker or GrammarChecker()
         self._admission = Admission(config, lambda grammar: self._checker.check(grammar, self._grammar_checked))
         self._answers = Answers(self._observer)
         self._inbox = Inbox(executor.wake)

@@ -29,7 +29,7 @@ LIMITS: Limits = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,  # of one mask: about 14 ms
     "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
+    "max_items_in_row": 500,  # what an ambiguous grammar costs grows with its square
     "max_lexer_states": 50_000,  # 1 to 2 kB each
     "max_grammar_size": 250_000,
     "verbose_errors": False,  # they would show what the client wrote
@@ -63,7 +63,9 @@ def regex(pattern: str) -> str:
 
 def choice(texts: Sequence[str]) -> str:
     """One of these texts."""
-    return lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+    return lark(
+        "start: " + " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts)
+    )
 
 
 def lark(grammar: str) -> str:

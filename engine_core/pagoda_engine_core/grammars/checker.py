@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from pagoda_engine_core.grammars.program import LENGTH, MEMORY_BYTES, READY, frame
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -36,6 +36,14 @@ class Verdict(NamedTuple):
 Told = Callable[[str, Verdict], object]
 
 
+class Checker(Protocol):
+    def check(self, grammar: str, told: Told) -> None:
+        """Have `told` called, by any thread. Raises PagodaError when it cannot take another one."""
+
+    def close(self) -> None:
+        """Nobody is told anything any more."""
+
+
 class GrammarChecker:
     """`check` is for one thread, `told` is called by another one. The process is started with the first grammar."""
 
@@ -47,7 +55,7 @@ class GrammarChecker:
         self._closed = False
 
     def check(self, grammar: str, told: Told) -> None:
-        """Have `told` called with what came of it. Raises PagodaError OVERLOADED when too many wait already."""
+        """See `Checker`; raises PagodaError OVERLOADED when too many wait already."""
         if self._waiting.qsize() >= MAX_WAITING:
             raise PagodaError(ErrorCode.OVERLOADED, f"{MAX_WAITING} grammars wait to be checked", "grammar")
         self._waiting.put((grammar, told))
@@ -56,7 +64,7 @@ class GrammarChecker:
             self._thread.start()
 
     def close(self) -> None:
-        """Nobody is told anything any more, and the process ends."""
+        """See `Checker`; the process ends."""
         self._closed = True
         self._waiting.put(None)
         process = self._process
@@ -76,8 +84,10 @@ class GrammarChecker:
 
     def _judge(self, grammar: str) -> Verdict:
         try:
-            if self._process is None or not self._process.alive:
-                self._process = _Process(self._command)
+            if self._process is not None and not self._process.alive:
+                self._process.end()
+                self._process = None
+            self._process = self._process or _Process(self._command)
         except OSError as error:
             log.error("the process that checks grammars does not start: %s", error)
             return Verdict(PagodaError(ErrorCode.UNAVAILABLE, "grammars cannot be checked at the moment"), final=False)
@@ -92,22 +102,17 @@ class _Process:
     """One life of the process. Raises OSError when it cannot be talked to."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._popen = subprocess.Popen(
-                command,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self._socket = ours
-        try:
+        self._socket, theirs = socket.socketpair()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._socket.close)
+            with theirs:
+                self._popen = subprocess.Popen(
+                    command, stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL, process_group=0
+                )
+            undo.callback(self.end)
             if self._receive(START_S) != READY:
                 raise OSError("it says something else")
-        except OSError:
-            self.end()
-            raise
+            undo.pop_all()
 
     @property
     def alive(self) -> bool:
@@ -123,11 +128,13 @@ class _Process:
     def end(self) -> str:
         """End it, if it has not; how it ended."""
         self._socket.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(1.0)
-        self._popen.kill()
-        code = self._popen.wait()
-        if code in (-signal.SIGALRM, -signal.SIGKILL):
+        try:
+            code = self._popen.wait(1.0)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+            code = -signal.SIGALRM  # which it was in no state to take
+        if code == -signal.SIGALRM:
             return f"it takes longer than {GRAMMAR_CHECK_S:g} s to compile"
         return f"it needs more than {MEMORY_BYTES >> 20} MB to be compiled, or breaks the compiler"
 

@@ -12,6 +12,7 @@ import struct
 import sys
 from typing import BinaryIO
 
+from pagoda_engine_core.grammars.pointing import located
 from pagoda_proto.grammars import LIMITS
 from pagoda_proto.times import GRAMMAR_CHECK_S
 
@@ -19,6 +20,7 @@ MEMORY_BYTES = 512 * 2**20  # of address space
 MAX_TOLD_CHARS = 400
 LENGTH = struct.Struct("<I")
 READY = b"ready"
+ELIDED = "<non-verbose/>"  # what stands for what was written, without verbose_errors
 
 
 def frame(text: bytes) -> bytes:
@@ -53,9 +55,9 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
         signal.setitimer(
             signal.ITIMER_REAL, GRAMMAR_CHECK_S
         )  # unhandled, its signal ends the process, whatever it does
-        problem = problem_of(grammar)
+        problem = located(problem_of(grammar), grammar)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(frame(problem.strip()[:MAX_TOLD_CHARS].encode()))
+        answers.write(frame(problem.replace(ELIDED, "").strip()[:MAX_TOLD_CHARS].encode()))
         answers.flush()
 
 

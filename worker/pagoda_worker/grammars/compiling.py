@@ -100,7 +100,10 @@ def _model_ends(model_dir: Path) -> list[int] | None:
     """What the checkpoint says ends a sequence; None leaves it to llguidance, which knows some names."""
     for name in ("generation_config.json", "config.json"):
         path = model_dir / name
-        said: Any = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
+        fields: Any = json.loads(path.read_bytes()) if path.is_file() else {}
+        if not isinstance(fields, dict):
+            raise ValueError(f"{name} is no object")
+        said = fields.get("eos_token_id")
         ends = [one for one in (said if isinstance(said, list) else [said]) if isinstance(one, int)]
         if ends:
             return ends
