@@ -20,6 +20,7 @@ PATHS = {
 }
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "null"}}}
 NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+NAMELESS = {"type": "json_schema", "json_schema": {"name": "x"}}
 
 
 async def post(gateway: Gateway, path: str, **fields: Any) -> Any:
@@ -66,8 +67,7 @@ async def test_a_form_becomes_the_grammar_of_the_record(
     [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required"),
         ({"response_format": {"type": "structural_tag"}}, "response_format", "structural_tag"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema.schema",
-         "is required"),
+        ({"response_format": NAMELESS}, "response_format.json_schema.schema", "is required"),
         ({"response_format": {"type": "json_object", "more": 1}}, "response_format.more", "is not a known field"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "is not supported"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json", "the schema must be a JSON object"),
@@ -82,7 +82,7 @@ async def test_a_form_becomes_the_grammar_of_the_record(
         ({"guided_grammar": 'root ::= "a"'}, "guided_grammar", "Lark"),
         ({"guided_json": {"enum": ["x" * MAX_GRAMMAR_CHARS]}}, "guided_json", "at most 131072 characters"),
         ({"response_format": NAMED, "guided_regex": "a"}, None, "only one of response_format, guided_regex"),
-        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "structured_outputs.regex, structured_outputs.ch"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "structured_outputs.regex, structured_"),
         ({"guided_json": {}, "guided_grammar": "x"}, None, "guided_json, guided_grammar"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "end of sequence"),
         ({"guided_decoding_backend": "x"}, "guided_decoding_backend", "is not a known field"),
