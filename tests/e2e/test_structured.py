@@ -15,7 +15,7 @@ from tests.e2e.test_recovery import run_all
 pytestmark = pytest.mark.e2e
 MODEL = "demo"
 SCHEMA = {
-    "type": "array", "minItems": 12, "maxItems": 14,
+    "type": "array", "minItems": 6, "maxItems": 7,
     "items": {
         "type": "object", "additionalProperties": False, "required": ["id", "tag"],
         "properties": {
