@@ -20,11 +20,12 @@ import msgspec
 
 from pagoda_engine_core import views
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.dispatch.admission import Admission
+from pagoda_engine_core.dispatch.admission import Admission, HeldSubmission
 from pagoda_engine_core.dispatch.answers import Answers, NoObserver, Observer, Sink, Submission
 from pagoda_engine_core.dispatch.inbox import Inbox, stopped
 from pagoda_engine_core.dispatch.router import Router
 from pagoda_engine_core.dispatch.worker import Worker
+from pagoda_engine_core.grammars.checker import Checker, GrammarChecker, Verdict
 from pagoda_engine_core.scheduling.decoding import News
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.room import Room
@@ -55,8 +56,9 @@ AUDIT_INTERVAL_S = 5.0
 class EngineCore:
     """What is accepted here gets exactly one ending here, whatever happens to workers and requests.
 
-    `executor` is owned and closed by `close`; `clock` gives monotonic seconds. Either one thread is in `run`, or the
-    caller's own thread calls `step`; `submit`, `abort`, `abandon`, `hand_back`, `call`, `load` and `alive` are for any.
+    `executor` and `checker` are owned and closed by `close`; `clock` gives monotonic seconds. Either one thread is in
+    `run`, or the caller's own thread calls `step`; `submit`, `abort`, `abandon`, `hand_back`, `call`, `load` and
+    `alive` are for any.
     """
 
     def __init__(
@@ -67,13 +69,15 @@ class EngineCore:
         *,
         engine_id: str = "",
         observer: Observer | None = None,
+        checker: Checker | None = None,
     ) -> None:
         self._config = config
         self._executor = executor
         self._clock = clock
         self._observer = observer or NoObserver()
         self._router = Router(config)
-        self._admission = Admission(config)
+        self._checker = checker or GrammarChecker()
+        self._admission = Admission(config, lambda grammar: self._checker.check(grammar, self._grammar_checked))
         self._answers = Answers(self._observer)
         self._inbox = Inbox(executor.wake)
         self._totals: Counter[str] = Counter()
@@ -179,6 +183,7 @@ class EngineCore:
             self._inbox.drain(self._clock())
             self._hand_back("the engine core has stopped")
             self._executor.close()
+            self._checker.close()
 
     @property
     def idle(self) -> bool:
@@ -265,10 +270,7 @@ class EngineCore:
     def _join(self, event: WorkerJoined, now: float) -> None:
         self._router.join(event.epoch, event.hello)
         if self._admission.limits is None:
-            for held in self._admission.open(event.hello):
-                self._admit(held.submission, now)
-                if held.aborted:
-                    self._abort(held.submission.request_id, tuple(held.aborted), held.submission.sink, now)
+            self._admit_held(self._admission.open(event.hello), now)
 
     def _leave(self, left: WorkerLeft, now: float) -> None:
         worker = self._router.workers.get(left.epoch)
@@ -343,6 +345,24 @@ class EngineCore:
             deltas = _fail_internal(request, now)
         self._answers.emit(deltas, now)
 
+    def _admit_held(self, several: list[HeldSubmission], now: float) -> None:
+        for held in several:
+            self._admit(held.submission, now)
+            if held.aborted:
+                self._abort(held.submission.request_id, tuple(held.aborted), held.submission.sink, now)
+
+    def _grammar_checked(self, grammar: str, verdict: Verdict) -> None:
+        """Called by the checker's thread."""
+        self._inbox.post(partial(self._take_verdict, grammar, verdict))
+
+    def _take_verdict(self, grammar: str, verdict: Verdict, now: float) -> None:
+        waited = self._admission.judged(grammar, verdict)
+        if verdict.error is None:
+            self._admit_held(waited, now)
+        else:
+            for held in waited:
+                self._reject(held.submission, verdict.error)
+
     def _reject(self, submission: Submission, error: PagodaError) -> None:
         retry_after_s, router = 0.0, self._router
         if error.code is ErrorCode.OVERLOADED:
@@ -352,7 +372,7 @@ class EngineCore:
     def _abort(self, request_id: str, choices: tuple[int, ...], sink: Sink | None, now: float) -> None:
         withdrawn = self._admission.withdraw(request_id, choices, sink)
         if withdrawn is not None:
-            self._answers.reject(withdrawn, PagodaError(ErrorCode.CANCELLED, "aborted before a worker was there"))
+            self._answers.reject(withdrawn, PagodaError(ErrorCode.CANCELLED, "aborted before it was admitted"))
         running = self._answers.get(request_id)
         if running is not None and (sink is None or running.sink is sink):
             self._answers.emit(self._end(request_id, choices, now), now)

@@ -61,7 +61,7 @@ def params_from_pb(message: pb.SamplingParams) -> SamplingParams:
             fields[name] = tuple(tuple(word.token_ids) for word in value)
         elif name == "logit_bias":
             fields[name] = dict(value)
-        elif not isinstance(value, int | float):
+        elif not isinstance(value, int | float | str):
             fields[name] = tuple(value)
     return SamplingParams(**fields)
 

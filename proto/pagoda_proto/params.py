@@ -25,6 +25,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024
 MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_GRAMMAR_CHARS = 128 * 1024  # every row of a request carries its own to the worker
 MAX_SEED = 2**64 - 1
 MIN_SEED = -(2**63)
 MAX_TOKENS_CEILING = 2**31 - 1
@@ -93,6 +94,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         int | None, Parameter("report the sampled token's and so many most likely ones' logprobs", 0, MAX_LOGPROBS)
     ] = None
     prompt_logprobs: Annotated[int | None, Parameter("the same for the prompt's own tokens", 0, MAX_LOGPROBS)] = None
+    grammar: Annotated[
+        str,
+        Parameter("what the output must look like, as llguidance reads it; see pagoda_proto.grammars"),
+    ] = ""
     include_stop_str_in_output: Annotated[bool, Parameter("keep the stop string that ended the text")] = False
     skip_special_tokens: Annotated[bool, Parameter("leave special tokens out of the text")] = True
 
@@ -148,6 +153,10 @@ def _own_problems(p: SamplingParams) -> Iterator[Problem]:
             yield Problem(name, f"must be {parameter.rule}, got {value}")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         yield Problem("min_tokens", f"must not exceed max_tokens ({p.max_tokens}), got {p.min_tokens}")
+    if len(p.grammar) > MAX_GRAMMAR_CHARS:
+        yield Problem("grammar", f"at most {MAX_GRAMMAR_CHARS} characters are allowed, got {len(p.grammar)}")
+    if p.grammar and p.ignore_eos:
+        yield Problem("ignore_eos", "cannot go with a grammar, whose end is an end of sequence")
     yield from _list_problems(p)
 
 

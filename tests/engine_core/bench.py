@@ -9,16 +9,17 @@ from tests.fakes import ManualClock
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
+from pagoda_engine_core.grammars.checker import Checker
 from pagoda_proto.records import Begun, PriorOutput, RequestRecord, Resume
 
 
 class Bench:
     """An engine core on a scripted executor and a clock of its own; `settle` runs it until nothing moves."""
 
-    def __init__(self, **config: object) -> None:
+    def __init__(self, checker: Checker | None = None, **config: object) -> None:
         self.clock = ManualClock(1000.0)
         self.executor = ScriptedExecutor()
-        self.engine = EngineCore(EngineConfig(**config), self.executor, self.clock)
+        self.engine = EngineCore(EngineConfig(**config), self.executor, self.clock, checker=checker)
         self.sink = RecordingSink()
 
     def submit(

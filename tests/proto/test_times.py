@@ -42,6 +42,10 @@ def test_streams_outwait_a_worker_that_is_found_silent_replaced_and_started() ->
     assert times.WORKER_SILENT_S + times.RESTART_MOST_S + times.START_S < times.NO_WORKER_WAIT_S
 
 
+def test_a_process_ends_over_a_grammar_before_it_is_given_up() -> None:
+    assert times.GRAMMAR_CHECK_S + times.STALL_S < times.GRAMMAR_SILENT_S < times.SUBMIT_WAIT_S
+
+
 def test_a_watcher_that_was_held_up_says_for_how_long() -> None:
     guard = StallGuard(due_s=0.5, now=10.0)
     assert guard.tick(10.5) == 0.0

@@ -23,8 +23,12 @@ YAML_LOADS = {"yaml.load", "yaml.load_all"}
 # What makes code out of text.
 CODE_MAKERS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "code.interact"}
 STARTS_PROCESSES = {"subprocess", "multiprocessing", "pty"}
-# The tiers see requests; only composition and the building of kernels start processes.
-MAY_START_PROCESSES = ("services/pagoda/", "worker/pagoda_worker/kernels/cpu/build.py")
+# The tiers see requests; only composition, the building of kernels and the checking of grammars start processes.
+MAY_START_PROCESSES = (
+    "services/pagoda/",
+    "worker/pagoda_worker/kernels/cpu/build.py",
+    "engine_core/pagoda_engine_core/grammars/checker.py",
+)
 REMOTE_CODE = "trust_remote_code"
 
 

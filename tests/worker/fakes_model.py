@@ -16,6 +16,7 @@ from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, StepPlan, StepResult
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator
+from pagoda_worker.grammars.compiling import NO_GRAMMARS, Grammars
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling import logprobs, sampler
@@ -104,6 +105,7 @@ class FakeLoaded:
     max_model_len: int = MAX_MODEL_LEN
     fingerprint: str = "fake"
     numerics_id: str = "fake-numerics"
+    grammars: Grammars = NO_GRAMMARS
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> tuple[torch.Tensor]:
         return (torch.full((num_blocks, block_size), -1, dtype=torch.int64),)

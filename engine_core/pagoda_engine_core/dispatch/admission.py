@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.answers import Sink, Submission
+from pagoda_engine_core.grammars.checker import Verdict
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.workers.pace import Throughput
 from pagoda_proto.channel import MAX_ID_BYTES
@@ -23,11 +26,16 @@ FIRST_EXPECTED_OUTPUT = 128
 """Tokens that a request is taken to yield until one has ended."""
 LEAST_WEIGHT = 0.05
 """Of the newest of many endings in their average."""
+MAX_VERDICTS = 4096
+"""On grammars, kept for when they are asked for again."""
 
 
 @dataclass(slots=True, eq=False)
 class HeldSubmission:
-    """A submission that waits for the model's limits; `since` is what its patience counts from."""
+    """A submission that waits for the model's limits, or until its grammar is checked.
+
+    `since` is what its patience counts from.
+    """
 
     submission: Submission
     since: float
@@ -37,12 +45,24 @@ class HeldSubmission:
     def num_tokens(self) -> int:
         return len(self.submission.record.prompt_token_ids)
 
+    @property
+    def grammar(self) -> str:
+        return self.submission.record.task.params.grammar
+
 
 class Admission:
-    """Lets submissions in. Until a first worker has told the model's limits they are held, neither in nor refused."""
+    """Lets submissions in. Until a first worker has told the model's limits, and until its grammar is checked, one is
+    held, neither in nor refused.
 
-    def __init__(self, config: EngineConfig) -> None:
+    `check` has a grammar checked, whose verdict is then to be brought to `judged`. Grammars of requests that have begun
+    were checked when those began: only then does a clock decide, and what has begun is never refused.
+    """
+
+    def __init__(self, config: EngineConfig, check: Callable[[str], object]) -> None:
         self._config = config
+        self._check = check
+        self._checking: set[str] = set()
+        self._verdicts: OrderedDict[bytes, PagodaError | None] = OrderedDict()
         self._held: dict[str, HeldSubmission] = {}
         self._num_held_tokens = 0
         self._throughput = Throughput()
@@ -73,12 +93,26 @@ class Admission:
         if known is None and not submission.resume.has_tokens:
             self._check_bounds(submission, num_waiting + len(self._held), num_tokens)
         if self.limits is None:
-            self._drop(submission.request_id)
-            held = self._held[submission.request_id] = HeldSubmission(submission, now)
-            self._num_held_tokens += held.num_tokens
+            self._hold(submission, now)
             return None
         self._check_model(submission)
-        return _request(submission, self.limits)
+        request = _request(submission, self.limits)
+        if self._may_compile(submission):
+            return request
+        self._hold(submission, now)
+        return None
+
+    def judged(self, grammar: str, verdict: Verdict) -> list[HeldSubmission]:
+        """The submissions that were held for this verdict."""
+        self._checking.discard(grammar)
+        if verdict.final:
+            self._verdicts[_digest(grammar)] = verdict.error
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        waited = [held for held in self._held.values() if held.grammar == grammar]
+        for held in waited:
+            self._drop(held.submission.request_id)
+        return waited
 
     def open(self, hello: Hello) -> list[HeldSubmission]:
         """The model is known; the submissions that were held, to be admitted now."""
@@ -125,7 +159,8 @@ class Admission:
             if now - held.since >= timeout_s:
                 self._drop(submission.request_id)
                 code = ErrorCode.STREAM_INTERRUPTED if begun else ErrorCode.UNAVAILABLE
-                late.append((submission, PagodaError(code, f"no worker came within {timeout_s:g} s")))
+                what = "no worker came" if self.limits is None else "the grammar was not checked"
+                late.append((submission, PagodaError(code, f"{what} within {timeout_s:g} s")))
         return late
 
     @property
@@ -155,6 +190,23 @@ class Admission:
         num_outputs = self._expected_output * (num_waiting + self.num_held + num_running / 2)
         return min(MAX_RETRY_AFTER_S, max(1.0, (num_prompt_tokens + self._num_held_tokens + num_outputs) / rate))
 
+    def _may_compile(self, submission: Submission) -> bool:
+        """False if its grammar is being checked. Raises PagodaError when it was refused, or too many wait."""
+        grammar = submission.record.task.params.grammar
+        if not grammar or submission.resume.has_tokens:
+            return True
+        name = _digest(grammar)
+        if name not in self._verdicts:
+            if grammar not in self._checking:
+                self._check(grammar)
+                self._checking.add(grammar)
+            return False
+        self._verdicts.move_to_end(name)
+        error = self._verdicts[name]
+        if error is not None:
+            raise error
+        return True
+
     def _check_model(self, submission: Submission) -> None:
         begun = submission.resume.begun
         if begun is not None and begun.model_fingerprint != self.model_fingerprint:
@@ -168,6 +220,11 @@ class Admission:
         if num_tokens > self._config.max_queued_tokens:
             raise PagodaError(ErrorCode.OVERLOADED, f"{num_tokens} prompt tokens would be waiting")
 
+    def _hold(self, submission: Submission, now: float) -> None:
+        self._drop(submission.request_id)
+        held = self._held[submission.request_id] = HeldSubmission(submission, now)
+        self._num_held_tokens += held.num_tokens
+
     def _drop(self, request_id: str) -> None:
         held = self._held.pop(request_id, None)
         if held is not None:
@@ -177,6 +234,10 @@ class Admission:
         held, self._held = self._held, {}
         self._num_held_tokens = 0
         return list(held.values())
+
+
+def _digest(grammar: str) -> bytes:
+    return hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
 
 
 def _request(submission: Submission, limits: ModelLimits) -> Request:
@@ -220,6 +281,8 @@ def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
     seed, asked = record.task.seed, record.task.params.seed
     if not 0 <= seed <= MAX_SEED:
         yield Problem("seed", f"must be between 0 and {MAX_SEED}, got {seed}")
+    if record.task.params.grammar and not record.task.eos_token_ids:
+        yield Problem("eos_token_ids", "a grammar's end is an end of sequence, and there is none")
     if asked is not None and asked != seed:
         yield Problem("seed", f"the seed in force ({seed}) is not the one asked for ({asked})")
     if not MIN_PRIORITY <= record.priority <= MAX_PRIORITY:

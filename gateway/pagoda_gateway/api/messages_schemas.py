@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
-from pagoda_gateway.api.schemas import Body, Label, Text, kind_of_content, no_promise
+from pagoda_gateway.api.body import Body, Text
+from pagoda_gateway.api.schemas import Label, kind_of_content, no_promise
 
 
 def _of_type(*known: str) -> Callable[[Any], Any]:

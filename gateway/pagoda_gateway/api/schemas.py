@@ -8,29 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, create_model, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
 
+from pagoda_gateway.api.body import Body, Text
+from pagoda_gateway.api.forms import Formed
 from pagoda_gateway.api.json_body import MAX_VALUES
 from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS, PARAMETERS, PLAIN, SamplingParams
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
-Text = str  # bounded by the body, and by the model's context
 Label = Annotated[str, Field(max_length=512)]  # informational: names, ids of the client's own
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ids, the first one is enough
 MetadataKey = Annotated[str, Field(max_length=64)]
 Salt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-class Body(BaseModel):
-    """`max_values` bounds arrays and objects together, before anything of a body is parsed."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    max_values: ClassVar[int] = 2**17
 
 
 def no_promise(why: str, refused: bool = True) -> Callable[[Any], Any]:
@@ -130,10 +124,6 @@ class StreamOptions(Body):
         return self
 
 
-class TextFormat(Body):
-    type: Literal["text"]
-
-
 def _keyed_by_token_id(value: Any) -> Any:
     """OpenAI's keys are token ids written as strings."""
     if isinstance(value, dict):
@@ -152,10 +142,10 @@ def _plain(name: str) -> Any:
 
 if TYPE_CHECKING:
 
-    class PlainParameters(Body):
+    class PlainParameters(Formed):
         n: int | None
 else:
-    PlainParameters = create_model("PlainParameters", __base__=Body, **{name: _plain(name) for name in PLAIN})
+    PlainParameters = create_model("PlainParameters", __base__=Formed, **{name: _plain(name) for name in PLAIN})
 
 
 class Sampling(PlainParameters):
@@ -199,7 +189,6 @@ class ChatRequest(Sampling):
     parallel_tool_calls: Annotated[
         Literal[True] | None, BeforeValidator(no_promise("a model may make several calls in one turn", refused=False))
     ] = None
-    response_format: TextFormat | None = None
     metadata: Annotated[dict[MetadataKey, Label], Field(max_length=16)] | None = Field(
         None, description="informational"
     )
@@ -234,6 +223,8 @@ class ChatRequest(Sampling):
             raise ValueError("top_logprobs needs logprobs: true")
         if self.tool_choice == "auto" and not self.tools:
             raise ValueError("tool_choice needs tools")
+        if self.form is not None and self.tools and self.tool_choice != "none":
+            raise ValueError(f"{self.form.field} leaves no room for tools; give one of them, or tool_choice none")
         return self
 
 
@@ -262,7 +253,6 @@ class CompletionRequest(Sampling):
     logprobs: int | None = None
     suffix: Literal[""] | None = None
     add_special_tokens: bool = True
-    response_format: TextFormat | None = None
 
     @model_validator(mode="after")
     def _fields_agree(self) -> CompletionRequest:

@@ -7,15 +7,19 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from pagoda_gateway.api.encoding import DONE, encoded, encoded_list, event
+from pagoda_gateway.api.forms import Form
 from pagoda_gateway.api.schemas import Sampling
 from pagoda_gateway.dialects.logprobs import prompt_logprobs
 from pagoda_gateway.generation.job import Shown
+from pagoda_gateway.generation.requests import named_as_in_body
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.params import PLAIN, SamplingParams
 from pagoda_proto.records import FinishReason
+
+NO_FORM = Form("", "")
 
 
 def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
@@ -26,15 +30,18 @@ def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
     fields: dict[str, Any] = {**text.sampling_defaults, "prompt_logprobs": body.prompt_logprobs}
     fields |= {name: value for name in PLAIN if (value := getattr(body, name)) is not None}
     stop: Any = () if body.stop is None else body.stop
-    return SamplingParams(
-        **fields | asked,
-        seed=body.seed,
-        stop=stop,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
-        allowed_token_ids=tuple(body.allowed_token_ids or ()),
-        bad_words_token_ids=text.bad_words(body.bad_words or ()),
-    )
+    form = body.form or NO_FORM
+    with named_as_in_body({"grammar": form.field}):
+        return SamplingParams(
+            **fields | asked,
+            seed=body.seed,
+            stop=stop,
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+            allowed_token_ids=tuple(body.allowed_token_ids or ()),
+            bad_words_token_ids=text.bad_words(body.bad_words or ()),
+            grammar=form.grammar,
+        )
 
 
 def shown(body: Sampling, **more: Any) -> Shown:
@@ -47,6 +54,7 @@ def shown(body: Sampling, **more: Any) -> Shown:
         running_usage=options is not None and options.continuous_usage_stats,
         prompt_logprobs=body.prompt_logprobs,
         token_ids=bool(body.return_token_ids),
+        form_field="" if body.form is None else body.form.field,
         **more,
     )
 

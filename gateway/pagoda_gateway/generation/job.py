@@ -22,6 +22,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         token_ids: Token ids beside the text.
         echoes: By prompt, the text that its choices begin with.
         prompt_only: Nothing of the output.
+        form_field: What errors call the `grammar` of the records.
     """
 
     n: int = 1
@@ -34,6 +35,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     token_ids: bool = False
     echoes: tuple[str, ...] | None = None
     prompt_only: bool = False
+    form_field: str = ""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):

@@ -46,9 +46,14 @@ def check_products(
 
 
 def held_bytes(job: Job) -> int:
-    """What the prompt log-probabilities of a job take while they are gathered and written."""
-    top = job.records[0].task.params.prompt_logprobs
-    return 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
+    """What the grammar of a job takes, and its prompt log-probabilities while they are gathered and written."""
+    params = job.records[0].task.params
+    top = params.prompt_logprobs
+    return (
+        len(params.grammar)
+        if top is None
+        else len(params.grammar) + job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
+    )
 
 
 def new_record(

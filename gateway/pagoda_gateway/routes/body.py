@@ -9,7 +9,7 @@ from fastapi import Request
 from pydantic import ValidationError
 from starlette.responses import Response
 
-from pagoda_gateway.api import schemas
+from pagoda_gateway.api import body as api
 from pagoda_gateway.api.encoding import encoded
 from pagoda_gateway.api.errors import invalid_fields
 from pagoda_gateway.api.json_body import check_content_type, parse_object, parsed_bytes
@@ -20,7 +20,7 @@ from pagoda_gateway.http.memory import Holding
 from pagoda_gateway.http.sse import until_disconnect
 from pagoda_gateway.http.text_pool import INLINE_SIZE
 
-Body = TypeVar("Body", bound=schemas.Body)
+Body = TypeVar("Body", bound=api.Body)
 T = TypeVar("T")
 
 

@@ -19,7 +19,7 @@ from pagoda_gateway.dialects.chat import CHAT
 from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.dialects.dialect import Dialect, Writer
 from pagoda_gateway.dialects.messages import MESSAGES
-from pagoda_gateway.generation.requests import held_bytes
+from pagoda_gateway.generation.requests import held_bytes, named_as_in_body
 from pagoda_gateway.generation.run import Outcome, Run
 from pagoda_gateway.http.sse import EventStream, until_disconnect
 from pagoda_gateway.routes.body import caller_of, hold_for, read_body
@@ -56,7 +56,8 @@ def _answering(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request]
                 logger.debug("%s for %s: %s, %s", job.id, caller.key, outcome, usage)
 
             async with aclosing(Run(job, model.text, on_end)) as run:
-                await run.start(model.engine)
+                with named_as_in_body({"grammar": job.shown.form_field}):
+                    await run.start(model.engine)
                 yield dialect.writer(run)
 
         async def events() -> AsyncGenerator[bytes, None]:

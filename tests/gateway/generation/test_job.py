@@ -22,6 +22,7 @@ SHOWN = st.builds(
     token_ids=st.booleans(),
     echoes=st.none() | st.lists(TEXT, max_size=3).map(tuple),
     prompt_only=st.booleans(),
+    form_field=TEXT,
 )
 JOBS = st.builds(
     Job, id=TEXT, created=COUNT, model=TEXT, records=st.lists(RECORDS, min_size=1, max_size=3).map(tuple), shown=SHOWN
@@ -37,5 +38,5 @@ def test_a_job_comes_back_as_it_was(form: type, job: Job) -> None:
 def test_every_option_is_tried() -> None:
     assert set(Shown.__struct_fields__) == {
         "n", "tools", "stream", "usage", "running_usage", "logprobs", "prompt_logprobs", "token_ids", "echoes",
-        "prompt_only",
+        "prompt_only", "form_field",
     }  # fmt: skip

@@ -463,7 +463,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"web_search_options": {}}, "web_search_options"),
     ({"audio": {"voice": "x", "format": "mp3"}}, "audio"),
     ({"modalities": ["audio"]}, "modalities[0]"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ({"service_tier": "flex"}, "service_tier"),
     ({"store": True}, "store"),
     ({"functions": []}, "functions"),

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from tests.worker.fakes_model import new_row
+from tests.worker.grammars.support import started
 
+from pagoda_proto.grammars import regex
 from pagoda_proto.params import SamplingParams
 from pagoda_worker.rows.rows import Row
 from pagoda_worker.sampling.device_sampler import NO_TOKEN, GreedySampler
@@ -44,6 +46,14 @@ def test_greedy_on_a_device_is_greedy_on_the_host() -> None:
 )
 def test_it_takes_rows_that_need_nothing_from_the_host(params: dict[str, Any], num_outputs: int, takes: bool) -> None:
     assert GreedySampler().takes([row(temperature=0.0), row(num_outputs, **params)]) is takes
+
+
+def test_a_grammar_is_followed_on_the_host() -> None:
+    the_row = row(temperature=0.0)
+    new = new_row(2, [1], [0], num_prompt_tokens=1, params=SamplingParams(temperature=0.0, grammar=regex("h")))
+    formed = Row.of(new, np.array([1]), np.zeros(1, np.int64), started(regex("h")))
+    assert GreedySampler().takes([the_row])
+    assert not GreedySampler().takes([the_row, formed])
 
 
 def test_it_takes_a_step_without_samples() -> None:

@@ -19,6 +19,7 @@ from pagoda_worker.checkpoints.formats.source import Formats, choose_formats, le
 from pagoda_worker.checkpoints.spec import DecoderSpec, linear_layers
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.devices import choose_device
+from pagoda_worker.grammars.compiling import NO_GRAMMARS, Grammars
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Cache, Needs, Ops, guarded
@@ -59,6 +60,7 @@ class LoadedModel:
     numerics_id: str
     native: bool
     batch_invariant: bool  # whether a token's bits are its row's alone, whatever is computed beside it
+    grammars: Grammars = NO_GRAMMARS  # over its vocabulary
     spare_blocks: int = 0  # of the KV cache, beyond those that rows are given: their ids follow
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> tuple[Cache, ...]:

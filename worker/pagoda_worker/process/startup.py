@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator
+from pagoda_worker.grammars.compiling import load_grammars
 from pagoda_worker.kernel_choice import AUTO
 from pagoda_worker.kernels.ops import BackendError, guarded
 from pagoda_worker.loading.memory import num_kv_blocks
@@ -62,6 +64,7 @@ def _started(config: WorkerConfig, loaded: LoadedModel, progress: Progress, reco
     if config.speculation:
         check_invariant(loaded)
     draft = load_draft_model(config, loaded, progress)
+    loaded = replace(loaded, grammars=load_grammars(Path(config.model), loaded.vocab_size))
     if loaded.ops.own_threads:
         torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
     if loaded.device.type == "cpu":

@@ -1,7 +1,7 @@
 """What a request asks to be done to its logits before a token is chosen. Most rows ask nothing and have no Processing.
 
-The order is that of vLLM's sampler: allowed tokens, bad words, min_tokens, logit bias, then the repetition, frequency
-and presence penalties. Masking is -inf, which no later operation lifts.
+The order is that of vLLM's sampler: allowed tokens, bad words, min_tokens, the grammar, logit bias, then the
+repetition, frequency and presence penalties. Masking is -inf, which no later operation lifts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagoda_proto.params import SamplingParams
+from pagoda_worker.grammars.matching import Matcher
 
 Logits = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -52,7 +53,8 @@ class TokenCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Processing:
-    """One row's changes to its logits. `counts` alone grows with the row, and exists only if there are penalties."""
+    """One row's changes to its logits. `counts` and `matcher` alone grow with the row; they exist only
+    if there are penalties, and a grammar."""
 
     params: SamplingParams
     allowed: Ids | None
@@ -60,17 +62,24 @@ class Processing:
     bias_ids: Ids
     bias: Logits
     counts: TokenCounts | None
+    matcher: Matcher | None = None
 
     @classmethod
     def of(
-        cls, params: SamplingParams, eos_token_ids: tuple[int, ...], tokens: Ids, num_prompt_tokens: int
+        cls,
+        params: SamplingParams,
+        eos_token_ids: tuple[int, ...],
+        tokens: Ids,
+        num_prompt_tokens: int,
+        matcher: Matcher | None = None,
     ) -> Processing | None:
-        """The row's processing, or None when its parameters ask for nothing."""
+        """The row's processing, or None when its parameters ask for nothing. `matcher` has consumed the output."""
         penalised = (
             params.repetition_penalty != 1.0 or params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
         )
         ending = (*eos_token_ids, *params.stop_token_ids) if params.min_tokens else ()
-        if not (penalised or ending or params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias):
+        listed = params.allowed_token_ids or params.bad_words_token_ids or params.logit_bias
+        if not (penalised or ending or listed or matcher):
             return None
         return cls(
             params=params,
@@ -79,16 +88,20 @@ class Processing:
             bias_ids=_ids(tuple(params.logit_bias)),
             bias=np.array(list(params.logit_bias.values()), np.float32),
             counts=TokenCounts(tokens, num_prompt_tokens) if penalised else None,
+            matcher=matcher,
         )
 
     def count(self, token: int) -> None:
         """Note a token appended to the output."""
         if self.counts is not None:
             self.counts.add(token)
+        if self.matcher is not None:
+            self.matcher.consume(token)
 
     def applies(self, num_outputs: int) -> bool:
         """Whether the next token's logits can change at all: min_tokens alone stops mattering once it is reached."""
         lasting = self.allowed is not None or self.params.bad_words_token_ids or len(self.bias_ids) or self.counts
+        lasting = lasting or self.matcher is not None
         return bool(lasting) or (len(self.ending) > 0 and num_outputs < self.params.min_tokens)
 
     def apply(self, logits: Logits, outputs: Ids) -> None:
@@ -104,9 +117,12 @@ class Processing:
                 self._penalise(logits, self.counts)
 
     def masked(self, outputs: Ids) -> Ids:
-        """The tokens that must not follow `outputs`: they would complete a bad word, or end the row too early."""
-        completing = _ids(tuple(w[-1] for w in self.params.bad_words_token_ids if completes(w, outputs)))
-        return np.concatenate([completing, self.ending]) if len(outputs) < self.params.min_tokens else completing
+        """The tokens that must not follow `outputs`: they would complete a bad word, end the row too early, or not fit
+        its grammar."""
+        masked = _ids(tuple(w[-1] for w in self.params.bad_words_token_ids if completes(w, outputs)))
+        if len(outputs) < self.params.min_tokens:
+            masked = np.concatenate([masked, self.ending])
+        return masked if self.matcher is None else np.concatenate([masked, self.matcher.forbidden()])
 
     def _penalise(self, logits: Logits, counts: TokenCounts) -> None:
         """CTRL's repetition penalty (arXiv 1909.05858) over prompt and output, OpenAI's two over the output."""

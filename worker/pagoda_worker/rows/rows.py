@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NewRow
+from pagoda_worker.grammars.matching import Matcher
 from pagoda_worker.rows.drafts import RowDrafts
 from pagoda_worker.rows.penalties import Processing
 
@@ -83,8 +84,9 @@ class Row:
     num_promised: int = 0
 
     @classmethod
-    def of(cls, new: NewRow, tokens: Ids, blocks: Ids) -> Row:
-        """The row that `new` describes; `tokens` and `blocks` are its lists, checked and as arrays."""
+    def of(cls, new: NewRow, tokens: Ids, blocks: Ids, matcher: Matcher | None = None) -> Row:
+        """The row that `new` describes; `tokens` and `blocks` are its lists, checked and as arrays, `matcher` is of its
+        grammar."""
         return cls(
             row_id=new.row_id,
             tokens=Ints(tokens),
@@ -94,7 +96,7 @@ class Row:
             params=new.params,
             seed=new.seed,
             choice=new.choice,
-            processing=Processing.of(new.params, new.eos_token_ids, tokens, new.num_prompt_tokens),
+            processing=Processing.of(new.params, new.eos_token_ids, tokens, new.num_prompt_tokens, matcher),
         )
 
     @property

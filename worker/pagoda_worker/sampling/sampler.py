@@ -72,7 +72,7 @@ class Fault(NamedTuple):
 
 NOT_A_NUMBER = Fault(ErrorCode.NUMERICAL_ERROR, "the model's logits are not finite")
 NOTHING_ALLOWED = Fault(
-    ErrorCode.INVALID_ARGUMENT, "allowed_token_ids, bad_words and min_tokens together leave no token to choose"
+    ErrorCode.INVALID_ARGUMENT, "allowed_token_ids, bad_words, min_tokens and grammar together leave no token to choose"
 )
 
 

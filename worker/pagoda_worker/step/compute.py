@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from pagoda_proto.errors import ErrorCode
 from pagoda_proto.steps import Chunk, RowOutput, TopLogprobs
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator
@@ -18,7 +19,7 @@ from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.rows.batch import NO_DRAFTS, Batch, build_batch
 from pagoda_worker.rows.rows import Ids, Row
 from pagoda_worker.sampling.device_sampler import Chosen, DeviceSampler, GreedySampler, samples_of
-from pagoda_worker.sampling.sampler import NOT_A_NUMBER, Fault, Sample
+from pagoda_worker.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault, Sample
 from pagoda_worker.speculation.drafting import Drafter, NoDrafts
 from pagoda_worker.speculation.verification import sample_drafted
 from pagoda_worker.step.feeding import feed, uploaded
@@ -167,7 +168,7 @@ class Compute:
     def _sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
         """See `Ops.sample`; logits stay on a device that can choose for these rows, though the host waits for it."""
         if self._accelerator is None or not self._sampler.takes(rows):
-            return self._ops.sample(logits, rows)
+            return [_explained(one, row) for one, row in zip(self._ops.sample(logits, rows), rows, strict=True)]
         return samples_of(rows, [tensor.cpu() for tensor in self._sampler.sample(logits, rows).tensors])
 
     def _answer(
@@ -200,6 +201,14 @@ class Compute:
             logits = self._model.logits(hidden[start : start + len(part)])
             reports += self._ops.report(logits, part, row.params.prompt_logprobs or 0)
         return reports if len(reports) == len(targets) else NOT_A_NUMBER
+
+
+def _explained(one: Sample | Fault, row: Row) -> Sample | Fault:
+    """A matcher that has failed allows nothing, and knows why."""
+    matcher = None if row.processing is None else row.processing.matcher
+    if one != NOTHING_ALLOWED or matcher is None or not matcher.error:
+        return one
+    return Fault(ErrorCode.INVALID_ARGUMENT, f"grammar: {matcher.error}")
 
 
 def _fetched(launched: OnDevice, work: Work) -> Sampled:

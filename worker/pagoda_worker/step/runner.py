@@ -89,7 +89,7 @@ class ModelRunner:
             swap_block_s=self._mover.seconds_per_block(num_blocks),
         )
         self.depth = 1 if accelerator is None else MAX_PENDING  # launches worth making before the first is collected
-        self._table = RowTable(self.facts)
+        self._table = RowTable(self.facts, loaded.grammars)
         self._decodes = DecodeList()
         self._pending: deque[Pending] = deque()
         self._settled_at = 0.0

@@ -16,6 +16,8 @@ import numpy as np
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import ModelLimits, model_problems
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowError, StepPlan
+from pagoda_worker.grammars.compiling import NO_GRAMMARS, GrammarError, Grammars
+from pagoda_worker.grammars.matching import Matcher
 from pagoda_worker.rows.rows import Ids, Ints, Row
 
 MAX_CHOICE = 2**32 - 1
@@ -54,8 +56,9 @@ class BadClaim(ValueError):
 class RowTable:
     """Rows by id, the errors of the step in progress, and which swap blocks hold something."""
 
-    def __init__(self, facts: RunnerFacts) -> None:
+    def __init__(self, facts: RunnerFacts, grammars: Grammars = NO_GRAMMARS) -> None:
         self._facts = facts
+        self._grammars = grammars
         self._rows: dict[int, Row] = {}
         self._errors: dict[int, RowError] = {}
         self._swapped: set[int] = set()
@@ -169,7 +172,14 @@ class RowTable:
         problems = model_problems(new.params, [0], limits)
         if problems:
             raise BadClaim(f"{problems[0].param}: {problems[0].message}", ErrorCode.INVALID_ARGUMENT)
-        return Row.of(new, tokens, self._block_ids(new.block_ids))
+        matcher = self._matcher(new, tokens) if new.params.grammar else None
+        return Row.of(new, tokens, self._block_ids(new.block_ids), matcher)
+
+    def _matcher(self, new: NewRow, tokens: Ids) -> Matcher:
+        try:
+            return self._grammars.matcher(new.params.grammar, new.eos_token_ids, tokens[new.num_prompt_tokens :])
+        except GrammarError as error:
+            raise BadClaim(f"grammar: {error}", ErrorCode.INVALID_ARGUMENT) from error
 
     def _append_blocks(self, append: AppendBlocks) -> None:
         self._row(append.row_id).blocks.extend(self._block_ids(append.block_ids))

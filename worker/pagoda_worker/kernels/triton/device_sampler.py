@@ -64,12 +64,14 @@ class TritonSampler:
         The device knows the last output of every line. But a bad word of three and more tokens is looked up by the host
         in the outputs before the last; and the host can write a line (its counts, its last output) only of a row whose
         outputs it all knows. Neither happens while two steps are in flight and all of them come through here. Nor are
-        there models with so many ends of sequence that a row's edits do not fit into its line.
+        there models with so many ends of sequence that a row's edits do not fit into its line. A grammar's mask is made
+        on the host, from all outputs.
         """
         return all(row.processing is None or self._knows(row) for row in rows)
 
     def _knows(self, row: Row) -> bool:
-        if row.processing is not None and num_edits(row.processing) > MAX_EDITS:
+        processing = row.processing
+        if processing is not None and (processing.matcher is not None or num_edits(processing) > MAX_EDITS):
             return False
         return not row.num_promised or (row.num_promised == 1 and self._line(row) != NO_LINE)
 

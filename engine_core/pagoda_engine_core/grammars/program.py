@@ -1,0 +1,65 @@
+"""The process that compiles clients' grammars: frames in, a frame of what is wrong with each out, "" if nothing is.
+
+A hostile grammar may take it down and nothing else: the kernel ends it when a check takes too long, and refuses it
+memory beyond its limit. It ends with whoever holds the other end of its socket.
+"""
+
+from __future__ import annotations
+
+import resource
+import signal
+import struct
+import sys
+from typing import BinaryIO
+
+from pagoda_engine_core.grammars.pointing import located
+from pagoda_proto.grammars import LIMITS
+from pagoda_proto.times import GRAMMAR_CHECK_S
+
+MEMORY_BYTES = 512 * 2**20  # of address space
+MAX_TOLD_CHARS = 400
+LENGTH = struct.Struct("<I")
+READY = b"ready"
+ELIDED = "<non-verbose/>"  # what stands for what was written, without verbose_errors
+
+
+def frame(text: bytes) -> bytes:
+    return LENGTH.pack(len(text)) + text
+
+
+def problem_of(grammar: str) -> str:
+    """What keeps the grammar from being compiled and from a first mask. Of the model's special tokens nothing is known
+    here, so those that it names are left to the workers."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    limits = LLParserLimits(**LIMITS)
+    failed, told = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+    if failed:
+        return told[0] or "it is not valid"
+    if told:
+        return ""
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher.get_error()
+
+
+def main(asked: BinaryIO, answers: BinaryIO) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    problem_of("start: /a/")  # all that is loaded late
+    answers.write(frame(READY))
+    answers.flush()
+    while length := asked.read(LENGTH.size):
+        grammar = asked.read(LENGTH.unpack(length)[0]).decode()
+        signal.setitimer(
+            signal.ITIMER_REAL, GRAMMAR_CHECK_S
+        )  # unhandled, its signal ends the process, whatever it does
+        problem = located(problem_of(grammar), grammar)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        answers.write(frame(problem.replace(ELIDED, "").strip()[:MAX_TOLD_CHARS].encode()))
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.stdin.buffer, sys.stdout.buffer)

@@ -1,0 +1,129 @@
+"""The ways to say what output must look like: OpenAI's, vLLM's, and those vLLM had before. All come to a grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from pagoda_gateway.api.body import Body, Text
+from pagoda_gateway.api.json_body import parse_object
+from pagoda_proto import grammars
+from pagoda_proto.errors import PagodaError
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class ObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Body):
+    """`strict` or not, the output is held to the schema."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: Text | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class SchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+
+
+def _read_schema(value: Any) -> Any:
+    """A schema may come as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_object(value.encode())
+    except PagodaError as error:
+        raise ValueError(error.message.replace("the body", "the schema")) from error
+
+
+def _is_lark(value: Any) -> Any:
+    if isinstance(value, str) and "::=" in value:
+        raise ValueError("rules are written with ':' here (Lark as llguidance reads it), not with '::='")
+    return value
+
+
+Schema = Annotated[dict[str, Any], BeforeValidator(_read_schema)]
+Regex = Annotated[str, Field(min_length=1, max_length=grammars.MAX_REGEX_CHARS)]
+Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=grammars.MAX_CHOICES)]
+Lark = Annotated[str, Field(min_length=1), BeforeValidator(_is_lark)]
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to say it; one of them."""
+
+    json_: Schema | None = Field(None, alias="json")
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: Lark | None = None
+    json_object: Literal[True] | None = None
+    structural_tag: None = None
+
+
+class Form(NamedTuple):
+    """What the output must look like, and the field that says so."""
+
+    field: str
+    grammar: str
+
+
+class Formed(Body):
+    """A body whose output may have a form."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="see also response_format; one of them")
+    guided_json: Schema | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Lark | None = None
+
+    @cached_property
+    def form(self) -> Form | None:
+        found = list(_forms(self))
+        if len(found) > 1:
+            raise ValueError(f"give only one of {', '.join(form.field for form in found)}")
+        return found[0] if found else None
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Formed:
+        _ = self.form  # written here, where a large body has a thread
+        return self
+
+
+def _forms(body: Formed) -> Iterator[Form]:
+    match body.response_format:
+        case ObjectFormat():
+            yield Form("response_format", grammars.json_object())
+        case SchemaFormat(json_schema=named):
+            yield Form("response_format", grammars.json_schema(named.schema_))
+    asked = body.structured_outputs
+    if asked is not None:
+        yield from _vllm_forms("structured_outputs.", asked.json_, asked.regex, asked.choice, asked.grammar)
+        if asked.json_object:
+            yield Form("structured_outputs.json_object", grammars.json_object())
+    yield from _vllm_forms("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
+
+
+def _vllm_forms(
+    prefix: str, json: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None
+) -> Iterator[Form]:
+    if json is not None:
+        yield Form(f"{prefix}json", grammars.json_schema(json))
+    if regex is not None:
+        yield Form(f"{prefix}regex", grammars.regex(regex))
+    if choice is not None:
+        yield Form(f"{prefix}choice", grammars.choice(choice))
+    if grammar is not None:
+        yield Form(f"{prefix}grammar", grammars.lark(grammar))

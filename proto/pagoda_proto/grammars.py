@@ -1,0 +1,78 @@
+"""What output may look like, as one string on every wire: a grammar as llguidance reads it.
+
+Whoever has a schema, a regular expression or a list of words makes it such a string here, once; nobody else reads it
+but those who compile it. `LIMITS` are what both of them compile under. They count work and not time, so that a grammar
+is refused, and a row fails, in the same place wherever and however often it is computed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+
+class Limits(TypedDict):
+    """See llguidance's LLParserLimits."""
+
+    initial_lexer_fuel: int
+    step_lexer_fuel: int
+    step_max_items: int
+    max_items_in_row: int
+    max_lexer_states: int
+    max_grammar_size: int
+    verbose_errors: bool
+
+
+LIMITS: Limits = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,  # of one mask: about 14 ms
+    "step_max_items": 50_000,
+    "max_items_in_row": 500,  # what an ambiguous grammar costs grows with its square
+    "max_lexer_states": 50_000,  # 1 to 2 kB each
+    "max_grammar_size": 250_000,
+    "verbose_errors": False,  # they would show what the client wrote
+}
+MAX_REGEX_CHARS = 4096
+MAX_CHOICES = 1024
+
+WHITE_SPACE = r" |\r?\n[ \t]{0,64}"
+_TO_ESCAPE = re.compile(r"\\.|[/\n]", re.DOTALL)
+
+
+def json_schema(schema: dict[str, Any]) -> str:
+    """JSON that the schema admits; its properties stand in the order of the schema's.
+
+    Between its parts there is a space, or a line break and what indents the next line, or nothing: a model that is free
+    to write white space may never stop. A schema with llguidance's `x-guidance` says for itself.
+    """
+    schema = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | schema
+    return json.dumps({"grammars": [{"json_schema": schema}]}, separators=(",", ":"), ensure_ascii=False)
+
+
+def json_object() -> str:
+    """Any JSON object."""
+    return json_schema({"type": "object"})
+
+
+def regex(pattern: str) -> str:
+    """What the pattern matches as a whole."""
+    return lark(f"start: /{_TO_ESCAPE.sub(_escaped, pattern)}/")
+
+
+def choice(texts: Sequence[str]) -> str:
+    """One of these texts."""
+    return lark(
+        "start: " + " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts)
+    )
+
+
+def lark(grammar: str) -> str:
+    """What the rule `start` of this grammar derives."""
+    return json.dumps({"grammars": [{"lark_grammar": grammar}]}, separators=(",", ":"), ensure_ascii=False)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """As it stands between slashes, on one line."""
+    return {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(found.group(), found.group())

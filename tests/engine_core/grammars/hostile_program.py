@@ -1,0 +1,32 @@
+"""The program as it is, over a compiler that does what it is told; its limits are the program's own."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from pagoda_engine_core.grammars import program
+
+
+def obey(grammar: str) -> str:
+    match grammar:
+        case "spin":
+            while True:
+                pass
+        case "eat":
+            return str(len(bytearray(program.MEMORY_BYTES)))
+        case "crash":
+            ctypes.string_at(0)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "pid":
+            return str(os.getpid())
+        case "bad":
+            return "bad grammar"
+    return ""
+
+
+program.problem_of = obey
+program.main(sys.stdin.buffer, sys.stdout.buffer)

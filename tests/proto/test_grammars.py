@@ -1,0 +1,67 @@
+"""What the builders write is what llguidance reads: tried over single bytes, with Python's own idea as the oracle."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from pagoda_proto import grammars
+
+BYTES = LLTokenizer("byte")
+LIMITS = LLParserLimits(**grammars.LIMITS)
+
+
+def admits(grammar: str, text: str) -> bool:
+    matcher = LLMatcher(BYTES, grammar, log_level=0, limits=LIMITS)
+    assert not matcher.is_error(), matcher.get_error()
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(max_size=6), min_size=1, max_size=4, unique=True), st.text(max_size=6))
+def test_a_choice_admits_its_texts_and_no_others(texts: list[str], other: str) -> None:
+    grammar = grammars.choice(texts)
+    assert all(admits(grammar, text) for text in texts)
+    assert admits(grammar, other) == (other in texts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(["a", "/", "\\/", "\n", "\\n", "\\\\", "[/]", "b*", '"', "\\\n"]), min_size=1, max_size=6)
+)
+def test_an_expression_means_what_it_means_elsewhere(parts: list[str]) -> None:
+    pattern, grammar = "".join(parts), grammars.regex("".join(parts))
+    for text in ("", "a", "/", "a/", "\n", "\\", "a\n", "\\/", '"', "b", "abb", "\\n", "//", "a/\n\\"):
+        assert admits(grammar, text) == (re.fullmatch(pattern, text) is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{"a": [1, 2], "b": null}', True),
+        ('{"a":[1,2],"b":null}', True),
+        ('{\n  "a": [\n    1,\n    2\n  ],\n\t"b": null\n}', True),
+        ('{"b": null, "a": [1, 2]}', False),  # in the schema's order
+        ('{"a":  [1, 2], "b": null}', False),  # white space has an end
+        ('{"a": [1, 2], "b": null} ', False),
+    ],
+)
+def test_json_has_the_order_of_its_schema_and_little_white_space(text: str, fits: bool) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array"}, "b": {"type": "null"}}}
+    assert admits(grammars.json_schema(schema), text) == fits
+
+
+def test_a_schema_may_say_for_itself_what_white_space_it_wants() -> None:
+    grammar = grammars.json_schema({"type": "array", "x-guidance": {"whitespace_flexible": False}})
+    assert admits(grammar, "[1,2]")
+    assert not admits(grammar, "[1, 2]")
+
+
+def test_any_object_is_an_object() -> None:
+    assert admits(grammars.json_object(), '{"a": [1, {"b": "é\\n"}], "c": null}')
+    assert not admits(grammars.json_object(), "[1]")

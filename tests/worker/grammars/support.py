@@ -1,0 +1,55 @@
+"""Grammars over small tokenizers, and what a test needs to say by itself which tokens they allow."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import numpy as np
+from llguidance import LLTokenizer
+from tests.gateway.model_dir import EOS, SPECIALS, byte_level_tokenizer
+
+import pagoda
+from pagoda_gateway.text.model_text import ModelText
+from pagoda_worker.grammars.compiling import CompiledGrammars
+from pagoda_worker.grammars.matching import Matcher
+
+NONE = np.empty(0, np.int64)
+DEMO = Path(pagoda.__file__).parent / "demo_model"
+
+
+@functools.cache
+def small_tokenizer() -> LLTokenizer:
+    made = byte_level_tokenizer()
+    return LLTokenizer(made.to_str(), eos_token=made.token_to_id(EOS))
+
+
+@functools.cache
+def vocabulary() -> dict[int, bytes]:
+    """Token id -> its bytes, of all tokens of the small tokenizer that are text; the byte 255 never is."""
+    made = byte_level_tokenizer()
+    special = {made.token_to_id(name) for name in SPECIALS}
+    pieces = {i: small_tokenizer().decode_bytes([i]) for i in range(made.get_vocab_size()) if i not in special}
+    return {i: piece for i, piece in pieces.items() if piece}
+
+
+def end() -> int:
+    return byte_level_tokenizer().token_to_id(EOS)
+
+
+def small_grammars() -> CompiledGrammars:
+    return CompiledGrammars(small_tokenizer(), small_tokenizer().vocab_size)
+
+
+def started(grammar: str, outputs: list[int] | None = None, grammars: CompiledGrammars | None = None) -> Matcher:
+    compiled = small_grammars() if grammars is None else grammars
+    return compiled.matcher(grammar, [end()], np.array(outputs or NONE, np.int64))
+
+
+def allowed(matcher: Matcher, vocab_size: int | None = None) -> set[int]:
+    return set(range(vocab_size or small_tokenizer().vocab_size)) - set(matcher.forbidden().tolist())
+
+
+@functools.cache
+def demo_text() -> ModelText:
+    return ModelText.load(DEMO)

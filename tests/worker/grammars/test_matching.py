@@ -1,0 +1,121 @@
+"""A matcher allows what the grammar allows, as found here by trying every token; and it costs the same however it got
+where it is.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.worker.grammars.support import allowed, end, small_grammars, small_tokenizer, started, vocabulary
+
+from pagoda_proto import grammars
+from pagoda_worker.grammars.compiling import GrammarError
+
+TEXTS = st.lists(
+    st.text(st.sampled_from("helo wrdt<é\n"), min_size=1, max_size=12), min_size=1, max_size=5, unique=True
+)
+DIES = grammars.regex("(.*h.{1,200}){1,100}")
+"""It becomes too complex for the small tokenizer after some tokens."""
+
+
+def fitting(written: bytes, texts: list[str]) -> set[int]:
+    """Tokens after which `written` still begins one of the texts, and the end where it is one."""
+    wholes = [text.encode() for text in texts]
+    fits = {token for token, piece in vocabulary().items() if any(one.startswith(written + piece) for one in wholes)}
+    return fits | ({end()} if written in wholes else set())
+
+
+def forced(written: bytes, texts: list[str]) -> bool:
+    """Whether one byte alone can come next: then llguidance takes the token that a tokenizer would, and no other."""
+    begun = [text.encode() for text in texts if text.encode().startswith(written)]
+    return len({one[len(written) : len(written) + 1] for one in begun}) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(TEXTS, st.integers(0, 2**32))
+def test_what_is_allowed_is_what_leads_to_one_of_the_texts(texts: list[str], seed: int) -> None:
+    matcher, written, rng = started(grammars.choice(texts)), b"", random.Random(seed)
+    while True:
+        expected = fitting(written, texts)
+        if forced(written, texts):
+            assert set() < allowed(matcher) <= expected
+        else:
+            assert allowed(matcher) == expected
+        token = rng.choice(sorted(allowed(matcher)))
+        matcher.consume(token)
+        if token == end():
+            break
+        written += vocabulary()[token]
+    assert written.decode() in texts
+    assert allowed(matcher) == {end()}  # nothing but an end follows an end, until the row is told to go
+    assert matcher.error == ""
+
+
+@settings(max_examples=30, deadline=None)
+@given(TEXTS, st.integers(0, 2**32), st.integers(0, 6))
+def test_one_that_has_consumed_outputs_is_where_one_is_that_wrote_them(texts: list[str], seed: int, count: int) -> None:
+    grammar, compiled, rng, outputs = grammars.choice(texts), small_grammars(), random.Random(seed), list[int]()
+    matcher = started(grammar, grammars=compiled)
+    for _ in range(count):
+        outputs.append(rng.choice(sorted(allowed(matcher))))
+        matcher.consume(outputs[-1])
+    assert allowed(started(grammar, outputs, compiled)) == allowed(matcher)
+
+
+def test_the_ends_of_the_request_count_and_no_others() -> None:
+    compiled, h = small_grammars(), small_tokenizer().tokenize_str("h")[0]
+    tool_call = small_tokenizer().tokenize_str("<tool_call>")[0]
+    matcher = compiled.matcher(grammars.regex("h*"), [tool_call, 7], np.array([h]))
+    assert {tool_call, 7} <= allowed(matcher)
+    assert end() not in allowed(matcher)
+    matcher.consume(7)
+    assert allowed(matcher) == {tool_call, 7}
+
+
+def test_an_end_that_is_text_ends_and_is_not_written() -> None:
+    """Where a checkpoint does not call its end special, the grammar would take it for its letters."""
+    h, w = (small_tokenizer().tokenize_str(text)[0] for text in "hw")
+    matcher = small_grammars().matcher(grammars.regex("w[hw]{2}"), [h], np.array([w]))
+    assert h not in allowed(matcher)
+
+
+def test_tokens_that_do_not_fit_are_an_error_that_stays() -> None:
+    h, w = (small_tokenizer().tokenize_str(text)[0] for text in "hw")
+    matcher = started(grammars.choice(["hhh"]))
+    matcher.consume(h)
+    matcher.consume(w)
+    assert matcher.error == "its tokens so far do not fit it (output token 1)"
+    matcher.consume(h)
+    assert allowed(matcher) == set()
+    with pytest.raises(GrammarError, match="do not fit it"):
+        started(grammars.choice(["hhh"]), [h, w])
+
+
+def death(outputs: list[int], neighbours: int = 0) -> tuple[int, str]:
+    """After how many of these outputs the grammar fails, and how; neighbours write other things meanwhile."""
+    compiled = small_grammars()
+    others = [started(DIES, grammars=compiled) for _ in range(neighbours)]
+    matcher, rng = started(DIES, grammars=compiled), random.Random(1)
+    for place, token in enumerate(outputs):
+        for other in others:
+            other.consume(rng.choice(sorted(allowed(other)) or [0]))
+        matcher.consume(token)
+        if matcher.error:
+            return place, matcher.error
+    return len(outputs), ""
+
+
+def test_it_fails_in_the_same_place_alone_in_company_and_when_replayed() -> None:
+    outputs = small_tokenizer().tokenize_str("h" * 200)
+    place, error = death(outputs)
+    assert error
+    assert place < len(outputs)
+    assert death(outputs, neighbours=3) == (place, error)
+    with pytest.raises(GrammarError) as replayed:
+        started(DIES, outputs[: place + 1])
+    assert str(replayed.value) == error
+    assert started(DIES, outputs[:place]).error == ""

@@ -1,0 +1,110 @@
+"""A grammar is compiled once; rows begin with copies of it. The last few that were used are kept.
+
+The tokenizer is llguidance's own, made of the checkpoint's tokenizer.json: here it is a table of bytes, and nothing is
+tokenised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from pagoda_proto.grammars import LIMITS
+from pagoda_worker.grammars.matching import Ids, Matcher
+
+MAX_COMPILED = 64
+MAX_TOKENIZER_BYTES = 100 * 1024 * 1024
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used here, and why."""
+
+
+class Grammars(Protocol):
+    def matcher(self, grammar: str, ends: Sequence[int], outputs: Ids) -> Matcher:
+        """A matcher that has consumed `outputs`; `ends` are the request's ends of sequence. Raises GrammarError."""
+
+
+class NoGrammars:
+    """`why` there are none."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def matcher(self, grammar: str, ends: Sequence[int], outputs: Ids) -> Matcher:
+        raise GrammarError(self._why)
+
+
+NO_GRAMMARS = NoGrammars("no tokenizer was loaded")
+
+
+class CompiledGrammars:
+    """`vocab_size` is the width of the logits, `tokenizer` that wide."""
+
+    def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._model_ends = np.array(tokenizer.eos_tokens, np.int64)
+        self._limits = LLParserLimits(**LIMITS)
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def __len__(self) -> int:
+        """How many are kept."""
+        return len(self._compiled)
+
+    def matcher(self, grammar: str, ends: Sequence[int], outputs: Ids) -> Matcher:
+        if not ends:
+            raise GrammarError("it ends by an end of sequence, and the request has none")
+        state = self._compile(grammar).deep_copy()
+        matcher = Matcher(state, self._vocab_size, self._model_ends, np.array(ends, np.int64))
+        for token in outputs.tolist():
+            matcher.consume(token)
+        if matcher.error:
+            raise GrammarError(matcher.error)
+        return matcher
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        found = self._compiled.pop(grammar, None)
+        if found is None:
+            found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+            if found.is_error():
+                raise GrammarError(found.get_error())
+        self._compiled[grammar] = found
+        if len(self._compiled) > MAX_COMPILED:
+            self._compiled.popitem(last=False)
+        return found
+
+
+def load_grammars(model_dir: Path, vocab_size: int) -> Grammars:
+    """Grammars over the vocabulary of a checkpoint; where that is not possible, those that say why."""
+    path = model_dir / "tokenizer.json"
+    if not path.is_file():
+        return NoGrammars("the model has no tokenizer.json, which grammars need")
+    if path.stat().st_size > MAX_TOKENIZER_BYTES:
+        return NoGrammars(f"the model's tokenizer.json has more than {MAX_TOKENIZER_BYTES} bytes")
+    try:
+        ends = _model_ends(model_dir)
+        tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=ends)
+    except ValueError as error:
+        return NoGrammars(f"the model's tokenizer.json cannot be used for grammars: {error}")
+    return CompiledGrammars(tokenizer, vocab_size)
+
+
+def _model_ends(model_dir: Path) -> list[int] | None:
+    """What the checkpoint says ends a sequence; None leaves it to llguidance, which knows some names."""
+    for name in ("generation_config.json", "config.json"):
+        path = model_dir / name
+        fields: Any = json.loads(path.read_bytes()) if path.is_file() else {}
+        if not isinstance(fields, dict):
+            raise ValueError(f"{name} is no object")
+        said = fields.get("eos_token_id")
+        ends = [one for one in (said if isinstance(said, list) else [said]) if isinstance(one, int)]
+        if ends:
+            return ends
+    return None
