@@ -27,7 +27,6 @@ from pagoda_engine_core.dispatch.router import Router
 from pagoda_engine_core.dispatch.worker import Worker
 from pagoda_engine_core.grammars.checker import Checker, GrammarChecker, Verdict
 from pagoda_engine_core.scheduling.decoding import News
-from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.views import Stats, WorkerView
 from pagoda_engine_core.workers.executor import (
@@ -81,7 +80,7 @@ class EngineCore:
         self._answers = Answers(self._observer)
         self._inbox = Inbox(executor.wake)
         self._totals: Counter[str] = Counter()
-        self._progress_at = self._passed_at = self._expired_at = self._audited_at = clock()
+        self._progress_at = self.passed_at = self._expired_at = self._audited_at = clock()
         self._guard = StallGuard(IDLE_WAIT_S, clock())
         self._engine_id = engine_id or secrets.token_hex(8)
         self._load = Load(engine_id=self._engine_id)
@@ -120,14 +119,9 @@ class EngineCore:
         self._listeners.append(listener)
 
     @property
-    def passed_at(self) -> float:
-        """When the last pass began, by the clock."""
-        return self._passed_at
-
-    @property
     def alive(self) -> bool:
         """Whether the loop comes round."""
-        return not self._inbox.closed and self._clock() - self._passed_at < LOOP_STUCK_S
+        return not self._inbox.closed and self._clock() - self.passed_at < LOOP_STUCK_S
 
     # --- the loop's thread: through `call`, if from elsewhere --------------------------------------------------------
 
@@ -160,7 +154,7 @@ class EngineCore:
 
     def step(self, timeout_s: float = IDLE_WAIT_S) -> bool:
         """One pass; waits for at most `timeout_s`. False when there was nothing to do."""
-        self._passed_at = now = self._clock()
+        self.passed_at = now = self._clock()
         busy = self._inbox.drain(now)
         busy |= self._plan(now)
         self._publish()
@@ -171,10 +165,7 @@ class EngineCore:
         self._forgive(self._guard.tick(now))
         self._expire(now)
         self._audit(now)
-        if all(isinstance(event, StepDone) for event in events):
-            self._publish_answers()  # the load is told before we wait again
-        else:
-            self._publish()
+        self._publish(load_too=not all(isinstance(event, StepDone) for event in events))
         return busy or bool(events)
 
     def close(self) -> None:
@@ -281,7 +272,7 @@ class EngineCore:
         except Exception:  # its state is too broken to be taken back; its requests end here
             log.exception("the requests of epoch %d cannot be taken back", left.epoch)
             lost = [request for name, request in worker.requests.items() if not self._router.is_waiting(name)]
-            deltas = [delta for request in lost for delta in _fail_internal(request, now)]
+            deltas = [delta for request in lost for delta in request.lose_track(now)]
         self._answers.emit(deltas, now)
 
     def _reset(self, worker: Worker, cause: LeaveCause, now: float) -> None:
@@ -342,7 +333,7 @@ class EngineCore:
                 self._router.add(request, now)
         except Exception:  # nor does one that cannot be queued
             log.exception("cannot queue request %r", submission.request_id)
-            deltas = _fail_internal(request, now)
+            deltas = request.lose_track(now)
         self._answers.emit(deltas, now)
 
     def _admit_held(self, several: list[HeldSubmission], now: float) -> None:
@@ -396,20 +387,13 @@ class EngineCore:
             self._answers.reject(held.submission, PagodaError(ErrorCode.UNAVAILABLE, reason))
         self._answers.migrate_all(reason)
 
-    def _publish_answers(self) -> None:
+    def _publish(self, load_too: bool = True) -> None:
+        """Before anybody waits: answers, and the load."""
         self._answers.publish()
         while self._answers.failed:
             self._abandon(self._answers.failed.pop(), self._clock())
-
-    def _publish(self) -> None:
-        """Before anybody waits: answers, and the load."""
-        self._publish_answers()
-        load = views.load_of(self._engine_id, self._config.policy, self._router, self._admission)
-        if load != self._load:
+        load = views.load_of(self._engine_id, self._config.policy, self._router, self._admission) if load_too else None
+        if load not in (None, self._load):
             self._load = load
             for listener in self._listeners:
                 listener()
-
-
-def _fail_internal(request: Request, now: float) -> list[Delta]:
-    return request.fail(ErrorCode.INTERNAL, "the scheduler lost track of this request", now)

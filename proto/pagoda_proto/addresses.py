@@ -1,8 +1,11 @@
-"""Which addresses a link between processes may have without keys: those that only this machine can reach."""
+"""What is on this machine: addresses that nobody else can reach, which alone a link may have without keys, and process
+ids, which mean the same only under one host id."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
+from pathlib import Path
 
 MAX_SOCKET_PATH_BYTES = 107
 """sizeof(sockaddr_un.sun_path) less the closing zero, on Linux."""
@@ -23,3 +26,13 @@ def check_host_port(address: str, host_and_port: str, *, keyed: bool, any_port: 
         raise ValueError(f"address {address!r} must be host:port")
     if not keyed and not is_loopback(host):
         raise ValueError(f"address {address!r} is not on the loopback interface; a link off this host needs keys_dir")
+
+
+def host_id() -> str:
+    """The kernel's boot id and this process's pid namespace; "" where the system has neither (no Linux, no /proc)."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        pid_namespace = os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return ""
+    return f"{boot_id}:{pid_namespace}"

@@ -20,8 +20,8 @@ import msgspec
 import zmq
 from tests.fakes import FakeRunner
 
+from pagoda_proto.addresses import host_id
 from pagoda_proto.channel import Envelope, decode_to_worker, encode, open_envelope
-from pagoda_proto.host import host_id
 from pagoda_proto.steps import (
     PROTOCOL_VERSION,
     Beat,

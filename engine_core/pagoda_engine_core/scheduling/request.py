@@ -216,6 +216,10 @@ class Request:
     def size(self) -> str:
         return f"{self.num_prompt_tokens} prompt tokens and up to {self.max_output_tokens} output tokens"
 
+    def lose_track(self, now: float) -> list[Delta]:
+        """Nobody knows any more where it is."""
+        return self.fail(ErrorCode.INTERNAL, "the scheduler lost track of this request", now)
+
     def number_streams(self, first: int) -> None:
         """Where the tokens of choice i go is known there by the number `first` + i."""
         for choice in self.choices:

@@ -36,8 +36,8 @@ from pagoda_engine_core.workers.liveness import TICK_S, Change, Liveness, Livene
 from pagoda_engine_core.workers.pace import Pace
 from pagoda_engine_core.workers.registration import Registry
 from pagoda_engine_core.workers.socket import WorkerSocket
+from pagoda_proto.addresses import host_id
 from pagoda_proto.channel import Envelope, FrameError, OtherVersionError, decode_from_worker, encode, open_envelope
-from pagoda_proto.host import host_id
 from pagoda_proto.steps import (
     PROTOCOL_VERSION,
     Beat,

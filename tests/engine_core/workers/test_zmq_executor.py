@@ -25,8 +25,8 @@ from pagoda_engine_core.workers.executor import (
     WorkerState,
 )
 from pagoda_engine_core.workers.zmq_executor import FIRST_STEPS, ZmqExecutor
+from pagoda_proto.addresses import host_id
 from pagoda_proto.channel import MAX_FRAME_BYTES, NUM_PARTS, decode_to_worker
-from pagoda_proto.host import host_id
 from pagoda_proto.steps import (
     PROTOCOL_VERSION,
     Beat,

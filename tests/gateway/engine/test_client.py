@@ -333,8 +333,9 @@ async def test_a_resumed_request_refused_as_unavailable_tries_again(
 async def test_another_model_does_not_go_on_with_a_request(engine: FakeEngineCore, client: SessionClient) -> None:
     engine.steps = asyncio.Semaphore(2)
     request = record()
-    reading = asyncio.create_task(collect(await client.submit(request)))
-    await engine.wait_sent(2)
+    generation = await client.submit(request)
+    reading = asyncio.create_task(collect(generation))
+    await until(lambda: generation.request.begun is not None)
     await engine.kill()
     engine.set_load(model_fingerprint="m2")
     await engine.start()

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass, replace
 import zmq
 
 from pagoda_proto import times
+from pagoda_proto.addresses import host_id
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.host import host_id
 from pagoda_proto.steps import (
     PROTOCOL_VERSION,
     Drain,
