@@ -75,6 +75,10 @@ class Engine:
     def counted(self, reason: str) -> None:
         self.pump(lambda: self.executor.counters().get(f"frames_dropped_{reason}", 0) > 0)
 
+    def answers(self, socket: zmq.Socket[bytes]) -> None:
+        """Pump until there is something to be received."""
+        self.pump(lambda: socket.poll(0) > 0)
+
     def admit(self, peer: Peer) -> int:
         peer.say_hello()
         joined = self.next(WorkerJoined)
@@ -116,7 +120,7 @@ def test_beats_are_answered_on_the_control_route(engine: Engine) -> None:
     peer = engine.peer()
     engine.admit(peer)
     peer.beat()
-    engine.pump(lambda: peer.control.poll(0) > 0)
+    engine.answers(peer.control)
     assert peer.receive(peer.control)[1] == BeatAck()
     assert not peer.data.poll(0)
 
@@ -125,7 +129,7 @@ def test_drain_goes_over_control_and_goodbye_ends_the_life(engine: Engine) -> No
     peer = engine.peer()
     epoch = engine.admit(peer)
     peer.beat()
-    engine.pump(lambda: peer.control.poll(0) > 0)
+    engine.answers(peer.control)
     peer.receive(peer.control)
     engine.executor.send(epoch, Drain())
     assert engine.next(WorkerChanged) == WorkerChanged(epoch, WorkerState.DRAINING)
@@ -344,6 +348,7 @@ def test_a_life_that_is_over_is_told_so_on_its_control_route(engine: Engine) -> 
     peer.send(Beat(busy_s=0.0), peer.control, epoch=99)
     peer.beat()
     engine.counted("epoch")
+    engine.answers(peer.control)
     assert peer.receive(peer.control)[1] == BeatAck()
 
 
