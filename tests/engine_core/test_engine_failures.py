@@ -11,7 +11,7 @@ from tests.fakes import make_record, reference_tokens
 
 from pagoda_engine_core.workers.executor import LeaveCause, StepDone, WorkerLeft
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import FinishReason
+from pagoda_proto.records import FinishReason, RequestRecord
 from pagoda_proto.steps import ResetWorker, StepResult
 
 
@@ -21,6 +21,14 @@ def bench() -> Bench:
     bench.executor.join(1, make_hello())
     bench.settle()
     return bench
+
+
+def check_it_lost_a_life_and_nobody_a_token(bench: Bench, record: RequestRecord) -> None:
+    assert (1, ResetWorker()) in bench.executor.sent
+    bench.executor.plans.clear()
+    bench.executor.join(2, make_hello())
+    bench.settle()
+    assert bench.deltas(record.request_id) == reference_tokens(record)
 
 
 @pytest.mark.parametrize("asked", ["schedule", "room"])
@@ -76,11 +84,7 @@ def test_a_result_with_impossible_times_costs_its_worker_a_life_and_nobody_else(
     result = bench.executor.runners[1].execute(bench.executor.plans[1].popleft())
     bench.executor.events.append(StepDone(1, msgspec.structs.replace(result, **{field: seconds})))
     bench.engine.step(0)
-    assert (1, ResetWorker()) in bench.executor.sent
-    bench.executor.plans.clear()
-    bench.executor.join(2, make_hello())
-    bench.settle()
-    assert bench.deltas(record.request_id) == reference_tokens(record)
+    check_it_lost_a_life_and_nobody_a_token(bench, record)
 
 
 def test_a_request_that_cannot_be_placed_ends_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,11 +116,7 @@ def test_a_result_that_answers_no_plan_resets_the_worker(bench: Bench) -> None:
     bench.engine.step(0)
     bench.executor.events.append(StepDone(1, StepResult(step=9)))
     bench.engine.step(0)
-    assert (1, ResetWorker()) in bench.executor.sent
-    bench.executor.plans.clear()
-    bench.executor.join(2, make_hello())
-    bench.settle()
-    assert bench.deltas(record.request_id) == reference_tokens(record)
+    check_it_lost_a_life_and_nobody_a_token(bench, record)
 
 
 @pytest.mark.parametrize("how", ["abort", "abandon", "replace"])

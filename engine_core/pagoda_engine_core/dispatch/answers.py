@@ -1,4 +1,4 @@
-"""What was accepted is owed exactly one ending, to one sink, once per pass.
+"""What was accepted is owed exactly one ending, to one sink; news of a pass go together.
 
 A delta of a request that is not open, or of an attempt that was replaced, is for nobody and goes no further.
 """

@@ -180,9 +180,6 @@ class PlanBuilder:
     def empty(self) -> bool:
         return not (self.decodes or self._last_tokens or self._chunks)
 
-    def reserve(self, num_blocks: int) -> None:
-        self.reserved_blocks += num_blocks
-
     def start_row(self, choice: Choice, growth: Growth, swap_ins: list[tuple[int, int]]) -> None:
         """`choice` becomes a row. Its whole block table travels with it, so of its growth only copies remain to do."""
         self._swap_ins += swap_ins

@@ -249,7 +249,7 @@ class Scheduler:
             if not self._hold(choice, num_tokens, builder, now):
                 return
             builder.compute(choice, num_tokens)
-        builder.reserve(self._kv.shortage(choice))
+        builder.reserved_blocks += self._kv.shortage(choice)
 
     def _hold(self, choice: Choice, num_tokens: int, builder: PlanBuilder, now: float) -> bool:
         """Find blocks for its next tokens; False if it was the one to give up its own."""
@@ -315,7 +315,7 @@ class Scheduler:
         self._totals.swapped_in_blocks += len(swap_ins)
         builder.start_row(choice, growth, swap_ins)
         builder.compute(choice, num_tokens)
-        builder.reserve(self._kv.shortage(choice))
+        builder.reserved_blocks += self._kv.shortage(choice)
 
     def _preempt(self, choice: Choice, now: float) -> None:
         """Go on later, in the policy's order: from what is swapped out now, or by computing again."""

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, m
 from pagoda_gateway.api.body import Body, Text
 from pagoda_gateway.api.forms import Formed
 from pagoda_gateway.api.json_body import MAX_VALUES
-from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS, PARAMETERS, PLAIN, SamplingParams
+from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS, PARAMETERS, PLAIN, Parameter, SamplingParams
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 
@@ -133,11 +133,10 @@ def _keyed_by_token_id(value: Any) -> Any:
     return value
 
 
-def _plain(name: str) -> Any:
+def _plain(kind: Any, parameter: Parameter) -> Any:
     """A parameter as `pagoda_proto.params` declares it, which checks the range too, for every door alike."""
-    parameter = PARAMETERS[name]
-    about, kind = f"{parameter.about}; {parameter.rule}", get_type_hints(SamplingParams)[name]
-    return kind | None, Field(None, description=parameter.about if kind is bool else about)
+    about = parameter.about if kind is bool else f"{parameter.about}; {parameter.rule}"
+    return kind | None, Field(None, description=about)
 
 
 if TYPE_CHECKING:
@@ -145,7 +144,9 @@ if TYPE_CHECKING:
     class PlainParameters(Formed):
         n: int | None
 else:
-    PlainParameters = create_model("PlainParameters", __base__=Formed, **{name: _plain(name) for name in PLAIN})
+    _KINDS = get_type_hints(SamplingParams)
+    _FIELDS = {name: _plain(_KINDS[name], PARAMETERS[name]) for name in PLAIN}
+    PlainParameters = create_model("PlainParameters", __base__=Formed, **_FIELDS)
 
 
 class Sampling(PlainParameters):

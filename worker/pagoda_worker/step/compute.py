@@ -168,7 +168,8 @@ class Compute:
     def _sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
         """See `Ops.sample`; logits stay on a device that can choose for these rows, though the host waits for it."""
         if self._accelerator is None or not self._sampler.takes(rows):
-            return [_explained(one, row) for one, row in zip(self._ops.sample(logits, rows), rows, strict=True)]
+            found = zip(self._ops.sample(logits, rows), rows, strict=True)
+            return [_explained(one, row) if isinstance(one, Fault) else one for one, row in found]
         return samples_of(rows, [tensor.cpu() for tensor in self._sampler.sample(logits, rows).tensors])
 
     def _answer(
@@ -203,7 +204,7 @@ class Compute:
         return reports if len(reports) == len(targets) else NOT_A_NUMBER
 
 
-def _explained(one: Sample | Fault, row: Row) -> Sample | Fault:
+def _explained(one: Fault, row: Row) -> Fault:
     """A matcher that has failed allows nothing, and knows why."""
     matcher = None if row.processing is None else row.processing.matcher
     if one != NOTHING_ALLOWED or matcher is None or not matcher.error:
