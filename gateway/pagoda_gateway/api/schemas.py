@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, field_validator, model_validator
 
 from pagoda_gateway.api.body import Body, Text
 from pagoda_gateway.api.forms import Formed
@@ -25,6 +25,7 @@ TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong
 MetadataKey = Annotated[str, Field(max_length=64)]
 Salt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
+RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
 def no_promise(why: str, refused: bool = True) -> Callable[[Any], Any]:
@@ -168,6 +169,17 @@ class Sampling(PlainParameters):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(0, description="lower runs earlier, if at all")
     cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
     return_token_ids: bool | None = None
+    request_id: RequestName | None = Field(None, description="the answer's id ends with it, and the log shows it")
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="keep only so many tokens of the prompt, the last ones; -1: as many as there is room for"
+    )
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _something_is_kept(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("must be -1 or at least 1, got 0")
+        return value
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Sampling:
@@ -204,7 +216,10 @@ class ChatRequest(Sampling):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Label | None = Field(None, description="for chat templates that read it")
-    verbosity: Label | None = Field(None, description="for chat templates that read it")
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="for chat templates that read it; elsewhere there is only medium"
+    )
+    echo: bool = Field(False, description="begin the answer with the last message, if that is an assistant's")
 
     audio: None = None
     chat_template: None = None

@@ -31,6 +31,8 @@ from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.records import RequestRecord
 from pagoda_proto.steps import TopLogprobs
 
+PLAIN_VERBOSITY = "medium"  # what clients send who ask for nothing in particular
+
 
 async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = NOBODY) -> RequestRecord:
     """The record of a chat request.
@@ -46,10 +48,10 @@ async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = N
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         n = 1 if body.n is None else body.n
         params = openai.params(body, model.text, n=n, max_tokens=max_tokens, logprobs=logprobs)
-        reader = Reader(ctx.pool, model, caller.key, "messages", params.max_tokens)
+        reader = openai.reader(ctx, body, caller, "messages", params.max_tokens)
         token_ids = await chat_ids(reader, body)
         check_products(ctx.config, model, params, [len(token_ids)], openai.shown(body))
-        return new_record(model, token_ids, params, salt_of(caller, body.cache_salt), body.priority)
+        return new_record(model, token_ids, params, salt_of(caller, body.cache_salt), body.priority, body.request_id)
 
 
 def tools_in_use(body: ChatRequest | TokenizeRequest) -> bool:
@@ -84,7 +86,7 @@ def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) 
     kwargs = dict(body.chat_template_kwargs or {})
     for name in ("reasoning_effort", "verbosity"):
         value = getattr(body, name, None)
-        if value is None:
+        if value is None or (name == "verbosity" and value == PLAIN_VERBOSITY and name not in read):
             continue
         if name not in read:
             raise InvalidParams([Problem(name, f"is {value[:64]!a}, but this model's chat template does not read it")])
@@ -96,8 +98,17 @@ def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) 
 
 async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Job:
     record = await chat_record(ctx, body, caller)
-    shown = openai.shown(body, tools=tools_in_use(body), logprobs=record.task.params.logprobs)
-    return new_job("chatcmpl-", ctx.catalogue.find(body.model), [record], shown)
+    echoes = (echoed(body),) if body.echo else None
+    shown = openai.shown(body, tools=tools_in_use(body), logprobs=record.task.params.logprobs, echoes=echoes)
+    return new_job("chatcmpl-", ctx.catalogue.find(body.model), [record], shown, body.request_id)
+
+
+def echoed(body: ChatRequest) -> str:
+    """What an answer begins with that goes on from the assistant's own words; nothing after those of others."""
+    last = body.messages[-1]
+    if last.role != "assistant" or last.content is None:
+        return ""
+    return last.content if isinstance(last.content, str) else "\n".join(part.text for part in last.content)
 
 
 class ChatWriter(openai.OpenAIWriter):
@@ -110,8 +121,12 @@ class ChatWriter(openai.OpenAIWriter):
         prompt = {"prompt_token_ids": part.record.prompt_token_ids} if self.shown.token_ids else {}
         return {"choices": choices} | await self.prompt_logprobs(part) | prompt
 
+    @property
+    def _echo(self) -> str:
+        return self.shown.echoes[0] if self.shown.echoes else ""
+
     async def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
-        text = "".join(gathered.texts)
+        text = self._echo + "".join(gathered.texts)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if gathered.calls:
             message["content"] = text or None
@@ -127,7 +142,8 @@ class ChatWriter(openai.OpenAIWriter):
     def opening(self) -> list[dict[str, Any]]:
         record = self.run.job.records[0]
         prompt = {"prompt_token_ids": record.prompt_token_ids} if self.shown.token_ids else {}
-        return [_delta(i, {"role": "assistant", "content": ""}, **prompt) for i in range(record.task.params.n)]
+        content = self._echo
+        return [_delta(i, {"role": "assistant", "content": content}, **prompt) for i in range(record.task.params.n)]
 
     async def chunks(self, update: Update) -> list[dict[str, Any]]:
         """What came along with the text is told once, in the first of them."""

@@ -9,8 +9,11 @@ from typing import Any
 from pagoda_gateway.api.encoding import DONE, encoded, encoded_list, event
 from pagoda_gateway.api.forms import Form
 from pagoda_gateway.api.schemas import Sampling
+from pagoda_gateway.clients import Caller
+from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.logprobs import prompt_logprobs
 from pagoda_gateway.generation.job import Shown
+from pagoda_gateway.generation.prompts import Reader, num_kept
 from pagoda_gateway.generation.requests import named_as_in_body
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
@@ -42,6 +45,19 @@ def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
             bad_words_token_ids=text.bad_words(body.bad_words or ()),
             grammar=form.grammar,
         )
+
+
+def reader(ctx: GatewayContext, body: Sampling, caller: Caller, param: str, asked: int | None) -> Reader:
+    """Of the body's text. One that will be cut short may be longer than the context.
+
+    Raises:
+        PagodaError: the model is not known, or cannot keep so much of a prompt.
+    """
+    model, truncate = ctx.catalogue.find(body.model), body.truncate_prompt_tokens
+    if truncate is None:
+        return Reader(ctx.pool, model, caller.key, param, asked)
+    keep = num_kept(truncate, asked, model.limits.max_model_len)
+    return Reader(ctx.pool, model, caller.key, param, asked, ctx.config.max_tokenize_chars, keep)
 
 
 def shown(body: Sampling, **more: Any) -> Shown:

@@ -57,12 +57,21 @@ def held_bytes(job: Job) -> int:
 
 
 def new_record(
-    model: ServedModel, token_ids: list[int], params: SamplingParams, cache_salt: str, priority: int
+    model: ServedModel,
+    token_ids: list[int],
+    params: SamplingParams,
+    cache_salt: str,
+    priority: int,
+    name: str | None = None,
 ) -> RequestRecord:
-    """Raises PagodaError when parameters or prompt do not fit the model."""
+    """`name` is what the client calls it: the id ends with that, for logs to show.
+
+    Raises:
+        PagodaError: parameters or prompt do not fit the model.
+    """
     check_for_model(params, token_ids, model.limits)
     return RequestRecord(
-        request_id=secrets.token_hex(16),
+        request_id=secrets.token_hex(16) + (f".{name}" if name else ""),
         prompt_token_ids=token_ids,
         task=Generate(
             params=params,
@@ -79,9 +88,11 @@ def salt_of(caller: Caller, asked: str | None) -> str:
     return f"{caller.tenant}.{asked or ''}" if caller.tenant else asked or ""
 
 
-def new_job(prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown) -> Job:
-    """Its id is that of the first record after `prefix`."""
-    job_id = prefix + records[0].request_id
+def new_job(
+    prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown, name: str | None = None
+) -> Job:
+    """Its id is `prefix` and the client's `name` for it, or the id of the first record."""
+    job_id = prefix + (name or records[0].request_id)
     return Job(id=job_id, created=int(time.time()), model=model.name, records=tuple(records), shown=shown)
 
 

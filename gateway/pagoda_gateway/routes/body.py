@@ -19,6 +19,7 @@ from pagoda_gateway.generation.prompts import at_most
 from pagoda_gateway.http.memory import Holding
 from pagoda_gateway.http.sse import until_disconnect
 from pagoda_gateway.http.text_pool import INLINE_SIZE
+from pagoda_proto.params import too_long
 
 Body = TypeVar("Body", bound=api.Body)
 T = TypeVar("T")
@@ -69,11 +70,17 @@ def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
     """What is far too much is not even looked at."""
     config = ctx.config
     longest = [max(model.engine.load.max_model_len, model.text.max_model_len) for model in ctx.catalogue]
-    most_ids = max(config.max_prompts, *longest)
-    for name, limit in (("messages", config.max_messages), ("tools", config.max_tools), ("prompt", most_ids)):
+    for name, limit in (("messages", config.max_messages), ("tools", config.max_tools)):
         value = body.get(name)
         if isinstance(value, list):
             at_most(name, len(value), limit)
+    prompt = body.get("prompt")
+    if not isinstance(prompt, list) or body.get("truncate_prompt_tokens") is not None:
+        return
+    most_ids, asked = max(longest), body.get("max_tokens")
+    if prompt and isinstance(prompt[0], int) and len(prompt) > most_ids > 0:
+        raise too_long(most_ids, len(prompt), asked if isinstance(asked, int) else 1, "prompt")
+    at_most("prompt", len(prompt), max(config.max_prompts, most_ids))
 
 
 def parse_body(schema: type[Body], body: dict[str, Any]) -> Body:
