@@ -47,8 +47,12 @@ def json_schema(schema: dict[str, Any]) -> str:
     Between its parts there is a space, or a line break and what indents the next line, or nothing: a model that is free
     to write white space may never stop. A schema with llguidance's `x-guidance` says for itself.
     """
-    schema = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | schema
-    return json.dumps({"grammars": [{"json_schema": schema}]}, separators=(",", ":"), ensure_ascii=False)
+    return json.dumps({"grammars": [{"json_schema": written(schema)}]}, separators=(",", ":"), ensure_ascii=False)
+
+
+def written(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, with how much white space there may be."""
+    return {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | schema
 
 
 def json_object() -> str:
@@ -58,19 +62,34 @@ def json_object() -> str:
 
 def regex(pattern: str) -> str:
     """What the pattern matches as a whole."""
-    return lark(f"start: /{_TO_ESCAPE.sub(_escaped, pattern)}/")
+    return lark(f"start: {slashed(pattern)}")
 
 
 def choice(texts: Sequence[str]) -> str:
     """One of these texts."""
-    return lark(
-        "start: " + " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts)
-    )
+    return lark("start: " + " | ".join(map(quoted, texts)))
 
 
 def lark(grammar: str) -> str:
     """What the rule `start` of this grammar derives."""
     return json.dumps({"grammars": [{"lark_grammar": grammar}]}, separators=(",", ":"), ensure_ascii=False)
+
+
+def check_lark(grammar: Any) -> Any:
+    """Raises ValueError for the other way to write rules. What is no text is left to others."""
+    if isinstance(grammar, str) and "::=" in grammar:
+        raise ValueError("rules are written with ':' here (Lark as llguidance reads it), not with '::='")
+    return grammar
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def slashed(pattern: str) -> str:
+    """A regular expression as Lark writes it."""
+    return f"/{_TO_ESCAPE.sub(_escaped, pattern)}/"
 
 
 def _escaped(found: re.Match[str]) -> str:

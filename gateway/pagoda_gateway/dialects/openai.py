@@ -19,6 +19,7 @@ from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.params import PLAIN, SamplingParams
 from pagoda_proto.records import FinishReason
 
@@ -35,6 +36,7 @@ def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
     stop: Any = () if body.stop is None else body.stop
     form = body.form or NO_FORM
     with named_as_in_body({"grammar": form.field}):
+        grammar = _grammar(form, text)
         return SamplingParams(
             **fields | asked,
             seed=body.seed,
@@ -43,8 +45,15 @@ def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
             logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
             allowed_token_ids=tuple(body.allowed_token_ids or ()),
             bad_words_token_ids=text.bad_words(body.bad_words or ()),
-            grammar=form.grammar,
+            grammar=grammar,
         )
+
+
+def _grammar(form: Form, text: ModelText) -> str:
+    try:
+        return form.grammar_with(text.special.ids)
+    except ValueError as error:
+        raise InvalidParams([Problem("grammar", str(error))]) from error
 
 
 def reader(ctx: GatewayContext, body: Sampling, caller: Caller, param: str, asked: int | None) -> Reader:

@@ -4,6 +4,7 @@ where it is.
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -74,6 +75,27 @@ def test_the_ends_of_the_request_count_and_no_others() -> None:
     assert end() not in allowed(matcher)
     matcher.consume(7)
     assert allowed(matcher) == {tool_call, 7}
+
+
+@pytest.mark.parametrize("text", ["<tool_call>", "a<tool_call>b", "<|im_start|>", "<|im_end|>."])
+def test_a_text_that_is_the_name_of_a_special_token_is_spelled_out(text: str) -> None:
+    for grammar in (grammars.choice([text]), grammars.json_schema({"const": text})):
+        matcher, written = started(grammar), b""
+        while end() not in allowed(matcher):
+            token = min(allowed(matcher))
+            written += vocabulary()[token]
+            matcher.consume(token)
+            assert matcher.error == ""
+        assert text in (written.decode(), json.loads(written) if written.startswith(b'"') else "")
+
+
+def test_special_tokens_stand_where_a_grammar_names_them() -> None:
+    call = small_tokenizer().tokenize_str("<tool_call>")[0]
+    matcher = started(grammars.lark('start: "a"? <tool_call> "b"'))
+    assert call in allowed(matcher)
+    matcher.consume(call)
+    assert matcher.error == ""
+    assert vocabulary()[min(allowed(matcher))] == b"b"
 
 
 def test_an_end_that_is_text_ends_and_is_not_written() -> None:
