@@ -9,6 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
+NOTHING = np.empty(0, np.int64)
 
 
 class GrammarTokens:
@@ -49,6 +50,20 @@ class Matcher:
         if self._forbidden is None:
             self._forbidden = np.flatnonzero(~self._allowed())
         return self._forbidden
+
+    def forced(self, limit: int) -> Ids:
+        """The tokens that come next, up to `limit`, as far as the grammar leaves no choice. The mask is found first, so
+        this finds out nothing that a row without drafts would not know."""
+        self.forbidden()
+        if self.error or self._ended or limit < 1:
+            return NOTHING
+        return np.array(self._state.compute_ff_tokens()[:limit], np.int64)
+
+    def fitting(self, tokens: Ids) -> Ids:
+        """The first of these tokens, up to one that cannot stand there. A copy is asked: see above."""
+        if self.error or self._ended:
+            return tokens[:0]
+        return tokens[: self._state.deep_copy().validate_tokens(tokens.tolist())]
 
     def consume(self, token: int) -> None:
         """Take the next output; a token that is forbidden is an error."""

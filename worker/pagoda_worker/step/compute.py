@@ -59,8 +59,7 @@ class Compute:
         self.caches = ((loaded, self.kv), *self._drafter.caches)
         self._accelerator = accelerator
         self._sampler = sampler or GreedySampler()
-        # A drafter reads the tokens of its rows before every step, so they must be on the host.
-        self._may_promise = accelerator is not None and isinstance(self._drafter, NoDrafts)
+        self._may_promise = accelerator is not None and not self._drafter.reads_all
 
     def arranged(self, work: Work) -> Work:
         """`work` in the order that costs `start` least; no answer depends on it."""
@@ -206,7 +205,7 @@ class Compute:
 
 def _explained(one: Fault, row: Row) -> Fault:
     """A matcher that has failed allows nothing, and knows why."""
-    matcher = None if row.processing is None else row.processing.matcher
+    matcher = row.matcher
     if one != NOTHING_ALLOWED or matcher is None or not matcher.error:
         return one
     return Fault(ErrorCode.INVALID_ARGUMENT, f"grammar: {matcher.error}")
