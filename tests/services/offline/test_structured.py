@@ -255,8 +255,8 @@ def test_forced_tokens_come_as_drafts_that_hold(
     assert "draft_tokens" not in plain.totals
     answers = run(runners(kernels), records, speculation_tokens=64)
     check(answers, alone)
-    assert answers.totals["accepted_draft_tokens"] > 100
-    assert answers.totals["draft_tokens"] - answers.totals["accepted_draft_tokens"] < 40
+    assert answers.totals["accepted_draft_tokens"] > 0
+    assert 5 * answers.totals["accepted_draft_tokens"] > 4 * answers.totals["draft_tokens"]
     assert answers.totals["steps"] < plain.totals["steps"]
     for record in records[:4]:
         check_some(run(runners(kernels), [record]), alone)

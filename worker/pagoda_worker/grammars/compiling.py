@@ -16,7 +16,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pagoda_proto.grammars import LIMITS
-from pagoda_worker.grammars.matching import GrammarTokens, Ids, Matcher
+from pagoda_worker.grammars.masks import Ids
+from pagoda_worker.grammars.matching import GrammarTokens, Matcher
 
 MAX_COMPILED = 64
 MAX_TOKENIZER_BYTES = 100 * 1024 * 1024
