@@ -100,7 +100,7 @@ async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Jo
     record = await chat_record(ctx, body, caller)
     echoes = (echoed(body),) if body.echo else None
     shown = openai.shown(body, tools=tools_in_use(body), logprobs=record.task.params.logprobs, echoes=echoes)
-    return new_job("chatcmpl-", ctx.catalogue.find(body.model), [record], shown, body.request_id)
+    return new_job("chatcmpl-", ctx.catalogue.find(body.model), [record], shown, body.request_id, body.beam_penalty)
 
 
 def echoed(body: ChatRequest) -> str:

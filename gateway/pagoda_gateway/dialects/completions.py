@@ -102,7 +102,8 @@ async def completion_job(ctx: GatewayContext, body: CompletionRequest, caller: C
         echoes.append(text)
     told = tuple(echoes) if body.echo else None
     shown = openai.shown(body, logprobs=body.logprobs, echoes=told, prompt_only=shows_no_output(body))
-    return new_job("cmpl-", model, [record for _, record in prepared], shown, body.request_id)
+    records = [record for _, record in prepared]
+    return new_job("cmpl-", model, records, shown, body.request_id, body.beam_penalty)
 
 
 @dataclass

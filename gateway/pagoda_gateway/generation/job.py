@@ -39,13 +39,17 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """`created` in Unix seconds; `model` is the served name; a record per prompt, alike but for prompt, id and seed."""
+    """`created` in Unix seconds; `model` is the served name; a record per prompt, alike but for prompt, id and seed.
+
+    With a `length_penalty` it is searched for with beams, and not sampled.
+    """
 
     id: str
     created: int
     model: str
     records: tuple[RequestRecord, ...]
     shown: Shown = Shown()
+    length_penalty: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:

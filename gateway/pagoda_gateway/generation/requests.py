@@ -89,11 +89,23 @@ def salt_of(caller: Caller, asked: str | None) -> str:
 
 
 def new_job(
-    prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown, name: str | None = None
+    prefix: str,
+    model: ServedModel,
+    records: Sequence[RequestRecord],
+    shown: Shown,
+    name: str | None = None,
+    length_penalty: float | None = None,
 ) -> Job:
     """Its id is `prefix` and the client's `name` for it, or the id of the first record."""
     job_id = prefix + (name or records[0].request_id)
-    return Job(id=job_id, created=int(time.time()), model=model.name, records=tuple(records), shown=shown)
+    return Job(
+        id=job_id,
+        created=int(time.time()),
+        model=model.name,
+        records=tuple(records),
+        shown=shown,
+        length_penalty=length_penalty,
+    )
 
 
 def check_priority(config: GatewayConfig, model: ServedModel, priority: int) -> None:

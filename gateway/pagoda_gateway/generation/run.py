@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from pagoda_gateway.engine.interface import EngineClient, Generation
 from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.searching import BeamSearching
 from pagoda_gateway.generation.updates import ChoiceReader, Update
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -130,6 +131,8 @@ class Run:
         Raises:
             PagodaError: one of them was not admitted; the others are still to be closed.
         """
+        penalty = self.job.length_penalty
+        engine = engine if penalty is None else BeamSearching(engine, penalty)
         submitting = [asyncio.ensure_future(part.submit(engine)) for part in self.parts]
         try:
             await asyncio.gather(*submitting)

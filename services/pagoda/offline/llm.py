@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pagoda.offline.beams import BeamSearchOutput, BeamSearchParams, search
 from pagoda.offline.local import Local, Prompt, as_list, failure
 from pagoda.offline.outputs import OfflineRequest, RequestOutput
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
@@ -91,6 +92,22 @@ class LLM:
             message = f"one for all prompts or one for each is needed; got {len(sampling_params)} for {len(given)}"
             raise InvalidParams([Problem("sampling_params", message)])
         return self._run(self._open(given, sampling_params), use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations that a search with `params.beam_width` beams finds, for each of the prompts.
+
+        Raises:
+            PagodaError: a prompt does not fit, or the width is more than there are log-probabilities for.
+        """
+        longest = SamplingParams(max_tokens=params.max_tokens)
+        opened = self._open(as_list(prompts), [longest] * len(as_list(prompts)))
+
+        def generate(inputs: list[list[int]], asked: SamplingParams) -> list[RequestOutput]:
+            return self.generate(inputs, asked, use_tqdm)  # type: ignore[arg-type]
+
+        return search(generate, [one.record.prompt_token_ids for one in opened], params, self._local.text)
 
     def chat(
         self,
