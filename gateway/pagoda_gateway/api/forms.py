@@ -120,8 +120,8 @@ def _forms(body: Formed) -> Iterator[Form]:
             yield Form("response_format", grammars.json_object())
         case SchemaFormat(json_schema=named):
             yield Form("response_format", grammars.json_schema(named.schema_))
-        case TagFormat() as tag:
-            yield Form("response_format", structural_tag(tag, {}), tag)
+        case TagFormat() as tagged:
+            yield Form("response_format", structural_tag(tagged, {}), tagged)
     asked = body.structured_outputs
     if asked is not None:
         yield from _vllm_forms("structured_outputs.", asked.json_, asked.regex, asked.choice, asked.grammar)

@@ -153,6 +153,7 @@ if TYPE_CHECKING:
 
     class PlainParameters(Formed):
         n: int | None
+        temperature: float | None
 else:
     _KINDS = get_type_hints(SamplingParams)
     _FIELDS = {name: _plain(_KINDS[name], PARAMETERS[name]) for name in PLAIN}

@@ -186,7 +186,7 @@ class StructuralTag(Body):
             Tag(begin=one.begin, content=JsonSchema(type="json_schema", json_schema=one.schema_), end=one.end)
             for one in self.structures or ()
         ]
-        return TriggeredTags(type="triggered_tags", triggers=self.triggers or [], tags=tags)
+        return TriggeredTags(type="triggered_tags", triggers=self.triggers or [], tags=tags, excludes=[])
 
 
 for _body in (Sequence, Or, Optional, Plus, Star, Repeat, Tag, TriggeredTags, TagsWithSeparator, StructuralTag):

@@ -61,7 +61,7 @@ class BeamSearch:
         kept = nlargest(self.num_candidates, self._ways(candidates), key=lambda way: way.logprob)
         cut = length >= self._max_tokens
         ended = [
-            Ended(way, way.logprob / length**self._length_penalty, way.token_ids[-1] in self._ends)
+            Ended(way, self._score(way, length), way.token_ids[-1] in self._ends)
             for way in kept[: self._width]
             if cut or way.token_ids[-1] in self._ends
         ]
@@ -77,4 +77,8 @@ class BeamSearch:
     def _may_improve(self, length: int) -> bool:
         if len(self._ended) < self._width:
             return True
-        return self.running[0].logprob / length**self._length_penalty > self._ended[-1].score
+        return self._score(self.running[0], length) > self._ended[-1].score
+
+    def _score(self, beam: Beam, length: int) -> float:
+        divisor: float = length**self._length_penalty
+        return beam.logprob / divisor

@@ -39,7 +39,8 @@ def mask_of(bits: Bits, vocab_size: int) -> Mask:
 
 def has(bits: Bits, ids: Ids) -> NDArray[np.bool_]:
     """Whether the bits of these tokens are set."""
-    return (bits[ids >> 3] >> (ids & 7).astype(np.uint8) & 1).astype(np.bool_)
+    found: NDArray[np.bool_] = (bits[ids >> 3] >> (ids & 7).astype(np.uint8) & 1).astype(np.bool_)
+    return found
 
 
 def put(bits: Bits, ids: Ids, *, to: bool) -> None:
