@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
 
@@ -37,6 +37,13 @@ LIMITS: Limits = {
 MAX_REGEX_CHARS = 4096
 MAX_CHOICES = 1024
 
+NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # names to schemas
+PLAIN = frozenset({"enum", "const", "default", "examples", "x-guidance"})  # values that are no schemas
+FORMATS = frozenset({
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
+    "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+})  # fmt: skip
+"""Those that JSON Schema defines. Others are notes of whoever wrote them, which it says nobody is held to."""
 WHITE_SPACE = r" |\r?\n[ \t]{0,64}"
 _TO_ESCAPE = re.compile(r"\\.|[/\n]", re.DOTALL)
 
@@ -51,8 +58,39 @@ def json_schema(schema: dict[str, Any]) -> str:
 
 
 def written(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, with how much white space there may be."""
-    return {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | schema
+    """The schema, with how much white space there may be, and without formats that are notes."""
+    told: dict[str, Any] = _without_notes(schema)
+    return {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | told
+
+
+def subschemas(schema: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """What may be schemas, or lists of them, directly below one, with the way there."""
+    if isinstance(schema, list):
+        for i, item in enumerate(schema):
+            yield (i,), item
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            if name in NAMED and isinstance(value, dict):
+                for inner, item in value.items():
+                    yield (name, inner), item
+            elif name not in PLAIN:
+                yield (name,), value
+
+
+def _without_notes(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_notes(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    told = {}
+    for name, value in schema.items():
+        if name in NAMED and isinstance(value, dict):
+            told[name] = {inner: _without_notes(item) for inner, item in value.items()}
+        elif name in PLAIN:
+            told[name] = value
+        elif name != "format" or not isinstance(value, str) or value in FORMATS:
+            told[name] = _without_notes(value)
+    return told
 
 
 def json_object() -> str:

@@ -65,3 +65,24 @@ def test_a_schema_may_say_for_itself_what_white_space_it_wants() -> None:
 def test_any_object_is_an_object() -> None:
     assert admits(grammars.json_object(), '{"a": [1, {"b": "é\\n"}], "c": null}')
     assert not admits(grammars.json_object(), "[1]")
+
+
+def test_a_format_that_json_schema_does_not_know_is_a_note() -> None:
+    """Pydantic's paths, OpenAPI's numbers: JSON Schema holds nobody to them; what it defines stays."""
+    schema = {
+        "format": "path",
+        "properties": {"format": {"type": "string", "format": "uuid"}, "b": {"format": "int64"}},
+        "anyOf": [{"format": "binary"}, {"items": {"format": "date"}}],
+        "enum": [{"format": "path"}],
+        "const": {"format": "path"},
+    }
+    told = grammars.written(schema)
+    assert told == {
+        "x-guidance": {"whitespace_pattern": grammars.WHITE_SPACE},
+        "properties": {"format": {"type": "string", "format": "uuid"}, "b": {}},
+        "anyOf": [{}, {"items": {"format": "date"}}],
+        "enum": [{"format": "path"}],
+        "const": {"format": "path"},
+    }
+    assert schema["format"] == "path"
+    assert admits(grammars.json_schema({"type": "string", "format": "path"}), '"no path"')

@@ -7,9 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-_UNKNOWN = re.compile(r'Unimplemented keys: \["([^"]+)"|^(oneOf) constraints are not supported')
-NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # names to schemas
-PLAIN = frozenset({"enum", "const", "default", "examples", "x-guidance"})  # values that are no schemas
+from pagoda_proto.grammars import subschemas
+
+_UNKNOWN = re.compile(
+    r'Unimplemented keys: \["([^"]+)"|^(oneOf) constraints are not supported|^Unknown (format): '
+    r"|^min/(maxProperties) only"
+)
 
 
 def located(problem: str, grammar: str) -> str:
@@ -21,25 +24,18 @@ def located(problem: str, grammar: str) -> str:
         schema = json.loads(grammar)["grammars"][0]["json_schema"]
     except (ValueError, LookupError, TypeError):
         return problem
-    pointer = next(pointers(schema, found[1] or found[2]), "")
+    keyword = next(filter(None, found.groups()))
+    value = problem[found.end() :] if keyword == "format" else None
+    pointer = next(pointers(schema, keyword, value), "")
     return f"{pointer}: {problem}" if pointer else problem
 
 
-def pointers(schema: Any, keyword: str, at: str = "") -> Iterator[str]:
-    """Where `keyword` stands as a keyword, in the order of the schema."""
-    if isinstance(schema, list):
-        for i, item in enumerate(schema):
-            yield from pointers(item, keyword, f"{at}/{i}")
-    elif isinstance(schema, dict):
-        if keyword in schema:
-            yield f"{at}/{_escaped(keyword)}"
-        for name, value in schema.items():
-            below = f"{at}/{_escaped(name)}"
-            if name in NAMED and isinstance(value, dict):
-                for inner, item in value.items():
-                    yield from pointers(item, keyword, f"{below}/{_escaped(inner)}")
-            elif name not in PLAIN:
-                yield from pointers(value, keyword, below)
+def pointers(schema: Any, keyword: str, value: Any = None, at: str = "") -> Iterator[str]:
+    """Where `keyword` stands as a keyword, with this value if there is one, in the order of the schema."""
+    if isinstance(schema, dict) and keyword in schema and value in (None, schema[keyword]):
+        yield f"{at}/{_escaped(keyword)}"
+    for path, inner in subschemas(schema):
+        yield from pointers(inner, keyword, value, at + "".join(f"/{_escaped(str(name))}" for name in path))
 
 
 def _escaped(name: str) -> str:

@@ -13,7 +13,6 @@ from pagoda_engine_core.scheduling.plan import PlanBuilder
 from pagoda_engine_core.scheduling.policy import OrderedChoices
 from pagoda_engine_core.scheduling.request import Choice
 
-
 ROWS_PER_DRAFT = 4
 """A step with drafts is waited for by all rows, which is worth it where it may bring a quarter more tokens."""
 
