@@ -3,8 +3,8 @@
 
     python bench/distinct.py [--schemas 10000]
 
-The first tenth fills caches; what the rest adds is held against the bar, per process. The exit status is 0 if no process
-grew by more.
+The first tenth fills caches; what the rest adds is held against the bar, per process. The exit status is 0 if no
+process grew by more.
 """
 
 from __future__ import annotations
