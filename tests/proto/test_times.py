@@ -51,6 +51,11 @@ def test_a_call_to_the_store_outwaits_a_locked_file_and_is_tried_again_while_cli
     assert times.STORE_REST_S < times.STORE_CALL_S
 
 
+def test_who_runs_a_response_says_so_several_times_before_another_takes_it_over() -> None:
+    assert times.RESPONSE_LEASE_S / 3 + times.STALL_S < times.STORE_CALL_S + times.STALL_S < times.RESPONSE_LEASE_S
+    assert times.RESPONSE_SWEEP_S < times.RESPONSE_LEASE_S < times.RESUME_WAIT_S
+
+
 def test_a_watcher_that_was_held_up_says_for_how_long() -> None:
     guard = StallGuard(due_s=0.5, now=10.0)
     assert guard.tick(10.5) == 0.0

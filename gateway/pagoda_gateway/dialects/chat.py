@@ -179,6 +179,6 @@ CHAT = Dialect(
     body=ChatRequest,
     answer=ChatAnswer,
     job=chat_job,
-    writer=ChatWriter,
+    writer=lambda ctx, run: ChatWriter(run),
     error=OPENAI_ERRORS,
 )

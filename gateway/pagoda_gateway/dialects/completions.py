@@ -208,6 +208,6 @@ COMPLETIONS = Dialect(
     body=CompletionRequest,
     answer=CompletionAnswer,
     job=completion_job,
-    writer=CompletionWriter,
+    writer=lambda ctx, run: CompletionWriter(run),
     error=OPENAI_ERRORS,
 )

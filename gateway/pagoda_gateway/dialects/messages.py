@@ -183,7 +183,7 @@ MESSAGES = Dialect(
     body=MessagesRequest,
     answer=MessagesAnswer,
     job=message_job,
-    writer=MessagesWriter,
+    writer=lambda ctx, run: MessagesWriter(run),
     error=ANTHROPIC_ERRORS,
     ping=_event({"type": "ping"}),
 )

@@ -46,14 +46,12 @@ def check_products(
 
 
 def held_bytes(job: Job) -> int:
-    """What the grammar of a job takes, and its prompt log-probabilities while they are gathered and written."""
+    """What is kept of a job while it runs: its grammar, its conversation, and its prompt log-probabilities while they
+    are gathered and written."""
     params = job.records[0].task.params
     top = params.prompt_logprobs
-    return (
-        len(params.grammar)
-        if top is None
-        else len(params.grammar) + job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
-    )
+    told = 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
+    return len(params.grammar) + len(job.items) + told
 
 
 def new_record(
