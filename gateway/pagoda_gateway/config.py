@@ -32,6 +32,13 @@ class GatewayConfig:
         "", "web pages that may ask here (CORS): origins such as https://chat.example, comma-separated, or *"
     )
     max_body_bytes: int = option(10 * 1024 * 1024, "largest request body", least=1)
+    max_file_bytes: int = option(200 * 1024 * 1024, "largest file that is taken by /v1/files", least=1, most=2**40)
+    max_files_bytes: int = option(
+        2 * 1024**3,
+        "most bytes of all files of an API key together; of everybody where there is none",
+        least=1,
+        most=2**50,
+    )
     max_upload_bytes_per_second: int = option(
         16 * 1024 * 1024,
         "most bytes of bodies read from one address in a second; the first 64 KiB of each are not counted",

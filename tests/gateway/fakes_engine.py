@@ -16,7 +16,7 @@ from pagoda_gateway.api import errors
 from pagoda_gateway.api.error_body import set_shape
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.routes import generating, models, tokenize
+from pagoda_gateway.routes import files, generating, models, tokenize
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Begun, Delta, FinishReason, Load, RequestRecord, Usage
@@ -188,7 +188,7 @@ class Gateway:
         )
         self.app = FastAPI(redirect_slashes=False)
         errors.install(self.app)
-        for module in (generating, models, tokenize):
+        for module in (generating, models, tokenize, files):
             self.app.include_router(module.router(self.context))
         self.error_shapes = dict(generating.ERROR_SHAPES)
         transport = ASGITransport(self.asgi, raise_app_exceptions=False)
