@@ -16,7 +16,8 @@ from pagoda_gateway.api import errors
 from pagoda_gateway.api.error_body import set_shape
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.routes import files, generating, models, tokenize
+from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.routes import files, generating, models, responses, tokenize
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Begun, Delta, FinishReason, Load, RequestRecord, Usage
@@ -190,6 +191,8 @@ class Gateway:
         errors.install(self.app)
         for module in (generating, models, tokenize, files):
             self.app.include_router(module.router(self.context))
+        self.background = BackgroundResponses(self.context)
+        self.app.include_router(responses.router(self.context, self.background))
         self.error_shapes = dict(generating.ERROR_SHAPES)
         transport = ASGITransport(self.asgi, raise_app_exceptions=False)
         self.client = AsyncClient(transport=transport, base_url="http://gateway")

@@ -15,6 +15,7 @@ from tests.gateway.http_fakes import error_code
 from tests.gateway.model_dir import write_model_dir
 
 from pagoda_gateway.app import create_app
+from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.clients import OPEN_PATHS
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
@@ -35,7 +36,7 @@ class Gateway:
         engine = SessionClient(EngineAddress(config.engine), self.metrics)
         self.health = Health(engine, self.metrics)
         ctx = GatewayContext.new(config, ModelText.load(model), engine, served_model_name="m", created=1)
-        app: Any = create_app(ctx, self.health, self.metrics)
+        app: Any = create_app(ctx, self.health, self.metrics, BackgroundResponses(ctx))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 
 

@@ -22,8 +22,8 @@ from pagoda_gateway.background.live import LiveEvents
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.responses import kept_by, telling_of, told
 from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling, Told
-from pagoda_gateway.generation.job import Job
 from pagoda_gateway.engine.interface import EngineClient
+from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.run import Run
 from pagoda_gateway.store.interface import Conflict
 from pagoda_proto import times

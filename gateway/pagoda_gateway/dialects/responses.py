@@ -14,9 +14,7 @@ from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.api.responses_answers import ResponseAnswer
 from pagoda_gateway.api.responses_schemas import (
     Item,
-    ReasoningOptions,
     ResponsesRequest,
-    TextOptions,
     read_items,
 )
 from pagoda_gateway.clients import Caller
@@ -102,8 +100,8 @@ async def _prompt_ids(reader: Reader, body: ResponsesRequest, items: Sequence[It
 def _template_options(body: ResponsesRequest, known: frozenset[str]) -> dict[str, Any]:
     """Raises InvalidParams where the chat template does not read what was said."""
     said = {
-        "reasoning.effort": ("reasoning_effort", body.reasoning and body.reasoning.effort),
-        "text.verbosity": ("verbosity", body.text and body.text.verbosity),
+        "reasoning.effort": ("reasoning_effort", None if body.reasoning is None else body.reasoning.effort),
+        "text.verbosity": ("verbosity", None if body.text is None else body.text.verbosity),
     }
     options = dict(body.chat_template_kwargs or {})
     for field, (name, value) in said.items():
@@ -117,7 +115,7 @@ def _template_options(body: ResponsesRequest, known: frozenset[str]) -> dict[str
 
 def _head(body: ResponsesRequest, job: Job, params: SamplingParams) -> dict[str, Any]:
     """What a response says of its request: as it was taken, defaults filled in."""
-    text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
+    text = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
     return {
         "id": job.id,
         "object": "response",
@@ -130,15 +128,15 @@ def _head(body: ResponsesRequest, job: Job, params: SamplingParams) -> dict[str,
         "max_tool_calls": None,
         "metadata": body.metadata or {},
         "model": job.model,
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "parallel_tool_calls": True,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": reasoning.effort, "summary": None},
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store is not False,
         "temperature": params.temperature,
-        "text": {"format": {"type": "text"}} | text.model_dump(exclude_none=True, by_alias=True),
+        "text": {"format": {"type": "text"}} | text,
         "tool_choice": body.tool_choice or "auto",
         "tools": [{"strict": None} | tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,

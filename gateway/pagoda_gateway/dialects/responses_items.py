@@ -39,7 +39,7 @@ def turns_of(instructions: str | None, items: Sequence[Item]) -> Iterator[Turn]:
 
 def items_of(given: str | Sequence[Item]) -> list[Item]:
     """A text is what the user says."""
-    return [MessageItem(role="user", content=given)] if isinstance(given, str) else list(given)
+    return [MessageItem.model_validate({"role": "user", "content": given})] if isinstance(given, str) else list(given)
 
 
 def template_tool(tool: FunctionTool) -> dict[str, Any]:

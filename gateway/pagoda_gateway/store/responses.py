@@ -36,7 +36,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class KeptResponses:
-    """Of one store. Raises PagodaError: NOT_FOUND for a response that `owner` has not, UNAVAILABLE as the store does."""
+    """Of one store, whose errors it raises; NOT_FOUND for a response that `owner` has not."""
 
     def __init__(self, store: Store, keep_s: float) -> None:
         self._store = store
@@ -91,11 +91,18 @@ class KeptResponses:
             await self._store.drop(_log(name, log))
 
     async def items(self, name: str) -> list[dict[str, Any]]:
-        return msgspec.json.decode(await self._read(name, ITEMS), type=list[dict[str, Any]])
+        items: list[dict[str, Any]] = msgspec.json.decode(await self._read(name, ITEMS))
+        return items
 
     async def response(self, name: str) -> bytes:
         """The object of one that has ended."""
         return await self._read(name, OUTPUT)
+
+    async def begun(self, name: str, kept: Kept) -> dict[str, Any]:
+        """The object of one that nobody runs here: what its job says of it."""
+        job = msgspec.json.decode(await self.job(name) or b"{}", type=dict[str, Any])
+        status = "cancelled" if kept.cancelled else "in_progress"
+        return {**job.get("head", {}), "status": status, "output": [], "usage": None}
 
     async def conversation(self, name: str, owner: str) -> list[dict[str, Any]]:
         """What it was asked and what it answered, as items."""
@@ -103,7 +110,8 @@ class KeptResponses:
         if not kept.ended:
             raise PagodaError(ErrorCode.INVALID_ARGUMENT, f"the response {name[:64]!a} has not ended yet")
         answer = msgspec.json.decode(await self.response(name), type=dict[str, Any])
-        return await self.items(name) + answer["output"]
+        output: list[dict[str, Any]] = answer["output"]
+        return await self.items(name) + output
 
     async def job(self, name: str) -> bytes:
         """b"" where there is none any more."""
@@ -145,9 +153,7 @@ class KeptResponses:
 
     async def _put(self, name: str, owner: str, kept: Kept, expect: int) -> int:
         value = msgspec.json.encode(kept)
-        return await self._store.put(
-            RESPONSES, name, value, owner=owner, expect=expect, expires_at=self._expiry()
-        )
+        return await self._store.put(RESPONSES, name, value, owner=owner, expect=expect, expires_at=self._expiry())
 
     async def _write(self, name: str, log: str, data: bytes) -> None:
         parts = [data[i : i + MAX_PART_BYTES] for i in range(0, len(data), MAX_PART_BYTES)]
