@@ -14,9 +14,9 @@ from tests.gateway.model_dir import MAX_MODEL_LEN, write_model_dir
 
 from pagoda_gateway.api import errors
 from pagoda_gateway.api.error_body import set_shape
+from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.routes import files, generating, models, responses, tokenize
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from pagoda_gateway.store.interface import Conflict
+
 
 class LiveEvents:
-    """Numbered from `begin` on: what was told before is in the store."""
+    """Those from number `begin` on; what was told before is in the store, and not here any more."""
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
@@ -23,20 +25,27 @@ class LiveEvents:
         self.events.append(event)
         self._tell()
 
+    def forget(self, num_events: int) -> None:
+        """The first ones are in the store now. Raises Conflict where it has others than these."""
+        if not 0 <= num_events <= len(self.events):
+            raise Conflict
+        del self.events[:num_events]
+        self.begin += num_events
+
     def close(self) -> None:
         self.over = True
         self._tell()
 
     async def read(self, start: int) -> AsyncIterator[bytes]:
-        """From number `start` on, which is `begin` or later, as they come."""
-        while True:
+        """From number `start` on as they come, to the last, or to one that is in the store only."""
+        while start >= self.begin:
             changed = self._changed
-            for event in self.events[start - self.begin :]:
-                yield event
+            if start < self.end:
+                yield self.events[start - self.begin]
                 start += 1
-            if self.over and start >= self.end:
+            elif self.over:
                 return
-            if start >= self.end:
+            else:
                 await changed.wait()
 
     def _tell(self) -> None:

@@ -21,26 +21,30 @@ from pagoda_gateway.api.encoding import encoded, event
 from pagoda_gateway.background.live import LiveEvents
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.responses import kept_by, telling_of, told
-from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling, Told
+from pagoda_gateway.dialects.responses_events import AlreadyTold, Told
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.requests import held_bytes
 from pagoda_gateway.generation.run import Run
+from pagoda_gateway.http.memory import Holding
 from pagoda_gateway.store.interface import Conflict
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 logger = logging.getLogger(__name__)
+BYTES_PER_TOKEN = 16  # of a prompt, as Python keeps it
 
 
 class _Running:
     """One response that runs here."""
 
-    def __init__(self, job: Job, live: LiveEvents, telling: Telling) -> None:
+    def __init__(self, job: Job, known: AlreadyTold, holding: Holding) -> None:
         self.job = job
-        self.live = live
-        self.telling = telling
-        self.num_written = live.begin
+        self.live = LiveEvents(known.num_events)
+        self.telling = telling_of(job, known)
+        self.holding = holding
         self.wrote_at = time.monotonic()
+        self.unsure = False  # whether all that was written last is in the store
         self.cancelled = False
         self.task: asyncio.Task[None] | None = None
 
@@ -73,12 +77,13 @@ class BackgroundResponses:
         if len(self._running) >= self._ctx.config.max_background_responses:
             message = f"{len(self._running)} responses run in the background here, and no more are allowed"
             raise PagodaError(ErrorCode.OVERLOADED, message, retry_after_s=times.RESPONSE_SWEEP_S)
+        items, job = job.items, msgspec.structs.replace(job, items=b"")
         running = self._add(job, AlreadyTold())
         try:
             await self._kept.claim(job.id, self._holder, times.RESPONSE_LEASE_S)
-            await self._kept.begin(job.id, job.owner, job.items, msgspec.json.encode(job), streamed=job.shown.stream)
+            await self._kept.begin(job.id, job.owner, items, msgspec.json.encode(job), streamed=job.shown.stream)
         except BaseException:
-            del self._running[job.id]
+            self._forget(running)
             raise
         response = encoded(running.telling.response | {"status": "queued"})
         self._run(running)
@@ -105,7 +110,8 @@ class BackgroundResponses:
                 async for one in live.read(start):
                     start += 1
                     yield one
-                return
+                if live.over and start == live.end:
+                    return
             _, kept = await self._kept.find(name, owner)
             count = start
             async for one in self._kept.events(name, start):
@@ -118,9 +124,15 @@ class BackgroundResponses:
             await asyncio.sleep(times.RESPONSE_POLL_S)
 
     def _add(self, job: Job, known: AlreadyTold) -> _Running:
-        live = LiveEvents(known.num_events)
-        running = self._running[job.id] = _Running(job, live, telling_of(job, known))
+        """Raises PagodaError OVERLOADED."""
+        holding = self._ctx.memory.holding(f"background {job.owner}")
+        holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
+        running = self._running[job.id] = _Running(job, known, holding)
         return running
+
+    def _forget(self, running: _Running) -> None:
+        running.holding.release()
+        del self._running[running.job.id]
 
     def _run(self, running: _Running) -> None:
         running.task = asyncio.create_task(self._to_its_end(running), name=running.job.id)
@@ -161,7 +173,7 @@ class BackgroundResponses:
         finally:
             keeping.cancel()
             running.live.close()
-            del self._running[name]
+            self._forget(running)
             with contextlib.suppress(PagodaError):
                 await self._kept.release(name, self._holder)
 
@@ -187,7 +199,7 @@ class BackgroundResponses:
                 await self._started(run, model.engine)
                 async with aclosing(told(run, telling)) as events:
                     async for said in events:
-                        running.live.add(event(said, said["type"]))
+                        self._show(running, said)
                         await self._write(running)
             return telling.finish(run.usage(), int(time.time()))
         except PagodaError as error:
@@ -212,17 +224,26 @@ class BackgroundResponses:
             else:
                 return
 
+    @staticmethod
+    def _show(running: _Running, said: Told) -> None:
+        """To those who follow; one that was not asked for as a stream has no followers."""
+        if running.job.shown.stream:
+            running.live.add(event(said, said["type"]))
+
     async def _write(self, running: _Running, *, all_of_it: bool = False) -> None:
         """Have in the store what was told, if it is due. Raises Conflict, and PagodaError for all of it."""
-        now = time.monotonic()
-        live, job = running.live, running.job
-        if not job.shown.stream or not (all_of_it or now - running.wrote_at >= times.RESPONSE_WRITE_S):
+        now, live = time.monotonic(), running.live
+        if not live.events or not (all_of_it or now - running.wrote_at >= times.RESPONSE_WRITE_S):
             return
         running.wrote_at = now
         try:
-            events = live.events[running.num_written - live.begin :]
-            await self._kept.add_events(job.id, events, running.num_written)
-            running.num_written += len(events)
+            if running.unsure:
+                live.forget(await self._kept.num_events(running.job.id) - live.begin)
+            running.unsure = True
+            events = list(live.events)
+            await self._kept.add_events(running.job.id, events, live.begin)
+            live.forget(len(events))
+            running.unsure = False
         except PagodaError:
             if all_of_it:
                 raise
@@ -230,7 +251,7 @@ class BackgroundResponses:
     async def _end(self, running: _Running, last: Iterator[Told]) -> None:
         """Keep its end, however long the store is gone. Raises Conflict."""
         for said in last:
-            running.live.add(event(said, said["type"]))
+            self._show(running, said)
         while True:
             try:
                 await self._write(running, all_of_it=True)

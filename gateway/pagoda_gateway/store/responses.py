@@ -123,6 +123,9 @@ class KeptResponses:
             await self._store.append(_log(name, EVENTS), events[i : i + PAGE], index=index + i)
         await self._store.keep_until(_log(name, EVENTS), self._expiry())
 
+    async def num_events(self, name: str) -> int:
+        return await self._store.length(_log(name, EVENTS))
+
     async def events(self, name: str, start: int = 0) -> AsyncIterator[bytes]:
         """Those from `start` on that there are now."""
         while parts := await self._store.read(_log(name, EVENTS), start):

@@ -48,10 +48,14 @@ def kind_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:
 async def serving(gateway: Gateway) -> AsyncIterator[Running]:
     metrics = GatewayMetrics("m")
     health = Health(SessionClient(EngineAddress("unix:none"), metrics), metrics)
-    async with running_http(
-        create_app(gateway.context, health, metrics, BackgroundResponses(gateway.context)), gateway.context.config
-    ) as running:
-        yield running
+    background = BackgroundResponses(gateway.context)
+    background.start()
+    try:
+        app = create_app(gateway.context, health, metrics, background)
+        async with running_http(app, gateway.context.config) as running:
+            yield running
+    finally:
+        await background.aclose()
 
 
 @asynccontextmanager
