@@ -20,7 +20,7 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.metrics import OTHER, GatewayMetrics
-from pagoda_gateway.routes import generating, models, ops, tokenize
+from pagoda_gateway.routes import generating, models, ops, page, tokenize
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -32,6 +32,8 @@ def create_app(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> 
     errors.install(api)
     routers = [module.router(ctx) for module in (generating, models, tokenize)]
     routers.append(ops.router(ctx, health, metrics))
+    if ctx.config.page:
+        routers.append(page.router())
     for router in routers:
         api.include_router(router)
     metrics.know_routes(frozenset(route_templates(routers)))

@@ -1,0 +1,85 @@
+"""What an engine core says of itself and its workers when it is asked; however many ask, it is asked twice a second.
+
+Whoever wants to look gets the last answer, or a new one if that is old. Without an engine core there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import grpc
+import msgspec
+
+from pagoda_proto import times
+from pagoda_proto.engine.v1 import engine_pb2 as pb
+from pagoda_proto.engine.v1.engine_pb2_grpc import AdminStub
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A life of a worker, field for field as `Worker` in engine.proto; of its process, nothing."""
+
+    worker_id: str
+    state: str
+    epoch: int
+    device: str
+    num_blocks: int
+    num_free_blocks: int
+    num_rows: int
+    steps_done: int
+    rss_bytes: int
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """`totals` are the numbers of `GetStatsResponse` by name; `at_s` is the gateway's monotonic clock then."""
+
+    at_s: float
+    workers: tuple[WorkerReport, ...]
+    totals: dict[str, int]
+
+
+Ask = Callable[[], Awaitable[EngineReport | None]]
+
+
+async def ask(channel: grpc.aio.Channel) -> EngineReport | None:
+    """None where the engine core does not answer in time, or at all."""
+    admin = AdminStub(channel)  # type: ignore[no-untyped-call]
+    questions = ((admin.ListWorkers, pb.ListWorkersRequest()), (admin.GetStats, pb.GetStatsRequest()))
+    calls = [asyncio.ensure_future(method(asked, timeout=times.REPORT_WAIT_S)) for method, asked in questions]
+    try:
+        await asyncio.wait(calls)  # a channel that is closed cancels its calls, which is no cancellation of ours
+    finally:
+        for call in calls:
+            call.cancel()
+    if any(call.cancelled() or isinstance(call.exception(), grpc.aio.AioRpcError) for call in calls):
+        return None
+    return _report(*(call.result() for call in calls))
+
+
+def _report(workers: pb.ListWorkersResponse, stats: pb.GetStatsResponse) -> EngineReport:
+    totals = [field.name for field in stats.DESCRIPTOR.fields if field.name != "load"]
+    fields = WorkerReport.__struct_fields__
+    return EngineReport(
+        at_s=time.monotonic(),
+        workers=tuple(WorkerReport(**{name: getattr(each, name) for name in fields}) for each in workers.workers),
+        totals={name: getattr(stats, name) for name in totals},
+    )
+
+
+class Reports:
+    """`ask` is called by one task at a time, and not again before its answer is `REPORT_AGE_S` old."""
+
+    def __init__(self, ask: Ask, now: Callable[[], float] = time.monotonic) -> None:
+        self._ask = ask
+        self._now = now
+        self._last: EngineReport | None = None
+        self._asked_at = -float("inf")
+        self._asking = asyncio.Lock()
+
+    async def latest(self) -> EngineReport | None:
+        async with self._asking:
+            if self._now() - self._asked_at >= times.REPORT_AGE_S:
+                self._last = await self._ask()
+                self._asked_at = self._now()
+            return self._last
