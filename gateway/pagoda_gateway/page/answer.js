@@ -33,12 +33,12 @@ function foldCall(calls, part) {
   calls[part.index].arguments += part.function?.arguments ?? "";
 }
 
-/** Seconds to the first token and tokens a second after it; null where there is no such thing. */
+/** Seconds to the first token and tokens a second after it; null where nothing tells. Calls of tools come whole. */
 export function speed(answer) {
   const ttft = answer.first === null ? null : (answer.first - answer.begun) / 1000;
   const gaps = (answer.usage?.completion_tokens ?? 0) - 1;
   const spent = (answer.last - answer.first) / 1000;
-  return { ttft, perSecond: gaps > 0 && spent > 0 ? gaps / spent : null };
+  return { ttft, perSecond: gaps > 0 && spent > 0 && !answer.calls.length ? gaps / spent : null };
 }
 
 /** A message as the API takes it; reasoning is not given back, as most templates drop it. */

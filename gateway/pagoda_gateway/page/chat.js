@@ -229,10 +229,12 @@ export class Chat {
     const nodes = messages.map((message) => this.views.get(message).element);
     const open = openCalls(messages);
     if (open.length) nodes.push(resultsForm(open, (results) => this.sendResults(results)));
+    const focus = focusIn(byId("chat-main"));
     byId("messages").replaceChildren(...(nodes.length ? nodes : [welcome((text) => this.suggest(text))]));
     this.showComposer();
     this.showList();
     this.scroll();
+    if (focus && !focusIn(byId("chat-main"))) byId("draft").focus();
   }
 
   suggest(text) {
@@ -242,19 +244,21 @@ export class Chat {
 
   showComposer() {
     const busy = this.runs.has(this.current);
+    if (busy ? focusIn(byId("send")) : focusIn(byId("stop"))) byId("draft").focus();
     byId("stop").hidden = !busy;
     byId("send").hidden = busy;
     byId("send").disabled = !byId("draft").value.trim();
   }
 
   showList() {
-    byId("conversation-list").replaceChildren(...this.all.map((each) => {
+    const begun = this.all.filter((each) => each.messages.length);
+    byId("conversation-list").replaceChildren(...begun.map((each) => {
       const title = titleOf(each);
       const current = each === this.current ? { "aria-current": "true" } : {};
       return h("li", {}, button(title, () => this.open(each), "conversation", current),
         button("×", () => this.forget(each), "forget", { "aria-label": `Delete ${title}` }));
     }));
-    byId("clear").hidden = !this.all.some((each) => each.messages.length);
+    byId("clear").hidden = !begun.length;
   }
 
   noteScroll() {
@@ -280,10 +284,11 @@ function errorOf(error) {
 }
 
 function titleOf(conversation) {
-  const text = conversation.messages.find((message) => message.role === "user")?.content.trim().split("\n")[0];
-  if (!text) return "New conversation";
+  const text = conversation.messages.find((message) => message.role === "user")?.content.trim().split("\n")[0] || "Untitled";
   return text.length > TITLE_CHARS ? `${text.slice(0, TITLE_CHARS)}…` : text;
 }
+
+const focusIn = (place) => place.contains(document.activeElement);
 
 /** Calls of the last answer that have no result yet. */
 function openCalls(messages) {

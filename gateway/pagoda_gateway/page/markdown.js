@@ -73,7 +73,9 @@ function list(tag, lines, mark) {
   return h(tag, first, lines.map((line) => h("li", {}, inline(line.replace(mark, "")))));
 }
 
-const quote = (lines) => h("blockquote", {}, markdown(lines.map((line) => line.replace(QUOTE, "")).join("\n")));
+function quote(lines) {
+  return h("blockquote", {}, markdown(lines.map((line) => line.replace(QUOTE, "")).join("\n")));
+}
 
 function table(lines) {
   const cells = (line) => line.trim().slice(1, -1).split("|").map((cell) => cell.trim());

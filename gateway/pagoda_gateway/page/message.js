@@ -85,9 +85,9 @@ export class MessageView {
     });
     return h("span", { class: "actions" },
       tokens,
-      copyButton(() => message.content),
-      isAnswer && button("Regenerate", () => actions.again(message)),
-      button("Edit", () => this.edit()),
+      message.content && copyButton(() => message.content),
+      isAnswer && !message.error && button("Regenerate", () => actions.again(message)),
+      !message.error && button("Edit", () => this.edit()),
       isAnswer && message.asked && button("Code", () => actions.code(message)),
       button("Delete", () => actions.remove(message)));
   }

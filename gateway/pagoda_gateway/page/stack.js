@@ -60,7 +60,9 @@ export class StackView {
 
   tell(stack) {
     const workers = stack.load.num_workers;
-    const well = `${workers} ${workers === 1 ? "worker" : "workers"}, ${rate(this.rates.latest.output)} tokens/s`;
+    const { output } = this.rates.latest;
+    const speed = Number.isFinite(output) ? `, ${rate(output)} tokens/s` : "";
+    const well = `${workers} ${workers === 1 ? "worker" : "workers"}${speed}`;
     this.showState(!stack.problems.length, stack.problems[0] ?? well);
   }
 

@@ -76,7 +76,7 @@ const CAUSES = { queued_no_worker: "no worker", queued_behind: "behind others", 
 
 export function requestTable(requests) {
   const title = h("h3", { id: "requests-title" }, "Last requests");
-  const note = h("p", { class: "note" }, "Where there are API keys, those of your own. Numbers only: no text is kept.");
+  const note = h("p", { class: "note" }, "With an API key, those of that key only. Numbers: no text is kept.");
   if (!requests.length) return [title, note, h("p", { class: "nothing" }, "None has ended here yet.")];
   const heads = ["Ended", "Request", number("In"), number("Out"), number("First token"), number("Per token"), number("In all"), "Spent on", "End"];
   const longest = Math.max(...requests.map((request) => request.total_s));
