@@ -14,7 +14,7 @@ from typing import NoReturn, TypeAlias
 
 import grpc
 
-from pagoda_gateway.engine import report
+from pagoda_gateway.engine.admin import ask_report
 from pagoda_gateway.engine.report import EngineReport
 from pagoda_proto.addresses import check_host_port
 from pagoda_proto.engine.v1 import engine_pb2 as pb
@@ -83,7 +83,7 @@ class Session:
 
     async def report(self) -> EngineReport | None:
         """Asked beside the stream, on its connection; None without one."""
-        return None if self._channel is None else await report.ask(self._channel)
+        return None if self._channel is None else await ask_report(self._channel)
 
     async def run(self, on_frame: Callable[[pb.ServerFrame], None]) -> NoReturn:
         """Hand every frame over until the stream ends, breaks, is refused or silent.
