@@ -16,7 +16,7 @@ export function markdown(text) {
   return nodes;
 }
 
-const FENCE = /^\s*(`{3,}|~{3,})\s*([\w+#.-]*)/;
+const FENCE = /^\s*(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^(#{1,6})\s+(.*)$/;
 const BULLET = /^\s*[-*+]\s+/;
 const NUMBER = /^\s*\d{1,9}[.)]\s+/;
@@ -49,16 +49,18 @@ function paragraphLength(lines, at) {
   return end - at;
 }
 
+const closes = (line, mark) => line.trim().startsWith(mark) && !line.trim().replaceAll(mark[0], "");
+
 function fenceLength(lines, at) {
   const mark = lines[at].match(FENCE)[1];
-  const closes = (line) => line.trim().startsWith(mark) && !line.trim().slice(mark.length).replaceAll(mark[0], "");
-  const end = lines.findIndex((line, i) => i > at && closes(line));
+  const end = lines.findIndex((line, i) => i > at && closes(line, mark));
   return (end < 0 ? lines.length : end + 1) - at;
 }
 
 function codeBlock(lines) {
-  const [, mark, language] = lines[0].match(FENCE);
-  const closed = lines.length > 1 && lines.at(-1).trim().startsWith(mark);
+  const [, mark, info] = lines[0].match(FENCE);
+  const language = info.trim();
+  const closed = lines.length > 1 && closes(lines.at(-1), mark);
   const code = lines.slice(1, closed ? -1 : undefined).join("\n");
   const head = h("figcaption", {}, h("span", {}, language || "code"), copyButton(() => code));
   const label = language ? `Code, ${language}` : "Code";

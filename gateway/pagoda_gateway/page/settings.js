@@ -63,7 +63,10 @@ export class Settings {
   /** Show which field is no value at all, if one is. Whether values are allowed, the server says. */
   judge() {
     for (const place of this.form.querySelectorAll(".problem")) place.remove();
-    for (const field of this.form.querySelectorAll("[aria-invalid]")) field.removeAttribute("aria-invalid");
+    for (const field of this.form.querySelectorAll("[aria-invalid]")) {
+      field.removeAttribute("aria-invalid");
+      field.removeAttribute("aria-describedby");
+    }
     try {
       fieldsOf(this.values);
     } catch (error) {
@@ -76,7 +79,7 @@ export class Settings {
     const field = this.form.elements[name];
     field.setAttribute("aria-invalid", "true");
     const id = `${name}-problem`;
-    field.setAttribute("aria-errormessage", id);
+    field.setAttribute("aria-describedby", id);
     field.closest(".field").append(h("span", { class: "problem", id }, message));
   }
 

@@ -21,8 +21,8 @@ export class StackView {
       banner: h("div", { class: "banner" }),
       figures: h("dl", { class: "figures-row" }),
       charts: h("div", { class: "charts" }),
-      workers: h("section", { "aria-labelledby": "workers-title" }),
-      requests: h("section", { "aria-labelledby": "requests-title" }),
+      workers: h("section"),
+      requests: h("section"),
     };
     place.replaceChildren(h("div", { class: "stack-inner" }, h("h2", { class: "hidden" }, "Stack"), ...Object.values(this.parts)));
     this.watched = false;

@@ -39,7 +39,7 @@ const cell = (text, className = "number") => h("td", { class: className }, text)
 const ALIVE = new Set(["ready", "suspect", "draining"]);
 
 export function workerTable({ report, models }, opened) {
-  const title = h("h3", { id: "workers-title" }, "Workers");
+  const title = h("h3", {}, "Workers");
   if (!report) return [title, h("p", { class: "note" }, "No engine core answers, so nothing is known of its workers.")];
   const [alive, ended] = [[], []];
   for (const worker of report.workers) (ALIVE.has(worker.state) ? alive : ended).push(worker);
@@ -75,7 +75,7 @@ const KINDS = { queued: "queued", prefill: "prefill", decode: "decode", preempte
 const CAUSES = { queued_no_worker: "no worker", queued_behind: "behind others", queued_blocks: "no free blocks", queued_budget: "step full", queued_rows: "rows full" };
 
 export function requestTable(requests) {
-  const title = h("h3", { id: "requests-title" }, "Last requests");
+  const title = h("h3", {}, "Last requests");
   const note = h("p", { class: "note" }, "With an API key, those of that key only. Numbers: no text is kept.");
   if (!requests.length) return [title, note, h("p", { class: "nothing" }, "None has ended here yet.")];
   const heads = ["Ended", "Request", number("In"), number("Out"), number("First token"), number("Per token"), number("In all"), "Spent on", "End"];
