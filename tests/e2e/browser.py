@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import axe_playwright_python
-from playwright.sync_api import Browser, Locator, Page, Playwright, Route, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Route, sync_playwright
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 PATIENCE_MS = 120_000.0
@@ -19,8 +20,9 @@ WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 700}
 AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text("utf-8")
 
 
-def executable(playwright: Playwright) -> str:
-    found = next(filter(None, map(shutil.which, NAMES)), playwright.chromium.executable_path)
+def executable(downloaded: str, names: Sequence[str] = NAMES) -> str:
+    """The machine's own browser, or the one that playwright has downloaded."""
+    found = next(filter(None, map(shutil.which, names)), downloaded)
     if not Path(found).exists():
         raise RuntimeError("no Chromium: `make browser` or `apt-get install chromium` installs one")
     return found
@@ -30,11 +32,20 @@ def executable(playwright: Playwright) -> str:
 def running_browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         options = ["--no-sandbox", "--disable-gpu"]
-        browser = playwright.chromium.launch(executable_path=executable(playwright), args=options)
+        browser = playwright.chromium.launch(
+            executable_path=executable(playwright.chromium.executable_path), args=options
+        )
         try:
             yield browser
         finally:
             browser.close()
+
+
+def main() -> int:
+    """0 where a browser starts: the name alone may be that of a stub."""
+    with running_browser() as browser:
+        print(browser.version)
+    return 0
 
 
 @dataclass
@@ -93,10 +104,13 @@ class Tab:
         name, _, body = script.partition(": ")
         return self.page.evaluate(f"async (x) => ({body})(await import('{self.url}/page/{name}'), x)", argument)
 
-    def barriers(self) -> list[str]:
-        """What axe finds that keeps somebody from using the page as it is now."""
-        self.page.evaluate(AXE)
-        found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    def barriers(self, **options: Any) -> list[str]:
+        """What axe finds that keeps somebody from using the page as it is now. `options` are axe's."""
+        if not self.page.evaluate("'axe' in window"):
+            self.page.evaluate(AXE)
+        found = self.page.evaluate(
+            "(options) => axe.run(document, options)", {"resultTypes": ["violations"], **options}
+        )
         return [
             f"{each['id']}: {node['html']} {node['failureSummary']}"
             for each in found["violations"]
@@ -136,3 +150,7 @@ def open_tab(browser: Browser, url: str, key: str = "", **options: Any) -> Itera
         assert tab.wrongs == []
     finally:
         context.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,7 +19,7 @@ export class Chat {
     this.onKey = onKey;
     this.all = kept.all();
     this.runs = new Map(); // conversation -> what aborts its answer
-    this.views = new Map(); // message -> its view
+    this.views = new WeakMap(); // message -> its view
     this.actions = {
       again: (message) => this.again(message),
       edit: (message, text, send) => this.edit(message, text, send),
