@@ -6,7 +6,8 @@ from collections import deque
 
 import msgspec
 
-MOST_PER_TENANT = 100
+MOST_PER_TENANT = 64
+MOST_TENANTS = 256
 
 
 class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,13 +36,17 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecentRequests:
-    """There are as many tenants as API keys, and one where there are none, so this is bounded."""
+    """Of each tenant the last ones, and of the tenants those whose requests ended last."""
 
     def __init__(self) -> None:
-        self._by_tenant: dict[str, deque[EndedRequest]] = {}
+        self._by_tenant: dict[str, deque[EndedRequest]] = {}  # in the order of their last requests
 
     def add(self, tenant: str, request: EndedRequest) -> None:
-        self._by_tenant.setdefault(tenant, deque(maxlen=MOST_PER_TENANT)).append(request)
+        kept = self._by_tenant.pop(tenant, None) or deque(maxlen=MOST_PER_TENANT)
+        kept.append(request)
+        self._by_tenant[tenant] = kept
+        if len(self._by_tenant) > MOST_TENANTS:
+            del self._by_tenant[next(iter(self._by_tenant))]
 
     def of(self, tenant: str) -> list[EndedRequest]:
         """Newest first."""

@@ -11,7 +11,7 @@ from tests.gateway.streams import collect, record, sample
 
 from pagoda_gateway.clients import Caller, salt_of
 from pagoda_gateway.engine.client import SessionClient
-from pagoda_gateway.engine.recent import MOST_PER_TENANT, EndedRequest, RecentRequests
+from pagoda_gateway.engine.recent import MOST_PER_TENANT, MOST_TENANTS, EndedRequest, RecentRequests
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import LedgerEntry, RequestRecord
@@ -32,6 +32,18 @@ def test_the_last_ones_are_kept_newest_first() -> None:
     assert [request.id for request in recent.of("a")] == [str(i) for i in range(MOST_PER_TENANT + 4, 4, -1)]
     assert [request.id for request in recent.of("b")] == ["other"]
     assert recent.of("c") == []
+
+
+def test_of_many_tenants_those_who_asked_last_are_kept() -> None:
+    recent = RecentRequests()
+    recent.add("quiet", ended("1"))
+    recent.add("busy", ended("2"))
+    for i in range(MOST_TENANTS - 1):
+        recent.add("busy", ended("3"))
+        recent.add(f"tenant {i}", ended("4"))
+    assert recent.of("quiet") == []
+    assert len(recent.of("busy")) == MOST_PER_TENANT
+    assert len(recent.of("tenant 0")) == 1
 
 
 def owned(tenant: str, asked: str | None = None) -> RequestRecord:
