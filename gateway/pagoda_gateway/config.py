@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pagoda_gateway.clients import KEY_CHARS, TrustedProxies, is_key
+from pagoda_gateway.store.opening import store_problem
 from pagoda_proto import times
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
@@ -77,6 +78,12 @@ class GatewayConfig:
     ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long; 0: never")
     drain_timeout_s: float = option(30.0, "after SIGTERM, how long open requests may finish")
     lame_duck_s: float = option(0.0, "after SIGTERM, how long to go on accepting while already unready")
+    store: str = option(
+        "",
+        "where files and batches are kept: sqlite:///path, redis://host:port (Redis or Valkey; several gateways may"
+        " share it), rediss:// or unix://; when empty, `serve` keeps them until it ends and a gateway in its memory",
+        secret=True,  # it may hold a password
+    )
     chat_template: str = option("", "file with a chat template to use instead of the model's own")
     log_requests: bool = option(True, "one line of log per ended request: ids and numbers, no text")
     startup_message: bool = option(False, "print the URL and example calls once ready")
@@ -95,6 +102,8 @@ class GatewayConfig:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 rule = "an origin is * or scheme://host or scheme://host:port in lower case, without a path"
                 yield Problem("allowed_origins", f"allowed_origins: {rule}, got {origin!a}")
+        if problem := store_problem(self.store):
+            yield Problem("store", f"store {problem}")
         try:
             TrustedProxies(self.forwarded_allow_ips)
         except ValueError as error:

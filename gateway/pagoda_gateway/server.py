@@ -24,6 +24,8 @@ from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
+from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.text.model_text import ModelText
 
 Report = Callable[[dict[str, object]], None]
@@ -42,7 +44,7 @@ async def serve(
     Reports {"event": "listening", "url": ..}, then "ready" and "unready" as /health/ready changes.
 
     Raises:
-        ValueError: the engine address or the model's files cannot be used.
+        ValueError: the engine address, the store's or the model's files cannot be used.
         OSError: the HTTP address cannot be bound.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -54,7 +56,8 @@ async def serve(
         address, waits = EngineAddress(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
         engine = SessionClient(address, metrics, waits, log_requests=config.log_requests)
         health = Health(engine, metrics, health_times)
-        ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()))
+        store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
+        ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()), store=store)
         guard = ConnectionGuard(config, metrics.slow_client, engine.clock.now)
         server = HttpServer(uvicorn_config(create_app(ctx, health, metrics), config, guard))
         engine.start()
@@ -65,6 +68,7 @@ async def serve(
             await health.aclose()
             await engine.aclose()
             ctx.pool.close()
+            await store.aclose()
             server.cut_connections()
 
 

@@ -47,6 +47,11 @@ def test_a_process_ends_over_a_grammar_before_it_is_given_up() -> None:
     assert times.GRAMMAR_CHECK_S + times.STALL_S < times.GRAMMAR_SILENT_S < times.SUBMIT_WAIT_S
 
 
+def test_a_call_to_the_store_outwaits_a_locked_file_and_is_tried_again_while_clients_retry() -> None:
+    assert times.STORE_LOCKED_S < times.STORE_CALL_S < times.STORE_REST_MOST_S < times.RESUME_WAIT_S
+    assert times.STORE_REST_S < times.STORE_CALL_S
+
+
 def test_a_watcher_that_was_held_up_says_for_how_long() -> None:
     guard = StallGuard(due_s=0.5, now=10.0)
     assert guard.tick(10.5) == 0.0
