@@ -146,8 +146,9 @@ def open_tab(browser: Browser, url: str, key: str = "", **options: Any) -> Itera
         tab.page.goto(url + "/")
         tab.page.locator("#model option").first.wait_for(state="attached")
         yield tab
-        assert [asked for asked in tab.requested if not asked.startswith((url + "/", "data:"))] == []
-        assert tab.wrongs == []
+        wrongs = tab.wrongs + [asked for asked in tab.requested if not asked.startswith((url + "/", "data:"))]
+        if wrongs:
+            raise AssertionError(f"the page did what it must not: {wrongs}")
     finally:
         context.close()
 

@@ -255,11 +255,24 @@ def test_the_stack_is_shown_as_it_is(tab: Tab, stack: Stack, browser: Browser) -
         expect(other.page.get_by_role("region", name="Workers").locator("tbody tr")).to_have_count(1)
 
 
+def test_what_was_known_last_is_said_to_be_that(tab: Tab) -> None:
+    tab.page.get_by_role("link", name="Stack", exact=True).click()
+    workers = tab.page.get_by_role("region", name="Workers")
+    expect(workers).to_be_visible()
+    tab.page.route("**/stack", lambda route: route.abort())
+    expect(tab.page.get_by_role("alert")).to_contain_text("The server cannot be reached")
+    expect(tab.page.get_by_text("What follows is what was known last.")).to_be_visible()
+    expect(workers).to_be_visible()
+    tab.page.unroute("**/stack")
+    expect(tab.page.get_by_role("alert")).to_have_count(0)
+
+
 def test_a_key_is_asked_for_and_used(stack: Stack, browser: Browser) -> None:
     with open_tab(browser, stack.url) as tab:
         tab.send("Hello!")
         error = tab.answer.get_by_role("alert")
         expect(error).to_contain_text("show one API key")
+        expect(error).to_contain_text("status 401 · invalid_api_key")
         error.get_by_role("button", name="Give an API key").click()
         tab.page.keyboard.type("no-such-key-here")
         tab.page.keyboard.press("Enter")

@@ -11,6 +11,12 @@ export class ApiError extends Error {
   }
 }
 
+/** What of an error is shown, and kept with a message. */
+export function factsOf(error) {
+  const detail = error instanceof ApiError ? error.detail : {};
+  return { message: error.message, status: error.status ?? 0, code: detail.code, param: detail.param };
+}
+
 export const urlOf = (path) => new URL(path, document.baseURI.split("#")[0]).href;
 
 async function ask(path, options = {}) {

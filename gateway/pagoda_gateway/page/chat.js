@@ -1,6 +1,6 @@
 // Conversations, and the answers that are on their way; each conversation has at most one of them.
 
-import { ApiError, streamChat } from "./api.js";
+import { factsOf, streamChat } from "./api.js";
 import { MessageView, resultsForm } from "./message.js";
 import { SettingsError, bodyOf } from "./request.js";
 import { asSent, fold, newAnswer } from "./answer.js";
@@ -192,7 +192,7 @@ export class Chat {
       }
     } catch (error) {
       if (run.signal.aborted) answer.finish = "stopped";
-      else answer.error = errorOf(error);
+      else answer.error = factsOf(error);
     }
     this.ended(conversation, answer);
   }
@@ -277,11 +277,6 @@ const bodyFrom = ({ system, ...fields }, messages) => {
   const sent = messages.filter((message) => !message.error || message.content).map(asSent);
   return { ...(model ? { model } : {}), messages: [...system, ...sent], ...rest };
 };
-
-function errorOf(error) {
-  const detail = error instanceof ApiError ? error.detail : {};
-  return { message: error.message, status: error.status ?? 0, code: detail.code, param: detail.param };
-}
 
 function titleOf(conversation) {
   const text = conversation.messages.find((message) => message.role === "user")?.content.trim().split("\n")[0] || "Untitled";

@@ -4,7 +4,7 @@ import { Rates } from "./rates.js";
 import { chart, figure, requestTable, workerTable } from "./stack_parts.js";
 import { count, percent, rate } from "./format.js";
 import { errorView } from "./message.js";
-import { getJson } from "./api.js";
+import { factsOf, getJson } from "./api.js";
 import { h } from "./dom.js";
 
 const WATCHED_MS = 1000;
@@ -70,8 +70,10 @@ export class StackView {
     this.showState(false, error.status === 401 ? "needs a key" : "not reached");
     if (this.shownError === error.message) return; // an alert is read once
     this.shownError = error.message;
-    this.parts.banner.replaceChildren(errorView(error, null, this.giveKey));
-    if (error.status === 401) for (const name of ["figures", "charts", "workers", "requests"]) this.parts[name].replaceChildren();
+    const { banner, ...others } = this.parts;
+    banner.replaceChildren(errorView(factsOf(error), null, this.giveKey));
+    if (error.status === 401) for (const part of Object.values(others)) part.replaceChildren();
+    else if (others.figures.hasChildNodes()) banner.append(h("p", { class: "note" }, "What follows is what was known last."));
   }
 
   show(stack) {
