@@ -22,7 +22,7 @@ from pagoda_gateway.health import Health
 from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.http.multipart import MAX_FORM_BYTES
 from pagoda_gateway.metrics import OTHER, GatewayMetrics
-from pagoda_gateway.routes import files, generating, models, ops, responses, tokenize
+from pagoda_gateway.routes import files, generating, models, ops, page, responses, tokenize
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -38,6 +38,8 @@ def create_app(
     routers = [module.router(ctx) for module in (generating, models, tokenize, files)]
     routers.append(responses.router(ctx, background))
     routers.append(ops.router(ctx, health, metrics))
+    if ctx.config.page:
+        routers.append(page.router())
     for router in routers:
         api.include_router(router)
     metrics.know_routes(frozenset(route_templates(routers)))

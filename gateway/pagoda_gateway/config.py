@@ -31,6 +31,7 @@ class GatewayConfig:
     allowed_origins: str = option(
         "", "web pages that may ask here (CORS): origins such as https://chat.example, comma-separated, or *"
     )
+    page: bool = option(True, "a chat and a view of the stack for browsers, at /")
     max_body_bytes: int = option(10 * 1024 * 1024, "largest request body", least=1)
     max_file_bytes: int = option(200 * 1024 * 1024, "largest file that is taken by /v1/files", least=1, most=2**40)
     max_files_bytes: int = option(

@@ -3,6 +3,7 @@
     a beat < suspicion < a worker's death < its lease < its step is stuck for good
     a locked file < a call to the store is given up < its next trial at the latest
     a grammar is checked < its process is given up
+    a report that is shown again < one that is waited for < a silent engine core
     a load report < a silent engine core; its loop is stuck < its supervisor replaces it < streams wait for it
     a restart < a new request waits for it < a begun one waits for it < one that is lost again and again is given up
 
@@ -35,6 +36,8 @@ BUDGET_RESTORE_S = 120.0  # after so long without a lack of memory a worker offe
 # Gateway and engine core
 LOAD_KEEPALIVE_S = 1.0  # an engine core tells its load at least this often
 ENGINE_SILENT_S = 5.0  # a session in which nothing was heard for this long is lost
+REPORT_WAIT_S = 2.0  # who only looks on goes without an engine core's report after this
+REPORT_AGE_S = 0.5  # .. and is shown again one that is no older
 LOOP_STUCK_S = 8.0  # an engine core whose loop has not come round for this long ends itself
 
 # Gateway and store

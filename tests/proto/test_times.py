@@ -15,6 +15,7 @@ def test_a_worker_is_suspected_then_given_up_then_gives_up_itself() -> None:
 def test_an_engine_core_is_found_silent_only_after_several_reports_are_missing() -> None:
     assert 3 * times.LOAD_KEEPALIVE_S < times.ENGINE_SILENT_S < times.LOOP_STUCK_S < times.CHILD_SILENT_S
     assert 3 * times.CHILD_BEAT_S < times.CHILD_SILENT_S
+    assert times.REPORT_AGE_S < times.REPORT_WAIT_S < times.ENGINE_SILENT_S
 
 
 def test_an_engine_core_on_its_way_down_is_gone_before_it_would_be_taken_for_silent() -> None:

@@ -17,7 +17,7 @@ from pagoda_gateway.api.responses_schemas import (
     ResponsesRequest,
     read_items,
 )
-from pagoda_gateway.clients import Caller
+from pagoda_gateway.clients import Caller, salt_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import chat_logprobs
@@ -25,7 +25,7 @@ from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling, Told
 from pagoda_gateway.dialects.responses_items import items_of, template_tool, turns_of
 from pagoda_gateway.generation.job import Job, Shown
 from pagoda_gateway.generation.prompts import Reader, at_most, work_size
-from pagoda_gateway.generation.requests import check_priority, named_as_in_body, new_job, new_record, salt_of
+from pagoda_gateway.generation.requests import check_priority, named_as_in_body, new_job, new_record
 from pagoda_gateway.generation.run import Run
 from pagoda_gateway.store.responses import KeptResponses
 from pagoda_gateway.text.conversation import Chat

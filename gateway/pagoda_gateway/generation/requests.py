@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from pagoda_gateway.catalogue import ServedModel
-from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.generation.job import Job, Shown
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
@@ -70,11 +69,6 @@ def new_record(
         cache_salt=cache_salt,
         priority=priority,
     )
-
-
-def salt_of(caller: Caller, asked: str | None) -> str:
-    """A tenant's own salts are told apart from equal ones of others."""
-    return f"{caller.tenant}.{asked or ''}" if caller.tenant else asked or ""
 
 
 def new_job(prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown) -> Job:
