@@ -34,6 +34,7 @@ BESIDE_BEAMS = (
     "logit_bias", "bad_words", "allowed_token_ids", "form", "tools", "min_tokens", "top_k", "top_p", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty",
 )  # fmt: skip
+PLAIN_VERBOSITY = "medium"  # what clients send who ask for nothing in particular
 WITHOUT_EFFECT = {"top_p": 1, "top_k": -1, "repetition_penalty": 1}
 
 

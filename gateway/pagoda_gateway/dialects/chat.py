@@ -8,7 +8,7 @@ from typing import Any
 from pagoda_gateway.api.answer_schemas import ChatAnswer
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.error_body import OPENAI_ERRORS
-from pagoda_gateway.api.schemas import ChatRequest, TokenizeRequest
+from pagoda_gateway.api.schemas import PLAIN_VERBOSITY, ChatRequest, TokenizeRequest
 from pagoda_gateway.clients import NOBODY, Caller, salt_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
@@ -29,8 +29,6 @@ from pagoda_gateway.text.events import CallArguments, CallBegun
 from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.records import RequestRecord
 from pagoda_proto.steps import TopLogprobs
-
-PLAIN_VERBOSITY = "medium"  # what clients send who ask for nothing in particular
 
 
 async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = NOBODY) -> RequestRecord:

@@ -17,6 +17,7 @@ from pagoda_gateway.api.responses_schemas import (
     ResponsesRequest,
     read_items,
 )
+from pagoda_gateway.api.schemas import PLAIN_VERBOSITY
 from pagoda_gateway.clients import Caller, salt_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.dialect import Dialect
@@ -105,7 +106,8 @@ def _template_options(body: ResponsesRequest, known: frozenset[str]) -> dict[str
     }
     options = dict(body.chat_template_kwargs or {})
     for field, (name, value) in said.items():
-        if value is not None:
+        plain = name == "verbosity" and value == PLAIN_VERBOSITY and name not in known
+        if value is not None and not plain:
             if name not in known:
                 message = f"is {value[:64]!a}, but this model's chat template does not read it"
                 raise InvalidParams([Problem(field, message)])

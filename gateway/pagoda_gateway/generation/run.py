@@ -132,8 +132,8 @@ class Run:
             PagodaError: one of them was not admitted; the others are still to be closed.
         """
         penalty = self.job.length_penalty
-        engine = engine if penalty is None else BeamSearching(engine, penalty)
-        submitting = [asyncio.ensure_future(part.submit(engine)) for part in self.parts]
+        asked: EngineClient = engine if penalty is None else BeamSearching(engine, penalty)
+        submitting = [asyncio.ensure_future(part.submit(asked)) for part in self.parts]
         try:
             await asyncio.gather(*submitting)
         except Exception as error:
