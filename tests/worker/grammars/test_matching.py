@@ -141,3 +141,28 @@ def test_it_fails_in_the_same_place_alone_in_company_and_when_replayed() -> None
         started(DIES, outputs[: place + 1])
     assert str(replayed.value) == error
     assert started(DIES, outputs[:place]).error == ""
+
+
+@pytest.mark.parametrize("begin", ["", "hello world"])
+def test_it_fails_in_the_same_place_when_it_is_asked_for_drafts(begin: str) -> None:
+    """What is forced was found out with the mask."""
+    grammar, outputs = (
+        grammars.regex(f"{begin}(.*h.{{1,200}}){{1,100}}"),
+        small_tokenizer().tokenize_str(begin + "h" * 200),
+    )
+    deaths, masks = [], []
+    for asked in (False, True):
+        matcher, seen = started(grammar), []
+        for place, token in enumerate(outputs):
+            if asked:
+                matcher.forced(64)
+                matcher.may_begin(np.array(outputs[place : place + 8]))
+            seen.append(allowed(matcher))
+            matcher.consume(token)
+            if matcher.error:
+                deaths.append((place, matcher.error))
+                break
+        masks.append(seen)
+    assert len(deaths) == 2
+    assert deaths[0] == deaths[1]
+    assert masks[0] == masks[1]

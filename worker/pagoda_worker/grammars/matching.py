@@ -64,11 +64,10 @@ class Matcher:
             return NOTHING
         return np.array(self._state.compute_ff_tokens()[:limit], np.int64)
 
-    def fitting(self, tokens: Ids) -> Ids:
-        """The first of these tokens, up to one that cannot stand there. A copy is asked: see above."""
-        if self.error or self._ended:
-            return tokens[:0]
-        return tokens[: self._state.deep_copy().validate_tokens(tokens.tolist())]
+    def may_begin(self, tokens: Ids) -> bool:
+        """Whether the first of these tokens may come next. To look further, even on a copy, would find out what a row
+        without drafts does not know, and move the place where a grammar becomes too much."""
+        return not self.error and not self._ended and len(tokens) > 0 and self.mask().allows(int(tokens[0]))
 
     def consume(self, token: int) -> None:
         """Take the next output; a token that is forbidden is an error."""

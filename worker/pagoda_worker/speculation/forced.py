@@ -2,7 +2,7 @@
 
 Such tokens travel as drafts: each is sampled in its place under the mask of that place, so the row's tokens are those
 that it would have without, and only the steps are fewer. Behind them, and wherever nothing is forced, whoever else
-guesses is heard, up to the first token that the grammar does not admit there.
+guesses is heard, if the grammar admits the first token.
 """
 
 from __future__ import annotations
@@ -46,11 +46,10 @@ class ForcedDrafts:
         for row, _ in work:
             if row.row_id in known:
                 forced, guess = known[row.row_id], guesses.get(row.row_id)
-                if guess is not None and np.array_equal(guess[: len(forced)], forced):
-                    drafts[row.row_id] = row.matcher.fitting(guess) if row.matcher else guess
-                else:
-                    drafts[row.row_id] = forced
-                    self._forced.add(row.row_id)
+                if guess is not None and _goes_on(row, forced, guess):
+                    continue
+                drafts[row.row_id] = forced
+                self._forced.add(row.row_id)
         return {row_id: tokens for row_id, tokens in drafts.items() if len(tokens)}
 
     def _known(self, work: Work) -> dict[int, Ids]:
@@ -67,6 +66,13 @@ class ForcedDrafts:
             num_drafted = num_accepted = 0
         hint = self._inner.learn(row, num_drafted, num_accepted)
         return hint if row.matcher is None else max(hint, len(row.matcher.forced(MAX_FORCED)))
+
+
+def _goes_on(row: Row, forced: Ids, guess: Ids) -> bool:
+    """Whether a guess begins with what is forced, or with something that may come next where nothing is."""
+    if len(forced):
+        return np.array_equal(guess[: len(forced)], forced)
+    return row.matcher is not None and row.matcher.may_begin(guess)
 
 
 def _left_over(chunk: Chunk, forced: Ids | None) -> Chunk:
