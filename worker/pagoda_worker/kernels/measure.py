@@ -24,7 +24,7 @@ from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import FORMATS, Format, quantize
 from pagoda_worker.kernels.roofline import Limits, ModelShape, Point
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import batch_of_spans
 from pagoda_worker.rows.rows import Ints, Row
 
 PLAIN = "bf16"
@@ -252,7 +252,7 @@ class Roofline:
         blocks = -(-context // BLOCK_SIZE)
         kv = self._full_cache(self._kv_shape(quantized, copies), rows * blocks)
         order = torch.randperm(rows * blocks, generator=self._generator, dtype=torch.int32)
-        plan = self.ops.plan(_batch(order.view(rows, blocks), query, context), kv)
+        plan = self.ops.plan(batch_of_spans([(context - query, context)] * rows, order.view(rows, blocks)), kv)
         attention = AttentionShape(
             num_heads=sizes.heads, num_kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, scale=sizes.head_dim**-0.5
         )
@@ -293,22 +293,6 @@ def weight_bytes(n: int, k: int, form: Format | None) -> float:
         return 2.0 * n * k
     groups = k // form.group if form.group else 1
     return n * k * form.bits / 8 + (2.0 if form.bits == 4 else 4.0) * n * groups
-
-
-def _batch(tables: torch.Tensor, query: int, context: int) -> Batch:
-    """Rows with `query` new tokens each at the end of `context`; `tables` are their blocks [rows, blocks]."""
-    rows = len(tables)
-    positions = torch.arange(context - query, context).repeat(rows)
-    return Batch(
-        token_ids=positions,
-        positions=positions,
-        kv_indices=positions,
-        block_tables=tables,
-        query_starts=[query * row for row in range(rows + 1)],
-        query_lens=[query] * rows,
-        context_lens=[context] * rows,
-        logit_indices=positions[:0],
-    )
 
 
 def _row(number: int, params: SamplingParams) -> Row:

@@ -19,11 +19,11 @@ from pagoda_worker.kernels.cpu import cache, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.operations import Attention, Embed, Form, Linear, Operation, RmsNorm, RopeKv, program_of
-from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
+from pagoda_worker.kernels.cpu.program import Program, Recording
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import Batch, batch_of_spans
 from pagoda_worker.sampling.device_sampler import greedy_sampler
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
@@ -102,8 +102,8 @@ class NativeOps:
     def record(
         self, forward: Forward, kv: Sequence[NativeKVCache], max_tokens: int
     ) -> Callable[[Batch], tuple[torch.Tensor, ...]]:
-        tape = Recording(max_tokens)
-        results = forward(self.on(tape), blank_batch(max_tokens), kv)
+        tape, longest = Recording(max_tokens), batch_of_spans([(0, max_tokens)], torch.zeros(1, 1, dtype=torch.int32))
+        results = forward(self.on(tape), longest, kv)  # only its length is looked at
         # Groups share their block ids, so one plan is every group's.
         return Program(self.library, lambda batch: self.plan(batch, kv[0])._asdict(), tape, results, (forward, kv)).run
 
