@@ -113,8 +113,8 @@ def measure(arguments: argparse.Namespace, level: str) -> dict[str, Any]:
     ceilings, points = _measure(roofline, () if arguments.ceilings else formats)
     return {
         "shape": shape.name,
-        "level": roofline.level,
-        "threads": roofline.num_threads,
+        "level": roofline.ops.library.level,
+        "threads": roofline.ops.library.num_threads,
         "ceilings": ceilings,
         "points": points,
     }

@@ -34,18 +34,8 @@ class AsyncLLM:
         ConfigError: options or model files that cannot be used.
     """
 
-    def __init__(self, model: str = "", **options: Any) -> None:
-        self._take(Local.load(model, options))
-
-    @classmethod
-    def over(cls, local: Local) -> AsyncLLM:
-        """An `AsyncLLM` over parts that are wired already."""
-        llm = cls.__new__(cls)
-        llm._take(local)
-        return llm
-
-    def _take(self, local: Local) -> None:
-        self._local = local
+    def __init__(self, model: str | Local = "", **options: Any) -> None:
+        self._local = Local.load(model, options)
         self._stop = threading.Event()
         self._sinks: dict[asyncio.AbstractEventLoop, _LoopSink] = {}
         self._sinks_lock = threading.Lock()

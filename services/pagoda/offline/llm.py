@@ -41,7 +41,7 @@ class LLM:
     """A model for offline use. One call at a time works; calls from other threads wait.
 
     Args:
-        model: Directory of a checkpoint or hub id; the bundled demo model when empty.
+        model: Directory of a checkpoint or hub id, the bundled demo model when empty; or parts that are wired already.
         options: Options of the engine core and of the worker by name (`dtype`, `max_model_len`, `kv_cache_gib`, ..).
 
     Raises:
@@ -49,18 +49,8 @@ class LLM:
         ConfigError: options or model files that cannot be used.
     """
 
-    def __init__(self, model: str = "", **options: Any) -> None:
-        self._take(Local.load(model, options))
-
-    @classmethod
-    def over(cls, local: Local) -> LLM:
-        """An `LLM` over parts that are wired already."""
-        llm = cls.__new__(cls)
-        llm._take(local)
-        return llm
-
-    def _take(self, local: Local) -> None:
-        self._local = local
+    def __init__(self, model: str | Local = "", **options: Any) -> None:
+        self._local = Local.load(model, options)
         self._lock = threading.Lock()
 
     def generate(

@@ -18,6 +18,7 @@ from pagoda_proto.params import SamplingParams
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.ceilings import CeilingProbe, median_s
+from pagoda_worker.kernels.cpu.library import runnable_levels as runnable_levels
 from pagoda_worker.kernels.cpu.native import NativeOps, load_native
 from pagoda_worker.kernels.cpu.operations import Operation, program_of
 from pagoda_worker.kernels.kv_cache import KVShape
@@ -50,11 +51,6 @@ Record = Callable[[NativeOps, int], object]
 """Does one operation with the ops it is given, on copy i of its operands."""
 Apply = Callable[[NativeOps, torch.Tensor, torch.Tensor], object]
 """Does one operation on its input and on another tensor of the same size."""
-
-
-def runnable_levels() -> list[str]:
-    """The instruction sets that this machine can run the kernels with. Raises BackendError if there are no kernels."""
-    return lib.runnable_levels()
 
 
 class _Copies:
@@ -92,14 +88,6 @@ class Roofline:
         )  # fmt: skip
         self.ops = load_native(torch.device("cpu"), needs)
         self._generator = torch.Generator().manual_seed(1)
-
-    @property
-    def level(self) -> str:
-        return self.ops.library.level
-
-    @property
-    def num_threads(self) -> int:
-        return self.ops.library.num_threads
 
     def ceiling_probe(self, buffer_bytes: int) -> CeilingProbe:
         return CeilingProbe(self.ops.library, buffer_bytes, self.limits.repeats)
