@@ -116,10 +116,10 @@ class _StatsCollector(Collector):
             f"{PREFIX}seconds_since_progress", "Since a step last advanced", value=load.seconds_since_progress
         )
         for kind in ("total", "used", "cached"):
-            value = getattr(stats, f"blocks_{kind}")
+            value = getattr(stats.blocks, f"blocks_{kind}")
             yield GaugeMetricFamily(f"{PREFIX}kv_blocks_{kind}", f"KV blocks: {kind}", value=value)
         for kind in ("total", "used"):
-            value = getattr(stats, f"swap_blocks_{kind}")
+            value = getattr(stats.blocks, f"swap_blocks_{kind}")
             yield GaugeMetricFamily(f"{PREFIX}swap_blocks_{kind}", f"Blocks of host memory: {kind}", value=value)
         yield _preemptions(stats)
         yield _worker_memory(stats)

@@ -31,7 +31,6 @@ from pagoda_engine_core.workers.executor import (
     WorkerLeft,
     WorkerState,
 )
-from pagoda_engine_core.workers.handshakes import RefusedHandshakes
 from pagoda_engine_core.workers.liveness import TICK_S, Change, Liveness, LivenessLimits
 from pagoda_engine_core.workers.pace import Pace
 from pagoda_engine_core.workers.registration import Registry
@@ -112,7 +111,6 @@ class ZmqExecutor:
         self._poller = zmq.Poller()
         self._poller.register(self._socket.socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._refused = RefusedHandshakes(self._socket.socket)
 
     # --- Executor ----------------------------------------------------------------------------------------------------
 
@@ -153,7 +151,7 @@ class ZmqExecutor:
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
         if ready.pop(self._wake_fd, 0):
             os.eventfd_read(self._wake_fd)
-        self._counters["handshakes_refused"] += self._refused.take()
+        self._counters["handshakes_refused"] += self._socket.refused_handshakes()
         ended = [peer for peer in self._peers.values() if peer.pidfd in ready]
         if ready.pop(self._socket.socket, 0):
             self._receive_all()  # what a process said before it ended still counts
