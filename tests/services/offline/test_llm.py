@@ -263,7 +263,7 @@ async def test_leaving_the_iteration_aborts_the_request(text: ModelText) -> None
         stream = llm.generate([1, 2], SamplingParams(max_tokens=120, seed=0, ignore_eos=True))
         await anext(stream)
         await stream.aclose()
-        blocks_used = local.engine.call(lambda: local.engine.stats().blocks_used)
+        blocks_used = local.engine.call(lambda: local.engine.stats().blocks.blocks_used)
         assert await asyncio.wrap_future(blocks_used) == 0
 
 
@@ -327,7 +327,7 @@ def test_what_a_loop_leaves_behind_is_aborted(text: ModelText) -> None:
     loop.run_until_complete(anext(stream))
     loop.close()
     assert asyncio.run(last(llm, [3], GREEDY)) == expected([3], GREEDY)[0]
-    while local.engine.call(lambda: local.engine.stats().blocks_used).result(60):
+    while local.engine.call(lambda: local.engine.stats().blocks.blocks_used).result(60):
         pass
     del stream
     asyncio.run(llm.close())

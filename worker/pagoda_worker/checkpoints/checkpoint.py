@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pagoda_worker.checkpoints.fingerprint import content_digest
+from pagoda_worker.checkpoints.fingerprint import Entry, content_digest
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 INDEX = "model.safetensors.index.json"
@@ -41,21 +41,6 @@ class CheckpointError(ValueError):
     def __init__(self, path: Path, problems: Iterable[str]) -> None:
         self.problems = list(problems)
         super().__init__(f"{path}: " + "; ".join(self.problems))
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where one tensor lies; `begin` and `end` are offsets in its file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.begin
 
 
 @dataclass(frozen=True)
