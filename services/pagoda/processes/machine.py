@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pagoda_worker.cores import available_cores as available_cores
 from pagoda_worker.cores import cpu_quota as cpu_quota
+from pagoda_worker.cores import system_text
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -20,13 +21,13 @@ def memory_limit(root: Path = _CGROUP) -> int | None:
 
 def memory_info(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
     """Bytes by name (`MemTotal`, `MemAvailable`, ..); empty where the system has no such file."""
-    rows = (line.split() for line in _text(path).splitlines())
+    rows = (line.split() for line in system_text(path).splitlines())
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) >= 2}
 
 
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
     """Instruction-set flags of the first processor."""
-    for line in _text(path).splitlines():
+    for line in system_text(path).splitlines():
         if line.startswith(("flags", "Features")):
             return set(line.split(":", 1)[1].split())
     return set()
@@ -37,12 +38,5 @@ def has_nvidia_device(devices: Path = Path("/dev")) -> bool:
     return any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-
-
 def _words(path: Path) -> list[str]:
-    return _text(path).split()
+    return system_text(path).split()

@@ -169,12 +169,9 @@ class ModelRunner:
         table, mover = self._table, self._mover
         chunks = self._decodes.chunks(plan)
         table.apply(plan)
-        if pairs := table.swap_outs(plan):
-            mover.swap_out(pairs)
-        if pairs := table.swap_ins(plan):
-            mover.swap_in(pairs)
-        if pairs := table.copies(plan):
-            mover.copy(pairs)
+        mover.swap_out(table.swap_outs(plan))
+        mover.swap_in(table.swap_ins(plan))
+        mover.copy(table.copies(plan))
         work = self._compute.arranged(table.accept(chunks))
         decoding = [chunk.row_id for chunk in chunks[: plan.decodes.count]]
         pending = Pending(step=plan.step, work=work, decoding=decoding, began=began, computing=time.perf_counter())

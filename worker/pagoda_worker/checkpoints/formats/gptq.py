@@ -101,7 +101,8 @@ def read_gptq(fields: dict[str, Any], where: str) -> Layout:
     if len(versions) > 1:
         raise UnsupportedConfig(f"{where}: checkpoint_format and format contradict each other")
     form = Format(bits=bits, group=max(group, 0), activation_bits=16)
-    packing = GptqPacking(where, form, "gptq_v2" not in versions, reader.take("desc_act", bool, False))
+    minus_one, reordered = "gptq_v2" not in versions, reader.take("desc_act", bool, False)
+    packing = GptqPacking(where, form, zeros_minus_one=minus_one, reordered=reordered)
     head, parts = reader.take("lm_head", bool, False), _parts(reader, where)
     reader.finish()
 
