@@ -17,7 +17,7 @@ from pagoda.bench.processes import ProcessWatch
 from pagoda.bench.report import render, summarise
 from pagoda.bench.workload import BodyMaker, WorkloadRow, WorkloadShape, arrivals, make_rows, read_rows, write_rows
 from pagoda.processes.process import fast_loop
-from pagoda.settings.numbers import number, seed, whole
+from pagoda.settings.numbers import number, seed, whole, wholes
 from pagoda.settings.resolving import ConfigError
 from pagoda.tools.asking import add_target_arguments, first_model
 from pagoda.tools.http_stream import HttpError, Target
@@ -99,7 +99,7 @@ def _add_pace_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--limits", type=_limits, default={}, help="ttft=MS,tpot=MS,e2e=MS: report who keeps them")
-    group.add_argument("--pids", type=_integers, default=[], help="server processes to watch, N,N,..")
+    group.add_argument("--pids", type=wholes, default=(), help="server processes to watch, N,N,..")
     group.add_argument("--descendants", action="store_true", help="watch what they started, too")
     group.add_argument("--json", help="write the report to this file")
     group.add_argument("--dump", help="write one JSON line per request to this file")
@@ -194,10 +194,6 @@ def _id_range(text: str) -> range:
     if not ids:
         raise argparse.ArgumentTypeError(f"LOW:HIGH with LOW below HIGH is needed, got {text!r}")
     return ids
-
-
-def _integers(text: str) -> list[int]:
-    return [whole(1)(part) for part in text.split(",") if part]
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from pagoda.offline.local import Local, Prompt
@@ -87,9 +86,7 @@ class AsyncLLM:
     async def __aenter__(self) -> AsyncLLM:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _sink_of_this_loop(self) -> _LoopSink:

@@ -175,7 +175,7 @@ class Roofline:
         x, other = self._random(copies, *size), self._random(copies, *size)
         seconds = self._time(copies, lambda ops, copy: apply(ops, x[copy], other[copy]))
         shape = f"{size[0]} x {size[1]}"
-        return Point(op=op, shape=shape, seconds=seconds, num_bytes=num_bytes, operations=0.0, unit=PLAIN)
+        return Point(op=op, shape=shape, seconds=seconds, num_bytes=num_bytes)
 
     def _embed(self, rows: int) -> Point:
         hidden, vocab = self.shape.hidden, self.shape.vocab
@@ -186,7 +186,7 @@ class Roofline:
         ids = torch.randperm(vocab // copies, generator=self._generator)[:rows]
         seconds = self._time(copies, lambda ops, copy: ops.embed(ids, parts[copy], None))
         shape = f"{rows} x {hidden}"
-        return Point(op="embed", shape=shape, seconds=seconds, num_bytes=num_bytes, operations=0.0, unit=PLAIN)
+        return Point(op="embed", shape=shape, seconds=seconds, num_bytes=num_bytes)
 
     # --- attention and its cache --------------------------------------------------------------------------------------
 
@@ -223,10 +223,7 @@ class Roofline:
         norm = HeadNorm(weight=weight, eps=1e-6) if sizes.head_norm else None
         qkv = self._random(copies, tokens, heads * sizes.head_dim)
         seconds = self._time(copies, lambda ops, copy: ops.rope_write(qkv[copy], rotation, norm, kv, copy, positions))
-        return Point(
-            op=op, shape=f"{tokens} tokens", seconds=seconds, num_bytes=num_bytes,
-            operations=0.0, unit=PLAIN,
-        )  # fmt: skip
+        return Point(op=op, shape=f"{tokens} tokens", seconds=seconds, num_bytes=num_bytes)
 
     def _attend(self, op: str, shape: str, quantized: bool, work: tuple[int, int, int]) -> Point:
         """`work`: rows, new tokens of each, tokens of context of each."""
@@ -246,7 +243,7 @@ class Roofline:
         )
         q = self._random(rows * query, sizes.heads, sizes.head_dim)
         seconds = self._time(copies, lambda ops, copy: ops.attend(q, kv, copy, plan, attention))
-        return Point(op=op, shape=shape, seconds=seconds, num_bytes=num_bytes, operations=operations, unit=PLAIN)
+        return Point(op=op, shape=shape, seconds=seconds, num_bytes=num_bytes, operations=operations)
 
     def _full_cache(self, shape: KVShape, num_blocks: int) -> NativeKVCache:
         """A cache in which every cell was written: memory that was not is one page of zeros."""
@@ -272,7 +269,7 @@ class Roofline:
         rows = [_row(number, params) for number in range(SAMPLED_ROWS)]
         seconds = median_s(lambda: self.ops.sample(logits, rows), self.limits.repeats)
         shape = f"{SAMPLED_ROWS} x {self.shape.vocab}"
-        return Point(op=op, shape=shape, seconds=seconds, num_bytes=logits.nbytes, operations=0.0, unit=PLAIN)
+        return Point(op=op, shape=shape, seconds=seconds, num_bytes=logits.nbytes)
 
 
 def weight_bytes(n: int, k: int, form: Format | None) -> float:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Needs, Ops
@@ -49,7 +50,7 @@ def _problem_of(shape: AttentionShape, ops: Ops, yardstick: Ops, needs: Needs, g
     kv, table = _cache(ops, shape, needs, (key, value)), torch.randperm(num_blocks, generator=generator)
     wide = max(num_blocks, (shape.window or 0) // block_size + 2)  # a table may be wider than any row needs
 
-    def attend(by: Ops, spans: Sequence[tuple[int, int]], width: int) -> torch.Tensor:
+    def attend(by: Ops, spans: Sequence[tuple[int, int]], width: int) -> Tensor:
         columns = F.pad(table, (0, wide - num_blocks))[:width].to(by.device, torch.int32)
         batch = batch_of_spans(spans, columns.repeat(len(spans), 1))
         return by.attend(query[batch.positions], kv, 0, by.plan(batch, kv), shape)
@@ -109,7 +110,7 @@ def _measure(shape: AttentionShape, contestants: Sequence[Ops], needs: Needs, cl
     return [Times(*(seconds(ops, batch) for batch in works)) for ops in contestants]
 
 
-def _cache(ops: Ops, shape: AttentionShape, needs: Needs, content: Sequence[torch.Tensor]) -> Any:
+def _cache(ops: Ops, shape: AttentionShape, needs: Needs, content: Sequence[Tensor]) -> Any:
     """A cache of one layer, full of these keys and values."""
     key, value = (part.to(ops.device, needs.dtype) for part in content)
     kv_shape = KVShape(num_layers=1, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=needs.dtype)

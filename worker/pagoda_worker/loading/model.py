@@ -95,7 +95,7 @@ def load_model(
     config = config.settled(device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
-    _set_threads(config.threads)
+    torch.set_num_threads(config.threads)
     spec, formats = _what_to_load(config, fields)
     with open_weights(path, progress) as checkpoint:
         dtype = _run_dtype(config.dtype, fields, checkpoint.dtype(), device)
@@ -170,11 +170,6 @@ def _refuse_hopeless(fields: dict[str, Any]) -> None:
     check_sizes(fields)
     if fields.get("is_encoder_decoder"):
         raise UnsupportedConfig("config.json: 'is_encoder_decoder': only decoder-only models are served")
-
-
-def _set_threads(threads: int) -> None:
-    if threads:
-        torch.set_num_threads(threads)
 
 
 def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Formats]:

@@ -346,11 +346,8 @@ def _pack_linears(model: nn.Module, ops: Ops) -> None:
             if type(child) is nn.Linear:
                 setattr(parent, name, _PackedLinear(ops, child.weight, child.bias))
             elif type(child) is Conv1D:
-                setattr(
-                    parent,
-                    name,
-                    _PackedLinear(ops, torch.t(child.get_parameter("weight")), child.get_parameter("bias")),
-                )
+                weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
+                setattr(parent, name, _PackedLinear(ops, torch.t(weight), bias))
 
 
 def _probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
