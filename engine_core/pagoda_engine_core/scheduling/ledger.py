@@ -30,19 +30,13 @@ QUEUED = frozenset(cause for cause in Cause if cause.startswith("queued"))
 class Ledger:
     """Time per cause, in the unit and number type of the `now` given to it. Owned by one request."""
 
-    __slots__ = ("_closed", "_opened_at", "_since", "_spent", "cause")
+    __slots__ = ("_closed", "_since", "_spent", "cause")
 
     def __init__(self, cause: Cause, now: float) -> None:
         self.cause = cause
-        self._opened_at = now
         self._since = now
         self._spent: dict[Cause, float] = {}
         self._closed = False
-
-    @property
-    def latency(self) -> float:
-        """From opening to the last change; final once closed."""
-        return self._since - self._opened_at
 
     def enter(self, cause: Cause, now: float) -> None:
         """From `now` on time passes because of `cause`. A closed ledger takes no more entries (ValueError)."""
@@ -57,7 +51,8 @@ class Ledger:
         self._closed = True
 
     def entries(self) -> list[LedgerEntry]:
-        """In the order the causes first appeared; they sum to `latency`. Causes that took no time are left out."""
+        """In the order the causes first appeared; they sum to the time from opening to the last change. Causes that
+        took no time are left out."""
         return [LedgerEntry(cause.value, spent) for cause, spent in self._spent.items() if spent]
 
     def _settle(self, now: float) -> None:

@@ -226,9 +226,7 @@ class Request:
         if self.begun is not None:
             return None
         self.begun = Begun(
-            model_fingerprint=model_fingerprint,
-            numerics_id=numerics_id,
-            cached_prompt_tokens=self.cached_prompt_tokens,
+            model_fingerprint=model_fingerprint, numerics_id=numerics_id, cached_prompt_tokens=self.cached_prompt_tokens
         )
         return self.begun
 

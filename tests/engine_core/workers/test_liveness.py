@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.workers.executor import WorkerState
-from pagoda_engine_core.workers.liveness import TICK_S, Liveness, LivenessLimits
+from pagoda_engine_core.workers.liveness import TICK_S, Liveness
 from pagoda_proto.times import STALL_S
 
-LIMITS = LivenessLimits(suspect_s=1.5, dead_s=3.0, step_deadline_s=60.0)
+LIMITS = EngineConfig(worker_suspect_s=1.5, worker_dead_s=3.0, step_deadline_s=60.0)
 
 
 class Watch:
