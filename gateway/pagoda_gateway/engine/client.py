@@ -45,12 +45,7 @@ class SessionClient:
     """
 
     def __init__(
-        self,
-        address: EngineAddress,
-        metrics: GatewayMetrics,
-        waits: Waits | None = None,
-        *,
-        log_requests: bool = True,
+        self, address: EngineAddress, metrics: GatewayMetrics, waits: Waits | None = None, *, log_requests: bool = True
     ) -> None:
         self._address = address
         self._metrics = metrics
