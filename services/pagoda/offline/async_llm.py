@@ -167,7 +167,7 @@ class _LoopSink:
     def _fail(self, request_id: str, error: PagodaError) -> None:
         if request_id in self._open:
             request, news = self._open[request_id]
-            request.fail(error)
+            request.error = error
             news.set()
 
 

@@ -216,7 +216,7 @@ class _Collector:
         if request is not None:
             self.num_ended += 1
             if error is not None:
-                request.fail(error)
+                request.error = error
 
     def abort_open(self) -> None:
         """Nothing is left behind in the engine core, also when the caller interrupts us."""

@@ -13,7 +13,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def memory_limit(root: Path = _CGROUP) -> int | None:
     """Bytes the control group grants; None is no limit."""
-    words = _words(root / "memory.max") or _words(root / "memory/memory.limit_in_bytes")
+    words = (system_text(root / "memory.max") or system_text(root / "memory/memory.limit_in_bytes")).split()
     if not words or words[0] == "max" or int(words[0]) >= 2**60:
         return None
     return int(words[0])
@@ -36,7 +36,3 @@ def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
 def has_nvidia_device(devices: Path = Path("/dev")) -> bool:
     """Whether a driver offers an NVIDIA GPU here; under WSL it has a file of another name."""
     return any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()
-
-
-def _words(path: Path) -> list[str]:
-    return system_text(path).split()
