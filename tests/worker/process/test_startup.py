@@ -39,7 +39,7 @@ def loaded_by(ops: AtenOps) -> LoadedModel:
     model = decoder(ops)
     return LoadedModel(
         model=model, kv_groups=model.kv_groups, ops=ops, dtype=torch.bfloat16, device=CPU, vocab_size=VOCAB,
-        max_model_len=MAX_LEN, fingerprint="tiny", numerics_id="tiny", native=True, batch_invariant=ops.batch_invariant,
+        max_model_len=MAX_LEN, fingerprint="tiny", numerics_id="tiny", batch_invariant=ops.batch_invariant,
     )  # fmt: skip
 
 

@@ -14,8 +14,10 @@ import torch
 from pagoda_worker.device.cuda import device_seconds
 from pagoda_worker.kernel_choice import AUTO, FAMILIES, FLASH, parse_choice
 from pagoda_worker.kernels import flash, trial
+from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.mixed import mix
 from pagoda_worker.kernels.ops import BackendError, Needs, Ops, guarded
+from pagoda_worker.kernels.reference import ReferenceOps
 
 log = logging.getLogger(__name__)
 
@@ -125,18 +127,6 @@ def _faster_attention(ours: Ops, needs: Needs, clock: trial.Clock) -> Ops:
     return faster
 
 
-def _reference(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
-    from pagoda_worker.kernels.reference import ReferenceOps
-
-    return ReferenceOps(device), {}
-
-
-def _torch(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
-    from pagoda_worker.kernels.aten import AtenOps
-
-    return AtenOps(device, needs.dtype), {}
-
-
 def _native(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
     from pagoda_worker.kernels.cpu.native import load_native, unfit
     from pagoda_worker.kernels.cpu.selfcheck import problems
@@ -158,8 +148,8 @@ def _triton(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
 
 
 LOADERS: dict[str, Load] = {
-    "reference": _reference,
-    "torch": _torch,
+    "reference": lambda device, needs: (ReferenceOps(device), {}),
+    "torch": lambda device, needs: (AtenOps(device, needs.dtype), {}),
     "native": _native,
     "triton": _triton,
 }

@@ -91,13 +91,10 @@ class FlashOps:
     def __init__(self, triton: Ops, library: Library) -> None:
         self.device = triton.device
         self.library = library
+        self.numerics = library.title
         for operation in FAMILIES["attention"]:
             if operation not in ("plan", "attend"):
                 setattr(self, operation, getattr(triton, operation))
-
-    @property
-    def numerics(self) -> str:
-        return self.library.title
 
     def plan(self, batch: Batch, kv: TritonKVCache) -> Plan:
         starts = torch.tensor(batch.query_starts, dtype=torch.int32)

@@ -58,7 +58,6 @@ class LoadedModel:
     max_model_len: int
     fingerprint: str  # which weights, and what config.json makes of them
     numerics_id: str
-    native: bool
     batch_invariant: bool  # whether a token's bits are its row's alone, whatever is computed beside it
     grammars: Grammars = NO_GRAMMARS  # over its vocabulary
     spare_blocks: int = 0  # of the KV cache, beyond those that rows are given: their ids follow
@@ -129,17 +128,13 @@ def load_model(
         numerics_id=numerics_id(
             ops, kv_groups[0], "native" if spec is not None else fallback.implementation, formats.description
         ),
-        native=spec is not None,
         batch_invariant=ops.batch_invariant and (spec is not None or fallback.batch_invariant),
     )
 
 
 def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> Ops:
     needs = Needs(
-        dtype=dtype,
-        block_size=config.block_size,
-        num_threads=config.threads,
-        instruction_set=config.instruction_set,
+        dtype=dtype, block_size=config.block_size, num_threads=config.threads, instruction_set=config.instruction_set
     )
     if spec is not None:
         needs = replace(

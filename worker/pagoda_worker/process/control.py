@@ -85,13 +85,9 @@ class Progress:
 
     busy_since: float | None = None
 
-    def busy_s(self, now: float) -> float:
-        """How long the step now running has run; 0 when idle."""
-        since = self.busy_since
-        return 0.0 if since is None else now - since
-
     def beat(self, now: float) -> Beat:
-        return Beat(busy_s=self.busy_s(now), rss_bytes=_rss_bytes())
+        since = self.busy_since
+        return Beat(busy_s=0.0 if since is None else now - since, rss_bytes=_rss_bytes())
 
 
 class StuckWatch:

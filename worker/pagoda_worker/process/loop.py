@@ -217,7 +217,6 @@ class StepLoop:
         """
         self._next_step, heard_at = 1, time.monotonic()
         while not leaving():
-            registration.check()
             if registration.over:
                 return
             now = time.monotonic()

@@ -60,10 +60,6 @@ class Registration:
         self._control.__exit__()
         self._wire.close(LINGER_S if kind is None else 0.0)
 
-    def check(self) -> None:
-        """Raises RuntimeError if the thread that beats has died."""
-        self._control.check()
-
     def ask(self, answer_s: float, leaving: Callable[[], bool]) -> Welcome | Refused | None:
         """Say Hello once; None when no answer comes, or when this worker is to leave.
 
@@ -102,7 +98,9 @@ class Registration:
 
     def receive(self, timeout_s: float) -> ToWorker | None:
         """The next message of this standing. What belongs to another one is dropped undecoded; what cannot be read, or
-        waited while this process could not run, ends the standing."""
+        waited while this process could not run, ends the standing. Raises RuntimeError if the thread that beats has
+        died."""
+        self._control.check()
         frame = self._wire.receive(timeout_s)
         if frame is None:
             return None

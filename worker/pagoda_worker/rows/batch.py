@@ -54,10 +54,7 @@ class Batch:
 
 
 def build_batch(
-    work: Sequence[tuple[Row, Chunk]],
-    block_size: int,
-    device: torch.device,
-    drafts: Mapping[int, Ids] = NO_DRAFTS,
+    work: Sequence[tuple[Row, Chunk]], block_size: int, device: torch.device, drafts: Mapping[int, Ids] = NO_DRAFTS
 ) -> Batch:
     """Lay out at least one chunk, each of a different row whose tokens and blocks cover it.
 

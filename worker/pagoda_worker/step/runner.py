@@ -71,6 +71,7 @@ class ModelRunner:
     ) -> None:
         self._accelerator = accelerator
         self._compute = Compute(loaded, num_blocks, config, drafter, accelerator, sampler)
+        self.kv_cache: Sequence[Cache] = self._compute.kv
         caches = self._compute.caches
         shapes = [group for model, _ in caches for group in model.kv_groups]
         swap_blocks = num_swap_blocks(config, shapes, loaded.device.type == "cpu")
@@ -94,10 +95,6 @@ class ModelRunner:
         self._pending: deque[Pending] = deque()
         self._settled_at = 0.0
         self._last_failure = ""
-
-    @property
-    def kv_cache(self) -> Sequence[Cache]:
-        return self._compute.kv
 
     def reset(self) -> None:
         """Forget all rows and every step that was not answered, once the device is done with them.

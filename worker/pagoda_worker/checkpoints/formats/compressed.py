@@ -93,12 +93,6 @@ def _above_middle(whole: torch.Tensor) -> torch.Tensor:
     return whole.contiguous().view(torch.uint8) ^ 0x80
 
 
-@dataclass(frozen=True)
-class _Group:
-    targets: tuple[str, ...]
-    packing: Packing
-
-
 def read_compressed(fields: dict[str, Any], where: str) -> Layout:
     """Raises UnsupportedConfig: a field with a meaning that is not implemented."""
     must_be: dict[str, tuple[Any, ...]] = {
@@ -118,14 +112,14 @@ def read_compressed(fields: dict[str, Any], where: str) -> Layout:
     def packing_of(linear: str) -> Packing | None:
         if any(_matches(linear, pattern) for pattern in ignored):
             return None
-        ranked = [(_rank(target), group) for group in groups for target in group.targets if _matches(linear, target)]
-        return min(ranked, key=lambda one: one[0])[1].packing if ranked else None
+        fitting = [(target, packing) for targets, packing in groups for target in targets if _matches(linear, target)]
+        return min(fitting, key=lambda one: _rank(one[0]))[1] if fitting else None
 
     return Layout("compressed-tensors", packing_of)
 
 
-def _group(value: Any, form: str, where: str) -> _Group:
-    """One of `config_groups`."""
+def _group(value: Any, form: str, where: str) -> tuple[tuple[str, ...], Packing]:
+    """One of `config_groups`: its targets, and how they are packed."""
     reader = ConfigReader(_object(value, where), where, (), {"output_activations": (None,)})
     form = reader.choice("format", form, INT, PACKED)
     if form == MIXED:
@@ -141,7 +135,7 @@ def _group(value: Any, form: str, where: str) -> _Group:
     reader.finish()
     packing = _int_packing(weights, inputs, where) if form == INT else _word_packing(weights, inputs, where)
     weights.finish()
-    return _Group(targets, packing)
+    return targets, packing
 
 
 def _int_packing(weights: ConfigReader, inputs: dict[str, Any] | None, where: str) -> IntPacking:

@@ -93,11 +93,8 @@ class NativeOps:
 
     def __init__(self, library: lib.Library, tape: Tape | None = None) -> None:
         self.library = library
+        self.numerics = f"{library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
         self._tape = tape or Immediate(library)
-
-    @property
-    def numerics(self) -> str:
-        return f"{self.library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
 
     def record(
         self, forward: Forward, kv: Sequence[NativeKVCache], max_tokens: int
