@@ -70,7 +70,7 @@ class LimitsMiddleware:
             await _refuse(error, scope, Upload(receive, self._rate, peer[0], time.monotonic), send)
             return
         client = caller.key
-        holding = Holding(self._memory, client)
+        holding = self._memory.holding(client)
         scope.setdefault("state", {}).update(caller=caller, memory=holding)
         self._open_by_client[client] += 1
         try:

@@ -29,6 +29,10 @@ class MemoryBudget:
         self.held_bytes = 0
         self._by_client: Counter[str] = Counter()
 
+    def holding(self, client: str) -> Holding:
+        """Nothing yet; who got it must `release` it in the end."""
+        return Holding(self, client)
+
     def move(self, client: str, num_bytes: int) -> None:
         """Take bytes, or give them back with a negative number. Raises PagodaError OVERLOADED; then nothing moved."""
         if num_bytes > 0:
@@ -43,7 +47,7 @@ class MemoryBudget:
 
 
 class Holding:
-    """One request's share; who made it must `release` it in the end. Only the event loop touches it."""
+    """One request's share. Only the event loop touches it."""
 
     def __init__(self, budget: MemoryBudget, client: str) -> None:
         self._budget = budget

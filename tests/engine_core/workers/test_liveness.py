@@ -138,5 +138,5 @@ def test_a_silent_worker_dies_once_and_is_forgotten(gaps: list[float]) -> None:
     for gap in gaps:
         now += gap
         states += [change.state for change in liveness.tick(now)]
-    expected = [WorkerState.SUSPECT] * (now > LIMITS.suspect_s) + [WorkerState.DEAD] * (now > LIMITS.dead_s)
+    expected = [WorkerState.SUSPECT] * (now > LIMITS.worker_suspect_s) + [WorkerState.DEAD] * (now > LIMITS.worker_dead_s)
     assert states == expected

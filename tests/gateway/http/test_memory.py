@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_gateway.http.memory import COUNTED_ABOVE_BYTES, Holding, MemoryBudget
+from pagoda_gateway.http.memory import COUNTED_ABOVE_BYTES, MemoryBudget
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 UNIT = COUNTED_ABOVE_BYTES
@@ -14,23 +14,23 @@ UNIT = COUNTED_ABOVE_BYTES
 
 def test_one_client_has_half() -> None:
     budget = MemoryBudget(8 * UNIT)
-    holding = Holding(budget, "a")
+    holding = budget.holding("a")
     holding.grow_to(4 * UNIT)
     with pytest.raises(PagodaError) as caught:
-        Holding(budget, "a").grow_to(2 * UNIT)
+        budget.holding("a").grow_to(2 * UNIT)
     assert (caught.value.code, caught.value.status.http) == (ErrorCode.OVERLOADED, 503)
-    Holding(budget, "b").grow_to(4 * UNIT)
+    budget.holding("b").grow_to(4 * UNIT)
     with pytest.raises(PagodaError):
-        Holding(budget, "c").grow_to(2 * UNIT)
-    Holding(budget, "c").grow_to(UNIT)  # little is not counted
+        budget.holding("c").grow_to(2 * UNIT)
+    budget.holding("c").grow_to(UNIT)  # little is not counted
     holding.release()
-    Holding(budget, "c").grow_to(2 * UNIT)
+    budget.holding("c").grow_to(2 * UNIT)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6 * UNIT), st.booleans()), max_size=30))
 def test_the_books_balance(steps: list[tuple[str, int, bool]]) -> None:
     budget = MemoryBudget(8 * UNIT)
-    holdings = {client: Holding(budget, client) for client in "abc"}
+    holdings = {client: budget.holding(client) for client in "abc"}
     for client, num_bytes, release in steps:
         try:
             holdings[client].grow_to(num_bytes)
