@@ -62,9 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     options = given_flags(arguments, "serve")
     weights = sorted(checkpoints.locate(options.get("model", ""), options.get("revision", "")).glob("*.safetensors"))
-    runs = []
-    for _ in range(arguments.runs):
-        runs.append(one_start(arguments, options, weights))
+    runs = [one_start(arguments, options, weights) for _ in range(arguments.runs)]
     report = {"model": options.get("model", ""), "cold": arguments.cold, "runs": runs} | medians(runs)
     report["weight_bytes"] = sum(path.stat().st_size for path in weights)
     Console(highlight=False, soft_wrap=True).print(table(report))

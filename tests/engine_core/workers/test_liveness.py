@@ -138,5 +138,6 @@ def test_a_silent_worker_dies_once_and_is_forgotten(gaps: list[float]) -> None:
     for gap in gaps:
         now += gap
         states += [change.state for change in liveness.tick(now)]
-    expected = [WorkerState.SUSPECT] * (now > LIMITS.worker_suspect_s) + [WorkerState.DEAD] * (now > LIMITS.worker_dead_s)
+    suspect, dead = now > LIMITS.worker_suspect_s, now > LIMITS.worker_dead_s
+    expected = [WorkerState.SUSPECT] * suspect + [WorkerState.DEAD] * dead
     assert states == expected

@@ -203,13 +203,19 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: there is no such file, or it holds something else.
     """
     try:
-        value = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(path, [_told(error)]) from error
+    return _json_object(content, path, "")
+
+
+def _json_object(content: bytes, file: Path, subject: str) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(path, [f"not JSON: {error}"]) from error
+        raise CheckpointError(file, [f"{subject}not JSON: {error}"]) from error
     if not isinstance(value, dict):
-        raise CheckpointError(path, ["not a JSON object"])
+        raise CheckpointError(file, [f"{subject}not a JSON object"])
     return value
 
 
@@ -228,12 +234,7 @@ def _header(file: Path) -> tuple[bytes, int]:
 
 
 def _entries(file: Path, header: bytes, size: int) -> dict[str, Entry]:
-    try:
-        fields = json.loads(header)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(file, [f"header is not JSON: {error}"]) from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(file, ["header is not a JSON object"])
+    fields = _json_object(header, file, "header is ")
     start = 8 + len(header)
     fields.pop("__metadata__", None)
     parsed = {name: _entry(file, value, start) for name, value in fields.items()}
