@@ -14,7 +14,6 @@ import torch
 from pagoda_worker.device.cuda import device_seconds
 from pagoda_worker.kernel_choice import AUTO, FAMILIES, FLASH, parse_choice
 from pagoda_worker.kernels import flash, trial
-from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.mixed import mix
 from pagoda_worker.kernels.ops import BackendError, Needs, Ops, guarded
 from pagoda_worker.kernels.reference import ReferenceOps
@@ -127,6 +126,12 @@ def _faster_attention(ours: Ops, needs: Needs, clock: trial.Clock) -> Ops:
     return faster
 
 
+def _torch(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
+    from pagoda_worker.kernels.aten import AtenOps  # asks at once for operations that not every torch has
+
+    return AtenOps(device, needs.dtype), {}
+
+
 def _native(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
     from pagoda_worker.kernels.cpu.native import load_native, unfit
     from pagoda_worker.kernels.cpu.selfcheck import problems
@@ -149,7 +154,7 @@ def _triton(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
 
 LOADERS: dict[str, Load] = {
     "reference": lambda device, needs: (ReferenceOps(device), {}),
-    "torch": lambda device, needs: (AtenOps(device, needs.dtype), {}),
+    "torch": _torch,
     "native": _native,
     "triton": _triton,
 }
