@@ -45,8 +45,8 @@ STORE_LOCKED_S = 2.0  # a file that another process writes to is tried for so lo
 STORE_CALL_S = 5.0  # a call to the store that takes longer has failed
 STORE_REST_S = 1.0  # .. and for so long nobody calls it, doubling ..
 STORE_REST_MOST_S = 15.0  # .. up to this
-RESPONSE_WRITE_S = 0.5  # what a response in the background has told is written this often ..
-RESPONSE_POLL_S = 0.5  # .. and looked for as often by those who follow it at another gateway
+RESPONSE_WRITE_S = 0.1  # what a response in the background tells is written, then shown, this often at most
+RESPONSE_POLL_S = 0.5  # those who follow it at another gateway look for it this often
 RESPONSE_SWEEP_S = 3.0  # a gateway looks this often for responses that nobody runs ..
 RESPONSE_LEASE_S = 12.0  # .. as nobody said so for this long
 
