@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pagoda_gateway.app import create_app
+from pagoda_gateway.batches.batches import Batches
+from pagoda_gateway.batches.runner import BatchRunner
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.client import SessionClient
@@ -24,6 +26,7 @@ from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.routes.batch_service import batch_runner
 from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
 from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.text.model_text import ModelText
@@ -58,13 +61,17 @@ async def serve(
         health = Health(engine, metrics, health_times)
         store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
         ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()), store=store)
+        batches = Batches(store)
+        runner = batch_runner(ctx, batches)
         guard = ConnectionGuard(config, metrics.slow_client, engine.clock.now)
-        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics), config, guard))
+        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics, batches), config, guard))
         engine.start()
+        runner.start()
         health.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         try:
-            await _run(server, listener, config, report, stop, (engine, health))
+            await _run(server, listener, config, report, stop, (engine, health, runner))
         finally:
+            await runner.aclose()
             await health.aclose()
             await engine.aclose()
             ctx.pool.close()
@@ -93,9 +100,9 @@ async def _run(
     config: GatewayConfig,
     report: Report,
     stop: asyncio.Event,
-    parts: tuple[SessionClient, Health],
+    parts: tuple[SessionClient, Health, BatchRunner],
 ) -> None:
-    engine, health = parts
+    engine, health, runner = parts
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
     waiting = [asyncio.create_task(event.wait()) for event in (server.listening, stop)]
     listening, stopping = waiting
@@ -105,6 +112,7 @@ async def _run(
             report({"event": "listening", "url": url_of(listener)})
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
+            await runner.aclose()  # whose batches another gateway may go on with
             await _leave(server, serving, config, engine, health)
         await serving
     finally:

@@ -1,6 +1,7 @@
 """How long everybody waits for everybody else. Each wait outlasts what it waits for; the rungs are asserted in a test.
 
     a beat < suspicion < a worker's death < its lease < its step is stuck for good
+    a call to the store is given up < a batch is taken over
     a locked file < a call to the store is given up < its next trial at the latest
     a grammar is checked < its process is given up
     a load report < a silent engine core; its loop is stuck < its supervisor replaces it < streams wait for it
@@ -42,6 +43,11 @@ STORE_LOCKED_S = 2.0  # a file that another process writes to is tried for so lo
 STORE_CALL_S = 5.0  # a call to the store that takes longer has failed
 STORE_REST_S = 1.0  # .. and for so long nobody calls it, doubling ..
 STORE_REST_MOST_S = 15.0  # .. up to this
+BATCH_LOOK_S = 1.0  # a gateway looks this often for batches that nobody works on
+BATCH_BEAT_S = 2.0  # who works on one says so this often
+BATCH_LEASE_S = 12.0  # .. and after this long without a word another gateway may
+BATCH_AGAIN_S = 0.5  # a line that found no room is tried again, after longer every time ..
+BATCH_AGAIN_MOST_S = 30.0  # .. up to this
 
 GRAMMAR_CHECK_S = 2.0  # a grammar that takes longer to compile is refused
 GRAMMAR_SILENT_S = 5.0  # .. by a process that is killed when it neither answers nor ends

@@ -51,6 +51,13 @@ def test_a_call_to_the_store_outwaits_a_locked_file_and_is_tried_again_while_cli
     assert times.STORE_REST_S < times.STORE_CALL_S
 
 
+def test_who_works_on_a_batch_is_heard_several_times_before_another_takes_it_over() -> None:
+    assert 3 * times.BATCH_BEAT_S < times.BATCH_LEASE_S
+    assert times.BATCH_BEAT_S + times.STORE_CALL_S < times.BATCH_LEASE_S
+    assert times.BATCH_LOOK_S <= times.BATCH_BEAT_S
+    assert times.BATCH_AGAIN_S < times.BATCH_AGAIN_MOST_S
+
+
 def test_a_watcher_that_was_held_up_says_for_how_long() -> None:
     guard = StallGuard(due_s=0.5, now=10.0)
     assert guard.tick(10.5) == 0.0
