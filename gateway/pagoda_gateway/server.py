@@ -112,8 +112,9 @@ async def _run(
             report({"event": "listening", "url": url_of(listener)})
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
-            await runner.aclose()  # whose batches another gateway may go on with
+            leaving = asyncio.create_task(runner.aclose())  # whose batches another gateway may go on with
             await _leave(server, serving, config, engine, health)
+            await asyncio.wait({leaving}, timeout=LEAVE_S)
         await serving
     finally:
         for task in (*waiting, serving):
