@@ -64,7 +64,7 @@ locks: $(VENV)/.locks  ## lock anew what the images install
 	set -e; lock() { out=$$1; shift; $(VENV)/.locks/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade \
 	  --generate-hashes --no-annotate --custom-compile-command "make locks" -o "deploy/locks/$$out.txt" "$$@"; }; \
 	lock build deploy/locks/build.in; \
-	lock gateway pyproject.toml --extra gateway; \
+	lock gateway pyproject.toml --extra gateway --extra redis; \
 	lock engine-core pyproject.toml --extra engine-core; \
 	lock worker pyproject.toml --extra worker deploy/locks/torch.in --override deploy/locks/without-torch.txt
 

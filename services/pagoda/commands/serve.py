@@ -22,6 +22,7 @@ from pagoda.settings.resolving import Settings, child_environment, resolve, secr
 from pagoda.tools import checkpoints
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.store.opening import SCRATCH
 from pagoda_proto import times
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device_choice import device_of_worker
@@ -74,7 +75,7 @@ class Tower:
             GatewayConfig,
             engine=gateway_address,
             model=str(model_dir),
-            store=given.store or f"sqlite://{directory / 'store.db'}",  # which outlives a gateway, not the tower
+            store=given.store or f"{SCRATCH}{directory / 'store.db'}",  # which outlives a gateway, not the tower
             served_model_name=given.served_model_name or checkpoints.served_name(given.model),
         )
         self.workers = self._worker_configs(str(model_dir), worker_address)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from tests.fakes import ManualClock
 from tests.gateway.batches.fakes import OWNER, FakeService, desk_on, ids, line, submitted
+from tests.gateway.store.redis_server import running_redis
 
 from pagoda_gateway.batches import runner as module
 from pagoda_gateway.batches.batch import Batch, Counts, Status
@@ -16,6 +18,7 @@ from pagoda_gateway.batches.batches import Work
 from pagoda_gateway.batches.runner import BatchRunner, in_turn
 from pagoda_gateway.batches.work import Desk
 from pagoda_gateway.store.interface import unavailable
+from pagoda_gateway.store.redis_store import RedisStore
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 
 NAMES = [f"id{i:02d}" for i in range(6)]
@@ -88,6 +91,24 @@ async def test_only_one_of_several_works_on_a_batch(store: SqliteStore, clock: M
     for batch in batches:
         assert (await ended(desks[0], batch)).counts == Counts(6, 6, 0)
     assert sum(service.asked.total() for service in services) == 24
+
+
+@pytest.mark.e2e
+async def test_gateways_that_share_a_redis_share_the_work(start: Start) -> None:
+    services = [FakeService(), FakeService()]
+    async with running_redis() as server:
+        stores = [RedisStore(server.address) for _ in services]
+        desks = [desk_on(store, service, time.time) for store, service in zip(stores, services, strict=True)]
+        batches = [await submitted(desk, CONTENT) for desk in desks for _ in range(3)]
+        runners = [start(desk) for desk in desks]
+        for batch in batches:
+            assert (await ended(desks[0], batch)).counts == Counts(6, 6, 0)
+            assert await ids(desks[1], batch.output_id) == NAMES
+        for runner in runners:
+            await runner.aclose()
+        for store in stores:
+            await store.aclose()
+    assert sum(service.asked.total() for service in services) == 36
 
 
 async def test_a_batch_whose_gateway_died_is_gone_on_with(store: SqliteStore, clock: ManualClock, start: Start) -> None:
