@@ -1,5 +1,7 @@
 """What is known of a batch, and the only ways in which it may change. Pure: whoever calls says what time it is.
 
+A change that comes too late changes nothing: who asked for it had not seen how far others are.
+
 validating ─▶ in_progress ─▶ finalizing ─▶ completed
     │              │             ├───────▶ expired
     ▼              ▼             ├───────▶ failed (its input went away)
@@ -32,8 +34,8 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
+ANSWERING = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.CANCELLING})
 ENDED = frozenset({Status.COMPLETED, Status.FAILED, Status.EXPIRED, Status.CANCELLED})
-MAY_CANCEL = frozenset({Status.VALIDATING, Status.IN_PROGRESS, Status.CANCELLING})
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -75,12 +77,12 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     finalizing_at: int | None = None
     ended_at: int | None = None
 
-    @property
-    def results_log(self) -> str:
-        return f"batch.{self.id}"
-
     def has_ended(self) -> bool:
         return self.status in ENDED
+
+
+def results_log(batch_id: str) -> str:
+    return f"batch.{batch_id}"
 
 
 def new_batch(
@@ -101,18 +103,22 @@ def new_batch(
 
 def begun(batch: Batch, model: str, total: int, now: float) -> Batch:
     """Its input is sound. One that is being cancelled meanwhile stays so."""
+    if batch.status not in ANSWERING or batch.in_progress_at is not None:
+        return batch
     status = Status.IN_PROGRESS if batch.status is Status.VALIDATING else batch.status
     return _with(batch, model=model, status=status, counts=Counts(total), in_progress_at=int(now))
 
 
 def refused(batch: Batch, faults: Sequence[Fault], now: float) -> Batch:
     """Its input is not sound; nothing of it was answered."""
+    if batch.status not in ANSWERING or batch.in_progress_at is not None:
+        return batch
     return _with(batch, status=Status.FAILED, faults=tuple(faults), ended_at=int(now))
 
 
 def cancelling(batch: Batch, now: float) -> Batch:
     """Raises PagodaError where it is too late."""
-    if batch.status not in MAY_CANCEL:
+    if batch.status not in ANSWERING:
         why = f"a batch that is {batch.status} cannot be cancelled"
         raise PagodaError(ErrorCode.INVALID_ARGUMENT, why, "batch_id")
     if batch.status is Status.CANCELLING:
@@ -121,19 +127,23 @@ def cancelling(batch: Batch, now: float) -> Batch:
 
 
 def counted(batch: Batch, counts: Counts) -> Batch:
-    return _with(batch, counts=counts)
+    """So far."""
+    return _with(batch, counts=counts) if batch.status in ANSWERING else batch
 
 
 def finalizing(batch: Batch, ending: Status, counts: Counts, now: float, faults: Sequence[Fault] = ()) -> Batch:
     """No more lines are answered; its files are written now."""
+    if batch.status not in ANSWERING:
+        return batch
     return _with(
         batch, status=Status.FINALIZING, ending=ending, counts=counts, finalizing_at=int(now), faults=tuple(faults)
     )
 
 
 def ended(batch: Batch, now: float) -> Batch:
-    if batch.ending is None:
-        raise ValueError(f"{batch.id} is {batch.status} and has no ending")
+    """Its files are there."""
+    if batch.status is not Status.FINALIZING or batch.ending is None:
+        return batch
     return _with(batch, status=batch.ending, ended_at=int(now))
 
 

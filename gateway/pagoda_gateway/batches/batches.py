@@ -103,10 +103,10 @@ class Batches:
         self.changed.set()
         return batch
 
-    async def close(self, batch: Batch) -> None:
+    async def close(self, batch_id: str) -> None:
         """Nothing is left to do for one that has ended."""
-        await self.store.drop(batch.results_log)
-        await self.store.delete(OPEN, batch.id)
+        await self.store.drop(states.results_log(batch_id))
+        await self.store.delete(OPEN, batch_id)
 
     async def _record(self, owner: str, batch_id: str) -> Record:
         record = await self.store.get(BATCHES, batch_id)

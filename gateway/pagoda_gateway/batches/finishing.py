@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from pagoda_gateway.batches.batch import Batch
+from pagoda_gateway.batches.batch import Batch, results_log
 from pagoda_gateway.batches.files import BATCH_OUTPUT, FileInfo, keep
 from pagoda_gateway.batches.results import Results
-from pagoda_gateway.store.interface import MAX_PART_BYTES, Conflict, Store
+from pagoda_gateway.store.interface import ABSENT, MAX_PART_BYTES, Conflict, Store
 
 
 class _FileWriter:
@@ -46,13 +46,14 @@ class _FileWriter:
                 purpose=BATCH_OUTPUT,
                 expires_at=self._info.expires_at,
             )
-            await keep(self._store, owner, info)
+            with suppress(Conflict):  # whoever was here first has read all results
+                await keep(self._store, owner, info, expect=ABSENT)
 
 
 async def write_files(store: Store, owner: str, batch: Batch) -> None:
     """Output and error file of a batch that is finalizing. Raises PagodaError UNAVAILABLE; then it is done again."""
     output, errors = (_FileWriter(store, _file(batch, kind)) for kind in ("output", "error"))
-    async for result in Results(store, batch.results_log).all():
+    async for result in Results(store, results_log(batch.id)).all():
         await (errors if result.failed else output).write(bytes(result.written) + b"\n")
     for writer in (output, errors):
         await writer.finish(owner)

@@ -78,10 +78,10 @@ class BatchWork:
         again_s = times.BATCH_AGAIN_S
         while True:
             try:
-                batch = await self._batches.find(self._owner, self._id)
-                if batch.has_ended():
-                    logger.info("batch %s is %s: %s", batch.id, batch.status, batch.counts)
-                    await self._batches.close(batch)
+                batch = await self._known()
+                if batch is None or batch.has_ended():
+                    logger.info("batch %s is %s", self._id, "gone" if batch is None else batch.status)
+                    await self._batches.close(self._id)
                     return
                 await self._step(batch)
                 again_s = times.BATCH_AGAIN_S
@@ -91,6 +91,15 @@ class BatchWork:
                 await asyncio.sleep(max(error.retry_after_s, again_s))
                 again_s = min(2 * again_s, times.BATCH_AGAIN_MOST_S)
 
+    async def _known(self) -> Batch | None:
+        """None where the store has lost it."""
+        try:
+            return await self._batches.find(self._owner, self._id)
+        except PagodaError as error:
+            if error.code is ErrorCode.NOT_FOUND:
+                return None
+            raise
+
     async def look(self) -> None:
         """Tell the record how far it is, and see whether it is to stop. Raises PagodaError."""
         batch = await self._batches.change(self._owner, self._id, self._told)
@@ -98,9 +107,8 @@ class BatchWork:
             self._stop.set()
 
     def _told(self, batch: Batch) -> Batch:
-        if self._results is None or batch.status not in (Status.IN_PROGRESS, Status.CANCELLING):
-            return batch
-        return states.counted(batch, self._results.counts(batch.counts.total))
+        counts = None if self._results is None else self._results.counts(batch.counts.total)
+        return batch if counts is None else states.counted(batch, counts)
 
     def _overdue(self, batch: Batch) -> bool:
         return self._batches.clock() >= batch.expires_at
@@ -153,7 +161,7 @@ class BatchWork:
     # Answering
 
     async def _answer_all(self, batch: Batch) -> None:
-        self._results = results = Results(self._batches.store, batch.results_log)
+        self._results = results = Results(self._batches.store, states.results_log(batch.id))
         await results.load()
         ending, faults = Status.COMPLETED, list[Fault]()
         try:

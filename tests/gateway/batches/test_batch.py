@@ -65,6 +65,15 @@ def test_cancelling_goes_with_everything_that_is_not_over() -> None:
             states.cancelling(batch, 1005.0)
 
 
-def test_what_has_no_ending_does_not_end() -> None:
-    with pytest.raises(ValueError, match="no ending"):
-        states.ended(BEGUN, 1.0)
+def test_what_comes_too_late_changes_nothing() -> None:
+    finalizing = states.finalizing(BEGUN, Status.COMPLETED, Counts(3, 3, 0), 1002.0)
+    ended = states.ended(finalizing, 1003.0)
+    failed = states.refused(NEW, [Fault("empty_file", "no lines")], 1001.0)
+    for batch in (finalizing, ended, failed):
+        assert states.begun(batch, "other", 9, 1009.0) == batch
+        assert states.refused(batch, [], 1009.0) == batch
+        assert states.counted(batch, Counts(3, 1, 0)) == batch
+        assert states.finalizing(batch, Status.EXPIRED, Counts(3, 0, 3), 1009.0) == batch
+    assert states.begun(BEGUN, "other", 9, 1009.0) == states.refused(BEGUN, [], 1009.0) == BEGUN
+    for batch in (NEW, BEGUN, ended, failed):
+        assert states.ended(batch, 1009.0) == batch

@@ -45,7 +45,7 @@ async def test_what_is_open_tells_owner_and_model(batches: Batches) -> None:
         (one.id, "me", ""),
         (two.id, "you", "m"),
     ]
-    await batches.close(two)
+    await batches.close(two.id)
     assert [work.batch_id for work in await batches.open()] == [one.id]
 
 
@@ -65,7 +65,7 @@ async def test_open_batches_are_bounded(batches: Batches, monkeypatch: pytest.Mo
     with pytest.raises(PagodaError) as caught:
         await added(batches)
     assert caught.value.code is ErrorCode.OVERLOADED
-    await batches.close(first)
+    await batches.close(first.id)
     await added(batches)
 
 

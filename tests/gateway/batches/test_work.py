@@ -10,7 +10,7 @@ from tests.fakes import ManualClock
 from tests.gateway.batches.fakes import OWNER, FakeService, desk_on, ids, line, rows, submitted
 
 from pagoda_gateway.batches import work as module
-from pagoda_gateway.batches.batch import WINDOW_S, Batch, Counts, Status
+from pagoda_gateway.batches.batch import WINDOW_S, Batch, Counts, Status, results_log
 from pagoda_gateway.batches.batches import OPEN, Work
 from pagoda_gateway.batches.work import BatchWork, Desk
 from pagoda_gateway.store.interface import unavailable
@@ -76,7 +76,7 @@ async def run(desk: Desk, batch: Batch) -> Batch:
     ended = await desk.batches.find(OWNER, batch.id)
     assert ended.has_ended()
     assert not (await desk.batches.store.page(OPEN, "", limit=1)).records
-    assert await desk.batches.store.length(batch.results_log) == 0
+    assert await desk.batches.store.length(results_log(batch.id)) == 0
     return ended
 
 
@@ -153,7 +153,7 @@ async def cut_short(desk: Desk, batch: Batch, service: FakeService, after: int) 
     never = asyncio.Event()
     service.script = lambda prompt: None if prompt < NAMES[after] else never
     working = asyncio.create_task(work_on(desk, batch).run())
-    while await desk.batches.store.length(batch.results_log) == 0 or service.asked.total() < after + 1:  # noqa: ASYNC110
+    while await desk.batches.store.length(results_log(batch.id)) == 0 or service.asked.total() < after + 1:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
@@ -182,6 +182,29 @@ async def test_two_who_do_not_know_of_each_other_write_every_line_once(
     ended = await desk.batches.find(OWNER, batch.id)
     assert (ended.status, ended.counts) == (Status.COMPLETED, Counts(NUM_LINES, NUM_LINES, 0))
     assert await ids(desk, ended.output_id) == NAMES
+
+
+async def test_who_slept_until_all_was_over_changes_nothing(
+    desk: Desk, store: Failing, service: FakeService, clock: ManualClock
+) -> None:
+    batch = await submitted(desk, CONTENT)
+    asleep = asyncio.Event()
+    service.script = lambda prompt: asleep
+    sleeping = asyncio.create_task(work_on(desk, batch).run())
+    await service.begun.wait()
+    ended = await run(desk_on(store, FakeService(), clock), batch)
+    asleep.set()
+    await sleeping
+    assert await desk.batches.find(OWNER, batch.id) == ended
+    assert await ids(desk, ended.output_id) == NAMES
+    assert await store.length(results_log(batch.id)) == 0
+
+
+async def test_a_batch_that_the_store_has_lost_is_let_go(desk: Desk, store: Failing) -> None:
+    batch = await submitted(desk, CONTENT)
+    await store.delete("batches", batch.id)
+    await work_on(desk, batch).run()
+    assert not (await store.page(OPEN, "", limit=1)).records
 
 
 @pytest.mark.parametrize("every", [2, 3, 5])
