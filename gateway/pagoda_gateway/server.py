@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pagoda_gateway.app import create_app
+from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.batches.runner import BatchRunner
 from pagoda_gateway.config import GatewayConfig
@@ -64,13 +65,16 @@ async def serve(
         batches = Batches(store)
         runner = batch_runner(ctx, batches)
         guard = ConnectionGuard(config, metrics.slow_client, engine.clock.now)
-        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics, batches), config, guard))
+        background = BackgroundResponses(ctx)
+        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics, background, batches), config, guard))
         engine.start()
+        background.start()
         runner.start()
         health.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         try:
-            await _run(server, listener, config, report, stop, (engine, health, runner))
+            await _run(server, listener, config, report, stop, (engine, health, background, runner))
         finally:
+            await background.aclose()
             await runner.aclose()
             await health.aclose()
             await engine.aclose()
@@ -100,9 +104,9 @@ async def _run(
     config: GatewayConfig,
     report: Report,
     stop: asyncio.Event,
-    parts: tuple[SessionClient, Health, BatchRunner],
+    parts: tuple[SessionClient, Health, BackgroundResponses, BatchRunner],
 ) -> None:
-    engine, health, runner = parts
+    engine, health, background, runner = parts
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
     waiting = [asyncio.create_task(event.wait()) for event in (server.listening, stop)]
     listening, stopping = waiting
@@ -112,9 +116,9 @@ async def _run(
             report({"event": "listening", "url": url_of(listener)})
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
-            leaving = asyncio.create_task(runner.aclose())  # whose batches another gateway may go on with
+            leaving = asyncio.gather(background.aclose(), runner.aclose())  # another gateway may go on with theirs
             await _leave(server, serving, config, engine, health)
-            await asyncio.wait({leaving}, timeout=LEAVE_S)
+            await asyncio.wait([leaving], timeout=LEAVE_S)
         await serving
     finally:
         for task in (*waiting, serving):

@@ -21,14 +21,16 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.chat import CHAT
 from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.dialects.dialect import Dialect
+from pagoda_gateway.dialects.responses import RESPONSES
 from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.requests import held_bytes
 from pagoda_gateway.routes.body import checked_body
 from pagoda_gateway.routes.files import files_of
 from pagoda_gateway.routes.generating import writing
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import BACKGROUND_PRIORITY
 
-DIALECTS: dict[str, Dialect[Any]] = {dialect.path: dialect for dialect in (CHAT, COMPLETIONS)}
+DIALECTS: dict[str, Dialect[Any]] = {dialect.path: dialect for dialect in (CHAT, COMPLETIONS, RESPONSES)}
 CLIENT = "batches"  # whose turn it is where clients take turns
 SHARE = 4  # of the memory for requests, a line may take one in so many
 
@@ -56,6 +58,8 @@ class BatchService:
             body = await self._ctx.pool.run(CLIENT, len(line), lambda: self._body(dialect, line))
             job = in_background(await dialect.job(self._ctx, body, caller))
             del body
+            holding.release()
+            holding.grow_to(held_bytes(job))
             async with writing(self._ctx, dialect, job, caller) as writer:
                 return await writer.whole()
         finally:
@@ -63,8 +67,9 @@ class BatchService:
 
     def _body(self, dialect: Dialect[Any], line: bytes) -> Any:
         body = checked_body(self._ctx, dialect.body, parse_object(line, MAX_VALUES)["body"])
-        if body.stream:
-            raise InvalidParams([Problem("stream", "must be false in a batch")])
+        for name in ("stream", "background"):
+            if getattr(body, name, None):
+                raise InvalidParams([Problem(name, "must be false in a batch")])
         return body
 
 

@@ -75,7 +75,8 @@ def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
     config = ctx.config
     longest = [max(model.engine.load.max_model_len, model.text.max_model_len) for model in ctx.catalogue]
     most_ids = max(config.max_prompts, *longest)
-    for name, limit in (("messages", config.max_messages), ("tools", config.max_tools), ("prompt", most_ids)):
+    limits = {"messages": config.max_messages, "input": config.max_messages, "tools": config.max_tools}
+    for name, limit in (limits | {"prompt": most_ids}).items():
         value = body.get(name)
         if isinstance(value, list):
             at_most(name, len(value), limit)

@@ -26,7 +26,7 @@ from pagoda_proto.params import BACKGROUND_PRIORITY
 from pagoda_proto.records import RequestRecord
 
 KEYS = ("key-of-tenant-one", "key-of-tenant-two")
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "hello", "max_tokens": 4}
 
 
@@ -135,6 +135,23 @@ async def test_chats_are_answered_too_and_what_is_wrong_is_told_as_to_a_request(
     assert refused["c"]["response"]["body"]["error"]["param"] == "stream"
     kept = (await served.one.get(f"/files/{done['output_file_id']}")).json()
     assert kept["expires_at"] - kept["created_at"] == 3600
+
+
+async def test_responses_are_answered_and_kept(served: Served) -> None:
+    body = {"model": MODEL, "input": "hello", "max_output_tokens": 3}
+    good = {"custom_id": "a", "method": "POST", "url": RESPONSES, "body": body}
+    bad = good | {"custom_id": "b", "body": body | {"background": True}}
+    lines = [json.dumps(each) + "\n" for each in (good, bad)]
+    batch = await asked(served.one, *lines, endpoint=RESPONSES)
+    async with served.working():
+        done = await ended(served.one, batch["id"])
+    assert done["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+    response = (await rows(served.one, done["output_file_id"]))["a"]["response"]["body"]
+    assert response["object"] == "response"
+    assert (await served.one.get(f"/responses/{response['id']}")).json() == response
+    assert (await served.two.get(f"/responses/{response['id']}")).status_code == 404
+    refused = await rows(served.one, done["error_file_id"])
+    assert refused["b"]["response"]["body"]["error"]["param"] == "background"
 
 
 async def test_an_engine_that_is_full_is_asked_again(served: Served) -> None:
