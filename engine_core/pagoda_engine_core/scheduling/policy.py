@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 from pagoda_engine_core.scheduling.request import Choice, Request
+from pagoda_proto.params import BACKGROUND_PRIORITY
 
 PRIORITY_LEVEL_S = 10.0
 
@@ -19,8 +20,8 @@ Policy = Callable[[Request], tuple[float, ...]]
 
 
 def fcfs(request: Request) -> tuple[float, ...]:
-    """First come, first served. A request moved from a lost worker keeps its arrival."""
-    return (request.arrived_at,)
+    """First come, first served, those in the background last. A request moved from a lost worker keeps its arrival."""
+    return (request.record.priority >= BACKGROUND_PRIORITY, request.arrived_at)
 
 
 def priority(request: Request) -> tuple[float, ...]:
