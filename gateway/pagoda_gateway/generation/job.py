@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pagoda_gateway.text.answers import HowRead
 from pagoda_proto.records import RequestRecord
 
 
@@ -15,7 +16,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         n: Choices per prompt; of more that ran, the likeliest.
-        tools: Tool calls are read out of the text.
+        how: How the text is read.
         stream: As events, and not as one object.
         usage: A stream tells its usage at its end; `running_usage`: in every chunk.
         logprobs: This many alternatives for every token; None shows nothing. `prompt_logprobs`: the same of prompts.
@@ -26,7 +27,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     n: int = 1
-    tools: bool = False
+    how: HowRead = HowRead()
     stream: bool = False
     usage: bool = False
     running_usage: bool = False
@@ -39,14 +40,27 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """`created` in Unix seconds; `model` is the served name; a record per prompt, alike but for prompt, id and seed."""
+    """`created` in Unix seconds; `model` is the served name; a record per prompt, alike but for prompt, id and seed.
+
+    `loose_grammar` says less than the records' own: it is used where that cannot be, if it is not "".
+    """
 
     id: str
     created: int
     model: str
     records: tuple[RequestRecord, ...]
     shown: Shown = Shown()
+    loose_grammar: str = ""
 
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(record.prompt_token_ids) for record in self.records)
+
+    def loosened(self) -> Job:
+        """The same with the grammar that says less."""
+        records = []
+        for record in self.records:
+            params = msgspec.structs.replace(record.task.params, grammar=self.loose_grammar)
+            task = msgspec.structs.replace(record.task, params=params)
+            records.append(msgspec.structs.replace(record, task=task))
+        return msgspec.structs.replace(self, records=tuple(records), loose_grammar="")

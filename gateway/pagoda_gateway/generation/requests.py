@@ -11,6 +11,7 @@ from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.generation.job import Job, Shown
+from pagoda_gateway.text.conversation import text_size
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams, check_for_model
 from pagoda_proto.records import Generate, RequestRecord
@@ -46,14 +47,12 @@ def check_products(
 
 
 def held_bytes(job: Job) -> int:
-    """What the grammar of a job takes, and its prompt log-probabilities while they are gathered and written."""
+    """What the grammars of a job take, and its prompt log-probabilities while they are gathered and written."""
     params = job.records[0].task.params
     top = params.prompt_logprobs
-    return (
-        len(params.grammar)
-        if top is None
-        else len(params.grammar) + job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
-    )
+    gathered = 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
+    schemas = sum(text_size(function.parameters) for function in job.shown.how.functions)
+    return len(params.grammar) + len(job.loose_grammar) + schemas + gathered
 
 
 def new_record(
@@ -79,10 +78,18 @@ def salt_of(caller: Caller, asked: str | None) -> str:
     return f"{caller.tenant}.{asked or ''}" if caller.tenant else asked or ""
 
 
-def new_job(prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown) -> Job:
+def new_job(
+    prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown, loose_grammar: str = ""
+) -> Job:
     """Its id is that of the first record after `prefix`."""
-    job_id = prefix + records[0].request_id
-    return Job(id=job_id, created=int(time.time()), model=model.name, records=tuple(records), shown=shown)
+    return Job(
+        id=prefix + records[0].request_id,
+        created=int(time.time()),
+        model=model.name,
+        records=tuple(records),
+        shown=shown,
+        loose_grammar=loose_grammar,
+    )
 
 
 def check_priority(config: GatewayConfig, model: ServedModel, priority: int) -> None:

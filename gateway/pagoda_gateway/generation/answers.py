@@ -1,0 +1,59 @@
+"""What an answer is to be made of, and where its prompt leaves the model, become a grammar and a way to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from pagoda_gateway.text.answers import Formats, HowRead, Wanted
+from pagoda_gateway.text.reasoning import Thinking
+from pagoda_gateway.text.tool_formats.functions import NotEnforced
+from pagoda_proto.errors import InvalidParams, Problem
+from pagoda_proto.params import MAX_GRAMMAR_CHARS
+
+
+class Plan(NamedTuple):
+    """`loose_grammar` says less than `grammar`, for when that cannot be used; "" where there is none."""
+
+    how: HowRead
+    grammar: str = ""
+    loose_grammar: str = ""
+
+
+def plan_of(formats: Formats, wanted: Wanted, thinking: Thinking | None, place: Callable[[str], str]) -> Plan:
+    """`place` says where in the body the parameters of a function stand.
+
+    Raises:
+        InvalidParams: a strict function has a schema that it cannot be held to.
+    """
+    functions = () if wanted.calling is None else wanted.calling.functions
+    how = HowRead(thinking=thinking, functions=functions)
+    try:
+        grammar = wanted.grammar(formats, thinking)
+        loose = loosened(wanted).grammar(formats, thinking) if any(not each.strict for each in functions) else ""
+    except NotEnforced as error:
+        raise InvalidParams([Problem(f"{place(error.function)}{error.pointer}", str(error))]) from error
+    if loose and len(grammar) > MAX_GRAMMAR_CHARS:
+        return Plan(how, loose)
+    return Plan(how, grammar, loose)
+
+
+def loosened(wanted: Wanted) -> Wanted:
+    """The same, with functions that are not strict held to some JSON object only."""
+    if wanted.calling is None:
+        return wanted
+    functions = tuple(
+        each if each.strict else msgspec.structs.replace(each, loose=True) for each in wanted.calling.functions
+    )
+    return msgspec.structs.replace(wanted, calling=msgspec.structs.replace(wanted.calling, functions=functions))
+
+
+def check_budget(formats: Formats, field: str) -> None:
+    """Raises InvalidParams where thoughts cannot be cut short."""
+    reasoning = formats.reasoning
+    if reasoning is None:
+        raise InvalidParams([Problem(field, "this model's chat template has no thoughts that are known here")])
+    if not any(reasoning.close.startswith(token) for token in formats.tokens):
+        raise InvalidParams([Problem(field, "the end of this model's thoughts is no token, so they cannot be counted")])
