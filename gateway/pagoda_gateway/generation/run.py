@@ -134,7 +134,7 @@ class Run:
         except PagodaError as error:
             if error.param != "grammar" or error.code is not ErrorCode.INVALID_ARGUMENT or not self.job.loose_grammar:
                 raise
-            logger.warning("%s: %s; its tools are not held to their schemas", self.job.id, error.message)
+            logger.warning("%s: schemas of its tools make no grammar; arguments are some JSON object", self.job.id)
             await self._loosen()
             await self._submit(engine)
         self.fingerprint = engine.load.model_fingerprint

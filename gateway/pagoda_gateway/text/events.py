@@ -62,8 +62,10 @@ def merged(events: Sequence[Said]) -> list[Said]:
     for event in events:
         last = found[-1] if found else None
         match last, event:
-            case (Text(), Text()) | (Thought(), Thought()):
-                found[-1] = type(event)(last.text + event.text)
+            case Text(), Text():
+                found[-1] = Text(last.text + event.text)
+            case Thought(), Thought():
+                found[-1] = Thought(last.text + event.text)
             case CallArguments(), CallArguments():
                 found[-1] = CallArguments(last.index, last.text + event.text)
             case _:

@@ -16,6 +16,8 @@ T = TypeVar("T")
 Reading = Generator[None, None, T]  # yields where it needs more text
 Tell = Callable[[str], object]
 
+MAX_NAME_CHARS = 256
+_NAME_CHAR = re.compile(r"[A-Za-z0-9_.\-]")
 _SCALAR_END = frozenset(",]}")
 
 
@@ -50,6 +52,11 @@ class Source:
         start, self._mark = self._mark, None
         return "" if start is None else self._text[start : self._at]
 
+    @property
+    def position(self) -> int:
+        """How much of what is kept is read. It changes when more comes; see `mark`."""
+        return self._at - (self._mark or 0)
+
     def more(self) -> Reading[bool]:
         """Wait for text beyond what is there; False at the end."""
         there = len(self._text) - self._at
@@ -77,6 +84,13 @@ class Source:
             self._at += 1
         return found
 
+    def name(self) -> Reading[str]:
+        """Letters, digits, dots and dashes, as far as they go."""
+        name = ""
+        while len(name) < MAX_NAME_CHARS and _NAME_CHAR.match((yield from self.peek())):
+            name += yield from self.next()
+        return name
+
     def take(self, text: str) -> Reading[bool]:
         """Read `text`, if it comes next."""
         while len(self._text) - self._at < len(text) and text.startswith(self._text[self._at :]):
@@ -102,10 +116,24 @@ class Source:
                 return False
         return True
 
-    def until(self, markers: Sequence[str], tell: Tell) -> Reading[str | None]:
+    def closing(self, text: str) -> Reading[None]:
+        """Read `text` loosely, as far as it comes next; a word in which everything ends is read, too."""
+        for word in text.split():
+            yield from self.space()
+            if not (yield from self.take(word)):
+                if self.ends_in(word):
+                    self._at = len(self._text)
+                return
+
+    def ends_in(self, word: str) -> bool:
+        """Whether all that is left is the beginning of this word."""
+        return self._ended and word.startswith(self._text[self._at :])
+
+    def until(self, markers: Sequence[str], tell: Tell, *, whole: bool = True) -> Reading[str | None]:
         """Tell the text up to the first of these, as it comes, and read that marker too; None at the end.
 
-        No marker may begin with another one.
+        No marker may begin with another one. What could be the beginning of one at the end is told only if the text
+        may be `whole` without it.
         """
         pattern = _any_of(tuple(markers))
         while True:
@@ -116,7 +144,8 @@ class Source:
                 return found[0]
             self._pass_on(len(self._text) - self._num_held(markers), tell)
             if not (yield from self.more()):
-                self._pass_on(len(self._text), tell)
+                if whole:
+                    self._pass_on(len(self._text), tell)
                 return None
 
     def collect(self, *markers: str) -> Reading[str]:

@@ -9,7 +9,6 @@ from pagoda_gateway.text.source import NotACall, Reading, Source
 from pagoda_gateway.text.tool_formats.format import Calls
 from pagoda_gateway.text.tool_formats.functions import Function, Parameters
 from pagoda_gateway.text.tool_formats.literals import Literals
-from pagoda_gateway.text.tool_formats.words import word
 
 
 @dataclass(frozen=True)
@@ -23,7 +22,7 @@ class BracesCall:
     def read(self, source: Source, calls: Calls) -> Reading[None]:
         if not (yield from source.loosely("call:")):
             raise NotACall("it begins in another way")
-        name = yield from word(source)
+        name = yield from source.name()
         yield from source.space()
         if (yield from source.peek()) != "{":
             raise NotACall("arguments are an object")

@@ -30,7 +30,11 @@ _DSML = TaggedValues(
     end="</｜DSML｜invoke>",
 )
 _GLM = TaggedValues(
-    after_name="\n", key="<arg_key>", value="</arg_key>\n<arg_value>", value_end="</arg_value>\n", end=""
+    after_name="\n",
+    key="<arg_key>",
+    value="</arg_key>\n<arg_value>",
+    value_end="</arg_value>\n",
+    end="</tool_call>",
 )
 
 # Of formats whose marks a template has, the first one is taken: those that say more stand before those that say less.
@@ -193,15 +197,15 @@ TOOL_FORMATS = (
         marks=("<tool_call>", "<arg_key>", "\\n<arg_key>"),
         begin="<tool_call>",
         shape=_GLM,
-        end="</tool_call>",
         again="\n",
     ),
     ToolFormat(
         name="glm47",
         marks=("<tool_call>", "<arg_key>"),
         begin="<tool_call>",
-        shape=TaggedValues(key="<arg_key>", value="</arg_key><arg_value>", value_end="</arg_value>"),
-        end="</tool_call>",
+        shape=TaggedValues(
+            key="<arg_key>", value="</arg_key><arg_value>", value_end="</arg_value>", end="</tool_call>"
+        ),
         again="",
     ),
     *(

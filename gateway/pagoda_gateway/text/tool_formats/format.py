@@ -8,10 +8,8 @@ from typing import Protocol
 
 from pagoda_gateway.text.events import CallArguments, CallBegun, CallEnded, Said
 from pagoda_gateway.text.lark import Rules
-from pagoda_gateway.text.source import NotACall, Reading, Source
+from pagoda_gateway.text.source import MAX_NAME_CHARS, NotACall, Reading, Source
 from pagoda_gateway.text.tool_formats.functions import Function
-
-MAX_NAME_CHARS = 256
 
 
 class Calls:

@@ -94,12 +94,12 @@ class Parameters:
         return {} if found is None else found.schema
 
     def alone(self, schema: Schema) -> dict[str, Any]:
-        """A parameter's schema with what it refers to. Raises NotEnforced."""
-        told = json.dumps(schema)
-        if '"$ref"' not in told:
-            return dict(schema) if self.strict else {"x-guidance": LENIENT, **schema}
-        shared = {name: self.root[name] for name in ("$defs", "definitions") if name in self.root}
-        return {**({} if self.strict else {"x-guidance": LENIENT}), **schema, **shared}
+        """A parameter's schema with what it refers to."""
+        found: dict[str, Any] = {} if self.strict else {"x-guidance": LENIENT}
+        found |= schema
+        if '"$ref"' in json.dumps(schema):
+            found |= {name: self.root[name] for name in ("$defs", "definitions") if name in self.root}
+        return found
 
 
 LENIENT = {"lenient": True, "coerce_one_of": True, "whitespace_pattern": r" |\r?\n[ \t]{0,64}"}

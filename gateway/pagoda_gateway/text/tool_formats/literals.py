@@ -60,7 +60,7 @@ class Literals:
 
     def _verbatim(self, source: Source, tell: Tell) -> Reading[bool]:
         tell('"')
-        whole = yield from source.until((self.mark,), lambda text: tell(inside(text)))
+        whole = yield from source.until((self.mark,), lambda text: tell(inside(text)), whole=False)
         tell('"' if whole else "")
         return whole is not None
 

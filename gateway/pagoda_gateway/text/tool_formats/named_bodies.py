@@ -8,7 +8,6 @@ from pagoda_gateway.text.lark import Rules
 from pagoda_gateway.text.source import NotACall, Reading, Source
 from pagoda_gateway.text.tool_formats.format import Calls
 from pagoda_gateway.text.tool_formats.functions import Function
-from pagoda_gateway.text.tool_formats.words import word
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,9 @@ class NamedBody:
         if not (yield from source.loosely(self.begin)):
             raise NotACall("it begins in another way")
         yield from source.space()
-        name, call_id = (yield from word(source)), ""
+        name, call_id = (yield from source.name()), ""
         if self.numbered and (yield from source.take(":")):
-            call_id = f"{self.id_begin}{name}:{yield from word(source)}"
+            call_id = f"{self.id_begin}{name}:{yield from source.name()}"
         yield from source.space()
         if (yield from source.peek()) != "{":
             yield from source.collect(self.body.split()[-1])

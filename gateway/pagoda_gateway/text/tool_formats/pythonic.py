@@ -9,7 +9,7 @@ from pagoda_gateway.text.source import NotACall, Reading, Source
 from pagoda_gateway.text.tool_formats.format import Calls
 from pagoda_gateway.text.tool_formats.functions import Function, NotEnforced, Parameters
 from pagoda_gateway.text.tool_formats.literals import Literals, in_order
-from pagoda_gateway.text.tool_formats.words import dumped, word
+from pagoda_gateway.text.tool_formats.words import dumped
 
 PYTHON = Literals(words={"True": "true", "False": "false", "None": "null"})
 
@@ -24,7 +24,7 @@ class PythonCall:
 
     def read(self, source: Source, calls: Calls) -> Reading[None]:
         yield from source.space()
-        name = yield from word(source)
+        name = yield from source.name()
         if name not in calls.functions or not (yield from source.loosely("(")):
             raise NotACall("no function of this name")
         calls.begin(name)

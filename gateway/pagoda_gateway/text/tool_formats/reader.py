@@ -62,18 +62,19 @@ class ToolReader:
 
     def _read(self) -> Reading[None]:
         if self._format.bare:
-            lead = yield from self._source.space()
-            yield from self._group(len(lead))
+            self._source.mark()
+            yield from self._source.space()
+            yield from self._group()
         while not self._calls.begun:
             marker = yield from self._source.until(self._format.triggers, self._say)
             if marker is None:
                 return
-            yield from self._group(len(marker))
+            self._source.mark(len(marker))
+            yield from self._group()
 
-    def _group(self, num_read: int) -> Reading[None]:
-        """A group of calls, `num_read` characters of which are read; what of it is none is said as text."""
+    def _group(self) -> Reading[None]:
+        """A group of calls; what of it is none is said as text, from the mark that was set before it."""
         source, calls = self._source, self._calls
-        source.mark(num_read)
         try:
             if not (yield from source.loosely(self._format.opening)):
                 raise NotACall("it begins in another way")
@@ -93,18 +94,13 @@ class ToolReader:
 
     def _ends(self) -> Reading[bool]:
         """Read what stands between calls, or at the end of their group."""
-        source, between = self._source, self._format.between
+        source, between, end = self._source, self._format.between, self._format.end
         yield from source.space()
-        first, *others = self._format.end.split() or [""]
-        if first and (yield from source.take(first)):
-            yield from source.loosely(" ".join(others))
+        before = source.position
+        yield from source.closing(end)
+        if source.position > before or (end and between is None):
             source.mark()
             return True
-        if between is None:
-            return True
-        if between.strip():
-            return not (yield from source.loosely(between))
-        return not (yield from source.peek())
-
-
-__all__ = ["ToolReader"]
+        if between is None or not between.strip():
+            return between is None or not (yield from source.peek())
+        return not (yield from source.loosely(between))

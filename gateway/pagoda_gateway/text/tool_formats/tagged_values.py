@@ -6,6 +6,7 @@ type that it may have is that, and all else is a string.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagoda_gateway.text.lark import Rules, quoted
@@ -23,7 +24,7 @@ from pagoda_gateway.text.tool_formats.functions import (
     types_of,
     without_strings,
 )
-from pagoda_gateway.text.tool_formats.words import dumped, inside, parsed, word
+from pagoda_gateway.text.tool_formats.words import dumped, inside, parsed
 
 STRING = frozenset({"string"})
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
@@ -58,12 +59,16 @@ class TaggedValues:
         if not (yield from source.loosely(self.begin)):
             raise NotACall("it begins in another way")
         yield from source.space()
-        name = yield from word(source)
+        name = yield from source.name()
+        if not name:
+            raise NotACall("a name is missing")
         if self.numbered:
             yield from source.loosely(self.numbered)
-            yield from word(source)
+            yield from source.name()
         if not (yield from source.loosely(self.after_name)):
             raise NotACall("it goes on in another way")
+        if not (yield from source.peek()):
+            raise NotACall("its name may not be whole")
         calls.begin(name)
         calls.arguments("{")
         if (yield from self._values(source, calls, Parameters(calls.functions.get(name) or Function(name=name)))):
@@ -72,13 +77,14 @@ class TaggedValues:
 
     def _values(self, source: Source, calls: Calls, parameters: Parameters) -> Reading[bool]:
         """False where the text breaks off."""
-        lead = ""
+        first, last, lead = self.key.split()[0], self.end.split()[0], ""
         while True:
             yield from source.space()
-            if not (yield from source.peek()):
-                return False
-            if not (yield from self._key_begins(source)):
-                return True
+            found = yield from source.one_of((first, last))
+            if found != first:
+                yield from source.closing(self.end[len(found) :])
+                return bool(found) or not (source.ends_in(first) or source.ends_in(last))
+            yield from source.loosely(self.key[len(first) :])
             try:
                 key = (yield from source.collect(self._key_end)).strip()
             except NotACall:
@@ -92,43 +98,41 @@ class TaggedValues:
     def _key_end(self) -> str:
         return self.value.split()[0]
 
-    def _key_begins(self, source: Source) -> Reading[bool]:
-        """Read what stands before a key, or before the end of the call."""
-        ends = (self.end or self.key).split()[0]
-        first = (self.key).split()[0]
-        found = yield from source.one_of((first, ends))
-        if found == first:
-            return (yield from source.loosely(self.key[len(first) :]))
-        if found:
-            yield from source.loosely(self.end[len(ends) :])
-        return False
-
     def _value(self, source: Source, calls: Calls, lead: str, types: frozenset[str]) -> Reading[bool]:
-        yield from source.loosely(self.value[len(self._key_end) :])
+        """False where the text breaks off."""
+        if not (yield from source.loosely(self.value[len(self._key_end) :])):
+            return False
         if self.typed:
             before, after = self.typed.split("|type|")
             yield from source.loosely(before)
-            said = yield from word(source)
-            yield from source.loosely(after)
+            said = yield from source.name()
+            if not (yield from source.loosely(after)):
+                return False
             types = STRING if said == self.strings else types - STRING
         if self.value.endswith("\n"):
             yield from source.take("\n")
+        if (yield from source.take(_CDATA)):
+            whole = yield from self._content(source, calls, lead, types, (_CDATA_END,))
+            yield from source.closing(self.value_end)
+            return whole
         tag = self.value_end.strip()
         ends = (tag, "\n" + tag) if self.value_end.startswith("\n") else (tag,)
-        cdata = yield from source.take(_CDATA)
+        return not source.ends_in(_CDATA) and (yield from self._content(source, calls, lead, types, ends))
+
+    def _content(
+        self, source: Source, calls: Calls, lead: str, types: frozenset[str], ends: Sequence[str]
+    ) -> Reading[bool]:
         if types == STRING:
             calls.arguments(f'{lead}"')
-            end = yield from source.until((_CDATA_END,) if cdata else ends, lambda text: calls.arguments(inside(text)))
+            end = yield from source.until(ends, lambda text: calls.arguments(inside(text)), whole=False)
             calls.arguments('"' if end else "")
-        else:
-            pieces: list[str] = []
-            if "string" not in types and (yield from source.peek()) in ("{", "["):
-                yield from source.brackets(pieces.append)  # a string in it may have what looks like the end
-            end = yield from source.until((_CDATA_END,) if cdata else ends, pieces.append)
-            calls.arguments(lead + _told("".join(pieces), types) if end else "")
-        if cdata and end:
-            yield from source.loosely(tag)
-        return bool(end)
+            return end is not None
+        pieces: list[str] = []
+        if "string" not in types and (yield from source.peek()) in ("{", "["):
+            yield from source.brackets(pieces.append)  # a string in it may have what looks like the end
+        end = yield from source.until(ends, pieces.append)
+        calls.arguments(lead + _told("".join(pieces), types) if end else "")
+        return end is not None
 
     def rule(self, rules: Rules, function: Function) -> str:
         parameters = Parameters(function)

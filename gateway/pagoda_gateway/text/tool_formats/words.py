@@ -3,22 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-
-from pagoda_gateway.text.source import NotACall, Reading, Source
-from pagoda_gateway.text.tool_formats.format import MAX_NAME_CHARS
-
-_NAME_CHAR = re.compile(r"[A-Za-z0-9_.\-]")
-
-
-def word(source: Source) -> Reading[str]:
-    """A name, as far as it goes. Raises NotACall."""
-    name = ""
-    while len(name) < MAX_NAME_CHARS and _NAME_CHAR.match((yield from source.peek())):
-        name += yield from source.next()
-    if not name:
-        raise NotACall("a name is missing")
-    return name
 
 
 def dumped(value: object) -> str:
