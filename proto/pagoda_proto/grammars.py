@@ -43,8 +43,10 @@ UNSUPPORTED = frozenset({
     "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames",
     "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems",
 })  # fmt: skip
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # names to schemas
-_PLAIN = frozenset({"enum", "const", "default", "examples", "x-guidance"})  # values that are no schemas
+NAMED_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)  # names to schemas
+PLAIN_VALUES = frozenset({"enum", "const", "default", "examples", "x-guidance"})  # values that are no schemas
 WHITE_SPACE = r" |\r?\n[ \t]{0,64}"
 _TO_ESCAPE = re.compile(r"\\.|[/\n]", re.DOTALL)
 
@@ -106,10 +108,10 @@ def places(schema: Any, keywords: AbstractSet[str], at: str = "") -> Iterator[st
             below = f"{at}/{name.replace('~', '~0').replace('/', '~1')}"
             if name in keywords:
                 yield below
-            if name in _NAMED and isinstance(value, dict):
+            if name in NAMED_SCHEMAS and isinstance(value, dict):
                 for inner, item in value.items():
                     yield from places(item, keywords, f"{below}/{inner.replace('~', '~0').replace('/', '~1')}")
-            elif name not in _PLAIN:
+            elif name not in PLAIN_VALUES:
                 yield from places(value, keywords, below)
 
 

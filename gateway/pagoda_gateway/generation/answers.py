@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,6 +12,8 @@ from pagoda_gateway.text.reasoning import Thinking
 from pagoda_gateway.text.tool_formats.functions import NotEnforced
 from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.params import MAX_GRAMMAR_CHARS
+
+MAX_SCHEMA_VALUES = 16 * 1024  # of all tools: what more there is could not be said in a grammar
 
 
 class Plan(NamedTuple):
@@ -30,14 +32,28 @@ def plan_of(formats: Formats, wanted: Wanted, thinking: Thinking | None, place: 
     """
     functions = () if wanted.calling is None else wanted.calling.functions
     how = HowRead(thinking=thinking, functions=functions)
+    lax = any(not each.strict for each in functions)
     try:
+        loose = loosened(wanted).grammar(formats, thinking) if lax else ""
+        if loose and sum(num_values(each.parameters) for each in functions) > MAX_SCHEMA_VALUES:
+            return Plan(how, loose)
         grammar = wanted.grammar(formats, thinking)
-        loose = loosened(wanted).grammar(formats, thinking) if any(not each.strict for each in functions) else ""
     except NotEnforced as error:
         raise InvalidParams([Problem(f"{place(error.function)}{error.pointer}", str(error))]) from error
     if loose and len(grammar) > MAX_GRAMMAR_CHARS:
         return Plan(how, loose)
     return Plan(how, grammar, loose)
+
+
+def num_values(value: Any) -> int:
+    """Of a JSON value, itself included; not counted further than to too many."""
+    waiting, count = [value], 0
+    while waiting and count <= MAX_SCHEMA_VALUES:
+        item = waiting.pop()
+        count += 1
+        if isinstance(item, dict | list):
+            waiting += item.values() if isinstance(item, dict) else item
+    return count
 
 
 def loosened(wanted: Wanted) -> Wanted:

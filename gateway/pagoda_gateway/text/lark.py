@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pagoda_proto import grammars
@@ -36,7 +36,7 @@ class Rules:
         self._pattern = re.compile("|".join(map(re.escape, names))) if names else None
         self._lines: list[str] = []
         self._names: dict[str, str] = {}
-        self._parts: list[dict[str, Any]] = []
+        self._parts: dict[str, dict[str, Any]] = {}
 
     def spell(self, text: str) -> str:
         """What writes exactly this text."""
@@ -65,12 +65,11 @@ class Rules:
     def terminal(self, body: str) -> str:
         return self._named("T", body, "")
 
-    def recursive(self, name: str, body: str) -> str:
-        """A rule that may name itself."""
-        self._names.setdefault(name, name)
-        line = f"{name}: {body}"
-        if line not in self._lines:
-            self._lines.append(line)
+    def recursive(self, name: str, body: Callable[[], str]) -> str:
+        """The rule of this name, whose body may name it."""
+        if name not in self._names:
+            self._names[name] = name
+            self._lines.append(f"{name}: {body()}")
         return name
 
     def text(self, avoid: Sequence[str] = (), first: str = "", pattern: str = ANY) -> str:
@@ -104,14 +103,13 @@ class Rules:
 
     def part(self, part: Mapping[str, Any]) -> str:
         """A reference to another grammar, which becomes a part of this one."""
-        for known in self._parts:
-            if {name: value for name, value in known.items() if name != "name"} == part:
-                return f"@{known['name']}"
-        self._parts.append({"name": f"p{len(self._parts)}", **part})
-        return f"@p{len(self._parts) - 1}"
+        key = json.dumps(part)
+        if key not in self._parts:
+            self._parts[key] = {"name": f"p{len(self._parts)}", **part}
+        return f"@{self._parts[key]['name']}"
 
     def grammar(self, start: str) -> str:
-        return grammars.composed("\n".join([f"start: {start}", *self._lines]), self._parts)
+        return grammars.composed("\n".join([f"start: {start}", *self._lines]), list(self._parts.values()))
 
     def _named(self, letter: str, body: str, attributes: str) -> str:
         key = f"{letter}[{attributes}]: {body}"

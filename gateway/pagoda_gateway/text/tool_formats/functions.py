@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pagoda_gateway.text.lark import ANY, Rules, quoted
-from pagoda_proto.grammars import UNSUPPORTED, places
+from pagoda_proto.grammars import NAMED_SCHEMAS, PLAIN_VALUES, UNSUPPORTED, places
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 ABOUT = frozenset({
     "title", "description", "default", "examples", "$defs", "definitions", "$schema", "$id", "$comment", "deprecated",
     "readOnly", "writeOnly", "nullable",
 })  # fmt: skip
+NOTES = frozenset({"title", "description", "examples", "default", "$comment"})
+_LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 MAX_HOPS = 16
 MAX_LENGTH = 4096  # of a string whose length is held to
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -46,10 +51,10 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Of the arguments."""
+        """Of the arguments, without what only people read."""
         if self.loose:
             return {"type": "object"}
-        return _NO_PARAMETERS if self.parameters is None else {"type": "object", **self.parameters}
+        return _NO_PARAMETERS if self.parameters is None else {"type": "object", **_lean(self.parameters, self.strict)}
 
     @property
     def json_part(self) -> dict[str, Any]:
@@ -62,6 +67,23 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
             raise NotEnforced(pointer, "this keyword is not supported with strict: true")
 
 
+def _lean(schema: Any, strict: bool) -> Any:
+    """A copy without notes, and where it is not strict, without expressions that no grammar knows."""
+    if isinstance(schema, list):
+        return [_lean(item, strict) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in NAMED_SCHEMAS and isinstance(value, dict):
+            found[name] = {inner: _lean(item, strict) for inner, item in value.items()}
+        elif name in PLAIN_VALUES:
+            found[name] = value
+        elif name not in NOTES and (strict or name != "pattern" or not _LOOKS_AROUND.search(str(value))):
+            found[name] = _lean(value, strict)
+    return found
+
+
 class Parameter(NamedTuple):
     name: str
     schema: Schema
@@ -70,6 +92,11 @@ class Parameter(NamedTuple):
 
 class Parameters:
     """A function's, by name, for formats that write them one by one. `open`: others may be given, too."""
+
+    @cached_property
+    def digest(self) -> str:
+        """Tells what local references lead to from what they lead to elsewhere."""
+        return hashlib.sha256(json.dumps(self.root).encode()).hexdigest()
 
     def __init__(self, function: Function) -> None:
         self.strict = function.strict
@@ -134,22 +161,29 @@ def _at(reference: str, root: Schema) -> Schema:
 
 def types_of(schema: Schema, root: Schema) -> frozenset[str]:
     """The JSON types that a value may have."""
+    return _types(schema, root, {}) or TYPES
+
+
+def _types(schema: Schema, root: Schema, seen: dict[int, frozenset[str]]) -> frozenset[str]:
+    """Each schema is looked at once; one that leads to itself adds nothing to itself."""
     schema = resolved(schema, root)
+    if id(schema) in seen:
+        return seen[id(schema)]
+    seen[id(schema)] = frozenset()
     named = schema.get("type")
     named = [named] if isinstance(named, str) else named
     types = TYPES if not isinstance(named, list) else frozenset(one for one in named if isinstance(one, str))
     if schema.get("nullable") is True:
         types |= {"null"}
-    for keyword in ("enum", "const"):
-        if keyword in schema:
-            values = schema[keyword] if keyword == "enum" and isinstance(schema[keyword], list) else [schema[keyword]]
-            types &= frozenset(map(type_of, values)) | ({"number"} if any(map(_is_number, values)) else set())
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        types &= frozenset(map(type_of, values)) | ({"number"} if any(map(_is_number, values)) else set())
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            types &= frozenset().union(*(types_of(one, root) for one in schema[keyword] if isinstance(one, dict)))
-    for one in schema.get("allOf") or ():
-        types &= types_of(one, root) if isinstance(one, dict) else types
-    return types or TYPES
+            found = [_types(one, root, seen) for one in schema[keyword] if isinstance(one, dict)]
+            types &= frozenset().union(*found)
+    seen[id(schema)] = types
+    return types
 
 
 def _is_number(value: Any) -> bool:
@@ -173,19 +207,21 @@ def fits(value: Any, types: frozenset[str]) -> bool:
 
 
 def branches(schema: Schema, root: Schema) -> Iterator[Schema]:
-    """The alternatives that a schema is made of, itself if it has none."""
-    schema = resolved(schema, root)
-    named = schema.get("type")
-    for keyword in ("anyOf", "oneOf"):
-        if isinstance(schema.get(keyword), list):
-            for one in schema[keyword]:
-                yield from branches(one, root) if isinstance(one, dict) else ()
-            return
-    if isinstance(named, list) and "enum" not in schema and "const" not in schema:
-        for one in named:
-            yield {**schema, "type": one}
-        return
-    yield schema
+    """The alternatives that a schema is made of, itself if it has none; each once."""
+    waiting, seen = [schema], set()
+    while waiting:
+        one = resolved(waiting.pop(0), root)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        listed = one.get("anyOf", one.get("oneOf"))
+        named = one.get("type")
+        if isinstance(listed, list):
+            waiting[:0] = [each for each in listed if isinstance(each, dict)]
+        elif isinstance(named, list) and "enum" not in one and "const" not in one:
+            yield from ({**one, "type": each} for each in named)
+        else:
+            yield one
 
 
 def without_strings(schema: Schema, parameters: Parameters) -> Schema | None:

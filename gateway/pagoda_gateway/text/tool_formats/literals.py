@@ -5,6 +5,7 @@ Reading turns a literal into JSON as it comes. What is no literal becomes a stri
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,6 @@ from pagoda_gateway.text.tool_formats.functions import (
 from pagoda_gateway.text.tool_formats.words import dumped, inside, parsed
 
 MAX_DEPTH = 64
-MAX_RULE_DEPTH = 8  # of a schema; what lies deeper is any value
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
 _HEX = {"x": 2, "u": 4, "U": 8}
 _CLOSERS = {"[": "]", "(": ")", "{": "}"}
@@ -126,20 +126,22 @@ class Literals:
 
     # Rules
 
-    def rule(self, rules: Rules, schema: Schema, parameters: Parameters, pointer: str, depth: int = 0) -> str:
+    def rule(self, rules: Rules, schema: Schema, parameters: Parameters, pointer: str) -> str:
         """A value that the schema admits. Raises NotEnforced."""
-        schema = resolved(schema, parameters.root)
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            name = f"d_{hashlib.sha256((parameters.digest + reference).encode()).hexdigest()[:16]}"
+            found = resolved(schema, parameters.root)
+            return rules.recursive(name, lambda: self.rule(rules, found, parameters, pointer))
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(listed, list):
             return f"({' | '.join(self._written(rules, value) for value in listed)})"
-        if depth > MAX_RULE_DEPTH:
-            return self._any(rules, parameters, pointer)
-        found = [self._of_type(rules, one, parameters, pointer, depth) for one in branches(schema, parameters.root)]
+        found = [self._of_type(rules, one, parameters, pointer) for one in branches(schema, parameters.root)]
         return found[0] if len(found) == 1 else f"({' | '.join(found)})"
 
-    def _of_type(self, rules: Rules, schema: Schema, parameters: Parameters, pointer: str, depth: int) -> str:
+    def _of_type(self, rules: Rules, schema: Schema, parameters: Parameters, pointer: str) -> str:
         if "enum" in schema or "const" in schema or "$ref" in schema:
-            return self.rule(rules, schema, parameters, pointer, depth + 1)
+            return self.rule(rules, schema, parameters, pointer)
         match sorted(types_of(schema, parameters.root)):
             case ["string"]:
                 return self._string_rule(rules, schema, parameters, pointer)
@@ -149,9 +151,9 @@ class Literals:
             case ["integer"] | ["number"] | ["integer", "number"]:
                 return rules.schema(parameters.alone(schema))
             case ["array"]:
-                return self._array(rules, schema, parameters, pointer, depth)
+                return self._array(rules, schema, parameters, pointer)
             case ["object"]:
-                return self._object(rules, schema, parameters, pointer, depth)
+                return self._object(rules, schema, parameters, pointer)
         return self._any(rules, parameters, pointer)
 
     def _string_rule(self, rules: Rules, schema: Schema, parameters: Parameters, pointer: str) -> str:
@@ -160,15 +162,15 @@ class Literals:
         rest = string_rule(rules, schema, self.mark, strict=parameters.strict, pointer=pointer)
         return f"{rules.spell(self.mark)} {rest}"
 
-    def _array(self, rules: Rules, schema: Schema, parameters: Parameters, pointer: str, depth: int) -> str:
+    def _array(self, rules: Rules, schema: Schema, parameters: Parameters, pointer: str) -> str:
         if parameters.strict:
             refuse_others(schema, {"type", "items"}, pointer)
         items = schema.get("items")
-        told = self.rule(rules, items if isinstance(items, dict) else {}, parameters, f"{pointer}/items", depth + 1)
+        told = self.rule(rules, items if isinstance(items, dict) else {}, parameters, f"{pointer}/items")
         item = rules.rule(told)
         return f'"[" ({item} ({quoted(self.between)} {item})*)? "]"'
 
-    def _object(self, rules: Rules, schema: Schema, parameters: Parameters, pointer: str, depth: int) -> str:
+    def _object(self, rules: Rules, schema: Schema, parameters: Parameters, pointer: str) -> str:
         properties = schema.get("properties")
         if parameters.strict:
             refuse_others(schema, {"type", "properties", "required", "additionalProperties"}, pointer)
@@ -179,7 +181,7 @@ class Literals:
         told = []
         for name, value in properties.items():
             below = f"{pointer}/properties/{name}"
-            inner = self.rule(rules, value if isinstance(value, dict) else {}, parameters, below, depth + 1)
+            inner = self.rule(rules, value if isinstance(value, dict) else {}, parameters, below)
             told.append((f"{self._key_rule(rules, name)} {inner}", name in required))
         return f'"{{" {in_order(rules, told, self.between)} "}}"'
 
@@ -195,7 +197,9 @@ class Literals:
     def _any(self, rules: Rules, parameters: Parameters, pointer: str) -> str:
         if parameters.strict:
             raise NotEnforced(pointer, "calls of this model need one type for each value of a strict tool")
-        name = "any_value"
+        return rules.recursive("any_value", lambda: self._any_body(rules, "any_value"))
+
+    def _any_body(self, rules: Rules, name: str) -> str:
         key = _KEY if self.bare_keys else rules.schema({"type": "string"})
         string = (
             f"{rules.spell(self.mark)} {rules.up_to([self.mark])}" if self.mark else rules.schema({"type": "string"})
@@ -204,7 +208,7 @@ class Literals:
         words = " | ".join(map(quoted, self.words))
         between = quoted(self.between)
         body = f'{string} | {rules.schema({"type": "number"})} | {words} | "[" ({name} ({between} {name})*)? "]"'
-        return rules.recursive(name, f'{body} | "{{" ({member} ({between} {member})*)? "}}"')
+        return f'{body} | "{{" ({member} ({between} {member})*)? "}}"'
 
     def _written(self, rules: Rules, value: Any) -> str:
         return rules.spell(self.text_of(value))
