@@ -7,7 +7,7 @@ tokens of one choice), never per token; gauges are read when scraped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -118,6 +118,14 @@ class GatewayMetrics:
 
     def slow_client(self) -> None:
         self.slow_clients.inc()
+
+    def watch_store(self, outcomes: Iterable[str], failing: Callable[[], bool]) -> Callable[[str], None]:
+        """What is to be told the outcome of every call. Call once."""
+        self._gauge("store_up", "0 while the store cannot be used", lambda: not failing())
+        names = ("model_name", "outcome")
+        calls = Counter("pagoda_store_calls", "Calls to the store by how they ended", names, registry=self.registry)
+        counted = {outcome: calls.labels(self.model_name, outcome) for outcome in outcomes}
+        return lambda outcome: counted[outcome].inc()
 
     def know_routes(self, templates: frozenset[str]) -> None:
         """The closed set of route templates; anything else is counted as `other`."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pagoda_gateway.app import create_app
+from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.client import SessionClient
@@ -24,6 +25,8 @@ from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
+from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.text.model_text import ModelText
 
 Report = Callable[[dict[str, object]], None]
@@ -42,7 +45,7 @@ async def serve(
     Reports {"event": "listening", "url": ..}, then "ready" and "unready" as /health/ready changes.
 
     Raises:
-        ValueError: the engine address or the model's files cannot be used.
+        ValueError: the engine address, the store's or the model's files cannot be used.
         OSError: the HTTP address cannot be bound.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -54,17 +57,22 @@ async def serve(
         address, waits = EngineAddress(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
         engine = SessionClient(address, metrics, waits, log_requests=config.log_requests)
         health = Health(engine, metrics, health_times)
-        ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()))
+        store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
+        ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()), store=store)
         guard = ConnectionGuard(config, metrics.slow_client, engine.clock.now)
-        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics), config, guard))
+        background = BackgroundResponses(ctx)
+        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics, background), config, guard))
         engine.start()
+        background.start()
         health.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         try:
-            await _run(server, listener, config, report, stop, (engine, health))
+            await _run(server, listener, config, report, stop, (engine, health, background))
         finally:
+            await background.aclose()
             await health.aclose()
             await engine.aclose()
             ctx.pool.close()
+            await store.aclose()
             server.cut_connections()
 
 
@@ -90,9 +98,9 @@ async def _run(
     config: GatewayConfig,
     report: Report,
     stop: asyncio.Event,
-    parts: tuple[SessionClient, Health],
+    parts: tuple[SessionClient, Health, BackgroundResponses],
 ) -> None:
-    engine, health = parts
+    engine, health, background = parts
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
     waiting = [asyncio.create_task(event.wait()) for event in (server.listening, stop)]
     listening, stopping = waiting
@@ -102,6 +110,7 @@ async def _run(
             report({"event": "listening", "url": url_of(listener)})
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
+            await background.aclose()
             await _leave(server, serving, config, engine, health)
         await serving
     finally:

@@ -1,7 +1,9 @@
 """How long everybody waits for everybody else. Each wait outlasts what it waits for; the rungs are asserted in a test.
 
     a beat < suspicion < a worker's death < its lease < its step is stuck for good
+    a locked file < a call to the store is given up < its next trial at the latest
     a grammar is checked < its process is given up
+    a report that is shown again < one that is waited for < a silent engine core
     a load report < a silent engine core; its loop is stuck < its supervisor replaces it < streams wait for it
     a restart < a new request waits for it < a begun one waits for it < one that is lost again and again is given up
 
@@ -34,7 +36,19 @@ BUDGET_RESTORE_S = 120.0  # after so long without a lack of memory a worker offe
 # Gateway and engine core
 LOAD_KEEPALIVE_S = 1.0  # an engine core tells its load at least this often
 ENGINE_SILENT_S = 5.0  # a session in which nothing was heard for this long is lost
+REPORT_WAIT_S = 2.0  # who only looks on goes without an engine core's report after this
+REPORT_AGE_S = 0.5  # .. and is shown again one that is no older
 LOOP_STUCK_S = 8.0  # an engine core whose loop has not come round for this long ends itself
+
+# Gateway and store
+STORE_LOCKED_S = 2.0  # a file that another process writes to is tried for so long
+STORE_CALL_S = 5.0  # a call to the store that takes longer has failed
+STORE_REST_S = 1.0  # .. and for so long nobody calls it, doubling ..
+STORE_REST_MOST_S = 15.0  # .. up to this
+RESPONSE_WRITE_S = 0.1  # what a response in the background tells is written, then shown, this often at most
+RESPONSE_POLL_S = 0.5  # those who follow it at another gateway look for it this often
+RESPONSE_SWEEP_S = 3.0  # a gateway looks this often for responses that nobody runs ..
+RESPONSE_LEASE_S = 12.0  # .. as nobody said so for this long
 
 GRAMMAR_CHECK_S = 2.0  # a grammar that takes longer to compile is refused
 GRAMMAR_SILENT_S = 5.0  # .. by a process that is killed when it neither answers nor ends

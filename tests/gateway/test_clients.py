@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_gateway.clients import ApiKeys, Caller, TrustedProxies, client_key
+from pagoda_gateway.clients import ApiKeys, Caller, TrustedProxies, client_key, salt_of, tenant_of
 from pagoda_gateway.config import GatewayConfig
-from pagoda_gateway.generation.requests import salt_of
 
 
 @pytest.mark.parametrize(
@@ -37,17 +36,25 @@ def test_whose_word_is_taken(peer: str, forwarded: list[bytes], client: str) -> 
 
 def test_a_tenant_is_not_its_key() -> None:
     keys = ApiKeys("key-of-a,key-of-b")
-    tenants = [keys.tenant_of({"path": "/", "headers": [(b"x-api-key", key)]}) for key in (b"key-of-a", b"key-of-b")]
+    tenants = [
+        keys.tenant_of({"path": "/v1/models", "headers": [(b"x-api-key", key)]}) for key in (b"key-of-a", b"key-of-b")
+    ]
     assert len(set(tenants)) == 2
     assert not any(tenant in keys_text for tenant in tenants for keys_text in ("key-of-a", "key-of-b", ""))
     assert all(len(tenant) == 16 for tenant in tenants)
-    assert ApiKeys("").tenant_of({"path": "/", "headers": []}) == ""
+    assert ApiKeys("").tenant_of({"path": "/v1/models", "headers": []}) == ""
 
 
 def test_sec_10_equal_salts_of_two_tenants_differ() -> None:
     salts = [salt_of(Caller("", tenant), asked) for tenant in ("", "a", "b") for asked in (None, "s", "a")]
     assert len(set(salts)) == len(salts)
     assert salt_of(Caller(""), "s") == "s"
+
+
+@pytest.mark.parametrize("tenant", ["", "0123456789abcdef"])
+@pytest.mark.parametrize("asked", [None, "s", "a-b_c", "0123456789abcdef"])
+def test_a_salt_tells_whose_it_is(tenant: str, asked: str | None) -> None:
+    assert tenant_of(salt_of(Caller("", tenant), asked)) == tenant
 
 
 @pytest.mark.parametrize("keys", ["short", "good-key-1,", "a b c d e f g", "k\u00e9y-of-eight", "x" * 257])

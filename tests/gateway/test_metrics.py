@@ -37,6 +37,18 @@ def test_labels_come_from_closed_sets(requests: list[tuple[str, str, str]]) -> N
         assert fields["status"] in STATUS_CLASSES | {"other"}
 
 
+def test_calls_to_the_store_are_counted_by_outcome() -> None:
+    metrics, failing = GatewayMetrics("m"), [False]
+    count = metrics.watch_store(("good", "bad"), lambda: failing[0])
+    count("bad")
+    value = metrics.registry.get_sample_value
+    for outcome, times in (("good", 0.0), ("bad", 1.0)):
+        assert value("pagoda_store_calls_total", {"model_name": "m", "outcome": outcome}) == times
+    assert value("pagoda_store_up", {"model_name": "m"}) == 1.0
+    failing[0] = True
+    assert value("pagoda_store_up", {"model_name": "m"}) == 0.0
+
+
 def test_every_ending_and_code_has_a_series_from_the_start() -> None:
     metrics = GatewayMetrics("m")
     reasons = {dict(labels)["finished_reason"] for labels in labels_of(metrics, "pagoda_request_success_total")}

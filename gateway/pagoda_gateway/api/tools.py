@@ -52,12 +52,14 @@ class AllowedChoice(Body):
     allowed_tools: Allowed
 
 
-def _kind_of_choice(value: Any) -> str:
+def kind_of_choice(value: Any) -> str:
+    """A tag is no key of a choice, for the sake of paths in messages."""
     kind = value.get("type") if isinstance(value, dict) else None
     return "a function" if kind == "function" else "allowed tools" if kind == "allowed_tools" else "a mode"
 
 
-def _is_choice(value: Any) -> Any:
+def is_choice(value: Any) -> Any:
+    """Other types are refused in one sentence. Raises ValueError."""
     kind = value.get("type") if isinstance(value, dict) else "function"
     if kind not in ("function", "allowed_tools"):
         raise ValueError(f"must be of type 'function' or 'allowed_tools', got {str(kind)[:64]!a}")
@@ -68,8 +70,8 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("a mode")]
     | Annotated[FunctionChoice, Tag("a function")]
     | Annotated[AllowedChoice, Tag("allowed tools")],
-    Discriminator(_kind_of_choice),
-    BeforeValidator(_is_choice),
+    Discriminator(kind_of_choice),
+    BeforeValidator(is_choice),
 ]
 AnyChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice
 

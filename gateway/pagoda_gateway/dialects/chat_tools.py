@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from pagoda_gateway.api import tools as api
 from pagoda_gateway.api.schemas import ChatRequest
-from pagoda_gateway.generation.answers import check_budget
+from pagoda_gateway.generation.answers import check_budget, check_form
 from pagoda_gateway.text.answers import Calling, Demand, Formats, Wanted
 from pagoda_gateway.text.tool_formats.functions import Function
-from pagoda_proto.errors import InvalidParams, Problem
 
 
 def calling_of(body: ChatRequest) -> Calling | None:
@@ -30,9 +29,8 @@ def calling_of(body: ChatRequest) -> Calling | None:
 def wanted_of(body: ChatRequest, formats: Formats) -> Wanted:
     """What the answer is to be made of. Raises InvalidParams."""
     calling, form = calling_of(body), body.form
-    if calling is not None and form is not None and formats.tools is not None and formats.tools.bare:
-        why = f"cannot go with {form.field}: this model writes calls as it writes text"
-        raise InvalidParams([Problem("tools", why)])
+    if calling is not None and form is not None:
+        check_form(formats, form.field)
     budget = body.thinking_token_budget if body.thinking_budget is None else body.thinking_budget
     if budget is not None:
         check_budget(formats, "thinking_budget" if body.thinking_budget is not None else "thinking_token_budget")

@@ -73,3 +73,9 @@ def check_budget(formats: Formats, field: str) -> None:
         raise InvalidParams([Problem(field, "this model's chat template has no thoughts that are known here")])
     if not any(reasoning.close.startswith(token) for token in formats.tokens):
         raise InvalidParams([Problem(field, "the end of this model's thoughts is no token, so they cannot be counted")])
+
+
+def check_form(formats: Formats, field: str) -> None:
+    """Raises InvalidParams where a form cannot go with tools."""
+    if formats.tools is not None and formats.tools.bare:
+        raise InvalidParams([Problem("tools", f"cannot go with {field}: this model writes calls as it writes text")])

@@ -5,6 +5,8 @@ It is written once, and can be stored: plain values all the way down.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from pagoda_gateway.text.answers import HowRead
@@ -42,7 +44,9 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Job(msgspec.Struct, frozen=True, kw_only=True):
     """`created` in Unix seconds; `model` is the served name; a record per prompt, alike but for prompt, id and seed.
 
-    `loose_grammar` says less than the records' own: it is used where that cannot be, if it is not "".
+    `owner` is the tenant who asked. `head` is what the answer says of what was asked, and `items` what the conversation
+    is to be kept as, in dialects that have such. `loose_grammar` says less than the records' own, and is used where
+    that cannot be, if it is not "".
     """
 
     id: str
@@ -51,6 +55,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     records: tuple[RequestRecord, ...]
     shown: Shown = Shown()
     loose_grammar: str = ""
+    owner: str = ""
+    head: dict[str, Any] = {}
+    items: bytes = b""
 
     @property
     def num_prompt_tokens(self) -> int:

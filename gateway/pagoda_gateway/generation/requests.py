@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from pagoda_gateway.catalogue import ServedModel
-from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.generation.job import Job, Shown
 from pagoda_gateway.text.conversation import text_size
@@ -47,12 +46,13 @@ def check_products(
 
 
 def held_bytes(job: Job) -> int:
-    """What the grammars of a job take, and its prompt log-probabilities while they are gathered and written."""
+    """What is kept of a job while it runs: its grammars, its conversation, and its prompt log-probabilities while they
+    are gathered and written."""
     params = job.records[0].task.params
     top = params.prompt_logprobs
-    gathered = 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
+    told = 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
     schemas = sum(text_size(function.parameters) for function in job.shown.how.functions)
-    return len(params.grammar) + len(job.loose_grammar) + schemas + gathered
+    return len(params.grammar) + len(job.loose_grammar) + schemas + len(job.items) + told
 
 
 def new_record(
@@ -71,11 +71,6 @@ def new_record(
         cache_salt=cache_salt,
         priority=priority,
     )
-
-
-def salt_of(caller: Caller, asked: str | None) -> str:
-    """A tenant's own salts are told apart from equal ones of others."""
-    return f"{caller.tenant}.{asked or ''}" if caller.tenant else asked or ""
 
 
 def new_job(

@@ -68,13 +68,14 @@ class Tower:
         self._started = started
         gateway_address = f"unix:{directory / 'engine.sock'}"
         worker_address = f"ipc://{directory / 'workers.sock'}"
-        given_name = settings.build(GatewayConfig).served_model_name
+        given = settings.build(GatewayConfig)
         self.engine = settings.build(EngineConfig, listen=gateway_address, worker_endpoint=worker_address)
         self.gateway = settings.build(
             GatewayConfig,
             engine=gateway_address,
             model=str(model_dir),
-            served_model_name=given_name or checkpoints.served_name(settings.build(GatewayConfig).model),
+            store=given.store or f"sqlite://{directory / 'store.db'}",  # which outlives a gateway, not the tower
+            served_model_name=given.served_model_name or checkpoints.served_name(given.model),
         )
         self.workers = self._worker_configs(str(model_dir), worker_address)
         self._port = self.gateway.port  # after the first start the real one, so that a restarted gateway keeps it

@@ -467,7 +467,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"functions": []}, "functions"),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [TOOL], "tool_choice": {"type": "custom", "custom": {"name": "add"}}}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice.function"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "none", "tools": []}}},
      "tool_choice.allowed_tools.mode"),
     ({"tools": [TOOL], "parallel_tool_calls": "no"}, "parallel_tool_calls"),

@@ -18,7 +18,7 @@ from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import FinishReason, RequestRecord
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 ASK: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 200}
 SCHEMA = {
     "type": "object",
@@ -56,14 +56,18 @@ def last(gateway: Gateway) -> RequestRecord:
     return gateway.engine.generations[-1].record
 
 
+def asked(path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    return ({"model": MODEL, "input": "hello"} if path == RESPONSES else ASK) | fields
+
+
 async def post(gateway: Gateway, path: str = CHAT, **fields: Any) -> dict[str, Any]:
-    response = await gateway.client.post(path, json=ASK | fields)
+    response = await gateway.client.post(path, json=asked(path, fields))
     assert response.status_code == 200, response.text
     return response.json()
 
 
 async def refusal(gateway: Gateway, path: str = CHAT, **fields: Any) -> str:
-    response = await gateway.client.post(path, json=ASK | fields)
+    response = await gateway.client.post(path, json=asked(path, fields))
     assert response.status_code == 400, response.text
     return response.json()["error"]["message"]
 
@@ -95,7 +99,25 @@ SAME_CHOICES: list[dict[str, Any]] = [
     {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
     {"tool_choice": {"type": "tool", "name": "sub"}},
 ]
-ALIKE = [(MESSAGES, {"tools": USES} | fields, CHOICES[i][1]) for i, fields in enumerate(SAME_CHOICES)]
+FLAT = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("add", "sub")]
+FLAT_CHOICES: list[dict[str, Any]] = [
+    {},
+    {"tool_choice": "auto", "parallel_tool_calls": False},
+    {"tool_choice": "required"},
+    {"tool_choice": "required", "parallel_tool_calls": False},
+    {"tool_choice": {"type": "function", "name": "sub"}},
+    {
+        "tool_choice": {
+            "type": "allowed_tools",
+            "mode": "required",
+            "tools": [{"type": "function", "name": "sub"}],
+        }
+    },
+]
+ALIKE = [
+    *((MESSAGES, {"tools": USES} | fields, CHOICES[i][1]) for i, fields in enumerate(SAME_CHOICES)),
+    *((RESPONSES, {"tools": FLAT} | fields, CHOICES[i][1]) for i, fields in enumerate(FLAT_CHOICES)),
+]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +152,9 @@ async def test_without_a_use_for_tools_there_is_no_grammar(tmp_path: Path) -> No
     [
         (CHAT, {"tools": [function("f", strict=True, parameters={"not": {}})]}, "tools[0].function.parameters/not: "),
         (MESSAGES, {"tools": [{"name": "f", "input_schema": {"not": {}}, "strict": True}]}, "[0].input_schema/not: "),
+        (RESPONSES, {"tools": [FLAT[0] | {"parameters": {"not": {}}, "strict": True}]}, "tools[0].parameters/not: "),
+        (RESPONSES, {"tools": FLAT, "tool_choice": {"type": "function", "name": "mul"}}, "names 'mul'"),
+        (RESPONSES, {"tool_choice": "required"}, "tool_choice needs tools"),
         (CHAT, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "mul"}}}, "names 'mul'"),
         (MESSAGES, {"tools": USES, "tool_choice": {"type": "tool", "name": "mul"}}, "names 'mul'"),
         (CHAT, {"tool_choice": "required"}, "tool_choice needs tools"),
@@ -245,6 +270,26 @@ async def test_thinking_blocks_of_messages(tmp_path: Path) -> None:
     assert message["content"][0] == {"type": "thinking", "thinking": "Hm.", "signature": ""}
     assert message["content"][2]["input"] == {"a": 1}
     assert message["stop_reason"] == "tool_use"
+
+
+async def test_reasoning_items_of_responses(tmp_path: Path) -> None:
+    gateway = thinking_model(tmp_path, THOUGHT + call("add"))
+    response = await post(gateway, RESPONSES, tools=FLAT)
+    thought, message, use = response["output"]
+    assert (thought["type"], thought["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "Hm."}])
+    assert (message["content"][0]["text"], use["name"], use["arguments"]) == ("Hello.", "add", '{"a": 1}')
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 4
+    streamed = await gateway.client.post(RESPONSES, json=asked(RESPONSES, {"tools": FLAT, "stream": True}))
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    assert events[-1]["type"] == "response.completed"
+    told = "".join(event["delta"] for event in events if event["type"] == "response.reasoning_text.delta")
+    assert told == "Hm."
+    strip = {"id", "call_id"}
+    items = [{name: value for name, value in item.items() if name not in strip} for item in response["output"]]
+    again = [
+        {name: value for name, value in item.items() if name not in strip} for item in events[-1]["response"]["output"]
+    ]
+    assert again == items
 
 
 async def test_a_call_that_breaks_off_has_no_input_but_a_reason(tmp_path: Path) -> None:

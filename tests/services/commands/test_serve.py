@@ -58,6 +58,15 @@ def test_sec_23_a_key_reaches_the_gateway_and_nobodys_flags() -> None:
         assert given == ({"PAGODA_API_KEY": "key-one-of-two,key-two-of-two"} if child is gateway else {})
 
 
+def test_the_store_outlives_a_gateway_unless_it_is_told_where_to_be() -> None:
+    for flags, address in (({}, "sqlite:///run/x/store.db"), ({"store": "redis://:word@h:1"}, "redis://:word@h:1")):
+        gateway, *others = tower(**flags).children()
+        assert gateway.environment["PAGODA_STORE"] == address
+        for child in (gateway, *others):
+            assert not any(address in word for word in child.command())
+            assert child is gateway or address not in child.environment.values()
+
+
 def test_workers_share_the_cores() -> None:
     shared, own = tower(workers="64"), tower(workers="2", threads="5")
     assert {config.threads for config in shared.workers} == {1}

@@ -1,0 +1,164 @@
+"""A store never decides: it keeps bytes, and says no to whoever wrote without having seen what is there now.
+
+Four things are in it, each under names of its own:
+
+    record    a value under (collection, key), with an owner that never changes and a version that every write raises
+    log       parts in the order in which they were appended; content of a file, events of an answer
+    claim     a name that one holder has until its lease is over, for work that one process should do
+    counter   a whole number
+
+Two writers of the same thing are told apart by version, or by the index at which they append, never by a clock: a
+claim only spares work that would be done twice. What has expired is not there. A call that fails, or is cancelled, may
+have been done all the same; who repeats it with the version it knew does it once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+MAX_NAME_CHARS = 256
+MAX_VALUE_BYTES = 1024 * 1024
+MAX_PART_BYTES = 1024 * 1024
+MAX_APPEND_BYTES = 4 * 1024 * 1024
+MAX_PAGE_BYTES = 1024 * 1024  # what is read in one go, or one record or part that is larger
+MAX_PAGE_RECORDS = 1000
+MAX_COUNT = 2**53
+ABSENT = 0  # the version of what is not there
+_COLLECTION = re.compile(r"[a-z][a-z_]{0,63}")
+
+
+class Record(NamedTuple):
+    """`position` orders the records of a collection by when they were first put. `expires_at` in Unix seconds."""
+
+    key: str
+    owner: str
+    value: bytes
+    version: int
+    position: int
+    expires_at: float | None
+
+
+class Page(NamedTuple):
+    """`more`: there are records after the last of these."""
+
+    records: list[Record]
+    more: bool
+
+
+class Conflict(Exception):
+    """Somebody else wrote first: a record has another version, or a log another length."""
+
+
+def unavailable(why: str, retry_after_s: float) -> PagodaError:
+    """`why` is for the log: what a client is told has no address and no path."""
+    error = PagodaError(ErrorCode.UNAVAILABLE, "what this server keeps cannot be reached now", None, retry_after_s)
+    error.add_note(why)
+    return error
+
+
+class Store(Protocol):
+    """All methods raise PagodaError UNAVAILABLE where the store cannot be asked, and ValueError for a size or a name
+    beyond the limits above, which callers check before."""
+
+    async def get(self, collection: str, key: str) -> Record | None: ...
+
+    async def put(
+        self,
+        collection: str,
+        key: str,
+        value: bytes,
+        *,
+        owner: str = "",
+        expect: int | None = None,
+        expires_at: float | None = None,
+    ) -> int:
+        """Write a record whole, and return its version.
+
+        Args:
+            owner: The same at every put of a record.
+            expect: The version that is to be replaced, ABSENT for none; None replaces whatever is there.
+            expires_at: In Unix seconds; None keeps it, whatever was said before.
+
+        Raises:
+            Conflict: it has another version.
+        """
+        ...
+
+    async def delete(self, collection: str, key: str, *, expect: int | None = None) -> bool:
+        """Whether it was there. Raises Conflict as `put` does."""
+        ...
+
+    async def page(
+        self, collection: str, owner: str, *, limit: int, after: int | None = None, newest_first: bool = True
+    ) -> Page:
+        """Records of an owner by position, those beyond the position `after`; fewer than `limit` if they are large."""
+        ...
+
+    async def append(self, log: str, parts: Sequence[bytes], *, index: int | None = None) -> int:
+        """Append all parts or none, and return the number of parts that there are then.
+
+        Raises:
+            Conflict: the log does not have `index` parts.
+        """
+        ...
+
+    async def read(self, log: str, start: int = 0) -> list[bytes]:
+        """Parts from the index `start` on, as many as make a page; none at the end."""
+        ...
+
+    async def length(self, log: str) -> int:
+        """In parts."""
+        ...
+
+    async def keep_until(self, log: str, expires_at: float | None) -> None:
+        """When a log is to vanish, in Unix seconds; None for never, as it is from the start. Nothing where it is
+        empty."""
+        ...
+
+    async def drop(self, log: str) -> None: ...
+
+    async def claim(self, name: str, holder: str, lease_s: float) -> bool:
+        """Whether `holder` has it now, for so long; who has it already prolongs it."""
+        ...
+
+    async def release(self, name: str, holder: str) -> None:
+        """Nothing happens to a claim of somebody else."""
+        ...
+
+    async def add(self, counter: str, amount: int, *, expires_at: float | None = None) -> int:
+        """Add to a counter, which begins at 0, and return what it is then; `expires_at` as of `put`."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+def check_names(*names: str) -> None:
+    for name in names:
+        if len(name) > MAX_NAME_CHARS or not name.isprintable():
+            raise ValueError(f"a name has at most {MAX_NAME_CHARS} printable characters, got {len(name)}")
+
+
+def check_collection(collection: str) -> None:
+    if not _COLLECTION.fullmatch(collection):
+        raise ValueError(f"a collection is named in lower case, got {collection[:64]!a}")
+
+
+def check_value(value: bytes) -> None:
+    if len(value) > MAX_VALUE_BYTES:
+        raise ValueError(f"a record has at most {MAX_VALUE_BYTES} bytes, got {len(value)}")
+
+
+def check_parts(parts: Sequence[bytes]) -> None:
+    longest, together = max(map(len, parts), default=0), sum(map(len, parts))
+    if not parts or longest > MAX_PART_BYTES or together > MAX_APPEND_BYTES:
+        limits = f"{MAX_PART_BYTES} bytes a part, {MAX_APPEND_BYTES} together"
+        raise ValueError(f"one or more parts are appended, {limits}; got {len(parts)} of {together} bytes")
+
+
+def check_limit(limit: int) -> None:
+    if not 0 < limit <= MAX_PAGE_RECORDS:
+        raise ValueError(f"1 to {MAX_PAGE_RECORDS} records can be listed at once, got {limit}")

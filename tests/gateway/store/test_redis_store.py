@@ -1,0 +1,115 @@
+"""What a server can do to a store: hang, die, come back, and refuse in many words."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from redis.asyncio import Redis
+from tests.gateway.store.redis_server import RedisServer, running_redis
+
+from pagoda_gateway.store.guard import GuardedStore
+from pagoda_gateway.store.redis_store import PREFIX, RedisStore
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+BUDGET_S = 0.2
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RedisServer]:
+    async with running_redis() as server:
+        yield server
+
+
+@pytest.fixture
+async def store(server: RedisServer) -> AsyncIterator[RedisStore]:
+    store = RedisStore(server.address)
+    yield store
+    await store.aclose()
+
+
+async def fails(store: RedisStore | GuardedStore) -> str:
+    """Why, by the log."""
+    with pytest.raises(PagodaError) as caught:
+        await store.put("things", "k", b"v")
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+    return "; ".join(caught.value.__notes__)
+
+
+@pytest.mark.e2e
+async def test_who_dies_and_comes_back_has_what_it_had(server: RedisServer, store: RedisStore) -> None:
+    await asyncio.gather(*(store.put("things", f"k{i}", b"v") for i in range(20)))  # over several connections
+    await store.append("log", [b"a"])
+    await server.kill()
+    assert "Connection" in await fails(store)
+    assert "Connection" in await fails(store)
+    await server.start()
+    assert await store.get("things", "k19") is not None
+    assert await store.append("log", [b"b"], index=1) == 2
+    await asyncio.gather(*(store.add("n", 1) for i in range(20)))
+    assert await store.add("n", 0) == 20
+
+
+@pytest.mark.e2e
+async def test_who_hangs_costs_a_call_its_budget_and_is_found_again(server: RedisServer, store: RedisStore) -> None:
+    outcomes: list[str] = []
+    moments = [0.0]
+    guarded = GuardedStore(store, outcomes.append, budget_s=BUDGET_S, clock=lambda: moments[0])
+    assert await guarded.add("n", 1) == 1
+    server.send(signal.SIGSTOP)
+    assert "no answer" in await fails(guarded)
+    assert "circuit" in await fails(guarded)
+    moments[0] = 1000.0
+    assert "no answer" in await fails(guarded)
+    server.send(signal.SIGCONT)
+    assert "circuit" in await fails(guarded)
+    moments[0] = 2000.0
+    guarded = GuardedStore(store, outcomes.append, clock=lambda: moments[0])
+    assert await guarded.add("n", 1) == 2
+    assert outcomes == ["answered", "late", "refused", "late", "refused", "answered"]
+
+
+@pytest.mark.e2e
+async def test_every_refusal_is_one_failure(server: RedisServer, store: RedisStore) -> None:
+    admin = Redis.from_url(server.address)
+    await store.put("things", "k", b"v")
+    try:
+        await admin.config_set("maxmemory", "1")
+        assert "memory" in await fails(store)
+        await admin.config_set("maxmemory", "0")
+        await admin.replicaof("127.0.0.1", "1")
+        assert "ReadOnly" in await fails(store)
+        await admin.replicaof("NO", "ONE")
+        await admin.delete(f"{PREFIX}record:things:k")
+        await admin.rpush(f"{PREFIX}record:things:k", "a list")
+        assert "WRONGTYPE" in await fails(store)
+        await admin.flushall()
+        await admin.script_flush()
+        assert await store.get("things", "k") is None
+        await store.put("things", "k", b"v")
+        await admin.config_set("requirepass", "secret word")
+        await store.aclose()
+        assert "uthenticat" in await fails(store)
+    finally:
+        await admin.aclose()
+    with_password = RedisStore(f"{server.address}?password=secret%20word")
+    assert await with_password.get("things", "k") is not None
+    await with_password.aclose()
+
+
+@pytest.mark.e2e
+async def test_indices_lose_what_has_expired(server: RedisServer, store: RedisStore) -> None:
+    await store.put("things", "soon", b"v", owner="me", expires_at=time.time() + 0.05)
+    admin = Redis.from_url(server.address)
+    try:
+        while await store.get("things", "soon") is not None:  # noqa: ASYNC110 - by the server's clock
+            await asyncio.sleep(0.05)
+        assert await admin.zcard(f"{PREFIX}index:things:me") == 1
+        await store.put("things", "other", b"v", owner="you")
+        assert await admin.zcard(f"{PREFIX}index:things:me") == 0
+        assert await admin.zcard(f"{PREFIX}expiring") == 0
+    finally:
+        await admin.aclose()
