@@ -21,6 +21,12 @@ ABOUT = frozenset({
 })  # fmt: skip
 NOTES = frozenset({"title", "description", "examples", "default", "$comment"})
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(NAMED_SCHEMAS, dict),
+    **dict.fromkeys(("enum", "anyOf", "oneOf", "allOf", "required"), list),
+    **dict.fromkeys(("pattern", "$ref", "format"), str),
+    "type": (str, list),
+}
 MAX_HOPS = 16
 MAX_LENGTH = 4096  # of a string whose length is held to
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -67,20 +73,28 @@ class Function(msgspec.Struct, frozen=True, kw_only=True):
             raise NotEnforced(pointer, "this keyword is not supported with strict: true")
 
 
-def _lean(schema: Any, strict: bool) -> Any:
-    """A copy without notes, and where it is not strict, without expressions that no grammar knows."""
+def _lean(schema: Any, strict: bool, at: str = "") -> Any:
+    """A copy without notes, and where it is not strict, without what no grammar knows: expressions that look around,
+    and keywords with values that they cannot have.
+
+    Raises:
+        NotEnforced: a strict schema has such a keyword.
+    """
     if isinstance(schema, list):
-        return [_lean(item, strict) for item in schema]
+        return [_lean(item, strict, f"{at}/{i}") for i, item in enumerate(schema)]
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
     for name, value in schema.items():
-        if name in NAMED_SCHEMAS and isinstance(value, dict):
-            found[name] = {inner: _lean(item, strict) for inner, item in value.items()}
+        if not isinstance(value, _KINDS.get(name, object)):
+            if strict:
+                raise NotEnforced(f"{at}/{name}", "this keyword cannot have such a value")
+        elif name in NAMED_SCHEMAS:
+            found[name] = {inner: _lean(item, strict, f"{at}/{name}/{inner}") for inner, item in value.items()}
         elif name in PLAIN_VALUES:
-            found[name] = value
-        elif name not in NOTES and (strict or name != "pattern" or not _LOOKS_AROUND.search(str(value))):
-            found[name] = _lean(value, strict)
+            found |= {name: value} if name not in NOTES else {}
+        elif name not in NOTES and (strict or name != "pattern" or not _LOOKS_AROUND.search(value)):
+            found[name] = _lean(value, strict, f"{at}/{name}")
     return found
 
 

@@ -131,8 +131,8 @@ class Literals:
         reference = schema.get("$ref")
         if isinstance(reference, str):
             name = f"d_{hashlib.sha256((parameters.digest + reference).encode()).hexdigest()[:16]}"
-            found = resolved(schema, parameters.root)
-            return rules.recursive(name, lambda: self.rule(rules, found, parameters, pointer))
+            target = resolved(schema, parameters.root)
+            return rules.recursive(name, lambda: self.rule(rules, target, parameters, pointer))
         listed = [schema["const"]] if "const" in schema else schema.get("enum")
         if isinstance(listed, list):
             return f"({' | '.join(self._written(rules, value) for value in listed)})"
