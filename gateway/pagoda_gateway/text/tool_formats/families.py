@@ -280,14 +280,17 @@ TOOL_FORMATS = (
         end="]",
         short_ids=True,
     ),
-    ToolFormat(
-        name="jamba",
-        marks=("<tool_calls>",),
-        begin="<tool_calls>",
-        opening="[",
-        between=", ",
-        shape=JsonCall(),
-        end="]</tool_calls>",
+    *(
+        ToolFormat(
+            name=name,
+            marks=("<tool_calls>",),
+            begin="<tool_calls>",
+            opening="[",
+            between=", ",
+            shape=JsonCall(),
+            end="]</tool_calls>",
+        )
+        for name in ("jamba", "hunyuan_a13b")
     ),
     ToolFormat(
         name="phi4_mini_json",
@@ -308,13 +311,33 @@ TOOL_FORMATS = (
         shape=JsonCall(),
         end="]",
     ),
+    *(
+        ToolFormat(
+            name=name,
+            marks=("<tool_call>",),
+            begin="<tool_call>",
+            opening="\n",
+            shape=JsonCall(),
+            end="\n</tool_call>",
+            again="\n",
+        )
+        for name in ("hermes", "granite4", "ernie45")
+    ),
     ToolFormat(
-        name="hermes",
-        marks=("<tool_call>",),
-        begin="<tool_call>",
+        name="longcat",
+        marks=("<longcat_tool_call>",),
+        begin="<longcat_tool_call>",
         opening="\n",
         shape=JsonCall(),
-        end="\n</tool_call>",
+        end="\n</longcat_tool_call>",
+        again="\n",
+    ),
+    ToolFormat(
+        name="granite-20b-fc",
+        marks=("<function_call>",),
+        begin="<function_call>",
+        opening=" ",
+        shape=JsonCall(),
         again="\n",
     ),
     ToolFormat(

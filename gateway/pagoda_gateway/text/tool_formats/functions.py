@@ -85,6 +85,7 @@ def _lean(schema: Any, strict: bool, at: str = "") -> Any:
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
+    value: Any
     for name, value in schema.items():
         if not isinstance(value, _KINDS.get(name, object)):
             if strict:

@@ -110,6 +110,10 @@ GOLDEN = {
     '<function name="go"></function>',
 }  # fmt: skip
 GOLDEN["qwen3_xml"] = GOLDEN["qwen3_coder"]
+GOLDEN["granite4"] = GOLDEN["ernie45"] = GOLDEN["hermes"]
+GOLDEN["hunyuan_a13b"] = GOLDEN["jamba"]
+GOLDEN["longcat"] = GOLDEN["hermes"].replace("tool_call>", "longcat_tool_call>")
+GOLDEN["granite-20b-fc"] = GOLDEN["hermes"].replace("\n</tool_call>", "").replace("<tool_call>\n", "<function_call> ")
 GOLDEN["openai"] = (
     f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{J}"  # its calls end the answer, so one only
 )
