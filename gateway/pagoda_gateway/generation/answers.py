@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pagoda_gateway.text.answers import Formats, HowRead, Wanted
 from pagoda_gateway.text.reasoning import Thinking
-from pagoda_gateway.text.tool_formats.functions import NotEnforced
+from pagoda_gateway.text.tool_formats.functions import Function, NotEnforced
 from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.params import MAX_GRAMMAR_CHARS
 
@@ -31,18 +31,26 @@ def plan_of(formats: Formats, wanted: Wanted, thinking: Thinking | None, place: 
         InvalidParams: a strict function has a schema that it cannot be held to.
     """
     functions = () if wanted.calling is None else wanted.calling.functions
-    how = HowRead(thinking=thinking, functions=functions)
-    lax = any(not each.strict for each in functions)
+    all_strict = all(each.strict for each in functions)
+    large = sum(num_values(each.parameters) for each in functions) > MAX_SCHEMA_VALUES
+    if large and all_strict:
+        raise InvalidParams([Problem("tools", f"schemas of strict tools have at most {MAX_SCHEMA_VALUES} values")])
+    how = HowRead(thinking=thinking, functions=_as_read(formats, functions, large))
     try:
-        loose = loosened(wanted).grammar(formats, thinking) if lax else ""
-        if loose and sum(num_values(each.parameters) for each in functions) > MAX_SCHEMA_VALUES:
-            return Plan(how, loose)
-        grammar = wanted.grammar(formats, thinking)
+        loose = "" if all_strict else loosened(wanted).grammar(formats, thinking)
+        grammar = loose if large else wanted.grammar(formats, thinking)
     except NotEnforced as error:
         raise InvalidParams([Problem(f"{place(error.function)}{error.pointer}", str(error))]) from error
-    if loose and len(grammar) > MAX_GRAMMAR_CHARS:
+    if large or (loose and len(grammar) > MAX_GRAMMAR_CHARS):
         return Plan(how, loose)
     return Plan(how, grammar, loose)
+
+
+def _as_read(formats: Formats, functions: Sequence[Function], large: bool) -> tuple[Function, ...]:
+    """Schemas are kept where values are read by them."""
+    if formats.tools is not None and formats.tools.shape.reads_schemas and not large:
+        return tuple(functions)
+    return tuple(Function(name=each.name) for each in functions)
 
 
 def num_values(value: Any) -> int:

@@ -61,7 +61,19 @@ def test_sec_16_what_is_too_large_for_a_grammar_is_held_to_less(count: int) -> N
     wide = {"properties": {f"p{i}{'x' * 80}": STRING for i in range(count)}}
     plan = planned(function(wide))
     assert len(plan.grammar) <= MAX_GRAMMAR_CHARS
-    assert plan == planned(Function(name="f", parameters=wide, loose=True))._replace(how=plan.how, loose_grammar="")
+    assert plan == planned(Function(name="f", parameters={}, loose=True))._replace(loose_grammar="")
+
+
+def test_sec_16_what_is_too_large_and_strict_is_refused() -> None:
+    wide = {"properties": {str(i): STRING for i in range(MAX_SCHEMA_VALUES)}}
+    with pytest.raises(InvalidParams, match="tools: schemas of strict tools have at most"):
+        planned(function(wide, strict=True))
+
+
+def test_schemas_are_kept_where_values_are_read_by_them() -> None:
+    asked = function({"properties": {"a": STRING}})
+    assert planned(asked).how.functions == (Function(name="f"),)
+    assert planned(asked, formats=Formats.of("", {}, "qwen3_coder")).how.functions == (asked,)
 
 
 @pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)

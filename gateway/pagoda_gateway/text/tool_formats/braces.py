@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pagoda_gateway.text.lark import Rules, quoted
 from pagoda_gateway.text.source import NotACall, Reading, Source
@@ -14,6 +15,8 @@ from pagoda_gateway.text.tool_formats.literals import Literals
 @dataclass(frozen=True)
 class BracesCall:
     literals: Literals
+
+    reads_schemas: ClassVar[bool] = False
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from pagoda_gateway.text.events import CallArguments, CallBegun, CallEnded, Said
 from pagoda_gateway.text.lark import Rules
@@ -15,14 +15,16 @@ from pagoda_gateway.text.tool_formats.functions import Function
 class Calls:
     """The calls of one choice, as they are read: a shape tells them, in order.
 
-    `number` counts those that ended; `begun`: one is being read.
+    `number` counts those that ended; `begun`: one is being read. `on_begin` is called when one begins: what was read of
+    it will not be said as text.
     """
 
-    def __init__(self, functions: Sequence[Function], said: list[Said]) -> None:
+    def __init__(self, functions: Sequence[Function], said: list[Said], on_begin: Callable[[], object]) -> None:
         self.functions = {function.name: function for function in functions}
         self.number = 0
         self.begun = False
         self._said = said
+        self._on_begin = on_begin
         self._ids: set[str] = set()
 
     def begin(self, name: str, call_id: str = "") -> None:
@@ -32,6 +34,7 @@ class Calls:
         self._said.append(CallBegun(self.number, name, "" if call_id in self._ids else call_id))
         self._ids.add(call_id)
         self.begun = True
+        self._on_begin()
 
     def arguments(self, text: str) -> None:
         if text:
@@ -46,8 +49,10 @@ class Calls:
 class Shape(Protocol):
     """How one call is written.
 
-    `markers` are the texts in it that may be tokens of their own.
+    `markers` are the texts in it that may be tokens of their own. `reads_schemas`: what a value is says its schema.
     """
+
+    reads_schemas: ClassVar[bool]
 
     @property
     def markers(self) -> tuple[str, ...]: ...

@@ -85,9 +85,8 @@ def _lean(schema: Any, strict: bool, at: str = "") -> Any:
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
-    value: Any
     for name, value in schema.items():
-        if not isinstance(value, _KINDS.get(name, object)):
+        if not _is_possible(name, value):
             if strict:
                 raise NotEnforced(f"{at}/{name}", "this keyword cannot have such a value")
         elif name in NAMED_SCHEMAS:
@@ -97,6 +96,10 @@ def _lean(schema: Any, strict: bool, at: str = "") -> Any:
         elif name not in NOTES and (strict or name != "pattern" or not _LOOKS_AROUND.search(value)):
             found[name] = _lean(value, strict, f"{at}/{name}")
     return found
+
+
+def _is_possible(keyword: str, value: Any) -> bool:
+    return isinstance(value, _KINDS.get(keyword, object))
 
 
 class Parameter(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pagoda_gateway.text.lark import Rules, quoted
 from pagoda_gateway.text.source import NotACall, Reading, Source
@@ -27,6 +28,8 @@ class JsonCall:
     arguments: str = "arguments"
     id: str = ""
     keyed: bool = False
+
+    reads_schemas: ClassVar[bool] = False
 
     @property
     def markers(self) -> tuple[str, ...]:

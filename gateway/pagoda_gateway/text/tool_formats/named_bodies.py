@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pagoda_gateway.text.lark import Rules
 from pagoda_gateway.text.source import NotACall, Reading, Source
@@ -23,6 +24,8 @@ class NamedBody:
     end: str = ""
     numbered: bool = False
     id_begin: str = ""
+
+    reads_schemas: ClassVar[bool] = False
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pagoda_gateway.text.lark import Rules, quoted
 from pagoda_gateway.text.source import NotACall, Reading, Source
@@ -17,6 +18,8 @@ PYTHON = Literals(words={"True": "true", "False": "false", "None": "null"})
 @dataclass(frozen=True)
 class PythonCall:
     """Only functions that were offered are called so: all else is text."""
+
+    reads_schemas: ClassVar[bool] = False
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ class ToolReader:
     def __init__(self, tool_format: ToolFormat, functions: Sequence[Function]) -> None:
         self._format = tool_format
         self._said: list[Said] = []
-        self._calls = Calls(functions, self._said)
         self._source = Source()
+        self._calls = Calls(functions, self._said, self._source.unmark)
         self._held = ""  # white space, until it is known whether a call follows
         self._after_call = False
         self._reading = self._read()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pagoda_gateway.text.lark import Rules, quoted
 from pagoda_gateway.text.source import NotACall, Reading, Source
@@ -50,6 +51,8 @@ class TaggedValues:
     typed: str = ""
     strings: str = "string"
     others: str = ""
+
+    reads_schemas: ClassVar[bool] = True
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -117,6 +117,7 @@ GOLDEN["granite-20b-fc"] = GOLDEN["hermes"].replace("\n</tool_call>", "").replac
 GOLDEN["openai"] = (
     f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{J}"  # its calls end the answer, so one only
 )
+DISTINCT = [name for name in GOLDEN if name not in ("qwen3_xml", "granite4", "ernie45", "hunyuan_a13b")]
 IDS = {"kimi_k2": ["functions.add:0", "functions.go:1"], "cohere_command": ["0", "1"]}
 
 
@@ -182,8 +183,8 @@ def test_text_around_calls_stays_and_arguments_stream(name: str) -> None:
     assert any(isinstance(event, CallArguments) for events in told[: first + 1] for event in events)
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("name", DISTINCT)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_it_does_not_matter_how_a_text_is_cut(name: str, data: st.DataObject) -> None:
     """Also one that breaks off, that has text between its calls, or that is broken."""
@@ -230,7 +231,7 @@ def known_to(tool_format: ToolFormat, *, as_tokens: bool) -> Vocabulary:
 
 
 @pytest.mark.parametrize("as_tokens", [True, False])
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", DISTINCT)
 def test_what_the_grammar_writes_are_valid_calls(name: str, as_tokens: bool) -> None:
     tool_format = format_of(name)
     known = known_to(tool_format, as_tokens=as_tokens)
