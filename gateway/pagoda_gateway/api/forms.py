@@ -106,14 +106,14 @@ class Formed(Body):
 def _forms(body: Formed) -> Iterator[Form]:
     match body.response_format:
         case ObjectFormat():
-            yield Form("response_format", grammars.json_object(), True)
+            yield Form("response_format", grammars.json_object(), is_json=True)
         case SchemaFormat(json_schema=named):
-            yield Form("response_format", grammars.json_schema(named.schema_), True)
+            yield Form("response_format", grammars.json_schema(named.schema_), is_json=True)
     asked = body.structured_outputs
     if asked is not None:
         yield from _vllm_forms("structured_outputs.", asked.json_, asked.regex, asked.choice, asked.grammar)
         if asked.json_object:
-            yield Form("structured_outputs.json_object", grammars.json_object(), True)
+            yield Form("structured_outputs.json_object", grammars.json_object(), is_json=True)
     yield from _vllm_forms("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
 
 
@@ -121,7 +121,7 @@ def _vllm_forms(
     prefix: str, json: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> Iterator[Form]:
     if json is not None:
-        yield Form(f"{prefix}json", grammars.json_schema(json), True)
+        yield Form(f"{prefix}json", grammars.json_schema(json), is_json=True)
     if regex is not None:
         yield Form(f"{prefix}regex", grammars.regex(regex))
     if choice is not None:
