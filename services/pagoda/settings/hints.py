@@ -54,7 +54,6 @@ ABSENT: Mapping[str, str] = {
     "enable_chunked_prefill": _AUTOMATIC, "enable_auto_tool_choice": _AUTOMATIC, "jinja": _AUTOMATIC,
     "continuous_batching": _AUTOMATIC, "enable_deterministic_inference": _AUTOMATIC,
     "allow_credentials": _NO_COOKIES, "allowed_methods": _NO_COOKIES, "allowed_headers": _NO_COOKIES,
-    "tool_call_parser": "tool calls are recognised in the Hermes form",
 }  # fmt: skip
 
 
