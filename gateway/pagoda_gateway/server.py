@@ -16,6 +16,8 @@ from pathlib import Path
 
 from pagoda_gateway.app import create_app
 from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.batches.batches import Batches
+from pagoda_gateway.batches.runner import BatchRunner
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.client import SessionClient
@@ -25,6 +27,7 @@ from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.routes.batch_service import batch_runner
 from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
 from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.text.model_text import ModelText
@@ -59,16 +62,20 @@ async def serve(
         health = Health(engine, metrics, health_times)
         store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
         ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()), store=store)
+        batches = Batches(store)
+        runner = batch_runner(ctx, batches)
         guard = ConnectionGuard(config, metrics.slow_client, engine.clock.now)
         background = BackgroundResponses(ctx)
-        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics, background), config, guard))
+        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics, background, batches), config, guard))
         engine.start()
         background.start()
+        runner.start()
         health.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         try:
-            await _run(server, listener, config, report, stop, (engine, health, background))
+            await _run(server, listener, config, report, stop, (engine, health, background, runner))
         finally:
             await background.aclose()
+            await runner.aclose()
             await health.aclose()
             await engine.aclose()
             ctx.pool.close()
@@ -88,7 +95,8 @@ def load_text(config: GatewayConfig) -> ModelText:
             template = Path(config.chat_template).read_text("utf-8")
         except OSError as error:
             raise ValueError(f"chat_template: {error}") from error
-    return ModelText.load(config.model, template)
+    parsers = {"tool_parser": config.tool_call_parser, "reasoning_parser": config.reasoning_parser}
+    return ModelText.load(config.model, template, **parsers)
 
 
 async def _run(
@@ -97,9 +105,9 @@ async def _run(
     config: GatewayConfig,
     report: Report,
     stop: asyncio.Event,
-    parts: tuple[SessionClient, Health, BackgroundResponses],
+    parts: tuple[SessionClient, Health, BackgroundResponses, BatchRunner],
 ) -> None:
-    engine, health, background = parts
+    engine, health, background, runner = parts
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
     waiting = [asyncio.create_task(event.wait()) for event in (server.listening, stop)]
     listening, stopping = waiting
@@ -109,8 +117,9 @@ async def _run(
             report({"event": "listening", "url": url_of(listener)})
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
-            await background.aclose()
+            leaving = asyncio.gather(background.aclose(), runner.aclose())  # another gateway may go on with theirs
             await _leave(server, serving, config, engine, health)
+            await asyncio.wait([leaving], timeout=LEAVE_S)
         await serving
     finally:
         for task in (*waiting, serving):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, TypedDict
 
 
@@ -37,8 +38,15 @@ LIMITS: Limits = {
 MAX_REGEX_CHARS = 4096
 MAX_CHOICES = 1024
 
-NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})  # names to schemas
-PLAIN = frozenset({"enum", "const", "default", "examples", "x-guidance"})  # values that are no schemas
+# Keywords of JSON schemas that no grammar is made of; tests hold llguidance to it.
+UNSUPPORTED = frozenset({
+    "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames",
+    "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems",
+})  # fmt: skip
+NAMED_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)  # names to schemas
+PLAIN_VALUES = frozenset({"enum", "const", "default", "examples", "x-guidance"})  # values that are no schemas
 FORMATS = frozenset({
     "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
     "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
@@ -54,27 +62,18 @@ def json_schema(schema: dict[str, Any]) -> str:
     Between its parts there is a space, or a line break and what indents the next line, or nothing: a model that is free
     to write white space may never stop. A schema with llguidance's `x-guidance` says for itself.
     """
-    return json.dumps({"grammars": [{"json_schema": written(schema)}]}, separators=(",", ":"), ensure_ascii=False)
+    return _written([schema_part(schema)])
+
+
+def schema_part(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same, as a part of a composed grammar."""
+    return {"json_schema": written(schema)}
 
 
 def written(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema, with how much white space there may be, and without formats that are notes."""
     told: dict[str, Any] = _without_notes(schema)
     return {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | told
-
-
-def subschemas(schema: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """What may be schemas, or lists of them, directly below one, with the way there."""
-    if isinstance(schema, list):
-        for i, item in enumerate(schema):
-            yield (i,), item
-    elif isinstance(schema, dict):
-        for name, value in schema.items():
-            if name in NAMED and isinstance(value, dict):
-                for inner, item in value.items():
-                    yield (name, inner), item
-            elif name not in PLAIN:
-                yield (name,), value
 
 
 def _without_notes(schema: Any) -> Any:
@@ -84,9 +83,9 @@ def _without_notes(schema: Any) -> Any:
         return schema
     told = {}
     for name, value in schema.items():
-        if name in NAMED and isinstance(value, dict):
+        if name in NAMED_SCHEMAS and isinstance(value, dict):
             told[name] = {inner: _without_notes(item) for inner, item in value.items()}
-        elif name in PLAIN:
+        elif name in PLAIN_VALUES:
             told[name] = value
         elif name != "format" or not isinstance(value, str) or value in FORMATS:
             told[name] = _without_notes(value)
@@ -110,7 +109,41 @@ def choice(texts: Sequence[str]) -> str:
 
 def lark(grammar: str) -> str:
     """What the rule `start` of this grammar derives."""
-    return json.dumps({"grammars": [{"lark_grammar": grammar}]}, separators=(",", ":"), ensure_ascii=False)
+    return _written([{"lark_grammar": grammar}])
+
+
+def composed(grammar: str, parts: Sequence[dict[str, Any]]) -> str:
+    """What the rule `start` derives, where `@name` stands for the part of this name."""
+    return _written([{"lark_grammar": grammar}, *parts])
+
+
+def parts_of(grammar: str) -> list[dict[str, Any]]:
+    """What a grammar made here is composed of; the first one is where it starts."""
+    parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
+    return parts
+
+
+def places(schema: Any, keywords: AbstractSet[str], value_is: Any = None, at: str = "") -> Iterator[str]:
+    """JSON pointers of where one of these stands as a keyword, with this value if one is given, in the order of the
+    schema."""
+    if isinstance(schema, list):
+        for i, item in enumerate(schema):
+            yield from places(item, keywords, value_is, f"{at}/{i}")
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            below = f"{at}/{name.replace('~', '~0').replace('/', '~1')}"
+            if name in keywords and value_is in (None, value):
+                yield below
+            if name in NAMED_SCHEMAS and isinstance(value, dict):
+                for inner, item in value.items():
+                    deeper = f"{below}/{inner.replace('~', '~0').replace('/', '~1')}"
+                    yield from places(item, keywords, value_is, deeper)
+            elif name not in PLAIN_VALUES:
+                yield from places(value, keywords, value_is, below)
+
+
+def _written(parts: Sequence[dict[str, Any]]) -> str:
+    return json.dumps({"grammars": parts}, separators=(",", ":"), ensure_ascii=False)
 
 
 def check_lark(grammar: Any) -> Any:

@@ -31,6 +31,7 @@ MIN_SEED = -(2**63)
 MAX_TOKENS_CEILING = 2**31 - 1
 # Who wants to be late may be as late as he likes; the lower bound is how far anybody gets before others.
 MIN_PRIORITY, MAX_PRIORITY = -100, 2**31 - 1
+BACKGROUND_PRIORITY = 2**30  # from here on nobody waits for an answer: it runs when all others do
 # What one step computes at most, unless told otherwise: an engine core sends no more, a worker reserves memory for it.
 DEFAULT_MAX_TOKENS_PER_STEP = 2048
 
@@ -95,8 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = None
     prompt_logprobs: Annotated[int | None, Parameter("the same for the prompt's own tokens", 0, MAX_LOGPROBS)] = None
     grammar: Annotated[
-        str,
-        Parameter("what the output must look like, as llguidance reads it; see pagoda_proto.grammars"),
+        str, Parameter("what the output must look like, as llguidance reads it; see pagoda_proto.grammars")
     ] = ""
     include_stop_str_in_output: Annotated[bool, Parameter("keep the stop string that ended the text")] = False
     skip_special_tokens: Annotated[bool, Parameter("leave special tokens out of the text")] = True

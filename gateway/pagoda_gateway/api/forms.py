@@ -10,8 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from pagoda_gateway.api.body import Body, Text
 from pagoda_gateway.api.json_body import parse_object
-from pagoda_gateway.api.structural_tags import Lark, StructuralTag
-from pagoda_gateway.api.tag_grammars import structural_tag
+from pagoda_gateway.api.structural.grammar import structural_tag
+from pagoda_gateway.api.structural.tags import Lark, StructuralTag
 from pagoda_proto import grammars
 from pagoda_proto.errors import PagodaError
 
@@ -77,11 +77,12 @@ class StructuredOutputs(Body):
 
 
 class Form(NamedTuple):
-    """What the output must look like, and the field that says so. `tag` is what the grammar was made of, if that has
-    texts that may be names of special tokens."""
+    """What the output must look like, and the field that says so. `is_json`: it is JSON, whatever else. `tag` is what
+    the grammar was made of, if that has texts that may be names of special tokens."""
 
     field: str
     grammar: str
+    is_json: bool = False
     tag: StructuralTag | None = None
 
     def grammar_with(self, special: Mapping[str, int]) -> str:
@@ -117,19 +118,19 @@ class Formed(Body):
 def _forms(body: Formed) -> Iterator[Form]:
     match body.response_format:
         case ObjectFormat():
-            yield Form("response_format", grammars.json_object())
+            yield Form("response_format", grammars.json_object(), is_json=True)
         case SchemaFormat(json_schema=named):
-            yield Form("response_format", grammars.json_schema(named.schema_))
+            yield Form("response_format", grammars.json_schema(named.schema_), is_json=True)
         case TagFormat() as tagged:
-            yield Form("response_format", structural_tag(tagged, {}), tagged)
+            yield Form("response_format", structural_tag(tagged, {}), tag=tagged)
     asked = body.structured_outputs
     if asked is not None:
         yield from _vllm_forms("structured_outputs.", asked.json_, asked.regex, asked.choice, asked.grammar)
         if asked.json_object:
-            yield Form("structured_outputs.json_object", grammars.json_object())
+            yield Form("structured_outputs.json_object", grammars.json_object(), is_json=True)
         if asked.structural_tag is not None:
             tag = asked.structural_tag
-            yield Form("structured_outputs.structural_tag", structural_tag(tag, {}), tag)
+            yield Form("structured_outputs.structural_tag", structural_tag(tag, {}), tag=tag)
     yield from _vllm_forms("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
 
 
@@ -137,7 +138,7 @@ def _vllm_forms(
     prefix: str, json: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> Iterator[Form]:
     if json is not None:
-        yield Form(f"{prefix}json", grammars.json_schema(json))
+        yield Form(f"{prefix}json", grammars.json_schema(json), is_json=True)
     if regex is not None:
         yield Form(f"{prefix}regex", grammars.regex(regex))
     if choice is not None:

@@ -6,10 +6,12 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.generation.job import Job, Shown
+from pagoda_gateway.text.conversation import text_size
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams, check_for_model
 from pagoda_proto.records import Generate, RequestRecord
@@ -45,12 +47,13 @@ def check_products(
 
 
 def held_bytes(job: Job) -> int:
-    """What is kept of a job while it runs: its grammar, its conversation, and its prompt log-probabilities while they
+    """What is kept of a job while it runs: its grammars, its conversation, and its prompt log-probabilities while they
     are gathered and written."""
     params = job.records[0].task.params
     top = params.prompt_logprobs
     told = 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
-    return len(params.grammar) + len(job.items) + told
+    schemas = sum(text_size(function.parameters) for function in job.shown.how.functions)
+    return len(params.grammar) + len(job.loose_grammar) + schemas + len(job.items) + told
 
 
 def new_record(
@@ -86,17 +89,16 @@ def new_job(
     records: Sequence[RequestRecord],
     shown: Shown,
     name: str | None = None,
-    length_penalty: float | None = None,
+    **more: Any,
 ) -> Job:
-    """Its id is `prefix` and the client's `name` for it, or the id of the first record."""
-    job_id = prefix + (name or records[0].request_id)
+    """Its id is `prefix` and the client's `name` for it, or the first record's id; `more` is what few jobs have."""
     return Job(
-        id=job_id,
+        id=prefix + (name or records[0].request_id),
         created=int(time.time()),
         model=model.name,
         records=tuple(records),
         shown=shown,
-        length_penalty=length_penalty,
+        **more,
     )
 
 

@@ -59,3 +59,8 @@ async def test_a_conversation_may_be_cut_to_its_end(tmp_path: Path, keep: int | 
 async def test_a_prompt_is_cut_to_something_that_fits(tmp_path: Path, keep: int) -> None:
     error = await refusal(saying(tmp_path, "x"), truncate_prompt_tokens=keep)
     assert (error["code"], error["param"]) == ("invalid_argument", "truncate_prompt_tokens")
+
+
+@pytest.mark.parametrize("name", ["a b", "x" * 65, "x\n", ""])
+async def test_a_name_is_plain(tmp_path: Path, name: str) -> None:
+    assert (await refusal(saying(tmp_path, "x"), request_id=name))["param"] == "request_id"
