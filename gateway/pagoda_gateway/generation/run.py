@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from pagoda_gateway.engine.interface import EngineClient, Generation
+from pagoda_gateway.engine.interface import EngineClient, Generation, Submitting
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.searching import BeamSearching
 from pagoda_gateway.generation.updates import ChoiceReader, Update
@@ -53,7 +53,7 @@ class Part:
     def finished(self) -> bool:
         return all(choice.text.finished for choice in self.choices)
 
-    async def submit(self, engine: EngineClient) -> None:
+    async def submit(self, engine: Submitting) -> None:
         self._generation = await engine.submit(self.record)
         self._submitted = True
 
@@ -157,8 +157,8 @@ class Run:
 
     async def _submit(self, engine: EngineClient) -> None:
         penalty = self.job.length_penalty
-        asked: EngineClient = engine if penalty is None else BeamSearching(engine, penalty)
-        submitting = [asyncio.ensure_future(part.submit(asked)) for part in self.parts]
+        taker: Submitting = engine if penalty is None else BeamSearching(engine, penalty)
+        submitting = [asyncio.ensure_future(part.submit(taker)) for part in self.parts]
         try:
             await asyncio.gather(*submitting)
         except Exception as error:

@@ -17,21 +17,17 @@ from pagoda_gateway.engine.interface import EngineClient, Generation
 from pagoda_gateway.generation.beams import Beam, BeamSearch, Candidates, Ended
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta, FinishReason, Load, RequestRecord, Tokens, Usage
+from pagoda_proto.records import Delta, FinishReason, RequestRecord, Tokens, Usage
 
 T = TypeVar("T")
 
 
 class BeamSearching:
-    """Implements `EngineClient`: a record's `n` is how many beams are kept."""
+    """Implements `Submitting`: a record's `n` is how many beams are kept."""
 
     def __init__(self, engine: EngineClient, length_penalty: float) -> None:
         self._engine = engine
         self._length_penalty = length_penalty
-
-    @property
-    def load(self) -> Load:
-        return self._engine.load
 
     async def submit(self, record: RequestRecord) -> Generation:
         """The first step is what is admitted. Raises PagodaError."""
