@@ -12,6 +12,7 @@ from tests.gateway.batches.fakes import OWNER, FakeService, desk_on, ids, line, 
 from pagoda_gateway.batches import work as module
 from pagoda_gateway.batches.batch import WINDOW_S, Batch, Counts, Status, results_log
 from pagoda_gateway.batches.batches import OPEN, Work
+from pagoda_gateway.batches.results import Results
 from pagoda_gateway.batches.work import BatchWork, Desk
 from pagoda_gateway.store.interface import unavailable
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
@@ -153,8 +154,10 @@ async def cut_short(desk: Desk, batch: Batch, service: FakeService, after: int) 
     never = asyncio.Event()
     service.script = lambda prompt: None if prompt < NAMES[after] else never
     working = asyncio.create_task(work_on(desk, batch).run())
-    while await desk.batches.store.length(results_log(batch.id)) == 0 or service.asked.total() < after + 1:  # noqa: ASYNC110
+    seen = Results(desk.batches.store, results_log(batch.id))
+    while seen.num_lines < after:
         await asyncio.sleep(0.001)
+        await seen.load()
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
 
