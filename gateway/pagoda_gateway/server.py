@@ -97,7 +97,7 @@ class _Parts:
             health=Health(engine, metrics, health_times),
             background=BackgroundResponses(ctx),
             batches=batches,
-            runner=batch_runner(ctx, batches),
+            runner=batch_runner(ctx, batches, metrics.batch_line),
         )
 
     def start(self, on_ready: Callable[[bool], None]) -> None:

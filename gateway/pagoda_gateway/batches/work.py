@@ -53,13 +53,17 @@ class Service(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Desk:
-    """What everybody who works on a batch here shares. `slots` bounds the lines that are answered at once."""
+    """What everybody who works on a batch here shares.
+
+    `slots` bounds the lines that are answered at once; `on_result` is told of every line whether it failed.
+    """
 
     batches: Batches
     files: Files
     service: Service
     slots: asyncio.Semaphore
     max_line_bytes: int
+    on_result: Callable[[bool], None] = lambda failed: None
 
 
 class BatchWork:
@@ -225,6 +229,7 @@ class BatchWork:
     async def _answer_one(self, batch: Batch, line: Line, results: Results) -> None:
         result = await self._result(batch, line)
         await _until_there(lambda: results.write([result]))
+        self._desk.on_result(result.failed)
 
     async def _result(self, batch: Batch, line: Line) -> Result:
         custom_id, request_id = custom_id_of(line), f"req-{secrets.token_hex(16)}"

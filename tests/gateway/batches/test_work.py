@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from tests.fakes import ManualClock
@@ -97,6 +98,8 @@ async def test_every_line_is_answered_once(desk: Desk, service: FakeService) -> 
 
 
 async def test_a_line_that_is_refused_or_fails_is_in_the_error_file(desk: Desk, service: FakeService) -> None:
+    told: list[bool] = []
+    desk = replace(desk, on_result=told.append)
     errors = {"id01": InvalidParams([Problem("prompt", "is bad")]), "id02": RuntimeError("a fault of ours")}
     service.script = errors.get
     ended = await run(desk, await submitted(desk, CONTENT))
@@ -107,6 +110,7 @@ async def test_a_line_that_is_refused_or_fails_is_in_the_error_file(desk: Desk, 
     assert (fault["custom_id"], fault["response"]["status_code"]) == ("id02", 500)
     assert "fault of ours" not in str(fault)
     assert await ids(desk, ended.output_id) == [name for name in NAMES if name not in errors]
+    assert sorted(told) == [False] * (NUM_LINES - 2) + [True] * 2
 
 
 async def test_what_finds_no_room_is_tried_again(desk: Desk, service: FakeService) -> None:
