@@ -108,7 +108,8 @@ def test_no_name_has_two_meanings() -> None:
     gateway.watch_engine(lambda: Load(engine_id="e"), lambda: True, lambda: 0)
     engine_core = Metrics()
     blocks = {f"{whose}_{kind}": 0 for whose in ("blocks", "swap_blocks") for kind in ("total", "used", "cached")}
-    stats: Any = SimpleNamespace(load=Load(engine_id="e"), totals={}, worker_rss_bytes={"w": 1}, **blocks)
+    held = SimpleNamespace(**blocks)
+    stats: Any = SimpleNamespace(load=Load(engine_id="e"), totals={}, worker_rss_bytes={"w": 1}, blocks=held)
     engine_core.watch(lambda: stats)
     names = [
         {family.name for family in text_string_to_metric_families(generate_latest(registry).decode())}
