@@ -16,6 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda_gateway.api import errors
 from pagoda_gateway.api.error_body import set_shape
+from pagoda_gateway.api.quota_headers import all_names as quota_names
+from pagoda_gateway.clients import identify_by
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.http.limits import LimitsMiddleware
@@ -35,7 +37,8 @@ def create_app(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> 
     for router in routers:
         api.include_router(router)
     metrics.know_routes(frozenset(route_templates(routers)))
-    limited = LimitsMiddleware(api, ctx.config, ctx.memory)
+    identify = identify_by(ctx.config.forwarded_allow_ips, ctx.gate)
+    limited = LimitsMiddleware(api, ctx.config, ctx.memory, identify, ctx.quotas)
     return Edge(_for_pages(limited, ctx.config.allowed_origins), metrics, lambda: health.draining)
 
 
@@ -43,7 +46,14 @@ def _for_pages(app: ASGIApp, allowed_origins: str) -> ASGIApp:
     """Pages of these origins may ask, and read refusals too. They show keys like everybody: there are no cookies."""
     if not allowed_origins:
         return app
-    exposed = ("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry")
+    exposed = (
+        "x-request-id",
+        "openai-processing-ms",
+        "retry-after",
+        "retry-after-ms",
+        "x-should-retry",
+        *quota_names(),
+    )
     origins, methods = allowed_origins.split(","), ("GET", "HEAD", "POST", "DELETE")
     cors = CORSMiddleware(app, origins, methods, allow_headers=("*",), expose_headers=exposed)
 

@@ -22,11 +22,12 @@ from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Waits
 from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.http.protocol import ConnectionGuard
-from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
+from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, is_private, url_of, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
 from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.errors import PagodaError
 
 Report = Callable[[dict[str, object]], None]
 
@@ -41,7 +42,8 @@ async def serve(
 ) -> None:
     """Run a gateway until `stop` is set and its requests are done or `drain_timeout_s` is over.
 
-    Reports {"event": "listening", "url": ..}, then "ready" and "unready" as /health/ready changes.
+    Reports {"event": "listening", "url": ..}, then "ready" and "unready" as /health/ready changes; and "locked" if
+    clients must show API keys.
 
     Raises:
         ValueError: the engine address, the store's or the model's files cannot be used.
@@ -62,14 +64,29 @@ async def serve(
         server = HttpServer(uvicorn_config(create_app(ctx, health, metrics), config, guard))
         engine.start()
         health.start(lambda ready: report({"event": "ready" if ready else "unready"}))
+        ctx.ledger.start()
+        telling = asyncio.create_task(_tell_who_may_ask(ctx, listener, report), name="who-may-ask")
         try:
             await _run(server, listener, config, report, stop, (engine, health))
         finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
             await health.aclose()
             await engine.aclose()
             ctx.pool.close()
+            await ctx.ledger.aclose()
+            await ctx.gate.aclose()
             await store.aclose()
             server.cut_connections()
+
+
+async def _tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report: Report) -> None:
+    with contextlib.suppress(PagodaError):  # then nobody may, until the store answers
+        if not await ctx.gate.is_open():
+            report({"event": "locked"})
+        elif not is_private(listener):
+            why = "there is no API key (`pagoda keys create NAME` makes one, --api-key names some)"
+            logger.warning("listening on %s: whoever reaches it may use it, for %s", ctx.config.host, why)
 
 
 def served_name(config: GatewayConfig) -> str:

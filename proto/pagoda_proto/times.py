@@ -2,6 +2,7 @@
 
     a beat < suspicion < a worker's death < its lease < its step is stuck for good
     a locked file < a call to the store is given up < its next trial at the latest
+    a key that was seen lately is not waited for < it is asked for again < a call to the store < it is no longer good
     a grammar is checked < its process is given up
     a load report < a silent engine core; its loop is stuck < its supervisor replaces it < streams wait for it
     a restart < a new request waits for it < a begun one waits for it < one that is lost again and again is given up
@@ -42,6 +43,12 @@ STORE_LOCKED_S = 2.0  # a file that another process writes to is tried for so lo
 STORE_CALL_S = 5.0  # a call to the store that takes longer has failed
 STORE_REST_S = 1.0  # .. and for so long nobody calls it, doubling ..
 STORE_REST_MOST_S = 15.0  # .. up to this
+
+KEY_FRESH_S = 3.0  # an API key is looked up again after this, so it is revoked everywhere after this
+KEY_LOOKUP_S = 1.0  # .. for which a request that shows one seen lately waits no longer
+KEY_STALE_S = 300.0  # .. and so long a key that was seen goes on to be good while the store is gone
+USAGE_FLUSH_S = 5.0  # what keys used is written this often, and as much of it is lost with a gateway that is killed
+USAGE_LAST_S = 2.0  # .. and at its end, if that takes no longer
 
 GRAMMAR_CHECK_S = 2.0  # a grammar that takes longer to compile is refused
 GRAMMAR_SILENT_S = 5.0  # .. by a process that is killed when it neither answers nor ends

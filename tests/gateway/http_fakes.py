@@ -12,9 +12,23 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from pagoda_gateway.clients import Caller, Identify, TrustedProxies
 from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.http.limits import LimitsMiddleware
+from pagoda_gateway.http.memory import MemoryBudget
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import HttpServer, bind, uvicorn_config
+from pagoda_gateway.keys.quota import Quotas
+
+
+def limited(app: ASGIApp, config: GatewayConfig, identify: Identify | None = None) -> LimitsMiddleware:
+    """Callers are known by their address, and by nothing else, where nobody else knows them."""
+    proxies = TrustedProxies(config.forwarded_allow_ips)
+
+    async def by_address(scope: Any) -> Caller:
+        return proxies.caller_of(scope)
+
+    return LimitsMiddleware(app, config, MemoryBudget(config.max_held_bytes), identify or by_address, Quotas())
 
 
 @dataclass

@@ -51,6 +51,12 @@ def test_a_call_to_the_store_outwaits_a_locked_file_and_is_tried_again_while_cli
     assert times.STORE_REST_S < times.STORE_CALL_S
 
 
+def test_a_key_is_good_while_the_store_is_tried_again() -> None:
+    assert times.KEY_LOOKUP_S < times.KEY_FRESH_S < times.STORE_CALL_S
+    assert times.STORE_CALL_S + times.STORE_REST_MOST_S < times.KEY_STALE_S
+    assert times.USAGE_LAST_S < times.GATEWAY_LEAVES_S / 2
+
+
 def test_a_watcher_that_was_held_up_says_for_how_long() -> None:
     guard = StallGuard(due_s=0.5, now=10.0)
     assert guard.tick(10.5) == 0.0

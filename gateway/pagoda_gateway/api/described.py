@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from pagoda_gateway.api.answer_schemas import ErrorAnswer, Failure
 
+JSON = "application/json"
 Handler = TypeVar("Handler", bound=Callable[..., Awaitable[Response]])
 
 
@@ -24,14 +25,18 @@ def endpoint(
     unavailable: type[BaseModel] | None = ErrorAnswer,
     **options: Any,
 ) -> Callable[[Handler], Handler]:
-    """A decorator that makes a handler the route's; `options` are FastAPI's own."""
-    extra = _described(path.replace(":path", ""), request, answer, unavailable)
-    methods = ["GET" if request is None else "POST"]
-    return routes.api_route(path, methods=methods, response_model=None, summary=summary, openapi_extra=extra, **options)
+    """A decorator that makes a handler the route's; `options` are FastAPI's own, and a `method` where it
+    is not POST for a route with a request body, GET for others."""
+    method = options.pop("method", "GET" if request is None else "POST")
+    extra = _described(path.replace(":path", ""), method.lower(), request, answer, unavailable)
+    return routes.api_route(
+        path, methods=[method], response_model=None, summary=summary, openapi_extra=extra, **options
+    )
 
 
 def _described(
     path: str,
+    method: str,
     request: type[BaseModel] | None,
     answer: type[BaseModel] | None,
     unavailable: type[BaseModel] | None,
@@ -39,11 +44,11 @@ def _described(
     """The parts of an operation that FastAPI cannot know; references point into the document itself.
 
     Args:
-        path: The route's own; a route with a request body is a POST, others are GETs.
+        path: The route's own.
         answer: Of status 200; None for one without a JSON body.
         unavailable: Of status 503; where it is a failure, all others are told alike.
     """
-    place = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/{'get' if request is None else 'post'}"
+    place = f"#/paths/{path.replace('~', '~0').replace('/', '~1')}/{method}"
     failure = unavailable if unavailable is not None and issubclass(unavailable, Failure) else ErrorAnswer
     answers = {"200": (answer, "the answer"), "503": (unavailable, "not now; it may go on later")}
     if request is not None or "{" in path:
@@ -55,10 +60,11 @@ def _described(
         if schema is not None:
             found["responses"][status] |= _content(schema, f"{place}/responses/{status}")
     if request is not None:
-        found["requestBody"] = {"required": True, **_content(request, f"{place}/requestBody")}
+        kind = getattr(request, "media_type", JSON)
+        found["requestBody"] = {"required": True, **_content(request, f"{place}/requestBody", kind)}
     return found
 
 
-def _content(schema: type[BaseModel], place: str) -> dict[str, Any]:
-    where = place.replace("{", "{{").replace("}", "}}") + "/content/application~1json/schema/$defs/{model}"
-    return {"content": {"application/json": {"schema": schema.model_json_schema(ref_template=where)}}}
+def _content(schema: type[BaseModel], place: str, kind: str = JSON) -> dict[str, Any]:
+    where = place.replace("{", "{{").replace("}", "}}") + f"/content/{kind.replace('/', '~1')}/schema/$defs/{{model}}"
+    return {"content": {kind: {"schema": schema.model_json_schema(ref_template=where)}}}

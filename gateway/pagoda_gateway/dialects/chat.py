@@ -38,7 +38,7 @@ async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = N
     Raises:
         PagodaError: something about it cannot be done; `param` names the field.
     """
-    model = ctx.catalogue.find(body.model)
+    model = ctx.catalogue.find(body.model, caller)
     check_priority(ctx.config, model, body.priority)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with named_as_in_body({"prompt": "messages", "max_tokens": name}):
@@ -97,7 +97,7 @@ def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) 
 async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Job:
     record = await chat_record(ctx, body, caller)
     shown = openai.shown(body, tools=tools_in_use(body), logprobs=record.task.params.logprobs)
-    return new_job("chatcmpl-", ctx.catalogue.find(body.model), [record], shown)
+    return new_job("chatcmpl-", ctx.catalogue.find(body.model, caller), [record], shown)
 
 
 class ChatWriter(openai.OpenAIWriter):

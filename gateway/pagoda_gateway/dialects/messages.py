@@ -36,7 +36,7 @@ async def message_record(ctx: GatewayContext, body: MessagesRequest, caller: Cal
     Raises:
         PagodaError: something about it cannot be done; `param` names the field.
     """
-    model = ctx.catalogue.find(body.model)
+    model = ctx.catalogue.find(body.model, caller)
     with named_as_in_body({"prompt": "messages", "stop": "stop_sequences"}):
         params = _params(body, model.text)
         token_ids = await prompt_ids(Reader(ctx.pool, model, caller.key, "messages", body.max_tokens), body)
@@ -60,7 +60,7 @@ async def prompt_ids(reader: Reader, body: CountTokensRequest) -> list[int]:
 async def message_job(ctx: GatewayContext, body: MessagesRequest, caller: Caller) -> Job:
     record = await message_record(ctx, body, caller)
     shown = Shown(stream=bool(body.stream), tools=bool(body.tools_in_use))
-    return new_job("msg_", ctx.catalogue.find(body.model), [record], shown)
+    return new_job("msg_", ctx.catalogue.find(body.model, caller), [record], shown)
 
 
 class MessagesWriter:

@@ -1,7 +1,8 @@
 """Nothing reaches a route before it is known to be small, complete, plain and asked for by its normal name.
 
-Pure ASGI, around the whole app. Who asks is known first, from the head; then a request's body is read here, counted
-while it streams, under one deadline. Routes get it whole, and in `scope["state"]` the `caller`.
+Pure ASGI, around the whole app. Who asks, and whether they may ask this and now, is known first, from the head; then a
+request's body is read here, counted while it streams, under one deadline. Routes get it whole, and in `scope["state"]`
+the `caller`.
 
 What concerns bytes before a request exists (headers, connections, slow readers) is in `protocol`, which
 leaves its verdict in `scope["state"]["refusal"]` so that responses stay in order.
@@ -13,14 +14,17 @@ import asyncio
 import re
 import time
 from collections import Counter
+from contextlib import ExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagoda_gateway.api.error_body import shape_of
 from pagoda_gateway.api.errors import error_response
-from pagoda_gateway.clients import Identify, identify_by
+from pagoda_gateway.clients import Caller, Identify
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.memory import Holding, MemoryBudget
 from pagoda_gateway.http.upload_rate import Upload, UploadRate
+from pagoda_gateway.keys.quota import Quota, Quotas
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 LINGER_S = 1.0
@@ -36,12 +40,13 @@ def refusal(error: PagodaError, scope: Scope) -> tuple[int, list[tuple[bytes, by
 
 class LimitsMiddleware:
     def __init__(
-        self, app: ASGIApp, config: GatewayConfig, memory: MemoryBudget, identify: Identify | None = None
+        self, app: ASGIApp, config: GatewayConfig, memory: MemoryBudget, identify: Identify, quotas: Quotas
     ) -> None:
         self._app = app
         self._config = config
         self._memory = memory
-        self._identify = identify or identify_by(config.forwarded_allow_ips, config.api_key)
+        self._identify = identify
+        self._quotas = quotas
         self._open_by_client: Counter[str] = Counter()
         self._rate = UploadRate(config.max_upload_bytes_per_second)
 
@@ -53,7 +58,7 @@ class LimitsMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            caller = self._identify(scope)
+            caller = await self._identify(scope)
         except PagodaError as error:
             peer = scope.get("client") or ("", 0)
             await _refuse(error, scope, Upload(receive, self._rate, peer[0], time.monotonic), send)
@@ -62,20 +67,32 @@ class LimitsMiddleware:
         holding = self._memory.holding(client)
         scope.setdefault("state", {}).update(caller=caller, memory=holding)
         self._open_by_client[client] += 1
+        quota = self._quotas.of(caller.tenant, caller.grant.limits)
         try:
-            await self._serve(scope, receive, send, holding)
+            await self._serve_within(quota, scope, receive, _telling(quota, scope, send))
         finally:
             holding.release()
             self._open_by_client[client] -= 1
             if not self._open_by_client[client]:
                 del self._open_by_client[client]
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, holding: Holding) -> None:
-        client = scope["state"]["caller"].key
-        upload = Upload(receive, self._rate, client, time.monotonic)
+    async def _serve_within(self, quota: Quota, scope: Scope, receive: Receive, send: Send) -> None:
+        caller: Caller = scope["state"]["caller"]
+        upload = Upload(receive, self._rate, caller.key, time.monotonic)
+        with ExitStack() as request:
+            try:
+                self._check_head(scope)
+                caller.grant.check_path(scope["path"])
+                self._check_client(caller.key)
+                request.enter_context(quota.request())
+            except PagodaError as error:
+                await _refuse(error, scope, upload, send)
+                return
+            await self._serve(scope, upload, receive, send)
+
+    async def _serve(self, scope: Scope, upload: Upload, receive: Receive, send: Send) -> None:
+        holding: Holding = scope["state"]["memory"]
         try:
-            self._check_head(scope)
-            self._check_client(client)
             body = await self._read_body(upload, holding)
         except PagodaError as error:
             error.__traceback__ = None  # its frames hold what was read of the body
@@ -134,6 +151,18 @@ class LimitsMiddleware:
         except TimeoutError:
             why = f"the request body was not complete after {limit_s:g} s"
             raise PagodaError(ErrorCode.REQUEST_TIMEOUT, why) from None
+
+
+def _telling(quota: Quota, scope: Scope, send: Send) -> Send:
+    """`send`, and every response says what is left of the quota."""
+
+    async def tell(message: Message) -> None:
+        if message["type"] == "http.response.start" and (left := quota.left()):
+            told = shape_of(scope).quota_headers(left, time.time())
+            message = {**message, "headers": [*message.get("headers", ()), *told]}
+        await send(message)
+
+    return tell
 
 
 def check_header_sizes(count: int, num_bytes: int, config: GatewayConfig) -> None:

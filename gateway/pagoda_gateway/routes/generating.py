@@ -49,15 +49,19 @@ def _answering(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request]
         @asynccontextmanager
         async def running() -> AsyncIterator[Writer]:
             job = await dialect.job(ctx, bodies.pop(), caller)  # which is all that is left of the body
-            model = ctx.catalogue.find(job.model)
+            model = ctx.catalogue.find(job.model, caller)
             hold_for(request, held_bytes(job), instead=True)
+            charge = ctx.charge_for(caller, job.model)
 
             def on_end(usage: Usage, outcome: Outcome) -> None:
+                charge.end(usage)
                 logger.debug("%s for %s: %s, %s", job.id, caller.key, outcome, usage)
 
             async with aclosing(Run(job, model.text, on_end)) as run:
+                charge.begin(run.usage)
                 with named_as_in_body({"grammar": job.shown.form_field}):
                     await run.start(model.engine)
+                charge.taken()
                 yield dialect.writer(run)
 
         async def events() -> AsyncGenerator[bytes, None]:
