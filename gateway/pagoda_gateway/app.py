@@ -22,7 +22,7 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.metrics import OTHER, GatewayMetrics
-from pagoda_gateway.routes import generating, models, ops, tokenize
+from pagoda_gateway.routes import generating, keys, models, ops, tokenize, usage
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -32,7 +32,7 @@ def create_app(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> 
     # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing.
     api = FastAPI(title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(api)
-    routers = [module.router(ctx) for module in (generating, models, tokenize)]
+    routers = [module.router(ctx) for module in (generating, models, tokenize, keys, usage)]
     routers.append(ops.router(ctx, health, metrics))
     for router in routers:
         api.include_router(router)

@@ -94,8 +94,8 @@ class GatewayConfig:
     lame_duck_s: float = option(0.0, "after SIGTERM, how long to go on accepting while already unready")
     store: str = option(
         "",
-        "where files and batches are kept: sqlite:///path, redis://host:port (Redis or Valkey; several gateways may"
-        " share it), rediss:// or unix://; when empty, `serve` keeps them until it ends and a gateway in its memory",
+        "where files, batches, API keys and usage are kept: sqlite:///path, redis://host:port (Redis or Valkey; several"
+        " gateways may share it), rediss:// or unix://; when empty, `serve` keeps them until it ends and a gateway in its memory",
         secret=True,  # it may hold a password
     )
     chat_template: str = option("", "file with a chat template to use instead of the model's own")
