@@ -95,7 +95,8 @@ class GatewayConfig:
     store: str = option(
         "",
         "where files, batches, API keys and usage are kept: sqlite:///path, redis://host:port (Redis or Valkey; several"
-        " gateways may share it), rediss:// or unix://; when empty, `serve` keeps them until it ends and a gateway in its memory",
+        " gateways may share it), rediss:// or unix://; when empty, `serve` keeps them until it ends and a gateway in"
+        " its memory",
         secret=True,  # it may hold a password
     )
     chat_template: str = option("", "file with a chat template to use instead of the model's own")

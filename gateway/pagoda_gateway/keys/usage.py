@@ -124,7 +124,8 @@ class UsageLedger:
             del self._totals[place]
 
     async def tenants(self) -> list[str]:
-        """All who used something."""
+        """All who used something. Raises PagodaError."""
+        await self.flush()
         return [record.value.decode() for record in await self._all(TENANTS, "", lambda record: False)]
 
     async def rows(self, tenants: Iterable[str], first: date, last: date) -> list[UsageRow]:

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.api.keys_schemas import CreateKeyRequest, KeyList, KeyObject, KeysQuery, NewKeyObject
 from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.generation.requests import named_as_in_body
 from pagoda_gateway.keys.api_key import ApiKey, NewKey
 from pagoda_gateway.keys.grants import ADMIN_PATH, LIMITS, Limits, Role
 from pagoda_gateway.routes.body import json_response, query_of, read_body
@@ -30,14 +31,15 @@ def _add_all(routes: APIRouter, ctx: GatewayContext) -> None:
     @endpoint(routes, PATH, "Make an API key, whose value is told once", NewKeyObject, request=CreateKeyRequest)
     async def create_key(request: Request) -> Response:
         body = await read_body(ctx, request, CreateKeyRequest)
-        asked = NewKey(
-            name=body.name,
-            role=Role(body.role),
-            models=None if body.models is None else tuple(body.models),
-            limits=Limits(**{name: getattr(body.limits, name) for name in LIMITS}),
-            expires_at=body.expires_at,
-        )
-        key, value = await ctx.keys.create(asked)
+        with named_as_in_body({name: f"limits.{name}" for name in LIMITS}):
+            asked = NewKey(
+                name=body.name,
+                role=Role(body.role),
+                models=None if body.models is None else tuple(body.models),
+                limits=Limits(**{name: getattr(body.limits, name) for name in LIMITS}),
+                expires_at=body.expires_at,
+            )
+            key, value = await ctx.keys.create(asked)
         answer = json_response(_shown(key) | {"value": value})
         answer.headers["cache-control"] = "no-store"
         return answer
