@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 from typing import NamedTuple
 
 import msgspec
@@ -132,7 +132,7 @@ class UsageLedger:
         """By day, tenant and model, of all gateways; this one's is up to date. Raises PagodaError."""
         await self.flush()
         sums: dict[tuple[str, str, str], Counts] = {}
-        too_old = (first - timedelta(days=LATE_DAYS)).isoformat()
+        too_old = days_before(first, LATE_DAYS).isoformat()
         for tenant in tenants:
             for record in await self._all(USAGE, tenant, lambda record: record.key[:10] < too_old):
                 day = record.key[:10]
@@ -151,6 +151,11 @@ class UsageLedger:
             if not page.more or until(page.records[-1]):
                 return found
             after = page.records[-1].position
+
+
+def days_before(day: date, days: int) -> date:
+    """Or the first day that there is."""
+    return date.fromordinal(max(1, day.toordinal() - days))
 
 
 def _read(record: Record) -> _Models:

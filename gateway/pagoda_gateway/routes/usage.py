@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ from pagoda_gateway.api.keys_schemas import UsageAnswer, UsageQuery
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.keys.grants import Right
-from pagoda_gateway.keys.usage import KEPT_DAYS, Counts, UsageRow
+from pagoda_gateway.keys.usage import KEPT_DAYS, Counts, UsageRow, days_before
 from pagoda_gateway.routes.body import caller_of, json_response, query_of
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
@@ -50,10 +50,7 @@ def router(ctx: GatewayContext) -> APIRouter:
 def _days(asked: UsageQuery) -> tuple[date, date]:
     """Raises InvalidParams."""
     last = asked.to or datetime.now(UTC).date()
-    try:
-        first = asked.from_ or last - timedelta(days=DAYS - 1)
-    except OverflowError:
-        first = date.min
+    first = asked.from_ or days_before(last, DAYS - 1)
     if first > last:
         raise InvalidParams([Problem("from", f"must not be after `to`, {last}, got {first}")])
     if (last - first).days >= KEPT_DAYS:
