@@ -15,7 +15,7 @@ PROTO_TOOLS := grpcio-tools==1.78.0
 LOCK_TOOL := uv==0.13.9
 PROTO := proto/pagoda_proto/engine/v1/engine.proto
 
-.PHONY: redis-server help install run test test-containers test-matrix check lint format types arch proto proto-check locks bench clean
+.PHONY: redis-server browser help install run test test-containers test-matrix check lint format types arch proto proto-check locks bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -25,8 +25,16 @@ install: $(VENV)/.installed  ## what `pagoda serve` needs, into .venv
 run: $(VENV)/.installed  ## serve the bundled demo model; ARGS="MODEL --port 9000" for another
 	$(BIN)/pagoda serve $(ARGS)
 
-test: $(VENV)/.installed-dev redis-server  ## the whole test suite; ARGS="-k name" for a part
+test: $(VENV)/.installed-dev redis-server browser  ## the whole test suite; ARGS="-k name" for a part
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
+
+# Debian's, else the one that playwright downloads. Without any the page's tests fail and say so; others run.
+browser: $(VENV)/.installed-dev  ## a Chromium for the page's tests, if there is none
+	@$(BIN)/python -m tests.e2e.browser 2>/dev/null || { \
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null && \
+	  $(BIN)/python -m tests.e2e.browser; \
+	} || $(BIN)/playwright install chromium || echo "no Chromium: run sudo apt-get install chromium" >&2
 
 test-containers: $(VENV)/.installed-dev  ## the images and the compose file on a real Docker daemon
 	$(BIN)/python -m tests.containers.check $(ARGS)

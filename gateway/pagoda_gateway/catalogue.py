@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pagoda_gateway.clients import Caller
+from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -42,6 +42,10 @@ class Catalogue:
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._by_name.values())
+
+    def of_job(self, name: str) -> ServedModel:
+        """Of a job, which was made by who might use it. Raises PagodaError MODEL_NOT_FOUND."""
+        return self.find(name, NOBODY)
 
     def of(self, caller: Caller) -> list[ServedModel]:
         return [model for model in self if caller.grant.allows_model(model.name)]

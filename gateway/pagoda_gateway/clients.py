@@ -3,8 +3,8 @@
 That is an address: its connection's peer, unless the peer is a proxy we were told to believe. Then it is the last
 address in X-Forwarded-For that is no such proxy. Whatever stands before that address was written by somebody we do not
 know. Addresses that one subscriber has by the thousand (IPv6 /64) count as one. Where there are API keys (`keys/`),
-whoever shows none may ask for nothing but health, and each key is a tenant, who shares cached prefixes with nobody
-else.
+whoever shows none may ask for nothing but health and the page's files, and each key is a tenant, who shares cached
+prefixes with nobody else.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from pagoda_gateway.keys.gate import Gate
 from pagoda_gateway.keys.grants import ANYBODY, Grant
+from pagoda_gateway.page import files
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -36,11 +37,23 @@ class Caller:
         return self.address
 
 
+def salt_of(caller: Caller, asked: str | None) -> str:
+    """The salt of a caller's record: a tenant's own salts are told apart from equal ones of others."""
+    return f"{caller.tenant}.{asked or ''}" if caller.tenant else asked or ""
+
+
+def tenant_of(salt: str) -> str:
+    """Whose a record with this salt is. What clients ask for has no dot."""
+    tenant, dot, _ = salt.partition(".")
+    return tenant if dot else ""
+
+
 Identify = Callable[[Scope], Awaitable[Caller]]
 """Raises PagodaError for a caller who is not known here."""
 NOBODY = Caller("")
 KEY_CHARS = (8, 256)
-OPEN_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/health/startup", "/ping"))
+HEALTH_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/health/startup", "/ping"))
+OPEN_PATHS = HEALTH_PATHS | files.PATHS  # a browser shows no key before its page asks for one
 
 
 def is_key(text: str) -> bool:

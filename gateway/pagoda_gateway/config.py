@@ -46,7 +46,15 @@ class GatewayConfig:
     allowed_origins: str = option(
         "", "web pages that may ask here (CORS): origins such as https://chat.example, comma-separated, or *"
     )
+    page: bool = option(True, "a chat and a view of the stack for browsers, at /")
     max_body_bytes: int = option(10 * 1024 * 1024, "largest request body", least=1)
+    max_file_bytes: int = option(200 * 1024 * 1024, "largest file that is taken by /v1/files", least=1, most=2**40)
+    max_files_bytes: int = option(
+        2 * 1024**3,
+        "most bytes of all files of an API key together; of everybody where there is none",
+        least=1,
+        most=2**50,
+    )
     max_upload_bytes_per_second: int = option(
         16 * 1024 * 1024,
         "most bytes of bodies read from one address in a second; the first 64 KiB of each are not counted",
@@ -87,6 +95,10 @@ class GatewayConfig:
     max_prompts: int = option(128, "most prompts in one completion request", least=1)
     max_messages: int = option(2048, "most messages in one chat request", least=1)
     max_tools: int = option(256, "most tools in one chat request", least=1)
+    keep_responses_s: float = option(
+        30 * 86_400.0, "how long responses are kept, as far as the store keeps anything", least=1.0, most=1e9
+    )
+    max_background_responses: int = option(256, "most responses that run in the background at once", least=1)
     slow_client_timeout_s: float = option(60.0, "a stream whose client reads nothing for this long is ended", least=0.1)
     resume_wait_s: float = option(times.RESUME_WAIT_S, "how long open streams wait for a lost engine core to come back")
     ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long; 0: never")

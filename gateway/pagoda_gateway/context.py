@@ -69,6 +69,10 @@ class GatewayContext:
         quota = self.quotas.of(caller.tenant, caller.grant.limits)
         return Charge(quota, self.ledger, caller.tenant, model)
 
+    def charge_for_owner(self, tenant: str, model: str) -> Charge:
+        """Of a job whose caller has gone."""
+        return Charge(self.quotas.known(tenant), self.ledger, tenant, model)
+
 
 def gate_of(config: GatewayConfig, register: KeyRegister) -> Gate:
     defaults = Limits(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pagoda_gateway.app import create_app
+from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.client import SessionClient
@@ -61,16 +62,19 @@ async def serve(
         store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
         ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()), store=store)
         guard = ConnectionGuard(config, metrics.slow_client, engine.clock.now)
-        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics), config, guard))
+        background = BackgroundResponses(ctx)
+        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics, background), config, guard))
         engine.start()
+        background.start()
         health.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         ctx.ledger.start()
         telling = asyncio.create_task(_tell_who_may_ask(ctx, listener, report), name="who-may-ask")
         try:
-            await _run(server, listener, config, report, stop, (engine, health))
+            await _run(server, listener, config, report, stop, (engine, health, background))
         finally:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
+            await background.aclose()
             await health.aclose()
             await engine.aclose()
             ctx.pool.close()
@@ -110,9 +114,9 @@ async def _run(
     config: GatewayConfig,
     report: Report,
     stop: asyncio.Event,
-    parts: tuple[SessionClient, Health],
+    parts: tuple[SessionClient, Health, BackgroundResponses],
 ) -> None:
-    engine, health = parts
+    engine, health, background = parts
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
     waiting = [asyncio.create_task(event.wait()) for event in (server.listening, stop)]
     listening, stopping = waiting
@@ -122,6 +126,7 @@ async def _run(
             report({"event": "listening", "url": url_of(listener)})
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
+            await background.aclose()
             await _leave(server, serving, config, engine, health)
         await serving
     finally:

@@ -4,6 +4,7 @@
     a locked file < a call to the store is given up < its next trial at the latest
     a key that was seen lately is not waited for < it is asked for again < a call to the store < it is no longer good
     a grammar is checked < its process is given up
+    a report that is shown again < one that is waited for < a silent engine core
     a load report < a silent engine core; its loop is stuck < its supervisor replaces it < streams wait for it
     a restart < a new request waits for it < a begun one waits for it < one that is lost again and again is given up
 
@@ -36,6 +37,8 @@ BUDGET_RESTORE_S = 120.0  # after so long without a lack of memory a worker offe
 # Gateway and engine core
 LOAD_KEEPALIVE_S = 1.0  # an engine core tells its load at least this often
 ENGINE_SILENT_S = 5.0  # a session in which nothing was heard for this long is lost
+REPORT_WAIT_S = 2.0  # who only looks on goes without an engine core's report after this
+REPORT_AGE_S = 0.5  # .. and is shown again one that is no older
 LOOP_STUCK_S = 8.0  # an engine core whose loop has not come round for this long ends itself
 
 # Gateway and store
@@ -43,6 +46,10 @@ STORE_LOCKED_S = 2.0  # a file that another process writes to is tried for so lo
 STORE_CALL_S = 5.0  # a call to the store that takes longer has failed
 STORE_REST_S = 1.0  # .. and for so long nobody calls it, doubling ..
 STORE_REST_MOST_S = 15.0  # .. up to this
+RESPONSE_WRITE_S = 0.5  # what a response in the background has told is written this often ..
+RESPONSE_POLL_S = 0.5  # .. and looked for as often by those who follow it at another gateway
+RESPONSE_SWEEP_S = 3.0  # a gateway looks this often for responses that nobody runs ..
+RESPONSE_LEASE_S = 12.0  # .. as nobody said so for this long
 
 KEY_FRESH_S = 3.0  # an API key is looked up again after this, so it is revoked everywhere after this
 KEY_LOOKUP_S = 1.0  # .. for which a request that shows one seen lately waits no longer

@@ -14,14 +14,18 @@ import pytest
 from tests.gateway.http_fakes import error_code
 from tests.gateway.model_dir import write_model_dir
 
+from pagoda_gateway.api.answer_schemas import StackAnswer
 from pagoda_gateway.app import create_app
-from pagoda_gateway.clients import OPEN_PATHS
+from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.clients import OPEN_PATHS, ApiKeys
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.client import SessionClient
+from pagoda_gateway.engine.recent import EndedRequest
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.health import Health
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.page import files
 from pagoda_gateway.text.model_text import ModelText
 
 
@@ -32,10 +36,10 @@ class Gateway:
         model = write_model_dir(root / "model")
         config = GatewayConfig(model=str(model), engine=f"unix:{root}/none", **options)
         self.metrics = GatewayMetrics("m")
-        engine = SessionClient(EngineAddress(config.engine), self.metrics)
-        self.health = Health(engine, self.metrics)
-        ctx = GatewayContext.new(config, ModelText.load(model), engine, served_model_name="m", created=1)
-        app: Any = create_app(ctx, self.health, self.metrics)
+        self.engine = SessionClient(EngineAddress(config.engine), self.metrics)
+        self.health = Health(self.engine, self.metrics)
+        ctx = GatewayContext.new(config, ModelText.load(model), self.engine, served_model_name="m", created=1)
+        app: Any = create_app(ctx, self.health, self.metrics, BackgroundResponses(ctx))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 
 
@@ -49,11 +53,12 @@ async def gateway(tmp_path: Path) -> AsyncIterator[Gateway]:
 KEYS = ("one-key-of-two", "other-key-of-two")
 
 
-async def test_sec_22_where_there_are_keys_only_health_is_open(tmp_path: Path) -> None:
+async def test_sec_22_where_there_are_keys_only_health_and_the_pages_files_are_open(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, api_key=",".join(KEYS))
     async with gateway.client:
-        paths = set(gateway.metrics._routes) | {"/nothing/here", "/openapi.json"}
+        paths = set(gateway.metrics._routes) | {"/nothing/here", "/openapi.json", "/page/nothing.js"} | files.PATHS
         assert len(paths) > 12
+        assert set(files.PATHS) < OPEN_PATHS
         for path in paths:
             for method in ("GET", "HEAD", "POST", "OPTIONS"):
                 answer = await gateway.client.request(method, path.replace("{model:path}", "m"), content=b"{}")
@@ -63,7 +68,13 @@ async def test_sec_22_where_there_are_keys_only_health_is_open(tmp_path: Path) -
         assert answer.headers["www-authenticate"] == "Bearer"
         answer = await gateway.client.post("/v1/messages", json={})
         assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
-        for almost in ("//health", "/health/", "/health/live/../../v1/models", "/health/../v1/models"):
+        for almost in (
+            "http://gateway//health",
+            "/health/",
+            "/health/live/../../v1/models",
+            "/health/../v1/models",
+            "/page/../v1/models",
+        ):
             assert (await gateway.client.get(almost)).status_code in (400, 401)
 
 
@@ -226,6 +237,51 @@ async def test_docs_load_nothing_from_elsewhere(gateway: Gateway) -> None:
     for source in sources:
         assert source.startswith("/")
         assert (await gateway.client.get(source)).status_code == 200
+
+
+async def test_the_page_loads_nothing_from_elsewhere_and_can_be_left_out(gateway: Gateway, tmp_path: Path) -> None:
+    page = await gateway.client.get("/")
+    sources = re.findall(r'(?:src|href)="([^"#]+)"', page.text)
+    assert len(sources) >= 5
+    for source in sources:
+        assert (await gateway.client.get("/" + source)).status_code == 200
+    without = Gateway(tmp_path / "without", page=False)
+    async with without.client:
+        assert (await without.client.get("/")).status_code == 404
+        assert (await without.client.get("/page/main.js")).status_code == 404
+        assert (await without.client.get("/stack")).status_code == 200
+
+
+def ended(name: str) -> EndedRequest:
+    return EndedRequest(
+        id=name, model="m", ended_at=1.0, end="stop", prompt_tokens=1, cached_prompt_tokens=0, output_tokens=2,
+        ttft_s=0.5, tpot_s=None, total_s=1.5, attempts=1, waits_s={"decode": 1.0},
+    )  # fmt: skip
+
+
+async def test_the_stack_is_told_as_described_also_without_an_engine_core(gateway: Gateway) -> None:
+    gateway.engine.recent.add("", ended("mine"))
+    answer = await gateway.client.get("/stack")
+    stack = StackAnswer.model_validate(answer.json())
+    assert answer.headers["cache-control"] == "no-store"
+    assert stack.report is None
+    assert stack.problems[0] == "engine core is not connected"
+    assert [request.id for request in stack.requests] == ["mine"]
+
+
+async def test_sec_08_last_requests_are_told_to_the_key_that_made_them(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, api_key=",".join(KEYS))
+    async with gateway.client:
+        tenants = [
+            ApiKeys(",".join(KEYS)).tenant_of({"path": "/x", "headers": [(b"x-api-key", key.encode())]}) for key in KEYS
+        ]
+        for tenant in tenants:
+            gateway.engine.recent.add(tenant, ended(f"of {tenant}"))
+        gateway.engine.recent.add("", ended("of nobody"))
+        for key, tenant in zip(KEYS, tenants, strict=True):
+            answer = await gateway.client.get("/stack", headers={"x-api-key": key})
+            assert [request["id"] for request in answer.json()["requests"]] == [f"of {tenant}"]
+        assert (await gateway.client.get("/stack")).status_code == 401
 
 
 async def test_series_do_not_grow_with_what_clients_send(gateway: Gateway) -> None:

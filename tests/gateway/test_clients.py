@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_gateway.clients import Caller, TrustedProxies, client_key
+from pagoda_gateway.clients import Caller, TrustedProxies, client_key, salt_of, tenant_of
 from pagoda_gateway.config import GatewayConfig
-from pagoda_gateway.generation.requests import salt_of
 
 
 @pytest.mark.parametrize(
@@ -39,6 +38,12 @@ def test_sec_10_equal_salts_of_two_tenants_differ() -> None:
     salts = [salt_of(Caller("", tenant), asked) for tenant in ("", "a", "b") for asked in (None, "s", "a")]
     assert len(set(salts)) == len(salts)
     assert salt_of(Caller(""), "s") == "s"
+
+
+@pytest.mark.parametrize("tenant", ["", "0123456789abcdef"])
+@pytest.mark.parametrize("asked", [None, "s", "a-b_c", "0123456789abcdef"])
+def test_a_salt_tells_whose_it_is(tenant: str, asked: str | None) -> None:
+    assert tenant_of(salt_of(Caller("", tenant), asked)) == tenant
 
 
 @pytest.mark.parametrize("keys", ["short", "good-key-1,", "a b c d e f g", "k\u00e9y-of-eight", "x" * 257])

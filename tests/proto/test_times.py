@@ -15,6 +15,7 @@ def test_a_worker_is_suspected_then_given_up_then_gives_up_itself() -> None:
 def test_an_engine_core_is_found_silent_only_after_several_reports_are_missing() -> None:
     assert 3 * times.LOAD_KEEPALIVE_S < times.ENGINE_SILENT_S < times.LOOP_STUCK_S < times.CHILD_SILENT_S
     assert 3 * times.CHILD_BEAT_S < times.CHILD_SILENT_S
+    assert times.REPORT_AGE_S < times.REPORT_WAIT_S < times.ENGINE_SILENT_S
 
 
 def test_an_engine_core_on_its_way_down_is_gone_before_it_would_be_taken_for_silent() -> None:
@@ -55,6 +56,11 @@ def test_a_key_is_good_while_the_store_is_tried_again() -> None:
     assert times.KEY_LOOKUP_S < times.KEY_FRESH_S < times.STORE_CALL_S
     assert times.STORE_CALL_S + times.STORE_REST_MOST_S < times.KEY_STALE_S
     assert times.USAGE_LAST_S < times.GATEWAY_LEAVES_S / 2
+
+
+def test_who_runs_a_response_says_so_several_times_before_another_takes_it_over() -> None:
+    assert times.RESPONSE_LEASE_S / 3 + times.STALL_S < times.STORE_CALL_S + times.STALL_S < times.RESPONSE_LEASE_S
+    assert times.RESPONSE_SWEEP_S < times.RESPONSE_LEASE_S < times.RESUME_WAIT_S
 
 
 def test_a_watcher_that_was_held_up_says_for_how_long() -> None:

@@ -227,6 +227,52 @@ class Version(Answered):
     version: str
 
 
+class WorkerShown(Answered):
+    worker_id: str
+    state: str
+    epoch: int
+    device: str
+    num_blocks: int
+    num_free_blocks: int
+    num_rows: int
+    steps_done: int
+    rss_bytes: int
+
+
+class ReportShown(Answered):
+    at_s: float
+    workers: list[WorkerShown]
+    totals: dict[str, int]
+
+
+class RequestShown(Answered):
+    id: str
+    model: str
+    ended_at: float
+    end: str
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    output_tokens: int
+    ttft_s: float | None
+    tpot_s: float | None
+    total_s: float
+    attempts: int
+    waits_s: dict[str, float]
+
+
+class StackAnswer(Answered):
+    """`report` is null while no engine core answers; `requests` are the caller's own, newest first."""
+
+    version: str
+    models: list[str]
+    problems: list[str]
+    phase: str
+    num_open: int
+    load: dict[str, Any]
+    report: ReportShown | None
+    requests: list[RequestShown]
+
+
 class LoadAnswer(Answered):
     server_load: int
     engine: dict[str, Any]

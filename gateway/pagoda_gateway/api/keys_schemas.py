@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from pagoda_gateway.api.answer_schemas import Answered
+from pagoda_gateway.api.batches_schemas import Number, Query
 from pagoda_gateway.api.body import Body
 
 MAX_LISTED = 100
@@ -65,11 +66,6 @@ class KeyList(Answered):
     has_more: bool
 
 
-def _number(value: Any) -> Any:
-    """Of a query, which has text only."""
-    return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 10 else value
-
-
 def _day(value: Any) -> Any:
     try:
         return date.fromisoformat(value) if isinstance(value, str) and len(value) == len("2026-01-31") else value
@@ -80,9 +76,8 @@ def _day(value: Any) -> Any:
 Day = Annotated[date, BeforeValidator(_day)]
 
 
-class KeysQuery(Body):
-    limit: Annotated[int, BeforeValidator(_number), Field(ge=1, le=MAX_LISTED)] = 20
-    after: str | None = None
+class KeysQuery(Query):
+    limit: Annotated[int, Number, Field(ge=1, le=MAX_LISTED)] = 20
     order: Literal["asc", "desc"] = "desc"
 
 

@@ -139,14 +139,19 @@ def _plain(kind: Any, parameter: Parameter) -> Any:
     return kind | None, Field(None, description=about)
 
 
+def with_plain_parameters(name: str, base: type[Body], *but: str) -> Any:
+    """A body that has a field for every plain parameter `but` some."""
+    kinds = get_type_hints(SamplingParams)
+    fields: dict[str, Any] = {each: _plain(kinds[each], PARAMETERS[each]) for each in PLAIN if each not in but}
+    return create_model(name, __base__=base, **fields)
+
+
 if TYPE_CHECKING:
 
     class PlainParameters(Formed):
         n: int | None
 else:
-    _KINDS = get_type_hints(SamplingParams)
-    _FIELDS = {name: _plain(_KINDS[name], PARAMETERS[name]) for name in PLAIN}
-    PlainParameters = create_model("PlainParameters", __base__=Formed, **_FIELDS)
+    PlainParameters = with_plain_parameters("PlainParameters", Formed)
 
 
 class Sampling(PlainParameters):

@@ -9,7 +9,7 @@ from pagoda_gateway.api.answer_schemas import ChatAnswer
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.api.schemas import ChatRequest, TokenizeRequest
-from pagoda_gateway.clients import NOBODY, Caller
+from pagoda_gateway.clients import NOBODY, Caller, salt_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
@@ -22,7 +22,6 @@ from pagoda_gateway.generation.requests import (
     named_as_in_body,
     new_job,
     new_record,
-    salt_of,
 )
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.conversation import Chat, turns_of
@@ -179,6 +178,6 @@ CHAT = Dialect(
     body=ChatRequest,
     answer=ChatAnswer,
     job=chat_job,
-    writer=ChatWriter,
+    writer=lambda ctx, run: ChatWriter(run),
     error=OPENAI_ERRORS,
 )

@@ -11,14 +11,14 @@ from pagoda_gateway.api.answer_schemas import CompletionAnswer
 from pagoda_gateway.api.encoding import encoded_columns
 from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.api.schemas import CompletionRequest
-from pagoda_gateway.clients import NOBODY, Caller
+from pagoda_gateway.clients import NOBODY, Caller, salt_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.prompts import Reader, at_most, text_of
-from pagoda_gateway.generation.requests import check_priority, check_products, new_job, new_record, salt_of
+from pagoda_gateway.generation.requests import check_priority, check_products, new_job, new_record
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
@@ -208,6 +208,6 @@ COMPLETIONS = Dialect(
     body=CompletionRequest,
     answer=CompletionAnswer,
     job=completion_job,
-    writer=CompletionWriter,
+    writer=lambda ctx, run: CompletionWriter(run),
     error=OPENAI_ERRORS,
 )

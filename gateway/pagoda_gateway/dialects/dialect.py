@@ -51,6 +51,6 @@ class Dialect(Generic[Body]):
     body: type[Body]
     answer: type[BaseModel]
     job: Callable[[GatewayContext, Body, Caller], Awaitable[Job]]
-    writer: Callable[[Run], Writer]
+    writer: Callable[[GatewayContext, Run], Writer]
     error: ErrorShape
     ping: bytes = PING

@@ -15,13 +15,13 @@ from pagoda_gateway.api.answer_schemas import MessagesAnswer
 from pagoda_gateway.api.encoding import encoded, event
 from pagoda_gateway.api.error_body import ANTHROPIC_ERRORS
 from pagoda_gateway.api.messages_schemas import CountTokensRequest, MessagesRequest
-from pagoda_gateway.clients import NOBODY, Caller
+from pagoda_gateway.clients import NOBODY, Caller, salt_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.messages_turns import chat_of
 from pagoda_gateway.generation.job import Job, Shown
 from pagoda_gateway.generation.prompts import Reader, work_size
-from pagoda_gateway.generation.requests import named_as_in_body, new_job, new_record, salt_of
+from pagoda_gateway.generation.requests import named_as_in_body, new_job, new_record
 from pagoda_gateway.generation.run import Run
 from pagoda_gateway.generation.updates import Update
 from pagoda_gateway.text.events import CallArguments, CallBegun, Event, Finish, Text
@@ -183,7 +183,7 @@ MESSAGES = Dialect(
     body=MessagesRequest,
     answer=MessagesAnswer,
     job=message_job,
-    writer=MessagesWriter,
+    writer=lambda ctx, run: MessagesWriter(run),
     error=ANTHROPIC_ERRORS,
     ping=_event({"type": "ping"}),
 )

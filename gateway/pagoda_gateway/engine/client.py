@@ -17,6 +17,8 @@ import msgspec
 
 from pagoda_gateway.engine.model_view import EngineProgress, ModelView, protocol_problem
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
+from pagoda_gateway.engine.recent import RecentRequests
+from pagoda_gateway.engine.report import EngineReport, Reports
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.request_pool import RequestPool
 from pagoda_gateway.engine.session import EngineAddress, Session, SessionEnded
@@ -53,8 +55,9 @@ class SessionClient:
         self.clock = LivedClock(self._waits.tick_s, time.monotonic)
         self._absence = Absence(self._waits, self.clock.now())
         self._progress = EngineProgress()
-        meter = RequestMeter(metrics, log_requests=log_requests)
-        self._pool = RequestPool(self.clock, self._waits, metrics, meter, self._absence.retry_after_s)
+        self._meter = RequestMeter(metrics, log_requests=log_requests)
+        self._pool = RequestPool(self.clock, self._waits, metrics, self._meter, self._absence.retry_after_s)
+        self._reports = Reports(self._ask_report)
         self._session: Session | None = None
         self._load = _NO_ENGINE
         self._problem = NOT_CONNECTED
@@ -79,6 +82,17 @@ class SessionClient:
     @property
     def num_open(self) -> int:
         return self._pool.num_open
+
+    @property
+    def recent(self) -> RecentRequests:
+        return self._meter.recent
+
+    async def report(self) -> EngineReport | None:
+        """What the engine core says of its workers, at most `REPORT_AGE_S` old; None where none answers."""
+        return await self._reports.latest()
+
+    async def _ask_report(self) -> EngineReport | None:
+        return None if self._session is None else await self._session.report()
 
     @property
     def last_progress_at(self) -> float:

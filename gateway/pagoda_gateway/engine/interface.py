@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from pagoda_gateway.engine.recent import RecentRequests
+from pagoda_gateway.engine.report import EngineReport
 from pagoda_proto.records import Delta, Load, RequestRecord
 
 
@@ -31,6 +33,15 @@ class EngineClient(Protocol):
     @property
     def load(self) -> Load:
         """The engine core's latest report; its limits are 0 until a worker has registered."""
+        ...
+
+    @property
+    def recent(self) -> RecentRequests:
+        """Requests of users that have ended here."""
+        ...
+
+    async def report(self) -> EngineReport | None:
+        """Its workers, and what it has counted; None where it does not answer."""
         ...
 
     async def submit(self, record: RequestRecord) -> Generation:

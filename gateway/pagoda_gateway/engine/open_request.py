@@ -12,7 +12,17 @@ from enum import Enum
 
 from pagoda_proto.deltas import WaitingDeltas
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Begun, Delta, FinishReason, PriorOutput, RequestRecord, Resume, Tokens, Usage
+from pagoda_proto.records import (
+    Begun,
+    Delta,
+    FinishReason,
+    LedgerEntry,
+    PriorOutput,
+    RequestRecord,
+    Resume,
+    Tokens,
+    Usage,
+)
 
 
 class Taken(Enum):
@@ -50,7 +60,8 @@ _GRAVEST = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LENGTH, FinishR
 class OpenRequest:
     """Single owner: the pool that carries it. `ended` is set once; nothing is accepted afterwards.
 
-    `begun` is under what its first token was made, None before.
+    `begun` is under what its first token was made, None before. `ledger` is what the engine core said of its time at
+    the end of the last attempt.
     """
 
     def __init__(self, record: RequestRecord) -> None:
@@ -60,6 +71,7 @@ class OpenRequest:
         self.error: PagodaError | None = None
         self.error_code: ErrorCode | None = None  # of the last choice that failed
         self.begun: Begun | None = None
+        self.ledger: list[LedgerEntry] = []
         self._usage: Usage | None = None  # as the engine core told it
         self._choices = [_Choice() for _ in range(record.task.params.n)]
         self._pending = WaitingDeltas()
@@ -136,6 +148,7 @@ class OpenRequest:
         self.error_code = delta.error_code or self.error_code
         self.begun = self.begun or delta.result.begun
         self._usage = delta.usage
+        self.ledger = delta.ledger or []
         self.ended = delta.ends_request
         if delta.finish_reason is FinishReason.ERROR or (self._failed and delta.ends_request):
             self._failed.append(delta)

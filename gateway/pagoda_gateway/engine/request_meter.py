@@ -6,8 +6,11 @@ A line holds ids and numbers, never a word of what was asked or answered.
 from __future__ import annotations
 
 import logging
+import time
 
+from pagoda_gateway.clients import tenant_of
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
+from pagoda_gateway.engine.recent import EndedRequest, RecentRequests
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Delta, FinishReason
@@ -19,6 +22,7 @@ class RequestMeter:
     """`now` is the monotonic clock that a client's own watch agrees with."""
 
     def __init__(self, metrics: GatewayMetrics, *, log_requests: bool) -> None:
+        self.recent = RecentRequests()
         self._metrics = metrics
         self._log_requests = log_requests
 
@@ -40,29 +44,46 @@ class RequestMeter:
             return
         request = generation.request
         begun = request.num_output_tokens > 0
-        seconds = now - generation.times.submitted_at
-        self._metrics.ended(request.outcome, request.usage() if begun else None, seconds)
+        ended = self._summary(generation, now - generation.times.submitted_at)
+        self._metrics.ended(request.outcome, request.usage() if begun else None, ended.total_s)
+        self.recent.add(tenant_of(request.record.cache_salt), ended)
         if self._log_requests:
-            logger.info("%s", self._line(generation, seconds))
+            logger.info("%s", _line(ended))
 
-    def _line(self, generation: PooledGeneration, seconds: float) -> str:
+    def _summary(self, generation: PooledGeneration, total_s: float) -> EndedRequest:
         request, times = generation.request, generation.times
         usage = request.usage()
         failed = request.outcome is FinishReason.ERROR
-        end = f"error:{request.error_code or ErrorCode.INTERNAL}" if failed else request.outcome
-        fields = {
-            "id": request.record.request_id,
-            "model": f'"{self._metrics.model_name}"',
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_prompt_tokens,
-            "output_tokens": usage.output_tokens,
-            "ttft_ms": _ms(times.ttft_s),
-            "tpot_ms": _ms(times.tpot_s(usage.output_tokens)),
-            "total_ms": _ms(seconds),
-            "attempts": request.attempt + 1,
-            "end": end,
-        }
-        return " ".join(["request", *(f"{name}={value}" for name, value in fields.items())])
+        return EndedRequest(
+            id=request.record.request_id,
+            model=self._metrics.model_name,
+            ended_at=time.time(),
+            end=f"error:{request.error_code or ErrorCode.INTERNAL}" if failed else request.outcome.value,
+            prompt_tokens=usage.prompt_tokens,
+            cached_prompt_tokens=usage.cached_prompt_tokens,
+            output_tokens=usage.output_tokens,
+            ttft_s=times.ttft_s,
+            tpot_s=times.tpot_s(usage.output_tokens),
+            total_s=total_s,
+            attempts=request.attempt + 1,
+            waits_s={entry.cause: entry.seconds for entry in request.ledger},
+        )
+
+
+def _line(ended: EndedRequest) -> str:
+    fields = {
+        "id": ended.id,
+        "model": f'"{ended.model}"',
+        "prompt_tokens": ended.prompt_tokens,
+        "cached_tokens": ended.cached_prompt_tokens,
+        "output_tokens": ended.output_tokens,
+        "ttft_ms": _ms(ended.ttft_s),
+        "tpot_ms": _ms(ended.tpot_s),
+        "total_ms": _ms(ended.total_s),
+        "attempts": ended.attempts,
+        "end": ended.end,
+    }
+    return " ".join(["request", *(f"{name}={value}" for name, value in fields.items())])
 
 
 def _ms(seconds: float | None) -> str:

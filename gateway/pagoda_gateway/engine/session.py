@@ -14,6 +14,8 @@ from typing import NoReturn, TypeAlias
 
 import grpc
 
+from pagoda_gateway.engine.admin import ask_report
+from pagoda_gateway.engine.report import EngineReport
 from pagoda_proto.addresses import check_host_port
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import EngineStub
@@ -68,6 +70,7 @@ class Session:
         self._silent_s = silent_s
         self._heard_at = clock.now()
         self._silent = asyncio.Event()
+        self._channel: grpc.aio.Channel | None = None
         self._outbox: asyncio.Queue[pb.ClientFrame] = asyncio.Queue()
 
     def send(self, frame: pb.ClientFrame) -> None:
@@ -78,6 +81,10 @@ class Session:
         if self._clock.now() - self._heard_at >= self._silent_s:
             self._silent.set()
 
+    async def report(self) -> EngineReport | None:
+        """Asked beside the stream, on its connection; None without one."""
+        return None if self._channel is None else await ask_report(self._channel)
+
     async def run(self, on_frame: Callable[[pb.ServerFrame], None]) -> NoReturn:
         """Hand every frame over until the stream ends, breaks, is refused or silent.
 
@@ -85,12 +92,14 @@ class Session:
             SessionEnded: always, in the end.
         """
         async with self._address.channel() as channel:
+            self._channel = channel
             call = EngineStub(channel).Session(metadata=METADATA)  # type: ignore[no-untyped-call]
             parts = (self._read(call, on_frame), self._write(call), self._watch())
             tasks = [asyncio.create_task(part, name="engine-session-part") for part in parts]
             try:
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             finally:
+                self._channel = None
                 for task in tasks:
                     task.cancel()
                 call.cancel()

@@ -5,6 +5,8 @@ It is written once, and can be stored: plain values all the way down.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from pagoda_proto.records import RequestRecord
@@ -39,13 +41,20 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """`created` in Unix seconds; `model` is the served name; a record per prompt, alike but for prompt, id and seed."""
+    """`created` in Unix seconds; `model` is the served name; a record per prompt, alike but for prompt, id and seed.
+
+    `owner` is the tenant who asked. `head` is what the answer says of what was asked, and `items` what the conversation
+    is to be kept as, in dialects that have such.
+    """
 
     id: str
     created: int
     model: str
     records: tuple[RequestRecord, ...]
     shown: Shown = Shown()
+    owner: str = ""
+    head: dict[str, Any] = {}
+    items: bytes = b""
 
     @property
     def num_prompt_tokens(self) -> int:

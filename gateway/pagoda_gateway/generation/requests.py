@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from pagoda_gateway.catalogue import ServedModel
-from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.generation.job import Job, Shown
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
@@ -46,14 +45,12 @@ def check_products(
 
 
 def held_bytes(job: Job) -> int:
-    """What the grammar of a job takes, and its prompt log-probabilities while they are gathered and written."""
+    """What is kept of a job while it runs: its grammar, its conversation, and its prompt log-probabilities while they
+    are gathered and written."""
     params = job.records[0].task.params
     top = params.prompt_logprobs
-    return (
-        len(params.grammar)
-        if top is None
-        else len(params.grammar) + job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
-    )
+    told = 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
+    return len(params.grammar) + len(job.items) + told
 
 
 def new_record(
@@ -72,11 +69,6 @@ def new_record(
         cache_salt=cache_salt,
         priority=priority,
     )
-
-
-def salt_of(caller: Caller, asked: str | None) -> str:
-    """A tenant's own salts are told apart from equal ones of others."""
-    return f"{caller.tenant}.{asked or ''}" if caller.tenant else asked or ""
 
 
 def new_job(prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown) -> Job:

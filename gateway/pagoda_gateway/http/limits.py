@@ -2,7 +2,8 @@
 
 Pure ASGI, around the whole app. Who asks, and whether they may ask this and now, is known first, from the head; then a
 request's body is read here, counted while it streams, under one deadline. Routes get it whole, and in `scope["state"]`
-the `caller`.
+the `caller`. A path of uploads gets its body as it comes, counted likewise, under a deadline that moves on with what
+comes.
 
 What concerns bytes before a request exists (headers, connections, slow readers) is in `protocol`, which
 leaves its verdict in `scope["state"]["refusal"]` so that responses stay in order.
@@ -14,6 +15,7 @@ import asyncio
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -29,6 +31,8 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024 * 1024
+LEAST_BYTES_PER_S = 64 * 1024  # of an upload, on the whole
+NO_UPLOADS: Mapping[str, int] = {}
 _NOT_NORMAL = re.compile(rb"//|\\|(^|/)\.{1,2}(/|$)|%(2f|5c|2e|00)|[^\x21-\x7e]", re.IGNORECASE)
 
 
@@ -40,9 +44,17 @@ def refusal(error: PagodaError, scope: Scope) -> tuple[int, list[tuple[bytes, by
 
 class LimitsMiddleware:
     def __init__(
-        self, app: ASGIApp, config: GatewayConfig, memory: MemoryBudget, identify: Identify, quotas: Quotas
+        self,
+        app: ASGIApp,
+        config: GatewayConfig,
+        memory: MemoryBudget,
+        identify: Identify,
+        quotas: Quotas,
+        uploads: Mapping[str, int] = NO_UPLOADS,
     ) -> None:
+        """`uploads`: paths whose POST bodies are not gathered here, with the most bytes of each."""
         self._app = app
+        self._uploads = uploads
         self._config = config
         self._memory = memory
         self._identify = identify
@@ -79,18 +91,22 @@ class LimitsMiddleware:
     async def _serve_within(self, quota: Quota, scope: Scope, receive: Receive, send: Send) -> None:
         caller: Caller = scope["state"]["caller"]
         upload = Upload(receive, self._rate, caller.key, time.monotonic)
+        limit = self._uploads.get(scope["path"]) if scope.get("method") == "POST" else None
         with ExitStack() as request:
             try:
-                self._check_head(scope)
+                self._check_head(scope, limit or self._config.max_body_bytes)
                 caller.grant.check_path(scope["path"])
                 self._check_client(caller.key)
                 request.enter_context(quota.request())
             except PagodaError as error:
                 await _refuse(error, scope, upload, send)
                 return
-            await self._serve(scope, upload, receive, send)
+            if limit is None:
+                await self._serve_whole(scope, upload, receive, send)
+            else:
+                await self._serve_upload(scope, upload, receive, send, limit)
 
-    async def _serve(self, scope: Scope, upload: Upload, receive: Receive, send: Send) -> None:
+    async def _serve_whole(self, scope: Scope, upload: Upload, receive: Receive, send: Send) -> None:
         holding: Holding = scope["state"]["memory"]
         try:
             body = await self._read_body(upload, holding)
@@ -104,12 +120,29 @@ class LimitsMiddleware:
             del body
             await self._app(scope, replay, send)
 
+    async def _serve_upload(self, scope: Scope, upload: Upload, receive: Receive, send: Send, limit: int) -> None:
+        """What the app leaves of the body unread is read on a little before its answer ends: see `_refuse`."""
+        body = StreamedBody(upload, receive, limit, self._config.body_timeout_s)
+
+        async def patient_send(message: Message) -> None:
+            if body.complete:
+                await send(message)
+            elif message["type"] == "http.response.start":
+                await send({**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]})
+            else:
+                await send({**message, "more_body": True})
+                if not message.get("more_body", False):
+                    await _linger(upload)
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self._app(scope, body.receive, patient_send)
+
     def _check_client(self, client: str) -> None:
         limit = self._config.max_connections_per_client
         if self._open_by_client[client] > limit:
             raise PagodaError(ErrorCode.OVERLOADED, f"one address may have {limit} requests open at once")
 
-    def _check_head(self, scope: Scope) -> None:
+    def _check_head(self, scope: Scope, max_body_bytes: int) -> None:
         """Raises PagodaError by what the head alone tells."""
         found: PagodaError | None = scope.get("state", {}).get("refusal")
         if found is not None:
@@ -121,12 +154,8 @@ class LimitsMiddleware:
         for name, value in headers:
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise PagodaError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "compressed request bodies are not accepted")
-            if name == b"content-length" and value.isdigit() and int(value) > self._config.max_body_bytes:
-                raise self._too_large()
-
-    def _too_large(self) -> PagodaError:
-        limit = self._config.max_body_bytes
-        return PagodaError(ErrorCode.REQUEST_TOO_LARGE, f"the request body must be at most {limit} bytes")
+            if name == b"content-length" and value.isdigit() and int(value) > max_body_bytes:
+                raise _too_large(max_body_bytes)
 
     async def _read_body(self, upload: Upload, holding: Holding) -> bytes | None:
         """The whole body, or None when the client went away meanwhile. What it was made to wait is not its time."""
@@ -141,7 +170,7 @@ class LimitsMiddleware:
                         return None
                     chunks.append(message.get("body", b""))
                     if upload.num_bytes > self._config.max_body_bytes:
-                        raise self._too_large()
+                        raise _too_large(self._config.max_body_bytes)
                     holding.grow_to(upload.num_bytes)
                     if not message.get("more_body", False):
                         return b"".join(chunks)
@@ -149,8 +178,44 @@ class LimitsMiddleware:
                     deadline.reschedule(deadline_at)
                     await asyncio.sleep(upload.owed_s)
         except TimeoutError:
-            why = f"the request body was not complete after {limit_s:g} s"
-            raise PagodaError(ErrorCode.REQUEST_TIMEOUT, why) from None
+            raise _too_slow(f"was not complete after {limit_s:g} s") from None
+
+
+class StreamedBody:
+    """An upload's body as its route receives it. It may take `timeout_s`, and longer the more of it has come."""
+
+    def __init__(self, upload: Upload, receive: Receive, max_bytes: int, timeout_s: float) -> None:
+        self.complete = False
+        self._upload = upload
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._deadline_at = asyncio.get_running_loop().time() + timeout_s
+
+    async def receive(self) -> Message:
+        """Raises PagodaError for what is too much or too slow."""
+        if self.complete:
+            return await self._receive()
+        await asyncio.sleep(self._upload.owed_s)
+        self._deadline_at += self._upload.owed_s
+        before = self._upload.num_bytes
+        try:
+            async with asyncio.timeout_at(self._deadline_at):
+                message = await self._upload.next()
+        except TimeoutError:
+            raise _too_slow(f"came at less than {LEAST_BYTES_PER_S} bytes/s") from None
+        if self._upload.num_bytes > self._max_bytes:
+            raise _too_large(self._max_bytes)
+        self._deadline_at += (self._upload.num_bytes - before) / LEAST_BYTES_PER_S
+        self.complete = message["type"] == "http.disconnect" or not message.get("more_body", False)
+        return message
+
+
+def _too_large(max_bytes: int) -> PagodaError:
+    return PagodaError(ErrorCode.REQUEST_TOO_LARGE, f"the request body must be at most {max_bytes} bytes")
+
+
+def _too_slow(how: str) -> PagodaError:
+    return PagodaError(ErrorCode.REQUEST_TIMEOUT, f"the request body {how}")
 
 
 def _telling(quota: Quota, scope: Scope, send: Send) -> Send:

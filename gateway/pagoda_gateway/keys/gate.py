@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pagoda_gateway.keys.answers import Answers
-from pagoda_gateway.keys.api_key import NO_DIGEST, ApiKey, digest_of, id_of, is_digest_of
+from pagoda_gateway.keys.api_key import NO_DIGEST, ApiKey, digest_of, id_of, is_digest_of, is_id
 from pagoda_gateway.keys.grants import ANYBODY, RIGHTS, Grant, Limits, Role
 from pagoda_gateway.keys.register import KeyRegister
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -111,11 +111,26 @@ class Gate:
         is_it = is_digest_of(NO_DIGEST if key is None else key.digest, shown)
         if key is None or not is_it:
             raise PagodaError(ErrorCode.INVALID_API_KEY, "the API key is not one of this server's")
+        return self._holder(key)
+
+    def _holder(self, key: ApiKey) -> Holder:
         state = key.state(self._clock())
         if state != "active":
             raise PagodaError(ErrorCode.INVALID_API_KEY, f"the API key is {state}")
         limits = key.limits.or_else(self._defaults)
         return Holder(key.id, Grant(rights=RIGHTS[key.role], models=key.models, limits=limits))
+
+    async def grant_of(self, tenant: str) -> Grant:
+        """What a tenant's key allows now, for what was begun with it before. Raises PagodaError as `holder_of`."""
+        if not tenant:
+            return ANYBODY
+        of_options = [holder.grant for _, holder in self._options if holder.tenant == tenant]
+        if of_options:
+            return of_options[0]
+        key = await self._keys.of(tenant) if is_id(tenant) else None
+        if key is None:
+            raise PagodaError(ErrorCode.INVALID_API_KEY, "the API key that began this is not one of this server's now")
+        return self._holder(key).grant
 
     async def aclose(self) -> None:
         await self._keys.aclose()

@@ -67,12 +67,8 @@ class Quota:
         if limits.concurrent_requests and self._open >= limits.concurrent_requests:
             raise _refused(f"{limits.concurrent_requests} requests at once", CONCURRENT_RETRY_S)
 
-    def begin(self, run: object, num_prompt_tokens: int, num_output: Callable[[], int]) -> None:
-        """Count a run's prompt, and from now on its output; then `end` is called in any case.
-
-        Raises:
-            PagodaError: RATE_LIMITED, or REQUEST_TOO_LARGE for a prompt that the limit never has room for.
-        """
+    def check_prompt(self, num_prompt_tokens: int) -> None:
+        """Raises PagodaError RATE_LIMITED, or REQUEST_TOO_LARGE for a prompt that the limit never has room for."""
         if self._tokens is None:
             return
         self._take_output()
@@ -82,8 +78,12 @@ class Quota:
             raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, why)
         if wait_s := self._tokens.wait_s(num_prompt_tokens, now):
             raise _refused(f"{limit} tokens a minute, and the prompt has {num_prompt_tokens}", wait_s)
-        self._tokens.take(num_prompt_tokens, now)
-        self._growing[run] = num_output, 0
+
+    def begin(self, run: object, num_prompt_tokens: int, num_output: Callable[[], int]) -> None:
+        """Count a run's prompt, and from now on its output; then `end` is called in any case."""
+        if self._tokens is not None:
+            self._tokens.take(num_prompt_tokens, self._now())
+            self._growing[run] = num_output, 0
 
     def end(self, run: object, give_back: int = 0) -> None:
         """`give_back` of a prompt that nobody computed."""
@@ -129,6 +129,10 @@ class Quotas:
             if limits != NO_LIMITS:
                 self._keep(tenant, found)
         return found
+
+    def known(self, tenant: str) -> Quota:
+        """Of a tenant whose limits nobody tells; without any, where it has not asked here lately."""
+        return self._by_tenant.get(tenant) or Quota(NO_LIMITS, self._now)
 
     def _keep(self, tenant: str, quota: Quota) -> None:
         if len(self._by_tenant) >= self._most:

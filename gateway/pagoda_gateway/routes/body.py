@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from fastapi import Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from pagoda_gateway.api import body as api
@@ -22,6 +22,7 @@ from pagoda_gateway.http.text_pool import INLINE_SIZE
 from pagoda_proto.errors import InvalidParams, Problem
 
 Body = TypeVar("Body", bound=api.Body)
+Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
 
 
@@ -47,7 +48,7 @@ async def read_body(ctx: GatewayContext, request: Request, schema: type[Body]) -
     return await (reading if len(data) <= INLINE_SIZE else while_connected(request, reading))
 
 
-def query_of(request: Request, schema: type[Body]) -> Body:
+def query_of(request: Request, schema: type[Model]) -> Model:
     """The request's query as `schema`. Raises InvalidParams naming what is unknown or wrong, or said twice."""
     items = request.query_params.multi_items()
     found: dict[str, Any] = dict(items)
@@ -81,13 +82,14 @@ def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
     config = ctx.config
     longest = [max(model.engine.load.max_model_len, model.text.max_model_len) for model in ctx.catalogue]
     most_ids = max(config.max_prompts, *longest)
-    for name, limit in (("messages", config.max_messages), ("tools", config.max_tools), ("prompt", most_ids)):
+    limits = {"messages": config.max_messages, "input": config.max_messages, "tools": config.max_tools}
+    for name, limit in (limits | {"prompt": most_ids}).items():
         value = body.get(name)
         if isinstance(value, list):
             at_most(name, len(value), limit)
 
 
-def parse_body(schema: type[Body], body: dict[str, Any]) -> Body:
+def parse_body(schema: type[Model], body: dict[str, Any]) -> Model:
     """Raises InvalidParams naming each field at fault."""
     try:
         return schema.model_validate(body)

@@ -43,35 +43,40 @@ def router(ctx: GatewayContext, dialects: Sequence[Dialect[Any]] = DIALECTS) -> 
 
 def _answering(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        caller = caller_of(request)
-        bodies = [await read_body(ctx, request, dialect.body)]
-
-        @asynccontextmanager
-        async def running() -> AsyncIterator[Writer]:
-            job = await dialect.job(ctx, bodies.pop(), caller)  # which is all that is left of the body
-            model = ctx.catalogue.find(job.model, caller)
-            hold_for(request, held_bytes(job), instead=True)
-            charge = ctx.charge_for(caller, job.model)
-
-            def on_end(usage: Usage, outcome: Outcome) -> None:
-                charge.end(usage)
-                logger.debug("%s for %s: %s, %s", job.id, caller.key, outcome, usage)
-
-            async with aclosing(Run(job, model.text, on_end)) as run:
-                charge.begin(run.usage)
-                with named_as_in_body({"grammar": job.shown.form_field}):
-                    await run.start(model.engine)
-                charge.taken()
-                yield dialect.writer(run)
-
-        async def events() -> AsyncGenerator[bytes, None]:
-            async with running() as writer:
-                async for data in writer.events():
-                    yield data
-
-        if bodies[0].stream:
-            return EventStream(events(), ctx.config.ping_interval_s, dialect.ping)
-        async with until_disconnect(request.receive), running() as writer:
-            return Response(await writer.whole(), media_type="application/json")
+        return await respond(ctx, dialect, request, [await read_body(ctx, request, dialect.body)])
 
     return answer
+
+
+async def respond(ctx: GatewayContext, dialect: Dialect[Any], request: Request, bodies: list[Any]) -> Response:
+    """The answer to the body in `bodies`, which is taken from there, so that nobody keeps it while its job runs."""
+    caller = caller_of(request)
+
+    @asynccontextmanager
+    async def running() -> AsyncIterator[Writer]:
+        job = await dialect.job(ctx, bodies.pop(), caller)  # which is all that is left of the body
+        model = ctx.catalogue.of_job(job.model)
+        hold_for(request, held_bytes(job), instead=True)
+        charge = ctx.charge_for(caller, job.model)
+        charge.check(job.num_prompt_tokens)
+
+        def on_end(usage: Usage, outcome: Outcome) -> None:
+            charge.end(usage)
+            logger.debug("%s for %s: %s, %s", job.id, caller.key, outcome, usage)
+
+        async with aclosing(Run(job, model.text, on_end)) as run:
+            charge.begin(run.usage)
+            with named_as_in_body({"grammar": job.shown.form_field}):
+                await run.start(model.engine)
+            charge.taken()
+            yield dialect.writer(ctx, run)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        async with running() as writer:
+            async for data in writer.events():
+                yield data
+
+    if bodies[0].stream:
+        return EventStream(events(), ctx.config.ping_interval_s, dialect.ping)
+    async with until_disconnect(request.receive), running() as writer:
+        return Response(await writer.whole(), media_type="application/json")

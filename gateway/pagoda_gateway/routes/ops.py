@@ -6,16 +6,17 @@ from functools import partial
 from importlib import metadata, resources
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from pagoda_gateway.api.answer_schemas import Live, LoadAnswer, Ready, Startup, Version
+from pagoda_gateway.api.answer_schemas import Live, LoadAnswer, Ready, StackAnswer, Startup, Version
 from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.routes.body import caller_of
 
 VERSION = metadata.version("pagoda-serve")
 DOCS_CSP = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; base-uri 'none'"
@@ -24,7 +25,7 @@ DOCS_CSP = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; co
 def router(ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> APIRouter:
     routes = APIRouter()
     _add_health(routes, health)
-    _add_reports(routes, ctx, metrics)
+    _add_reports(routes, ctx, health, metrics)
     _add_docs(routes)
     _add_heads(routes)
     return routes
@@ -54,7 +55,7 @@ def _add_health(routes: APIRouter, health: Health) -> None:
         return Response(status_code=503 if health.problems() else 200)
 
 
-def _add_reports(routes: APIRouter, ctx: GatewayContext, metrics: GatewayMetrics) -> None:
+def _add_reports(routes: APIRouter, ctx: GatewayContext, health: Health, metrics: GatewayMetrics) -> None:
     get = partial(endpoint, routes, tags=["operation"])
 
     @get("/version", "The version of this gateway", Version, unavailable=None)
@@ -64,6 +65,20 @@ def _add_reports(routes: APIRouter, ctx: GatewayContext, metrics: GatewayMetrics
     @get("/metrics", "Prometheus metrics of this gateway", None, unavailable=None)
     async def prometheus() -> Response:
         return Response(metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    @get("/stack", "Workers, load, and the caller's own last requests", StackAnswer, unavailable=None)
+    async def stack(request: Request) -> Response:
+        content = {
+            "version": VERSION,
+            "models": [model.name for model in ctx.catalogue],
+            "problems": health.problems(),
+            "phase": health.phase,
+            "num_open": metrics.num_open(),
+            "load": ctx.engine.load,
+            "report": await ctx.engine.report(),
+            "requests": ctx.engine.recent.of(caller_of(request).tenant),
+        }
+        return JSONResponse(msgspec.to_builtins(content), headers={"cache-control": "no-store"})
 
     @get("/load", "Open requests here, and the engine core's own report", LoadAnswer, unavailable=None)
     async def load() -> Response:

@@ -236,6 +236,23 @@ async def test_sec_23_what_means_something_to_a_database_is_no_key(world: World,
     assert (await ask(one, text)).tenant
 
 
+async def test_what_goes_on_without_its_caller_has_the_grant_of_its_key_for_as_long_as_that_is_good(
+    world: World,
+) -> None:
+    key, text = await world.register.create(NewKey(name="n", models=("a",)))
+    one = world.gate(client=OPTION)
+    for shown in (text, OPTION):
+        holder = await ask(one, shown)
+        assert await one.grant_of(holder.tenant) == holder.grant
+    assert await one.grant_of("") == NOBODY.grant
+    await world.register.revoke(key.id)
+    world.clock.now += times.KEY_FRESH_S
+    for tenant in (key.id, "key_0123456789abcdef", "0123456789abcdef", "x"):
+        with pytest.raises(PagodaError) as caught:
+            await one.grant_of(tenant)
+        assert caught.value.code is ErrorCode.INVALID_API_KEY
+
+
 async def test_a_record_that_cannot_be_read_opens_nothing(world: World) -> None:
     key, text = await world.register.create(NewKey(name="n"))
     await world.store.put(KEYS, key.id, b'{"id": "of another version"}')

@@ -75,7 +75,7 @@ def test_output_is_taken_as_it_grows_and_once() -> None:
     assert remaining(one) == {"tokens": 70}
     grown[0] = 50
     assert remaining(one) == remaining(one) == {"tokens": 20}
-    assert refused(lambda: one.begin("next", 21, lambda: 0)).retry_after_s == pytest.approx(60 / 100)
+    assert refused(lambda: one.check_prompt(21)).retry_after_s == pytest.approx(60 / 100)
     grown[0] = 140
     assert refused(lambda: visit(one)).retry_after_s == pytest.approx((70 + 1) * 60 / 100)
     grown[0] = 150
@@ -90,9 +90,10 @@ def test_output_is_taken_as_it_grows_and_once() -> None:
 
 def test_a_refused_request_costs_nothing_and_one_nobody_took_is_given_back() -> None:
     one = quota(Clock(), tokens_per_minute=100, requests_per_minute=5)
+    one.check_prompt(60)
     one.begin("a", 60, lambda: 0)
     for _ in range(3):
-        assert refused(lambda: one.begin("b", 50, lambda: 0)).code is ErrorCode.RATE_LIMITED
+        assert refused(lambda: one.check_prompt(50)).code is ErrorCode.RATE_LIMITED
     assert remaining(one) == {"requests": 5, "tokens": 40}
     one.end("b", give_back=50)
     assert remaining(one)["tokens"] == 40
@@ -101,7 +102,7 @@ def test_a_refused_request_costs_nothing_and_one_nobody_took_is_given_back() -> 
 
 
 def test_a_prompt_that_will_never_fit_is_not_worth_a_retry() -> None:
-    error = refused(lambda: quota(Clock(), tokens_per_minute=100).begin("a", 101, lambda: 0))
+    error = refused(lambda: quota(Clock(), tokens_per_minute=100).check_prompt(101))
     assert (error.code, error.status.retryable) == (ErrorCode.REQUEST_TOO_LARGE, False)
 
 
@@ -109,6 +110,7 @@ def test_a_key_without_limits_has_none() -> None:
     one = quota(Clock())
     for i in range(1000):
         visit(one)
+        one.check_prompt(10**9)
         one.begin(i, 10**9, lambda: 10**9)
     assert one.left() == []
 
@@ -132,4 +134,6 @@ def test_only_what_has_something_to_remember_is_kept() -> None:
         assert quotas.of("used", limits) is used
         assert len(quotas._by_tenant) < 10
         assert quotas.of("busy", limits)._open == 1
+    assert quotas.known("used") is used
+    assert quotas.known("never seen").left() == []
     assert quotas.of("free", NO_LIMITS) is not quotas.of("free", NO_LIMITS)

@@ -160,7 +160,7 @@ async def test_a_run_is_counted_once_when_it_was_taken_and_not_at_all_when_it_wa
     limits = Limits(tokens_per_minute=100).or_else(NO_LIMITS)
     quota = Quota(limits, clock)
     taken, refused = (Charge(quota, ledger, "a", "m") for _ in range(2))
-    taken.begin(lambda: ONE)
+    taken.begin(lambda: ONE)  # prompt and output
     refused.begin(lambda: Usage(prompt_tokens=20))
     assert [left.remaining for left in quota.left()] == [100 - 13 - 20]
     taken.taken()

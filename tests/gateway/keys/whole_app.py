@@ -13,6 +13,7 @@ from starlette.routing import Route
 from tests.gateway.fakes_engine import Gateway, Script, make_gateway
 
 from pagoda_gateway.app import create_app
+from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.health import Health
@@ -29,7 +30,8 @@ class App:
         self.gateway = gateway
         metrics = GatewayMetrics("m")
         health = Health(SessionClient(EngineAddress("unix:none"), metrics), metrics)
-        self.asgi: Any = create_app(gateway.context, health, metrics)
+        background = BackgroundResponses(gateway.context)
+        self.asgi: Any = create_app(gateway.context, health, metrics, background)
         self.admin = self.client(ADMIN)
 
     def client(self, key: str = "") -> httpx.AsyncClient:

@@ -17,6 +17,7 @@ from tests.gateway.http_fakes import Running, running_http, talk
 
 from pagoda_gateway.api.answer_schemas import MessagesErrorAnswer
 from pagoda_gateway.app import create_app
+from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.health import Health
@@ -47,8 +48,14 @@ def kind_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:
 async def serving(gateway: Gateway) -> AsyncIterator[Running]:
     metrics = GatewayMetrics("m")
     health = Health(SessionClient(EngineAddress("unix:none"), metrics), metrics)
-    async with running_http(create_app(gateway.context, health, metrics), gateway.context.config) as running:
-        yield running
+    background = BackgroundResponses(gateway.context)
+    background.start()
+    try:
+        app = create_app(gateway.context, health, metrics, background)
+        async with running_http(app, gateway.context.config) as running:
+            yield running
+    finally:
+        await background.aclose()
 
 
 @asynccontextmanager

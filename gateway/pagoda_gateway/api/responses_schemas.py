@@ -1,0 +1,264 @@
+"""The bodies of OpenAI's Responses API, under the same rule as those in `schemas`: a field means what it says, or is
+refused by name.
+
+What a response put out goes back as it came, so items of the output are items of the input, with their ids and states.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
+
+from pagoda_gateway.api.body import Body, Text
+from pagoda_gateway.api.forms import Form, ObjectFormat, TextFormat
+from pagoda_gateway.api.schemas import Label, MetadataKey, Salt, kind_of_content, with_plain_parameters
+from pagoda_proto import grammars
+from pagoda_proto.params import MAX_LOGPROBS
+
+MAX_INPUT_ITEMS = 20_000
+State = Literal["in_progress", "completed", "incomplete"] | None
+_TEXT_PARTS = ("input_text", "output_text", "refusal")
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+def _is_part(value: Any) -> Any:
+    """Other parts are refused in one sentence, whatever else is in them."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in _TEXT_PARTS:
+        raise ValueError(f"is a part of type {kind[:64]!a}; this model takes text: {', '.join(_TEXT_PARTS)}")
+    return value
+
+
+class InputText(Body):
+    type: Literal["input_text"]
+    text: Text
+    prompt_cache_breakpoint: None = None
+
+
+class OutputText(Body):
+    """Its log-probabilities may come back with it; they say nothing that the text does not."""
+
+    type: Literal["output_text"]
+    text: Text
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[dict[str, Any]] | None = None
+
+
+class Refusal(Body):
+    type: Literal["refusal"]
+    refusal: Text
+
+
+Part = Annotated[
+    Annotated[InputText | OutputText | Refusal, Field(discriminator="type")],
+    BeforeValidator(_is_part),
+]
+Parts = Annotated[list[Part], Field(fail_fast=True)]
+Content = Annotated[Annotated[Text, Tag("text")] | Annotated[Parts, Tag("parts")], Discriminator(kind_of_content)]
+
+
+class MessageItem(Body):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: Label | None = None
+    status: State = None
+    phase: Label | None = Field(None, description="taken back; all text of a turn is shown to the model alike")
+
+
+class FunctionCallItem(Body):
+    type: Literal["function_call"]
+    call_id: Label
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: Text = Field(description="a JSON object, as text")
+    id: Label | None = None
+    status: State = None
+    namespace: None = None
+    caller: None = None
+
+
+class FunctionOutputItem(Body):
+    type: Literal["function_call_output"]
+    call_id: Label
+    output: Content
+    id: Label | None = None
+    status: State = None
+    caller: None = None
+
+
+class SummaryPart(Body):
+    type: Literal["summary_text"]
+    text: Text
+
+
+class ReasoningPart(Body):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class ReasoningItem(Body):
+    """Shown as the chat template shows what a model thought."""
+
+    type: Literal["reasoning"]
+    id: Label | None = None
+    summary: Annotated[list[SummaryPart], Field(fail_fast=True)] = Field(default_factory=list)
+    content: Annotated[list[ReasoningPart], Field(fail_fast=True)] | None = None
+    encrypted_content: None = None
+    status: State = None
+
+
+def _kind_of_item(value: Any) -> str:
+    """Messages may come without their type. A tag is no key of an item, for the sake of paths in messages."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return f"a {kind} item" if isinstance(kind, str) else "a message item"
+
+
+def _is_item(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind not in _ITEMS:
+        raise ValueError(f"is an item of type {kind[:64]!a}; supported here: {', '.join(_ITEMS)}")
+    return value
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("a message item")]
+    | Annotated[FunctionCallItem, Tag("a function_call item")]
+    | Annotated[FunctionOutputItem, Tag("a function_call_output item")]
+    | Annotated[ReasoningItem, Tag("a reasoning item")],
+    Discriminator(_kind_of_item),
+    BeforeValidator(_is_item),
+]
+Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_INPUT_ITEMS)]
+
+
+_ITEM_LIST = TypeAdapter[list[Any]](Items)
+
+
+def read_items(kept: list[dict[str, Any]]) -> list[Item]:
+    """Of what `Item`s were written as."""
+    return _ITEM_LIST.validate_python(kept)
+
+
+class SchemaFormat(Body):
+    """`strict` or not, the output is held to the schema."""
+
+    type: Literal["json_schema"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Body):
+    format: Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Label | None = Field(None, description="for chat templates that read it")
+
+
+class ReasoningOptions(Body):
+    effort: Label | None = Field(None, description="for chat templates that read it")
+    summary: Literal["auto"] | None = Field(None, description="there is none: what a model thinks is shown whole")
+    generate_summary: None = None
+
+
+class StreamOptions(Body):
+    include_obfuscation: Literal[False] | None = None
+
+
+class FunctionTool(Body):
+    type: Literal["function"]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+def _is_function(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise ValueError(f"is a tool of type {kind[:64]!a}; only functions are supported here")
+    return value
+
+
+if TYPE_CHECKING:
+
+    class Plain(Body): ...
+else:
+    Plain = with_plain_parameters("Plain", Body, "n", "include_stop_str_in_output")
+
+
+class ResponsesRequest(Plain):
+    """POST /v1/responses."""
+
+    model: str | None = Field(None, max_length=512, description="served model name; the only model if absent")
+    input: Annotated[Annotated[Text, Tag("text")] | Annotated[Items, Tag("parts")], Discriminator(kind_of_content)]
+    instructions: Text | None = None
+    previous_response_id: Label | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: bool | None = Field(None, description="kept for later unless false; background needs it")
+    background: bool | None = None
+    metadata: Annotated[dict[MetadataKey, Label], Field(max_length=16)] | None = None
+    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_is_function)]], Field(fail_fast=True)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncation: Literal["disabled"] | None = None
+    user: Label | None = Field(None, description="informational")
+    safety_identifier: Label | None = Field(None, description="informational")
+    prompt_cache_key: Label | None = Field(None, description="informational; see cache_salt")
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(0, description="lower runs earlier, if at all")
+    cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    access_programs: None = None
+    background_options: None = None
+    context_management: None = None
+    conversation: None = None
+    image: None = None
+    max_tool_calls: None = None
+    moderation: None = None
+    prompt: None = None
+    prompt_cache_options: None = None
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ResponsesRequest:
+        if self.input == []:
+            raise ValueError("input must have at least one item")
+        if self.background and self.store is False:
+            raise ValueError("background needs store: nobody waits for the answer")
+        if self.tool_choice == "auto" and not self.tools:
+            raise ValueError("tool_choice needs tools")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        if self.top_logprobs and not self.with_logprobs:
+            raise ValueError("top_logprobs needs include: ['message.output_text.logprobs']")
+        if self.form.grammar and self.tools_in_use:
+            raise ValueError("text.format leaves no room for tools; give one of them, or tool_choice none")
+        return self
+
+    @property
+    def with_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
+
+    @property
+    def tools_in_use(self) -> list[FunctionTool]:
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def form(self) -> Form:
+        match self.text and self.text.format:
+            case ObjectFormat():
+                return Form("text.format", grammars.json_object())
+            case SchemaFormat(schema_=schema):
+                return Form("text.format", grammars.json_schema(schema))
+        return Form("", "")

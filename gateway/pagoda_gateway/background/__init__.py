@@ -1,0 +1,1 @@
+"""Responses that run though nobody waits: begun by one gateway, gone on with by any."""

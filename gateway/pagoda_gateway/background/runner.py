@@ -1,0 +1,279 @@
+"""A response in the background is in the store from its beginning; whichever gateway has the claim runs it.
+
+Its tokens follow from its record, so a gateway that goes on with it generates it again, and tells only what is not in
+the store yet. Nothing rests on the claim but work done twice: events are appended at the index that the writer knows,
+and the end is written to the version that it read, so of two gateways that both run it one is told so, and stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+
+import msgspec
+
+from pagoda_gateway.api.encoding import encoded, event
+from pagoda_gateway.background.live import LiveEvents
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects.responses import kept_by, telling_of, told
+from pagoda_gateway.dialects.responses_events import AlreadyTold, Told
+from pagoda_gateway.engine.interface import EngineClient
+from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.requests import held_bytes
+from pagoda_gateway.generation.run import Outcome, Run
+from pagoda_gateway.http.memory import Holding
+from pagoda_gateway.keys.charge import Charge
+from pagoda_gateway.store.interface import Conflict
+from pagoda_proto import times
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import Usage
+
+logger = logging.getLogger(__name__)
+BYTES_PER_TOKEN = 16  # of a prompt, as Python keeps it
+
+
+class _Running:
+    """One response that runs here."""
+
+    def __init__(self, job: Job, known: AlreadyTold, holding: Holding, charge: Charge) -> None:
+        self.job = job
+        self.charge = charge
+        self.live = LiveEvents(known.num_events)
+        self.telling = telling_of(job, known)
+        self.holding = holding
+        self.wrote_at = time.monotonic()
+        self.unsure = False  # whether all that was written last is in the store
+        self.cancelled = False
+        self.task: asyncio.Task[None] | None = None
+        self.usage = Usage()
+
+
+class BackgroundResponses:
+    """`start` it, and `aclose` it before the engine client: what runs then is left to the next gateway."""
+
+    def __init__(self, ctx: GatewayContext) -> None:
+        self._ctx = ctx
+        self._kept = kept_by(ctx)
+        self._holder = secrets.token_hex(8)
+        self._running: dict[str, _Running] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._sweeper = asyncio.create_task(self._sweep(), name="background-responses")
+
+    async def aclose(self) -> None:
+        tasks = [one.task for one in self._running.values() if one.task is not None]
+        for task in filter(None, [self._sweeper, *tasks]):
+            task.cancel()
+        await asyncio.gather(*filter(None, [self._sweeper, *tasks]), return_exceptions=True)
+
+    async def begin(self, job: Job) -> bytes:
+        """The response as it is when it begins.
+
+        Raises:
+            PagodaError: OVERLOADED where too many run, UNAVAILABLE where it cannot be kept.
+        """
+        if len(self._running) >= self._ctx.config.max_background_responses:
+            message = f"{len(self._running)} responses run in the background here, and no more are allowed"
+            raise PagodaError(ErrorCode.OVERLOADED, message, retry_after_s=times.RESPONSE_SWEEP_S)
+        items, job = job.items, msgspec.structs.replace(job, items=b"")
+        running = self._add(job, AlreadyTold())
+        try:
+            await self._kept.claim(job.id, self._holder, times.RESPONSE_LEASE_S)
+            await self._kept.begin(job.id, job.owner, items, msgspec.json.encode(job), streamed=job.shown.stream)
+        except BaseException:
+            self._forget(running)
+            raise
+        response = encoded(running.telling.response | {"status": "queued"})
+        self._run(running)
+        return response
+
+    def snapshot(self, name: str) -> bytes | None:
+        """The response as it is now, if it runs here."""
+        running = self._running.get(name)
+        return None if running is None else encoded(running.telling.response)
+
+    async def cancelled(self, name: str) -> None:
+        """It is marked in the store; where it runs here, it ends now."""
+        running = self._running.get(name)
+        if running is not None and running.task is not None:
+            running.cancelled = True
+            running.task.cancel()
+            await asyncio.wait([running.task])
+
+    async def follow(self, name: str, owner: str, start: int) -> AsyncGenerator[bytes, None]:
+        """Events from number `start` on, as they come, to the last. Raises PagodaError."""
+        while True:
+            live = running.live if (running := self._running.get(name)) is not None else None
+            if live is not None and start >= live.begin:
+                async for one in live.read(start):
+                    start += 1
+                    yield one
+                if live.over and start == live.end:
+                    return
+            _, kept = await self._kept.find(name, owner)
+            count = start
+            async for one in self._kept.events(name, start):
+                start += 1
+                yield one
+            if start > count:
+                continue
+            if kept.ended:
+                return
+            await asyncio.sleep(times.RESPONSE_POLL_S)
+
+    def _add(self, job: Job, known: AlreadyTold) -> _Running:
+        """Raises PagodaError OVERLOADED."""
+        holding = self._ctx.memory.holding(f"background {job.owner}")
+        holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
+        running = self._running[job.id] = _Running(
+            job, known, holding, self._ctx.charge_for_owner(job.owner, job.model)
+        )
+        return running
+
+    def _forget(self, running: _Running) -> None:
+        running.holding.release()
+        del self._running[running.job.id]
+
+    def _run(self, running: _Running) -> None:
+        running.task = asyncio.create_task(self._to_its_end(running), name=running.job.id)
+
+    async def _sweep(self) -> None:
+        """Go on with what others have left."""
+        while True:
+            try:
+                async for name, owner in self._kept.unfinished():
+                    await self._take_over(name, owner)
+            except PagodaError as error:
+                logger.debug("unfinished responses are not known: %s", error)
+            await asyncio.sleep(times.RESPONSE_SWEEP_S)
+
+    async def _take_over(self, name: str, owner: str) -> None:
+        room = len(self._running) < self._ctx.config.max_background_responses
+        if name in self._running or not room:
+            return
+        if not await self._kept.claim(name, self._holder, times.RESPONSE_LEASE_S):
+            return
+        data = await self._kept.job(name)
+        if not data:
+            await self._kept.forget(name)
+            return
+        known = AlreadyTold()
+        async for one in self._kept.events(name):
+            known.add(msgspec.json.decode(one.split(b"data: ", 1)[1]))
+        logger.info("going on with %s, of which %d events are told", name, known.num_events)
+        self._run(self._add(msgspec.json.decode(data, type=Job), known))
+
+    async def _to_its_end(self, running: _Running) -> None:
+        name = running.job.id
+        keeping = asyncio.create_task(self._keep_claim(running), name=f"claim of {name}")
+        try:
+            await self._end(running, await self._generated(running))
+        except Conflict:
+            logger.info("%s is gone on with elsewhere, or deleted", name)
+        finally:
+            keeping.cancel()
+            running.live.close()
+            self._forget(running)
+            with contextlib.suppress(PagodaError):
+                await self._kept.release(name, self._holder)
+
+    async def _keep_claim(self, running: _Running) -> None:
+        """Stop it where another gateway has it or somebody wants it to end. A store that is gone stops nothing."""
+        job, task = running.job, running.task
+        while task is not None:
+            await asyncio.sleep(times.RESPONSE_LEASE_S / 3)
+            with contextlib.suppress(PagodaError):
+                mine = await self._kept.claim(job.id, self._holder, times.RESPONSE_LEASE_S)
+                _, kept = await self._kept.find(job.id, job.owner)
+                running.cancelled = running.cancelled or kept.cancelled
+                if not mine or kept.cancelled:
+                    task.cancel()
+
+    async def _generated(self, running: _Running) -> Iterator[Told]:
+        """Generate it, and give its last event. Raises Conflict."""
+        job, telling = running.job, running.telling
+        model, charge = self._ctx.catalogue.of_job(job.model), running.charge
+
+        def on_end(usage: Usage, outcome: Outcome) -> None:
+            running.usage = usage
+            charge.release(usage)
+
+        run = Run(job, model.text, on_end)
+        try:
+            async with aclosing(run):
+                charge.begin(run.usage)
+                await self._started(run, model.engine)
+                charge.taken()
+                async with aclosing(told(run, telling)) as events:
+                    async for said in events:
+                        self._show(running, said)
+                        await self._write(running)
+            return telling.finish(run.usage(), int(time.time()))
+        except PagodaError as error:
+            return telling.fail(error, run.usage())
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not running.cancelled or task is None:
+                raise
+            task.uncancel()
+            return telling.cancel(run.usage())
+
+    @staticmethod
+    async def _started(run: Run, engine: EngineClient) -> None:
+        """Nobody waits, so it may wait itself. Raises PagodaError."""
+        while True:
+            try:
+                await run.start(engine)
+            except PagodaError as error:
+                if error.code is not ErrorCode.OVERLOADED:
+                    raise
+                await asyncio.sleep(error.retry_after_s or times.RESPONSE_SWEEP_S)
+            else:
+                return
+
+    @staticmethod
+    def _show(running: _Running, said: Told) -> None:
+        """To those who follow; one that was not asked for as a stream has no followers."""
+        if running.job.shown.stream:
+            running.live.add(event(said, said["type"]))
+
+    async def _write(self, running: _Running, *, all_of_it: bool = False) -> None:
+        """Have in the store what was told, if it is due. Raises Conflict, and PagodaError for all of it."""
+        now, live = time.monotonic(), running.live
+        if not live.events or not (all_of_it or now - running.wrote_at >= times.RESPONSE_WRITE_S):
+            return
+        running.wrote_at = now
+        try:
+            if running.unsure:
+                live.forget(await self._kept.num_events(running.job.id) - live.begin)
+            running.unsure = True
+            events = list(live.events)
+            await self._kept.add_events(running.job.id, events, live.begin)
+            live.forget(len(events))
+            running.unsure = False
+        except PagodaError:
+            if all_of_it:
+                raise
+
+    async def _end(self, running: _Running, last: Iterator[Told]) -> None:
+        """Keep its end, however long the store is gone. Raises Conflict."""
+        for said in last:
+            self._show(running, said)
+        while True:
+            try:
+                await self._write(running, all_of_it=True)
+                record, kept = await self._kept.find(running.job.id, running.job.owner)
+                await self._kept.end(record, kept, encoded(running.telling.response))
+                running.charge.count(running.usage)  # once, by whoever wrote the end
+            except PagodaError as error:
+                if error.code is ErrorCode.NOT_FOUND:
+                    return
+                await asyncio.sleep(times.STORE_REST_S)
+            else:
+                return

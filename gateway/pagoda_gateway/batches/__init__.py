@@ -1,0 +1,1 @@
+"""What is asked by file: files, the batches made of them, and the work that answers their lines."""

@@ -1,0 +1,211 @@
+"""OpenAI's responses: items in, items out, told as numbered events; kept, so that a later one can go on from there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from pagoda_gateway.api.encoding import encoded, event
+from pagoda_gateway.api.error_body import OPENAI_ERRORS
+from pagoda_gateway.api.responses_answers import ResponseAnswer
+from pagoda_gateway.api.responses_schemas import (
+    Item,
+    ResponsesRequest,
+    read_items,
+)
+from pagoda_gateway.clients import Caller, salt_of
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects.dialect import Dialect
+from pagoda_gateway.dialects.logprobs import chat_logprobs
+from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling, Told
+from pagoda_gateway.dialects.responses_items import items_of, template_tool, turns_of
+from pagoda_gateway.generation.job import Job, Shown
+from pagoda_gateway.generation.prompts import Reader, at_most, work_size
+from pagoda_gateway.generation.requests import check_priority, named_as_in_body, new_job, new_record
+from pagoda_gateway.generation.run import Run
+from pagoda_gateway.store.responses import KeptResponses
+from pagoda_gateway.text.conversation import Chat
+from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.errors import InvalidParams, PagodaError, Problem
+from pagoda_proto.params import PLAIN, SamplingParams
+
+_FIELDS = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+
+
+async def responses_job(ctx: GatewayContext, body: ResponsesRequest, caller: Caller) -> Job:
+    """Raises PagodaError naming the field."""
+    model = ctx.catalogue.find(body.model, caller)
+    check_priority(ctx.config, model, body.priority)
+    items = [*await _said_before(ctx, body, caller), *items_of(body.input)]
+    at_most("input", len(items), ctx.config.max_messages)
+    with named_as_in_body(_FIELDS | {"grammar": body.form.field}):
+        params = _params(body, model.text)
+        reader = Reader(ctx.pool, model, caller.key, "input", params.max_tokens)
+        token_ids = await _prompt_ids(reader, body, items)
+        record = new_record(model, token_ids, params, salt_of(caller, body.cache_salt), body.priority)
+    shown = Shown(
+        stream=bool(body.stream),
+        tools=bool(body.tools_in_use),
+        logprobs=params.logprobs,
+        form_field=body.form.field,
+    )
+    job = new_job("resp_", model, [record], shown)
+    kept = b"" if body.store is False else encoded([item.model_dump(exclude_none=True) for item in items])
+    return msgspec.structs.replace(job, owner=caller.tenant, head=_head(body, job, params), items=kept)
+
+
+def kept_by(ctx: GatewayContext) -> KeptResponses:
+    return KeptResponses(ctx.store, ctx.config.keep_responses_s)
+
+
+async def _said_before(ctx: GatewayContext, body: ResponsesRequest, caller: Caller) -> list[Item]:
+    if body.previous_response_id is None:
+        return []
+    try:
+        return read_items(await kept_by(ctx).conversation(body.previous_response_id, caller.tenant))
+    except PagodaError as error:
+        error.param = "previous_response_id"
+        raise
+
+
+def _params(body: ResponsesRequest, text: ModelText) -> SamplingParams:
+    """The body's values, else the model author's defaults. Raises InvalidParams."""
+    asked = {name: value for name in PLAIN if (value := getattr(body, name, None)) is not None}
+    return SamplingParams(
+        **{**text.sampling_defaults, **asked},
+        max_tokens=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if body.with_logprobs else None,
+        seed=body.seed,
+        stop=() if body.stop is None else body.stop,  # type: ignore[arg-type]
+        grammar=body.form.grammar,
+    )
+
+
+async def _prompt_ids(reader: Reader, body: ResponsesRequest, items: Sequence[Item]) -> list[int]:
+    def read() -> Chat:
+        tools = [template_tool(tool) for tool in body.tools_in_use]
+        return Chat(
+            turns=list(turns_of(body.instructions, items)),
+            tools=tools,
+            options=_template_options(body, reader.model.text.template(bool(tools)).variables),
+        )
+
+    return await reader.chat_ids(work_size([list(items), body.instructions, body.tools]), read)
+
+
+def _template_options(body: ResponsesRequest, known: frozenset[str]) -> dict[str, Any]:
+    """Raises InvalidParams where the chat template does not read what was said."""
+    said = {
+        "reasoning.effort": ("reasoning_effort", None if body.reasoning is None else body.reasoning.effort),
+        "text.verbosity": ("verbosity", None if body.text is None else body.text.verbosity),
+    }
+    options = dict(body.chat_template_kwargs or {})
+    for field, (name, value) in said.items():
+        if value is not None:
+            if name not in known:
+                message = f"is {value[:64]!a}, but this model's chat template does not read it"
+                raise InvalidParams([Problem(field, message)])
+            options[name] = value
+    return options
+
+
+def _head(body: ResponsesRequest, job: Job, params: SamplingParams) -> dict[str, Any]:
+    """What a response says of its request: as it was taken, defaults filled in."""
+    text = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
+    return {
+        "id": job.id,
+        "object": "response",
+        "created_at": job.created,
+        "background": bool(body.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "metadata": body.metadata or {},
+        "model": job.model,
+        "parallel_tool_calls": True,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": params.temperature,
+        "text": {"format": {"type": "text"}} | text,
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [{"strict": None} | tool.model_dump() for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+def telling_of(job: Job, known: AlreadyTold | None = None) -> Telling:
+    return Telling(job.head, job.records[0].request_id[:20], known)
+
+
+async def told(run: Run, telling: Telling) -> AsyncGenerator[Told, None]:
+    """Events of a run from the first to the one before the last. Raises PagodaError."""
+    for said in telling.begin():
+        yield said
+    top = run.job.shown.logprobs
+    while updates := await run.next():
+        for update in updates:
+            entries = () if top is None else chat_logprobs(run.text, update.token_ids, update.logprobs or (), top)
+            for said in telling.update(update, list(entries)):
+                yield said
+
+
+class ResponsesWriter:
+    """Implements `Writer`. A response that is to be kept is kept before its last event is told."""
+
+    def __init__(self, ctx: GatewayContext, run: Run) -> None:
+        self._run = run
+        self._kept = kept_by(ctx)
+        self._telling = telling_of(run.job)
+
+    async def whole(self) -> bytes:
+        async for _ in told(self._run, self._telling):
+            pass
+        for _ in self._telling.finish(self._run.usage(), int(time.time())):
+            await self._keep()
+        return encoded(self._telling.response)
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async with aclosing(told(self._run, self._telling)) as events:
+                async for said in events:
+                    yield event(said, said["type"])
+            last = self._telling.finish(self._run.usage(), int(time.time()))
+        except PagodaError as error:
+            last = self._telling.fail(error, self._run.usage())
+        for said in last:
+            await self._keep()
+            yield event(said, said["type"])
+
+    async def _keep(self) -> None:
+        """Where it cannot be, the response says so, and is no worse for it."""
+        job, response = self._run.job, self._telling.response
+        if response["store"]:
+            try:
+                await self._kept.finished(job.id, job.owner, job.items, encoded(response))
+            except PagodaError:
+                response["store"] = False
+
+
+RESPONSES = Dialect(
+    name="responses",
+    path="/v1/responses",
+    summary="Answer, and keep the answer to go on from",
+    body=ResponsesRequest,
+    answer=ResponseAnswer,
+    job=responses_job,
+    writer=ResponsesWriter,
+    error=OPENAI_ERRORS,
+)

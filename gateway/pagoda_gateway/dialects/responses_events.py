@@ -1,0 +1,196 @@
+"""A response is what its events add up to: whole or streamed, live or kept, it is told by one `Telling`.
+
+Events are numbered. What they say depends on the record alone, but for where its text is cut, so a telling that begins
+again can leave out what was told before (`AlreadyTold`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagoda_gateway.generation.updates import Update
+from pagoda_gateway.text.events import CallArguments, CallBegun, Event, Finish, Text
+from pagoda_proto.errors import PagodaError
+from pagoda_proto.records import FinishReason, Usage
+
+Told = dict[str, Any]  # an event
+INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens"}
+
+
+@dataclass
+class AlreadyTold:
+    """What of a response's events is known to its reader; nothing, for most.
+
+    Attributes:
+        num_events: All of them.
+        num_marks: Those that are no deltas, which come in the same order every time.
+        chars, logprobs: By `output_index`, of its deltas.
+    """
+
+    num_events: int = 0
+    num_marks: int = 0
+    chars: Counter[int] = field(default_factory=Counter)
+    logprobs: Counter[int] = field(default_factory=Counter)
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        self.num_events += 1
+        if "delta" in event:
+            self.chars[event["output_index"]] += len(event["delta"])
+            self.logprobs[event["output_index"]] += len(event.get("logprobs", ()))
+        else:
+            self.num_marks += 1
+
+    def rest_of(self, event: Told) -> Told | None:
+        """The event without what is known of it, if anything is left."""
+        if "delta" not in event:
+            self.num_marks -= 1
+            return event if self.num_marks < 0 else None
+        index = event["output_index"]
+        known, event["delta"] = self._known(self.chars, index, event["delta"])
+        if "logprobs" in event:
+            known_entries, event["logprobs"] = self._known(self.logprobs, index, event["logprobs"])
+            known = known and known_entries
+        return event if event["delta"] or event.get("logprobs") or not known else None
+
+    @staticmethod
+    def _known(counts: Counter[int], index: int, items: Any) -> tuple[bool, Any]:
+        skipped = min(counts[index], len(items))
+        counts[index] -= skipped
+        return skipped > 0, items[skipped:]
+
+
+class Telling:
+    """Tells one response. `response` is the object so far: `head` is what it begins with, ids follow from `name`.
+
+    An event shows the response as it is just then: it is written before the next one is asked for.
+    """
+
+    def __init__(self, head: Mapping[str, Any], name: str, known: AlreadyTold | None = None) -> None:
+        self.response: dict[str, Any] = {**head, "status": "in_progress", "output": [], "usage": None}
+        self._name = name
+        self._known = known
+        self._num_told = known.num_events if known is not None else 0
+        self._finish: Finish | None = None
+        self._item: Told = {}  # the one that is added to
+        self._pieces: list[str] = []  # of its text
+        self._logprobs: list[Told] = []
+
+    def begin(self) -> Iterator[Told]:
+        if self.response.get("background"):
+            yield from self._tell({"type": "response.queued", "response": self.response | {"status": "queued"}})
+        for kind in ("response.created", "response.in_progress"):
+            yield from self._tell({"type": kind, "response": self.response})
+
+    def update(self, update: Update, logprobs: Sequence[Told]) -> Iterator[Told]:
+        """`logprobs`: of the update's tokens, if they were asked for. They are told with the next text."""
+        self._logprobs += logprobs
+        for said in update.events:
+            for event in self._said(said):
+                yield from self._tell(event)
+
+    def finish(self, usage: Usage, now: int) -> Iterator[Told]:
+        reason = INCOMPLETE.get(self._finish.reason) if self._finish else None
+        status = "incomplete" if reason else "completed"
+        self.response |= {"status": status, "usage": _usage(usage)}
+        self.response |= {"incomplete_details": {"reason": reason}} if reason else {"completed_at": now}
+        yield from self._tell({"type": f"response.{status}", "response": self.response})
+
+    def fail(self, error: PagodaError, usage: Usage) -> Iterator[Told]:
+        code = "rate_limit_exceeded" if error.status.http == 429 else "server_error"
+        failure = {"code": code, "message": error.message}
+        self.response |= {"status": "failed", "error": failure, "usage": _usage(usage)}
+        yield from self._tell({"type": "response.failed", "response": self.response})
+
+    def cancel(self, usage: Usage) -> Iterator[Told]:
+        """There is no event of its own for it."""
+        self.response |= {"status": "cancelled", "usage": _usage(usage)}
+        yield from self._tell({"type": "response.incomplete", "response": self.response})
+
+    def _tell(self, event: Told) -> Iterator[Told]:
+        left = event if self._known is None else self._known.rest_of(event)
+        if left is not None:
+            yield {"type": left["type"], "sequence_number": self._num_told, **left}
+            self._num_told += 1
+
+    def _said(self, said: Event) -> Iterator[Told]:
+        match said:
+            case Text():
+                if self._kind != "message":
+                    yield from self._begin({"type": "message", "role": "assistant", "content": []}, "msg")
+                    yield from self._begin_part({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+                logprobs, self._logprobs = self._logprobs, []
+                yield self._delta("response.output_text", said.text, logprobs)
+            case CallBegun():
+                call = {"type": "function_call", "call_id": self._id("call"), "name": said.name, "arguments": ""}
+                yield from self._begin(call, "fc")
+            case CallArguments():
+                yield self._delta("response.function_call_arguments", said.text)
+            case Finish():
+                self._finish = said
+                yield from self._end("incomplete" if said.reason in INCOMPLETE else "completed")
+
+    @property
+    def _kind(self) -> str:
+        """Of the item that is added to; "" where there is none."""
+        return str(self._item["type"]) if self._item else ""
+
+    @property
+    def _index(self) -> int:
+        return len(self.response["output"]) - 1
+
+    def _id(self, prefix: str) -> str:
+        return f"{prefix}_{self._name}{len(self.response['output']):04x}"
+
+    def _begin(self, item: Told, prefix: str) -> Iterator[Told]:
+        yield from self._end("completed")
+        self._logprobs = self._logprobs if prefix == "msg" else []
+        self._item = {"id": self._id(prefix), **item, "status": "in_progress"}
+        self.response["output"].append(self._item)
+        yield {"type": "response.output_item.added", "output_index": self._index, "item": self._item}
+
+    def _begin_part(self, part: Told) -> Iterator[Told]:
+        self._item["content"].append(part)
+        yield {"type": "response.content_part.added", **self._place(), "part": part}
+
+    def _place(self) -> Told:
+        place = {"item_id": self._item["id"], "output_index": self._index}
+        return place | ({"content_index": 0} if "content" in self._item else {})
+
+    def _delta(self, kind: str, text: str, logprobs: list[Told] | None = None) -> Told:
+        self._pieces.append(text)
+        told = {"type": f"{kind}.delta", **self._place(), "delta": text}
+        if logprobs is None:
+            return told
+        self._item["content"][0]["logprobs"] += logprobs
+        return told | {"logprobs": logprobs}
+
+    def _end(self, status: str) -> Iterator[Told]:
+        if not self._item:
+            return
+        text, self._pieces = "".join(self._pieces), []
+        if self._kind == "function_call":
+            self._item["arguments"] = text
+            done = {"type": "response.function_call_arguments.done", **self._place(), "arguments": text}
+            yield done | {"name": self._item["name"]}
+        else:
+            part = self._item["content"][0]
+            part["text"] = text
+            logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+            yield {"type": f"response.{part['type']}.done", **self._place(), "text": text} | logprobs
+            yield {"type": "response.content_part.done", **self._place(), "part": part}
+        self._item["status"] = status
+        yield {"type": "response.output_item.done", "output_index": self._index, "item": self._item}
+        self._item = {}
+
+
+def _usage(usage: Usage) -> Told:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_prompt_tokens, "cache_write_tokens": 0},
+        "output_tokens": usage.output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.output_tokens,
+    }

@@ -1,0 +1,131 @@
+"""POST /v1/responses, and what becomes of a response afterwards: looked up, followed, cancelled, deleted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from pagoda_gateway.api.described import JSON, endpoint
+from pagoda_gateway.api.encoding import encoded
+from pagoda_gateway.api.responses_answers import DeletedResponse, InputItems, ResponseAnswer
+from pagoda_gateway.api.responses_schemas import ResponsesRequest
+from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.clients import Caller
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects.responses import RESPONSES, kept_by
+from pagoda_gateway.http.sse import EventStream
+from pagoda_gateway.routes.body import caller_of, json_response, read_body, while_connected
+from pagoda_gateway.routes.generating import respond
+from pagoda_proto.errors import InvalidParams, Problem
+
+PATH = RESPONSES.path
+ONE = f"{PATH}/{{response_id}}"
+MOST_ITEMS = 100
+
+
+def router(ctx: GatewayContext, background: BackgroundResponses) -> APIRouter:
+    routes = APIRouter(tags=["responses"])
+    _add_create(routes, ctx, background)
+    _add_retrieve(routes, ctx, background)
+    _add_cancel(routes, ctx, background)
+    _add_delete(routes, ctx, background)
+    _add_input_items(routes, ctx)
+    return routes
+
+
+def _add_create(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:
+    @endpoint(routes, PATH, RESPONSES.summary, ResponseAnswer, request=ResponsesRequest, name=RESPONSES.name)
+    async def create(request: Request) -> Response:
+        bodies = [await read_body(ctx, request, ResponsesRequest)]
+        if not bodies[0].background:
+            return await respond(ctx, RESPONSES, request, bodies)
+        caller = caller_of(request)
+        job = await while_connected(request, RESPONSES.job(ctx, bodies.pop(), caller))
+        ctx.charge_for(caller, job.model).check(job.num_prompt_tokens)
+        response = await background.begin(job)
+        if job.shown.stream:
+            return EventStream(background.follow(job.id, caller.tenant, 0), ctx.config.ping_interval_s)
+        return Response(response, media_type=JSON)
+
+
+def _add_retrieve(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:
+    @endpoint(routes, ONE, "A response, or with `stream` its events", ResponseAnswer)
+    async def retrieve(
+        request: Request, response_id: str, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
+        caller = caller_of(request)
+        if starting_after is not None and not stream:
+            raise InvalidParams([Problem("starting_after", "needs stream: true")])
+        if not stream:
+            return Response(await _response(ctx, background, response_id, caller), media_type=JSON)
+        _, kept = await kept_by(ctx).find(response_id, caller.tenant)
+        if not kept.streamed:
+            message = "only a response that was made with background: true and stream: true can be streamed again"
+            raise InvalidParams([Problem("stream", message)])
+        start = 0 if starting_after is None else max(0, starting_after + 1)
+        return EventStream(background.follow(response_id, caller.tenant, start), ctx.config.ping_interval_s)
+
+
+def _add_cancel(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:
+    @endpoint(routes, f"{ONE}/cancel", "End a response that runs in the background", ResponseAnswer, method="POST")
+    async def cancel(request: Request, response_id: str) -> Response:
+        caller, kept = caller_of(request), kept_by(ctx)
+        if not (await kept.find(response_id, caller.tenant))[1].background:
+            raise InvalidParams([Problem("response_id", "only a response in the background can be cancelled")])
+        await kept.cancel(response_id, caller.tenant)
+        await background.cancelled(response_id)
+        return Response(await _response(ctx, background, response_id, caller), media_type=JSON)
+
+
+def _add_delete(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:
+    @endpoint(routes, ONE, "Forget a response", DeletedResponse, method="DELETE")
+    async def delete(request: Request, response_id: str) -> Response:
+        caller, kept = caller_of(request), kept_by(ctx)
+        await kept.cancel(response_id, caller.tenant)
+        await background.cancelled(response_id)
+        await kept.delete(response_id, caller.tenant)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+
+def _add_input_items(routes: APIRouter, ctx: GatewayContext) -> None:
+    @endpoint(routes, f"{ONE}/input_items", "What a response was asked, the conversation before it too", InputItems)
+    async def input_items(
+        request: Request, response_id: str, limit: int = 20, order: str = "desc", after: str | None = None
+    ) -> Response:
+        if not 1 <= limit <= MOST_ITEMS:
+            raise InvalidParams([Problem("limit", f"must be from 1 to {MOST_ITEMS}, got {limit}")])
+        if order not in ("asc", "desc"):
+            raise InvalidParams([Problem("order", f"must be asc or desc, got {order[:64]!a}")])
+        kept = kept_by(ctx)
+        await kept.find(response_id, caller_of(request).tenant)
+        items = _listed(await kept.items(response_id))
+        items = items if order == "asc" else items[::-1]
+        names = [item["id"] for item in items]
+        if after is not None and after not in names:
+            raise InvalidParams([Problem("after", f"no item of this response is called {after[:64]!a}")])
+        start = 0 if after is None else names.index(after) + 1
+        page = items[start : start + limit]
+        ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+        return json_response({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
+
+
+async def _response(ctx: GatewayContext, background: BackgroundResponses, name: str, caller: Caller) -> bytes:
+    """As it is now."""
+    _, kept = await kept_by(ctx).find(name, caller.tenant)
+    if kept.ended:
+        return await kept_by(ctx).response(name)
+    if (here := background.snapshot(name)) is not None:
+        return here
+    return encoded(await kept_by(ctx).begun(name, kept))
+
+
+def _listed(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every item has an id, by its place if it came with none, and its content in parts."""
+    found = []
+    for i, item in enumerate(items):
+        content = item.get("content")
+        parts = {"content": [{"type": "input_text", "text": content}]} if isinstance(content, str) else {}
+        found.append({"id": f"item_{i}", **item, **parts})
+    return found

@@ -1,0 +1,178 @@
+"""Responses that are kept: what was asked and answered, for whoever asks again or goes on from there.
+
+A response is a record, and logs beside it of what may be large. The record is written last and deleted first, so what
+it speaks of is there. One that runs in the background is kept from its beginning: its job is there, so any gateway can
+run it, and its events as far as they were told. `UNFINISHED` lists those for gateways that look for work.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import msgspec
+
+from pagoda_gateway.store.interface import ABSENT, MAX_APPEND_BYTES, MAX_PART_BYTES, Conflict, Record, Store
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+RESPONSES = "responses"
+UNFINISHED = "unfinished_responses"
+ITEMS, OUTPUT, EVENTS, JOB = "items", "object", "events", "job"
+LOGS = (ITEMS, OUTPUT, EVENTS, JOB)
+PARTS_PER_APPEND = MAX_APPEND_BYTES // MAX_PART_BYTES
+PAGE = 100
+_NAME = re.compile(r"resp_[0-9a-f]{32}")
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The value of a record. `ended`: its object is there; `cancelled`: somebody wants it to end."""
+
+    background: bool = False
+    streamed: bool = False
+    ended: bool = False
+    cancelled: bool = False
+
+
+class KeptResponses:
+    """Of one store, whose errors it raises; NOT_FOUND for a response that `owner` has not."""
+
+    def __init__(self, store: Store, keep_s: float) -> None:
+        self._store = store
+        self._keep_s = keep_s
+
+    async def find(self, name: str, owner: str) -> tuple[Record, Kept]:
+        record = await self._store.get(RESPONSES, name) if _NAME.fullmatch(name) else None
+        if record is None or record.owner != owner:
+            raise PagodaError(ErrorCode.NOT_FOUND, f"there is no response {name[:64]!a}")
+        return record, msgspec.json.decode(record.value, type=Kept)
+
+    async def finished(self, name: str, owner: str, items: bytes, response: bytes) -> None:
+        """Keep one that has ended."""
+        await self._write(name, ITEMS, items)
+        await self._write(name, OUTPUT, response)
+        await self._put(name, owner, Kept(ended=True), ABSENT)
+
+    async def begin(self, name: str, owner: str, items: bytes, job: bytes, *, streamed: bool) -> int:
+        """Keep one that is to run in the background; the version of its record."""
+        await self._write(name, ITEMS, items)
+        await self._write(name, JOB, job)
+        version = await self._put(name, owner, Kept(background=True, streamed=streamed), ABSENT)
+        await self._store.put(UNFINISHED, name, owner.encode(), expires_at=self._expiry())
+        return version
+
+    async def end(self, record: Record, kept: Kept, response: bytes) -> None:
+        """Raises Conflict when the record is not that one any more."""
+        await self._store.drop(_log(record.key, OUTPUT))
+        await self._write(record.key, OUTPUT, response)
+        ended = msgspec.structs.replace(kept, ended=True)
+        await self._put(record.key, record.owner, ended, record.version)
+        await self._store.drop(_log(record.key, JOB))
+        await self._store.delete(UNFINISHED, record.key)
+
+    async def cancel(self, name: str, owner: str) -> None:
+        """Have it ended by whoever runs it. Nothing happens to one that has ended."""
+        while True:
+            record, kept = await self.find(name, owner)
+            if kept.ended or kept.cancelled:
+                return
+            try:
+                await self._put(name, owner, msgspec.structs.replace(kept, cancelled=True), record.version)
+            except Conflict:
+                continue
+            return
+
+    async def delete(self, name: str, owner: str) -> None:
+        await self.find(name, owner)
+        await self._store.delete(RESPONSES, name)
+        await self._store.delete(UNFINISHED, name)
+        for log in LOGS:
+            await self._store.drop(_log(name, log))
+
+    async def items(self, name: str) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = msgspec.json.decode(await self._read(name, ITEMS))
+        return items
+
+    async def response(self, name: str) -> bytes:
+        """The object of one that has ended."""
+        return await self._read(name, OUTPUT)
+
+    async def begun(self, name: str, kept: Kept) -> dict[str, Any]:
+        """The object of one that nobody runs here: what its job says of it."""
+        job = msgspec.json.decode(await self.job(name) or b"{}", type=dict[str, Any])
+        status = "cancelled" if kept.cancelled else "in_progress"
+        return {**job.get("head", {}), "status": status, "output": [], "usage": None}
+
+    async def conversation(self, name: str, owner: str) -> list[dict[str, Any]]:
+        """What it was asked and what it answered, as items."""
+        _, kept = await self.find(name, owner)
+        if not kept.ended:
+            raise PagodaError(ErrorCode.INVALID_ARGUMENT, f"the response {name[:64]!a} has not ended yet")
+        answer = msgspec.json.decode(await self.response(name), type=dict[str, Any])
+        output: list[dict[str, Any]] = answer["output"]
+        return await self.items(name) + output
+
+    async def job(self, name: str) -> bytes:
+        """b"" where there is none any more."""
+        return await self._read(name, JOB)
+
+    async def add_events(self, name: str, events: Sequence[bytes], index: int) -> None:
+        """Raises Conflict where there are not `index` events."""
+        for i in range(0, len(events), PAGE):
+            await self._store.append(_log(name, EVENTS), events[i : i + PAGE], index=index + i)
+        await self._store.keep_until(_log(name, EVENTS), self._expiry())
+
+    async def num_events(self, name: str) -> int:
+        return await self._store.length(_log(name, EVENTS))
+
+    async def events(self, name: str, start: int = 0) -> AsyncIterator[bytes]:
+        """Those from `start` on that there are now."""
+        while parts := await self._store.read(_log(name, EVENTS), start):
+            for part in parts:
+                yield part
+            start += len(parts)
+
+    async def unfinished(self) -> AsyncIterator[tuple[str, str]]:
+        """Names and owners."""
+        after = None
+        while True:
+            page = await self._store.page(UNFINISHED, "", limit=PAGE, after=after, newest_first=False)
+            for record in page.records:
+                after = record.position
+                yield record.key, record.value.decode()
+            if not page.more:
+                return
+
+    async def forget(self, name: str) -> None:
+        """It is not unfinished any more, or was deleted."""
+        await self._store.delete(UNFINISHED, name)
+
+    async def claim(self, name: str, holder: str, lease_s: float) -> bool:
+        return await self._store.claim(f"response/{name}", holder, lease_s)
+
+    async def release(self, name: str, holder: str) -> None:
+        await self._store.release(f"response/{name}", holder)
+
+    async def _put(self, name: str, owner: str, kept: Kept, expect: int) -> int:
+        value = msgspec.json.encode(kept)
+        return await self._store.put(RESPONSES, name, value, owner=owner, expect=expect, expires_at=self._expiry())
+
+    async def _write(self, name: str, log: str, data: bytes) -> None:
+        parts = [data[i : i + MAX_PART_BYTES] for i in range(0, len(data), MAX_PART_BYTES)]
+        for i in range(0, len(parts), PARTS_PER_APPEND):
+            await self._store.append(_log(name, log), parts[i : i + PARTS_PER_APPEND], index=i)
+        await self._store.keep_until(_log(name, log), self._expiry())
+
+    async def _read(self, name: str, log: str) -> bytes:
+        found: list[bytes] = []
+        while parts := await self._store.read(_log(name, log), len(found)):
+            found += parts
+        return b"".join(found)
+
+    def _expiry(self) -> float:
+        return time.time() + self._keep_s
+
+
+def _log(name: str, log: str) -> str:
+    return f"response/{name}/{log}"

@@ -1,0 +1,157 @@
+"""A real browser on the page, which notes whatever the page must not do: ask elsewhere, break its policy, raise."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import axe_playwright_python
+from playwright.sync_api import Browser, Locator, Page, Route, sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PATIENCE_MS = 120_000.0
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 360, "height": 700}
+AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text("utf-8")
+
+
+def executable(downloaded: str, names: Sequence[str] = NAMES) -> str:
+    """The machine's own browser, or the one that playwright has downloaded."""
+    found = next(filter(None, map(shutil.which, names)), downloaded)
+    if not Path(found).exists():
+        raise RuntimeError("no Chromium: `make browser` or `apt-get install chromium` installs one")
+    return found
+
+
+@contextlib.contextmanager
+def running_browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        options = ["--no-sandbox", "--disable-gpu"]
+        browser = playwright.chromium.launch(
+            executable_path=executable(playwright.chromium.executable_path), args=options
+        )
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def main() -> int:
+    """0 where a browser starts: the name alone may be that of a stub."""
+    with running_browser() as browser:
+        print(browser.version)
+    return 0
+
+
+@dataclass
+class Tab:
+    """The page in a context of its own; what it stores is gone with it."""
+
+    page: Page
+    url: str
+    requested: list[str] = field(default_factory=list)
+    wrongs: list[str] = field(default_factory=list)
+
+    @property
+    def answers(self) -> Locator:
+        return self.page.locator(".message.assistant")
+
+    @property
+    def answer(self) -> Locator:
+        """The last one, which need not be complete."""
+        return self.answers.last
+
+    def send(self, text: str) -> None:
+        self.page.fill("#draft", text)
+        self.page.press("#draft", "Enter")
+
+    def ask(self, text: str) -> str:
+        """The text of the whole answer."""
+        before = self.answers.count()
+        self.send(text)
+        self.page.locator(".message.assistant:not(.busy)").nth(before).wait_for()
+        return self.answer.locator(".body").inner_text()
+
+    def set(self, **settings: str | bool) -> None:
+        for name, value in settings.items():
+            control = self.page.locator(f"#settings [name={name}]")
+            if isinstance(value, bool):
+                control.set_checked(value)
+            elif name == "format":
+                control.select_option(value)
+            else:
+                control.fill(value)
+
+    def do(self, action: str, message: Locator) -> None:
+        """Press a message's own button."""
+        message.hover()
+        message.get_by_role("button", name=action, exact=True).click()
+
+    def conversations(self) -> list[Any]:
+        """As they are stored."""
+        script = (
+            "Object.entries(localStorage).filter(([name]) => name.startsWith('pagoda.conversation.')).map((e) => e[1])"
+        )
+        return [json.loads(text) for text in self.page.evaluate(script)]
+
+    def run(self, script: str, argument: Any = None) -> Any:
+        """The value of a function of a module's exports: `("markdown.js", "(m, x) => ..", x)` in one string."""
+        name, _, body = script.partition(": ")
+        return self.page.evaluate(f"async (x) => ({body})(await import('{self.url}/page/{name}'), x)", argument)
+
+    def barriers(self, **options: Any) -> list[str]:
+        """What axe finds that keeps somebody from using the page as it is now. `options` are axe's."""
+        if not self.page.evaluate("'axe' in window"):
+            self.page.evaluate(AXE)
+        found = self.page.evaluate(
+            "(options) => axe.run(document, options)", {"resultTypes": ["violations"], **options}
+        )
+        return [
+            f"{each['id']}: {node['html']} {node['failureSummary']}"
+            for each in found["violations"]
+            for node in each["nodes"]
+        ]
+
+    def answer_with(self, *deltas: dict[str, Any], **last: Any) -> None:
+        """From now on, what a server would stream."""
+        chunks: list[dict[str, Any]] = [{"choices": [{"index": 0, "delta": delta}]} for delta in deltas]
+        chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]} | last)
+        body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+        def fulfil(route: Route) -> None:
+            route.fulfill(body=body, content_type="text/event-stream")
+
+        self.page.route("**/v1/chat/completions", fulfil)
+
+
+@contextlib.contextmanager
+def open_tab(browser: Browser, url: str, key: str = "", **options: Any) -> Iterator[Tab]:
+    """`key` is what was typed in before. The page is judged by what it did when the tab is closed."""
+    context = browser.new_context(viewport=options.pop("viewport", WIDE), reduced_motion="reduce", **options)
+    context.set_default_timeout(PATIENCE_MS)
+    if key:
+        context.add_init_script(f"sessionStorage.setItem('pagoda.key', {json.dumps(key)})")
+    tab = Tab(context.new_page(), url)
+    tab.page.on("request", lambda request: tab.requested.append(request.url))
+    tab.page.on("pageerror", lambda error: tab.wrongs.append(f"raised {error}"))
+    tab.page.on(
+        "console", lambda said: tab.wrongs.append(said.text) if "Content Security Policy" in said.text else None
+    )
+    try:
+        tab.page.goto(url + "/")
+        tab.page.locator("#model option").first.wait_for(state="attached")
+        yield tab
+        wrongs = tab.wrongs + [asked for asked in tab.requested if not asked.startswith((url + "/", "data:"))]
+        if wrongs:
+            raise AssertionError(f"the page did what it must not: {wrongs}")
+    finally:
+        context.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,219 @@
+"""Responses in the background: begun here, followed, ended, and gone on with by another gateway of the same store."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from tests.gateway.fakes_engine import MODEL, Batch, Gateway, make_gateway, play
+from tests.gateway.routes.test_responses import PATH, events_of, get, refusal
+
+from pagoda_gateway.api.responses_schemas import ResponsesRequest
+from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.clients import NOBODY
+from pagoda_gateway.dialects.responses import kept_by, responses_job
+from pagoda_gateway.store.interface import Store, unavailable
+from pagoda_proto import times
+from pagoda_proto.records import RequestRecord
+
+ASK = {"model": MODEL, "input": "hello", "background": True}
+TEXT = "one two three four"
+
+
+@asynccontextmanager
+async def running(gateway: Gateway) -> AsyncIterator[Gateway]:
+    gateway.background.start()
+    try:
+        yield gateway
+    finally:
+        await gateway.background.aclose()
+
+
+def held_up(gateway: Gateway, num_batches: int) -> asyncio.Event:
+    """The script stops after some tokens until the event."""
+    go = asyncio.Event()
+    whole = play(gateway.ids(TEXT))
+
+    def script(record: RequestRecord) -> list[Batch]:
+        batches = list(whole(record))
+        return [*batches[:num_batches], go, *batches[num_batches:]]
+
+    gateway.engine.script = script
+    return go
+
+
+async def begin(gateway: Gateway, **fields: Any) -> dict[str, Any]:
+    response = await gateway.client.post(PATH, json=ASK | fields)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def until(gateway: Gateway, name: str, status: str) -> dict[str, Any]:
+    async with asyncio.timeout(60):
+        while (answer := await get(gateway, name))["status"] != status:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    return answer
+
+
+async def followed(gateway: Gateway, name: str, **query: Any) -> list[dict[str, Any]]:
+    response = await gateway.client.get(f"{PATH}/{name}", params={"stream": True} | query)
+    assert response.status_code == 200, response.text
+    return events_of(response.text) if response.text else []
+
+
+def text_of(answer: dict[str, Any]) -> str:
+    return "".join(part["text"] for item in answer["output"] for part in item["content"])
+
+
+async def test_it_answers_at_once_and_has_its_answer_later(tmp_path: Path) -> None:
+    async with running(make_gateway(tmp_path)) as gateway:
+        go = held_up(gateway, 2)
+        answer = await begin(gateway)
+        assert answer["status"] == "queued"
+        assert (await until(gateway, answer["id"], "in_progress"))["background"] is True
+        go.set()
+        ended = await until(gateway, answer["id"], "incomplete")
+        assert text_of(ended) == TEXT
+        assert (await refusal(gateway, 400, "GET", f"/{answer['id']}", stream=True))["param"] == "stream"
+
+
+async def test_a_stream_that_was_left_is_read_on(tmp_path: Path) -> None:
+    async with running(make_gateway(tmp_path)) as gateway:
+        go = held_up(gateway, 2)
+        asking = asyncio.create_task(gateway.client.post(PATH, json=ASK | {"stream": True}))
+        await gateway.engine.submitted.wait()
+        name = f"resp_{gateway.engine.record.request_id}"
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        go.set()
+        await until(gateway, name, "incomplete")
+        events = await followed(gateway, name)
+        assert events[0]["type"] == "response.queued"
+        assert text_of(events[-1]["response"]) == TEXT
+        for last in (0, 4, len(events) - 2, len(events) - 1):
+            assert await followed(gateway, name, starting_after=last) == events[last + 1 :]
+
+
+async def test_another_gateway_goes_on_with_it(tmp_path: Path) -> None:
+    first = make_gateway(tmp_path)
+    go = held_up(first, 3)
+    async with running(first):
+        name = (await begin_stream(first, 6))["response"]["id"]
+    second = make_gateway(tmp_path)
+    second.context = replace(second.context, store=first.context.store)
+    other = BackgroundResponses(second.context)
+    second.engine.script = play(second.ids(TEXT), batch=2)
+    other.start()
+    try:
+        events = [one async for one in other.follow(name, "", 0)]
+    finally:
+        await other.aclose()
+    told = events_of(b"".join(events).decode())
+    assert not go.is_set()
+    assert told[0]["sequence_number"] == 0
+    assert "".join(one["delta"] for one in told if "delta" in one) == TEXT
+    assert text_of(told[-1]["response"]) == TEXT
+    assert [one["type"] for one in told].count("response.created") == 1
+    assert second.engine.record == first.engine.record
+
+
+async def begin_stream(gateway: Gateway, num_events: int) -> dict[str, Any]:
+    """The last of the first events of a response that was asked for as a stream."""
+    asking = asyncio.create_task(gateway.client.post(PATH, json=ASK | {"stream": True}))
+    await gateway.engine.submitted.wait()
+    name = f"resp_{gateway.engine.record.request_id}"
+    count, last = 0, b""
+    async for one in gateway.background.follow(name, "", 0):
+        count, last = count + 1, one if b'"response":' in one else last
+        if count == num_events:
+            break
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    event: dict[str, Any] = json.loads(last.decode().split("data: ")[1])
+    return event
+
+
+async def test_it_is_cancelled_where_it_runs(tmp_path: Path) -> None:
+    async with running(make_gateway(tmp_path)) as gateway:
+        held_up(gateway, 2)
+        name = (await begin(gateway))["id"]
+        await gateway.engine.submitted.wait()
+        response = await gateway.client.post(f"{PATH}/{name}/cancel")
+        assert response.json()["status"] == "cancelled"
+        assert await get(gateway, name) == response.json()
+        assert gateway.engine.generations[0].closed.is_set()
+        again = await gateway.client.post(f"{PATH}/{name}/cancel")
+        assert again.json()["status"] == "cancelled"
+
+
+async def test_only_what_runs_in_the_background_is_cancelled(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path, play([5]))
+    name = (await gateway.client.post(PATH, json=ASK | {"background": False})).json()["id"]
+    assert (await refusal(gateway, 400, path=f"/{name}/cancel"))["param"] == "response_id"
+
+
+async def test_one_that_is_deleted_ends_and_is_gone(tmp_path: Path) -> None:
+    async with running(make_gateway(tmp_path)) as gateway:
+        held_up(gateway, 2)
+        name = (await begin(gateway))["id"]
+        await gateway.engine.submitted.wait()
+        assert (await gateway.client.delete(f"{PATH}/{name}")).json()["deleted"] is True
+        await gateway.engine.generations[0].closed.wait()
+        await refusal(gateway, 404, "GET", f"/{name}")
+
+
+async def test_no_more_run_than_are_allowed(tmp_path: Path) -> None:
+    async with running(make_gateway(tmp_path, max_background_responses=1)) as gateway:
+        go = held_up(gateway, 2)
+        name = (await begin(gateway))["id"]
+        response = await gateway.client.post(PATH, json=ASK)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "overloaded")
+        assert "retry-after" in response.headers
+        go.set()
+        await until(gateway, name, "incomplete")
+
+
+class Failing:
+    """A store of which every fourth write fails, after it has been done; not at the beginning."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._calls = itertools.count(1)
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        async def called(*words: Any, **options: Any) -> Any:
+            result = await call(*words, **options)
+            number = next(self._calls) if name in ("append", "put", "keep_until") else 0
+            if number > 8 and number % 4 == 0:
+                raise unavailable("as the test wants it", 0.01)
+            return result
+
+        return called
+
+
+async def test_a_store_that_fails_now_and_then_costs_no_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(times, "RESPONSE_WRITE_S", 0.0)
+    monkeypatch.setattr(times, "STORE_REST_S", 0.01)
+    gateway = make_gateway(tmp_path)
+    gateway.context = replace(gateway.context, store=cast(Store, Failing(gateway.context.store)))
+    background = BackgroundResponses(gateway.context)
+    gateway.engine.script = play(gateway.ids(TEXT))
+    body = ResponsesRequest.model_validate(ASK | {"stream": True})
+    job = await responses_job(gateway.context, body, NOBODY)
+    await background.begin(job)
+    told = events_of(b"".join([one async for one in background.follow(job.id, "", 0)]).decode())
+    assert told[0]["sequence_number"] == 0
+    assert "".join(one["delta"] for one in told if "delta" in one) == TEXT
+    kept = b"".join([one async for one in kept_by(gateway.context).events(job.id)])
+    assert events_of(kept.decode()) == told
+    await background.aclose()
