@@ -68,7 +68,7 @@ async def serve(
         background.start()
         health.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         ctx.ledger.start()
-        telling = asyncio.create_task(_tell_who_may_ask(ctx, listener, report), name="who-may-ask")
+        telling = asyncio.create_task(tell_who_may_ask(ctx, listener, report), name="who-may-ask")
         try:
             await _run(server, listener, config, report, stop, (engine, health, background))
         finally:
@@ -84,7 +84,7 @@ async def serve(
             server.cut_connections()
 
 
-async def _tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report: Report) -> None:
+async def tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report: Report) -> None:
     with contextlib.suppress(PagodaError):  # then nobody may, until the store answers
         if not await ctx.gate.is_open():
             report({"event": "locked"})

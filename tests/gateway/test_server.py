@@ -15,12 +15,13 @@ import httpx
 import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, running_engine, until
 from tests.gateway.http_fakes import talk
+from tests.gateway.keys.whole_app import running_app
 from tests.gateway.model_dir import write_model_dir
 
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.health import HealthTimes
 from pagoda_gateway.http.server import bind, url_of
-from pagoda_gateway.server import load_text, serve
+from pagoda_gateway.server import load_text, serve, tell_who_may_ask
 
 TIMES = HealthTimes(idle_s=1000.0, tick_s=0.02, canary_spacing_s=0.02)
 
@@ -270,10 +271,31 @@ async def test_what_cannot_start_says_why(tmp_path: Path, model: Path) -> None:
         await run(config(port=taken.getsockname()[1]))
 
 
-def test_a_public_address_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), bind("0.0.0.0", 0) as sock:
-        assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
-    assert "no API keys" in caplog.text
+@pytest.mark.parametrize(
+    ("host", "config", "events", "warned"),
+    [
+        ("127.0.0.1", {"admin_api_key": ""}, [], False),
+        ("0.0.0.0", {"admin_api_key": ""}, [], True),
+        ("0.0.0.0", {"admin_api_key": "", "auth": "none"}, [], True),
+        ("0.0.0.0", {}, [{"event": "locked"}], False),
+    ],
+)
+async def test_a_public_address_without_keys_is_warned_about(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    config: dict[str, str],
+    events: list[dict[str, object]],
+    warned: bool,
+) -> None:
+    """Nobody listens there."""
+    told: list[dict[str, object]] = []
+    async with running_app(tmp_path, **config) as app:
+        with caplog.at_level(logging.WARNING), bind(host, 0) as sock:
+            assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+            await tell_who_may_ask(app.gateway.context, sock, told.append)
+    assert told == events
+    assert ("whoever reaches it may use it" in caplog.text) == warned
 
 
 def test_the_served_text_side_can_have_its_own_template(tmp_path: Path, model: Path) -> None:

@@ -50,7 +50,7 @@ class _Running:
         self.unsure = False  # whether all that was written last is in the store
         self.cancelled = False
         self.task: asyncio.Task[None] | None = None
-        self.usage = Usage()
+        self.usage = Usage(prompt_tokens=0)
 
 
 class BackgroundResponses:
