@@ -72,7 +72,7 @@ locks: $(VENV)/.locks  ## lock anew what the images install
 	set -e; lock() { out=$$1; shift; $(VENV)/.locks/bin/uv pip compile --quiet --universal --python-version 3.11 --upgrade \
 	  --generate-hashes --no-annotate --custom-compile-command "make locks" -o "deploy/locks/$$out.txt" "$$@"; }; \
 	lock build deploy/locks/build.in; \
-	lock gateway pyproject.toml --extra gateway; \
+	lock gateway pyproject.toml --extra gateway --extra redis; \
 	lock engine-core pyproject.toml --extra engine-core; \
 	lock worker pyproject.toml --extra worker deploy/locks/torch.in --override deploy/locks/without-torch.txt
 
@@ -86,11 +86,9 @@ clean:  ## remove what was built, the environment too
 # Tests of the store start one of their own, and fail where there is none.
 redis-server:
 	@command -v redis-server >/dev/null || command -v valkey-server >/dev/null || { \
-	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-	    apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server; \
-	  else \
-	    echo "Some tests need redis-server and will fail. Run: sudo apt-get install redis-server" >&2; \
-	  fi; }
+	  [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq && \
+	  RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive apt-get install -y -qq redis-server; } || \
+	  echo "Some tests need redis-server and will fail. Run: sudo apt-get install redis-server" >&2
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \

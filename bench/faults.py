@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.faults import scenarios
+from tests.faults import batches, scenarios
 from tests.faults.failing import FAIL_FILE, POINTS
 from tests.faults.stack import apart, served
 from tests.faults.streams import Report, undisturbed
@@ -81,8 +81,12 @@ def failing(directory: Path, seed: int) -> Iterator[Report]:
             yield scenarios.one_fails(place, order, point, oracle, seed=seed)
 
 
+def batch(directory: Path, seed: int) -> Iterator[Report]:
+    yield batches.kill_everything_under_a_batch(directory)
+
+
 SCENARIOS: dict[str, Callable[[Path, int], Iterator[Report]]] = {
-    function.__name__: function for function in (kills, pauses, standstill, links, choices, strangers, failing)
+    function.__name__: function for function in (kills, pauses, standstill, links, choices, strangers, failing, batch)
 }
 
 

@@ -18,27 +18,34 @@ from pagoda_gateway.api import errors
 from pagoda_gateway.api.error_body import set_shape
 from pagoda_gateway.api.quota_headers import all_names as quota_names
 from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.clients import identify_by
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.http.multipart import MAX_FORM_BYTES
 from pagoda_gateway.metrics import OTHER, GatewayMetrics
-from pagoda_gateway.routes import files, generating, keys, models, ops, page, responses, tokenize, usage
+from pagoda_gateway.routes import batches, files, generating, keys, models, ops, page, responses, tokenize, usage
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 def create_app(
-    ctx: GatewayContext, health: Health, metrics: GatewayMetrics, background: BackgroundResponses
+    ctx: GatewayContext,
+    health: Health,
+    metrics: GatewayMetrics,
+    background: BackgroundResponses,
+    kept: Batches | None = None,
 ) -> ASGIApp:
-    """The whole gateway as one ASGI app. It owns no task: whoever runs it starts the engine client, `health` and
-    `background`."""
+    """The whole gateway as one ASGI app. It owns no task: whoever runs it starts the engine client, `health`,
+    `background`, and what works on the batches, which learns of changes by the `kept` that it shares with the routes.
+    """
     # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing.
     api = FastAPI(title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(api)
     routers = [module.router(ctx) for module in (generating, models, tokenize, files, keys, usage)]
     routers.append(responses.router(ctx, background))
+    routers.append(batches.router(ctx, kept or Batches(ctx.store)))
     routers.append(ops.router(ctx, health, metrics))
     if ctx.config.page:
         routers.append(page.router())

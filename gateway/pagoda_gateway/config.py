@@ -55,6 +55,7 @@ class GatewayConfig:
         least=1,
         most=2**50,
     )
+    max_batch_requests: int = option(32, "most lines of batches that are answered at once", least=1)
     max_upload_bytes_per_second: int = option(
         16 * 1024 * 1024,
         "most bytes of bodies read from one address in a second; the first 64 KiB of each are not counted",

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from pagoda_gateway.app import create_app
 from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.batches.batches import Batches
+from pagoda_gateway.batches.runner import BatchRunner
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.client import SessionClient
@@ -25,6 +27,7 @@ from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, is_private, url_of, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.routes.batch_service import batch_runner
 from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
 from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.text.model_text import ModelText
@@ -61,20 +64,24 @@ async def serve(
         health = Health(engine, metrics, health_times)
         store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
         ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()), store=store)
+        batches = Batches(store)
+        runner = batch_runner(ctx, batches)
         guard = ConnectionGuard(config, metrics.slow_client, engine.clock.now)
         background = BackgroundResponses(ctx)
-        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics, background), config, guard))
+        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics, background, batches), config, guard))
         engine.start()
         background.start()
+        runner.start()
         health.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         ctx.ledger.start()
         telling = asyncio.create_task(tell_who_may_ask(ctx, listener, report), name="who-may-ask")
         try:
-            await _run(server, listener, config, report, stop, (engine, health, background))
+            await _run(server, listener, config, report, stop, (engine, health, background, runner))
         finally:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
             await background.aclose()
+            await runner.aclose()
             await health.aclose()
             await engine.aclose()
             ctx.pool.close()
@@ -114,9 +121,9 @@ async def _run(
     config: GatewayConfig,
     report: Report,
     stop: asyncio.Event,
-    parts: tuple[SessionClient, Health, BackgroundResponses],
+    parts: tuple[SessionClient, Health, BackgroundResponses, BatchRunner],
 ) -> None:
-    engine, health, background = parts
+    engine, health, background, runner = parts
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
     waiting = [asyncio.create_task(event.wait()) for event in (server.listening, stop)]
     listening, stopping = waiting
@@ -126,8 +133,9 @@ async def _run(
             report({"event": "listening", "url": url_of(listener)})
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
-            await background.aclose()
+            leaving = asyncio.gather(background.aclose(), runner.aclose())  # another gateway may go on with theirs
             await _leave(server, serving, config, engine, health)
+            await asyncio.wait([leaving], timeout=LEAVE_S)
         await serving
     finally:
         for task in (*waiting, serving):

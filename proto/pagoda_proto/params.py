@@ -31,6 +31,7 @@ MIN_SEED = -(2**63)
 MAX_TOKENS_CEILING = 2**31 - 1
 # Who wants to be late may be as late as he likes; the lower bound is how far anybody gets before others.
 MIN_PRIORITY, MAX_PRIORITY = -100, 2**31 - 1
+BACKGROUND_PRIORITY = 2**30  # from here on nobody waits for an answer: it runs when all others do
 # What one step computes at most, unless told otherwise: an engine core sends no more, a worker reserves memory for it.
 DEFAULT_MAX_TOKENS_PER_STEP = 2048
 

@@ -1,6 +1,7 @@
 """How long everybody waits for everybody else. Each wait outlasts what it waits for; the rungs are asserted in a test.
 
     a beat < suspicion < a worker's death < its lease < its step is stuck for good
+    a call to the store is given up < a batch is taken over
     a locked file < a call to the store is given up < its next trial at the latest
     a key that was seen lately is not waited for < it is asked for again < a call to the store < it is no longer good
     a grammar is checked < its process is given up
@@ -46,8 +47,13 @@ STORE_LOCKED_S = 2.0  # a file that another process writes to is tried for so lo
 STORE_CALL_S = 5.0  # a call to the store that takes longer has failed
 STORE_REST_S = 1.0  # .. and for so long nobody calls it, doubling ..
 STORE_REST_MOST_S = 15.0  # .. up to this
-RESPONSE_WRITE_S = 0.5  # what a response in the background has told is written this often ..
-RESPONSE_POLL_S = 0.5  # .. and looked for as often by those who follow it at another gateway
+BATCH_LOOK_S = 1.0  # a gateway looks this often for batches that nobody works on
+BATCH_BEAT_S = 2.0  # who works on one says so this often
+BATCH_LEASE_S = 12.0  # .. and after this long without a word another gateway may
+BATCH_AGAIN_S = 0.5  # a line that found no room is tried again, after longer every time ..
+BATCH_AGAIN_MOST_S = 30.0  # .. up to this
+RESPONSE_WRITE_S = 0.1  # what a response in the background tells is written, then shown, this often at most
+RESPONSE_POLL_S = 0.5  # those who follow it at another gateway look for it this often
 RESPONSE_SWEEP_S = 3.0  # a gateway looks this often for responses that nobody runs ..
 RESPONSE_LEASE_S = 12.0  # .. as nobody said so for this long
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ IMAGES = {
     "worker/Dockerfile": "worker",
     "worker/Dockerfile.cuda": "worker",
 }
+ALSO = {"gateway": ("redis",)}
 LOCKED = ("build", *dict.fromkeys(IMAGES.values()))
 MANIFESTS = sorted(path for path in (ROOT / "deploy/k8s").rglob("*.yaml") if path.name != "kustomization.yaml")
 
@@ -64,9 +66,10 @@ def test_image_runs_unprivileged_with_a_healthcheck(dockerfile: str) -> None:
 
 
 def requirements(extra: str) -> list[Requirement]:
-    """What the extra asks for, with what Pagoda itself needs."""
+    """What the extra asks for, with what Pagoda itself needs, and what else its image has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [Requirement(line) for line in project["dependencies"] + project["optional-dependencies"][extra]]
+    asked = [project["optional-dependencies"][name] for name in (extra, *ALSO.get(extra, ()))]
+    return [Requirement(line) for line in itertools.chain(project["dependencies"], *asked)]
 
 
 def lock(name: str) -> dict[str, list[str]]:

@@ -96,8 +96,14 @@ class Stack:
         return self.log.read_text()[-6000:]
 
     def family(self) -> list[psutil.Process]:
-        parent = psutil.Process(self.process.pid)
-        return [parent, *parent.children(recursive=True)]
+        """The supervisor and its descendants. Each is asked who its parent is: while they are listed one may end, and
+        its id become that of a stranger."""
+        members = [psutil.Process(self.process.pid)]
+        for child in members[0].children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if child.ppid() in {member.pid for member in members}:
+                    members.append(child)
+        return members
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.faults import scenarios
+from tests.faults import batches, scenarios
 from tests.faults.failing import FAIL_FILE, POINTS
 from tests.faults.stack import Apart, Place, apart, served
 from tests.faults.streams import Outcome, Report, undisturbed
@@ -65,6 +65,10 @@ def test_other_weights_take_over_nothing(tmp_path: Path) -> None:
 def test_other_kernels_take_over_nothing(tmp_path: Path) -> None:
     with apart(tmp_path) as place:
         check(scenarios.stranger_takes_over_nothing(place, "other kernels", ["--kernels", scenarios.other_kernels()]))
+
+
+def test_a_batch_outlives_every_process(tmp_path: Path) -> None:
+    check(batches.kill_everything_under_a_batch(tmp_path, lines=60, kills=1))
 
 
 @pytest.fixture(scope="module")

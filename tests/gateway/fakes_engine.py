@@ -15,9 +15,10 @@ from tests.gateway.model_dir import MAX_MODEL_LEN, write_model_dir
 from pagoda_gateway.api import errors
 from pagoda_gateway.api.error_body import set_shape
 from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.routes import files, generating, models, responses, tokenize
+from pagoda_gateway.routes import batches, files, generating, models, responses, tokenize
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Begun, Delta, FinishReason, Load, RequestRecord, Usage
@@ -193,6 +194,8 @@ class Gateway:
             self.app.include_router(module.router(self.context))
         self.background = BackgroundResponses(self.context)
         self.app.include_router(responses.router(self.context, self.background))
+        self.batches = Batches(self.context.store)
+        self.app.include_router(batches.router(self.context, self.batches))
         self.error_shapes = dict(generating.ERROR_SHAPES)
         transport = ASGITransport(self.asgi, raise_app_exceptions=False)
         self.client = AsyncClient(transport=transport, base_url="http://gateway")

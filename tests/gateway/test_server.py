@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,9 +15,10 @@ from typing import Any
 import httpx
 import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, running_engine, until
-from tests.gateway.http_fakes import talk
+from tests.gateway.http_fakes import error_code, talk
 from tests.gateway.keys.whole_app import running_app
 from tests.gateway.model_dir import write_model_dir
+from tests.gateway.store.redis_server import running_redis
 
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.health import HealthTimes
@@ -303,3 +305,46 @@ def test_the_served_text_side_can_have_its_own_template(tmp_path: Path, model: P
     template.write_text("{{ messages[0].content }}!")
     text = load_text(GatewayConfig(model=str(model), chat_template=str(template)))
     assert text.render_chat([{"role": "user", "content": "hi"}]) == "hi!"
+
+
+async def test_a_store_that_hangs_or_is_gone_costs_a_chat_nothing(engine: FakeEngineCore, start: Start) -> None:
+    async with running_redis() as server, start(store=server.address) as gateway:
+        await gateway.until_reported("ready")
+        upload = {"files": {"file": ("l", b"{}\n")}, "data": {"purpose": "batch"}}
+        assert (await gateway.client.post("/v1/files", **upload)).status_code == 200
+        server.send(signal.SIGSTOP)
+        hanging = asyncio.create_task(gateway.client.get("/v1/files"))
+        answer = await gateway.client.post("/v1/completions", json=prompt())
+        assert answer.status_code == 200
+        assert (await hanging).status_code == 503
+        refused = await gateway.client.post("/v1/files", **upload)
+        assert (refused.status_code, error_code(refused.content)) == (503, "unavailable")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert (await gateway.client.get("/health/ready")).status_code == 200
+        server.send(signal.SIGCONT)
+        while (await gateway.client.get("/v1/files")).status_code != 200:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        server.send(signal.SIGSTOP)  # a gateway leaves all the same
+
+
+async def test_without_its_store_a_gateway_starts_and_serves(engine: FakeEngineCore, start: Start) -> None:
+    async with start(store="redis://127.0.0.1:1", auth="none") as gateway:
+        await gateway.until_reported("ready")
+        assert (await gateway.client.get("/v1/batches")).status_code == 503
+        assert (await gateway.client.post("/v1/completions", json=prompt())).status_code == 200
+        metrics = (await gateway.client.get("/metrics")).text
+        assert 'pagoda_store_up{model_name="m"} 0.0' in metrics
+
+
+async def test_who_does_not_know_whether_there_are_keys_serves_those_of_its_options_and_nobody_else(
+    engine: FakeEngineCore, start: Start
+) -> None:
+    async with start(store="redis://127.0.0.1:1") as gateway:
+        await gateway.until_reported("ready")
+        refused = await gateway.client.post("/v1/completions", json=prompt())
+        assert (refused.status_code, error_code(refused.content)) == (503, "unavailable")
+        assert int(refused.headers["retry-after"]) >= 1
+    async with start(store="redis://127.0.0.1:1", api_key="key-of-an-option") as gateway:
+        await gateway.until_reported("ready")
+        shown = {"authorization": "Bearer key-of-an-option"}
+        assert (await gateway.client.post("/v1/completions", json=prompt(), headers=shown)).status_code == 200

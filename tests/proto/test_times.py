@@ -58,6 +58,13 @@ def test_a_key_is_good_while_the_store_is_tried_again() -> None:
     assert times.USAGE_LAST_S < times.GATEWAY_LEAVES_S / 2
 
 
+def test_who_works_on_a_batch_is_heard_several_times_before_another_takes_it_over() -> None:
+    assert 3 * times.BATCH_BEAT_S < times.BATCH_LEASE_S
+    assert times.BATCH_BEAT_S + times.STORE_CALL_S < times.BATCH_LEASE_S
+    assert times.BATCH_LOOK_S <= times.BATCH_BEAT_S
+    assert times.BATCH_AGAIN_S < times.BATCH_AGAIN_MOST_S
+
+
 def test_who_runs_a_response_says_so_several_times_before_another_takes_it_over() -> None:
     assert times.RESPONSE_LEASE_S / 3 + times.STALL_S < times.STORE_CALL_S + times.STALL_S < times.RESPONSE_LEASE_S
     assert times.RESPONSE_SWEEP_S < times.RESPONSE_LEASE_S < times.RESUME_WAIT_S

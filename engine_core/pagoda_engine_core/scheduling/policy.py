@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from pagoda_engine_core.scheduling.request import Choice, Request
+from pagoda_proto.params import BACKGROUND_PRIORITY
 
 PRIORITY_LEVEL_S = 10.0
 
@@ -24,10 +25,10 @@ class Policy(Protocol):
 
 
 class Fcfs:
-    """First come, first served. A request moved from a lost worker keeps its arrival."""
+    """First come, first served, those in the background last. A request moved from a lost worker keeps its arrival."""
 
     def key(self, request: Request) -> tuple[float, ...]:
-        return (request.arrived_at,)
+        return (request.record.priority >= BACKGROUND_PRIORITY, request.arrived_at)
 
     def victim(self, candidates: Sequence[Choice]) -> Choice:
         return candidates[-1]

@@ -68,7 +68,7 @@ class ExpiresAfter(Body):
 
 class BatchRequest(Body):
     input_file_id: Id
-    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    endpoint: str
     completion_window: Literal["24h"]
     metadata: Metadata | None = None
     output_expires_after: ExpiresAfter | None = None

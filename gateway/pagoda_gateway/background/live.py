@@ -1,15 +1,18 @@
-"""The events of a response that runs here, as far as they were told, for those who follow it."""
+"""The events of a response that runs here, for those who follow it: they are shown when they are in the store.
+
+What a client was shown it may come back for by number, to another gateway, which knows only what is in the store.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
-from pagoda_gateway.store.interface import Conflict
+MOST_EVENTS = 1024  # kept here; who follows more slowly reads the store
 
 
 class LiveEvents:
-    """Those from number `begin` on; what was told before is in the store, and not here any more."""
+    """The last of those that are in the store, from number `begin` on."""
 
     def __init__(self, begin: int) -> None:
         self.begin = begin
@@ -21,16 +24,12 @@ class LiveEvents:
     def end(self) -> int:
         return self.begin + len(self.events)
 
-    def add(self, event: bytes) -> None:
-        self.events.append(event)
+    def add(self, events: Sequence[bytes]) -> None:
+        self.events += events
+        too_many = max(0, len(self.events) - MOST_EVENTS)
+        del self.events[:too_many]
+        self.begin += too_many
         self._tell()
-
-    def forget(self, num_events: int) -> None:
-        """The first ones are in the store now. Raises Conflict where it has others than these."""
-        if not 0 <= num_events <= len(self.events):
-            raise Conflict
-        del self.events[:num_events]
-        self.begin += num_events
 
     def close(self) -> None:
         self.over = True

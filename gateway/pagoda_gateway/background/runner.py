@@ -46,11 +46,18 @@ class _Running:
         self.live = LiveEvents(known.num_events)
         self.telling = telling_of(job, known)
         self.holding = holding
-        self.wrote_at = time.monotonic()
+        self.told: list[bytes] = []  # and not known to be in the store
+        self.news = asyncio.Event()  # there is something told
         self.unsure = False  # whether all that was written last is in the store
         self.cancelled = False
         self.task: asyncio.Task[None] | None = None
         self.usage = Usage(prompt_tokens=0)
+
+    def tell(self, said: Told) -> None:
+        """One that was not asked for as a stream has no followers."""
+        if self.job.shown.stream:
+            self.told.append(event(said, said["type"]))
+            self.news.set()
 
 
 class BackgroundResponses:
@@ -171,13 +178,16 @@ class BackgroundResponses:
 
     async def _to_its_end(self, running: _Running) -> None:
         name = running.job.id
-        keeping = asyncio.create_task(self._keep_claim(running), name=f"claim of {name}")
+        beside = [asyncio.create_task(work(running)) for work in (self._keep_claim, self._keep_writing)]
         try:
-            await self._end(running, await self._generated(running))
+            last = await self._generated(running)
+            beside[1].cancel()
+            await self._end(running, last)
         except Conflict:
             logger.info("%s is gone on with elsewhere, or deleted", name)
         finally:
-            keeping.cancel()
+            for task in beside:
+                task.cancel()
             running.live.close()
             self._forget(running)
             with contextlib.suppress(PagodaError):
@@ -212,8 +222,7 @@ class BackgroundResponses:
                 charge.taken()
                 async with aclosing(told(run, telling)) as events:
                     async for said in events:
-                        self._show(running, said)
-                        await self._write(running)
+                        running.tell(said)
             return telling.finish(run.usage(), int(time.time()))
         except PagodaError as error:
             return telling.fail(error, run.usage())
@@ -237,37 +246,47 @@ class BackgroundResponses:
             else:
                 return
 
-    @staticmethod
-    def _show(running: _Running, said: Told) -> None:
-        """To those who follow; one that was not asked for as a stream has no followers."""
-        if running.job.shown.stream:
-            running.live.add(event(said, said["type"]))
+    async def _keep_writing(self, running: _Running) -> None:
+        """What it tells, as it comes. Where another gateway has told otherwise, this one stops."""
+        while True:
+            await running.news.wait()
+            running.news.clear()
+            try:
+                await self._write(running)
+            except PagodaError:
+                await asyncio.sleep(times.STORE_REST_S)
+                running.news.set()
+            except Conflict:
+                if running.task is not None:
+                    running.task.cancel()
+                return
+            await asyncio.sleep(times.RESPONSE_WRITE_S)
 
-    async def _write(self, running: _Running, *, all_of_it: bool = False) -> None:
-        """Have in the store what was told, if it is due. Raises Conflict, and PagodaError for all of it."""
-        now, live = time.monotonic(), running.live
-        if not live.events or not (all_of_it or now - running.wrote_at >= times.RESPONSE_WRITE_S):
-            return
-        running.wrote_at = now
-        try:
-            if running.unsure:
-                live.forget(await self._kept.num_events(running.job.id) - live.begin)
+    async def _write(self, running: _Running) -> None:
+        """Have in the store what was told. Raises Conflict, and PagodaError."""
+        if running.unsure:
+            self._written(running, await self._kept.num_events(running.job.id) - running.live.end)
+        if told := list(running.told):
             running.unsure = True
-            events = list(live.events)
-            await self._kept.add_events(running.job.id, events, live.begin)
-            live.forget(len(events))
-            running.unsure = False
-        except PagodaError:
-            if all_of_it:
-                raise
+            await self._kept.add_events(running.job.id, told, running.live.end)
+            self._written(running, len(told))
+
+    @staticmethod
+    def _written(running: _Running, num_events: int) -> None:
+        """So many of what was told are in the store. Raises Conflict where it has others than these."""
+        if not 0 <= num_events <= len(running.told):
+            raise Conflict
+        running.live.add(running.told[:num_events])
+        del running.told[:num_events]
+        running.unsure = False
 
     async def _end(self, running: _Running, last: Iterator[Told]) -> None:
         """Keep its end, however long the store is gone. Raises Conflict."""
         for said in last:
-            self._show(running, said)
+            running.tell(said)
         while True:
             try:
-                await self._write(running, all_of_it=True)
+                await self._write(running)
                 record, kept = await self._kept.find(running.job.id, running.job.owner)
                 await self._kept.end(record, kept, encoded(running.telling.response))
                 running.charge.count(running.usage)  # once, by whoever wrote the end

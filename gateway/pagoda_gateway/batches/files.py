@@ -142,10 +142,11 @@ class Files:
         await self._store.drop(info.log)
 
 
-async def keep(store: Store, owner: str, info: FileInfo) -> None:
-    """Make a file of a log that is written already. The same again changes nothing."""
+async def keep(store: Store, owner: str, info: FileInfo, *, expect: int | None = None) -> None:
+    """Make a file of a log that is written already. Raises Conflict as `Store.put` does."""
     await store.keep_until(info.log, info.expires_at)
-    await store.put(FILES, info.id, msgspec.json.encode(info), owner=owner, expires_at=info.expires_at)
+    value = msgspec.json.encode(info)
+    await store.put(FILES, info.id, value, owner=owner, expect=expect, expires_at=info.expires_at)
 
 
 def _read(record: Record) -> FileInfo:

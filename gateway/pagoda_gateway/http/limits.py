@@ -101,14 +101,15 @@ class LimitsMiddleware:
             except PagodaError as error:
                 await _refuse(error, scope, upload, send)
                 return
-            if limit is None:
-                await self._serve_whole(scope, upload, receive, send)
-            else:
-                await self._serve_upload(scope, upload, receive, send, limit)
+            await self._serve(scope, upload, receive, send, limit)
 
-    async def _serve_whole(self, scope: Scope, upload: Upload, receive: Receive, send: Send) -> None:
+    async def _serve(self, scope: Scope, upload: Upload, receive: Receive, send: Send, limit: int | None) -> None:
+        """`limit` is that of an upload."""
         holding: Holding = scope["state"]["memory"]
         try:
+            if limit is not None:
+                await self._serve_upload(scope, upload, receive, send, limit)
+                return
             body = await self._read_body(upload, holding)
         except PagodaError as error:
             error.__traceback__ = None  # its frames hold what was read of the body

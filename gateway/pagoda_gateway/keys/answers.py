@@ -1,8 +1,8 @@
 """What the store said lately is taken for what it would say; who asks the same thing at once asks once.
 
-An answer is good for `FRESH_S`. After that the store is asked again, and while it does not answer, the last answer
-stands for as long as the caller of this class allows. That there is nothing is not kept that long: what has been made
-since must not be refused because the store is gone.
+An answer is good for `KEY_FRESH_S`. After that the store is asked again, and while it does not answer, the last answer
+stands for as long as the caller of this class allows: one request waits `KEY_LOOKUP_S` for it, others not at all. That
+there is nothing is not kept that long: what has been made since must not be refused because the store is gone.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Answers(Generic[T]):
         self._kept: OrderedDict[str, _Answer[T]] = OrderedDict()
         self._absent: OrderedDict[str, _Answer[T]] = OrderedDict()
         self._asking: dict[str, asyncio.Task[_Answer[T]]] = {}
+        self._failed_at = -float("inf")  # .. to answer, or to do so in time
 
     async def of(self, name: str) -> T | None:
         """Raises PagodaError where the store does not say, and has not said lately enough."""
@@ -53,8 +54,12 @@ class Answers(Generic[T]):
             return known.value
         stands = known if known is not None and known.value is not None and age_s < self._stale_s else None
         asking = self._asked(name)
-        await asyncio.wait([asking], timeout=None if stands is None else times.KEY_LOOKUP_S)
+        troubled = self._now() - self._failed_at < times.STORE_REST_MOST_S
+        patience_s = 0.0 if troubled else times.KEY_LOOKUP_S
+        await asyncio.wait([asking], timeout=None if stands is None else patience_s)
         answer = asking.result() if asking.done() else None
+        if answer is None and not troubled:
+            self._failed_at = self._now()
         if answer is not None and answer.error is None:
             return answer.value
         if stands is not None:
@@ -78,7 +83,9 @@ class Answers(Generic[T]):
         try:
             answer = _Answer(at, await self._ask(name))
         except PagodaError as error:
+            self._failed_at = self._now()
             return _Answer(at, error=error)
+        self._failed_at = -float("inf")
         self._kept.pop(name, None)
         self._absent.pop(name, None)
         kept, most = (self._absent, MOST_ABSENT) if answer.value is None else (self._kept, MOST_KEPT)

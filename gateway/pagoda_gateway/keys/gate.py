@@ -1,7 +1,7 @@
 """Whoever shows no key may ask only where there is none to show; where nobody knows whether there is, nobody may.
 
 Keys come from the options, or from the store, in which they are made and revoked while gateways run. One in the store
-that is revoked is refused `FRESH_S` later at every gateway that reaches the store; one that cannot reach it goes on
+that is revoked is refused `KEY_FRESH_S` later at every gateway that reaches the store; one that cannot reach it goes on
 with the keys it has seen lately, and refuses others as unavailable, not as wrong.
 """
 

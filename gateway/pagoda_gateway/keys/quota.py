@@ -132,7 +132,10 @@ class Quotas:
 
     def known(self, tenant: str) -> Quota:
         """Of a tenant whose limits nobody tells; without any, where it has not asked here lately."""
-        return self._by_tenant.get(tenant) or Quota(NO_LIMITS, self._now)
+        return self._by_tenant.get(tenant) or self.none()
+
+    def none(self) -> Quota:
+        return Quota(NO_LIMITS, self._now)
 
     def _keep(self, tenant: str, quota: Quota) -> None:
         if len(self._by_tenant) >= self._most:

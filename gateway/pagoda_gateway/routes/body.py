@@ -40,12 +40,16 @@ async def read_body(ctx: GatewayContext, request: Request, schema: type[Body]) -
     hold_for(request, parsed_bytes(data))
 
     def work() -> Body:
-        body = parse_object(data, schema.max_values)
-        _check_counts(ctx, body)
-        return parse_body(schema, body)
+        return checked_body(ctx, schema, parse_object(data, schema.max_values))
 
     reading = ctx.pool.run(caller_of(request).key, len(data), work)
     return await (reading if len(data) <= INLINE_SIZE else while_connected(request, reading))
+
+
+def checked_body(ctx: GatewayContext, schema: type[Body], body: dict[str, Any]) -> Body:
+    """Raises PagodaError, naming each field at fault."""
+    _check_counts(ctx, body)
+    return parse_body(schema, body)
 
 
 def query_of(request: Request, schema: type[Model]) -> Model:

@@ -14,14 +14,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagoda_gateway.api.described import endpoint
+from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.chat import CHAT
 from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.dialects.dialect import Dialect, Writer
 from pagoda_gateway.dialects.messages import MESSAGES
+from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.requests import held_bytes, named_as_in_body
 from pagoda_gateway.generation.run import Outcome, Run
 from pagoda_gateway.http.sse import EventStream, until_disconnect
+from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.routes.body import caller_of, hold_for, read_body
 from pagoda_proto.records import Usage
 
@@ -41,6 +44,25 @@ def router(ctx: GatewayContext, dialects: Sequence[Dialect[Any]] = DIALECTS) -> 
     return routes
 
 
+@asynccontextmanager
+async def writing(
+    ctx: GatewayContext, dialect: Dialect[Any], job: Job, caller: Caller, charge: Charge
+) -> AsyncIterator[Writer]:
+    """Run a job, whoever asked for it. Raises PagodaError where the engine core does not take it."""
+    model = ctx.catalogue.of_job(job.model)
+
+    def on_end(usage: Usage, outcome: Outcome) -> None:
+        charge.end(usage)
+        logger.debug("%s for %s: %s, %s", job.id, caller.key, outcome, usage)
+
+    async with aclosing(Run(job, model.text, on_end)) as run:
+        charge.begin(run.usage)
+        with named_as_in_body({"grammar": job.shown.form_field}):
+            await run.start(model.engine)
+        charge.taken()
+        yield dialect.writer(ctx, run)
+
+
 def _answering(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
         return await respond(ctx, dialect, request, [await read_body(ctx, request, dialect.body)])
@@ -55,21 +77,11 @@ async def respond(ctx: GatewayContext, dialect: Dialect[Any], request: Request, 
     @asynccontextmanager
     async def running() -> AsyncIterator[Writer]:
         job = await dialect.job(ctx, bodies.pop(), caller)  # which is all that is left of the body
-        model = ctx.catalogue.of_job(job.model)
         hold_for(request, held_bytes(job), instead=True)
         charge = ctx.charge_for(caller, job.model)
         charge.check(job.num_prompt_tokens)
-
-        def on_end(usage: Usage, outcome: Outcome) -> None:
-            charge.end(usage)
-            logger.debug("%s for %s: %s, %s", job.id, caller.key, outcome, usage)
-
-        async with aclosing(Run(job, model.text, on_end)) as run:
-            charge.begin(run.usage)
-            with named_as_in_body({"grammar": job.shown.form_field}):
-                await run.start(model.engine)
-            charge.taken()
-            yield dialect.writer(ctx, run)
+        async with writing(ctx, dialect, job, caller, charge) as writer:
+            yield writer
 
     async def events() -> AsyncGenerator[bytes, None]:
         async with running() as writer:

@@ -88,32 +88,33 @@ class GuardedStore:
         if wait_s:
             self._on_outcome("refused")
             raise unavailable("the circuit is open", wait_s)
-        outcome = ""  # nobody knows: who wanted it left
+        outcome = why = ""  # nobody knows: who wanted it left
         try:
             async with asyncio.timeout(self._budget_s):
                 result = await call()
             outcome = "answered"
             return result
         except TimeoutError:
-            outcome = "late"
-            raise unavailable(f"no answer within {self._budget_s:g} s", times.STORE_REST_S) from None
+            outcome, why = "late", f"no answer within {self._budget_s:g} s"
+            raise unavailable(why, times.STORE_REST_S) from None
         except (Conflict, ValueError):
             outcome = "answered"
             raise
         except PagodaError as error:
-            outcome = "failed"
-            logger.debug("a call to the store failed: %s", "; ".join(error.__notes__))
+            outcome, why = "failed", "; ".join(error.__notes__)
             raise
         finally:
-            self._end(outcome)
+            self._end(outcome, why)
 
-    def _end(self, outcome: str) -> None:
+    def _end(self, outcome: str, why: str) -> None:
         was_failing = self._circuit.failing
         self._circuit.ended(self._clock(), well=None if not outcome else outcome == "answered")
         if outcome:
             self._on_outcome(outcome)
-        if self._circuit.failing != was_failing:
-            logger.warning("the store %s", "is gone" if self._circuit.failing else "is back")
+        if self._circuit.failing and not was_failing:
+            logger.warning("the store cannot be used: %s", why)
+        elif was_failing and not self._circuit.failing:
+            logger.warning("the store is back")
 
     async def get(self, collection: str, key: str) -> Record | None:
         return await self._call(partial(self._store.get, collection, key))

@@ -8,13 +8,13 @@ from urllib.parse import urlsplit
 from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 
-SQLITE = "sqlite://"
+SQLITE, SCRATCH = "sqlite://", "scratch://"
 SHARED = ("redis", "rediss", "unix")
 
 
 def store_problem(address: str) -> str:
     """What is wrong with an address, "" if nothing is. An address may hold a password, which is not repeated."""
-    if address in ("", MEMORY) or (address.startswith(SQLITE) and address != SQLITE):
+    if address in ("", MEMORY) or _path(address):
         return ""
     try:
         parts = urlsplit(address)
@@ -22,11 +22,15 @@ def store_problem(address: str) -> str:
         known = parts.scheme in SHARED and place and (parts.port or 1)
     except ValueError:
         known = False
-    return "" if known else "must be empty, sqlite://PATH, redis://HOST:PORT, rediss://HOST:PORT or unix://PATH"
+    return (
+        ""
+        if known
+        else "must be empty, sqlite://PATH, scratch://PATH, redis://HOST:PORT, rediss://HOST:PORT or unix://PATH"
+    )
 
 
 def open_store(address: str) -> Store:
-    """A store in memory for "". The path of sqlite:///path is absolute.
+    """A store in memory for "". The path of sqlite:///path is absolute; scratch:///path is bounded and lasts less.
 
     Raises:
         ValueError: the address cannot be used, or what is needed for it is not installed.
@@ -35,10 +39,16 @@ def open_store(address: str) -> Store:
         raise ValueError(f"store {problem}")
     if address in ("", MEMORY):
         return SqliteStore(MEMORY)
-    if address.startswith(SQLITE):
-        return SqliteStore(os.path.expanduser(address.removeprefix(SQLITE)))
+    if path := _path(address):
+        return SqliteStore(path, scratch=address.startswith(SCRATCH))
     try:
         from pagoda_gateway.store.redis_store import RedisStore
     except ImportError as error:
         raise ValueError("store: Redis and Valkey need redis-py: pip install 'pagoda-serve[redis]'") from error
     return RedisStore(address)
+
+
+def _path(address: str) -> str:
+    """Of a file; "" for another kind of store."""
+    scheme, _, path = address.partition("://")
+    return os.path.expanduser(path) if f"{scheme}://" in (SQLITE, SCRATCH) else ""

@@ -2,6 +2,9 @@
 
 A write is on the disk before its call returns. Other processes may use the same file. Whatever SQLite fails with (a
 locked, full, damaged or read-only file) closes the connection, and the next call opens it again.
+
+A store that nobody asked to last is scratch: in memory, or a file that outlives its process but not the machine's
+power. It is bounded, as it may lie where little room is.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from pagoda_proto import times
 MEMORY = ":memory:"
 FORMAT = 1  # of the tables; kept as SQLite's user_version
 SWEPT_AT_ONCE = 16
+MAX_SCRATCH_BYTES = 512 * 1024 * 1024
 MAX_JOURNAL_BYTES = 64 * 1024 * 1024
 _TABLES = """
 CREATE TABLE IF NOT EXISTS versions (last INTEGER NOT NULL);
@@ -49,10 +53,14 @@ T = TypeVar("T")
 
 
 class SqliteStore:
-    """Implements `Store`. `path` is a file, which is made where there is none, or MEMORY. `clock`: Unix seconds."""
+    """Implements `Store`. `path` is a file, which is made where there is none, or MEMORY, which is scratch.
 
-    def __init__(self, path: str, clock: Callable[[], float] = time.time) -> None:
+    `clock` tells Unix seconds.
+    """
+
+    def __init__(self, path: str, clock: Callable[[], float] = time.time, *, scratch: bool = False) -> None:
         self._path = path
+        self._scratch = scratch or path == MEMORY
         self._clock = clock
         self._connection: sqlite3.Connection | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
@@ -70,7 +78,7 @@ class SqliteStore:
 
     @contextlib.contextmanager
     def _transaction(self, write: bool) -> Iterator[sqlite3.Connection]:
-        self._connection = connection = self._connection or _open(self._path)
+        self._connection = connection = self._connection or _open(self._path, scratch=self._scratch)
         connection.execute("BEGIN IMMEDIATE" if write else "BEGIN")
         try:
             yield connection
@@ -246,14 +254,17 @@ class SqliteStore:
         return await self._do(work)
 
 
-def _open(path: str) -> sqlite3.Connection:
+def _open(path: str, *, scratch: bool) -> sqlite3.Connection:
     if path != MEMORY:
         Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # SQLite gives its other files the same mode
     connection = sqlite3.connect(path, timeout=times.STORE_LOCKED_S, isolation_level=None)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute(f"PRAGMA synchronous = {'NORMAL' if scratch else 'FULL'}")
+        if scratch:
+            ((page_bytes,),) = connection.execute("PRAGMA page_size").fetchall()
+            connection.execute(f"PRAGMA max_page_count = {MAX_SCRATCH_BYTES // page_bytes}")
         connection.execute(f"PRAGMA journal_size_limit = {MAX_JOURNAL_BYTES}")
         ((found,),) = connection.execute("PRAGMA user_version").fetchall()
         if found > FORMAT:

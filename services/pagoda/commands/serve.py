@@ -22,6 +22,7 @@ from pagoda.settings.resolving import Settings, child_environment, resolve, secr
 from pagoda.tools import checkpoints
 from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.store.opening import SCRATCH
 from pagoda_proto import times
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device_choice import device_of_worker
@@ -49,6 +50,8 @@ def main(arguments: argparse.Namespace) -> int:
     with runtime_dir(settings.build(ServeConfig).data_dir) as directory:
         tower = Tower(settings, model_dir, directory, started)
         log.info("starting a gateway, an engine core and %s for %s", _counted(tower.workers), model_dir)
+        if not settings.build(GatewayConfig).store:
+            log.info("files and batches are kept until this ends; --store sqlite:///path/store.db keeps them longer")
         try:
             return asyncio.run(Supervisor(tower.children(), tower).run())
         finally:
@@ -74,7 +77,7 @@ class Tower:
             GatewayConfig,
             engine=gateway_address,
             model=str(model_dir),
-            store=given.store or f"sqlite://{directory / 'store.db'}",  # which outlives a gateway, not the tower
+            store=given.store or f"{SCRATCH}{directory / 'store.db'}",  # which outlives a gateway, not the tower
             served_model_name=given.served_model_name or checkpoints.served_name(given.model),
         )
         self.workers = self._worker_configs(str(model_dir), worker_address)

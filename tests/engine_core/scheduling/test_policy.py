@@ -5,6 +5,7 @@ from tests.fakes import make_record
 
 from pagoda_engine_core.scheduling.policy import Fcfs, OrderedChoices, Priority, load_policy
 from pagoda_engine_core.scheduling.request import Choice, Request
+from pagoda_proto.params import BACKGROUND_PRIORITY
 
 
 def make_request(now: float, priority: int = 0, n: int = 1) -> Request:
@@ -19,6 +20,13 @@ def ordered(choice: Choice, *order: float) -> Choice:
 def test_fcfs_orders_by_arrival_whatever_the_priority() -> None:
     early, late = make_request(1.0, priority=5), make_request(2.0, priority=-5)
     assert Fcfs().key(early) < Fcfs().key(late)
+
+
+def test_what_nobody_waits_for_comes_after_all_else() -> None:
+    background = [make_request(float(i), priority=BACKGROUND_PRIORITY + i) for i in range(2)]
+    live = make_request(10_000.0)
+    assert sorted([*background, live], key=Fcfs().key) == [live, *background]
+    assert sorted([*background[::-1], live], key=Priority().key) == [live, *background]
 
 
 def test_priority_orders_by_priority_then_arrival() -> None:

@@ -19,7 +19,7 @@ from tests.gateway.http_fakes import Running, error_code, limited, parse, runnin
 
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
-from pagoda_gateway.http.limits import is_normal_path
+from pagoda_gateway.http.limits import LEAST_BYTES_PER_S, is_normal_path
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 CONFIG = GatewayConfig(
@@ -384,3 +384,51 @@ def test_plain_paths_are_normal(segments: list[str], slash: bool) -> None:
 def test_one_odd_segment_is_enough(before: list[str], odd: str, after: list[str]) -> None:
     path = "/" + "/".join([*before, odd, *after])
     assert not is_normal_path(path.encode(), unquote(path))
+
+
+UPLOADS = {"/upload": 2_000_000}
+
+
+async def taking(scope: Scope, receive: Receive, send: Send) -> None:
+    """Reads a body to its end, and says how long it was."""
+    num_bytes, more = 0, True
+    while more:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        more = message.get("more_body", False)
+    told = b"%d" % num_bytes
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(told))]})
+    await send({"type": "http.response.body", "body": told, "more_body": False})
+
+
+@pytest.fixture
+async def upload() -> AsyncIterator[Running]:
+    app = limited(taking, CONFIG, uploads=UPLOADS)
+    async with running_http(app, CONFIG) as running:
+        yield running
+
+
+async def uploaded(port: int, *pieces: bytes, length: int, path: str = "/upload") -> tuple[int, bytes]:
+    """Send the pieces with pauses between them, each longer than a body may take that is none of an upload."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"POST {path} HTTP/1.1\r\nhost: h\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n".encode())
+    for piece in pieces:
+        writer.write(piece)
+        await asyncio.sleep(1.5 * CONFIG.body_timeout_s)
+    status, _, body = parse(await reader.read())
+    writer.close()
+    return status, body
+
+
+async def test_an_upload_has_longer_the_more_of_it_has_come(upload: Running) -> None:
+    piece = bytes(5 * LEAST_BYTES_PER_S)
+    assert await uploaded(upload.port, piece, piece, piece, length=3 * len(piece)) == (200, b"983040")
+    status, body = await uploaded(upload.port, b"x", b"y", length=2)
+    assert (status, error_code(body)) == (408, "request_timeout")
+
+
+async def test_sec_20_an_upload_has_a_limit_of_its_own_and_other_paths_have_none(upload: Running) -> None:
+    status, body = await uploaded(upload.port, b"x", length=2_000_001)
+    assert (status, error_code(body)) == (413, "request_too_large")
+    status, body = await uploaded(upload.port, b"x", length=1001, path="/upload/more")
+    assert (status, error_code(body)) == (413, "request_too_large")

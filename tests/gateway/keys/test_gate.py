@@ -168,7 +168,8 @@ async def test_a_silent_store_holds_up_nobody_whose_key_was_seen(world: World) -
     world.store.answers.clear()
     world.clock.now += times.KEY_FRESH_S
     async with asyncio.timeout(60):
-        assert (await ask(one, text)).tenant
+        for _ in range(100):  # of which one waits
+            assert (await ask(one, text)).tenant
 
 
 async def test_who_leaves_does_not_take_the_answer_from_others(world: World) -> None:

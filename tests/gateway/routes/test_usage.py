@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import io
+import json
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tests.gateway.keys.whole_app import running_app
 
 from pagoda_gateway.api.keys_schemas import UsageAnswer
 from pagoda_gateway.keys.grants import Limits, Role
+from pagoda_gateway.routes.batch_service import BatchService
+from pagoda_proto.errors import ErrorCode, PagodaError
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 PATH = "/v1/usage"
@@ -198,3 +201,22 @@ async def test_requests_at_once_and_their_ends(tmp_path: Path) -> None:
         go_on.set()
         assert (await first).status_code == 200
         assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_a_line_of_a_batch_has_the_grant_of_its_key_and_is_counted_beside_its_limits(tmp_path: Path) -> None:
+    async with running_app(tmp_path, play([72, 73]), key_tokens_per_minute=1) as app:
+        service = BatchService(app.gateway.context)
+        may, client = await app.new_key(models=(MODEL,))
+        may_not, _ = await app.new_key(models=("other",))
+        line = json.dumps({"body": {"prompt": "hello", "model": MODEL}}).encode()
+        assert await service.answer("/v1/completions", line, may.id)
+        with pytest.raises(PagodaError) as caught:
+            await service.answer("/v1/completions", line, may_not.id)
+        assert caught.value.code is ErrorCode.MODEL_NOT_FOUND
+        assert (await asked(app.admin))["total"]["output_tokens"] == 2
+        assert (await client.get("/v1/models")).headers["x-ratelimit-remaining-tokens"] == "1"
+        revoked, _ = await app.new_key()
+        await app.gateway.context.keys.revoke(revoked.id)
+        with pytest.raises(PagodaError) as caught:
+            await service.answer("/v1/completions", line, revoked.id)
+        assert caught.value.code is ErrorCode.INVALID_API_KEY

@@ -29,7 +29,7 @@ _names = itertools.count()
 SOON_S, LONG_S = 0.05, 3600.0
 
 
-@pytest_asyncio.fixture(params=["memory", "file", "redis"], scope="module", loop_scope="module")
+@pytest_asyncio.fixture(params=["memory", "sqlite", "scratch", "redis"], scope="module", loop_scope="module")
 async def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Store]:
     if request.param == "redis":
         async with running_redis() as server:
@@ -38,7 +38,7 @@ async def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
             await opened.aclose()
         return
     path: Path = tmp_path_factory.mktemp("store") / "new" / "s.db"
-    opened = open_store("" if request.param == "memory" else f"sqlite://{path}")
+    opened = open_store("" if request.param == "memory" else f"{request.param}://{path}")
     yield opened
     await opened.aclose()
 
@@ -222,6 +222,25 @@ async def test_a_counter_counts_for_all(store: Store, name: str) -> None:
     assert await store.add(name, 7, expires_at=time.time() + LONG_S) == 7
     await store.add(name, 0, expires_at=time.time() - SOON_S)
     assert await store.add(name, 1) == 1
+
+
+@pytest.mark.parametrize(
+    "odd", ["'; DROP TABLE records; --", '"', "*", "?[a-z]", "{a}:b", ":now", "é", "a b", "%s", "\\"]
+)
+async def test_sec_23_names_are_never_code(store: Store, name: str, odd: str) -> None:
+    key = f"{name}{odd}"
+    await store.put("things", name, b"kept", owner=name)
+    await store.put("things", key, b"odd", owner=key)
+    page = await store.page("things", key, limit=10)
+    assert [(record.key, record.owner, record.value) for record in page.records] == [(key, key, b"odd")]
+    assert await store.append(key, [b"p"]) == 1
+    assert await store.read(key) == [b"p"]
+    assert await store.claim(key, odd, LONG_S)
+    assert await store.add(key, 1) == 1
+    assert await store.delete("things", key)
+    kept = await store.get("things", name)
+    assert kept is not None
+    assert kept.value == b"kept"
 
 
 async def test_limits_are_met_before_the_store_is(store: Store, name: str) -> None:

@@ -75,7 +75,7 @@ def test_a_circuit_is_never_closed_for_good(steps: list[tuple[float, bool | None
     assert circuit.wait_s(now + 4.0) == 0.0
 
 
-async def test_failures_are_told_and_then_spared() -> None:
+async def test_failures_are_told_and_then_spared(caplog: pytest.LogCaptureFixture) -> None:
     store, clock, outcomes = Failing(), ManualClock(), list[str]()
     guarded = GuardedStore(store, outcomes.append, clock=clock)
     assert await guarded.length("log") == 7
@@ -92,6 +92,7 @@ async def test_failures_are_told_and_then_spared() -> None:
     assert await guarded.length("log") == 7
     assert not guarded.failing
     assert outcomes == ["answered", "failed", "refused", "refused", "answered"]
+    assert caplog.messages == ["the store cannot be used: it is broken", "the store is back"]
 
 
 @pytest.mark.parametrize("error", [Conflict(), ValueError("too long")])

@@ -13,7 +13,17 @@ from pagoda_gateway.store.sqlite_store import SqliteStore
 
 
 @pytest.mark.parametrize(
-    "address", ["redis://", "redis://h:port", "http://h", "sqlite://", "/a/path", "redis:/h:1", "rediss://:secret@:1"]
+    "address",
+    [
+        "redis://",
+        "redis://h:port",
+        "http://h",
+        "sqlite://",
+        "scratch://",
+        "/a/path",
+        "redis:/h:1",
+        "rediss://:secret@:1",
+    ],
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
     assert store_problem(address)
@@ -30,6 +40,7 @@ def test_what_is_no_address_is_refused(address: str) -> None:
         ("", SqliteStore),
         (":memory:", SqliteStore),
         ("sqlite://relative.db", SqliteStore),
+        ("scratch:///a/path", SqliteStore),
         ("redis://:secret@example:1/2", RedisStore),
         ("rediss://user:secret@[::1]:6379", RedisStore),
         ("unix:///run/valkey.sock?db=1", RedisStore),

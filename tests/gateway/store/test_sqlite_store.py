@@ -119,9 +119,22 @@ async def test_a_file_that_became_read_only_is_read(path: Path, monkeypatch: pyt
     await store.aclose()
 
 
-def read_only(path: str) -> sqlite3.Connection:
+def read_only(path: str, *, scratch: bool) -> sqlite3.Connection:
     """As root reads a disk that the kernel made read-only; modes of files mean nothing to root."""
     return sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+
+
+async def test_scratch_is_bounded_and_keeps_what_it_has(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_store, "MAX_SCRATCH_BYTES", 1_000_000)
+    for store in (SqliteStore(MEMORY), SqliteStore(str(path), scratch=True)):
+        await store.append("log", [bytes(400_000)])
+        with pytest.raises(PagodaError) as caught:
+            await store.append("log", [bytes(800_000)])
+        assert "full" in "; ".join(caught.value.__notes__)
+        assert await store.length("log") == 1
+        await store.drop("log")
+        await store.append("log", [bytes(800_000)])
+        await store.aclose()
 
 
 @pytest.mark.e2e

@@ -59,7 +59,7 @@ def test_sec_23_a_key_reaches_the_gateway_and_nobodys_flags() -> None:
 
 
 def test_the_store_outlives_a_gateway_unless_it_is_told_where_to_be() -> None:
-    for flags, address in (({}, "sqlite:///run/x/store.db"), ({"store": "redis://:word@h:1"}, "redis://:word@h:1")):
+    for flags, address in (({}, "scratch:///run/x/store.db"), ({"store": "redis://:word@h:1"}, "redis://:word@h:1")):
         gateway, *others = tower(**flags).children()
         assert gateway.environment["PAGODA_STORE"] == address
         for child in (gateway, *others):

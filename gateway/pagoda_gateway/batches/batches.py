@@ -1,0 +1,123 @@
+"""Batches as they are kept: a record of the tenant's, and one of the work that is left, which is nobody's.
+
+A change is made to what is there, again if somebody else changed it meanwhile, so that none is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from pagoda_gateway.batches import batch as states
+from pagoda_gateway.batches.batch import Batch
+from pagoda_gateway.batches.files import not_found
+from pagoda_gateway.store.interface import ABSENT, MAX_PAGE_RECORDS, Conflict, Record, Store
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+BATCHES, OPEN = "batches", "open_batches"
+KEPT_S = 30 * 86400.0  # a batch that has ended
+MAX_OPEN = MAX_PAGE_RECORDS
+
+
+class Work(NamedTuple):
+    """A batch that has not ended. `model` is "" until its input was read."""
+
+    batch_id: str
+    owner: str
+    model: str
+    expires_at: int
+
+
+class BatchPage(NamedTuple):
+    batches: list[Batch]
+    more: bool
+
+
+class Batches:
+    """`changed` is set when there is something new to do, for who does it here. `clock`: Unix seconds."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self.store = store
+        self.clock = clock
+        self.changed = asyncio.Event()
+
+    async def add(self, owner: str, batch: Batch) -> None:
+        """Raises PagodaError OVERLOADED where too many are open."""
+        if (await self.store.page(OPEN, "", limit=MAX_OPEN)).more:
+            message = f"{MAX_OPEN} batches are open here; try again when some have ended"
+            raise PagodaError(ErrorCode.OVERLOADED, message, retry_after_s=60.0)
+        await self.store.put(BATCHES, batch.id, _written(batch), owner=owner, expect=ABSENT)
+        await self._put_work(owner, batch)
+        self.changed.set()
+
+    async def _put_work(self, owner: str, batch: Batch) -> None:
+        work = Work(batch.id, owner, batch.model, batch.expires_at)
+        await self.store.put(OPEN, batch.id, msgspec.json.encode(work))
+
+    async def open(self) -> list[Work]:
+        """The oldest first."""
+        page = await self.store.page(OPEN, "", limit=MAX_OPEN, newest_first=False)
+        return [msgspec.json.decode(record.value, type=Work) for record in page.records]
+
+    async def find(self, owner: str, batch_id: str) -> Batch:
+        """Raises PagodaError NOT_FOUND."""
+        return _read(await self._record(owner, batch_id))
+
+    async def page(self, owner: str, *, limit: int, after: str | None) -> BatchPage:
+        """The newest first. Raises PagodaError NOT_FOUND where there is no batch `after`."""
+        reached = None if after is None else (await self._record(owner, after)).position
+        found: list[Record] = []
+        while True:
+            page = await self.store.page(BATCHES, owner, limit=limit - len(found), after=reached)
+            found += page.records
+            if len(found) == limit or not page.more:
+                return BatchPage([_read(record) for record in found], page.more)
+            reached = found[-1].position
+
+    async def change(self, owner: str, batch_id: str, how: Callable[[Batch], Batch]) -> Batch:
+        """What it is then. Raises PagodaError NOT_FOUND, or what `how` raises."""
+        while True:
+            record = await self._record(owner, batch_id)
+            known = _read(record)
+            batch = how(known)
+            if batch == known:
+                return batch
+            expires_at = self.clock() + KEPT_S if batch.has_ended() else None
+            try:
+                await self.store.put(
+                    BATCHES, batch_id, _written(batch), owner=owner, expect=record.version, expires_at=expires_at
+                )
+            except Conflict:
+                continue
+            if batch.model != known.model:
+                await self._put_work(owner, batch)
+            return batch
+
+    async def cancel(self, owner: str, batch_id: str) -> Batch:
+        """Raises PagodaError where there is none, or it is too late."""
+        batch = await self.change(owner, batch_id, lambda batch: states.cancelling(batch, self.clock()))
+        self.changed.set()
+        return batch
+
+    async def close(self, batch_id: str) -> None:
+        """Nothing is left to do for one that has ended."""
+        await self.store.drop(states.results_log(batch_id))
+        await self.store.delete(OPEN, batch_id)
+
+    async def _record(self, owner: str, batch_id: str) -> Record:
+        record = await self.store.get(BATCHES, batch_id)
+        if record is None or record.owner != owner:
+            raise not_found("batch", batch_id)
+        return record
+
+
+def _written(batch: Batch) -> bytes:
+    return msgspec.json.encode(batch)
+
+
+def _read(record: Record) -> Batch:
+    return msgspec.json.decode(record.value, type=Batch)

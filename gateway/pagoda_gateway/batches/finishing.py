@@ -1,0 +1,71 @@
+"""A batch's files follow from its results alone, part by part: whoever writes them again writes what is there."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from pagoda_gateway.batches.batch import Batch, results_log
+from pagoda_gateway.batches.files import BATCH_OUTPUT, FileInfo, keep
+from pagoda_gateway.batches.results import Results
+from pagoda_gateway.store.interface import ABSENT, MAX_PART_BYTES, Conflict, Store
+
+
+class _FileWriter:
+    """Writes lines to the log of a file, in parts that depend on nothing but the lines."""
+
+    def __init__(self, store: Store, info: FileInfo) -> None:
+        self.num_bytes = 0
+        self._store = store
+        self._info = info
+        self._pending = bytearray()
+        self._num_parts = 0
+
+    async def write(self, data: bytes) -> None:
+        self.num_bytes += len(data)
+        self._pending += data
+        while len(self._pending) >= MAX_PART_BYTES:
+            await self._append()
+
+    async def _append(self) -> None:
+        part = bytes(self._pending[:MAX_PART_BYTES])
+        with suppress(Conflict):  # it is there already
+            await self._store.append(self._info.log, [part], index=self._num_parts)
+        self._num_parts += 1
+        del self._pending[:MAX_PART_BYTES]
+
+    async def finish(self, owner: str) -> None:
+        """The file, where there is anything in it."""
+        if self._pending:
+            await self._append()
+        if self.num_bytes:
+            info = FileInfo(
+                id=self._info.id,
+                bytes=self.num_bytes,
+                created_at=self._info.created_at,
+                filename=self._info.filename,
+                purpose=BATCH_OUTPUT,
+                expires_at=self._info.expires_at,
+            )
+            with suppress(Conflict):  # whoever was here first has read all results
+                await keep(self._store, owner, info, expect=ABSENT)
+
+
+async def write_files(store: Store, owner: str, batch: Batch) -> None:
+    """Output and error file of a batch that is finalizing. Raises PagodaError UNAVAILABLE; then it is done again."""
+    output, errors = (_FileWriter(store, _file(batch, kind)) for kind in ("output", "error"))
+    async for result in Results(store, results_log(batch.id)).all():
+        await (errors if result.failed else output).write(bytes(result.written) + b"\n")
+    for writer in (output, errors):
+        await writer.finish(owner)
+
+
+def _file(batch: Batch, kind: str) -> FileInfo:
+    created_at = batch.finalizing_at or batch.created_at
+    return FileInfo(
+        id=batch.output_id if kind == "output" else batch.errors_id,
+        bytes=0,
+        created_at=created_at,
+        filename=f"{batch.id}_{kind}.jsonl",
+        purpose=BATCH_OUTPUT,
+        expires_at=created_at + batch.output_kept_s,
+    )

@@ -1,0 +1,147 @@
+"""A gateway looks for batches that nobody works on, and works on a few of them at once, tenants in turn.
+
+Who works on a batch holds its claim and says so again and again; the claim of one who died runs out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pagoda_gateway.batches.batches import Work
+from pagoda_gateway.batches.work import BatchWork, Desk
+from pagoda_proto import times
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+MAX_AT_ONCE = 8
+
+logger = logging.getLogger(__name__)
+
+
+def in_turn(open_work: Sequence[Work], running: Sequence[Work]) -> Iterator[Work]:
+    """What is not running, the oldest first among tenants of whom as many run."""
+    count = Counter(work.owner for work in running)
+    ids = {work.batch_id for work in running}
+    waiting = [work for work in open_work if work.batch_id not in ids]
+    while waiting:
+        found = min(waiting, key=lambda work: count[work.owner])
+        waiting.remove(found)
+        count[found.owner] += 1
+        yield found
+
+
+class _Running(NamedTuple):
+    work: Work
+    batch_work: BatchWork
+    task: asyncio.Task[None]
+
+
+class BatchRunner:
+    """`start` it in the loop, and `aclose` it: then its claims are free for others."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._store = desk.batches.store
+        self._holder = secrets.token_hex(16)
+        self._running: dict[str, _Running] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="batches")
+
+    async def aclose(self) -> None:
+        """What runs is left where it is. Safe to call twice."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [running.task for running in self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self) -> None:
+        changed = self._desk.batches.changed
+        while True:
+            changed.clear()
+            try:
+                await self._take()
+            except PagodaError as error:
+                logger.debug("no batches are looked for: %s", error.message)
+            except Exception:
+                logger.exception("looking for batches failed")
+            if await _set_within(changed, times.BATCH_LOOK_S):
+                for running in self._running.values():
+                    running.batch_work.changed.set()
+
+    async def _take(self) -> None:
+        """Begin what nobody works on. Raises PagodaError UNAVAILABLE."""
+        running = [running.work for running in self._running.values()]
+        for work in in_turn(await self._desk.batches.open(), running):
+            if len(self._running) >= MAX_AT_ONCE:
+                return
+            if self._is_ours(work) and await self._store.claim(_claim(work), self._holder, times.BATCH_LEASE_S):
+                batch_work = BatchWork(self._desk, work)
+                task = asyncio.create_task(self._work_on(work, batch_work), name=work.batch_id)
+                self._running[work.batch_id] = _Running(work, batch_work, task)
+                task.add_done_callback(lambda ended: self._running.pop(ended.get_name()))
+
+    def _is_ours(self, work: Work) -> bool:
+        """Whether its model is here. One whose time is over is anybody's, as no line of it is answered."""
+        if not work.model or self._desk.batches.clock() >= work.expires_at:
+            return True
+        try:
+            return self._desk.service.known(work.model) == work.model
+        except PagodaError:
+            return False
+
+    async def _work_on(self, work: Work, batch_work: BatchWork) -> None:
+        """What fails for a reason that nobody knows keeps its claim, so that it is not tried again at once."""
+        failed = False
+        parts = [asyncio.create_task(batch_work.run()), asyncio.create_task(self._hold(work, batch_work))]
+        try:
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for part in parts:
+                part.cancel()
+            for ended in await asyncio.gather(*parts, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    failed = True
+                    logger.error("batch %s: work on it failed", work.batch_id, exc_info=ended)
+            if not failed:
+                await self._release(work)
+
+    async def _release(self, work: Work) -> None:
+        try:
+            await self._store.release(_claim(work), self._holder)
+        except PagodaError as error:
+            logger.debug("the claim of %s runs out by itself: %s", work.batch_id, error.message)
+
+    async def _hold(self, work: Work, batch_work: BatchWork) -> None:
+        """Until somebody else has the claim."""
+        while True:
+            try:
+                if not await self._store.claim(_claim(work), self._holder, times.BATCH_LEASE_S):
+                    logger.warning("batch %s is somebody else's now", work.batch_id)
+                    return
+                await batch_work.look()
+            except PagodaError as error:
+                if error.code is ErrorCode.NOT_FOUND:
+                    return
+            await _set_within(batch_work.changed, times.BATCH_BEAT_S)
+            batch_work.changed.clear()
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            return await event.wait()
+    except TimeoutError:
+        return False
+
+
+def _claim(work: Work) -> str:
+    return f"batch.{work.batch_id}"

@@ -1,0 +1,94 @@
+"""A line of a batch is answered by what would answer it as a request: the same body, job, run and writer.
+
+It differs in that nobody waits for it: it runs behind everything that somebody waits for, and it is no stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from pagoda_gateway.api.json_body import MAX_VALUES, parse_object, parsed_bytes
+from pagoda_gateway.batches.batches import Batches
+from pagoda_gateway.batches.lines import ENVELOPE_BYTES
+from pagoda_gateway.batches.runner import BatchRunner
+from pagoda_gateway.batches.work import Desk
+from pagoda_gateway.clients import NOBODY, Caller
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects.chat import CHAT
+from pagoda_gateway.dialects.completions import COMPLETIONS
+from pagoda_gateway.dialects.dialect import Dialect
+from pagoda_gateway.dialects.responses import RESPONSES
+from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.requests import held_bytes
+from pagoda_gateway.routes.body import checked_body
+from pagoda_gateway.routes.files import files_of
+from pagoda_gateway.routes.generating import writing
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+from pagoda_proto.params import BACKGROUND_PRIORITY
+
+DIALECTS: dict[str, Dialect[Any]] = {dialect.path: dialect for dialect in (CHAT, COMPLETIONS, RESPONSES)}
+CLIENT = "batches"  # whose turn it is where clients take turns
+SHARE = 4  # of the memory for requests, a line may take one in so many
+
+
+class BatchService:
+    """Implements `Service`."""
+
+    def __init__(self, ctx: GatewayContext) -> None:
+        self._ctx = ctx
+
+    def known(self, model: str | None) -> str:
+        return self._ctx.catalogue.find(model, NOBODY).name
+
+    async def in_thread(self, num_bytes: int, work: Callable[[], None]) -> None:
+        await self._ctx.pool.run(CLIENT, num_bytes, work)
+
+    async def answer(self, endpoint: str, line: bytes, owner: str) -> bytes:
+        dialect, size = DIALECTS[endpoint], parsed_bytes(line)
+        if size > self._ctx.config.max_held_bytes // SHARE:
+            raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, "the line is larger than this server can read at once")
+        caller = Caller(CLIENT, owner, await self._ctx.gate.grant_of(owner))
+        holding = self._ctx.memory.holding(CLIENT)
+        try:
+            holding.grow_to(size)
+            body = await self._ctx.pool.run(CLIENT, len(line), lambda: self._body(dialect, line))
+            job = in_background(await dialect.job(self._ctx, body, caller))
+            del body
+            holding.release()
+            holding.grow_to(held_bytes(job))
+            charge = self._ctx.charge_for_batch(owner, job.model)
+            async with writing(self._ctx, dialect, job, caller, charge) as writer:
+                return await writer.whole()
+        finally:
+            holding.release()
+
+    def _body(self, dialect: Dialect[Any], line: bytes) -> Any:
+        body = checked_body(self._ctx, dialect.body, parse_object(line, MAX_VALUES)["body"])
+        for name in ("stream", "background"):
+            if getattr(body, name, None):
+                raise InvalidParams([Problem(name, "must be false in a batch")])
+        return body
+
+
+def batch_runner(ctx: GatewayContext, batches: Batches) -> BatchRunner:
+    """What works on the batches, not started yet."""
+    desk = Desk(
+        batches=batches,
+        files=files_of(ctx),
+        service=BatchService(ctx),
+        slots=asyncio.Semaphore(ctx.config.max_batch_requests),
+        max_line_bytes=ctx.config.max_body_bytes + ENVELOPE_BYTES,
+    )
+    return BatchRunner(desk)
+
+
+def in_background(job: Job) -> Job:
+    """Behind all that somebody waits for, in the order of the priorities that its lines asked for."""
+    records = (
+        msgspec.structs.replace(record, priority=BACKGROUND_PRIORITY + record.priority) for record in job.records
+    )
+    return msgspec.structs.replace(job, records=tuple(records))

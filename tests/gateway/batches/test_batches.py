@@ -1,0 +1,82 @@
+"""Batches are changed one change after the other, and no more of them are open than can be looked through."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pagoda_gateway.batches import batch as states
+from pagoda_gateway.batches import batches as module
+from pagoda_gateway.batches.batch import Batch, Counts, Status, new_batch
+from pagoda_gateway.batches.batches import KEPT_S, Batches
+from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+
+@pytest.fixture
+async def batches() -> AsyncIterator[Batches]:
+    store = SqliteStore(MEMORY, lambda: 1000.0)
+    yield Batches(store, lambda: 1000.0)
+    await store.aclose()
+
+
+async def added(batches: Batches, owner: str = "me") -> Batch:
+    batch = new_batch("/v1/completions", "file-1", None, 3600, 1000.0)
+    await batches.add(owner, batch)
+    return batch
+
+
+async def test_of_changes_at_once_none_is_lost(batches: Batches) -> None:
+    batch = await added(batches)
+
+    def one_more(batch: Batch) -> Batch:
+        return states.counted(batch, Counts(10, batch.counts.completed + 1, 0))
+
+    await asyncio.gather(*(batches.change("me", batch.id, one_more) for _ in range(10)))
+    assert (await batches.find("me", batch.id)).counts == Counts(10, 10, 0)
+
+
+async def test_what_is_open_tells_owner_and_model(batches: Batches) -> None:
+    one, two = await added(batches, "me"), await added(batches, "you")
+    await batches.change("you", two.id, lambda batch: states.begun(batch, "m", 3, 1001.0))
+    assert [(work.batch_id, work.owner, work.model) for work in await batches.open()] == [
+        (one.id, "me", ""),
+        (two.id, "you", "m"),
+    ]
+    await batches.close(two.id)
+    assert [work.batch_id for work in await batches.open()] == [one.id]
+
+
+async def test_what_has_ended_is_kept_for_a_while(batches: Batches) -> None:
+    batch = await added(batches)
+    await batches.change("me", batch.id, lambda batch: states.refused(batch, [], 1001.0))
+    record = await batches.store.get("batches", batch.id)
+    assert record is not None
+    assert record.expires_at == 1000.0 + KEPT_S
+    assert (await batches.find("me", batch.id)).status is Status.FAILED
+
+
+async def test_open_batches_are_bounded(batches: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_OPEN", 2)
+    for _ in range(3):
+        first = await added(batches)
+    with pytest.raises(PagodaError) as caught:
+        await added(batches)
+    assert caught.value.code is ErrorCode.OVERLOADED
+    await batches.close(first.id)
+    await added(batches)
+
+
+async def test_a_batch_is_nobody_elses(batches: Batches) -> None:
+    batch = await added(batches)
+    for call in (
+        batches.find("you", batch.id),
+        batches.cancel("you", batch.id),
+        batches.page("you", limit=1, after=batch.id),
+    ):
+        with pytest.raises(PagodaError) as caught:
+            await call
+        assert caught.value.code is ErrorCode.NOT_FOUND
+    assert not batches.changed.is_set() or (await batches.find("me", batch.id)).status is Status.VALIDATING
