@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagoda_gateway.api import errors
 from pagoda_gateway.api.error_body import set_shape
-from pagoda_gateway.api.quota_headers import all_names as quota_names
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.clients import identify_by
@@ -24,6 +23,7 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.http.multipart import MAX_FORM_BYTES
+from pagoda_gateway.keys.quota_headers import all_names as quota_names
 from pagoda_gateway.metrics import OTHER, GatewayMetrics
 from pagoda_gateway.routes import batches, files, generating, keys, models, ops, page, responses, tokenize, usage
 

@@ -42,13 +42,17 @@ class Gateway:
         return [event["event"] for event in self.events]
 
     @property
+    def url(self) -> str:
+        return next(str(event["url"]) for event in self.events if "url" in event)
+
+    @property
     def port(self) -> int:
-        return httpx.URL(str(self.events[0]["url"])).port or 0
+        return httpx.URL(self.url).port or 0
 
     async def until_reported(self, name: str) -> None:
         await until(lambda: name in self.names or self.task.done())
         assert name in self.names
-        self.client.base_url = str(self.events[0]["url"])
+        self.client.base_url = self.url
 
 
 Start = Callable[..., Any]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda_gateway.api.answer_schemas import ErrorAnswer, Failure, MessagesErrorAnswer
-from pagoda_gateway.api.quota_headers import QuotaHeaders, anthropic_quota_headers, openai_quota_headers
+from pagoda_gateway.keys.quota_headers import QuotaHeaders, anthropic_quota_headers, openai_quota_headers
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 SILENT = frozenset({ErrorCode.INTERNAL, ErrorCode.PROTOCOL_ERROR})  # what they say is for the log
