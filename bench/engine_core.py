@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.scheduling.decoding import News
-from pagoda_engine_core.scheduling.policy import load_policy
+from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_engine_core.sessions.outbox import Outbox
@@ -110,7 +110,7 @@ class Decoding:
     """A scheduler with all rows decoding, two steps in flight."""
 
     def __init__(self) -> None:
-        self.scheduler = Scheduler(config(), make_hello("w"), load_policy("fcfs"), itertools.count(1))
+        self.scheduler = Scheduler(config(), make_hello("w"), POLICIES["fcfs"], itertools.count(1))
         self.worker = Worker()
         self.plans: deque[StepPlan] = deque()
         for index in range(ROWS):

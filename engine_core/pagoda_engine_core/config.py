@@ -47,9 +47,7 @@ class EngineConfig:
     )
     queue_timeout_s: float = option(120.0, "a request that could not start after this long is refused", most=1e9)
     worker_lease_s: float = option(
-        times.WORKER_LEASE_S,
-        "a worker that hears nothing from the engine core for this long fences itself",
-        least=0.1,
+        times.WORKER_LEASE_S, "a worker that hears nothing from the engine core for this long fences itself", least=0.1
     )
     worker_suspect_s: float = option(
         times.WORKER_SUSPECT_S, "without a beat for this long a worker gets no new work", least=0.1

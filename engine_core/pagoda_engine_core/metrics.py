@@ -44,12 +44,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._ended = Counter(
-            f"{PREFIX}request_success", "Requests with an ending", ["finished_reason"], registry=self.registry
-        )
-        self._rejected = Counter(
-            f"{PREFIX}admission_rejections", "Requests refused", ["reason"], registry=self.registry
-        )
+        self._ended = self._counter("request_success", "Requests with an ending", "finished_reason")
+        self._rejected = self._counter("admission_rejections", "Requests refused", "reason")
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Submission to first token", buckets.FIRST_TOKEN_S
         )
@@ -61,10 +57,8 @@ class Metrics:
         self._generation = self._histogram(
             "request_generation_tokens", "Tokens generated for a request", buckets.TOKENS
         )
-        self._step_s = Counter(f"{PREFIX}step_seconds", "Time workers spent on steps", registry=self.registry)
-        self._forward_s = Counter(
-            f"{PREFIX}forward_seconds", "Of it, time in model and sampler", registry=self.registry
-        )
+        self._step_s = self._counter("step_seconds", "Time workers spent on steps")
+        self._forward_s = self._counter("forward_seconds", "Of it, time in model and sampler")
         self._step_tokens = self._histogram("iteration_tokens_total", "Tokens computed in a step", STEP_TOKEN_BUCKETS)
 
     def watch(self, stats: Callable[[], Stats]) -> None:
@@ -93,6 +87,9 @@ class Metrics:
         self._step_s.inc(elapsed_s)
         self._forward_s.inc(forward_s)
 
+    def _counter(self, stem: str, help: str, *labels: str) -> Counter:
+        return Counter(f"{PREFIX}{stem}", help, labels, registry=self.registry)
+
     def _histogram(self, stem: str, help: str, bounds: tuple[float, ...]) -> Histogram:
         return Histogram(f"{PREFIX}{stem}", help, buckets=bounds, registry=self.registry)
 
@@ -116,10 +113,10 @@ class _StatsCollector(Collector):
             f"{PREFIX}seconds_since_progress", "Since a step last advanced", value=load.seconds_since_progress
         )
         for kind in ("total", "used", "cached"):
-            value = getattr(stats, f"blocks_{kind}")
+            value = getattr(stats.blocks, f"blocks_{kind}")
             yield GaugeMetricFamily(f"{PREFIX}kv_blocks_{kind}", f"KV blocks: {kind}", value=value)
         for kind in ("total", "used"):
-            value = getattr(stats, f"swap_blocks_{kind}")
+            value = getattr(stats.blocks, f"swap_blocks_{kind}")
             yield GaugeMetricFamily(f"{PREFIX}swap_blocks_{kind}", f"Blocks of host memory: {kind}", value=value)
         yield _preemptions(stats)
         yield _worker_memory(stats)

@@ -12,8 +12,7 @@ import secrets
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -25,7 +24,6 @@ from pagoda_engine_core.loop_watch import end_when_stuck
 from pagoda_engine_core.metrics import Metrics
 from pagoda_engine_core.sessions.admin import AdminService
 from pagoda_engine_core.sessions.session import EngineService, LoadBoard
-from pagoda_engine_core.views import Stats
 from pagoda_engine_core.workers import endpoints
 from pagoda_engine_core.workers.zmq_executor import ZmqExecutor
 from pagoda_proto.channel import MAX_FRAME_BYTES
@@ -77,11 +75,13 @@ async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> No
         engine = EngineCore(config, executor, engine_id=boot_id, observer=metrics)
         loop_thread = LoopThread(engine, stop)
         stack.push_async_callback(loop_thread.end)
-        board = LoadBoard(engine)
+        board = LoadBoard(engine, _workers_report(report))
         engine.on_load(board.changed)
-        grpc_server, address = await _listen(_GrpcAddress(config.listen, path, keys), engine, board, stack)
-        report(_listening(address, executor.endpoint, _serve_metrics(config, metrics, engine, stack)))
-        board.watch(_WorkersReport(report))
+        grpc_server, address = await _listen(config.listen, keys, engine, board, stack)
+        if path is not None:
+            stack.callback(path.unlink, missing_ok=True)
+        event: dict[str, object] = {"event": "listening", "address": address, "worker_endpoint": executor.endpoint}
+        report(event | _serve_metrics(config, metrics, engine, stack))
         loop_thread.start()
         await _start_task(board.run(), stack)
         await _start_task(end_when_stuck(lambda: engine.passed_at), stack)
@@ -130,38 +130,29 @@ class LoopThread:
             raise RuntimeError(f"the engine loop has failed: {self._failure}") from self._failure
 
 
-class _GrpcAddress(NamedTuple):
-    """Where gateways come in: a socket file has a `path`, a TCP port may ask for `keys` (mutual TLS)."""
-
-    listen: str
-    path: Path | None
-    keys: TlsKeys | None
-
-    def open(self, server: grpc.aio.Server) -> str:
-        """The address, with the real port. Raises OSError when it is in use."""
-        try:
-            if self.keys is None:
-                port = server.add_insecure_port(self.listen)
-            else:
-                pair = (self.keys.private_key, self.keys.certificate)
-                credentials = grpc.ssl_server_credentials([pair], self.keys.ca, require_client_auth=True)
-                port = server.add_secure_port(self.listen, credentials)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen at {self.listen}: {error}") from error
-        return self.listen if self.path is not None else f"{self.listen.rpartition(':')[0]}:{port}"
+def _open_port(server: grpc.aio.Server, listen: str, keys: TlsKeys | None) -> str:
+    """The address, with the real port; with `keys` it asks for mutual TLS. Raises OSError when it is in use."""
+    try:
+        if keys is None:
+            port = server.add_insecure_port(listen)
+        else:
+            pairs = [(keys.private_key, keys.certificate)]
+            credentials = grpc.ssl_server_credentials(pairs, keys.ca, require_client_auth=True)
+            port = server.add_secure_port(listen, credentials)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen at {listen}: {error}") from error
+    return listen if listen.startswith("unix:") else f"{listen.rpartition(':')[0]}:{port}"
 
 
 async def _listen(
-    where: _GrpcAddress, engine: EngineCore, board: LoadBoard, stack: AsyncExitStack
+    listen: str, keys: TlsKeys | None, engine: EngineCore, board: LoadBoard, stack: AsyncExitStack
 ) -> tuple[grpc.aio.Server, str]:
     server = grpc.aio.server(options=GRPC_OPTIONS)
     pb_grpc.add_EngineServicer_to_server(EngineService(engine, board), server)  # type: ignore[no-untyped-call]
     pb_grpc.add_AdminServicer_to_server(AdminService(engine), server)  # type: ignore[no-untyped-call]
     healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
-    address = where.open(server)
-    if where.path is not None:
-        stack.callback(where.path.unlink, missing_ok=True)
+    address = _open_port(server, listen, keys)
     await server.start()
     stack.push_async_callback(server.stop, 0)
     await _start_task(_tell_health(engine, healthy), stack)
@@ -182,36 +173,30 @@ async def _tell_health(engine: EngineCore, healthy: Any) -> None:
         await asyncio.sleep(PULSE_S)
 
 
-def _serve_metrics(config: EngineConfig, metrics: Metrics, engine: EngineCore, stack: AsyncExitStack) -> str:
-    """The address of the metrics page, "" without one."""
-    metrics.watch(lambda: _stats(engine))
+def _serve_metrics(
+    config: EngineConfig, metrics: Metrics, engine: EngineCore, stack: AsyncExitStack
+) -> dict[str, object]:
+    """The address of the metrics page by that name, nothing without one."""
+    metrics.watch(lambda: engine.call(engine.stats).result(SCRAPE_S))
     if config.metrics_port < 0:
-        return ""
+        return {}
     page, thread = start_http_server(config.metrics_port, addr="127.0.0.1", registry=metrics.registry)
     stack.callback(thread.join, 1.0)
     stack.callback(page.server_close)
     stack.callback(page.shutdown)
-    return f"http://127.0.0.1:{page.server_port}/metrics"
+    return {"metrics": f"http://127.0.0.1:{page.server_port}/metrics"}
 
 
-def _stats(engine: EngineCore) -> Stats:
-    return engine.call(engine.stats).result(SCRAPE_S)
+def _workers_report(report: Report) -> Callable[[Load], None]:
+    told = 0
 
+    def tell(load: Load) -> None:
+        nonlocal told
+        if load.num_workers != told:
+            told = load.num_workers
+            report({"event": "workers", "ready": told})
 
-def _listening(address: str, worker_endpoint: str, metrics_address: str) -> dict[str, object]:
-    event: dict[str, object] = {"event": "listening", "address": address, "worker_endpoint": worker_endpoint}
-    return event | ({"metrics": metrics_address} if metrics_address else {})
-
-
-class _WorkersReport:
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._told = 0
-
-    def __call__(self, load: Load) -> None:
-        if load.num_workers != self._told:
-            self._told = load.num_workers
-            self._report({"event": "workers", "ready": load.num_workers})
+    return tell
 
 
 async def _start_task(coroutine: Coroutine[Any, Any, None], stack: AsyncExitStack) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pagoda_engine_core.dispatch.admission import Admission
 from pagoda_engine_core.dispatch.router import Router
-from pagoda_engine_core.scheduling.counters import sum_blocks
+from pagoda_engine_core.scheduling.counters import BlockCounts
 from pagoda_engine_core.workers.executor import Executor, WorkerInfo
 from pagoda_proto.records import SESSION_PROTOCOL, Load
 
@@ -25,11 +25,7 @@ class Stats(NamedTuple):
     """Numbers of this moment, and totals since the engine core started."""
 
     load: Load
-    blocks_total: int
-    blocks_used: int
-    blocks_cached: int
-    swap_blocks_total: int
-    swap_blocks_used: int
+    blocks: BlockCounts  # of all workers together
     totals: dict[str, int]
     worker_rss_bytes: dict[str, int]  # resident memory, by the worker's name
 
@@ -38,17 +34,17 @@ def workers(executor: Executor, router: Router) -> list[WorkerView]:
     views = []
     for info in executor.workers():
         worker = router.workers.get(info.epoch)
-        used = worker.scheduler.counters.blocks_used if worker else 0
+        used = worker.scheduler.block_counts.blocks_used if worker else 0
         rows = worker.scheduler.num_rows if worker else 0
         views.append(WorkerView(info, info.hello.num_blocks - used if info.state.alive else 0, rows))
     return views
 
 
 def stats(load: Load, executor: Executor, router: Router, totals: Mapping[str, int]) -> Stats:
-    counters = [worker.scheduler.counters for worker in router.workers.values()]
+    blocks = zip(*(worker.scheduler.block_counts for worker in router.workers.values()), strict=True)
     everything = Counter(totals) + router.totals() + Counter(executor.counters())
     rss_bytes = {info.hello.worker_id: info.rss_bytes for info in executor.workers() if info.state.alive}
-    return Stats(load=load, totals=dict(everything), worker_rss_bytes=rss_bytes, **sum_blocks(counters))
+    return Stats(load, BlockCounts(*map(sum, blocks)), dict(everything), rss_bytes)
 
 
 def load_of(engine_id: str, policy: str, router: Router, admission: Admission) -> Load:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pagoda_gateway.clients import KEY_CHARS, TrustedProxies, is_key
 from pagoda_gateway.keys.gate import Auth
 from pagoda_gateway.store.opening import store_problem
+from pagoda_gateway.text.reasoning import REASONING_FORMAT_NAMES
+from pagoda_gateway.text.tool_formats.choosing import TOOL_FORMAT_NAMES
 from pagoda_proto import times
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
@@ -113,6 +115,12 @@ class GatewayConfig:
         secret=True,  # it may hold a password
     )
     chat_template: str = option("", "file with a chat template to use instead of the model's own")
+    tool_call_parser: str = option(
+        "", f"how the model writes tool calls, if not as its chat template shows: {', '.join(TOOL_FORMAT_NAMES)}"
+    )
+    reasoning_parser: str = option(
+        "", f"how thoughts are marked, if not as the model's chat template shows: {', '.join(REASONING_FORMAT_NAMES)}"
+    )
     log_requests: bool = option(True, "one line of log per ended request: ids and numbers, no text")
     startup_message: bool = option(False, "print the URL and example calls once ready")
 
@@ -124,6 +132,9 @@ class GatewayConfig:
             rule = f"ping_interval_s must be 0 or at least {LEAST_PING_S}"
             yield Problem("ping_interval_s", f"{rule}, got {self.ping_interval_s}")
         yield from self._key_problems()
+        for name, known in (("tool_call_parser", TOOL_FORMAT_NAMES), ("reasoning_parser", REASONING_FORMAT_NAMES)):
+            if getattr(self, name) not in ("", *known):
+                yield Problem(name, f"{name}: must be one of {', '.join(known)}, got {getattr(self, name)[:64]!a}")
         for origin in filter(None, self.allowed_origins.split(",")):
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 rule = "an origin is * or scheme://host or scheme://host:port in lower case, without a path"

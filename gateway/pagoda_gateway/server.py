@@ -112,7 +112,8 @@ def load_text(config: GatewayConfig) -> ModelText:
             template = Path(config.chat_template).read_text("utf-8")
         except OSError as error:
             raise ValueError(f"chat_template: {error}") from error
-    return ModelText.load(config.model, template)
+    parsers = {"tool_parser": config.tool_call_parser, "reasoning_parser": config.reasoning_parser}
+    return ModelText.load(config.model, template, **parsers)
 
 
 async def _run(

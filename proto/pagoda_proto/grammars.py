@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, TypedDict
 
 
@@ -37,6 +38,15 @@ LIMITS: Limits = {
 MAX_REGEX_CHARS = 4096
 MAX_CHOICES = 1024
 
+# Keywords of JSON schemas that no grammar is made of; tests hold llguidance to it.
+UNSUPPORTED = frozenset({
+    "not", "if", "then", "else", "dependentRequired", "dependentSchemas", "dependencies", "propertyNames",
+    "uniqueItems", "contains", "minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems",
+})  # fmt: skip
+NAMED_SCHEMAS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)  # names to schemas
+PLAIN_VALUES = frozenset({"enum", "const", "default", "examples", "x-guidance"})  # values that are no schemas
 WHITE_SPACE = r" |\r?\n[ \t]{0,64}"
 _TO_ESCAPE = re.compile(r"\\.|[/\n]", re.DOTALL)
 
@@ -47,8 +57,12 @@ def json_schema(schema: dict[str, Any]) -> str:
     Between its parts there is a space, or a line break and what indents the next line, or nothing: a model that is free
     to write white space may never stop. A schema with llguidance's `x-guidance` says for itself.
     """
-    schema = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | schema
-    return json.dumps({"grammars": [{"json_schema": schema}]}, separators=(",", ":"), ensure_ascii=False)
+    return _written([schema_part(schema)])
+
+
+def schema_part(schema: dict[str, Any]) -> dict[str, Any]:
+    """The same, as a part of a composed grammar."""
+    return {"json_schema": {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | schema}
 
 
 def json_object() -> str:
@@ -70,7 +84,39 @@ def choice(texts: Sequence[str]) -> str:
 
 def lark(grammar: str) -> str:
     """What the rule `start` of this grammar derives."""
-    return json.dumps({"grammars": [{"lark_grammar": grammar}]}, separators=(",", ":"), ensure_ascii=False)
+    return _written([{"lark_grammar": grammar}])
+
+
+def composed(grammar: str, parts: Sequence[dict[str, Any]]) -> str:
+    """What the rule `start` derives, where `@name` stands for the part of this name."""
+    return _written([{"lark_grammar": grammar}, *parts])
+
+
+def parts_of(grammar: str) -> list[dict[str, Any]]:
+    """What a grammar made here is composed of; the first one is where it starts."""
+    parts: list[dict[str, Any]] = json.loads(grammar)["grammars"]
+    return parts
+
+
+def places(schema: Any, keywords: AbstractSet[str], at: str = "") -> Iterator[str]:
+    """JSON pointers of where one of these stands as a keyword, in the order of the schema."""
+    if isinstance(schema, list):
+        for i, item in enumerate(schema):
+            yield from places(item, keywords, f"{at}/{i}")
+    elif isinstance(schema, dict):
+        for name, value in schema.items():
+            below = f"{at}/{name.replace('~', '~0').replace('/', '~1')}"
+            if name in keywords:
+                yield below
+            if name in NAMED_SCHEMAS and isinstance(value, dict):
+                for inner, item in value.items():
+                    yield from places(item, keywords, f"{below}/{inner.replace('~', '~0').replace('/', '~1')}")
+            elif name not in PLAIN_VALUES:
+                yield from places(value, keywords, below)
+
+
+def _written(parts: Sequence[dict[str, Any]]) -> str:
+    return json.dumps({"grammars": parts}, separators=(",", ":"), ensure_ascii=False)
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -36,7 +36,7 @@ class Rule(NamedTuple):
             empty = "empty or " if "" in self.words else ""
             return f"must be {empty}one of {', '.join(filter(None, self.words))}, got {value!r:.100}"
         if self.least is not None and self.most is not None and not self.least <= value <= self.most:  # nan is not
-            return f"must be between {_spelt(self.least)} and {_spelt(self.most)}, got {value}"
+            return f"must be between {_spelt(self.least)} and {_spelt(self.most)}, got {value!s:.200}"
         return ""
 
 

@@ -96,8 +96,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = None
     prompt_logprobs: Annotated[int | None, Parameter("the same for the prompt's own tokens", 0, MAX_LOGPROBS)] = None
     grammar: Annotated[
-        str,
-        Parameter("what the output must look like, as llguidance reads it; see pagoda_proto.grammars"),
+        str, Parameter("what the output must look like, as llguidance reads it; see pagoda_proto.grammars")
     ] = ""
     include_stop_str_in_output: Annotated[bool, Parameter("keep the stop string that ended the text")] = False
     skip_special_tokens: Annotated[bool, Parameter("leave special tokens out of the text")] = True

@@ -81,7 +81,7 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**SUM | {"model": "other"})
     with pytest.raises(anthropic.BadRequestError, match="tool_choice") as caught:
-        client.messages.create(**SUM, tools=[TOOL], tool_choice={"type": "any"})
+        client.messages.create(**SUM, tools=[TOOL], tool_choice={"type": "tool", "name": "sub"})
     assert caught.value.request_id
 
 

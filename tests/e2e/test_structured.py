@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
+import openai
 import pytest
 from tests.e2e.stack import Stack, kill, running_stack
 from tests.e2e.test_recovery import run_all
@@ -72,3 +73,49 @@ def test_the_engine_core_may_be_killed_under_it(stack: Stack) -> None:
     assert asyncio.run(run_all(stack, requests(), lambda: kill(victim.pid))) == undisturbed
     assert not victim.is_running()
     stack.wait_until(lambda: len(stack.ready_workers()) == 2)
+
+
+DATE = {
+    "type": "object", "additionalProperties": False, "required": ["city", "days"],
+    "properties": {
+        "city": {"type": "string", "maxLength": 20}, "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"enum": ["c", "f"]},
+    },
+}  # fmt: skip
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "forecast", "parameters": DATE, "strict": True}},
+    {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}},
+]
+CHOICES: list[Any] = ["required", {"type": "function", "function": {"name": "forecast"}}]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=["required", "named"])
+def test_a_model_that_would_not_call_calls_with_valid_arguments(stack: Stack, choice: Any) -> None:
+    asked: Any = {
+        "model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "tools": TOOLS, "tool_choice": choice,
+        "parallel_tool_calls": False, "max_tokens": 200, "temperature": 1.2, "seed": 3,
+    }  # fmt: skip
+    client = stack.client()
+    (whole,) = client.chat.completions.create(**asked).choices
+    (call,) = whole.message.tool_calls or ()
+    assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+    assert choice == "required" or call.function.name == "forecast"
+    jsonschema.validate(json.loads(call.function.arguments), DATE if call.function.name == "forecast" else {})
+    with client.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0].message.tool_calls or ()
+    assert [(each.function.name, each.function.arguments) for each in streamed] == [
+        (call.function.name, call.function.arguments)
+    ]
+
+
+def test_what_makes_no_grammar_is_passed_over_unless_it_is_strict(stack: Stack) -> None:
+    schema = DATE | {"properties": DATE["properties"] | {"city": {"type": "string", "pattern": "(?=a)b"}}}  # type: ignore[operator]
+    hello = [{"role": "user", "content": "Hello!"}]
+    asked: Any = {"model": MODEL, "messages": hello, "tool_choice": "required", "temperature": 0, "max_tokens": 300}
+    tool = {"name": "forecast", "parameters": schema}
+    client = stack.client()
+    answer = client.chat.completions.create(**asked, tools=[{"type": "function", "function": tool}])
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert isinstance(json.loads(call.function.arguments), dict)
+    with pytest.raises(openai.BadRequestError, match="this cannot be used"):
+        client.chat.completions.create(**asked, tools=[{"type": "function", "function": tool | {"strict": True}}])

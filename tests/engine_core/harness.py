@@ -13,7 +13,7 @@ from tests.fakes import FakeModel, FakeRow, FakeRunner, ManualClock, prefix_hash
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.decoding import News
-from pagoda_engine_core.scheduling.policy import load_policy
+from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_proto.decodes import DecodeList
@@ -130,7 +130,7 @@ class Harness:
             num_swap_blocks=self.num_swap_blocks,
             swap_block_s=self.swap_block_s,
         )
-        self.scheduler = Scheduler(self.config, hello, load_policy(self.config.policy), self._row_ids)
+        self.scheduler = Scheduler(self.config, hello, POLICIES[self.config.policy], self._row_ids)
         self.results.clear()
         self._decodes = DecodeList()
 
@@ -201,7 +201,7 @@ class Harness:
         requests = self.scheduler.take_back(self.clock())
         self.scheduler.check_invariants()
         assert not self.has_work
-        assert self.scheduler.counters.blocks_used == self.scheduler.counters.swap_blocks_used == 0
+        assert self.scheduler.block_counts.blocks_used == self.scheduler.block_counts.swap_blocks_used == 0
         self.new_worker()
         for request in requests:
             self.receive(self.scheduler.add(request, self.clock()))
@@ -217,7 +217,7 @@ class Harness:
             self.land()
             self.scheduler.check_invariants()
         assert self.scheduler.num_waiting == self.scheduler.num_running == self.scheduler.queued_tokens == 0, "stuck"
-        assert self.scheduler.counters.blocks_used == self.scheduler.counters.swap_blocks_used == 0
+        assert self.scheduler.block_counts.blocks_used == self.scheduler.block_counts.swap_blocks_used == 0
         assert not self.runner.rows, "the worker was not told to drop these rows"
 
     def check_all(self) -> None:

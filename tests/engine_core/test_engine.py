@@ -258,7 +258,7 @@ def test_aborts_free_everything(bench: Bench) -> None:
     assert bench.sink.endings[running.request_id].finish_reason is FinishReason.ABORT
     assert bench.sink.reasons[partly.request_id, 1] is FinishReason.ABORT
     assert bench.deltas(partly.request_id)[0] == reference_tokens(partly)[0]
-    assert bench.engine.stats().blocks_used == 0
+    assert bench.engine.stats().blocks.blocks_used == 0
 
 
 def test_an_abort_from_elsewhere_is_ignored(bench: Bench) -> None:
@@ -305,7 +305,7 @@ def test_abandoning_a_sink_ends_its_requests_only(bench: Bench) -> None:
     assert not gone.endings
     assert bench.deltas(stays.request_id) == reference_tokens(stays)
     assert bench.engine.idle
-    assert bench.engine.stats().blocks_used == 0
+    assert bench.engine.stats().blocks.blocks_used == 0
 
 
 def test_a_sink_that_raises_loses_its_own_requests_only(bench: Bench) -> None:
@@ -480,7 +480,7 @@ def test_whatever_happens_every_request_ends_once_with_the_right_tokens(data: st
         assert bench.deltas(record.request_id) == reference_tokens(record)
         assert bench.sink.endings[record.request_id].finish_reason is FinishReason.LENGTH
     assert bench.engine.idle
-    assert bench.engine.stats().blocks_used == 0
+    assert bench.engine.stats().blocks.blocks_used == 0
 
 
 @pytest.mark.parametrize("max_tokens", [2, 60])

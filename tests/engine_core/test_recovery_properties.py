@@ -103,7 +103,7 @@ class Fleet:
             assert sink.endings[record.request_id].finish_reason is FinishReason.LENGTH
             assert sink.choices(record.request_id) == reference_tokens(record)
         assert self.bench.engine.idle
-        assert self.bench.engine.stats().blocks_used == 0
+        assert self.bench.engine.stats().blocks.blocks_used == 0
 
 
 def healthy(count: int) -> list[RequestRecord]:

@@ -65,3 +65,40 @@ def test_a_schema_may_say_for_itself_what_white_space_it_wants() -> None:
 def test_any_object_is_an_object() -> None:
     assert admits(grammars.json_object(), '{"a": [1, {"b": "é\\n"}], "c": null}')
     assert not admits(grammars.json_object(), "[1]")
+
+
+@pytest.mark.parametrize("keyword", sorted(grammars.UNSUPPORTED))
+def test_keywords_that_are_called_unsupported_are(keyword: str) -> None:
+    """Each makes a grammar fail by its name; what belongs to another keyword is told with that."""
+    value: object = {"minContains": 1, "maxContains": 1, "uniqueItems": True}.get(keyword, {})
+    failed, told = LLMatcher.validate_grammar_with_warnings(grammars.json_schema({keyword: value}))
+    assert failed
+    assert keyword in told[0]
+
+
+@pytest.mark.parametrize(
+    ("schema", "found"),
+    [
+        ({"not": {}}, ["/not"]),
+        ({"properties": {"not": {"type": "string"}}}, []),
+        (
+            {"properties": {"a": {"not": {}}, "b": {"anyOf": [{}, {"not": {}}]}}},
+            ["/properties/a/not", "/properties/b/anyOf/1/not"],
+        ),
+        ({"$defs": {"x~y/z": {"items": {"not": {}}}}}, ["/$defs/x~0y~1z/items/not"]),
+        ({"enum": [{"not": 1}], "const": {"not": 1}, "default": {"not": 1}}, []),
+        ({"not": {"not": {}}}, ["/not", "/not/not"]),
+        (True, []),
+    ],
+)
+def test_keywords_are_found_where_they_are_keywords(schema: object, found: list[str]) -> None:
+    assert list(grammars.places(schema, {"not"})) == found
+
+
+def test_a_composed_grammar_holds_its_parts() -> None:
+    part = {"name": "a", **grammars.schema_part({"const": 1})}
+    grammar = grammars.composed('start: "<" @a ">"', [part])
+    assert admits(grammar, "<1>")
+    assert not admits(grammar, "<2>")
+    assert grammars.parts_of(grammar)[1] == part
+    assert grammars.parts_of(grammars.lark("start: /a/")) == [{"lark_grammar": "start: /a/"}]

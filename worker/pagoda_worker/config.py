@@ -29,9 +29,7 @@ class WorkerConfig:
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU if a usable one is there, else the CPU")
     dtype: str = option(
-        "auto",
-        "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU",
-        words=DTYPES,
+        "auto", "bfloat16, float16, float32; auto: the checkpoint's, with bfloat16 for float16 on CPU", words=DTYPES
     )
     quantization: str = option(
         "",

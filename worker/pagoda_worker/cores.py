@@ -34,16 +34,17 @@ def one_of_each_core(root: Path = ROOT, mask: Iterable[int] | None = None) -> li
     """The first CPU of each physical core in the affinity mask."""
     first: dict[str, int] = {}
     for cpu in sorted(_affinity() if mask is None else mask):
-        siblings = _text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        siblings = system_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         first.setdefault(siblings.strip() or f"cpu {cpu}", cpu)
     return list(first.values())
 
 
 def cpu_quota(cgroup: Path = ROOT / "sys/fs/cgroup") -> float | None:
     """Cores' worth of time the control group grants; None is no limit."""
-    limit = _text(cgroup / "cpu.max").split()
+    limit = system_text(cgroup / "cpu.max").split()
     if not limit:
-        limit = [*_text(cgroup / "cpu/cpu.cfs_quota_us").split(), *_text(cgroup / "cpu/cpu.cfs_period_us").split()]
+        parts = (system_text(cgroup / f"cpu/cpu.cfs_{name}_us") for name in ("quota", "period"))
+        limit = " ".join(parts).split()
     if len(limit) != 2 or limit[0] in ("max", "-1") or int(limit[1]) == 0:
         return None
     return int(limit[0]) / int(limit[1])
@@ -53,7 +54,8 @@ def _affinity() -> Iterable[int]:
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
-def _text(path: Path) -> str:
+def system_text(path: Path) -> str:
+    """What the system says in a file of its own; empty where it has none."""
     try:
         return path.read_text(encoding="ascii", errors="replace")
     except OSError:

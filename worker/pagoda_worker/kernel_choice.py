@@ -19,17 +19,10 @@ FAMILIES = {
     "linear": ("pack_linear", "pack_gated", "linear", "gated_linear", "logits"),
     "pointwise": ("embed", "rms_norm", "add_rms_norm"),
     "attention": (
-        "new_kv_cache",
-        "copy_blocks",
-        "export_blocks",
-        "import_blocks",
-        "rope_write",
-        "write_kv",
-        "plan",
-        "attend",
+        "new_kv_cache", "copy_blocks", "export_blocks", "import_blocks", "rope_write", "write_kv", "plan", "attend",
     ),
     "sampling": ("sample", "report", "device_sampler"),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

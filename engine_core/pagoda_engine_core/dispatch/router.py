@@ -19,9 +19,8 @@ from dataclasses import asdict
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.waiting import QueuedRequest, Rank, WaitingQueue
 from pagoda_engine_core.dispatch.worker import Worker
-from pagoda_engine_core.scheduling.counters import Totals
 from pagoda_engine_core.scheduling.ledger import Cause
-from pagoda_engine_core.scheduling.policy import load_policy
+from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import SUSPECT_DEATHS, Request
 from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.scheduling.scheduler import Scheduler
@@ -43,11 +42,10 @@ class Router:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._policy = load_policy(config.policy)
+        self._policy = POLICIES[config.policy]
         self._row_ids: Iterator[int] = itertools.count(1)
-        self._queue = WaitingQueue(self._policy.key)
-        self._gone = Totals()  # of all workers that have left
-        self._replays = 0
+        self._queue = WaitingQueue(self._policy)
+        self._totals: Counter[str] = Counter()  # less what is counted by the workers that are here
         self._fleet = Pace()
         self.workers: dict[int, Worker] = {}
         self.refused_numerics = ""  # of the last worker that was turned away for those that requests here need
@@ -66,13 +64,13 @@ class Router:
         worker = self.workers.pop(left.epoch, None)
         if worker is None:
             return []
-        self._gone.add(worker.scheduler.counters.totals)
+        self._totals.update(asdict(worker.scheduler.totals))
         had_rows = {request.request_id for request in worker.requests.values() if request.num_rows}
         blamed = _blamed(worker, left, had_rows)
         deltas = []
         for request in worker.scheduler.take_back(now):
             name = request.request_id
-            self._replays += request.started
+            self._totals["replays"] += request.started
             request.lost_lives += name in had_rows
             if name in blamed:
                 unproven = name == worker.suspect
@@ -140,7 +138,7 @@ class Router:
         """Every open request, for good: neither they nor the workers are here afterwards."""
         requests = self._queue.take_all()
         for worker in self.workers.values():
-            self._gone.add(worker.scheduler.counters.totals)
+            self._totals.update(asdict(worker.scheduler.totals))
             requests += worker.scheduler.take_back(now)
         self.workers.clear()
         return requests
@@ -252,15 +250,15 @@ class Router:
     def kv_usage(self) -> float:
         """Part of all blocks that is in use."""
         total = sum(worker.hello.num_blocks for worker in self.workers.values())
-        used = sum(worker.scheduler.counters.blocks_used for worker in self.workers.values())
+        used = sum(worker.scheduler.block_counts.blocks_used for worker in self.workers.values())
         return used / total if total else 0.0
 
     def totals(self) -> Counter[str]:
         """What all workers have done since the start, those included that are gone."""
-        totals = Totals()
-        for one in (self._gone, *(worker.scheduler.counters.totals for worker in self.workers.values())):
-            totals.add(one)
-        return Counter(asdict(totals)) + Counter(replays=self._replays)
+        totals = Counter(self._totals)
+        for worker in self.workers.values():
+            totals.update(asdict(worker.scheduler.totals))
+        return totals
 
     def check_fits(self, request: Request) -> None:
         """Raises PagodaError when workers are here and none is large enough."""

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from operator import attrgetter
 from typing import NamedTuple
 
 from pagoda_engine_core.scheduling.request import Request
@@ -39,6 +40,9 @@ class QueuedRequest:
     place: _Place
     request: Request
     since: float
+
+
+_place = attrgetter("place")
 
 
 class WaitingQueue:
@@ -85,7 +89,3 @@ class WaitingQueue:
         self._by_id.clear()
         self.num_tokens = 0
         return requests
-
-
-def _place(queued: QueuedRequest) -> _Place:
-    return queued.place

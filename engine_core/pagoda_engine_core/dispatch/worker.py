@@ -60,7 +60,7 @@ class Worker:
             fleet.observe(num_tokens, seconds)
             if expected_s > 0:
                 self.slowness += (seconds / expected_s - self.slowness) * WEIGHT
-        totals, before = self.scheduler.counters.totals, self.served
+        totals, before = self.scheduler.totals, self.served
         self.served = totals.prompt_tokens + totals.output_tokens
         return self.served - before
 

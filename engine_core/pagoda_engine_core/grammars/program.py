@@ -20,6 +20,7 @@ MEMORY_BYTES = 512 * 2**20  # of address space
 MAX_TOLD_CHARS = 400
 LENGTH = struct.Struct("<I")
 READY = b"ready"
+NO_TOKENIZER = "no tokenizer"  # what it says of special tokens here; all else are keywords that it may pass over
 ELIDED = "<non-verbose/>"  # what stands for what was written, without verbose_errors
 
 
@@ -36,7 +37,7 @@ def problem_of(grammar: str) -> str:
     failed, told = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
     if failed:
         return told[0] or "it is not valid"
-    if told:
+    if any(NO_TOKENIZER in each for each in told):
         return ""
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=limits)
     if not matcher.is_error():

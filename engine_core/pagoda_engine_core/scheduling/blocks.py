@@ -59,32 +59,23 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
-        self.ref_counts = [0] * num_blocks  # read by others, written here only
+        # Read by others, written here only.
+        self.ref_counts = [0] * num_blocks
+        self.num_free = num_blocks  # that can be allocated, those cached without a user included
+        self.num_cached = 0  # free, with content that is kept for prefix hits
         self._hash_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         # Index num_blocks is the list's head and tail; the free list starts out in order of ids.
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [num_blocks, *range(num_blocks)]
-        self._num_free = num_blocks
-        self._num_cached = 0
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that can be allocated, those cached without a user included."""
-        return self._num_free
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - self._num_free
-
-    @property
-    def num_cached(self) -> int:
-        """Free blocks whose content is kept for prefix hits."""
-        return self._num_cached
+        return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` free blocks, forgetting what they held. Callers ask `num_free` first (BrokenInvariant)."""
-        require(count <= self._num_free, f"{count} blocks asked for, {self._num_free} free")
+        require(count <= self.num_free, f"{count} blocks asked for, {self.num_free} free")
         return [self._take_first() for _ in range(count)]
 
     def share(self, block_ids: Sequence[int]) -> None:
@@ -93,7 +84,7 @@ class BlockPool:
             if not self.ref_counts[block]:
                 require(self._hash_of[block] is not None, f"block {block} is free and holds nothing")
                 self._unlink(block)
-                self._num_cached -= 1
+                self.num_cached -= 1
             self.ref_counts[block] += 1
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -107,7 +98,7 @@ class BlockPool:
                 self._link_after(self.num_blocks, block)
             else:
                 self._link_after(self._previous[self.num_blocks], block)
-                self._num_cached += 1
+                self.num_cached += 1
 
     def register(self, block: int, name: bytes) -> None:
         """A used block is full and computed: it can be found by `name`. The first block of a name keeps it."""
@@ -136,7 +127,7 @@ class BlockPool:
     def check_invariants(self) -> None:
         """Raises BrokenInvariant: the free list holds exactly the blocks without a user, names point both ways."""
         free = list(self._walk())
-        require(len(free) == self._num_free, "free list and free count differ")
+        require(len(free) == self.num_free, "free list and free count differ")
         require(
             set(free) == {b for b in range(self.num_blocks) if not self.ref_counts[b]},
             "free list != blocks without user",
@@ -144,7 +135,7 @@ class BlockPool:
         require(all(count >= 0 for count in self.ref_counts), "negative ref count")
         named = {name: block for block, name in enumerate(self._hash_of) if name is not None}
         require(named == self._block_of, "names and blocks differ")
-        require(sum(self._hash_of[block] is not None for block in free) == self._num_cached, "cached count is wrong")
+        require(sum(self._hash_of[block] is not None for block in free) == self.num_cached, "cached count is wrong")
 
     def _walk(self) -> list[int]:
         blocks: list[int] = []
@@ -167,16 +158,16 @@ class BlockPool:
     def _forget(self, block: int, name: bytes) -> None:
         del self._block_of[name]
         self._hash_of[block] = None
-        self._num_cached -= 1
+        self.num_cached -= 1
 
     def _unlink(self, block: int) -> None:
         before, after = self._previous[block], self._next[block]
         self._next[before] = after
         self._previous[after] = before
-        self._num_free -= 1
+        self.num_free -= 1
 
     def _link_after(self, before: int, block: int) -> None:
         after = self._next[before]
         self._next[before] = self._previous[after] = block
         self._previous[block], self._next[block] = before, after
-        self._num_free += 1
+        self.num_free += 1

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-
-from pagoda_engine_core.scheduling.blocks import BlockPool
+from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,34 +21,12 @@ class Totals:
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
 
-    def add(self, other: Totals) -> None:
-        for name in TOTALS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
+class BlockCounts(NamedTuple):
+    """Of the moment."""
 
-TOTALS = tuple(field.name for field in fields(Totals))
-
-
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """Totals, and blocks of the moment."""
-
-    totals: Totals
-    blocks_total: int
-    blocks_used: int
-    blocks_cached: int
-    swap_blocks_total: int
-    swap_blocks_used: int
-
-    @classmethod
-    def of(cls, totals: Totals, pool: BlockPool, swapped: BlockPool) -> Counters:
-        sizes = (pool.num_blocks, pool.num_used, pool.num_cached, swapped.num_blocks, swapped.num_used)
-        return cls(replace(totals), *sizes)
-
-
-BLOCKS = tuple(field.name for field in fields(Counters) if field.name != "totals")
-
-
-def sum_blocks(counters: Sequence[Counters]) -> dict[str, int]:
-    """Blocks of several workers together, by the names they have in Counters."""
-    return {name: sum(getattr(one, name) for one in counters) for name in BLOCKS}
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    swap_blocks_total: int = 0
+    swap_blocks_used: int = 0

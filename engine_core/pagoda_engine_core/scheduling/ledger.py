@@ -30,40 +30,31 @@ QUEUED = frozenset(cause for cause in Cause if cause.startswith("queued"))
 class Ledger:
     """Time per cause, in the unit and number type of the `now` given to it. Owned by one request."""
 
-    __slots__ = ("_cause", "_closed", "_opened_at", "_since", "_spent")
+    __slots__ = ("_closed", "_since", "_spent", "cause")
 
     def __init__(self, cause: Cause, now: float) -> None:
-        self._cause = cause
-        self._opened_at = now
+        self.cause = cause
         self._since = now
         self._spent: dict[Cause, float] = {}
         self._closed = False
-
-    @property
-    def cause(self) -> Cause:
-        return self._cause
-
-    @property
-    def latency(self) -> float:
-        """From opening to the last change; final once closed."""
-        return self._since - self._opened_at
 
     def enter(self, cause: Cause, now: float) -> None:
         """From `now` on time passes because of `cause`. A closed ledger takes no more entries (ValueError)."""
         if self._closed:
             raise ValueError(f"the ledger is closed; {cause} comes too late")
         self._settle(now)
-        self._cause = cause
+        self.cause = cause
 
     def close(self, now: float) -> None:
         """The request has its ending."""
-        self.enter(self._cause, now)
+        self.enter(self.cause, now)
         self._closed = True
 
     def entries(self) -> list[LedgerEntry]:
-        """In the order the causes first appeared; they sum to `latency`. Causes that took no time are left out."""
+        """In the order the causes first appeared; they sum to the time from opening to the last change. Causes that
+        took no time are left out."""
         return [LedgerEntry(cause.value, spent) for cause, spent in self._spent.items() if spent]
 
     def _settle(self, now: float) -> None:
-        self._spent[self._cause] = self._spent.get(self._cause, 0) + (now - self._since)
+        self._spent[self.cause] = self._spent.get(self.cause, 0) + (now - self._since)
         self._since = now

@@ -16,7 +16,7 @@ import msgspec
 
 from pagoda_engine_core.scheduling.blocks import HashChain
 from pagoda_engine_core.scheduling.ledger import QUEUED, Cause, Ledger
-from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import (
     FROM_THE_START,
     Begun,
@@ -154,7 +154,7 @@ class Request:
     since its last new token; the router writes them. `num_rows`, `started` and the usage counters are the scheduler's
     that holds it. Once `begun`, its tokens come from the same weights and numerics to its end.
 
-    Raises PagodaError INVALID_ARGUMENT when `resume` does not fit the record.
+    Whoever makes one has checked that `resume` fits the record: at most one entry for each of its choices.
     """
 
     def __init__(
@@ -212,10 +212,6 @@ class Request:
         self.replays += self.started
         self.ledger.enter(Cause.REPLAYING if self.resumes else Cause.QUEUED_NO_WORKER, now)
 
-    @property
-    def size(self) -> str:
-        return f"{self.num_prompt_tokens} prompt tokens and up to {self.max_output_tokens} output tokens"
-
     def lose_track(self, now: float) -> list[Delta]:
         """Nobody knows any more where it is."""
         return self.fail(ErrorCode.INTERNAL, "the scheduler lost track of this request", now)
@@ -230,22 +226,21 @@ class Request:
         if self.begun is not None:
             return None
         self.begun = Begun(
-            model_fingerprint=model_fingerprint,
-            numerics_id=numerics_id,
-            cached_prompt_tokens=self.cached_prompt_tokens,
+            model_fingerprint=model_fingerprint, numerics_id=numerics_id, cached_prompt_tokens=self.cached_prompt_tokens
         )
         return self.begun
 
     def settle(self, now: float) -> list[Delta]:
         """Endings owed before anything runs: choices whose prior tokens already end them.
 
-        If all choices came finished, the request still gets its one ending, on the last choice.
+        If all choices came finished, the request still gets its one ending, on the last choice: the one that an earlier
+        attempt told; if the tokens do not show it, the choice was cut short from outside.
         """
         endings = [(choice, self.ending_of(choice)) for choice in self.live_choices]
         deltas = [self.finish(choice, ending, now) for choice, ending in endings if ending]
         if not deltas and self.ended:
             last = self.choices[-1]
-            deltas = [self.finish(last, self._ending_of_finished(last), now)]
+            deltas = [self.finish(last, self.ending_of(last) or Ending(FinishReason.ABORT), now)]
         return deltas
 
     def add_tokens(
@@ -322,20 +317,11 @@ class Request:
             self.ledger.enter(cause, now)
 
     def _take_prior(self, prior: Sequence[PriorOutput]) -> None:
-        if len({output.choice for output in prior}) != len(prior):
-            raise PagodaError(ErrorCode.INVALID_ARGUMENT, "one entry per choice at most", "prior_outputs")
         for output in prior:
-            if not 0 <= output.choice < len(self.choices):
-                message = f"choice must be between 0 and {len(self.choices) - 1}, got {output.choice}"
-                raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "prior_outputs")
             choice = self.choices[output.choice]
             choice.output_ids = list(output.token_ids)
             if output.finished:
                 choice.state = ChoiceState.FINISHED
-
-    def _ending_of_finished(self, choice: Choice) -> Ending:
-        """An earlier attempt told this ending; if the tokens do not show one, the choice was cut short from outside."""
-        return self.ending_of(choice) or Ending(FinishReason.ABORT)
 
     def delta(self, choice: Choice, first_index: int, token_ids: list[int]) -> Delta:
         """That `choice` has these tokens, and nothing more."""

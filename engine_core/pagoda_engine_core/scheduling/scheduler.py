@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.blocks import BlockPool, require
-from pagoda_engine_core.scheduling.counters import Counters, Totals
+from pagoda_engine_core.scheduling.counters import BlockCounts, Totals
 from pagoda_engine_core.scheduling.decoding import NOBODY, News, mark_heed, mark_quiet, restless
 from pagoda_engine_core.scheduling.invariants import check_books
 from pagoda_engine_core.scheduling.kv_cache import KvCache, Prefix, awaits_sibling
@@ -51,38 +51,30 @@ class Scheduler:
         self._in_flight: deque[Flight] = deque()
         self._decoding = NOBODY  # in the last plan
         self._num_added = self._step = 0
-        self._num_active = 0  # requests with a row
-        self._queued_tokens = 0  # prompt tokens of the others
-        self._totals = Totals()
+        # Read by others, written here only.
+        self.num_running = 0  # requests with a row
+        self.queued_tokens = 0  # prompt tokens of the others
+        self.totals = Totals()
 
     # --- what others may ask -----------------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
         """Requests without a row."""
-        return len(self._requests) - self._num_active
-
-    @property
-    def num_running(self) -> int:
-        """Requests with at least one row."""
-        return self._num_active
+        return len(self._requests) - self.num_running
 
     @property
     def num_rows(self) -> int:
         return len(self._running)
 
     @property
-    def queued_tokens(self) -> int:
-        """Prompt tokens of requests without a row."""
-        return self._queued_tokens
-
-    @property
     def steps_in_flight(self) -> int:
         return len(self._in_flight)
 
     @property
-    def counters(self) -> Counters:
-        return Counters.of(self._totals, self._kv.pool, self._kv.swap_pool)
+    def block_counts(self) -> BlockCounts:
+        pool, swapped = self._kv.pool, self._kv.swap_pool
+        return BlockCounts(pool.num_blocks, pool.num_used, pool.num_cached, swapped.num_blocks, swapped.num_used)
 
     def fits(self, request: Request) -> bool:
         """Whether one choice at its longest fits into all blocks. The last token sampled needs no KV."""
@@ -115,7 +107,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raises BrokenInvariant when the books do not add up; for tests and idle moments."""
-        counts = self._num_active, self._queued_tokens
+        counts = self.num_running, self.queued_tokens
         check_books(self._kv, self._requests.values(), self._waiting, self._running, self._in_flight, counts)
         require(len(self._running) <= self._max_rows, "more rows than allowed")
 
@@ -129,14 +121,17 @@ class Scheduler:
         if request.ended:
             return deltas
         if not self.fits(request):
-            need = f"need {self._lifetime_blocks(request)} KV blocks; the worker has {self._kv.pool.num_blocks}"
-            return deltas + request.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, f"{request.size} {need}", now)
+            message = (
+                f"{request.num_prompt_tokens} prompt tokens and up to {request.max_output_tokens} output tokens need "
+                f"{self._lifetime_blocks(request)} KV blocks; the worker has {self._kv.pool.num_blocks}"
+            )
+            return deltas + request.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, now)
         request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_BEHIND, now)
         self._requests[request.request_id] = request
-        self._queued_tokens += request.num_prompt_tokens
+        self.queued_tokens += request.num_prompt_tokens
         self._num_added += 1
         for choice in request.choices:
-            choice.order = (*self._policy.key(request), self._num_added, choice.index)
+            choice.order = (*self._policy(request), self._num_added, choice.index)
             if choice.live:
                 self._waiting.add(choice)
         return deltas
@@ -161,7 +156,7 @@ class Scheduler:
         self._waiting, self._running, self._decoding = OrderedChoices(), OrderedChoices(), NOBODY
         for collection in (self._requests, self._in_flight, self._dropped_rows, self._swap_outs):
             collection.clear()
-        self._num_active = self._queued_tokens = 0
+        self.num_running = self.queued_tokens = 0
         return requests
 
     def reset_prefix_cache(self) -> int:
@@ -209,7 +204,7 @@ class Scheduler:
         self._speed.observe(flight.num_tokens, flight.num_rows, result.forward_s)
         for choice, chunk, output in flight.apply(result, self._kv, news):
             self._apply_row(choice, chunk, output, now, news)
-        self._totals.output_tokens += len(news.tokens)
+        self.totals.output_tokens += len(news.tokens)
 
     def _budget(self, awake: Collection[Choice], num_beginning: int) -> Budget:
         distances = [choice.distance for choice in awake]
@@ -225,7 +220,7 @@ class Scheduler:
 
         Whoever is not awake need not ask for the token that is promised to it, unless there are too few.
         """
-        num_preempted = self._totals.preemptions
+        num_preempted = self.totals.preemptions
         for choice in awake if builder.budget.keeps_promises else list(self._running):
             distance = choice.distance
             if choice.row_id == NO_ROW or not distance:
@@ -235,7 +230,7 @@ class Scheduler:
             else:
                 self._plan_chunk(choice, builder, now)
         builder.decodes = [choice for choice in self._running if choice.num_computed < choice.quiet_until]
-        return self._totals.preemptions != num_preempted
+        return self.totals.preemptions != num_preempted
 
     def _plan_decode(self, choice: Choice, builder: PlanBuilder, now: float) -> None:
         if builder.budget.grant_promised() and self._hold(choice, 1, builder, now):
@@ -256,7 +251,7 @@ class Scheduler:
         target = choice.num_computed + num_tokens
         if self._kv.missing(choice, target):
             while self._kv.missing(choice, target) > self._kv.pool.num_free:
-                victim = self._policy.victim(self._running.since(choice))
+                victim = self._running[-1]
                 self._preempt(victim, now)
                 if victim is choice:
                     return False
@@ -301,8 +296,8 @@ class Scheduler:
         growth = self._kv.grow(choice, choice.num_computed + num_tokens)
         cached = min(prefix.num_tokens, request.num_prompt_tokens)
         if not request.started:
-            self._totals.prompt_tokens += request.num_prompt_tokens
-            self._totals.cached_prompt_tokens += cached
+            self.totals.prompt_tokens += request.num_prompt_tokens
+            self.totals.cached_prompt_tokens += cached
         request.note_row(cached, now)
         choice.row_id, choice.state = next(self._row_ids), ChoiceState.RUNNING
         self._running.add(choice)
@@ -310,9 +305,9 @@ class Scheduler:
             sibling.quiet_until = 0  # it may share the block it writes into from now on
         request.num_rows += 1
         if request.num_rows == 1:
-            self._num_active += 1
-            self._queued_tokens -= request.num_prompt_tokens
-        self._totals.swapped_in_blocks += len(swap_ins)
+            self.num_running += 1
+            self.queued_tokens -= request.num_prompt_tokens
+        self.totals.swapped_in_blocks += len(swap_ins)
         builder.start_row(choice, growth, swap_ins)
         builder.compute(choice, num_tokens)
         builder.reserved_blocks += self._kv.shortage(choice)
@@ -321,11 +316,11 @@ class Scheduler:
         """Go on later, in the policy's order: from what is swapped out now, or by computing again."""
         if self._preemption.swaps(choice, self._kv):
             self._swap_outs += self._kv.swap_out(choice)
-            self._totals.swap_preemptions += 1
-            self._totals.swapped_out_blocks += len(choice.swap_block_ids)
+            self.totals.swap_preemptions += 1
+            self.totals.swapped_out_blocks += len(choice.swap_block_ids)
         self._leave(choice, ChoiceState.PREEMPTED, now)
         self._waiting.add(choice)
-        self._totals.preemptions += 1
+        self.totals.preemptions += 1
         choice.request.preemptions += 1
 
     def _apply_errors(self, errors: dict[int, RowError], now: float) -> list[Delta]:
@@ -350,9 +345,9 @@ class Scheduler:
         num_kept = len(delta.result.token_ids)
         choice.sampled(num_kept, output.num_drafts)
         self._kv.commit(choice, chunk.start + chunk.num_tokens + num_kept - 1)
-        self._totals.output_tokens += num_kept
-        self._totals.draft_tokens += output.num_drafted
-        self._totals.accepted_draft_tokens += num_kept - 1
+        self.totals.output_tokens += num_kept
+        self.totals.draft_tokens += output.num_drafted
+        self.totals.accepted_draft_tokens += num_kept - 1
         mark_heed(choice, self._kv)
         if ending:
             self._withdraw(choice, now)
@@ -377,8 +372,8 @@ class Scheduler:
         choice.leave_worker(state)
         request.num_rows -= 1
         if not request.num_rows:
-            self._num_active -= 1
-            self._queued_tokens += request.num_prompt_tokens
+            self.num_running -= 1
+            self.queued_tokens += request.num_prompt_tokens
             request.note_idle(now)
 
     def _detach(self, request_id: str, choices: Collection[int], now: float) -> Request | None:
@@ -393,7 +388,7 @@ class Scheduler:
         """Endings have been written down; after its last one a request is no longer here."""
         if request.ended:
             del self._requests[request.request_id]
-            self._queued_tokens -= request.num_prompt_tokens
+            self.queued_tokens -= request.num_prompt_tokens
         return deltas
 
     def _lifetime_blocks(self, request: Request) -> int:

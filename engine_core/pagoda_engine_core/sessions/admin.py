@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from pagoda_engine_core.engine import EngineCore
-from pagoda_engine_core.scheduling.counters import BLOCKS
+from pagoda_engine_core.scheduling.counters import BlockCounts
 from pagoda_engine_core.sessions.session import abort_with
 from pagoda_engine_core.views import Stats, WorkerView
 from pagoda_proto import convert
@@ -19,7 +19,8 @@ from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 ANSWER_WITHIN_S = 5.0
-_TOTALS = tuple(field.name for field in pb.GetStatsResponse.DESCRIPTOR.fields if field.name not in ("load", *BLOCKS))
+_FIELDS = [field.name for field in pb.GetStatsResponse.DESCRIPTOR.fields]
+_TOTALS = [name for name in _FIELDS if name not in ("load", *BlockCounts._fields)]
 
 T = TypeVar("T")
 
@@ -81,6 +82,6 @@ def _worker_to_pb(view: WorkerView) -> pb.Worker:
 def _stats_to_pb(stats: Stats) -> pb.GetStatsResponse:
     return pb.GetStatsResponse(
         load=convert.load_to_pb(stats.load),
-        **{name: getattr(stats, name) for name in BLOCKS},
+        **stats.blocks._asdict(),
         **{name: stats.totals.get(name, 0) for name in _TOTALS},
     )

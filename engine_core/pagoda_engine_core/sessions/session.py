@@ -115,18 +115,16 @@ class Mailbox:
 
 
 class LoadBoard:
-    """Tells every session the engine core's load: when it changes, not too often, and at least every second."""
+    """Tells every session, and `watcher`, the engine core's load: when it changes, not too often, and at least every
+    second."""
 
-    def __init__(self, engine: EngineCore) -> None:
+    def __init__(self, engine: EngineCore, watcher: Callable[[Load], None] = lambda load: None) -> None:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
         self._called = False
         self._mailboxes: set[Mailbox] = set()
-        self._watchers: list[Callable[[Load], None]] = []
-
-    def watch(self, watcher: Callable[[Load], None]) -> None:
-        self._watchers.append(watcher)
+        self._watcher = watcher
 
     def join(self, mailbox: Mailbox) -> None:
         self._mailboxes.add(mailbox)
@@ -159,7 +157,7 @@ class LoadBoard:
             self._changed.clear()
             self._called = False
             load = self._engine.load()
-            for tell in (*self._watchers, *(mailbox.load for mailbox in self._mailboxes)):
+            for tell in (self._watcher, *(mailbox.load for mailbox in self._mailboxes)):
                 tell(load)
             await asyncio.sleep(LOAD_INTERVAL_S)
 

@@ -10,17 +10,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.workers.executor import LeaveCause, WorkerState
 from pagoda_proto.times import StallGuard
 
 TICK_S = 0.25
 """`tick` is due this often."""
-
-
-class LivenessLimits(NamedTuple):
-    suspect_s: float
-    dead_s: float
-    step_deadline_s: float
 
 
 class Change(NamedTuple):
@@ -51,8 +46,8 @@ class _Life:
 class Liveness:
     """The state of every life, by epoch. A life whose end `tick` reported is forgotten."""
 
-    def __init__(self, limits: LivenessLimits, now: float) -> None:
-        self._limits = limits
+    def __init__(self, config: EngineConfig, now: float) -> None:
+        self._config = config
         self._lives: dict[int, _Life] = {}
         self._guard = StallGuard(TICK_S, now)
 
@@ -115,13 +110,13 @@ class Liveness:
     def _judge(self, epoch: int, life: _Life, now: float) -> Change | None:
         silent_s = now - life.heard_at
         stuck_s = max(life.busy_s, now - life.owes_since if life.owes_since is not None else 0.0)
-        deadline_s = life.deadlines_s[0] if life.deadlines_s else self._limits.step_deadline_s
-        if silent_s > self._limits.dead_s:
+        deadline_s = life.deadlines_s[0] if life.deadlines_s else self._config.step_deadline_s
+        if silent_s > self._config.worker_dead_s:
             return Change(epoch, WorkerState.DEAD, f"nothing heard for {silent_s:.1f} s", LeaveCause.SILENT)
         if stuck_s > deadline_s:
             reason = f"alive, but its step has not ended for {stuck_s:.1f} s of {deadline_s:.1f} s"
             return Change(epoch, WorkerState.HUNG, reason, LeaveCause.HUNG)
-        suspect = silent_s > self._limits.suspect_s
+        suspect = silent_s > self._config.worker_suspect_s
         if suspect == life.suspect:
             return None
         life.suspect = suspect

@@ -8,6 +8,7 @@ one direction only, of which this end learns late.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -31,6 +32,9 @@ SOCKET_OPTIONS = {
     zmq.HEARTBEAT_TTL: DEAD_LINK_MS,
     zmq.HANDSHAKE_IVL: DEAD_LINK_MS,
 }
+REFUSED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 WORKER_KEYS = "worker*.public"
 
 
@@ -71,6 +75,7 @@ class WorkerSocket:
         self._authenticator = admit_only(self._context, self.socket, keys) if keys else None
         for option, value in SOCKET_OPTIONS.items():
             self.socket.setsockopt(option, value)
+        self._monitor: zmq.Socket[Any] = self.socket.get_monitor_socket(REFUSED_HANDSHAKES)
         try:
             self.socket.bind(config.worker_endpoint)
         except zmq.ZMQError as error:
@@ -95,6 +100,16 @@ class WorkerSocket:
                 raise
             return False
         return True
+
+    def refused_handshakes(self) -> int:
+        """Peers that were refused before their first frame, since it was last asked: without a key, with one that is
+        not listed, or in another way. libzmq refuses them on its own; it tells a monitor, and nobody else would know.
+        """
+        count = 0
+        while self._monitor.poll(0):
+            self._monitor.recv_multipart()
+            count += 1
+        return count
 
     def close(self) -> None:
         if self._authenticator is not None:

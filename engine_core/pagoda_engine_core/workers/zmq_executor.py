@@ -31,8 +31,7 @@ from pagoda_engine_core.workers.executor import (
     WorkerLeft,
     WorkerState,
 )
-from pagoda_engine_core.workers.handshakes import RefusedHandshakes
-from pagoda_engine_core.workers.liveness import TICK_S, Change, Liveness, LivenessLimits
+from pagoda_engine_core.workers.liveness import TICK_S, Change, Liveness
 from pagoda_engine_core.workers.pace import Pace
 from pagoda_engine_core.workers.registration import Registry
 from pagoda_engine_core.workers.socket import WorkerSocket
@@ -82,9 +81,6 @@ class _Peer:
     rss_bytes: int = 0
     pace: Pace = field(default_factory=Pace)
 
-    def route(self, kind: bytes) -> bytes:
-        return _route(self.hello, kind)
-
 
 def _route(hello: Hello, kind: bytes) -> bytes:
     return f"{hello.incarnation}.{hello.registration}".encode() + kind
@@ -98,8 +94,7 @@ class ZmqExecutor:
         self._boot_id = boot_id
         self._clock = clock
         self._registry = Registry(config.max_model_len)
-        limits = LivenessLimits(config.worker_suspect_s, config.worker_dead_s, config.step_deadline_s)
-        self._liveness = Liveness(limits, clock())
+        self._liveness = Liveness(config, clock())
         self._host_id = host_id()
         self._peers: dict[int, _Peer] = {}
         self._ended: deque[WorkerInfo] = deque(maxlen=MAX_REMEMBERED_LIVES)
@@ -112,7 +107,6 @@ class ZmqExecutor:
         self._poller = zmq.Poller()
         self._poller.register(self._socket.socket, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
-        self._refused = RefusedHandshakes(self._socket.socket)
 
     # --- Executor ----------------------------------------------------------------------------------------------------
 
@@ -153,7 +147,7 @@ class ZmqExecutor:
         ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
         if ready.pop(self._wake_fd, 0):
             os.eventfd_read(self._wake_fd)
-        self._counters["handshakes_refused"] += self._refused.take()
+        self._counters["handshakes_refused"] += self._socket.refused_handshakes()
         ended = [peer for peer in self._peers.values() if peer.pidfd in ready]
         if ready.pop(self._socket.socket, 0):
             self._receive_all()  # what a process said before it ended still counts
@@ -259,7 +253,7 @@ class ZmqExecutor:
             self._tell_stranger(route, envelope)
             raise _DroppedError("epoch")
         kind = route[-2:]
-        if kind not in (DATA, CONTROL) or route != peer.route(kind):
+        if kind not in (DATA, CONTROL) or route != _route(peer.hello, kind):
             raise _DroppedError("route")
         if envelope.worker_id != peer.hello.worker_id:
             raise _DroppedError("worker_id")
@@ -269,7 +263,7 @@ class ZmqExecutor:
 
     def _tell_stranger(self, route: bytes, envelope: Envelope) -> None:
         """A life that we do not know (any more) need not wait for its lease to run out before it registers."""
-        known = any(peer.route(CONTROL) == route for peer in self._peers.values())
+        known = any(_route(peer.hello, CONTROL) == route for peer in self._peers.values())
         if route.endswith(CONTROL) and not known:
             refused = Refused(reason="this life is over here; register anew")
             self._send_frame(route, Envelope(self._boot_id, envelope.worker_id, 0, 0), refused)
@@ -387,7 +381,7 @@ class ZmqExecutor:
     def _send(self, peer: _Peer, kind: bytes, message: Message) -> bool:
         peer.sequence += 1
         envelope = Envelope(self._boot_id, peer.hello.worker_id, peer.epoch, peer.sequence)
-        return self._send_frame(peer.route(kind), envelope, message)
+        return self._send_frame(_route(peer.hello, kind), envelope, message)
 
     def _send_frame(self, route: bytes, envelope: Envelope, message: Message, version: int = PROTOCOL_VERSION) -> bool:
         sent = self._socket.send(route, encode(envelope, message, version))

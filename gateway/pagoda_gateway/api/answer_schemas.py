@@ -41,11 +41,16 @@ class CachedTokens(Answered):
     cached_tokens: int
 
 
+class ReasoningTokens(Answered):
+    reasoning_tokens: int
+
+
 class Usage(Answered):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = None
 
 
 class CalledFunction(Answered):
@@ -63,6 +68,8 @@ class AnswerMessage(Answered):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] = []
 
 
@@ -157,6 +164,14 @@ class TextContent(Answered):
     text: str
 
 
+class ThinkingContent(Answered):
+    """The signature is empty: nobody here reads it."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
 class ToolUseContent(Answered):
     type: Literal["tool_use"]
     id: str
@@ -171,7 +186,7 @@ class MessagesAnswer(Answered):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextContent | ToolUseContent]
+    content: list[TextContent | ThinkingContent | ToolUseContent]
     stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
     stop_sequence: str | None
     usage: MessagesUsage

@@ -73,10 +73,11 @@ class StructuredOutputs(Body):
 
 
 class Form(NamedTuple):
-    """What the output must look like, and the field that says so."""
+    """What the output must look like, and the field that says so. `is_json`: it is JSON, whatever else."""
 
     field: str
     grammar: str
+    is_json: bool = False
 
 
 class Formed(Body):
@@ -105,14 +106,14 @@ class Formed(Body):
 def _forms(body: Formed) -> Iterator[Form]:
     match body.response_format:
         case ObjectFormat():
-            yield Form("response_format", grammars.json_object())
+            yield Form("response_format", grammars.json_object(), is_json=True)
         case SchemaFormat(json_schema=named):
-            yield Form("response_format", grammars.json_schema(named.schema_))
+            yield Form("response_format", grammars.json_schema(named.schema_), is_json=True)
     asked = body.structured_outputs
     if asked is not None:
         yield from _vllm_forms("structured_outputs.", asked.json_, asked.regex, asked.choice, asked.grammar)
         if asked.json_object:
-            yield Form("structured_outputs.json_object", grammars.json_object())
+            yield Form("structured_outputs.json_object", grammars.json_object(), is_json=True)
     yield from _vllm_forms("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
 
 
@@ -120,7 +121,7 @@ def _vllm_forms(
     prefix: str, json: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> Iterator[Form]:
     if json is not None:
-        yield Form(f"{prefix}json", grammars.json_schema(json))
+        yield Form(f"{prefix}json", grammars.json_schema(json), is_json=True)
     if regex is not None:
         yield Form(f"{prefix}regex", grammars.regex(regex))
     if choice is not None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from pagoda_gateway.api.body import Body, Text
-from pagoda_gateway.api.schemas import Label, kind_of_content, no_promise
+from pagoda_gateway.api.schemas import Label, kind_of_content
 
 
 def _of_type(*known: str) -> Callable[[Any], Any]:
@@ -115,26 +115,38 @@ class ToolDefinition(Cacheable):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
     description: Text | None = None
     input_schema: dict[str, Any]
-    strict: Annotated[Literal[False] | None, BeforeValidator(no_promise("tool calls are not held to their schema"))] = (
-        None
-    )
-    eager_input_streaming: Annotated[
-        Literal[False] | None, BeforeValidator(no_promise("an input is sent when it is complete"))
-    ] = None
+    strict: bool | None = Field(None, description="refused where an input cannot be held to the schema")
+    eager_input_streaming: bool | None = Field(None, description="changes nothing: inputs are streamed as they come")
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     input_examples: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 class ToolChoice(Body):
-    type: Literal["auto", "none"]
-    disable_parallel_tool_use: Annotated[
-        Literal[False] | None, BeforeValidator(no_promise("a model may make several calls in one turn"))
-    ] = None
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(None, description="of the tool")
+    disable_parallel_tool_use: bool | None = Field(None, description="at most one call")
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> ToolChoice:
+        if (self.name is not None) != (self.type == "tool"):
+            raise ValueError("name belongs to the type tool, and only there")
+        return self
 
 
 class Thinking(Body):
-    type: Literal["disabled"]
+    """`adaptive` leaves it to the model."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1024, le=2**31 - 1)] | None = Field(
+        None, description="most tokens of thoughts"
+    )
+
+    @model_validator(mode="after")
+    def _budget_if_enabled(self) -> Thinking:
+        if (self.budget_tokens is not None) != (self.type == "enabled"):
+            raise ValueError("budget_tokens is required with the type enabled, and only there")
+        return self
 
 
 class CountTokensRequest(Body):
@@ -146,8 +158,8 @@ class CountTokensRequest(Body):
     tools: Annotated[list[Annotated[ToolDefinition, BeforeValidator(_of_type("custom"))]], Field(fail_fast=True)] = (
         Field(default_factory=list)
     )
-    tool_choice: Annotated[ToolChoice, BeforeValidator(_of_type("auto", "none"))] | None = None
-    thinking: Annotated[Thinking, BeforeValidator(_of_type("disabled"))] | None = None
+    tool_choice: Annotated[ToolChoice, BeforeValidator(_of_type("auto", "any", "tool", "none"))] | None = None
+    thinking: Annotated[Thinking, BeforeValidator(_of_type("enabled", "disabled", "adaptive"))] | None = None
     cache_control: CacheControl | None = Field(None, description="changes nothing: prefixes are cached in any case")
     speed: Literal["standard"] | None = None
 
@@ -159,8 +171,14 @@ class CountTokensRequest(Body):
 
     @model_validator(mode="after")
     def _choice_needs_tools(self) -> CountTokensRequest:
-        if self.tool_choice is not None and self.tool_choice.type == "auto" and not self.tools:
+        choice = self.tool_choice
+        if choice is not None and choice.type != "none" and not self.tools:
             raise ValueError("tool_choice needs tools")
+        names = {tool.name for tool in self.tools}
+        if len(names) < len(self.tools):
+            raise ValueError("tools must have names of their own")
+        if choice is not None and choice.name is not None and choice.name not in names:
+            raise ValueError(f"tool_choice names {choice.name[:64]!a}, which is not among the tools")
         return self
 
     @property
@@ -187,3 +205,12 @@ class MessagesRequest(CountTokensRequest):
     container: None = None
     diagnostics: None = None
     inference_geo: None = None
+
+    @model_validator(mode="after")
+    def _budget_leaves_room(self) -> MessagesRequest:
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        if budget is not None and budget >= self.max_tokens:
+            raise ValueError(
+                f"max_tokens must be greater than thinking.budget_tokens ({budget}), got {self.max_tokens}"
+            )
+        return self

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, mo
 from pagoda_gateway.api.body import Body, Text
 from pagoda_gateway.api.forms import Form, ObjectFormat, TextFormat
 from pagoda_gateway.api.schemas import Label, MetadataKey, Salt, kind_of_content, with_plain_parameters
+from pagoda_gateway.api.tools import is_choice, kind_of_choice
 from pagoda_proto import grammars
 from pagoda_proto.params import MAX_LOGPROBS
 
@@ -173,6 +174,26 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
+class FunctionChoice(Body):
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(fail_fast=True, min_length=1)]
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a mode")]
+    | Annotated[FunctionChoice, Tag("a function")]
+    | Annotated[AllowedChoice, Tag("allowed tools")],
+    Discriminator(kind_of_choice),
+    BeforeValidator(is_choice),
+]
+
+
 def _is_function(value: Any) -> Any:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
@@ -201,8 +222,8 @@ class ResponsesRequest(Plain):
     background: bool | None = None
     metadata: Annotated[dict[MetadataKey, Label], Field(max_length=16)] | None = None
     tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_is_function)]], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
@@ -236,14 +257,18 @@ class ResponsesRequest(Plain):
             raise ValueError("input must have at least one item")
         if self.background and self.store is False:
             raise ValueError("background needs store: nobody waits for the answer")
-        if self.tool_choice == "auto" and not self.tools:
+        if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("tool_choice needs tools")
+        names = {tool.name for tool in self.tools or ()}
+        if len(names) < len(self.tools or ()):
+            raise ValueError("tools must have names of their own")
+        for name in self.chosen_names or ():
+            if name not in names:
+                raise ValueError(f"tool_choice names {name[:64]!a}, which is not among the tools")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
         if self.top_logprobs and not self.with_logprobs:
             raise ValueError("top_logprobs needs include: ['message.output_text.logprobs']")
-        if self.form.grammar and self.tools_in_use:
-            raise ValueError("text.format leaves no room for tools; give one of them, or tool_choice none")
         return self
 
     @property
@@ -253,6 +278,16 @@ class ResponsesRequest(Plain):
     @property
     def tools_in_use(self) -> list[FunctionTool]:
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def chosen_names(self) -> list[str] | None:
+        """The functions that `tool_choice` names; None where it names none, so that all are meant."""
+        match self.tool_choice:
+            case FunctionChoice(name=name):
+                return [name]
+            case AllowedChoice(tools=tools):
+                return [one.name for one in tools]
+        return None
 
     @property
     def form(self) -> Form:

@@ -7,7 +7,6 @@ client is told about the field instead of being misunderstood. Types are strict:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
@@ -15,6 +14,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, m
 from pagoda_gateway.api.body import Body, Text
 from pagoda_gateway.api.forms import Formed
 from pagoda_gateway.api.json_body import MAX_VALUES
+from pagoda_gateway.api.tools import ToolChoice, Tools, check_choice
 from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS, PARAMETERS, PLAIN, Parameter, SamplingParams
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
@@ -22,20 +22,10 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
 Label = Annotated[str, Field(max_length=512)]  # informational: names, ids of the client's own
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]  # of a million wrong ids, the first one is enough
+Budget = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MetadataKey = Annotated[str, Field(max_length=64)]
 Salt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
-
-
-def no_promise(why: str, refused: bool = True) -> Callable[[Any], Any]:
-    """For values that ask for what is not there yet, so that the answer says so."""
-
-    def check(value: Any) -> Any:
-        if value is refused:
-            raise ValueError(f"{str(refused).lower()} cannot be promised yet: {why}")
-        return value
-
-    return check
 
 
 def _is_text_part(value: Any) -> Any:
@@ -77,6 +67,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     reasoning_content: Text | None = Field(None, description="of an assistant; shown as the chat template shows it")
+    reasoning: Text | None = Field(None, description="the same as reasoning_content")
     name: Label | None = None
     tool_calls: Annotated[list[ToolCallParam], Field(fail_fast=True, max_length=128)] | None = None
     tool_call_id: Label | None = None
@@ -91,25 +82,13 @@ class Message(Body):
             raise ValueError("content is required, except in an assistant message with tool_calls")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls belong to assistant messages")
-        if self.reasoning_content is not None and self.role != "assistant":
+        if self.role != "assistant" and not (self.reasoning_content is None and self.reasoning is None):
             raise ValueError("reasoning_content belongs to assistant messages")
+        if self.reasoning is not None and self.reasoning_content not in (None, self.reasoning):
+            raise ValueError("reasoning and reasoning_content differ")
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("a tool message needs tool_call_id")
         return self
-
-
-class FunctionDefinition(Body):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-    description: Text | None = None
-    parameters: dict[str, Any] | None = None
-    strict: Annotated[Literal[False] | None, BeforeValidator(no_promise("tool calls are not held to their schema"))] = (
-        None
-    )
-
-
-class Tool(Body):
-    type: Literal["function"]
-    function: FunctionDefinition
 
 
 class StreamOptions(Body):
@@ -190,11 +169,11 @@ class ChatRequest(Sampling):
     max_completion_tokens: int | None = Field(None, description="the same as max_tokens")
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: Annotated[
-        Literal[True] | None, BeforeValidator(no_promise("a model may make several calls in one turn", refused=False))
-    ] = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
+    thinking_budget: Budget | None = Field(None, description="most tokens of thoughts")
+    thinking_token_budget: Budget | None = Field(None, description="the same as thinking_budget")
     metadata: Annotated[dict[MetadataKey, Label], Field(max_length=16)] | None = Field(
         None, description="informational"
     )
@@ -227,9 +206,10 @@ class ChatRequest(Sampling):
             raise ValueError("max_tokens and max_completion_tokens differ")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        if self.tool_choice == "auto" and not self.tools:
-            raise ValueError("tool_choice needs tools")
-        if self.form is not None and self.tools and self.tool_choice != "none":
+        check_choice(self.tool_choice, self.tools)
+        if self.thinking_budget is not None and self.thinking_token_budget not in (None, self.thinking_budget):
+            raise ValueError("thinking_budget and thinking_token_budget differ")
+        if self.form is not None and not self.form.is_json and self.tools and self.tool_choice != "none":
             raise ValueError(f"{self.form.field} leaves no room for tools; give one of them, or tool_choice none")
         return self
 
@@ -282,7 +262,7 @@ class TokenizeRequest(Body):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True, min_length=1)] | None = None
+    tools: Tools | None = None
 
     @model_validator(mode="after")
     def _one_input(self) -> TokenizeRequest:

@@ -223,7 +223,7 @@ class BackgroundResponses:
                 async with aclosing(told(run, telling)) as events:
                     async for said in events:
                         running.tell(said)
-            return telling.finish(run.usage(), int(time.time()))
+            return telling.finish(run.usage(), int(time.time()), run.num_reasoning_tokens())
         except PagodaError as error:
             return telling.fail(error, run.usage())
         except asyncio.CancelledError:

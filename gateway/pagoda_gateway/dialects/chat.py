@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
+
 from pagoda_gateway.api.answer_schemas import ChatAnswer
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.api.schemas import ChatRequest, TokenizeRequest
+from pagoda_gateway.api.tools import NONE, chosen_mode
 from pagoda_gateway.clients import NOBODY, Caller, salt_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
+from pagoda_gateway.dialects.chat_tools import place_in, wanted_of
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import chat_logprobs
+from pagoda_gateway.generation.answers import Plan
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.prompts import Reader, work_size
+from pagoda_gateway.generation.prompts import ChatPrompt, Reader, work_size
 from pagoda_gateway.generation.requests import (
     check_priority,
     check_products,
@@ -24,15 +29,21 @@ from pagoda_gateway.generation.requests import (
     new_record,
 )
 from pagoda_gateway.generation.updates import Gathered, Update
+from pagoda_gateway.text.chat import thinking_switch
 from pagoda_gateway.text.conversation import Chat, turns_of
-from pagoda_gateway.text.events import CallArguments, CallBegun
+from pagoda_gateway.text.events import CallArguments, CallBegun, Text, Thought
 from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.records import RequestRecord
 from pagoda_proto.steps import TopLogprobs
 
 
 async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = NOBODY) -> RequestRecord:
-    """The record of a chat request.
+    """The record of a chat request. Raises as `chat_job` does."""
+    return (await _planned(ctx, body, caller))[0]
+
+
+async def _planned(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> tuple[RequestRecord, Plan]:
+    """The record of a chat request, and how its answer is made.
 
     Raises:
         PagodaError: something about it cannot be done; `param` names the field.
@@ -45,22 +56,36 @@ async def chat_record(ctx: GatewayContext, body: ChatRequest, caller: Caller = N
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         n = 1 if body.n is None else body.n
         params = openai.params(body, model.text, n=n, max_tokens=max_tokens, logprobs=logprobs)
+        wanted = wanted_of(body, model.text.formats)
         reader = Reader(ctx.pool, model, caller.key, "messages", params.max_tokens)
-        token_ids = await chat_ids(reader, body)
+        token_ids, thinking = await chat_prompt(reader, body)
         check_products(ctx.config, model, params, [len(token_ids)], openai.shown(body))
-        return new_record(model, token_ids, params, salt_of(caller, body.cache_salt), body.priority)
+    plan = await reader.plan(work_size(body.tools), wanted, thinking, place_in(body))
+    with named_as_in_body({"prompt": "messages", "max_tokens": name, "grammar": form_field(body)}):
+        params = msgspec.structs.replace(params, grammar=plan.grammar)
+        return new_record(model, token_ids, params, salt_of(caller, body.cache_salt), body.priority), plan
 
 
-def tools_in_use(body: ChatRequest | TokenizeRequest) -> bool:
-    return bool(body.tools) and getattr(body, "tool_choice", None) != "none"
+def form_field(body: ChatRequest) -> str:
+    """What asks for a grammar."""
+    if body.tools and chosen_mode(body.tool_choice) != NONE:
+        return "tools"
+    return "thinking_budget" if body.form is None else body.form.field
 
 
 async def chat_ids(reader: Reader, body: ChatRequest | TokenizeRequest, add_special_tokens: bool = False) -> list[int]:
     """Token ids of the body's conversation. Raises PagodaError."""
+    return (await chat_prompt(reader, body, add_special_tokens)).token_ids
+
+
+async def chat_prompt(
+    reader: Reader, body: ChatRequest | TokenizeRequest, add_special_tokens: bool = False
+) -> ChatPrompt:
+    """The body's conversation as a prompt. Raises PagodaError."""
 
     def read() -> Chat:
         drop = {"function": {"strict"}}
-        used = body.tools if body.tools and tools_in_use(body) else ()
+        used = body.tools if body.tools and getattr(body, "tool_choice", None) != NONE else ()
         tools = [tool.model_dump(exclude_none=True, exclude=drop) for tool in used]
         return Chat(
             turns=turns_of([message.model_dump(exclude_none=True) for message in body.messages or ()]),
@@ -71,7 +96,7 @@ async def chat_ids(reader: Reader, body: ChatRequest | TokenizeRequest, add_spec
         )
 
     size = work_size([body.messages, body.tools, body.chat_template_kwargs])
-    return await reader.chat_ids(size, read, add_special_tokens)
+    return await reader.chat(size, read, add_special_tokens)
 
 
 def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) -> dict[str, Any]:
@@ -85,6 +110,10 @@ def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) 
         value = getattr(body, name, None)
         if value is None:
             continue
+        switch = thinking_switch(read) if (name, value) == ("reasoning_effort", "none") else ""
+        if name not in read and switch and switch not in kwargs:
+            kwargs[switch] = False
+            continue
         if name not in read:
             raise InvalidParams([Problem(name, f"is {value[:64]!a}, but this model's chat template does not read it")])
         if name in kwargs:
@@ -94,9 +123,10 @@ def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) 
 
 
 async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Job:
-    record = await chat_record(ctx, body, caller)
-    shown = openai.shown(body, tools=tools_in_use(body), logprobs=record.task.params.logprobs)
-    return new_job("chatcmpl-", ctx.catalogue.find(body.model, caller), [record], shown)
+    """Raises PagodaError."""
+    record, plan = await _planned(ctx, body, caller)
+    shown = openai.shown(body, form_field=form_field(body), how=plan.how, logprobs=record.task.params.logprobs)
+    return new_job("chatcmpl-", ctx.catalogue.find(body.model, caller), [record], shown, plan.loose_grammar)
 
 
 class ChatWriter(openai.OpenAIWriter):
@@ -112,9 +142,11 @@ class ChatWriter(openai.OpenAIWriter):
     async def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
         text = "".join(gathered.texts)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if gathered.thoughts:
+            message |= _thought("".join(gathered.thoughts))
         if gathered.calls:
             message["content"] = text or None
-            message["tool_calls"] = [self._call(index, i, *call) for i, call in enumerate(gathered.calls)]
+            message["tool_calls"] = [self._call(index, call.begun, call.arguments) for call in gathered.calls]
         content = {
             "index": index,
             "message": message,
@@ -135,9 +167,10 @@ class ChatWriter(openai.OpenAIWriter):
             extra["logprobs"] = await self._logprobs(update.token_ids, update.logprobs or [])
         if update.token_ids and self.shown.token_ids:
             extra["token_ids"] = update.token_ids
-        text, finish = update.text, update.finish
-        deltas: list[dict[str, Any]] = [{"content": text}] if text or (extra and not update.events) else []
-        deltas += [{"tool_calls": [call]} for call in self._calls(update)]
+        deltas = list(self._deltas(update))
+        if extra and not update.events:
+            deltas = [{"content": ""}]
+        finish = update.finish
         if finish is not None:
             deltas.append({})
         found = [_delta(update.choice, delta) for delta in deltas]
@@ -147,17 +180,22 @@ class ChatWriter(openai.OpenAIWriter):
             found[-1] |= openai.ending(finish)
         return found
 
-    def _calls(self, update: Update) -> Iterator[dict[str, Any]]:
+    def _deltas(self, update: Update) -> Iterator[dict[str, Any]]:
         for event in update.events:
-            if isinstance(event, CallBegun):
-                yield {"index": event.index, **self._call(update.choice, event.index, event.name, "")}
-            elif isinstance(event, CallArguments):
-                yield {"index": event.index, "function": {"arguments": event.text}}
+            match event:
+                case Thought():
+                    yield _thought(event.text)
+                case Text():
+                    yield {"content": event.text}
+                case CallBegun():
+                    yield {"tool_calls": [{"index": event.index, **self._call(update.choice, event, "")}]}
+                case CallArguments():
+                    yield {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
 
-    def _call(self, choice: int, index: int, name: str, arguments: str) -> dict[str, Any]:
+    def _call(self, choice: int, begun: CallBegun, arguments: str) -> dict[str, Any]:
         """Its id follows from the request's, so a replayed stream names its calls alike."""
-        call_id = f"call_{self.run.job.records[0].request_id[:20]}{choice:02x}{index:04x}"
-        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        call_id = begun.id or f"call_{self.run.job.records[0].request_id[:20]}{choice:02x}{begun.index:04x}"
+        return {"id": call_id, "type": "function", "function": {"name": begun.name, "arguments": arguments}}
 
     async def _logprobs(self, token_ids: list[int], entries: list[TopLogprobs]) -> dict[str, Any] | None:
         top = self.shown.logprobs
@@ -165,6 +203,11 @@ class ChatWriter(openai.OpenAIWriter):
             return None
         content = await encoded_list(chat_logprobs(self.run.text, token_ids, entries, top), 1 + top)
         return {"content": content, "refusal": None}
+
+
+def _thought(text: str) -> dict[str, Any]:
+    """Under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _delta(choice: int, delta: dict[str, Any], **extra: Any) -> dict[str, Any]:

@@ -18,20 +18,27 @@ from pagoda_gateway.api.messages_schemas import CountTokensRequest, MessagesRequ
 from pagoda_gateway.clients import NOBODY, Caller, salt_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.dialect import Dialect
+from pagoda_gateway.dialects.messages_tools import thinking_options, wanted_of
 from pagoda_gateway.dialects.messages_turns import chat_of
+from pagoda_gateway.generation.answers import Plan
 from pagoda_gateway.generation.job import Job, Shown
-from pagoda_gateway.generation.prompts import Reader, work_size
+from pagoda_gateway.generation.prompts import ChatPrompt, Reader, work_size
 from pagoda_gateway.generation.requests import named_as_in_body, new_job, new_record
 from pagoda_gateway.generation.run import Run
 from pagoda_gateway.generation.updates import Update
-from pagoda_gateway.text.events import CallArguments, CallBegun, Event, Finish, Text
+from pagoda_gateway.text.events import CallArguments, CallBegun, Event, Finish, Text, Thought
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import FinishReason, RequestRecord
 
 
 async def message_record(ctx: GatewayContext, body: MessagesRequest, caller: Caller = NOBODY) -> RequestRecord:
-    """The record of a message.
+    """The record of a message. Raises as `message_job` does."""
+    return (await _planned(ctx, body, caller))[0]
+
+
+async def _planned(ctx: GatewayContext, body: MessagesRequest, caller: Caller) -> tuple[RequestRecord, Plan]:
+    """The record of a message, and how its answer is made.
 
     Raises:
         PagodaError: something about it cannot be done; `param` names the field.
@@ -39,10 +46,23 @@ async def message_record(ctx: GatewayContext, body: MessagesRequest, caller: Cal
     model = ctx.catalogue.find(body.model, caller)
     with named_as_in_body({"prompt": "messages", "stop": "stop_sequences"}):
         params = _params(body, model.text)
-        token_ids = await prompt_ids(Reader(ctx.pool, model, caller.key, "messages", body.max_tokens), body)
+        wanted = wanted_of(body, model.text)
+        reader = Reader(ctx.pool, model, caller.key, "messages", body.max_tokens)
+        token_ids, thinking = await message_prompt(reader, body)
         if 0 < model.limits.max_model_len - len(token_ids) < body.max_tokens:
             params = msgspec.structs.replace(params, max_tokens=None)  # as far as the context reaches
-        return new_record(model, token_ids, params, salt_of(caller, None), 0)
+        names = [tool.name for tool in body.tools]
+    plan = await reader.plan(
+        work_size(body.tools), wanted, thinking, lambda name: f"tools[{names.index(name)}].input_schema"
+    )
+    with named_as_in_body({"prompt": "messages", "stop": "stop_sequences", "grammar": _form_field(body)}):
+        params = msgspec.structs.replace(params, grammar=plan.grammar)
+        return new_record(model, token_ids, params, salt_of(caller, None), 0), plan
+
+
+def _form_field(body: MessagesRequest) -> str:
+    """What asks for a grammar."""
+    return "tools" if body.tools_in_use else "thinking"
 
 
 def _params(body: MessagesRequest, text: ModelText) -> SamplingParams:
@@ -54,13 +74,24 @@ def _params(body: MessagesRequest, text: ModelText) -> SamplingParams:
 
 async def prompt_ids(reader: Reader, body: CountTokensRequest) -> list[int]:
     """Token ids of the body's conversation. Raises PagodaError."""
-    return await reader.chat_ids(work_size([body.messages, body.system, body.tools]), lambda: chat_of(body))
+    return (await message_prompt(reader, body)).token_ids
+
+
+async def message_prompt(reader: Reader, body: CountTokensRequest) -> ChatPrompt:
+    """The body's conversation as a prompt. Raises PagodaError."""
+    template = reader.model.text.template(bool(body.tools_in_use))
+    options = thinking_options(body, template.variables)
+    return await reader.chat(work_size([body.messages, body.system, body.tools]), lambda: chat_of(body, options))
 
 
 async def message_job(ctx: GatewayContext, body: MessagesRequest, caller: Caller) -> Job:
-    record = await message_record(ctx, body, caller)
-    shown = Shown(stream=bool(body.stream), tools=bool(body.tools_in_use))
-    return new_job("msg_", ctx.catalogue.find(body.model, caller), [record], shown)
+    """Raises PagodaError."""
+    record, plan = await _planned(ctx, body, caller)
+    shown = Shown(stream=bool(body.stream), how=plan.how, form_field=_form_field(body))
+    return new_job("msg_", ctx.catalogue.find(body.model, caller), [record], shown, plan.loose_grammar)
+
+
+PIECES = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
 
 
 class MessagesWriter:
@@ -79,8 +110,7 @@ class MessagesWriter:
                 if told["type"] == "content_block_start":
                     blocks.append((told["content_block"], []))
                 elif told["type"] == "content_block_delta":
-                    delta = told["delta"]
-                    blocks[-1][1].append(delta["text"] if "text" in delta else delta["partial_json"])
+                    blocks[-1][1].append(told["delta"][PIECES[told["delta"]["type"]]])
         content = [_filled(block, "".join(pieces)) for block, pieces in blocks]
         return encoded(self._message(content) | self._ending() | {"usage": self._usage()})
 
@@ -115,6 +145,10 @@ class MessagesWriter:
                 if self._open != "text":
                     yield from self._begin({"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": said.text})
+            case Thought():
+                if self._open != "thinking":
+                    yield from self._begin({"type": "thinking", "thinking": "", "signature": ""})
+                yield self._delta({"type": "thinking_delta", "thinking": said.text})
             case CallBegun():
                 yield from self._begin({"type": "tool_use", "id": self._call_id(said), "name": said.name, "input": {}})
             case CallArguments():
@@ -139,7 +173,7 @@ class MessagesWriter:
 
     def _call_id(self, call: CallBegun) -> str:
         """It follows from the request's, so a replayed stream names its calls alike."""
-        return f"toolu_{self._run.job.records[0].request_id[:20]}{call.index:06x}"
+        return call.id or f"toolu_{self._run.job.records[0].request_id[:20]}{call.index:06x}"
 
     def _ending(self) -> dict[str, Any]:
         """How the message ended, or that it has not yet."""
@@ -169,7 +203,14 @@ class MessagesWriter:
 
 
 def _filled(block: dict[str, Any], said: str) -> dict[str, Any]:
-    return block | ({"text": said} if block["type"] == "text" else {"input": msgspec.Raw(said.encode())})
+    """A call that broke off has an input without what is not whole: nothing."""
+    if block["type"] != "tool_use":
+        return block | {block["type"]: said}
+    try:
+        whole = isinstance(msgspec.json.decode(said), dict)
+    except msgspec.DecodeError:
+        whole = False
+    return block | {"input": msgspec.Raw(said.encode()) if whole else {}}
 
 
 def _event(told: dict[str, Any]) -> bytes:

@@ -6,7 +6,7 @@ the model goes on with that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -25,8 +25,12 @@ from pagoda_proto.errors import InvalidParams, Problem
 FAILED = "Error:"  # stands before what a tool said of its failure: templates have no other way to tell
 
 
-def chat_of(body: CountTokensRequest) -> Chat:
-    """Raises InvalidParams where a call has no result yet, so that nobody is to speak."""
+def chat_of(body: CountTokensRequest, options: Mapping[str, Any] | None = None) -> Chat:
+    """With `options` for the chat template.
+
+    Raises:
+        InvalidParams: a call has no result yet, so nobody is to speak.
+    """
     turns = list(_turns(body))
     unfinished = body.messages[-1].role == "assistant"
     if unfinished and turns[-1].calls:
@@ -36,6 +40,7 @@ def chat_of(body: CountTokensRequest) -> Chat:
         tools=[_tool(tool) for tool in body.tools_in_use],
         add_generation_prompt=not unfinished,
         continue_final_message=unfinished,
+        options=options or {},
     )
 
 

@@ -54,8 +54,7 @@ def shown(body: Sampling, **more: Any) -> Shown:
         running_usage=options is not None and options.continuous_usage_stats,
         prompt_logprobs=body.prompt_logprobs,
         token_ids=bool(body.return_token_ids),
-        form_field="" if body.form is None else body.form.field,
-        **more,
+        **{"form_field": "" if body.form is None else body.form.field} | more,
     )
 
 
@@ -96,13 +95,14 @@ class OpenAIWriter(ABC):
 
     def usage(self) -> dict[str, Any]:
         usage = self.run.usage()
+        thoughts = self.run.num_reasoning_tokens()
         num_output = 0 if self.shown.prompt_only else usage.output_tokens
         return {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": num_output,
             "total_tokens": usage.prompt_tokens + num_output,
             "prompt_tokens_details": {"cached_tokens": usage.cached_prompt_tokens},
-        }
+        } | ({} if thoughts is None else {"completion_tokens_details": {"reasoning_tokens": thoughts}})
 
     async def prompt_logprobs(self, part: Part) -> dict[str, Any]:
         """If they were asked for."""

@@ -23,11 +23,13 @@ from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import chat_logprobs
 from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling, Told
 from pagoda_gateway.dialects.responses_items import items_of, template_tool, turns_of
+from pagoda_gateway.dialects.responses_tools import place_in, wanted_of
 from pagoda_gateway.generation.job import Job, Shown
-from pagoda_gateway.generation.prompts import Reader, at_most, work_size
+from pagoda_gateway.generation.prompts import ChatPrompt, Reader, at_most, work_size
 from pagoda_gateway.generation.requests import check_priority, named_as_in_body, new_job, new_record
 from pagoda_gateway.generation.run import Run
 from pagoda_gateway.store.responses import KeptResponses
+from pagoda_gateway.text.chat import thinking_switch
 from pagoda_gateway.text.conversation import Chat
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
@@ -42,18 +44,17 @@ async def responses_job(ctx: GatewayContext, body: ResponsesRequest, caller: Cal
     check_priority(ctx.config, model, body.priority)
     items = [*await _said_before(ctx, body, caller), *items_of(body.input)]
     at_most("input", len(items), ctx.config.max_messages)
-    with named_as_in_body(_FIELDS | {"grammar": body.form.field}):
+    field = "tools" if body.tools_in_use else body.form.field
+    with named_as_in_body(_FIELDS | {"grammar": field}):
         params = _params(body, model.text)
+        wanted = wanted_of(body, model.text.formats)
         reader = Reader(ctx.pool, model, caller.key, "input", params.max_tokens)
-        token_ids = await _prompt_ids(reader, body, items)
+        token_ids, thinking = await _prompt(reader, body, items)
+        plan = await reader.plan(work_size(body.tools), wanted, thinking, place_in(body))
+        params = msgspec.structs.replace(params, grammar=plan.grammar)
         record = new_record(model, token_ids, params, salt_of(caller, body.cache_salt), body.priority)
-    shown = Shown(
-        stream=bool(body.stream),
-        tools=bool(body.tools_in_use),
-        logprobs=params.logprobs,
-        form_field=body.form.field,
-    )
-    job = new_job("resp_", model, [record], shown)
+    shown = Shown(stream=bool(body.stream), how=plan.how, logprobs=params.logprobs, form_field=field)
+    job = new_job("resp_", model, [record], shown, plan.loose_grammar)
     kept = b"" if body.store is False else encoded([item.model_dump(exclude_none=True) for item in items])
     return msgspec.structs.replace(job, owner=caller.tenant, head=_head(body, job, params), items=kept)
 
@@ -85,7 +86,7 @@ def _params(body: ResponsesRequest, text: ModelText) -> SamplingParams:
     )
 
 
-async def _prompt_ids(reader: Reader, body: ResponsesRequest, items: Sequence[Item]) -> list[int]:
+async def _prompt(reader: Reader, body: ResponsesRequest, items: Sequence[Item]) -> ChatPrompt:
     def read() -> Chat:
         tools = [template_tool(tool) for tool in body.tools_in_use]
         return Chat(
@@ -94,7 +95,7 @@ async def _prompt_ids(reader: Reader, body: ResponsesRequest, items: Sequence[It
             options=_template_options(body, reader.model.text.template(bool(tools)).variables),
         )
 
-    return await reader.chat_ids(work_size([list(items), body.instructions, body.tools]), read)
+    return await reader.chat(work_size([list(items), body.instructions, body.tools]), read)
 
 
 def _template_options(body: ResponsesRequest, known: frozenset[str]) -> dict[str, Any]:
@@ -106,6 +107,10 @@ def _template_options(body: ResponsesRequest, known: frozenset[str]) -> dict[str
     options = dict(body.chat_template_kwargs or {})
     for field, (name, value) in said.items():
         if value is not None:
+            switch = thinking_switch(known) if (name, value) == ("reasoning_effort", "none") else ""
+            if name not in known and switch:
+                options.setdefault(switch, False)
+                continue
             if name not in known:
                 message = f"is {value[:64]!a}, but this model's chat template does not read it"
                 raise InvalidParams([Problem(field, message)])
@@ -115,6 +120,7 @@ def _template_options(body: ResponsesRequest, known: frozenset[str]) -> dict[str
 
 def _head(body: ResponsesRequest, job: Job, params: SamplingParams) -> dict[str, Any]:
     """What a response says of its request: as it was taken, defaults filled in."""
+    choice = body.tool_choice or "auto"
     text = {} if body.text is None else body.text.model_dump(exclude_none=True, by_alias=True)
     return {
         "id": job.id,
@@ -128,7 +134,7 @@ def _head(body: ResponsesRequest, job: Job, params: SamplingParams) -> dict[str,
         "max_tool_calls": None,
         "metadata": body.metadata or {},
         "model": job.model,
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
@@ -137,7 +143,7 @@ def _head(body: ResponsesRequest, job: Job, params: SamplingParams) -> dict[str,
         "store": body.store is not False,
         "temperature": params.temperature,
         "text": {"format": {"type": "text"}} | text,
-        "tool_choice": body.tool_choice or "auto",
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [{"strict": None} | tool.model_dump() for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": params.top_p,
@@ -173,7 +179,7 @@ class ResponsesWriter:
     async def whole(self) -> bytes:
         async for _ in told(self._run, self._telling):
             pass
-        for _ in self._telling.finish(self._run.usage(), int(time.time())):
+        for _ in self._telling.finish(self._run.usage(), int(time.time()), self._run.num_reasoning_tokens()):
             await self._keep()
         return encoded(self._telling.response)
 
@@ -182,7 +188,7 @@ class ResponsesWriter:
             async with aclosing(told(self._run, self._telling)) as events:
                 async for said in events:
                     yield event(said, said["type"])
-            last = self._telling.finish(self._run.usage(), int(time.time()))
+            last = self._telling.finish(self._run.usage(), int(time.time()), self._run.num_reasoning_tokens())
         except PagodaError as error:
             last = self._telling.fail(error, self._run.usage())
         for said in last:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagoda_gateway.generation.updates import Update
-from pagoda_gateway.text.events import CallArguments, CallBegun, Event, Finish, Text
+from pagoda_gateway.text.events import CallArguments, CallBegun, Event, Finish, Text, Thought
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import FinishReason, Usage
 
@@ -91,10 +91,11 @@ class Telling:
             for event in self._said(said):
                 yield from self._tell(event)
 
-    def finish(self, usage: Usage, now: int) -> Iterator[Told]:
+    def finish(self, usage: Usage, now: int, num_thoughts: int | None = None) -> Iterator[Told]:
+        """`num_thoughts`: tokens of thoughts, where their number is certain."""
         reason = INCOMPLETE.get(self._finish.reason) if self._finish else None
         status = "incomplete" if reason else "completed"
-        self.response |= {"status": status, "usage": _usage(usage)}
+        self.response |= {"status": status, "usage": _usage(usage, num_thoughts or 0)}
         self.response |= {"incomplete_details": {"reason": reason}} if reason else {"completed_at": now}
         yield from self._tell({"type": f"response.{status}", "response": self.response})
 
@@ -123,8 +124,14 @@ class Telling:
                     yield from self._begin_part({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
                 logprobs, self._logprobs = self._logprobs, []
                 yield self._delta("response.output_text", said.text, logprobs)
+            case Thought():
+                if self._kind != "reasoning":
+                    yield from self._begin({"type": "reasoning", "summary": [], "content": []}, "rs")
+                    yield from self._begin_part({"type": "reasoning_text", "text": ""})
+                yield self._delta("response.reasoning_text", said.text)
             case CallBegun():
-                call = {"type": "function_call", "call_id": self._id("call"), "name": said.name, "arguments": ""}
+                call_id = said.id or self._id("call")
+                call = {"type": "function_call", "call_id": call_id, "name": said.name, "arguments": ""}
                 yield from self._begin(call, "fc")
             case CallArguments():
                 yield self._delta("response.function_call_arguments", said.text)
@@ -186,11 +193,11 @@ class Telling:
         self._item = {}
 
 
-def _usage(usage: Usage) -> Told:
+def _usage(usage: Usage, num_thoughts: int = 0) -> Told:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_prompt_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.output_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_thoughts},
         "total_tokens": usage.prompt_tokens + usage.output_tokens,
     }

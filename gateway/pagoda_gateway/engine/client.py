@@ -39,15 +39,15 @@ logger = logging.getLogger(__name__)
 
 
 class SessionClient:
-    """Implements `EngineClient`. Call `start` once inside the loop, and `aclose` at the end."""
+    """Implements `EngineClient`. Call `start` once inside the loop, and `aclose` at the end.
+
+    Attributes (read by others, written here only):
+        load: The engine core's last word; without a connection no workers, the limits stay.
+        problem: Why the engine core takes no requests from here, as the end of a sentence about it; "" if it does.
+    """
 
     def __init__(
-        self,
-        address: EngineAddress,
-        metrics: GatewayMetrics,
-        waits: Waits | None = None,
-        *,
-        log_requests: bool = True,
+        self, address: EngineAddress, metrics: GatewayMetrics, waits: Waits | None = None, *, log_requests: bool = True
     ) -> None:
         self._address = address
         self._metrics = metrics
@@ -59,25 +59,15 @@ class SessionClient:
         self._pool = RequestPool(self.clock, self._waits, metrics, self._meter, self._absence.retry_after_s)
         self._reports = Reports(self._ask_report)
         self._session: Session | None = None
-        self._load = _NO_ENGINE
-        self._problem = NOT_CONNECTED
+        self.load = _NO_ENGINE
+        self.problem = NOT_CONNECTED
         self._usable = asyncio.Event()  # connected, and the engine core takes new requests
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        metrics.watch_engine(lambda: self._load, lambda: self.connected, lambda: self.num_open)
-
-    @property
-    def load(self) -> Load:
-        """The engine core's last word; without a connection no workers, the limits stay."""
-        return self._load
+        metrics.watch_engine(lambda: self.load, lambda: self.connected, lambda: self.num_open)
 
     @property
     def connected(self) -> bool:
-        return self._problem != NOT_CONNECTED
-
-    @property
-    def problem(self) -> str:
-        """Why the engine core takes no requests from here, as the end of a sentence about it; "" if it does."""
-        return self._problem
+        return self.problem != NOT_CONNECTED
 
     @property
     def num_open(self) -> int:
@@ -145,7 +135,7 @@ class SessionClient:
         while not self._usable.is_set():
             if now >= refused_at:
                 self._metrics.refused(ErrorCode.UNAVAILABLE)
-                why = f"the engine core {self._problem}"
+                why = f"the engine core {self.problem}"
                 raise PagodaError(ErrorCode.UNAVAILABLE, why, retry_after_s=self._absence.retry_after_s(now))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(refused_at - now):
@@ -182,8 +172,8 @@ class SessionClient:
     def _lose_session(self, how: str) -> None:
         self._metrics.sessions_lost.inc()
         logger.warning("engine core session %s; %d requests wait for another", how, self._pool.num_open)
-        self._problem = NOT_CONNECTED
-        self._load = msgspec.structs.replace(self._load, num_workers=0, num_running=0, num_waiting=0, kv_usage=0.0)
+        self.problem = NOT_CONNECTED
+        self.load = msgspec.structs.replace(self.load, num_workers=0, num_running=0, num_waiting=0, kv_usage=0.0)
         self._set_usable(False)
         self._pool.lose()
 
@@ -216,13 +206,13 @@ class SessionClient:
         if first:
             logger.info("engine core %s connected; %d requests to resume", load.engine_id, self._pool.num_parked)
         if problem:
-            if problem != self._problem:
+            if problem != self.problem:
                 logger.error("engine core %s is not used: it %s", load.engine_id, problem)
-            self._problem = problem
+            self.problem = problem
             self._set_usable(False)
             return
-        self._problem = "is draining" if load.draining else ""
-        self._load = load
+        self.problem = "is draining" if load.draining else ""
+        self.load = load
         self._progress.on_load(load, self.clock.now())
         self._set_usable(not load.draining)
         if self._session is not None:

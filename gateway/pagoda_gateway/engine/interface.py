@@ -18,22 +18,18 @@ class Generation(Protocol):
 
         Cancelling a pending call loses nothing. A request that fails ends with a delta whose `finish_reason` is ERROR.
         """
-        ...
 
     async def abort(self, choices: Sequence[int] = ()) -> None:
         """Stop some choices (all of them if none is named). The request's ending still comes through `next`."""
-        ...
 
     async def aclose(self) -> None:
         """Abort whatever still runs and forget the request. Safe to call twice and after the ending."""
-        ...
 
 
 class EngineClient(Protocol):
     @property
     def load(self) -> Load:
         """The engine core's latest report; its limits are 0 until a worker has registered."""
-        ...
 
     @property
     def recent(self) -> RecentRequests:
@@ -51,4 +47,3 @@ class EngineClient(Protocol):
             PagodaError: it was not admitted (OVERLOADED, UNAVAILABLE, INVALID_ARGUMENT, ..). The exception may carry
                 an attribute `retry_after_s`.
         """
-        ...

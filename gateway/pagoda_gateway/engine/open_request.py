@@ -191,9 +191,8 @@ class OpenRequest:
     def drain(self) -> list[Delta]:
         """What has come since the last call, one delta per choice; failures when nothing else is left."""
         if self._pending:
-            deltas = self._pending.take()
-        else:
-            deltas, self._failed = self._failed, []
+            return self._pending.take()
+        deltas, self._failed = self._failed, []
         return deltas
 
     def drop(self) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from pagoda_gateway.engine.model_view import ModelView
+from pagoda_gateway.engine.model_view import ModelView, Obstacle
 from pagoda_gateway.engine.open_request import OpenRequest, Taken
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
 from pagoda_gateway.engine.request_meter import RequestMeter
@@ -159,7 +159,7 @@ class RequestPool:
         self._send, self._view, self._usable = send, view, usable
         if not same_model:
             for pooled in [pooled for pooled in self._open.values() if not pooled.parked]:
-                self._check_running(pooled)
+                self._obstacle(pooled)
         if usable:
             for pooled in [pooled for pooled in self._parked.values() if not pooled.retry_at]:
                 self._go_on(pooled)
@@ -298,26 +298,25 @@ class RequestPool:
 
     def _go_on(self, pooled: PooledRequest) -> None:
         """With the engine core that is there, unless its model is another one."""
-        pooled.vocab_size = pooled.vocab_size or self._view.vocab_size
-        obstacle = self._view.obstacle(pooled.request.begun, pooled.vocab_size)
+        obstacle = self._obstacle(pooled)
         if obstacle is None:
             pooled.parked_at = None
             pooled.retry_at = 0.0
             del self._parked[pooled.request.record.request_id]
             self._metrics.resumed.inc()
             self._submit(pooled)
-        elif obstacle.final:
-            self._fail(pooled, f"the request cannot go on: {obstacle.why}")
-        elif pooled.parked_at is not None:
+        elif pooled.parked_at is not None and not obstacle.final:
             pooled.why = obstacle.why
             pooled.give_up_at = pooled.parked_at + self._waits.no_worker_s
 
-    def _check_running(self, pooled: PooledRequest) -> None:
-        """Workers of other numerics are the engine core's own business as long as it holds the request."""
+    def _obstacle(self, pooled: PooledRequest) -> Obstacle | None:
+        """What keeps it from going on here; a final one ends it. Workers of other numerics are the engine core's own
+        business as long as it holds the request."""
         pooled.vocab_size = pooled.vocab_size or self._view.vocab_size
         obstacle = self._view.obstacle(pooled.request.begun, pooled.vocab_size)
         if obstacle is not None and obstacle.final:
             self._fail(pooled, f"the request cannot go on: {obstacle.why}")
+        return obstacle
 
     def _give_up(self, pooled: PooledRequest) -> None:
         lost = f"the engine core was lost and none took over within {self._waits.resume_s:g} s"

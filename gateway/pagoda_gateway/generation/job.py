@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from pagoda_gateway.text.answers import HowRead
 from pagoda_proto.records import RequestRecord
 
 
@@ -17,7 +18,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         n: Choices per prompt; of more that ran, the likeliest.
-        tools: Tool calls are read out of the text.
+        how: How the text is read.
         stream: As events, and not as one object.
         usage: A stream tells its usage at its end; `running_usage`: in every chunk.
         logprobs: This many alternatives for every token; None shows nothing. `prompt_logprobs`: the same of prompts.
@@ -28,7 +29,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     n: int = 1
-    tools: bool = False
+    how: HowRead = HowRead()
     stream: bool = False
     usage: bool = False
     running_usage: bool = False
@@ -44,7 +45,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """`created` in Unix seconds; `model` is the served name; a record per prompt, alike but for prompt, id and seed.
 
     `owner` is the tenant who asked. `head` is what the answer says of what was asked, and `items` what the conversation
-    is to be kept as, in dialects that have such.
+    is to be kept as, in dialects that have such. `loose_grammar` says less than the records' own, and is used where
+    that cannot be, if it is not "".
     """
 
     id: str
@@ -52,6 +54,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     records: tuple[RequestRecord, ...]
     shown: Shown = Shown()
+    loose_grammar: str = ""
     owner: str = ""
     head: dict[str, Any] = {}
     items: bytes = b""
@@ -59,3 +62,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(record.prompt_token_ids) for record in self.records)
+
+    def loosened(self) -> Job:
+        """The same with the grammar that says less."""
+        records = []
+        for record in self.records:
+            params = msgspec.structs.replace(record.task.params, grammar=self.loose_grammar)
+            task = msgspec.structs.replace(record.task, params=params)
+            records.append(msgspec.structs.replace(record, task=task))
+        return msgspec.structs.replace(self, records=tuple(records), loose_grammar="")

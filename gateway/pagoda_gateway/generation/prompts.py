@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.generation.answers import Plan, plan_of
 from pagoda_gateway.http.text_pool import LARGE_SIZE, TextPool
+from pagoda_gateway.text.answers import Wanted
 from pagoda_gateway.text.conversation import Chat, text_size
 from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_gateway.text.reasoning import Thinking
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
 SLICE_CHARS = 32 * 1024
@@ -25,6 +28,13 @@ CHARS_PER_TOKEN = 8  # a text of fewer characters per token of the context is to
 CHARS_PER_VALUE = 8  # what a number or an empty object costs, as text
 IDS_PER_PIECE = 16 * 1024
 CERTAIN = 2  # slices cut words, so only twice too many tokens are certainly too many
+
+
+class ChatPrompt(NamedTuple):
+    """`thinking` is where it leaves the model; None where thoughts are not known from text."""
+
+    token_ids: list[int]
+    thinking: Thinking | None
 
 
 @dataclass(frozen=True)
@@ -42,28 +52,36 @@ class Reader:
     asked: int | None = None
     max_chars: int | None = None
 
-    async def chat_ids(self, size: int, read: Callable[[], Chat], add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a rendered chat, which `read` makes of `size` characters.
+    async def chat(self, size: int, read: Callable[[], Chat], add_special_tokens: bool = False) -> ChatPrompt:
+        """A rendered chat, which `read` makes of `size` characters.
 
         Raises:
             PagodaError: the template does not take it, or it does not fit.
         """
         model_text = self.model.text
 
-        def render() -> str:
+        def render() -> tuple[str, Thinking | None]:
             chat = read()
             template = model_text.template(bool(chat.tools))
-            if chat.tools and not template.speaks_hermes:
-                message = "this model's chat template has no tool calls, or none in a form that is supported"
+            if chat.tools and (model_text.formats.tools is None or not template.knows_tools):
+                message = "this model's chat template has no tool calls, or none in a form that is known here"
                 raise PagodaError(ErrorCode.INVALID_ARGUMENT, message, "tools")
             template.check_kwargs(chat.options)
             self.check_size(text_size([chat.turns, chat.tools, chat.options]))
-            return model_text.render_marked(chat)
+            text = model_text.render_marked(chat)
+            return text, _thinking(model_text, chat, text)
 
-        text = await self.pool.run(self.client, size, render)
+        text, thinking = await self.pool.run(self.client, size, render)
         self.check_size(len(text))
         await self._count(text)
-        return await self.pool.run(self.client, len(text), lambda: model_text.encode_marked(text, add_special_tokens))
+        encode = partial(model_text.encode_marked, text, add_special_tokens)
+        return ChatPrompt(await self.pool.run(self.client, len(text), encode), thinking)
+
+    async def plan(self, size: int, wanted: Wanted, thinking: Thinking | None, place: Callable[[str], str]) -> Plan:
+        """How the answer to a chat is made, with tools of `size` characters. Raises InvalidParams."""
+        return await self.pool.run(
+            self.client, size, partial(plan_of, self.model.text.formats, wanted, thinking, place)
+        )
 
     async def text_ids(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         """Token ids of plain texts. Raises PagodaError CONTEXT_LENGTH_EXCEEDED."""
@@ -107,6 +125,17 @@ class Reader:
         asked = "" if self.asked is None else f" and {self.asked} output tokens were requested"
         message = f"this model's context is {limit} tokens; the prompt has more than {at_least - 1}{asked}"
         return PagodaError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, self.param)
+
+
+def _thinking(text: ModelText, chat: Chat, prompt: str) -> Thinking | None:
+    """Where the prompt leaves the model; None where it has no thoughts that are known here."""
+    reasoning = text.formats.reasoning
+    if reasoning is None:
+        return None
+    if not chat.continue_final_message:
+        return reasoning.at(prompt)
+    begun = prompt.rfind(reasoning.open)
+    return Thinking.OPEN if begun > prompt.rfind(reasoning.close) and not chat.turns[-1].calls else Thinking.OVER
 
 
 def _batches(texts: Sequence[str]) -> Iterator[list[str]]:

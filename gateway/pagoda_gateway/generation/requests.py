@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.generation.job import Job, Shown
+from pagoda_gateway.text.conversation import text_size
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams, check_for_model
 from pagoda_proto.records import Generate, RequestRecord
@@ -45,12 +46,13 @@ def check_products(
 
 
 def held_bytes(job: Job) -> int:
-    """What is kept of a job while it runs: its grammar, its conversation, and its prompt log-probabilities while they
+    """What is kept of a job while it runs: its grammars, its conversation, and its prompt log-probabilities while they
     are gathered and written."""
     params = job.records[0].task.params
     top = params.prompt_logprobs
     told = 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
-    return len(params.grammar) + len(job.items) + told
+    schemas = sum(text_size(function.parameters) for function in job.shown.how.functions)
+    return len(params.grammar) + len(job.loose_grammar) + schemas + len(job.items) + told
 
 
 def new_record(
@@ -71,10 +73,18 @@ def new_record(
     )
 
 
-def new_job(prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown) -> Job:
+def new_job(
+    prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown, loose_grammar: str = ""
+) -> Job:
     """Its id is that of the first record after `prefix`."""
-    job_id = prefix + records[0].request_id
-    return Job(id=job_id, created=int(time.time()), model=model.name, records=tuple(records), shown=shown)
+    return Job(
+        id=prefix + records[0].request_id,
+        created=int(time.time()),
+        model=model.name,
+        records=tuple(records),
+        shown=shown,
+        loose_grammar=loose_grammar,
+    )
 
 
 def check_priority(config: GatewayConfig, model: ServedModel, priority: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
@@ -19,6 +20,8 @@ from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, FinishReason, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
+
+logger = logging.getLogger(__name__)
 
 
 class Outcome(StrEnum):
@@ -114,11 +117,7 @@ class Run:
         self.job = job
         self.text = text
         self.fingerprint = ""  # of the model that the engine core had when it took the job
-        tools = job.shown.tools
-        self.parts: list[Part] = []
-        for i, record in enumerate(job.records):
-            indices = range(i * record.task.params.n, (i + 1) * record.task.params.n)
-            self.parts.append(Part(record, [ChoiceReader(k, text, record.task.params, tools=tools) for k in indices]))
+        self.parts = self._new_parts()
         self._needs_usage = job.shown.usage or not job.shown.stream  # it comes with the engine core's own ending
         self._on_end = on_end
         self._outcome = Outcome.ABANDONED
@@ -130,6 +129,32 @@ class Run:
         Raises:
             PagodaError: one of them was not admitted; the others are still to be closed.
         """
+        try:
+            await self._submit(engine)
+        except PagodaError as error:
+            if error.param != "grammar" or error.code is not ErrorCode.INVALID_ARGUMENT or not self.job.loose_grammar:
+                raise
+            logger.warning("%s: schemas of its tools make no grammar; arguments are some JSON object", self.job.id)
+            await self._loosen()
+            await self._submit(engine)
+        self.fingerprint = engine.load.model_fingerprint
+
+    def _new_parts(self) -> list[Part]:
+        parts: list[Part] = []
+        for i, record in enumerate(self.job.records):
+            indices = range(i * record.task.params.n, (i + 1) * record.task.params.n)
+            parts.append(Part(record, [ChoiceReader(k, self.text, record, self.job.shown.how) for k in indices]))
+        return parts
+
+    async def _loosen(self) -> None:
+        """Begin again with the grammar that says less."""
+        for part in self.parts:
+            await part.aclose()
+        self.job = self.job.loosened()
+        self.parts = self._new_parts()
+        self._outcome = Outcome.ABANDONED
+
+    async def _submit(self, engine: EngineClient) -> None:
         submitting = [asyncio.ensure_future(part.submit(engine)) for part in self.parts]
         try:
             await asyncio.gather(*submitting)
@@ -140,7 +165,6 @@ class Run:
             for task in submitting:
                 task.cancel()
             await asyncio.gather(*submitting, return_exceptions=True)
-        self.fingerprint = engine.load.model_fingerprint
 
     async def next(self) -> list[Update]:
         """Updates of one or more choices, all that are there; [] when every choice has ended.
@@ -184,3 +208,9 @@ class Run:
             cached_prompt_tokens=sum(part.num_cached for part in self.parts),
             output_tokens=sum(choice.text.num_tokens for part in self.parts for choice in part.choices),
         )
+
+    def num_reasoning_tokens(self) -> int | None:
+        """Of the output so far; None where that is not certain."""
+        counts = [choice.num_reasoning_tokens for part in self.parts for choice in part.choices]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None

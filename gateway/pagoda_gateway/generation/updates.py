@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pagoda_gateway.text.events import CallArguments, CallBegun, Event, Finish, Text
+from pagoda_gateway.text.answers import AnswerReader, Formats, HowRead
+from pagoda_gateway.text.events import CallArguments, CallBegun, Event, Finish, Said, Text, Thought, merged
 from pagoda_gateway.text.generation import ChoiceText
 from pagoda_gateway.text.model_text import ModelText
-from pagoda_gateway.text.tools import HermesParser
-from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta
+from pagoda_gateway.text.reasoning import Thinking
+from pagoda_proto.records import Delta, RequestRecord
 from pagoda_proto.steps import TopLogprobs
+
+SHORT_ID_CHARS = 9
+MAX_LEAD_TOKENS = 2  # before thoughts there is white space at most
 
 
 @dataclass(slots=True)
@@ -37,34 +43,101 @@ class Update:
 
 
 class ChoiceReader:
-    """Reads one choice, up to its ending. With `tools`, calls are read out of its text."""
+    """Reads one choice, up to its ending."""
 
-    def __init__(self, index: int, text: ModelText, params: SamplingParams, *, tools: bool) -> None:
+    def __init__(self, index: int, text: ModelText, record: RequestRecord, how: HowRead) -> None:
         self.index = index
-        self.text = ChoiceText(text, params)
-        self._parser = HermesParser() if tools else None
+        formats = text.formats
+        self.text = ChoiceText(text, record.task.params, formats.visible(how))
+        self._reader = AnswerReader(formats, how)
+        self._thoughts = ThoughtCount.of(formats, how)
+        self._short_ids = formats.tools is not None and formats.tools.short_ids
+        self._request_id = record.request_id
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """So far; None where that is not certain."""
+        return None if self._thoughts is None else self._thoughts.number
 
     def read(self, delta: Delta) -> Update:
         tokens = delta.result
         new = self.text.push(tokens.token_ids, tokens.logprobs, delta.finish_reason, tokens.stop_token_id)
-        events: list[Event] = []
-        if self._parser is not None:
-            events += self._parser.push(new.text)
-        elif new.text:
-            events.append(Text(new.text))
+        said = self._reader.push(new.text)
         if new.finish_reason is not None:
-            events += self._parser.flush() if self._parser is not None else ()
-            called = self._parser is not None and self._parser.num_calls > 0
-            events.append(Finish(new.finish_reason, new.stop_reason, called))
+            said = merged([*said, *self._reader.flush()])
+        if self._thoughts is not None:
+            self._thoughts.take(new.token_ids)
+        events: list[Event] = [self._named(event) for event in said] if self._short_ids else [*said]
+        if new.finish_reason is not None:
+            events.append(Finish(new.finish_reason, new.stop_reason, self._reader.num_calls > 0))
         return Update(self.index, new.token_ids, new.logprobs, events)
+
+    def _named(self, event: Said) -> Said:
+        """Calls get ids as chat templates demand them where ids must be short: those follow from the request's."""
+        if not isinstance(event, CallBegun):
+            return event
+        digest = hashlib.sha256(f"{self._request_id} {self.index} {event.index}".encode()).digest()
+        letters = base64.b32encode(digest).decode().lower()
+        return CallBegun(event.index, event.name, letters[:SHORT_ID_CHARS])
+
+
+class ThoughtCount:
+    """How many tokens of a choice are thoughts, with their marks: certain where each mark is one token.
+
+    Args:
+        opens: The token that opens thoughts; None where the prompt has opened them.
+        closes: The one that ends them.
+    """
+
+    def __init__(self, opens: int | None, closes: int) -> None:
+        self._opens = opens
+        self._closes = closes
+        self._num_taken = 0
+        self._over = False
+        self.number = 0
+
+    @staticmethod
+    def of(formats: Formats, how: HowRead) -> ThoughtCount | None:
+        """None where the number is not certain."""
+        reasoning = formats.reasoning
+        if reasoning is None or how.thinking is None or reasoning.again:
+            return None
+        opens, closes = formats.tokens.get(reasoning.open), formats.tokens.get(reasoning.close)
+        if closes is None or (opens is None and how.thinking is Thinking.POSSIBLE):
+            return None
+        count = ThoughtCount(opens if how.thinking is Thinking.POSSIBLE else None, closes)
+        count._over = how.thinking is Thinking.OVER
+        return count
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids if not self._over else ():
+            self._num_taken += 1
+            if self._opens is not None and self._num_taken <= MAX_LEAD_TOKENS and token_id == self._opens:
+                self._opens = None
+            if self._opens is None:
+                self.number = self._num_taken
+            self._over = token_id == self._closes or (self._opens is not None and self._num_taken >= MAX_LEAD_TOKENS)
+            if self._over:
+                return
+
+
+@dataclass
+class GatheredCall:
+    begun: CallBegun
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass
 class Gathered:
-    """What one choice has become so far. `calls` are names and texts of arguments."""
+    """What one choice has become so far."""
 
+    thoughts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    calls: list[tuple[str, str]] = field(default_factory=list)
+    calls: list[GatheredCall] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TopLogprobs] = field(default_factory=list)
     finish: Finish | None = None
@@ -76,10 +149,11 @@ class Gathered:
             match event:
                 case Text():
                     self.texts.append(event.text)
+                case Thought():
+                    self.thoughts.append(event.text)
                 case CallBegun():
-                    self.calls.append((event.name, ""))
+                    self.calls.append(GatheredCall(event))
                 case CallArguments():
-                    name, arguments = self.calls[event.index]
-                    self.calls[event.index] = name, arguments + event.text
+                    self.calls[event.index].pieces.append(event.text)
                 case Finish():
                     self.finish = event

@@ -26,12 +26,8 @@ class MemoryBudget:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._held = 0
+        self.held_bytes = 0
         self._by_client: Counter[str] = Counter()
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held
 
     def holding(self, client: str) -> Holding:
         """Nothing yet; who got it must `release` it in the end."""
@@ -41,10 +37,10 @@ class MemoryBudget:
         """Take bytes, or give them back with a negative number. Raises PagodaError OVERLOADED; then nothing moved."""
         if num_bytes > 0:
             own = self._by_client[client] + num_bytes
-            if own > self._max_bytes // 2 or self._held + num_bytes > self._max_bytes:
+            if own > self._max_bytes // 2 or self.held_bytes + num_bytes > self._max_bytes:
                 message = "the server holds as much of requests as it may; try again, or send less at once"
                 raise PagodaError(ErrorCode.OVERLOADED, message, retry_after_s=1.0)
-        self._held += num_bytes
+        self.held_bytes += num_bytes
         self._by_client[client] += num_bytes
         if not self._by_client[client]:
             del self._by_client[client]

@@ -28,10 +28,7 @@ class ConnectionGuard:
     knows for whom they are. `now` is a clock that stands still while this process does."""
 
     def __init__(
-        self,
-        config: GatewayConfig,
-        on_slow_client: Callable[[], None],
-        now: Callable[[], float] = time.monotonic,
+        self, config: GatewayConfig, on_slow_client: Callable[[], None], now: Callable[[], float] = time.monotonic
     ) -> None:
         self.config = config
         self.on_slow_client = on_slow_client

@@ -165,12 +165,16 @@ def _environment() -> _Sandbox:
     return env
 
 
+def thinking_switch(variables: frozenset[str]) -> str:
+    """The name by which a template is told whether to think, "" where it has none."""
+    return next((name for name in ("enable_thinking", "thinking") if name in variables), "")
+
+
 class ChatTemplate:
     """One compiled template.
 
     `variables` are the names it reads from its caller. `reads_parts` says that content may be a list of text parts.
-    `knows_tools` says that it shows tools to the model;
-    `speaks_hermes` that it asks for calls as JSON between `<tool_call>` tags.
+    `knows_tools` says that it shows tools to the model.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -185,9 +189,6 @@ class ChatTemplate:
             raise BadTemplate(f"the chat template does not compile: {error}") from error
         self._special_tokens = dict(special_tokens)
         self.knows_tools = "tools" in self.variables
-        self.speaks_hermes = (
-            self.knows_tools and "<tool_call>" in source and "<function=" not in source and "<arg_key>" not in source
-        )
 
     @cached_property
     def reads_parts(self) -> bool:

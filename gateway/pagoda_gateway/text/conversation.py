@@ -59,10 +59,11 @@ def _turn(message: dict[str, Any]) -> Turn:
         Call(id=call.get("id"), name=call["function"]["name"], arguments=call["function"].get("arguments", ""))
         for call in message.pop("tool_calls", ())
     ]
+    thoughts = message.pop("reasoning", None)
     return Turn(
         role=message.pop("role", ""),
         content=message.pop("content", ""),
-        reasoning=message.pop("reasoning_content", None),
+        reasoning=message.pop("reasoning_content", None) or thoughts,
         calls=calls,
         call_id=message.pop("tool_call_id", None),
         more=message,

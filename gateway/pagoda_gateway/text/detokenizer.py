@@ -28,7 +28,7 @@ class Detokenizer:
 
     Args:
         table: The tokenizer's bytes.
-        skip_special_tokens: Leave special tokens out of the text.
+        skip_special_tokens: Leave special tokens out of the text, but for `visible` ones.
         at_start: The first token opens a whole text, so a tokenizer's leading space is dropped. False for tokens that
             continue a prompt: there the space is part of the answer.
 
@@ -36,9 +36,16 @@ class Detokenizer:
     ones get one per byte.
     """
 
-    def __init__(self, table: TokenTable, *, skip_special_tokens: bool = True, at_start: bool = False) -> None:
+    def __init__(
+        self,
+        table: TokenTable,
+        *,
+        skip_special_tokens: bool = True,
+        at_start: bool = False,
+        visible: frozenset[int] = frozenset(),
+    ) -> None:
         self._table = table
-        self._skipped = table.special_ids if skip_special_tokens else frozenset()
+        self._skipped = table.special_ids - visible if skip_special_tokens else frozenset()
         self._decoder = _decoder("replace" if table.rules.byte_level else "pagoda-replace-each-byte")
         self._at_start = at_start
         self._strip = table.rules.strip_left[1] if at_start else 0

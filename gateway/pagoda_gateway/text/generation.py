@@ -32,10 +32,11 @@ class TextDelta:
 
 
 class ChoiceText:
-    """Text of one choice. After its end, whatever still comes is ignored."""
+    """Text of one choice, `visible` tokens included. After its end, whatever still comes is ignored."""
 
-    def __init__(self, model_text: ModelText, params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(model_text.table, skip_special_tokens=params.skip_special_tokens)
+    def __init__(self, model_text: ModelText, params: SamplingParams, visible: frozenset[int] = frozenset()) -> None:
+        skip = params.skip_special_tokens
+        self._detokenizer = Detokenizer(model_text.table, skip_special_tokens=skip, visible=visible)
         self._stop = StopMatcher(params.stop, include_stop=params.include_stop_str_in_output)
         self._params = params
         self.num_tokens = 0

@@ -14,11 +14,11 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from pagoda_gateway.text.answers import Formats
 from pagoda_gateway.text.chat import RESERVED, ChatTemplate
 from pagoda_gateway.text.conversation import Chat, Message, template_messages, turns_of
 from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_gateway.text.special import MARK, SpecialTokens
-from pagoda_gateway.text.tools import CLOSE, OPEN
 from pagoda_gateway.text.vocabulary import TokenTable, byte_level_alphabet, read_rules
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
 from pagoda_proto.params import SamplingParams
@@ -47,6 +47,7 @@ class ModelText:
             repetition_penalty); `do_sample: false` reads as temperature 0.
         table: Token id -> bytes.
         templates: Chat templates by name; "default", and "tool_use" where the model has its own for tools.
+        formats: How the templates have a model think and call tools.
         longest_token_bytes: No token covers more of a text than this; 0 where a token may swallow any amount.
     """
 
@@ -59,12 +60,16 @@ class ModelText:
     sampling_defaults: Mapping[str, Any]
     table: TokenTable
     templates: Mapping[str, ChatTemplate]
+    formats: Formats
     longest_token_bytes: int
     special: SpecialTokens
 
     @staticmethod
-    def load(model_dir: Path | str, chat_template_override: str = "") -> ModelText:
-        """Read tokenizer.json and its neighbours. `chat_template_override` is a template's text.
+    def load(
+        model_dir: Path | str, chat_template_override: str = "", *, tool_parser: str = "", reasoning_parser: str = ""
+    ) -> ModelText:
+        """Read tokenizer.json and its neighbours. `chat_template_override` is a template's text, the parsers are names
+        of formats; without one the templates are asked.
 
         Raises:
             BadModelFiles: a file is missing, too large or malformed.
@@ -73,7 +78,7 @@ class ModelText:
         """
         files = _ModelFiles(Path(model_dir))
         tokenizer, definition = files.tokenizer()
-        return _build(files, tokenizer, definition, chat_template_override)
+        return _build(files, tokenizer, definition, chat_template_override, (tool_parser, reasoning_parser))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Runs without the interpreter lock, so long texts belong into a thread.
@@ -226,11 +231,14 @@ def _json_object(name: str, source: str) -> dict[str, Any]:
     return value
 
 
-def _build(files: _ModelFiles, tokenizer: Tokenizer, definition: dict[str, Any], template: str) -> ModelText:
+def _build(
+    files: _ModelFiles, tokenizer: Tokenizer, definition: dict[str, Any], template: str, parsers: tuple[str, str]
+) -> ModelText:
     special = _special_tokens(files.tokenizer_config)
     text_config = files.config.get("text_config", {})
     config = {**text_config, **files.config} if isinstance(text_config, dict) else files.config
     add_bos = files.tokenizer_config.get("add_bos_token")
+    templates = _templates(files, template)
     return ModelText(
         tokenizer=tokenizer,
         vocab_size=max(_integer(config.get("vocab_size")), tokenizer.get_vocab_size()),
@@ -240,7 +248,8 @@ def _build(files: _ModelFiles, tokenizer: Tokenizer, definition: dict[str, Any],
         add_bos=add_bos if isinstance(add_bos, bool) else None,
         sampling_defaults=_sampling_defaults(files.generation),
         table=_table(tokenizer, definition),
-        templates={name: ChatTemplate(source, special) for name, source in _templates(files, template).items()},
+        templates={name: ChatTemplate(source, special) for name, source in templates.items()},
+        formats=Formats.of(templates.get("tool_use", templates.get("default", "")), _marker_ids(tokenizer), *parsers),
         longest_token_bytes=_longest_token_bytes(definition, tokenizer),
         special=SpecialTokens(tokenizer),
     )
@@ -285,12 +294,18 @@ def _sampling_defaults(generation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table(tokenizer: Tokenizer, definition: Mapping[str, Any]) -> TokenTable:
-    """The tags of tool calls stay visible even where a checkpoint calls them special: they are read, not hidden."""
     rules = read_rules(definition.get("decoder"))
     tokens = {token_id: token for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items()}
     added = tokenizer.get_added_tokens_decoder()
-    special = frozenset(i for i, token in added.items() if token.special and token.content not in (OPEN, CLOSE))
+    special = frozenset(i for i, token in added.items() if token.special)
     return TokenTable(rules, tokens, special)
+
+
+def _marker_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Tokens that grammars know by their ids only, by their text: the special ones, and what looks like a tag."""
+    added = tokenizer.get_added_tokens_decoder()
+    texts = {token.content: i for i, token in added.items() if token.content}
+    return {text: i for text, i in texts.items() if added[i].special or (text.startswith("<") and text.endswith(">"))}
 
 
 def _longest_token_bytes(definition: Mapping[str, Any], tokenizer: Tokenizer) -> int:

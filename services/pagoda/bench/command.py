@@ -9,15 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from pagoda.bench import kernels, latency, offline, startup
 from pagoda.bench.load import LoadClient, LoadResult, Plan, Sent, run_load
 from pagoda.bench.processes import ProcessWatch
 from pagoda.bench.report import render, summarise
 from pagoda.bench.workload import BodyMaker, WorkloadRow, WorkloadShape, arrivals, make_rows, read_rows, write_rows
 from pagoda.processes.process import fast_loop
-from pagoda.settings.numbers import number, seed, whole
+from pagoda.settings.numbers import number, seed, whole, wholes
 from pagoda.settings.resolving import ConfigError
-from pagoda.tools.asking import first_model, own_key
+from pagoda.tools.asking import add_target_arguments, first_model
 from pagoda.tools.http_stream import HttpError, Target
 
 OTHERS: dict[str, tuple[Any, str]] = {
@@ -57,9 +59,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument("--base-url", default="http://127.0.0.1:8000", help="[%(default)s]")
-    group.add_argument("--model", default="", help="the server's first model when left out")
-    group.add_argument("--api-key", default=own_key(), help="sent as bearer token [the first of $PAGODA_API_KEY]")
+    add_target_arguments(group)
     group.add_argument("--endpoint", choices=("completions", "chat"), default="completions", help="[%(default)s]")
     group.add_argument("--timeout-s", type=number(), default=600.0, help="for one request [%(default)s]")
 
@@ -99,7 +99,7 @@ def _add_pace_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--limits", type=_limits, default={}, help="ttft=MS,tpot=MS,e2e=MS: report who keeps them")
-    group.add_argument("--pids", type=_integers, default=[], help="server processes to watch, N,N,..")
+    group.add_argument("--pids", type=wholes, default=(), help="server processes to watch, N,N,..")
     group.add_argument("--descendants", action="store_true", help="watch what they started, too")
     group.add_argument("--json", help="write the report to this file")
     group.add_argument("--dump", help="write one JSON line per request to this file")
@@ -109,16 +109,7 @@ def _rows(arguments: argparse.Namespace) -> list[WorkloadRow]:
     if arguments.workload is not None:
         rows = read_rows(arguments.workload)
     else:
-        shape = WorkloadShape(
-            num_requests=arguments.num_requests,
-            input_len=arguments.input_len,
-            output_len=arguments.output_len,
-            input_spread=arguments.input_spread,
-            output_spread=arguments.output_spread,
-            prefix_len=arguments.prefix_len,
-            num_prefixes=arguments.num_prefixes,
-        )
-        rows = make_rows(shape, arguments.seed)
+        rows = make_rows(msgspec.convert(vars(arguments), WorkloadShape), arguments.seed)
     if not rows:
         raise ValueError("the workload has no requests")
     if arguments.write_workload is not None:
@@ -203,10 +194,6 @@ def _id_range(text: str) -> range:
     if not ids:
         raise argparse.ArgumentTypeError(f"LOW:HIGH with LOW below HIGH is needed, got {text!r}")
     return ids
-
-
-def _integers(text: str) -> list[int]:
-    return [whole(1)(part) for part in text.split(",") if part]
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda.bench import plot
-from pagoda.settings.numbers import whole
+from pagoda.settings.numbers import whole, wholes
 from pagoda.settings.resolving import ConfigError
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--threads", type=whole(), default=0, help="one per usable core when left out")
     group.add_argument("--formats", type=_words, help="of linear layers, NAME,NAME,..; bf16 and all others by default")
     group.add_argument("--only", type=_words, default=(), metavar="TEXT,TEXT,..", help="in the name of an operation")
-    group.add_argument(
-        "--rows", type=_numbers, default=(), metavar="N,..", help="of linear layers; up to 512 by default"
-    )
+    group.add_argument("--rows", type=wholes, default=(), metavar="N,..", help="of linear layers; up to 512 by default")
     group.add_argument("--ceilings", action="store_true", help="measure the ceilings and nothing else")
     group = parser.add_argument_group("how")
     group.add_argument("--repeats", type=whole(1), default=5, help="runs, of which the median counts [%(default)s]")
@@ -113,8 +111,8 @@ def measure(arguments: argparse.Namespace, level: str) -> dict[str, Any]:
     ceilings, points = _measure(roofline, () if arguments.ceilings else formats)
     return {
         "shape": shape.name,
-        "level": roofline.level,
-        "threads": roofline.num_threads,
+        "level": roofline.ops.library.level,
+        "threads": roofline.ops.library.num_threads,
         "ceilings": ceilings,
         "points": points,
     }
@@ -173,10 +171,3 @@ def table(points: list[dict[str, Any]]) -> Table:
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(part for part in text.split(",") if part)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    numbers = tuple(int(part) for part in _words(text))
-    if min(numbers, default=1) < 1:
-        raise ValueError(text)
-    return numbers

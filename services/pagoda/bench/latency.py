@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagoda.bench.report import distribution_ms
-from pagoda.bench.workload import BodyMaker, WorkloadRow
+from pagoda.bench.workload import BodyMaker, WorkloadRow, plain_ids
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.numbers import number, seed, whole
 from pagoda.settings.resolving import ConfigError
@@ -142,10 +142,7 @@ def measure(local: Local, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def make_prompts(arguments: argparse.Namespace, batch: int, vocab_size: int) -> list[list[int]]:
     """The prompts of one batch; the same for the same seed and number."""
-    maker = BodyMaker(
-        model="", chat=False, seed=arguments.seed, salt=str(batch), temperature=0.0, ignore_eos=True, extra={},
-        token_ids=range(min(100, vocab_size // 2), vocab_size),
-    )  # fmt: skip
+    maker = BodyMaker(seed=arguments.seed, salt=str(batch), token_ids=plain_ids(vocab_size))
     row = WorkloadRow(prompt_tokens=arguments.input_len, output_tokens=arguments.output_len)
     return [maker.token_ids_of(index, row) for index in range(arguments.batch_size)]
 

@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pagoda.bench.workload import BodyMaker, WorkloadShape, make_rows
+import msgspec
+
+from pagoda.bench.workload import BodyMaker, WorkloadShape, make_rows, plain_ids
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.numbers import seed, whole
 from pagoda_proto.params import SamplingParams
@@ -50,16 +52,8 @@ def main(arguments: argparse.Namespace) -> int:
 
 def make_prompts(arguments: argparse.Namespace, vocab_size: int) -> list[list[int]]:
     """Made-up prompts of exact lengths; the same for the same seed."""
-    shape = WorkloadShape(
-        num_requests=arguments.num_requests,
-        input_len=arguments.input_len,
-        output_len=arguments.output_len,
-        prefix_len=arguments.prefix_len,
-    )
-    maker = BodyMaker(
-        model="", chat=False, seed=arguments.seed, salt="", token_ids=range(min(100, vocab_size // 2), vocab_size),
-        temperature=0.0, ignore_eos=True, extra={},
-    )  # fmt: skip
+    shape = msgspec.convert(vars(arguments), WorkloadShape)
+    maker = BodyMaker(seed=arguments.seed, token_ids=plain_ids(vocab_size))
     return [maker.token_ids_of(index, row) for index, row in enumerate(make_rows(shape, arguments.seed))]
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class Seen:
 class ProcessWatch:
     """Samples processes (and all that descend from them) from `start` to `report`."""
 
-    def __init__(self, pids: list[int], descendants: bool, every_s: float = 0.5) -> None:
+    def __init__(self, pids: Sequence[int], descendants: bool, every_s: float = 0.5) -> None:
         self._pids = pids
         self._descendants = descendants
         self._every_s = every_s
@@ -79,7 +80,7 @@ def usage(pid: int) -> tuple[float, int]:
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S, int(fields[21]) * PAGE_BYTES
 
 
-def family(roots: list[int]) -> list[int]:
+def family(roots: Sequence[int]) -> list[int]:
     """These processes and all their descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():

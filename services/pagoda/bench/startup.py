@@ -30,7 +30,7 @@ from pagoda.bench.workload import BodyMaker, WorkloadRow
 from pagoda.processes.supervisor import python_command
 from pagoda.settings.flags import add_model_argument, add_options, given_flags
 from pagoda.settings.numbers import number, whole
-from pagoda.settings.resolving import ConfigError, command_options
+from pagoda.settings.resolving import ConfigError, argument
 from pagoda.tools import checkpoints
 from pagoda.tools.asking import first_model
 from pagoda.tools.http_stream import HttpError, Target
@@ -62,9 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     options = given_flags(arguments, "serve")
     weights = sorted(checkpoints.locate(options.get("model", ""), options.get("revision", "")).glob("*.safetensors"))
-    runs = []
-    for _ in range(arguments.runs):
-        runs.append(one_start(arguments, options, weights))
+    runs = [one_start(arguments, options, weights) for _ in range(arguments.runs)]
     report = {"model": options.get("model", ""), "cold": arguments.cold, "runs": runs} | medians(runs)
     report["weight_bytes"] = sum(path.stat().st_size for path in weights)
     Console(highlight=False, soft_wrap=True).print(table(report))
@@ -95,16 +93,8 @@ def one_start(arguments: argparse.Namespace, options: dict[str, Any], weights: S
 
 def serve_command(options: dict[str, Any]) -> list[str]:
     """`pagoda serve` with these options, on a free port unless one is given, with a log that can be read."""
-    names = command_options("serve")
     given = {"port": 0} | options | {"log_json": True}
-    flags = []
-    for name, value in given.items():
-        flag = names[name].flag
-        if isinstance(value, bool):
-            flags.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            flags.append(f"{flag}={value}")
-    return python_command("serve", *flags)
+    return python_command("serve", *(argument(name, value) for name, value in given.items()))
 
 
 @dataclass
@@ -162,10 +152,7 @@ class Server:
 async def first_token_s(server: Server, input_len: int, timeout_s: float) -> float:
     """Seconds from the command to the first token of the first request, which is sent at once. Raises HttpError."""
     target = Target(server.url)
-    bodies = BodyMaker(
-        model=await first_model(target, timeout_s), chat=False, seed=0, salt="", token_ids=range(100, 250),
-        temperature=0.0, ignore_eos=True, extra={},
-    )  # fmt: skip
+    bodies = BodyMaker(model=await first_model(target, timeout_s), token_ids=range(100, 250))
     client = LoadClient(target, bodies, timeout_s)
     timing = (await client.send(0, WorkloadRow(prompt_tokens=input_len, output_tokens=1))).timing
     client.close()

@@ -84,17 +84,22 @@ def arrivals(rows: list[WorkloadRow], rate: float, burstiness: float, seed: int)
     return times[: len(rows)]
 
 
+def plain_ids(vocab_size: int) -> range:
+    """Token ids to draw prompts from: without the first, which are special in most vocabularies."""
+    return range(min(100, vocab_size // 2), vocab_size)
+
+
 class BodyMaker(msgspec.Struct, kw_only=True):
     """Turns rows into request bodies. Prompts are token ids on /v1/completions, so their lengths are exact."""
 
-    model: str
-    chat: bool
-    seed: int
-    salt: str
     token_ids: range
-    temperature: float
-    ignore_eos: bool
-    extra: dict[str, Any]
+    model: str = ""
+    chat: bool = False
+    seed: int = 0
+    salt: str = ""
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    extra: dict[str, Any] = {}
 
     @property
     def path(self) -> str:

@@ -13,7 +13,6 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 from pagoda.offline.local import Local, Prompt
@@ -34,18 +33,8 @@ class AsyncLLM:
         ConfigError: options or model files that cannot be used.
     """
 
-    def __init__(self, model: str = "", **options: Any) -> None:
-        self._take(Local.load(model, options))
-
-    @classmethod
-    def over(cls, local: Local) -> AsyncLLM:
-        """An `AsyncLLM` over parts that are wired already."""
-        llm = cls.__new__(cls)
-        llm._take(local)
-        return llm
-
-    def _take(self, local: Local) -> None:
-        self._local = local
+    def __init__(self, model: str | Local = "", **options: Any) -> None:
+        self._local = Local.load(model, options)
         self._stop = threading.Event()
         self._sinks: dict[asyncio.AbstractEventLoop, _LoopSink] = {}
         self._sinks_lock = threading.Lock()
@@ -97,9 +86,7 @@ class AsyncLLM:
     async def __aenter__(self) -> AsyncLLM:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def _sink_of_this_loop(self) -> _LoopSink:
@@ -180,7 +167,7 @@ class _LoopSink:
     def _fail(self, request_id: str, error: PagodaError) -> None:
         if request_id in self._open:
             request, news = self._open[request_id]
-            request.fail(error)
+            request.error = error
             news.set()
 
 

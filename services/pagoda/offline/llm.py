@@ -12,7 +12,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -41,7 +40,7 @@ class LLM:
     """A model for offline use. One call at a time works; calls from other threads wait.
 
     Args:
-        model: Directory of a checkpoint or hub id; the bundled demo model when empty.
+        model: Directory of a checkpoint or hub id, the bundled demo model when empty; or parts that are wired already.
         options: Options of the engine core and of the worker by name (`dtype`, `max_model_len`, `kv_cache_gib`, ..).
 
     Raises:
@@ -49,18 +48,8 @@ class LLM:
         ConfigError: options or model files that cannot be used.
     """
 
-    def __init__(self, model: str = "", **options: Any) -> None:
-        self._take(Local.load(model, options))
-
-    @classmethod
-    def over(cls, local: Local) -> LLM:
-        """An `LLM` over parts that are wired already."""
-        llm = cls.__new__(cls)
-        llm._take(local)
-        return llm
-
-    def _take(self, local: Local) -> None:
-        self._local = local
+    def __init__(self, model: str | Local = "", **options: Any) -> None:
+        self._local = Local.load(model, options)
         self._lock = threading.Lock()
 
     def generate(
@@ -152,7 +141,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[OfflineRequest]:
@@ -227,7 +216,7 @@ class _Collector:
         if request is not None:
             self.num_ended += 1
             if error is not None:
-                request.fail(error)
+                request.error = error
 
     def abort_open(self) -> None:
         """Nothing is left behind in the engine core, also when the caller interrupts us."""

@@ -40,13 +40,17 @@ class Local:
         self.limits = ModelLimits(load.vocab_size, load.max_model_len)
 
     @staticmethod
-    def load(model: str, options: Mapping[str, Any]) -> Local:
-        """Load a model and wire it.
+    def load(model: str | Local, options: Mapping[str, Any]) -> Local:
+        """Load a model and wire it; what is wired already takes no options and stays as it is.
 
         Raises:
             TypeError: an unknown option.
             ConfigError: options or model files that cannot be used.
         """
+        if isinstance(model, Local):
+            if options:
+                raise TypeError(f"a model that is wired already takes no options, got {', '.join(options)}")
+            return model
         settings = from_keywords(model=model, **options)
         choose_libraries()
         from pagoda_worker.process.loop import Identity

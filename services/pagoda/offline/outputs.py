@@ -96,14 +96,11 @@ class OfflineRequest:
     def ended(self) -> bool:
         return self.output.finished or self.error is not None
 
-    def fail(self, error: PagodaError) -> None:
-        self.error = error
-
     def take(self, delta: Delta) -> int | None:
         """Add a delta; returns the choice to abort when a stop string has just ended it on the text side."""
         choice, output, tokens = self._choices[delta.choice], self.output.outputs[delta.choice], delta.result
         if delta.finish_reason is FinishReason.ERROR and not choice.finished:
-            self.fail(PagodaError(delta.error_code or ErrorCode.INTERNAL, delta.error_message))
+            self.error = PagodaError(delta.error_code or ErrorCode.INTERNAL, delta.error_message)
         if tokens.prompt_logprobs is not None:
             self._take_prompt_logprobs(tokens.prompt_logprobs)
         stopped = False

@@ -7,15 +7,8 @@ import logging
 import sys
 import time
 
-QUIET = (
-    "uvicorn",
-    "httpx",
-    "httpx2",
-    "httpcore",
-    "urllib3",
-    "filelock",
-    "asyncio",
-)  # their info level is noise to an operator
+# Their info level is noise to an operator.
+QUIET = ("uvicorn", "httpx", "httpx2", "httpcore", "urllib3", "filelock", "asyncio")
 
 
 class JsonFormatter(logging.Formatter):

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from pagoda_worker.cores import available_cores as available_cores
 from pagoda_worker.cores import cpu_quota as cpu_quota
+from pagoda_worker.cores import system_text
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def memory_limit(root: Path = _CGROUP) -> int | None:
     """Bytes the control group grants; None is no limit."""
-    words = _words(root / "memory.max") or _words(root / "memory/memory.limit_in_bytes")
+    words = (system_text(root / "memory.max") or system_text(root / "memory/memory.limit_in_bytes")).split()
     if not words or words[0] == "max" or int(words[0]) >= 2**60:
         return None
     return int(words[0])
@@ -20,13 +21,13 @@ def memory_limit(root: Path = _CGROUP) -> int | None:
 
 def memory_info(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
     """Bytes by name (`MemTotal`, `MemAvailable`, ..); empty where the system has no such file."""
-    rows = (line.split() for line in _text(path).splitlines())
+    rows = (line.split() for line in system_text(path).splitlines())
     return {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows if len(row) >= 2}
 
 
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
     """Instruction-set flags of the first processor."""
-    for line in _text(path).splitlines():
+    for line in system_text(path).splitlines():
         if line.startswith(("flags", "Features")):
             return set(line.split(":", 1)[1].split())
     return set()
@@ -35,14 +36,3 @@ def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> set[str]:
 def has_nvidia_device(devices: Path = Path("/dev")) -> bool:
     """Whether a driver offers an NVIDIA GPU here; under WSL it has a file of another name."""
     return any(devices.glob("nvidia[0-9]*")) or (devices / "dxg").exists()
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return ""
-
-
-def _words(path: Path) -> list[str]:
-    return _text(path).split()

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 
 _ONE_DEVICE = "a model runs on one device here; workers starts several whole copies of it"
 _NO_COOKIES = "pages of --allowed-origins may use every method and header; there are no cookies to allow"
+_NO_ADAPTERS = "adapters are not supported"
+_TLS = "TLS for clients is a proxy's work; between tiers see `pagoda keygen`"
+_TOKENIZER = "the tokenizer is the one in the model's directory"
 _AUTOMATIC = "is not needed: it is always so"
 
 # Ours, for what others call so; `test_hints` holds every name on the right to the settings tree.
@@ -39,23 +42,18 @@ RENAMED: Mapping[str, str] = {
 ABSENT: Mapping[str, str] = {
     "tensor_parallel_size": _ONE_DEVICE, "tp_size": _ONE_DEVICE, "tp": _ONE_DEVICE, "num_shard": _ONE_DEVICE,
     "pipeline_parallel_size": _ONE_DEVICE, "enable_expert_parallel": _ONE_DEVICE, "tensor_split": _ONE_DEVICE,
-    "tokenizer": "the tokenizer is the one in the model's directory",
-    "tokenizer_path": "the tokenizer is the one in the model's directory",
-    "tokenizer_mode": "the tokenizer is the one in the model's directory",
+    "tokenizer": _TOKENIZER, "tokenizer_path": _TOKENIZER, "tokenizer_mode": _TOKENIZER,
     "trust_remote_code": "code that comes with a checkpoint is never run",
     "load_format": "weights are read from safetensors files only",
     "download_dir": "set HF_HOME to say where models are kept",
     "hf_token": "set HF_TOKEN in the environment",
     "seed": "a request has its own seed, drawn for it if it brings none",
-    "ssl_keyfile": "TLS for clients is a proxy's work; between tiers see `pagoda keygen`",
-    "ssl_certfile": "TLS for clients is a proxy's work; between tiers see `pagoda keygen`",
-    "enable_lora": "adapters are not supported",
-    "lora_modules": "adapters are not supported",
+    "ssl_keyfile": _TLS, "ssl_certfile": _TLS,
+    "enable_lora": _NO_ADAPTERS, "lora_modules": _NO_ADAPTERS,
     "cpu_offload_gb": "weights are not offloaded",
     "enable_chunked_prefill": _AUTOMATIC, "enable_auto_tool_choice": _AUTOMATIC, "jinja": _AUTOMATIC,
     "continuous_batching": _AUTOMATIC, "enable_deterministic_inference": _AUTOMATIC,
     "allow_credentials": _NO_COOKIES, "allowed_methods": _NO_COOKIES, "allowed_headers": _NO_COOKIES,
-    "tool_call_parser": "tool calls are recognised in the Hermes form",
 }  # fmt: skip
 
 

@@ -14,6 +14,11 @@ def whole(least: int = 0, most: int = MOST_WHOLE) -> Callable[[str], int]:
     return lambda text: int(_read(text, int, Rule(least, most)))
 
 
+def wholes(text: str) -> tuple[int, ...]:
+    """For `type=` of an argument: whole numbers from 1, with commas between them."""
+    return tuple(whole(1)(part) for part in text.split(",") if part)
+
+
 def number(least: float = 0.0, most: float = MOST_NUMBER) -> Callable[[str], float]:
     """For `type=` of an argument: a number from `least` to `most`."""
     return lambda text: float(_read(text, float, Rule(least, most)))

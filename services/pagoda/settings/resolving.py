@@ -282,11 +282,7 @@ def _from_file(path: str, problems: list[str]) -> dict[str, Value]:
     except yaml.YAMLError as error:
         problems.append(f"config file {path} is not YAML: {_where_and_why(error, text)}")
         return {}
-    except (
-        OSError,
-        ValueError,
-        RecursionError,
-    ) as error:  # not there, not UTF-8, a number of too many digits, too deep
+    except (OSError, ValueError, RecursionError) as error:  # not there; not UTF-8, an endless number; too deep
         problems.append(f"config file {path} cannot be read: {getattr(error, 'strerror', None) or error}")
         return {}
     if content is None:
@@ -316,17 +312,20 @@ def _where_and_why(error: yaml.YAMLError, text: str) -> str:
 
 def to_arguments(config: Any) -> list[str]:
     """The flags that give another process this very config; defaults and secrets are left out."""
-    arguments = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value == field.default or field.metadata["rule"].secret:
-            continue
-        flag = ALL[field.name].flag
-        if isinstance(value, bool):
-            arguments.append(flag if value else flag.replace("--", "--no-", 1))
-        else:
-            arguments.append(f"{flag}={value}")
-    return arguments
+    said = ((field, getattr(config, field.name)) for field in dataclasses.fields(config))
+    return [
+        argument(field.name, value)
+        for field, value in said
+        if value != field.default and not field.metadata["rule"].secret
+    ]
+
+
+def argument(name: str, value: Any) -> str:
+    """The flag that gives an option this value."""
+    flag = ALL[name].flag
+    if isinstance(value, bool):
+        return flag if value else flag.replace("--", "--no-", 1)
+    return f"{flag}={value}"
 
 
 def secrets(config: Any) -> dict[str, str]:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
 
+import httptools
+
 MAX_HEAD_BYTES = 64 * 1024
 MAX_ERROR_BYTES = 64 * 1024
 
@@ -140,84 +142,57 @@ class Connection(asyncio.Protocol):
 
 
 class _Parser:
-    """Bytes of one answer in, events and a body out."""
+    """Bytes of one answer in, events and a body out. httptools calls what is named `on_..` but `on_event`."""
 
     def __init__(self, on_event: OnEvent) -> None:
         self._on_event = on_event
-        self._buffer = b""
-        self._headers: dict[bytes, bytes] | None = None
-        self._left: int | None = None  # bytes of the body (or of its current chunk) still to come; None: unknown
-        self._chunked = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._now = 0.0
+        self._head_bytes = 0
+        self._in_head = True
+        self._says_its_end = False
         self._events = False
         self._event = b""
         self._body = bytearray()
+        self._complete = False
         self.status = 0
         self.close = False
 
     @property
     def begun(self) -> bool:
-        return bool(self._buffer) or self._headers is not None
+        return self._head_bytes > 0
 
     @property
     def ends_with_connection(self) -> bool:
-        return self._headers is not None and not self._chunked and self._left is None
+        return not (self._in_head or self._says_its_end)
 
     def answer(self) -> HttpAnswer:
         return HttpAnswer(self.status, bytes(self._body))
 
     def feed(self, now: float, data: bytes) -> bool:
         """Take bytes; True when the answer is complete. Raises ValueError for what is no HTTP."""
-        self._buffer = self._buffer + data if self._buffer else data
-        if self._headers is None and not self._take_head():
-            return False
-        if self._chunked:
-            return self._take_chunks(now)
-        body, self._buffer = self._buffer, b""
-        self._take_body(now, body)
-        if self._left is not None:
-            self._left -= len(body)
-        return self._left is not None and self._left <= 0
+        self._now = now
+        self._head_bytes += len(data) if self._in_head else 0
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            raise
+        except httptools.HttpParserError as error:
+            raise ValueError(str(error)) from error
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("the head of the answer is too long")
+        return self._complete
 
-    def _take_head(self) -> bool:
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            if len(self._buffer) > MAX_HEAD_BYTES:
-                raise ValueError("the head of the answer is too long")
-            return False
-        first, *lines = self._buffer[:end].split(b"\r\n")
-        self._buffer = self._buffer[end + 4 :]
-        if not first.startswith(b"HTTP/1."):
-            raise ValueError(f"status line {first[:40]!r}")
-        self.status = int(first.split(b" ", 2)[1])
-        headers = dict(line.lower().split(b":", 1) for line in lines if b":" in line)
-        self._chunked = b"chunked" in headers.get(b"transfer-encoding", b"")
-        self._events = b"text/event-stream" in headers.get(b"content-type", b"")
-        self.close = b"close" in headers.get(b"connection", b"")
-        length = headers.get(b"content-length")
-        self._left = 0 if self._chunked else int(length) if length is not None else None
-        self._headers = headers
-        return True
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._says_its_end |= name.lower() in (b"content-length", b"transfer-encoding")
+        self._events |= name.lower() == b"content-type" and b"text/event-stream" in value.lower()
 
-    def _take_chunks(self, now: float) -> bool:
-        """`_left` counts what the current chunk still lacks, with its closing CRLF; 0 means a size line comes next."""
-        while self._buffer:
-            if self._left:
-                part = self._buffer[: self._left]
-                self._buffer = self._buffer[self._left :]
-                content = max(0, self._left - 2)
-                self._left -= len(part)
-                self._take_body(now, part[:content])
-                continue
-            line, found, rest = self._buffer.partition(b"\r\n")
-            if not found:
-                return False
-            size = int(line.split(b";", 1)[0], 16)
-            if size == 0:  # then trailers, of which we want none, and an empty line
-                return rest.startswith(b"\r\n") or b"\r\n\r\n" in rest
-            self._buffer, self._left = rest, size + 2
-        return False
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self.status = self._parser.get_status_code()
+        self.close = not self._parser.should_keep_alive()
 
-    def _take_body(self, now: float, data: bytes) -> None:
+    def on_body(self, data: bytes) -> None:
         if not self._events:
             if self.status == 200 or len(self._body) < MAX_ERROR_BYTES:
                 self._body += data
@@ -226,4 +201,7 @@ class _Parser:
         for event in complete:
             _, found, content = (b"\n" + event).partition(b"\ndata: ")
             if found:
-                self._on_event(now, content)
+                self._on_event(self._now, content)
+
+    def on_message_complete(self) -> None:
+        self._complete = True

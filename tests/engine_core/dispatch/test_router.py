@@ -144,7 +144,7 @@ def test_nobody_waits_behind_strangers_in_a_group(short: str) -> None:
         bench.dispatch()
         bench.step(epoch)
         worker = bench.router.workers[epoch]
-        assert not worker.scheduler.num_waiting or worker.scheduler.counters.totals.preemptions
+        assert not worker.scheduler.num_waiting or worker.scheduler.totals.preemptions
     assert bench.router.num_waiting == 0
 
 

@@ -113,7 +113,7 @@ def test_reset_forgets_unused_blocks_only() -> None:
     pool.check_invariants()
 
 
-@pytest.mark.parametrize("attribute", ["_num_free", "_num_cached"])
+@pytest.mark.parametrize("attribute", ["num_free", "num_cached"])
 def test_check_invariants_sees_a_wrong_count(attribute: str) -> None:
     pool = BlockPool(4, 16, True)
     cached(pool, 1)

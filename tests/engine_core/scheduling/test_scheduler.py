@@ -251,7 +251,7 @@ def test_abort_ends_a_running_request_at_once() -> None:
     client = harness.clients[record.request_id]
     assert (client.reasons, len(client.tokens[0])) == ([FinishReason.ABORT], 1)
     assert client.last is not None
-    assert harness.scheduler.counters.blocks_used == 0
+    assert harness.scheduler.block_counts.blocks_used == 0
     assert harness.land() == []
     assert harness.step().finished_rows == [0]
 

@@ -7,7 +7,6 @@ from tests.engine_core.harness import Harness
 from tests.fakes import make_record
 
 from pagoda_engine_core.scheduling.blocks import BrokenInvariant
-from pagoda_engine_core.scheduling.policy import Fcfs
 from pagoda_engine_core.scheduling.request import ChoiceState
 from pagoda_proto.records import Delta, FinishReason, PriorOutput
 from pagoda_proto.steps import ReplaceBlock
@@ -33,7 +32,7 @@ def test_the_last_in_order_is_preempted_and_its_tokens_do_not_change() -> None:
     harness.check_all()
     usages = [harness.clients[record.request_id].last.usage for record in (first, second)]  # type: ignore[union-attr]
     assert [usage.preemptions for usage in usages] == [0, 1]
-    assert harness.scheduler.counters.totals.preemptions == 1
+    assert harness.scheduler.totals.preemptions == 1
     (resumed,) = [new for plan in harness.plans[1:] for new in plan.new_rows]
     assert len(resumed.token_ids) > 9, "it brings its output along"
     assert resumed.row_id == 2, "and is a new row"
@@ -50,26 +49,12 @@ def test_priority_decides_who_is_preempted() -> None:
     assert usages[0].preemptions > usages[1].preemptions == 0
 
 
-def test_a_policy_may_choose_another_victim() -> None:
-    class Frugal(Fcfs):
-        def victim(self, candidates):  # type: ignore[no-untyped-def]
-            return min(candidates, key=lambda choice: len(choice.block_ids))
-
-    harness = Harness(num_blocks=9, prefix_cache=False)
-    harness.scheduler._policy = Frugal()
-    for prompt, max_tokens in (([1] * 5, 20), ([2] * 1, 24), ([3] * 9, 20)):
-        harness.add(make_record(prompt, max_tokens=max_tokens))
-    harness.drain()
-    harness.check_all()
-    assert harness.scheduler.counters.totals.preemptions > 0
-
-
 def test_nothing_is_started_in_a_step_that_preempts() -> None:
     harness = Harness(num_blocks=8, prefix_cache=False)
     for _ in range(2):
         harness.add(make_record([1] * 9, max_tokens=16))
     waiting = make_record([3], max_tokens=2)
-    while harness.scheduler.counters.totals.preemptions == 0:
+    while harness.scheduler.totals.preemptions == 0:
         harness.step()
         if harness.plans[-1].step == 3:
             harness.add(waiting)
@@ -86,7 +71,7 @@ def test_a_start_leaves_room_for_what_runs() -> None:
     assert len(harness.step().new_rows) == 1
     harness.drain()
     harness.check_all()
-    assert harness.scheduler.counters.totals.preemptions == 0
+    assert harness.scheduler.totals.preemptions == 0
 
 
 def test_the_first_in_line_is_not_overtaken() -> None:
@@ -110,7 +95,7 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     assert new.num_computed == 8
     harness.drain()
     harness.check_all()
-    counters, totals = harness.scheduler.counters, harness.scheduler.counters.totals
+    counters, totals = harness.scheduler.block_counts, harness.scheduler.totals
     assert (totals.prompt_tokens, totals.cached_prompt_tokens, totals.output_tokens) == (22, 8, 4)
     assert harness.clients[second.request_id].last.usage.cached_prompt_tokens == 8  # type: ignore[union-attr]
     assert harness.scheduler.reset_prefix_cache() == counters.blocks_cached > 0
@@ -126,9 +111,9 @@ def test_matched_tokens_of_a_finished_request_is_none() -> None:
 def test_blocks_in_use_are_counted() -> None:
     harness = Harness(num_blocks=8)
     harness.add(make_record(PROMPT))
-    assert harness.scheduler.counters.blocks_used == 0
+    assert harness.scheduler.block_counts.blocks_used == 0
     harness.step()
-    assert harness.scheduler.counters.blocks_used == 3
+    assert harness.scheduler.block_counts.blocks_used == 3
 
 
 def test_a_running_row_about_to_write_a_shared_block_is_given_a_copy() -> None:

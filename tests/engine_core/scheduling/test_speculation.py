@@ -37,7 +37,7 @@ def test_drafts_that_hold_save_steps() -> None:
     harness.drain()
     harness.check_all()
     assert drafts(harness) == [[0], [8], [8], [0]], "none beyond the last token there can be"
-    totals = harness.scheduler.counters.totals
+    totals = harness.scheduler.totals
     assert (totals.draft_tokens, totals.accepted_draft_tokens, totals.output_tokens) == (16, 16, 20)
 
 
@@ -47,7 +47,7 @@ def test_drafts_that_fail_cost_no_token() -> None:
     harness.drain()
     harness.check_all()
     assert drafts(harness) == [[0], [3], [2], [1], [0]]
-    totals = harness.scheduler.counters.totals
+    totals = harness.scheduler.totals
     assert (totals.draft_tokens, totals.accepted_draft_tokens, totals.output_tokens) == (6, 0, 5)
 
 
@@ -166,7 +166,7 @@ def test_drafts_never_preempt() -> None:
         harness.add(make_record(prompt, max_tokens=18))
     harness.drain()
     harness.check_all()
-    assert harness.scheduler.counters.totals.preemptions == 0
+    assert harness.scheduler.totals.preemptions == 0
     assert any(map(sum, drafts(harness)))
 
 

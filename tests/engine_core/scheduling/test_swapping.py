@@ -43,7 +43,7 @@ def test_a_swapped_choice_goes_on_where_it_was(prefix_cache: bool) -> None:
     harness, request = begun(2, prefix_cache=prefix_cache)
     table = list(request.choices[0].block_ids)
     preempt(harness, request)
-    assert (harness.scheduler.counters.blocks_used, harness.scheduler.counters.swap_blocks_used) == (0, 3)
+    assert (harness.scheduler.block_counts.blocks_used, harness.scheduler.block_counts.swap_blocks_used) == (0, 3)
     plan = harness.step()
     (new,) = plan.new_rows
     assert plan.finished_rows == [0]
@@ -58,7 +58,7 @@ def test_a_swapped_choice_goes_on_where_it_was(prefix_cache: bool) -> None:
     harness.drain()
     harness.check_all()
     assert harness.runner.tokens_computed == 10 + 7, "nothing is computed twice"
-    totals = harness.scheduler.counters.totals
+    totals = harness.scheduler.totals
     assert (totals.preemptions, totals.swap_preemptions, totals.swapped_out_blocks) == (1, 1, 3)
     assert totals.swapped_in_blocks == len(plan.swap_ins)
     assert harness.clients[request.request_id].last.usage.preemptions == 1  # type: ignore[union-attr]
@@ -70,7 +70,7 @@ def test_blocks_run_out_and_nothing_is_computed_twice() -> None:
         harness.add(make_record([token] * 9, max_tokens=16))
     harness.drain()
     harness.check_all()
-    totals = harness.scheduler.counters.totals
+    totals = harness.scheduler.totals
     assert totals.preemptions == totals.swap_preemptions == 1
     assert totals.swapped_out_blocks == totals.swapped_in_blocks > 0
     assert harness.runner.tokens_computed == 2 * (9 + 15)
@@ -146,7 +146,7 @@ def test_a_full_swap_space_leaves_computing() -> None:
     assert [request.choices[0].num_swapped for request in requests] == [10, 0]
     harness.drain()
     harness.check_all()
-    totals = harness.scheduler.counters.totals
+    totals = harness.scheduler.totals
     assert (totals.preemptions, totals.swap_preemptions) == (2, 1)
 
 
@@ -155,7 +155,7 @@ def test_whoever_ends_while_swapped_frees_its_swap_blocks() -> None:
     preempt(harness, request)
     harness.receive(harness.scheduler.abort(request.request_id, (), harness.clock()))
     harness.scheduler.check_invariants()
-    assert harness.scheduler.counters.swap_blocks_used == 0
+    assert harness.scheduler.block_counts.swap_blocks_used == 0
     harness.drain()
     harness.check_all()
     assert [plan.swap_ins for plan in harness.plans] == [[]] * len(harness.plans)
@@ -267,7 +267,7 @@ def test_metrics_tell_the_kinds_apart_and_how_full_the_space_is() -> None:
         engine.submit(record, sink)
     most_used = 0
     while executor.answer_all() or engine.step(0):
-        most_used = max(most_used, engine.stats().swap_blocks_used)
+        most_used = max(most_used, engine.stats().blocks.swap_blocks_used)
     assert [sink.choices(record.request_id) for record in records] == [reference_tokens(record) for record in records]
     page = generate_latest(metrics.registry).decode()
     totals = engine.stats().totals

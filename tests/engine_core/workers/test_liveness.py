@@ -4,11 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.workers.executor import WorkerState
-from pagoda_engine_core.workers.liveness import TICK_S, Liveness, LivenessLimits
+from pagoda_engine_core.workers.liveness import TICK_S, Liveness
 from pagoda_proto.times import STALL_S
 
-LIMITS = LivenessLimits(suspect_s=1.5, dead_s=3.0, step_deadline_s=60.0)
+LIMITS = EngineConfig(worker_suspect_s=1.5, worker_dead_s=3.0, step_deadline_s=60.0)
 
 
 class Watch:
@@ -137,5 +138,6 @@ def test_a_silent_worker_dies_once_and_is_forgotten(gaps: list[float]) -> None:
     for gap in gaps:
         now += gap
         states += [change.state for change in liveness.tick(now)]
-    expected = [WorkerState.SUSPECT] * (now > LIMITS.suspect_s) + [WorkerState.DEAD] * (now > LIMITS.dead_s)
+    suspect, dead = now > LIMITS.worker_suspect_s, now > LIMITS.worker_dead_s
+    expected = [WorkerState.SUSPECT] * suspect + [WorkerState.DEAD] * dead
     assert states == expected

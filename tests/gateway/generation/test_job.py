@@ -9,11 +9,23 @@ from hypothesis import strategies as st
 from tests.proto.strategies import COUNT, RECORDS, TEXT
 
 from pagoda_gateway.generation.job import Job, Shown
+from pagoda_gateway.text.answers import HowRead
+from pagoda_gateway.text.reasoning import Thinking
+from pagoda_gateway.text.tool_formats.functions import Function
 
+FUNCTIONS = st.builds(
+    Function,
+    name=TEXT,
+    parameters=st.none() | st.dictionaries(TEXT, st.booleans() | TEXT, max_size=2),
+    strict=st.booleans(),
+)
+HOW = st.builds(
+    HowRead, thinking=st.none() | st.sampled_from(Thinking), functions=st.lists(FUNCTIONS, max_size=2).map(tuple)
+)
 SHOWN = st.builds(
     Shown,
     n=COUNT,
-    tools=st.booleans(),
+    how=HOW,
     stream=st.booleans(),
     usage=st.booleans(),
     running_usage=st.booleans(),
@@ -25,7 +37,13 @@ SHOWN = st.builds(
     form_field=TEXT,
 )
 JOBS = st.builds(
-    Job, id=TEXT, created=COUNT, model=TEXT, records=st.lists(RECORDS, min_size=1, max_size=3).map(tuple), shown=SHOWN
+    Job,
+    id=TEXT,
+    created=COUNT,
+    model=TEXT,
+    records=st.lists(RECORDS, min_size=1, max_size=3).map(tuple),
+    shown=SHOWN,
+    loose_grammar=TEXT,
 )
 
 
@@ -37,6 +55,16 @@ def test_a_job_comes_back_as_it_was(form: type, job: Job) -> None:
 
 def test_every_option_is_tried() -> None:
     assert set(Shown.__struct_fields__) == {
-        "n", "tools", "stream", "usage", "running_usage", "logprobs", "prompt_logprobs", "token_ids", "echoes",
+        "n", "how", "stream", "usage", "running_usage", "logprobs", "prompt_logprobs", "token_ids", "echoes",
         "prompt_only", "form_field",
     }  # fmt: skip
+
+
+@given(job=JOBS.filter(lambda job: not any(record.task.params.ignore_eos for record in job.records)))
+def test_a_loosened_job_differs_in_its_grammar_alone(job: Job) -> None:
+    loosened = job.loosened()
+    assert loosened.loose_grammar == ""
+    assert {record.task.params.grammar for record in loosened.records} == {job.loose_grammar}
+    assert [(record.request_id, record.prompt_token_ids, record.task.seed) for record in loosened.records] == [
+        (record.request_id, record.prompt_token_ids, record.task.seed) for record in job.records
+    ]

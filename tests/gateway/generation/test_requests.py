@@ -171,9 +171,17 @@ async def test_sec_10_salts_are_plain_names(gateway: Gateway, salt: str) -> None
     assert (await chat_record(gateway.context, chat())).cache_salt == ""
 
 
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 CEILINGS: list[tuple[str, int, Any]] = [
     ("max_messages", 2, lambda count: {"messages": MESSAGES * count}),
-    ("max_tools", 2, lambda count: {"tools": [{"type": "function", "function": {"name": "f"}}] * count}),
+    (
+        "max_tools",
+        2,
+        lambda count: {"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(count)]},
+    ),
     ("max_prompts", 2, lambda count: {"prompt": ["x"] * count}),
     ("n", 16, lambda count: {"n": count}),
     ("top_logprobs", 20, lambda count: {"logprobs": True, "top_logprobs": count}),

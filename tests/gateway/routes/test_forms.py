@@ -102,13 +102,21 @@ async def test_what_is_no_form_is_a_400_that_names_the_field(
     assert gateway.engine.generations == []
 
 
-async def test_a_form_leaves_no_room_for_tools(tmp_path: Path) -> None:
+async def test_a_form_that_is_no_json_leaves_no_room_for_tools(tmp_path: Path) -> None:
     gateway = make_gateway(tmp_path)
-    fields = {"response_format": NAMED, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    fields = {"guided_regex": "a", "tools": [{"type": "function", "function": {"name": "add"}}]}
     refused = await post(gateway, "/v1/chat/completions", **fields)
     assert refused.status_code == 400
-    assert "response_format leaves no room for tools" in refused.json()["error"]["message"]
+    assert "guided_regex leaves no room for tools" in refused.json()["error"]["message"]
     assert (await post(gateway, "/v1/chat/completions", **fields, tool_choice="none")).status_code == 200
+
+
+async def test_json_leaves_room_for_tools(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path)
+    fields = {"response_format": NAMED, "tools": [{"type": "function", "function": {"name": "add"}}]}
+    assert (await post(gateway, "/v1/chat/completions", **fields)).status_code == 200
+    parts = grammars.parts_of(gateway.engine.record.task.params.grammar)
+    assert any(part.get("json_schema", {}).get("properties") == SCHEMA["properties"] for part in parts)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -14,6 +14,7 @@ import pytest
 from anthropic.types import Message, MessageParam, ToolParam
 from tests.gateway.fakes_engine import MODEL, Gateway, breaking, failing, make_gateway, play
 from tests.gateway.http_fakes import Running, running_http, talk
+from tests.gateway.model_dir import CHAT_TEMPLATE, write_model_dir
 
 from pagoda_gateway.api.answer_schemas import MessagesErrorAnswer
 from pagoda_gateway.app import create_app
@@ -98,6 +99,23 @@ async def test_a_stream_with_tools_and_the_conversation_it_leads_to(tmp_path: Pa
     seen = gateway.text.decode(gateway.engine.generations[-1].record.prompt_token_ids, skip_special_tokens=False)
     assert seen.count('{"name": "add", "arguments": {"a": 1, "b": ["é"]}}') == 2
     assert seen.count("<|im_start|>tool\n3") == 2
+
+
+async def test_a_stream_with_thoughts(tmp_path: Path) -> None:
+    """Inputs of calls come as they are written."""
+    template = CHAT_TEMPLATE + "{# <think> </think> #}"
+    model = write_model_dir(tmp_path / "model", tokenizer_config={"chat_template": template})
+    gateway = Gateway(model, play([]))
+    gateway.engine.script = play(gateway.ids(f"<think>\nHm.\n</think>\n\nSo.\n{CALL}"), reason=FinishReason.STOP)
+    gateway.engine.load = msgspec.structs.replace(gateway.engine.load, max_model_len=2048)
+    asked = ASK | {"max_tokens": 2000, "tools": [TOOL], "thinking": {"type": "adaptive"}}
+    async with client_of(gateway) as client, client.messages.stream(**asked) as stream:
+        kinds = [event.type async for event in stream]
+        message: Any = await stream.get_final_message()
+    thought, text, use = message.content
+    assert (thought.thinking, text.text, use.input) == ("Hm.", "So.", {"a": 1, "b": ["é"]})
+    assert kinds.count("thinking") > 1
+    assert kinds.count("input_json") > 4
 
 
 async def test_a_count(tmp_path: Path) -> None:

@@ -132,10 +132,7 @@ def test_bounds() -> None:
 def test_what_a_template_knows() -> None:
     template = ChatTemplate(CHAT_TEMPLATE, {})
     assert template.knows_tools
-    assert template.speaks_hermes
     assert not ChatTemplate("{{ messages }}", {}).knows_tools
-    assert not ChatTemplate("{{ tools }}", {}).speaks_hermes
-    assert not ChatTemplate("{{ tools }}<tool_call><function=", {}).speaks_hermes
 
 
 def test_kwargs_are_plain_values_for_names_the_template_reads() -> None:

@@ -22,8 +22,11 @@ from tests.gateway.model_dir import (
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
+from pagoda_gateway.text.answers import HowRead
 from pagoda_gateway.text.chat import BadTemplate
+from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_gateway.text.model_text import BadModelFiles, ModelText
+from pagoda_gateway.text.tool_formats.functions import Function
 from pagoda_gateway.text.vocabulary import UnsupportedTokenizer
 from pagoda_proto.errors import PagodaError
 
@@ -105,11 +108,26 @@ def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
     assert len(load(tmp_path, tokenizer=tokenizer).encode("abcde")) == 5
 
 
-def test_tags_of_tool_calls_stay_visible_even_when_special(tmp_path: Path) -> None:
+def test_markers_of_tool_calls_are_visible_where_they_are_read(tmp_path: Path) -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens([AddedToken("<tool_call>", special=True)])
     model = load(tmp_path, tokenizer=tokenizer)
-    assert model.decode(model.encode(f"<tool_call>{EOS}")) == "<tool_call>"
+    ids = model.encode(f"<tool_call>{EOS}")
+    assert model.decode(ids) == ""
+    visible = model.formats.visible(HowRead(functions=(Function(name="f"),)))
+    assert Detokenizer(model.table, visible=visible).push(ids) == "<tool_call>"
+    assert model.formats.visible(HowRead()) == frozenset()
+
+
+def test_what_an_operator_names_wins_over_the_template(tmp_path: Path) -> None:
+    root = write_model_dir(tmp_path)
+    formats = ModelText.load(root).formats
+    assert formats.tools is not None
+    assert (formats.tools.name, formats.reasoning) == ("hermes", None)
+    named = ModelText.load(root, tool_parser="kimi_k2", reasoning_parser="deepseek_r1").formats
+    assert named.tools is not None
+    assert named.reasoning is not None
+    assert (named.tools.name, named.reasoning.name) == ("kimi_k2", "deepseek_r1")
 
 
 def test_templates_and_where_they_come_from(tmp_path: Path) -> None:
@@ -193,7 +211,7 @@ def test_bad_files_are_named(tmp_path: Path, name: str, content: str | bytes | N
 def test_the_text_side_needs_no_server() -> None:
     """The offline API uses it in processes that have no web server installed."""
     code = (
-        "import sys, pagoda_gateway.text.generation, pagoda_gateway.text.tools\n"
+        "import sys, pagoda_gateway.text.generation, pagoda_gateway.text.answers\n"
         "print(sorted({'fastapi', 'starlette', 'pydantic', 'grpc', 'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -54,7 +54,7 @@ def wired(text: ModelText, **runner_options: Any) -> Local:
 
 @pytest.fixture
 def llm(text: ModelText) -> LLM:
-    return LLM.over(wired(text))
+    return LLM(wired(text))
 
 
 def expected(prompt: list[int], params: SamplingParams) -> list[list[int]]:
@@ -106,7 +106,7 @@ def test_several_choices_differ_and_each_has_its_place(llm: LLM) -> None:
 
 def test_the_endings_say_why(text: ModelText) -> None:
     eos = next(iter(text.eos_token_ids))
-    small = LLM.over(wired(text, eos_at=2))
+    small = LLM(wired(text, eos_at=2))
     (output,) = small.generate([5, 6], SamplingParams(max_tokens=9, seed=0))
     (choice,) = output.outputs
     assert (choice.finish_reason, choice.stop_reason) == ("stop", None)
@@ -166,7 +166,7 @@ def test_what_is_no_prompt_is_refused(llm: LLM, prompt: Any) -> None:
 
 
 def test_one_failed_prompt_does_not_lose_the_others(text: ModelText) -> None:
-    llm = LLM.over(wired(text, poison_token_id=66))
+    llm = LLM(wired(text, poison_token_id=66))
     with pytest.raises(GenerationFailed, match="prompt 1: poisoned prompt") as caught:
         llm.generate([[1, 2], [66, 2], [3, 4]], GREEDY)
     first, second, third = caught.value.outputs
@@ -181,7 +181,7 @@ def test_one_failed_prompt_does_not_lose_the_others(text: ModelText) -> None:
 
 
 def test_two_models_live_in_one_process(text: ModelText) -> None:
-    one, two = LLM.over(wired(text)), LLM.over(wired(text, block_size=8))
+    one, two = LLM(wired(text)), LLM(wired(text, block_size=8))
     assert one.generate([1, 2], GREEDY)[0].outputs == two.generate([1, 2], GREEDY)[0].outputs
 
 
@@ -200,7 +200,7 @@ def test_threads_take_turns(llm: LLM) -> None:
 
 
 def test_a_closed_model_refuses(text: ModelText) -> None:
-    with LLM.over(wired(text)) as llm:
+    with LLM(wired(text)) as llm:
         llm.generate([1], GREEDY)
     llm.close()
     with pytest.raises(GenerationFailed, match="stopped"):
@@ -208,7 +208,7 @@ def test_a_closed_model_refuses(text: ModelText) -> None:
 
 
 def test_chat_uses_the_models_template(text: ModelText) -> None:
-    llm = LLM.over(wired(text))
+    llm = LLM(wired(text))
     conversation = [{"role": "user", "content": "a"}]
     ids = text.encode_chat(conversation)
     (one,) = llm.chat(conversation, GREEDY)
@@ -218,11 +218,11 @@ def test_chat_uses_the_models_template(text: ModelText) -> None:
 
 def test_chat_refuses_options_that_the_template_does_not_read(text: ModelText) -> None:
     with pytest.raises(TypeError, match="unexpected option 'nonsense'"):
-        LLM.over(wired(text)).chat([{"role": "user", "content": "a"}], GREEDY, nonsense=3)
+        LLM(wired(text)).chat([{"role": "user", "content": "a"}], GREEDY, nonsense=3)
 
 
 def test_parts_and_forged_turns_are_read_as_over_http(text: ModelText) -> None:
-    llm = LLM.over(wired(text))
+    llm = LLM(wired(text))
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b<|im_end|>"}]
     (answer,) = llm.chat([{"role": "developer", "content": parts}], GREEDY)
     assert answer.prompt_token_ids == text.encode_chat([{"role": "system", "content": parts}])
@@ -252,23 +252,23 @@ async def last(llm: AsyncLLM, prompt: list[int], params: SamplingParams) -> list
 
 
 async def test_requests_run_side_by_side_and_outputs_grow(text: ModelText) -> None:
-    async with AsyncLLM.over(wired(text)) as llm:
+    async with AsyncLLM(wired(text)) as llm:
         found = await asyncio.gather(*(last(llm, [i, 2], GREEDY) for i in range(12)))
     assert found == [expected([i, 2], GREEDY)[0] for i in range(12)]
 
 
 async def test_leaving_the_iteration_aborts_the_request(text: ModelText) -> None:
     local = wired(text)
-    async with AsyncLLM.over(local) as llm:
+    async with AsyncLLM(local) as llm:
         stream = llm.generate([1, 2], SamplingParams(max_tokens=120, seed=0, ignore_eos=True))
         await anext(stream)
         await stream.aclose()
-        blocks_used = local.engine.call(lambda: local.engine.stats().blocks_used)
+        blocks_used = local.engine.call(lambda: local.engine.stats().blocks.blocks_used)
         assert await asyncio.wrap_future(blocks_used) == 0
 
 
 async def test_abort_ends_the_stream_with_its_reason(text: ModelText) -> None:
-    async with AsyncLLM.over(wired(text)) as llm:
+    async with AsyncLLM(wired(text)) as llm:
         params = SamplingParams(max_tokens=120, seed=0, ignore_eos=True)
         outputs = []
         async for output in llm.generate([1, 2], params, request_id="mine"):
@@ -281,7 +281,7 @@ async def test_abort_ends_the_stream_with_its_reason(text: ModelText) -> None:
 
 
 async def test_a_name_in_use_is_refused(text: ModelText) -> None:
-    async with AsyncLLM.over(wired(text)) as llm:
+    async with AsyncLLM(wired(text)) as llm:
         first = llm.generate([1], SamplingParams(max_tokens=100, seed=0, ignore_eos=True), request_id="x")
         await anext(first)
         with pytest.raises(PagodaError, match="already running"):
@@ -290,7 +290,7 @@ async def test_a_name_in_use_is_refused(text: ModelText) -> None:
 
 
 async def test_errors_reach_the_generator(text: ModelText) -> None:
-    async with AsyncLLM.over(wired(text, poison_token_id=66)) as llm:
+    async with AsyncLLM(wired(text, poison_token_id=66)) as llm:
         with pytest.raises(PagodaError, match="poisoned"):
             await last(llm, [66], GREEDY)
         with pytest.raises(PagodaError, match="at least one token"):
@@ -299,7 +299,7 @@ async def test_errors_reach_the_generator(text: ModelText) -> None:
 
 
 async def test_closing_ends_open_streams(text: ModelText) -> None:
-    llm = AsyncLLM.over(wired(text))
+    llm = AsyncLLM(wired(text))
     stream = llm.generate([1, 2], SamplingParams(max_tokens=120, seed=0, ignore_eos=True))
     await anext(stream)
     await llm.close()
@@ -309,7 +309,7 @@ async def test_closing_ends_open_streams(text: ModelText) -> None:
 
 
 def test_one_event_loop_after_another_and_several_at_once_may_use_a_model(text: ModelText) -> None:
-    llm = AsyncLLM.over(wired(text))
+    llm = AsyncLLM(wired(text))
     for _ in range(2):
         assert asyncio.run(asyncio.wait_for(last(llm, [1, 2], GREEDY), 60)) == expected([1, 2], GREEDY)[0]
     with ThreadPoolExecutor(3) as threads:
@@ -321,20 +321,20 @@ def test_one_event_loop_after_another_and_several_at_once_may_use_a_model(text: 
 def test_what_a_loop_leaves_behind_is_aborted(text: ModelText) -> None:
     """The loop is closed under its request, without a chance to leave the iteration."""
     local = wired(text)
-    llm = AsyncLLM.over(local)
+    llm = AsyncLLM(local)
     loop = asyncio.new_event_loop()
     stream = llm.generate([1, 2], SamplingParams(max_tokens=120, seed=0, ignore_eos=True))
     loop.run_until_complete(anext(stream))
     loop.close()
     assert asyncio.run(last(llm, [3], GREEDY)) == expected([3], GREEDY)[0]
-    while local.engine.call(lambda: local.engine.stats().blocks_used).result(60):
+    while local.engine.call(lambda: local.engine.stats().blocks.blocks_used).result(60):
         pass
     del stream
     asyncio.run(llm.close())
 
 
 async def test_a_closed_model_says_so(text: ModelText) -> None:
-    llm = AsyncLLM.over(wired(text))
+    llm = AsyncLLM(wired(text))
     await llm.close()
     with pytest.raises(PagodaError, match="is closed"):
         await asyncio.wait_for(last(llm, [1], GREEDY), 60)
@@ -390,7 +390,7 @@ def test_a_step_that_raises_costs_time_and_no_token(text: ModelText, error: Exce
         model = Failing(loaded.model, failures)
         runner = ModelRunner(replace(loaded, model=model), 64, config)
         executor = InprocExecutor(runner, Identity.of_this_process().hello(runner.facts))
-        llm = LLM.over(Local(text, EngineCore(EngineConfig(), executor)))
+        llm = LLM(Local(text, EngineCore(EngineConfig(), executor)))
         params = SamplingParams(temperature=1.0, max_tokens=8, seed=3, ignore_eos=True)
         outputs = llm.generate([[1, 2, 3], [4, 5, 6, 7]], params)
         return [output.outputs[0].token_ids for output in outputs], model.num_forwards

@@ -14,8 +14,8 @@ import pytest
 from grpc_health.v1 import health, health_pb2
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
+from pagoda.commands.ping import ping
 from pagoda.tools.keygen import generate
-from pagoda.tools.ping import ping
 from pagoda_proto.keys import KeyFileError, load_curve, load_tls
 
 

@@ -15,12 +15,11 @@ from tests.worker.kernels.test_cpu_library import levels
 
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import FORMS, NativeOps
-from pagoda_worker.kernels.cpu.program import blank_batch
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.kernels.quantized import QuantizedWeight, round_activations
 from pagoda_worker.kernels.reference import ReferenceOps
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import Batch, batch_of_spans
 
 ROWS = (1, 2, 5, 13, 64, 200)
 SHAPES = ((80, 64, 32), (96, 192, 64), (528, 256, 256), (96, 512, 128), (80, 576, 576), (80, 4096, 64))  # n, k, group
@@ -240,6 +239,8 @@ def test_recorded_equals_immediate(ops: NativeOps, form: tuple[int, int]) -> Non
     kv = ops.new_kv_cache(KVShape(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.bfloat16), 2, 16)
     recorded = ops.record(forward, [kv], 40)
     for count in (1, 13, 40):
-        batch = dataclasses.replace(blank_batch(count), token_ids=torch.randint(0, 50, (count,)))
+        batch = dataclasses.replace(
+            batch_of_spans([(0, count)], torch.zeros(1, 1, dtype=torch.int32)), token_ids=torch.randint(0, 50, (count,))
+        )
         for got, expected in zip(recorded(batch), forward(ops, batch, kv), strict=True):
             assert torch.equal(got, expected)

@@ -61,7 +61,11 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
         ("Llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
         ("Llama", {"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
-        ("Llama", {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "does not take beta_fast"),
+        (
+            "Llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}},
+            "not supported natively: beta_fast",
+        ),
         ("Llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("Llama", {"partial_rotary_factor": 0.5}, "not supported natively: partial_rotary_factor"),
         ("Llama", {"logit_scale": 2.0, "no_rope_layers": [1]}, "not supported natively: logit_scale, no_rope_layers"),

@@ -21,6 +21,7 @@ from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.loading.model import load_model
 from pagoda_worker.models import fallback
+from pagoda_worker.models.fallback import TransformersModel
 from pagoda_worker.rows.batch import Batch
 
 CLEAR = 0.25  # of logits that are rounded to bfloat16 at magnitudes of about 8
@@ -30,7 +31,7 @@ DENSE = ["gpt2", "gpt_neox", "stablelm", "olmo2", "cohere2"]
 @pytest.mark.parametrize("name", FALLBACK)
 def test_greedy_tokens_are_those_of_transformers(name: str, saved: Saved, loaded: Loaded) -> None:
     model, together = loaded(name), prompts()
-    assert not model.native
+    assert isinstance(model.model, TransformersModel)
     answers = Harness(model, num_blocks=128).greedy(together, 8, chunk=40)
     for prompt, answer in zip(together, answers, strict=True):
         assert choices_of(saved(name)[0], prompt, answer) == answer
@@ -99,7 +100,7 @@ def small_llama(path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_rounding_to_16_bits_is_no_fault(dtype: str, tmp_path: Path, loaded: Loaded) -> None:
     config = WorkerConfig(model=str(small_llama(tmp_path)), dtype=dtype, kernels="torch")
-    assert not load_model(config).native
+    assert isinstance(load_model(config).model, TransformersModel)
 
 
 def test_tokens_of_experts_in_bfloat16_are_those_of_transformers(tmp_path: Path) -> None:
@@ -174,5 +175,5 @@ def test_an_unsupported_field_of_a_native_family_runs_through_transformers(saved
     yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
     config = edited(saved, "qwen3", tmp_path / "yarn", rope_parameters=yarn)
     model = load_model(config)
-    assert not model.native
+    assert isinstance(model.model, TransformersModel)
     assert len(Harness(model).greedy([[5, 6, 7]], 4)[0]) == 4

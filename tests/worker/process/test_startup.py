@@ -28,7 +28,7 @@ from pagoda_worker.rows.rows import Row
 from pagoda_worker.sampling.device_sampler import Chosen, GreedySampler
 from pagoda_worker.step.graphs import ladder
 from pagoda_worker.step.lines import Lines
-from pagoda_worker.step.profiling import device_use, largest_steps
+from pagoda_worker.step.profiling import Rehearsal, largest_steps
 from pagoda_worker.step.runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -39,7 +39,7 @@ def loaded_by(ops: AtenOps) -> LoadedModel:
     model = decoder(ops)
     return LoadedModel(
         model=model, kv_groups=model.kv_groups, ops=ops, dtype=torch.bfloat16, device=CPU, vocab_size=VOCAB,
-        max_model_len=MAX_LEN, fingerprint="tiny", numerics_id="tiny", native=True, batch_invariant=ops.batch_invariant,
+        max_model_len=MAX_LEN, fingerprint="tiny", numerics_id="tiny", batch_invariant=ops.batch_invariant,
     )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def test_the_largest_steps_want_the_logits_of_drafts() -> None:
 
 def test_what_is_measured() -> None:
     accelerator = FakeAccelerator(free=60, total=80, bytes_per_step=7)
-    use = device_use([loaded_by(AtenOps(CPU))], config(), accelerator, GreedySampler(), lambda: 5)
+    use = Rehearsal([loaded_by(AtenOps(CPU))], config(), accelerator, GreedySampler()).device_use(lambda: 5)
     assert use == (80, 20, 7, 5)
     assert accelerator.journal == ["synchronized", "emptied"]  # what is in use is looked at when steps hold nothing
 
@@ -112,7 +112,7 @@ def test_what_is_measured_has_the_choice_of_tokens() -> None:
             sizes.append(len(rows))
             return super().sample(logits, rows)
 
-    device_use([loaded_by(AtenOps(CPU))], config(), FakeAccelerator(), Asked(), lambda: 0)
+    Rehearsal([loaded_by(AtenOps(CPU))], config(), FakeAccelerator(), Asked()).device_use(lambda: 0)
     assert sizes == [5, 1]
 
 
@@ -123,7 +123,7 @@ def test_a_step_that_does_not_fit_names_the_options() -> None:
 
     message = "max_tokens_per_step=40 tokens and max_rows=5 rows does not fit"
     with pytest.raises(NotEnoughMemory, match=message):
-        device_use([loaded_by(AtenOps(CPU))], config(), Small(), GreedySampler(), lambda: 0)
+        Rehearsal([loaded_by(AtenOps(CPU))], config(), Small(), GreedySampler()).device_use(lambda: 0)
 
 
 def test_the_cache_takes_what_step_and_graphs_leave() -> None:

@@ -86,7 +86,6 @@ def tiny_llama(kernels: str = "torch", **options: Any) -> ModelRunner:
         max_model_len=MAX_MODEL_LEN,
         fingerprint="tiny",
         numerics_id="tiny",
-        native=True,
         batch_invariant=ops.batch_invariant,
     )
     return ModelRunner(loaded, NUM_BLOCKS, WorkerConfig(block_size=16, **options))

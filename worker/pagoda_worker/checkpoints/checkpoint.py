@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from pagoda_worker.checkpoints.fingerprint import content_digest
+from pagoda_worker.checkpoints.fingerprint import Entry, content_digest
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 INDEX = "model.safetensors.index.json"
@@ -41,21 +40,6 @@ class CheckpointError(ValueError):
     def __init__(self, path: Path, problems: Iterable[str]) -> None:
         self.problems = list(problems)
         super().__init__(f"{path}: " + "; ".join(self.problems))
-
-
-@dataclass(frozen=True)
-class Entry:
-    """Where one tensor lies; `begin` and `end` are offsets in its file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.end - self.begin
 
 
 @dataclass(frozen=True)
@@ -145,9 +129,7 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # A mapping that a tensor still looks into is closed by the last such tensor.
         self._maps.clear()
 
@@ -221,13 +203,19 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: there is no such file, or it holds something else.
     """
     try:
-        value = json.loads(path.read_bytes())
+        content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(path, [_told(error)]) from error
+    return _json_object(content, path, "")
+
+
+def _json_object(content: bytes, file: Path, subject: str) -> dict[str, Any]:
+    try:
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(path, [f"not JSON: {error}"]) from error
+        raise CheckpointError(file, [f"{subject}not JSON: {error}"]) from error
     if not isinstance(value, dict):
-        raise CheckpointError(path, ["not a JSON object"])
+        raise CheckpointError(file, [f"{subject}not a JSON object"])
     return value
 
 
@@ -246,12 +234,7 @@ def _header(file: Path) -> tuple[bytes, int]:
 
 
 def _entries(file: Path, header: bytes, size: int) -> dict[str, Entry]:
-    try:
-        fields = json.loads(header)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(file, [f"header is not JSON: {error}"]) from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(file, ["header is not a JSON object"])
+    fields = _json_object(header, file, "header is ")
     start = 8 + len(header)
     fields.pop("__metadata__", None)
     parsed = {name: _entry(file, value, start) for name, value in fields.items()}

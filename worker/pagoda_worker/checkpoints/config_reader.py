@@ -202,9 +202,7 @@ def rope_shape(parameters: Mapping[str, Any], head_dim: int, theta: float) -> Ro
         UnsupportedConfig: a kind of scaling, or a field of it, that is not implemented.
         CheckpointError: a number that makes no rotation.
     """
-    rest = dict(parameters)
-    kind = rest.pop("rope_type", None) or rest.pop("type", None) or "default"
-    rest.pop("type", None)
+    kind = parameters.get("rope_type") or parameters.get("type") or "default"
     wanted = {
         "default": (),
         "linear": ("factor",),
@@ -212,15 +210,10 @@ def rope_shape(parameters: Mapping[str, Any], head_dim: int, theta: float) -> Ro
     }
     if not isinstance(kind, str) or kind not in wanted:
         raise UnsupportedConfig(f"config.json: rope type {shown(kind)} is not one of {', '.join(wanted)}")
-    missing = [name for name in wanted[kind] if rest.get(name) is None]
+    missing = [name for name in wanted[kind] if parameters.get(name) is None]
     if missing:
         raise UnsupportedConfig(f"config.json: rope type {kind!r} needs {', '.join(missing)}")
-    theta, values = _rope_numbers(ConfigReader(rest, ROPE), theta, wanted[kind])
-    for name in ("rope_theta", *wanted[kind]):
-        rest.pop(name, None)
-    if rest.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedConfig("config.json: rope 'partial_rotary_factor' is not supported natively")
-    unknown = sorted(name for name, value in rest.items() if value is not None)
-    if unknown:
-        raise UnsupportedConfig(f"config.json: rope type {kind!r} does not take {', '.join(unknown)}")
+    reader = ConfigReader(parameters, ROPE, ("rope_type", "type"), {"partial_rotary_factor": (None, 1.0)})
+    theta, values = _rope_numbers(reader, theta, wanted[kind])
+    reader.finish()
     return RopeShape(theta=theta, head_dim=head_dim, kind=kind, **values)

@@ -11,32 +11,33 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 BLOCK_BYTES = 4096
 BLOCKS_PER_TENSOR = 32
 WHOLE_BYTES = BLOCK_BYTES * BLOCKS_PER_TENSOR  # tensors up to this size are read whole
 
 
-class Stored(Protocol):
+@dataclass(frozen=True)
+class Entry:
     """Where one tensor lies; `begin` and `end` are offsets in its file."""
 
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
     @property
-    def file(self) -> Path: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def begin(self) -> int: ...
-    @property
-    def end(self) -> int: ...
+    def num_bytes(self) -> int:
+        return self.end - self.begin
 
 
-def content_digest(tensors: Mapping[str, Stored]) -> str:
+def content_digest(tensors: Mapping[str, Entry]) -> str:
     """A digest of names, dtypes, shapes and bytes.
 
     Raises:
@@ -69,9 +70,9 @@ def fingerprint(fields: Mapping[str, Any], harmless: Iterable[str], digest: str)
     return sha256(f"{json.dumps(telling, sort_keys=True)}\n{digest}".encode()).hexdigest()[:16]
 
 
-def _digest_of(descriptor: int, tensor: Stored) -> bytes:
+def _digest_of(descriptor: int, tensor: Entry) -> bytes:
     digest = sha256()
-    for start, count in _blocks(tensor.end - tensor.begin):
+    for start, count in _blocks(tensor.num_bytes):
         data = os.pread(descriptor, count, tensor.begin + start)
         if len(data) != count:
             raise EOFError(tensor.file)

@@ -84,10 +84,7 @@ def norm_parts(spec: DecoderSpec) -> dict[str, str]:
 
 def expected_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor a checkpoint of this spec has."""
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBED: (spec.vocab_size, spec.hidden_size),
-        FINAL_NORM: (spec.hidden_size,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {EMBED: (spec.vocab_size, spec.hidden_size), FINAL_NORM: (spec.hidden_size,)}
     if not spec.tied:
         shapes[f"{HEAD}.weight"] = (spec.vocab_size, spec.hidden_size)
     for index, layer in enumerate(spec.layers):

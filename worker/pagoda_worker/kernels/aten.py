@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import KVCache
@@ -31,7 +32,6 @@ from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.kernels.reference import HostOps
 from pagoda_worker.library_choice import bfloat16_is_native
-from pagoda_worker.rows.batch import Batch
 
 GRAIN = 32768  # elements of elementwise work per thread, at least
 ONE_THREAD = 16384  # no elementwise work of up to this many elements is shared between threads, not even gelu
@@ -42,8 +42,8 @@ class Packed(NamedTuple):
     """A linear layer. `prepacked` weights are in oneDNN's own layout and only its operator may read them; `wide` ones
     are float32 whatever the input is."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Tensor
+    bias: Tensor | None
     prepacked: bool = False
     wide: bool = False
 
@@ -60,7 +60,7 @@ class AtenOps(HostOps):
         dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in self._native)
         self.numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}; linear {dtypes}"
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Packed:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Packed:
         if isinstance(weight, QuantizedWeight):
             weight = dequantize(weight).to(self._dtype)
         if not self._native:
@@ -71,45 +71,37 @@ class AtenOps(HostOps):
 
     pack_gated = pack_linear
 
-    def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
         if not packed.prepacked:
             return F.linear(x, packed.weight, packed.bias)
         if packed.wide:
             return self.linear(x.float(), packed._replace(wide=False)).to(x.dtype)
         if x.shape[0] == 1 and x.dtype == torch.float32:
             return self.linear(x.expand(2, -1).contiguous(), packed)[:1]
-        y: torch.Tensor = _linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
+        y: Tensor = _linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
         return y
 
-    def gated_linear(self, x: torch.Tensor, packed: Packed, activation: str) -> torch.Tensor:
+    def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
         return act_mul(self.linear(x, packed), activation)
 
-    def logits(self, hidden: torch.Tensor, packed: Packed) -> torch.Tensor:
+    def logits(self, hidden: Tensor, packed: Packed) -> Tensor:
         """In the run dtype, then widened: oneDNN's float32 output for bfloat16 operands is not reachable from torch."""
         return self.linear(hidden, packed).float()
 
-    def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         x = table.index_select(0, token_ids)
         return x if scale is None else x.mul_(torch.tensor(scale, dtype=x.dtype, device=x.device))
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _normed(x.float(), weight, eps).to(x.dtype)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x.add_(residual)
         return self.rms_norm(total, weight, eps), total
 
     def rope_write(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        norm: HeadNorm | None,
-        kv: KVCache,
-        layer: int,
-        kv_indices: torch.Tensor,
-    ) -> torch.Tensor:
+        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: KVCache, layer: int, kv_indices: Tensor
+    ) -> Tensor:
         num_kv_heads, head_dim = kv.shape.num_kv_heads, kv.shape.head_dim
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         turning = heads[:, :-num_kv_heads]
@@ -122,23 +114,11 @@ class AtenOps(HostOps):
         kv.write(layer, kv_indices, qkv[:, num_query * head_dim :])
         return heads[:, :num_query]
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv: KVCache, layer: int, kv_indices: torch.Tensor
-    ) -> None:
-        kv.write(layer, kv_indices, torch.cat((key.flatten(1), value.flatten(1)), 1))
-
-    def plan(self, batch: Batch, kv: KVCache) -> Plan:
-        return make_plan(batch, kv)
+    plan = staticmethod(make_plan)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        kv: KVCache,
-        layer: int,
-        plan: Plan,
-        shape: AttentionShape,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, kv: KVCache, layer: int, plan: Plan, shape: AttentionShape, sinks: Tensor | None = None
+    ) -> Tensor:
         return PagedAttention(shape, sinks).attend(query, layer, plan)
 
 
@@ -153,12 +133,12 @@ def _native(device: torch.device) -> tuple[torch.dtype, ...]:
     return (torch.float32, torch.bfloat16) if bf16 else (torch.float32,)
 
 
-def _normed(wide: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def _normed(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight)
 
 
-def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def act_mul(gate_up: Tensor, activation: str) -> Tensor:
     """gate_up [T, 2 I] -> act(gate) * up [T, I]"""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     slabs = list(_slabs(num_rows, width, activation)) if gate_up.device.type == "cpu" else [num_rows]
@@ -167,7 +147,7 @@ def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     return torch.cat([_act_mul(slab, width, activation) for slab in torch.split(gate_up, slabs)])
 
 
-def _act_mul(gate_up: torch.Tensor, width: int, activation: str) -> torch.Tensor:
+def _act_mul(gate_up: Tensor, width: int, activation: str) -> Tensor:
     gate, up = gate_up[:, :width], gate_up[:, width:]
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
 

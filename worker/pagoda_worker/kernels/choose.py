@@ -16,6 +16,7 @@ from pagoda_worker.kernel_choice import AUTO, FAMILIES, FLASH, parse_choice
 from pagoda_worker.kernels import flash, trial
 from pagoda_worker.kernels.mixed import mix
 from pagoda_worker.kernels.ops import BackendError, Needs, Ops, guarded
+from pagoda_worker.kernels.reference import ReferenceOps
 
 log = logging.getLogger(__name__)
 
@@ -125,14 +126,8 @@ def _faster_attention(ours: Ops, needs: Needs, clock: trial.Clock) -> Ops:
     return faster
 
 
-def _reference(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
-    from pagoda_worker.kernels.reference import ReferenceOps
-
-    return ReferenceOps(device), {}
-
-
 def _torch(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
-    from pagoda_worker.kernels.aten import AtenOps
+    from pagoda_worker.kernels.aten import AtenOps  # asks at once for operations that not every torch has
 
     return AtenOps(device, needs.dtype), {}
 
@@ -158,7 +153,7 @@ def _triton(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
 
 
 LOADERS: dict[str, Load] = {
-    "reference": _reference,
+    "reference": lambda device, needs: (ReferenceOps(device), {}),
     "torch": _torch,
     "native": _native,
     "triton": _triton,

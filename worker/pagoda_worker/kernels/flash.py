@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor
 
 from pagoda_worker.kernel_choice import FAMILIES, FLASH
 from pagoda_worker.kernels import trial
@@ -43,10 +44,10 @@ class Plan:
     The first layer makes `sums` from `lengths`, in every step: where steps are replayed, a plan outlives its lengths.
     """
 
-    tables: torch.Tensor  # [B, max_blocks]
-    lengths: torch.Tensor  # [B], keys of each row
-    starts: torch.Tensor  # [B + 1], where the queries of each row begin
-    sums: torch.Tensor  # [B + 1], keys of the rows before
+    tables: Tensor  # [B, max_blocks]
+    lengths: Tensor  # [B], keys of each row
+    starts: Tensor  # [B + 1], where the queries of each row begin
+    sums: Tensor  # [B + 1], keys of the rows before
     most_queries: int
     most_keys: int
 
@@ -57,7 +58,7 @@ class Library:
     plan and shape, and returns [T, Hq, D]."""
 
     title: str
-    call: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Plan, AttentionShape], torch.Tensor]
+    call: Callable[[Tensor, Tensor, Tensor, Plan, AttentionShape], Tensor]
     least_queries: int
     block_multiple: int
 
@@ -90,13 +91,10 @@ class FlashOps:
     def __init__(self, triton: Ops, library: Library) -> None:
         self.device = triton.device
         self.library = library
+        self.numerics = library.title
         for operation in FAMILIES["attention"]:
             if operation not in ("plan", "attend"):
                 setattr(self, operation, getattr(triton, operation))
-
-    @property
-    def numerics(self) -> str:
-        return self.library.title
 
     def plan(self, batch: Batch, kv: TritonKVCache) -> Plan:
         starts = torch.tensor(batch.query_starts, dtype=torch.int32)
@@ -111,13 +109,13 @@ class FlashOps:
 
     def attend(
         self,
-        query: torch.Tensor,
+        query: Tensor,
         kv: TritonKVCache,
         layer: int,
         plan: Plan,
         shape: AttentionShape,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Raises BackendError for `sinks`, which no version knows."""
         if sinks is not None:
             raise BackendError("kernels: flash-attention knows no attention sinks: choose attention=triton")

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pagoda_worker.rows.batch import Batch
 
@@ -75,7 +76,7 @@ def grouped(layers: Sequence[KVShape]) -> tuple[tuple[KVShape, ...], list[KVLaye
     return groups, [KVLayer(kinds.index(one), layers[:i].count(one)) for i, one in enumerate(layers)]
 
 
-def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """x [..., D] -> int8 [..., D] and their scales [...]: max |x| / 127 over the last dimension, ties to even.
 
     All zeros have the scale 0. A line with anything that is no finite number has the scale NaN, so that it stays one.
@@ -87,7 +88,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(scales.unsqueeze(-1) > 0, whole, 0.0).to(torch.int8), scales
 
 
-def dequantize(levels: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize(levels: Tensor, scales: Tensor) -> Tensor:
     """levels [..., D] int8, scales [...] -> [..., D] float32"""
     return levels * scales.unsqueeze(-1)
 
@@ -99,8 +100,8 @@ class Blocks:
     Cells of a block to which no token was written hold anything.
     """
 
-    cells: torch.Tensor  # [n, 2, num_layers, Hkv, block_size, D] in the stored dtype
-    scales: torch.Tensor | None  # [n, 2, num_layers, Hkv, block_size] float32 if quantised
+    cells: Tensor  # [n, 2, num_layers, Hkv, block_size, D] in the stored dtype
+    scales: Tensor | None  # [n, 2, num_layers, Hkv, block_size] float32 if quantised
 
     def check(self, shape: KVShape, block_size: int, num_blocks: int) -> None:
         """Raises ValueError unless these are `num_blocks` blocks of a cache of this shape."""
@@ -121,12 +122,12 @@ class KVCache:
     shape: KVShape
     num_blocks: int
     block_size: int
-    layers: list[torch.Tensor]
-    scales: list[torch.Tensor] = field(default_factory=list)  # none unless quantised
-    lines: list[torch.Tensor] = field(init=False)  # [(num_blocks + 1) * block_size, 2 * Hkv * D]
-    blocks: list[torch.Tensor] = field(init=False)  # [num_blocks + 1, block_size * 2 * Hkv * D]
+    layers: list[Tensor]
+    scales: list[Tensor] = field(default_factory=list)  # none unless quantised
+    lines: list[Tensor] = field(init=False)  # [(num_blocks + 1) * block_size, 2 * Hkv * D]
+    blocks: list[Tensor] = field(init=False)  # [num_blocks + 1, block_size * 2 * Hkv * D]
     quarantined: set[int] = field(default_factory=set)
-    _gathered: torch.Tensor = field(init=False)
+    _gathered: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.lines = [layer.flatten(2).flatten(0, 1) for layer in self.layers]
@@ -134,11 +135,11 @@ class KVCache:
         self._gathered = self.blocks[0].new_empty((0, self.blocks[0].shape[1]), dtype=self.shape.dtype)
 
     @property
-    def _tensors(self) -> list[torch.Tensor]:
+    def _tensors(self) -> list[Tensor]:
         """All that belongs to a block, [num_blocks + 1, ...] each."""
         return [*self.layers, *self.scales]
 
-    def write(self, layer: int, places: torch.Tensor, lines: torch.Tensor) -> None:
+    def write(self, layer: int, places: Tensor, lines: Tensor) -> None:
         """lines [T, 2 * Hkv * D], K before V, to tokens `places` [T] of the cache."""
         if self.shape.quantized:
             levels, scales = quantize(lines.view(len(lines), -1, self.shape.head_dim))
@@ -146,7 +147,7 @@ class KVCache:
             lines = levels.flatten(1)
         self.lines[layer].index_copy_(0, places, lines)
 
-    def read(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
+    def read(self, layer: int, block_ids: Tensor) -> Tensor:
         """Blocks [n, block_size, 2, Hkv, D] as they are stored, or dequantised in float32 at least."""
         cells = self.layers[layer][block_ids]
         if not self.shape.quantized:
@@ -154,7 +155,7 @@ class KVCache:
         wide = torch.promote_types(self.shape.dtype, SCALE_DTYPE)
         return dequantize(cells, self.scales[layer][block_ids]).to(wide)
 
-    def gather(self, layer: int, block_ids: torch.Tensor) -> torch.Tensor:
+    def gather(self, layer: int, block_ids: Tensor) -> Tensor:
         """Copies of blocks [n, block_size * 2 * Hkv * D] in the run dtype, valid until the next call.
 
         They share one buffer that lives as long as the cache: fresh memory of this size would come from the kernel,
@@ -189,7 +190,7 @@ class KVCache:
     def export_blocks(self, block_ids: Sequence[int]) -> Blocks:
         ids = torch.tensor(block_ids, dtype=torch.int64, device=self.layers[0].device)
 
-        def tokens_inside(tensors: list[torch.Tensor]) -> torch.Tensor:
+        def tokens_inside(tensors: list[Tensor]) -> Tensor:
             """[n, block_size, 2, Hkv, ...] per layer -> [n, 2, num_layers, Hkv, block_size, ...]"""
             return torch.stack([tensor[ids].moveaxis(1, 3) for tensor in tensors], 2)
 
@@ -221,7 +222,7 @@ class KVCache:
                 tensor[block].zero_()
             self.quarantined.discard(block)
 
-    def inspect(self, batch: Batch, hidden: torch.Tensor) -> None:
+    def inspect(self, batch: Batch, hidden: Tensor) -> None:
         """After a step: quarantine the blocks in which a token with a hidden state [T, H] that is no number lies."""
         finite = hidden.isfinite()
         if not finite.all():
@@ -232,7 +233,7 @@ class KVCache:
 def new_kv_cache(shape: KVShape, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
     size = (num_blocks + 1, block_size, 2, shape.num_kv_heads, shape.head_dim)
 
-    def layers(size: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    def layers(size: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         return [torch.zeros(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
 
     scales = layers(size[:-1], SCALE_DTYPE) if shape.quantized else []

@@ -18,13 +18,14 @@ from pagoda_proto.params import SamplingParams
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.ceilings import CeilingProbe, median_s
+from pagoda_worker.kernels.cpu.library import runnable_levels as runnable_levels
 from pagoda_worker.kernels.cpu.native import NativeOps, load_native
 from pagoda_worker.kernels.cpu.operations import Operation, program_of
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import FORMATS, Format, quantize
 from pagoda_worker.kernels.roofline import Limits, ModelShape, Point
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import batch_of_spans
 from pagoda_worker.rows.rows import Ints, Row
 
 PLAIN = "bf16"
@@ -50,11 +51,6 @@ Record = Callable[[NativeOps, int], object]
 """Does one operation with the ops it is given, on copy i of its operands."""
 Apply = Callable[[NativeOps, torch.Tensor, torch.Tensor], object]
 """Does one operation on its input and on another tensor of the same size."""
-
-
-def runnable_levels() -> list[str]:
-    """The instruction sets that this machine can run the kernels with. Raises BackendError if there are no kernels."""
-    return lib.runnable_levels()
 
 
 class _Copies:
@@ -92,14 +88,6 @@ class Roofline:
         )  # fmt: skip
         self.ops = load_native(torch.device("cpu"), needs)
         self._generator = torch.Generator().manual_seed(1)
-
-    @property
-    def level(self) -> str:
-        return self.ops.library.level
-
-    @property
-    def num_threads(self) -> int:
-        return self.ops.library.num_threads
 
     def ceiling_probe(self, buffer_bytes: int) -> CeilingProbe:
         return CeilingProbe(self.ops.library, buffer_bytes, self.limits.repeats)
@@ -187,7 +175,7 @@ class Roofline:
         x, other = self._random(copies, *size), self._random(copies, *size)
         seconds = self._time(copies, lambda ops, copy: apply(ops, x[copy], other[copy]))
         shape = f"{size[0]} x {size[1]}"
-        return Point(op=op, shape=shape, seconds=seconds, num_bytes=num_bytes, operations=0.0, unit=PLAIN)
+        return Point(op=op, shape=shape, seconds=seconds, num_bytes=num_bytes)
 
     def _embed(self, rows: int) -> Point:
         hidden, vocab = self.shape.hidden, self.shape.vocab
@@ -198,7 +186,7 @@ class Roofline:
         ids = torch.randperm(vocab // copies, generator=self._generator)[:rows]
         seconds = self._time(copies, lambda ops, copy: ops.embed(ids, parts[copy], None))
         shape = f"{rows} x {hidden}"
-        return Point(op="embed", shape=shape, seconds=seconds, num_bytes=num_bytes, operations=0.0, unit=PLAIN)
+        return Point(op="embed", shape=shape, seconds=seconds, num_bytes=num_bytes)
 
     # --- attention and its cache --------------------------------------------------------------------------------------
 
@@ -235,10 +223,7 @@ class Roofline:
         norm = HeadNorm(weight=weight, eps=1e-6) if sizes.head_norm else None
         qkv = self._random(copies, tokens, heads * sizes.head_dim)
         seconds = self._time(copies, lambda ops, copy: ops.rope_write(qkv[copy], rotation, norm, kv, copy, positions))
-        return Point(
-            op=op, shape=f"{tokens} tokens", seconds=seconds, num_bytes=num_bytes,
-            operations=0.0, unit=PLAIN,
-        )  # fmt: skip
+        return Point(op=op, shape=f"{tokens} tokens", seconds=seconds, num_bytes=num_bytes)
 
     def _attend(self, op: str, shape: str, quantized: bool, work: tuple[int, int, int]) -> Point:
         """`work`: rows, new tokens of each, tokens of context of each."""
@@ -252,13 +237,13 @@ class Roofline:
         blocks = -(-context // BLOCK_SIZE)
         kv = self._full_cache(self._kv_shape(quantized, copies), rows * blocks)
         order = torch.randperm(rows * blocks, generator=self._generator, dtype=torch.int32)
-        plan = self.ops.plan(_batch(order.view(rows, blocks), query, context), kv)
+        plan = self.ops.plan(batch_of_spans([(context - query, context)] * rows, order.view(rows, blocks)), kv)
         attention = AttentionShape(
             num_heads=sizes.heads, num_kv_heads=sizes.kv_heads, head_dim=sizes.head_dim, scale=sizes.head_dim**-0.5
         )
         q = self._random(rows * query, sizes.heads, sizes.head_dim)
         seconds = self._time(copies, lambda ops, copy: ops.attend(q, kv, copy, plan, attention))
-        return Point(op=op, shape=shape, seconds=seconds, num_bytes=num_bytes, operations=operations, unit=PLAIN)
+        return Point(op=op, shape=shape, seconds=seconds, num_bytes=num_bytes, operations=operations)
 
     def _full_cache(self, shape: KVShape, num_blocks: int) -> NativeKVCache:
         """A cache in which every cell was written: memory that was not is one page of zeros."""
@@ -284,7 +269,7 @@ class Roofline:
         rows = [_row(number, params) for number in range(SAMPLED_ROWS)]
         seconds = median_s(lambda: self.ops.sample(logits, rows), self.limits.repeats)
         shape = f"{SAMPLED_ROWS} x {self.shape.vocab}"
-        return Point(op=op, shape=shape, seconds=seconds, num_bytes=logits.nbytes, operations=0.0, unit=PLAIN)
+        return Point(op=op, shape=shape, seconds=seconds, num_bytes=logits.nbytes)
 
 
 def weight_bytes(n: int, k: int, form: Format | None) -> float:
@@ -293,22 +278,6 @@ def weight_bytes(n: int, k: int, form: Format | None) -> float:
         return 2.0 * n * k
     groups = k // form.group if form.group else 1
     return n * k * form.bits / 8 + (2.0 if form.bits == 4 else 4.0) * n * groups
-
-
-def _batch(tables: torch.Tensor, query: int, context: int) -> Batch:
-    """Rows with `query` new tokens each at the end of `context`; `tables` are their blocks [rows, blocks]."""
-    rows = len(tables)
-    positions = torch.arange(context - query, context).repeat(rows)
-    return Batch(
-        token_ids=positions,
-        positions=positions,
-        kv_indices=positions,
-        block_tables=tables,
-        query_starts=[query * row for row in range(rows + 1)],
-        query_lens=[query] * rows,
-        context_lens=[context] * rows,
-        logit_indices=positions[:0],
-    )
 
 
 def _row(number: int, params: SamplingParams) -> Row:

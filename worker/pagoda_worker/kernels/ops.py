@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
@@ -24,7 +25,7 @@ from pagoda_worker.sampling.device_sampler import DeviceSampler, Upload
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
 T = TypeVar("T")
-Forward = Callable[["Ops", Batch, Any], tuple[torch.Tensor, ...]]
+Forward = Callable[["Ops", Batch, Any], tuple[Tensor, ...]]
 """What a model computes of all tokens of a batch, by the given back end: (ops, batch, caches) -> results [T, ..]."""
 
 
@@ -44,7 +45,7 @@ class AttentionShape:
 class HeadNorm:
     """RMS norm over each query and key head before rotation: weight [Hq + Hkv, D] float32, one line per head."""
 
-    weight: torch.Tensor
+    weight: Tensor
     eps: float
 
 
@@ -55,18 +56,18 @@ class Rotation:
     x * cos + roll(x, D / 2) * sin is the rotation of x (see `checkpoints.rope`).
     """
 
-    cos_table: torch.Tensor
-    sin_table: torch.Tensor
-    positions: torch.Tensor
+    cos_table: Tensor
+    sin_table: Tensor
+    positions: Tensor
 
     @cached_property
-    def cos(self) -> torch.Tensor:
+    def cos(self) -> Tensor:
         """[T, 1, D]"""
         cos = self.cos_table.index_select(0, self.positions)
         return torch.cat((cos, cos), -1).unsqueeze(1)
 
     @cached_property
-    def sin(self) -> torch.Tensor:
+    def sin(self) -> Tensor:
         """[T, 1, D], the first half negative"""
         sin = self.sin_table.index_select(0, self.positions)
         return torch.cat((-sin, sin), -1).unsqueeze(1)
@@ -81,7 +82,7 @@ class Cache(Protocol):
     def admit(self, batch: Batch) -> None:
         """Called before a step computes."""
 
-    def inspect(self, batch: Batch, hidden: torch.Tensor) -> None:
+    def inspect(self, batch: Batch, hidden: Tensor) -> None:
         """Called after a step, with the final hidden states [T, H]."""
 
 
@@ -107,73 +108,59 @@ class Ops(Protocol):
 
     def record(
         self, forward: Forward, kv: Sequence[Any], max_tokens: int
-    ) -> Callable[[Batch], tuple[torch.Tensor, ...]] | None:
+    ) -> Callable[[Batch], tuple[Tensor, ...]] | None:
         """`forward` over the caches `kv` as one call for batches of up to `max_tokens`, with the same bits.
 
         The results are valid until the next call. None: this back end records nothing.
         """
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Any:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Any:
         """weight [N, K] and bias [N] in the run dtype -> a packed form; the arguments may be freed afterwards.
 
         A back end without kernels for a quantised weight computes with its values, and with inputs as they are.
         """
 
-    def pack_gated(self, weight: Weight, bias: torch.Tensor | None = None) -> Any:
+    def pack_gated(self, weight: Weight, bias: Tensor | None = None) -> Any:
         """weight [2 I, K] and bias [2 I], gate above up -> a packed form for `gated_linear`."""
 
-    def linear(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
+    def linear(self, x: Tensor, packed: Any) -> Tensor:
         """x [T, K] -> [T, N] in the dtype of x."""
 
-    def gated_linear(self, x: torch.Tensor, packed: Any, activation: str) -> torch.Tensor:
+    def gated_linear(self, x: Tensor, packed: Any, activation: str) -> Tensor:
         """x [T, K] -> act(gate) * up [T, I]; activation is "silu" or "gelu_tanh".
 
         Gate, up and act(gate) are rounded to the dtype of x where separate operations would round them.
         """
 
-    def logits(self, hidden: torch.Tensor, packed: Any) -> torch.Tensor:
+    def logits(self, hidden: Tensor, packed: Any) -> Tensor:
         """hidden [R, H] -> [R, V] float32; or in the run dtype, where the hardware accumulates into it."""
 
-    def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         """token_ids [T] int64, table [V, H] -> [T, H] in the table's dtype, times `scale` if given."""
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., H], weight float32 [H] or broadcastable -> x / rms(x) * weight, computed in float32."""
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual), both new to the caller: x and residual [T, H] may be overwritten."""
 
     def rope_write(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        norm: HeadNorm | None,
-        kv: Any,
-        layer: int,
-        kv_indices: torch.Tensor,
-    ) -> torch.Tensor:
+        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: Any, layer: int, kv_indices: Tensor
+    ) -> Tensor:
         """Norm (if any) and rotate the query and key heads of qkv [T, (Hq + 2 Hkv) D], put K and V into the cache.
 
         Returns the query heads [T, Hq, D]. `qkv` may be overwritten.
         """
 
-    def write_kv(self, key: torch.Tensor, value: torch.Tensor, kv: Any, layer: int, kv_indices: torch.Tensor) -> None:
+    def write_kv(self, key: Tensor, value: Tensor, kv: Any, layer: int, kv_indices: Tensor) -> None:
         """key and value [T, Hkv, D] into the cache as they are, or rounded if it is quantised."""
 
     def plan(self, batch: Batch, kv: Any) -> Any:
         """What all layers of a group have in common: work lists and masks. Made once per step, before any `attend`."""
 
     def attend(
-        self,
-        query: torch.Tensor,
-        kv: Any,
-        layer: int,
-        plan: Any,
-        shape: AttentionShape,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, kv: Any, layer: int, plan: Any, shape: AttentionShape, sinks: Tensor | None = None
+    ) -> Tensor:
         """query [T, Hq, D] against the cache, which already holds this step's K and V -> [T, Hq * D].
 
         Token at position p sees positions max(0, p - window + 1) .. p of its row. Scores are (q . k) * scale, then
@@ -198,14 +185,14 @@ class Ops(Protocol):
         Raises ValueError when it does not fit.
         """
 
-    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+    def sample(self, logits: Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
         """logits [R, V] float32, which may be overwritten, and the R rows they are of -> the next token of each.
 
         What a token is chosen by is said in `sampler`. A back end may round weights in its own way, so that tokens
         differ from another's where a draw falls on a border; that is part of `numerics`.
         """
 
-    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+    def report(self, logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
         """Log-probabilities of `tokens[i]` and of the `num_top` likeliest, by row i of logits [R, V] float32.
 
         Stops before the first row whose logits are not finite.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import KVCache
 from pagoda_worker.kernels.ops import AttentionShape
@@ -47,10 +48,10 @@ def first_key(position: int, window: int | None) -> int:
 class Slice:
     """Query lines that see keys [first, last), with an additive mask [rows or 1, 1, lines or 1, last - first]."""
 
-    tokens: slice | torch.Tensor | None  # which of the batch's tokens; None: all, in order
+    tokens: slice | Tensor | None  # which of the batch's tokens; None: all, in order
     first: int
     last: int
-    mask: torch.Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Group:
     """Rows whose keys are gathered by one indexed read, from key `first` on, where a block begins."""
 
     num_rows: int
-    blocks: torch.Tensor  # [num_rows * blocks per row] int32
+    blocks: Tensor  # [num_rows * blocks per row] int32
     first: int
     slices: list[Slice]
 
@@ -107,7 +108,7 @@ class Plan:
         begin = first // self.kv.block_size * self.kv.block_size
         return Group(len(rows), self._blocks(rows, first, last), begin, slices)
 
-    def _mask(self, position: torch.Tensor, first: int, last: int, window: int | None) -> torch.Tensor:
+    def _mask(self, position: Tensor, first: int, last: int, window: int | None) -> Tensor:
         keys = torch.arange(first, last, device=position.device)
         hidden = keys > position
         if window is not None:
@@ -115,7 +116,7 @@ class Plan:
         mask = torch.zeros(hidden.shape, dtype=self.kv.shape.dtype, device=position.device)
         return mask.masked_fill_(hidden, -torch.inf)
 
-    def _blocks(self, rows: list[int], first: int, last: int) -> torch.Tensor:
+    def _blocks(self, rows: list[int], first: int, last: int) -> Tensor:
         """Block ids that cover keys [first, last); what lies beyond a row's tokens is the empty block."""
         size, table = self.kv.block_size, self.batch.block_tables
         begin, end = first // size, -(-last // size)
@@ -146,13 +147,13 @@ def make_plan(batch: Batch, kv: KVCache) -> Plan:
 class PagedAttention:
     """One layer's attention; see Ops.attend for the arithmetic."""
 
-    def __init__(self, shape: AttentionShape, sinks: torch.Tensor | None) -> None:
+    def __init__(self, shape: AttentionShape, sinks: Tensor | None) -> None:
         self.shape = shape
         self.sinks = sinks
 
-    def attend(self, query: torch.Tensor, layer: int, plan: Plan) -> torch.Tensor:
+    def attend(self, query: Tensor, layer: int, plan: Plan) -> Tensor:
         """query [T, Hq, D] -> [T, Hq * D]."""
-        out: torch.Tensor | None = None
+        out: Tensor | None = None
         for tokens, part in self._parts(query, layer, plan):
             if tokens is None:
                 return part
@@ -164,9 +165,7 @@ class PagedAttention:
                 out.index_copy_(0, tokens, part)
         return query.new_empty(0, self.shape.num_heads * self.shape.head_dim) if out is None else out
 
-    def _parts(
-        self, query: torch.Tensor, layer: int, plan: Plan
-    ) -> Iterator[tuple[slice | torch.Tensor | None, torch.Tensor]]:
+    def _parts(self, query: Tensor, layer: int, plan: Plan) -> Iterator[tuple[slice | Tensor | None, Tensor]]:
         shape = self.shape
         for group in plan.of(shape.window):
             gathered = plan.kv.gather(layer, group.blocks)
@@ -179,7 +178,7 @@ class PagedAttention:
                     own = query if part.tokens is None else query.index_select(0, part.tokens)
                     yield part.tokens, self._decode(own, seen, part.mask)
 
-    def _decode(self, query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _decode(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
         """query [R, Hq, D], keys [R, S, 2, Hkv, D]: the query heads of a KV head are the lines of one product."""
         shape = self.shape
         per_head = shape.num_heads // shape.num_kv_heads
@@ -192,7 +191,7 @@ class PagedAttention:
         out = self._fused(lines, keys[:, :, 0].transpose(1, 2), keys[:, :, 1].transpose(1, 2), mask, sinks)
         return out[:, :, :per_head].reshape(query.shape[0], -1)
 
-    def _prefill(self, query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _prefill(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
         """query [n, Hq, D], keys [1, S, 2, Hkv, D]: the tokens are the lines, one product per query head."""
         shape = self.shape
         count, per_head = query.shape[0], shape.num_heads // shape.num_kv_heads
@@ -206,16 +205,9 @@ class PagedAttention:
         out = self._fused(lines, key, value, mask, sinks)
         return out[:, :, :count].permute(2, 0, 1, 3).reshape(count, -1)
 
-    def _fused(
-        self,
-        lines: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _fused(self, lines: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None) -> Tensor:
         """lines [X, Y, M, D], key and value [X, Y, S, D], mask broadcast to [X, Y, M, S], sinks to [X, Y, M]."""
-        out: torch.Tensor
+        out: Tensor
         if self.shape.softcap is None and lines.device.type == "cpu":
             out, log_sum = _flash(lines, key, value, 0.0, False, attn_mask=mask, scale=self.shape.scale)
         else:
@@ -224,9 +216,7 @@ class PagedAttention:
             out = out * torch.sigmoid(log_sum - sinks.float()).unsqueeze(-1).to(out.dtype)
         return out
 
-    def _plain(
-        self, lines: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _plain(self, lines: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Softmax of capped scores in float32; products with V summed left to right over tiles of one size."""
         sizes = lines.shape[:3]
         if key.stride(1) == 0:  # heads of one KV head: as further lines, so that keys are widened once
@@ -248,7 +238,7 @@ class PagedAttention:
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def _tanh(x: torch.Tensor) -> torch.Tensor:
+def _tanh(x: Tensor) -> Tensor:
     """In pieces that one thread computes whole, each a multiple of every vector width: see aten._slabs."""
     for piece in torch.split(x.view(-1), 32768):
         piece.tanh_()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
@@ -19,8 +20,8 @@ from pagoda_worker.sampling.device_sampler import greedy_sampler
 class Plain(NamedTuple):
     """A `quantized` weight is float32, whatever the run dtype. `group`: so many inputs share a scale; 0 leaves them."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Tensor
+    bias: Tensor | None
     quantized: bool = False
     group: int = 0
 
@@ -38,6 +39,9 @@ class HostOps:
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
         return new_kv_cache(shape, num_blocks, block_size, self.device)
+
+    def write_kv(self, key: Tensor, value: Tensor, kv: KVCache, layer: int, kv_indices: Tensor) -> None:
+        kv.write(layer, kv_indices, torch.stack((key, value), 1).flatten(1).to(kv.shape.dtype))
 
     def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         kv.copy_blocks(pairs)
@@ -61,14 +65,14 @@ class ReferenceOps(HostOps):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Plain:
-        if isinstance(weight, torch.Tensor):
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Plain:
+        if isinstance(weight, Tensor):
             return Plain(weight, bias)
         return Plain(dequantize(weight), bias, True, weight.group if weight.activation_bits == 8 else 0)
 
     pack_gated = pack_linear
 
-    def linear(self, x: torch.Tensor, packed: Plain) -> torch.Tensor:
+    def linear(self, x: Tensor, packed: Plain) -> Tensor:
         if not packed.quantized:
             return F.linear(x, packed.weight, packed.bias)
         wide = _wide(x)
@@ -76,36 +80,28 @@ class ReferenceOps(HostOps):
         bias = None if packed.bias is None else packed.bias.to(wide.dtype)
         return F.linear(seen, packed.weight.to(wide.dtype), bias).to(x.dtype)
 
-    def gated_linear(self, x: torch.Tensor, packed: Plain, activation: str) -> torch.Tensor:
+    def gated_linear(self, x: Tensor, packed: Plain, activation: str) -> Tensor:
         gate, up = self.linear(x, packed).chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
-    def logits(self, hidden: torch.Tensor, packed: Plain) -> torch.Tensor:
+    def logits(self, hidden: Tensor, packed: Plain) -> Tensor:
         return self.linear(hidden, packed).float()
 
-    def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         x = F.embedding(token_ids, table)
         return x if scale is None else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = _wide(x)
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
     def rope_write(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        norm: HeadNorm | None,
-        kv: KVCache,
-        layer: int,
-        kv_indices: torch.Tensor,
-    ) -> torch.Tensor:
+        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: KVCache, layer: int, kv_indices: Tensor
+    ) -> Tensor:
         heads = qkv.view(qkv.shape[0], -1, kv.shape.head_dim)
         turning, value = heads[:, : -kv.shape.num_kv_heads], heads[:, -kv.shape.num_kv_heads :]
         if norm is not None:
@@ -115,23 +111,12 @@ class ReferenceOps(HostOps):
         self.write_kv(turned[:, -kv.shape.num_kv_heads :], value, kv, layer, kv_indices)
         return turned[:, : -kv.shape.num_kv_heads]
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv: KVCache, layer: int, kv_indices: torch.Tensor
-    ) -> None:
-        kv.write(layer, kv_indices, torch.stack((key, value), 1).flatten(1).to(kv.shape.dtype))
-
     def plan(self, batch: Batch, kv: KVCache) -> Batch:
         return batch
 
     def attend(
-        self,
-        query: torch.Tensor,
-        kv: KVCache,
-        layer: int,
-        plan: Batch,
-        shape: AttentionShape,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, query: Tensor, kv: KVCache, layer: int, plan: Batch, shape: AttentionShape, sinks: Tensor | None = None
+    ) -> Tensor:
         """See Ops.attend. Online softmax is not used: this is softmax(q K^T) V, row by row."""
         rows = []
         for i in range(plan.num_rows):
@@ -155,6 +140,6 @@ class ReferenceOps(HostOps):
         return torch.cat(rows)
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _wide(x: Tensor) -> Tensor:
     """At least float32; float64 stays, so that tests can ask for more."""
     return x if x.dtype == torch.float64 else x.float()

@@ -83,14 +83,14 @@ def parse_shape(text: str) -> ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One measured operation. `unit` names the multiplication it uses, a field of Ceilings."""
+    """One measured operation. `unit` names the multiplication it uses, if it does `operations`: a field of Ceilings."""
 
     op: str
     shape: str
     seconds: float
     num_bytes: float
-    operations: float
-    unit: str
+    operations: float = 0.0
+    unit: str = "bf16"
 
     def floor_s(self, ceilings: Ceilings) -> float:
         """The time below which these ceilings do not let it come."""

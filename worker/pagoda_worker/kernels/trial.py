@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Needs, Ops
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import Batch, batch_of_spans
 
 Clock = Callable[[Callable[[], object]], float]
 """Calls a function a few times and returns the seconds the device takes for one call of it."""
@@ -50,9 +50,9 @@ def _problem_of(shape: AttentionShape, ops: Ops, yardstick: Ops, needs: Needs, g
     kv, table = _cache(ops, shape, needs, (key, value)), torch.randperm(num_blocks, generator=generator)
     wide = max(num_blocks, (shape.window or 0) // block_size + 2)  # a table may be wider than any row needs
 
-    def attend(by: Ops, spans: Sequence[tuple[int, int]], width: int) -> torch.Tensor:
+    def attend(by: Ops, spans: Sequence[tuple[int, int]], width: int) -> Tensor:
         columns = F.pad(table, (0, wide - num_blocks))[:width].to(by.device, torch.int32)
-        batch = _batch(spans, columns.repeat(len(spans), 1))
+        batch = batch_of_spans(spans, columns.repeat(len(spans), 1))
         return by.attend(query[batch.positions], kv, 0, by.plan(batch, kv), shape)
 
     whole = attend(ops, [(0, LENGTH)], num_blocks)
@@ -100,7 +100,7 @@ def _measure(shape: AttentionShape, contestants: Sequence[Ops], needs: Needs, cl
     size = (ROWS * blocks * block_size, shape.num_kv_heads, shape.head_dim)
     kv = _cache(contestants[0], shape, needs, [torch.randn(size, dtype=needs.dtype, device=device) for _ in range(2)])
     tables = torch.randperm(ROWS * blocks, device=device).to(torch.int32).view(ROWS, blocks)
-    works = (_batch([(0, PROMPT)], tables[:1]), _batch([(PROMPT - 1, PROMPT)] * ROWS, tables))
+    works = (batch_of_spans([(0, PROMPT)], tables[:1]), batch_of_spans([(PROMPT - 1, PROMPT)] * ROWS, tables))
 
     def seconds(ops: Ops, batch: Batch) -> float:
         query = torch.randn(batch.num_tokens, shape.num_heads, shape.head_dim, dtype=needs.dtype, device=device)
@@ -110,7 +110,7 @@ def _measure(shape: AttentionShape, contestants: Sequence[Ops], needs: Needs, cl
     return [Times(*(seconds(ops, batch) for batch in works)) for ops in contestants]
 
 
-def _cache(ops: Ops, shape: AttentionShape, needs: Needs, content: Sequence[torch.Tensor]) -> Any:
+def _cache(ops: Ops, shape: AttentionShape, needs: Needs, content: Sequence[Tensor]) -> Any:
     """A cache of one layer, full of these keys and values."""
     key, value = (part.to(ops.device, needs.dtype) for part in content)
     kv_shape = KVShape(num_layers=1, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, dtype=needs.dtype)
@@ -118,19 +118,3 @@ def _cache(ops: Ops, shape: AttentionShape, needs: Needs, content: Sequence[torc
     kv = ops.new_kv_cache(kv_shape, len(key) // block_size, block_size)
     ops.write_kv(key, value, kv, 0, torch.arange(len(key), device=ops.device))
     return kv
-
-
-def _batch(spans: Sequence[tuple[int, int]], tables: torch.Tensor) -> Batch:
-    """A row for each span: tokens [start, end) are new, those before are in the cache. tables: [rows, blocks]."""
-    positions = torch.cat([torch.arange(start, end) for start, end in spans]).to(tables.device)
-    lens = [end - start for start, end in spans]
-    return Batch(
-        token_ids=positions,
-        positions=positions,
-        kv_indices=positions,
-        block_tables=tables,
-        query_starts=[0, *accumulate(lens)],
-        query_lens=lens,
-        context_lens=[end for _, end in spans],
-        logit_indices=positions[:0],
-    )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from pagoda_worker.config import AUTO_SWAP_SPACE, WorkerConfig
+from pagoda_worker.cores import system_text
 from pagoda_worker.kernels.kv_cache import KVShape
 
 GIB = 1024**3
@@ -129,7 +130,7 @@ def host_available_bytes(root: Path) -> int:
 
 
 def _meminfo(path: Path) -> int | None:
-    for line in _lines(path):
+    for line in system_text(path).splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
@@ -137,15 +138,8 @@ def _meminfo(path: Path) -> int | None:
 
 def _headroom(group: Path, limit: str, usage: str, reclaimable: str) -> int | None:
     """Limit minus usage, not counting file pages that the kernel gives back on demand (the mapped weights)."""
-    bound, used = _lines(group / limit), _lines(group / usage)
+    bound, used = system_text(group / limit).split(), system_text(group / usage).split()
     if not bound or not used or not bound[0].isdigit():
         return None
-    stat = dict(line.split()[:2] for line in _lines(group / "memory.stat"))
+    stat = dict(line.split()[:2] for line in system_text(group / "memory.stat").splitlines())
     return max(0, int(bound[0]) - int(used[0]) + int(stat.get(reclaimable, 0)))
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -58,7 +58,6 @@ class LoadedModel:
     max_model_len: int
     fingerprint: str  # which weights, and what config.json makes of them
     numerics_id: str
-    native: bool
     batch_invariant: bool  # whether a token's bits are its row's alone, whatever is computed beside it
     grammars: Grammars = NO_GRAMMARS  # over its vocabulary
     spare_blocks: int = 0  # of the KV cache, beyond those that rows are given: their ids follow
@@ -95,7 +94,7 @@ def load_model(
     config = config.settled(device.type)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
-    _set_threads(config.threads)
+    torch.set_num_threads(config.threads)
     spec, formats = _what_to_load(config, fields)
     with open_weights(path, progress) as checkpoint:
         dtype = _run_dtype(config.dtype, fields, checkpoint.dtype(), device)
@@ -129,17 +128,13 @@ def load_model(
         numerics_id=numerics_id(
             ops, kv_groups[0], "native" if spec is not None else fallback.implementation, formats.description
         ),
-        native=spec is not None,
         batch_invariant=ops.batch_invariant and (spec is not None or fallback.batch_invariant),
     )
 
 
 def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> Ops:
     needs = Needs(
-        dtype=dtype,
-        block_size=config.block_size,
-        num_threads=config.threads,
-        instruction_set=config.instruction_set,
+        dtype=dtype, block_size=config.block_size, num_threads=config.threads, instruction_set=config.instruction_set
     )
     if spec is not None:
         needs = replace(
@@ -170,11 +165,6 @@ def _refuse_hopeless(fields: dict[str, Any]) -> None:
     check_sizes(fields)
     if fields.get("is_encoder_decoder"):
         raise UnsupportedConfig("config.json: 'is_encoder_decoder': only decoder-only models are served")
-
-
-def _set_threads(threads: int) -> None:
-    if threads:
-        torch.set_num_threads(threads)
 
 
 def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Formats]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import platform
 from hashlib import sha256
+from pathlib import Path
 
 import torch
 
+from pagoda_worker.cores import system_text
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.library_choice import libraries_in_force
@@ -51,8 +53,5 @@ def instruction_set(device: torch.device) -> str:
 
 def _vendor() -> str:
     """MKL picks its kernels by vendor too."""
-    try:
-        with open("/proc/cpuinfo") as info:
-            return next((line.split(":")[1].strip() for line in info if line.startswith("vendor_id")), "")
-    except OSError:
-        return ""
+    lines = system_text(Path("/proc/cpuinfo")).splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")

@@ -34,7 +34,7 @@ from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import AttentionShape, Cache, Needs, Ops
 from pagoda_worker.models.widened import Widened
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import Batch, batch_of_spans
 
 ATTENTION = "pagoda_paged"
 PROBE_TOKENS = 12
@@ -346,11 +346,8 @@ def _pack_linears(model: nn.Module, ops: Ops) -> None:
             if type(child) is nn.Linear:
                 setattr(parent, name, _PackedLinear(ops, child.weight, child.bias))
             elif type(child) is Conv1D:
-                setattr(
-                    parent,
-                    name,
-                    _PackedLinear(ops, torch.t(child.get_parameter("weight")), child.get_parameter("bias")),
-                )
+                weight, bias = child.get_parameter("weight"), child.get_parameter("bias")
+                setattr(parent, name, _PackedLinear(ops, torch.t(weight), bias))
 
 
 def _probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
@@ -360,14 +357,5 @@ def _probe_ids(vocab_size: int, device: torch.device) -> torch.Tensor:
 
 def _batch(ids: torch.Tensor, start: int) -> Batch:
     """One row in block 0."""
-    places = torch.arange(start, start + len(ids), device=ids.device)
-    return Batch(
-        token_ids=ids,
-        positions=places,
-        kv_indices=places,
-        block_tables=torch.zeros((1, 1), dtype=torch.int32, device=ids.device),
-        query_starts=[0, len(ids)],
-        query_lens=[len(ids)],
-        context_lens=[start + len(ids)],
-        logit_indices=places[-1:] - start,
-    )
+    tables = torch.zeros((1, 1), dtype=torch.int32, device=ids.device)
+    return replace(batch_of_spans([(start, start + len(ids))], tables), token_ids=ids)

@@ -46,12 +46,12 @@ class Membership:
         self._standing: Standing | None = None
         self._lease_s = 0.0
         self._heard_at = 0.0
-        self._why_lost = ""
+        self.why_lost = ""  # of the last membership that was
 
     def admit(self, welcome: Welcome, now: float) -> Standing:
         with self._lock:
             self._standing = Standing(welcome.engine_boot_id, welcome.epoch)
-            self._lease_s, self._heard_at, self._why_lost = welcome.lease_s, now, ""
+            self._lease_s, self._heard_at, self.why_lost = welcome.lease_s, now, ""
             return self._standing
 
     def standing(self, now: float) -> Standing | None:
@@ -76,11 +76,7 @@ class Membership:
                 self._lose(reason)
 
     def _lose(self, reason: str) -> None:
-        self._standing, self._why_lost = None, reason
-
-    @property
-    def why_lost(self) -> str:
-        return self._why_lost
+        self._standing, self.why_lost = None, reason
 
 
 @dataclass
@@ -89,13 +85,9 @@ class Progress:
 
     busy_since: float | None = None
 
-    def busy_s(self, now: float) -> float:
-        """How long the step now running has run; 0 when idle."""
-        since = self.busy_since
-        return 0.0 if since is None else now - since
-
     def beat(self, now: float) -> Beat:
-        return Beat(busy_s=self.busy_s(now), rss_bytes=_rss_bytes())
+        since = self.busy_since
+        return Beat(busy_s=0.0 if since is None else now - since, rss_bytes=_rss_bytes())
 
 
 class StuckWatch:

@@ -37,7 +37,7 @@ from pagoda_proto.steps import (
     Welcome,
 )
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.process.control import Progress, Standing
+from pagoda_worker.process.control import Progress
 from pagoda_worker.process.registration import POLL_S, Registration
 from pagoda_worker.process.step_budget import StepBudget
 from pagoda_worker.process.wire import local_or_encrypted
@@ -100,9 +100,8 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
         RuntimeError: the model failed on its first token, or the device is lost.
     """
     local_or_encrypted(config.engine, Identity.of_this_process(config.worker_id).worker_id, config.keys_dir)
-    from pagoda_worker.process.startup import (
-        load_runner,  # model code takes long to import; a bad address is told before
-    )
+    # Model code takes long to import; a bad address is told before.
+    from pagoda_worker.process.startup import load_runner
 
     started = told_at = time.monotonic()
 
@@ -189,28 +188,28 @@ class StepLoop:
 
     def _live(self, registration: Registration, welcome: Welcome, report: Report, leaving: Callable[[], bool]) -> None:
         """One life of this worker at an engine core, from its Welcome until it is over."""
-        standing = registration.membership.admit(welcome, time.monotonic())
+        standing = registration.admit(welcome)
         log.info("registered as epoch %d of engine core %s", *reversed(standing))
         report({"event": "ready", "epoch": standing.epoch})
         try:
-            self._serve(registration, standing, leaving)
+            self._serve(registration, leaving)
         except LostStep as lost:
-            self._tell_lost(registration, standing, lost)
-        if leaving() and registration.membership.standing(time.monotonic()) == standing:
-            registration.send(standing, Goodbye(reason="drained" if self._drain.is_set() else "stopped"))
+            self._tell_lost(registration, lost)
+        if leaving() and not registration.over:
+            registration.send(Goodbye(reason="drained" if self._drain.is_set() else "stopped"))
         elif not leaving():
-            log.warning("forgetting all rows and registering anew: %s", registration.membership.why_lost)
+            log.warning("forgetting all rows and registering anew: %s", registration.why_over)
         self._forget()
 
-    def _tell_lost(self, registration: Registration, standing: Standing, lost: LostStep) -> None:
+    def _tell_lost(self, registration: Registration, lost: LostStep) -> None:
         if lost.out_of_memory:
             self._budget.ran_out(time.monotonic())
             log.error("a lower gpu_memory_utilization, max_tokens_per_step or max_rows leaves more room")
-        if registration.membership.standing(time.monotonic()) == standing:
-            registration.send(standing, StepFailed(step=lost.step, reason=lost.reason))
-        registration.membership.lose(standing, str(lost))
+        if not registration.over:
+            registration.send(StepFailed(step=lost.step, reason=lost.reason))
+        registration.lose(str(lost))
 
-    def _serve(self, registration: Registration, standing: Standing, leaving: Callable[[], bool]) -> None:
+    def _serve(self, registration: Registration, leaving: Callable[[], bool]) -> None:
         """Execute plans until this standing is over.
 
         A step that is over is answered before anything else. While one is under way on a device the next is launched
@@ -218,54 +217,49 @@ class StepLoop:
         """
         self._next_step, heard_at = 1, time.monotonic()
         while not leaving():
-            registration.check()
-            now = time.monotonic()
-            if registration.membership.standing(now) != standing:
+            if registration.over:
                 return
+            now = time.monotonic()
             if self._pending and (self._pending[0].done or len(self._pending) == MAX_PENDING):
-                self._answer(registration, standing)
+                self._answer(registration)
                 continue
-            message = registration.receive(standing, PENDING_POLL_S if self._pending else POLL_S)
+            message = registration.receive(PENDING_POLL_S if self._pending else POLL_S)
             if message is not None:
                 heard_at = now
-                self._take(message, registration, standing)
+                self._take(message, registration)
             elif not self._pending and now - heard_at > times.IDLE_S and self._may_offer_more(registration, now):
-                registration.membership.lose(standing, "idle, and larger steps can be offered again")
+                registration.lose("idle, and larger steps can be offered again")
         while self._pending:
-            self._answer(registration, standing)
+            self._answer(registration)
 
     def _may_offer_more(self, registration: Registration, now: float) -> bool:
         return self._budget.offered(now) > registration.hello.max_tokens_per_step
 
-    def _take(self, message: ToWorker, registration: Registration, standing: Standing) -> None:
-        lose = registration.membership.lose
+    def _take(self, message: ToWorker, registration: Registration) -> None:
         match message:
             case StepPlan() as plan if plan.step == self._next_step:
                 self._next_step += 1
                 self._launch(plan)
             case StepPlan() as plan:
-                lose(standing, f"step {plan.step} came when {self._next_step} was due")
+                registration.lose(f"step {plan.step} came when {self._next_step} was due")
             case ResetWorker():
-                lose(standing, "reset by the engine core")
+                registration.lose("reset by the engine core")
             case Drain():
                 self._drain.set()
             case Refused() as refused:
-                lose(standing, f"refused: {refused.reason}")
+                registration.lose(f"refused: {refused.reason}")
 
     def _launch(self, plan: StepPlan) -> None:
         if not self._pending:
             self._progress.busy_since = time.monotonic()
         self._pending.append(self._runner.launch(plan))
 
-    def _answer(self, registration: Registration, standing: Standing) -> None:
+    def _answer(self, registration: Registration) -> None:
         """Answer the oldest step. The answer is discarded if the lease ran out meanwhile, and the standing is over."""
         result = self._runner.collect(self._pending.popleft())
-        now = time.monotonic()
-        self._progress.busy_since = now if self._pending else None
-        if registration.membership.standing(now) != standing:
-            return
-        if not registration.send(standing, result):
-            registration.membership.lose(standing, f"the result of step {result.step} could not be sent")
+        self._progress.busy_since = time.monotonic() if self._pending else None
+        if not registration.over and not registration.send(result):
+            registration.lose(f"the result of step {result.step} could not be sent")
 
     def _forget(self) -> None:
         """Drop all rows and the steps under way. A device that never ends them leaves us busy: the process ends."""

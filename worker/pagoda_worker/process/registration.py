@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import zmq
 
@@ -31,7 +32,7 @@ class Registration:
 
     Attributes:
         hello: What is said; its number is in the routing ids.
-        membership: Lost, or none, until the engine core answers with Welcome.
+        standing: What the engine core's Welcome gave; none of it holds before.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class Registration:
     ) -> None:
         route = f"{hello.incarnation}.{hello.registration}"
         self.hello = hello
-        self.membership = Membership()
+        self.standing = Standing("", 0)
+        self._membership = Membership()
         self._wire = Wire(context, link, f"{route}/d")
-        self._control = Control(lambda: Wire(context, link, f"{route}/c"), self.membership, progress, drain, alive_file)
+        connect = partial(Wire, context, link, f"{route}/c")
+        self._control = Control(connect, self._membership, progress, drain, alive_file)
 
     def __enter__(self) -> Registration:
         self._control.__enter__()
@@ -56,10 +59,6 @@ class Registration:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._control.__exit__()
         self._wire.close(LINGER_S if kind is None else 0.0)
-
-    def check(self) -> None:
-        """Raises RuntimeError if the thread that beats has died."""
-        self._control.check()
 
     def ask(self, answer_s: float, leaving: Callable[[], bool]) -> Welcome | Refused | None:
         """Say Hello once; None when no answer comes, or when this worker is to leave.
@@ -77,26 +76,44 @@ class Registration:
                 return answer
         return None
 
-    def send(self, standing: Standing, message: Message) -> bool:
-        """False when the engine core could not be reached."""
-        return self._wire.send(message, *standing, timeout_s=SEND_TIMEOUT_S)
+    def admit(self, welcome: Welcome) -> Standing:
+        """The membership begins."""
+        self.standing = self._membership.admit(welcome, time.monotonic())
+        return self.standing
 
-    def receive(self, standing: Standing, timeout_s: float) -> ToWorker | None:
+    @property
+    def over(self) -> bool:
+        return self._membership.standing(time.monotonic()) != self.standing
+
+    @property
+    def why_over(self) -> str:
+        return self._membership.why_lost
+
+    def lose(self, reason: str) -> None:
+        self._membership.lose(self.standing, reason)
+
+    def send(self, message: Message) -> bool:
+        """False when the engine core could not be reached."""
+        return self._wire.send(message, *self.standing, timeout_s=SEND_TIMEOUT_S)
+
+    def receive(self, timeout_s: float) -> ToWorker | None:
         """The next message of this standing. What belongs to another one is dropped undecoded; what cannot be read, or
-        waited while this process could not run, ends the standing."""
+        waited while this process could not run, ends the standing. Raises RuntimeError if the thread that beats has
+        died."""
+        self._control.check()
         frame = self._wire.receive(timeout_s)
         if frame is None:
             return None
         envelope, payload = frame
-        if not standing.covers(envelope):
+        if not self.standing.covers(envelope):
             of = f"epoch {envelope.epoch} of engine core {envelope.engine_boot_id!r}"
-            self._wire.drop(f"it is of {of}, not {standing}")
+            self._wire.drop(f"it is of {of}, not {self.standing}")
             return None
-        if not self.membership.heard(standing, time.monotonic()):
+        if not self._membership.heard(self.standing, time.monotonic()):
             return None
         message = self._decode(payload)
         if message is None:
-            self.membership.lose(standing, "a frame could not be read")
+            self.lose("a frame could not be read")
         return message
 
     def _decode(self, payload: bytes) -> ToWorker | None:

@@ -18,11 +18,10 @@ from pagoda_worker.kernels.ops import BackendError, guarded
 from pagoda_worker.loading.memory import num_kv_blocks
 from pagoda_worker.loading.model import LoadedModel, load_model
 from pagoda_worker.models.decoder import Decoder
-from pagoda_worker.sampling.device_sampler import DeviceSampler
 from pagoda_worker.speculation.drafting import check_invariant, load_draft_model, make_drafter
 from pagoda_worker.step.graphs import Graphed, ladder, reserve_for
 from pagoda_worker.step.lines import Lines
-from pagoda_worker.step.profiling import device_use, warm_up
+from pagoda_worker.step.profiling import Rehearsal
 from pagoda_worker.step.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -96,8 +95,9 @@ def runner_on_device(
     decoder = loaded.model
     accelerator = make_accelerator(loaded.device)
     sampler = loaded.ops.device_sampler(config.max_rows, loaded.vocab_size, accelerator.upload)
+    rehearsal = Rehearsal((loaded,) if draft is None else (loaded, draft), config, accelerator, sampler)
     if config.enforce_eager or not (isinstance(decoder, Decoder) and loaded.ops.capturable):
-        num_blocks = _num_blocks(loaded, draft, config, accelerator, sampler, lambda: 0)
+        num_blocks = _num_blocks(rehearsal, lambda: 0)
         drafter = make_drafter(config, draft, num_blocks)
         return ModelRunner(loaded, num_blocks, config, drafter, accelerator, sampler)
     loaded = replace(loaded, spare_blocks=1)  # for padding
@@ -107,7 +107,7 @@ def runner_on_device(
         probe = _graphed(decoder, loaded, config, make_accelerator(loaded.device), num_blocks=1)
         return probe.nbytes + reserve_for(sizes, probe.captured(loaded.new_kv_cache(1, config.block_size)))
 
-    num_blocks = _num_blocks(loaded, draft, config, accelerator, sampler, graphs)
+    num_blocks = _num_blocks(rehearsal, graphs, spare=loaded.spare_blocks)
     graphed = _graphed(decoder, loaded, config, accelerator, num_blocks)
     drafter = make_drafter(config, draft, num_blocks)
     runner = ModelRunner(replace(loaded, model=graphed), num_blocks, config, drafter, accelerator, sampler)
@@ -115,20 +115,11 @@ def runner_on_device(
     return runner
 
 
-def _num_blocks(
-    loaded: LoadedModel,
-    draft: LoadedModel | None,
-    config: WorkerConfig,
-    accelerator: Accelerator,
-    sampler: DeviceSampler,
-    graphs: Callable[[], int],
-) -> int:
-    models = (loaded,) if draft is None else (loaded, draft)
-    warm_up(models, config, accelerator, sampler)
-    if config.num_blocks or config.kv_cache_gib:
-        return num_kv_blocks(config, loaded, draft)
-    use = device_use(models, config, accelerator, sampler, graphs)
-    return num_kv_blocks(config, loaded, draft, use=use, spare=loaded.spare_blocks)
+def _num_blocks(rehearsal: Rehearsal, graphs: Callable[[], int], spare: int = 0) -> int:
+    rehearsal.warm_up()
+    config = rehearsal.config
+    use = None if config.num_blocks or config.kv_cache_gib else rehearsal.device_use(graphs)
+    return num_kv_blocks(config, *rehearsal.models, use=use, spare=spare)
 
 
 def _graphed(

@@ -78,7 +78,7 @@ class Wire:
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, link.keys.public)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, link.keys.secret)
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, link.keys.peers[0])
-        self._dropped = 0
+        self.dropped = 0  # frames, so far
         try:
             self._socket.connect(link.endpoint)
         except zmq.ZMQError as error:
@@ -118,12 +118,8 @@ class Wire:
 
     def drop(self, reason: str) -> None:
         """Note a frame that is not acted upon; a flood of them makes one line."""
-        self._dropped += 1
-        log.log(logging.WARNING if self._dropped == 1 else logging.DEBUG, "dropped a frame: %s", reason)
-
-    @property
-    def dropped(self) -> int:
-        return self._dropped
+        self.dropped += 1
+        log.log(logging.WARNING if self.dropped == 1 else logging.DEBUG, "dropped a frame: %s", reason)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Let go of the socket; what was sent may still leave within `linger_s`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -53,10 +54,7 @@ class Batch:
 
 
 def build_batch(
-    work: Sequence[tuple[Row, Chunk]],
-    block_size: int,
-    device: torch.device,
-    drafts: Mapping[int, Ids] = NO_DRAFTS,
+    work: Sequence[tuple[Row, Chunk]], block_size: int, device: torch.device, drafts: Mapping[int, Ids] = NO_DRAFTS
 ) -> Batch:
     """Lay out at least one chunk, each of a different row whose tokens and blocks cover it.
 
@@ -91,6 +89,25 @@ def build_batch(
         query_lens=lens,
         context_lens=context_lens,
         logit_indices=torch.from_numpy(_logit_indices(work, starts, bool(drafts))).to(device),
+    )
+
+
+def batch_of_spans(spans: Sequence[tuple[int, int]], tables: torch.Tensor) -> Batch:
+    """Stands in for a real batch: a row for each span, of which tokens [start, end) are new.
+
+    Token ids and KV indices are the positions, and no logits are wanted. tables: [rows, blocks] int32, on the device.
+    """
+    positions = torch.cat([torch.arange(start, end) for start, end in spans]).to(tables.device)
+    lens = [end - start for start, end in spans]
+    return Batch(
+        token_ids=positions,
+        positions=positions,
+        kv_indices=positions,
+        block_tables=tables,
+        query_starts=[0, *accumulate(lens)],
+        query_lens=lens,
+        context_lens=[end for _, end in spans],
+        logit_indices=positions[:0],
     )
 
 

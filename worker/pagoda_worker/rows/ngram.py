@@ -9,9 +9,8 @@ from __future__ import annotations
 from array import array
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ids = NDArray[np.int64]
+from pagoda_worker.rows.order import Ids
 
 SIZE = 3  # tokens that must agree
 MAX_MATCH = 16  # agreement beyond this is not told apart

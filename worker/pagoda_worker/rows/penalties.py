@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagoda_proto.params import SamplingParams
 from pagoda_worker.grammars.matching import Matcher
+from pagoda_worker.rows.order import Ids, Logits
 
-Logits = NDArray[np.float32]
-Ids = NDArray[np.int64]
 MASKED = np.float32(-np.inf)
 
 

@@ -8,15 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NewRow
 from pagoda_worker.grammars.matching import Matcher
 from pagoda_worker.rows.drafts import RowDrafts
+from pagoda_worker.rows.order import Ids as Ids
 from pagoda_worker.rows.penalties import Processing
 
-Ids = NDArray[np.int64]
 _MIN_ROOM = 64
 
 

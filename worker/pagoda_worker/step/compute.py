@@ -140,11 +140,14 @@ class Compute:
         """What came of the step, by row id; a row of which there is nothing to say is left out."""
         prompt: dict[int, list[TopLogprobs] | Fault] = {}
         num_drafted: Mapping[int, int] = {}
+        rows = [row for row, chunk in work if chunk.sample]
+        samples: Sampled = {}
         if isinstance(launched, OnDevice):
-            samples = _fetched(launched, work)
+            samples = _fetched(launched, rows)
         else:
             num_drafted = launched.num_drafted
-            samples = self._chosen(launched, work)
+            if launched.logits is not None:
+                samples = sample_drafted(self._sample, launched.logits, rows, launched.drafts)
             prompt = {
                 row.row_id: self._prompt_logprobs(row, chunk, launched.hidden[start : start + chunk.num_tokens])
                 for (row, chunk), start in zip(work, launched.starts, strict=False)
@@ -158,13 +161,6 @@ class Compute:
                 answers[row_id] = answer
         return answers
 
-    def _chosen(self, launched: OnHost, work: Work) -> Sampled:
-        """What the host chooses, taken by the rows."""
-        if launched.logits is None:
-            return {}
-        rows = [row for row, chunk in work if chunk.sample]
-        return sample_drafted(self._sample, launched.logits, rows, launched.drafts)
-
     def _sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
         """See `Ops.sample`; logits stay on a device that can choose for these rows, though the host waits for it."""
         if self._accelerator is None or not self._sampler.takes(rows):
@@ -173,11 +169,7 @@ class Compute:
         return samples_of(rows, [tensor.cpu() for tensor in self._sampler.sample(logits, rows).tensors])
 
     def _answer(
-        self,
-        row: Row,
-        sampled: list[Sample] | Fault | None,
-        prompt: list[TopLogprobs] | Fault | None,
-        num_drafted: int,
+        self, row: Row, sampled: list[Sample] | Fault | None, prompt: list[TopLogprobs] | Fault | None, num_drafted: int
     ) -> RowOutput | Fault | None:
         for outcome in (prompt, sampled):
             if isinstance(outcome, Fault):
@@ -212,9 +204,8 @@ def _explained(one: Fault, row: Row) -> Fault:
     return Fault(ErrorCode.INVALID_ARGUMENT, f"grammar: {matcher.error}")
 
 
-def _fetched(launched: OnDevice, work: Work) -> Sampled:
+def _fetched(launched: OnDevice, rows: Sequence[Row]) -> Sampled:
     """What the device chose, taken by the rows it was promised to."""
-    rows = [row for row, chunk in work if chunk.sample]
     samples: Sampled = {}
     for row, one in zip(rows, samples_of(rows, launched.fetch.wait()), strict=True):
         _, place = launched.promised[row.row_id]

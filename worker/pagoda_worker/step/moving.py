@@ -98,7 +98,7 @@ class BlockMover:
         ]
 
     def copy(self, pairs: Pairs) -> None:
-        for ops, kv in self._caches:
+        for ops, kv in self._caches if pairs else ():
             ops.copy_blocks(kv, pairs)
 
     def swap_out(self, pairs: Pairs) -> None:

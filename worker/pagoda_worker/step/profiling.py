@@ -6,6 +6,7 @@ Where K and V lie changes no allocation, so every block table names that one blo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -28,80 +29,58 @@ PROMPT_TOKENS = (300, 150)  # beyond a high tile of lines; beyond one split of k
 PARAMS = SamplingParams(temperature=1.0, logprobs=1)  # to choose a token takes no more memory for any other row
 
 
-def device_use(
-    models: Sequence[LoadedModel],
-    config: WorkerConfig,
-    accelerator: Accelerator,
-    sampler: DeviceSampler,
-    graphs: Callable[[], int],
-) -> DeviceUse:
-    """Measure models that run in turn; `graphs` returns the bytes that recorded steps will take (0 for none).
+@dataclass(frozen=True)
+class Rehearsal:
+    """Models that run in turn on one device, before they serve. The `sampler` has its tables already."""
 
-    The `sampler` has its tables already.
+    models: Sequence[LoadedModel]
+    config: WorkerConfig
+    accelerator: Accelerator
+    sampler: DeviceSampler
 
-    Raises:
-        NotEnoughMemory: the largest step does not even fit without a cache.
-        BackendError: the kernels fail at it.
-    """
+    def device_use(self, graphs: Callable[[], int]) -> DeviceUse:
+        """Measure them; `graphs` returns the bytes that recorded steps will take (0 for none).
 
-    def run() -> None:
-        guarded(
-            models[0].ops.name,
-            lambda: _run_largest(models, config, accelerator, sampler),
-            but=(torch.OutOfMemoryError, torch.AcceleratorError),
-        )
+        Raises:
+            NotEnoughMemory: the largest step does not even fit without a cache.
+            BackendError: the kernels fail at it.
+        """
+        config = self.config
+        try:
+            step = self.accelerator.peak_of(partial(self._run, largest_steps, torch.OutOfMemoryError))
+        except torch.OutOfMemoryError as error:
+            size = f"max_tokens_per_step={config.max_tokens_per_step} tokens and max_rows={config.max_rows} rows"
+            raise NotEnoughMemory(f"a step of {size} does not fit beside the weights: lower one of them") from error
+        recorded = graphs()
+        self.accelerator.synchronize()
+        self.accelerator.empty_cache()
+        free, total = self.accelerator.memory()
+        return DeviceUse(total=total, in_use=total - free, step=step, graphs=recorded)
 
-    try:
-        step = accelerator.peak_of(run)
-    except torch.OutOfMemoryError as error:
-        size = f"max_tokens_per_step={config.max_tokens_per_step} tokens and max_rows={config.max_rows} rows"
-        raise NotEnoughMemory(f"a step of {size} does not fit beside the weights: lower one of them") from error
-    recorded = graphs()
-    accelerator.synchronize()
-    accelerator.empty_cache()
-    free, total = accelerator.memory()
-    return DeviceUse(total=total, in_use=total - free, step=step, graphs=recorded)
+    def warm_up(self) -> None:
+        """Run a prompt beside a decode, so that no request waits for kernels to be compiled.
 
+        Raises:
+            BackendError: the kernels fail at it.
+        """
+        self._run(mixed_steps)
 
-def warm_up(
-    models: Sequence[LoadedModel], config: WorkerConfig, accelerator: Accelerator, sampler: DeviceSampler
-) -> None:
-    """Run a prompt beside a decode, so that no request waits for kernels to be compiled.
+    def _run(self, steps: Callable[[WorkerConfig, int], Iterator[Batch]], *but: type[Exception]) -> None:
+        """Every model's `steps`. Raises BackendError, and what of `but` they do."""
+        for loaded in self.models:
+            compute = partial(self._compute, loaded, steps(self.config, loaded.max_model_len))
+            guarded(loaded.ops.name, compute, but=(torch.AcceleratorError, *but))
 
-    Raises:
-        BackendError: the kernels fail at it.
-    """
-    for loaded in models:
-        guarded(
-            loaded.ops.name,
-            partial(_run, mixed_steps(config, loaded.max_model_len), loaded, config, accelerator, sampler),
-            but=(torch.AcceleratorError,),
-        )
-
-
-def _run_largest(
-    models: Sequence[LoadedModel], config: WorkerConfig, accelerator: Accelerator, sampler: DeviceSampler
-) -> None:
-    for loaded in models:
-        _run(largest_steps(config, loaded.max_model_len), loaded, config, accelerator, sampler)
-
-
-def _run(
-    batches: Iterable[Batch],
-    loaded: LoadedModel,
-    config: WorkerConfig,
-    accelerator: Accelerator,
-    sampler: DeviceSampler,
-) -> None:
-    kv = loaded.new_kv_cache(1, config.block_size)
-    for batch in batches:
-        with torch.inference_mode():
-            there = uploaded(batch, accelerator)
-            hidden = loaded.model.forward(there, kv)
-            logits = loaded.model.logits(hidden[there.logit_indices])
-            rows = [_row(i, 1, config.block_size) for i in range(batch.num_rows)]
-            if sampler.takes(rows):
-                sampler.sample(logits[: len(rows)], rows)
+    def _compute(self, loaded: LoadedModel, batches: Iterable[Batch]) -> None:
+        kv = loaded.new_kv_cache(1, self.config.block_size)
+        for batch in batches:
+            with torch.inference_mode():
+                there = uploaded(batch, self.accelerator)
+                hidden = loaded.model.forward(there, kv)
+                logits = loaded.model.logits(hidden[there.logit_indices])
+                rows = [_row(i, 1, self.config.block_size) for i in range(batch.num_rows)]
+                if self.sampler.takes(rows):
+                    self.sampler.sample(logits[: len(rows)], rows)
 
 
 def mixed_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:

@@ -71,6 +71,7 @@ class ModelRunner:
     ) -> None:
         self._accelerator = accelerator
         self._compute = Compute(loaded, num_blocks, config, drafter, accelerator, sampler)
+        self.kv_cache: Sequence[Cache] = self._compute.kv
         caches = self._compute.caches
         shapes = [group for model, _ in caches for group in model.kv_groups]
         swap_blocks = num_swap_blocks(config, shapes, loaded.device.type == "cpu")
@@ -94,10 +95,6 @@ class ModelRunner:
         self._pending: deque[Pending] = deque()
         self._settled_at = 0.0
         self._last_failure = ""
-
-    @property
-    def kv_cache(self) -> Sequence[Cache]:
-        return self._compute.kv
 
     def reset(self) -> None:
         """Forget all rows and every step that was not answered, once the device is done with them.
@@ -169,12 +166,9 @@ class ModelRunner:
         table, mover = self._table, self._mover
         chunks = self._decodes.chunks(plan)
         table.apply(plan)
-        if pairs := table.swap_outs(plan):
-            mover.swap_out(pairs)
-        if pairs := table.swap_ins(plan):
-            mover.swap_in(pairs)
-        if pairs := table.copies(plan):
-            mover.copy(pairs)
+        mover.swap_out(table.swap_outs(plan))
+        mover.swap_in(table.swap_ins(plan))
+        mover.copy(table.copies(plan))
         work = self._compute.arranged(table.accept(chunks))
         decoding = [chunk.row_id for chunk in chunks[: plan.decodes.count]]
         pending = Pending(step=plan.step, work=work, decoding=decoding, began=began, computing=time.perf_counter())

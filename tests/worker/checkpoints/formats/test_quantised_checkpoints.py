@@ -334,7 +334,7 @@ def test_a_name_counts_more_than_an_expression_and_that_more_than_the_class() ->
     layout = read_layout({"quantization_config": group_0() | {"config_groups": groups}})
     assert layout is not None
     sizes = {name: layout.packing_of(name) for name in ("x.up_proj", "y.down_proj", "x.down_proj", "lm_head")}
-    assert [packing and packing.group for packing in sizes.values()] == [16, 32, 64, None]
+    assert [packing and packing.form.group for packing in sizes.values()] == [16, 32, 64, None]
 
 
 VALUES = st.recursive(

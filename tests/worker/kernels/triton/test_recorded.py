@@ -44,7 +44,7 @@ def loaded_by(ops: Ops) -> LoadedModel:
     model = decoder(ops, torch.float32, **SHAPE)
     return LoadedModel(
         model=model, kv_groups=model.kv_groups, ops=ops, dtype=torch.float32, device=ops.device, vocab_size=VOCAB,
-        max_model_len=MAX_LEN, fingerprint="tiny", numerics_id="tiny", native=True, batch_invariant=False,
+        max_model_len=MAX_LEN, fingerprint="tiny", numerics_id="tiny", batch_invariant=False,
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ The eight fields of a word, lowest bits first, hold outputs 0, 2, 4, 6, 1, 3, 5,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from pagoda_worker.checkpoints.formats.layout import (
     zeros_or_none,
 )
 from pagoda_worker.checkpoints.spec import HEAD
-from pagoda_worker.kernels.quantized import QuantizedWeight
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight
 
 BITS, PER_WORD = 4, WORD_BITS // 4
 FIELD_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -42,13 +41,11 @@ HARMLESS = {
 @dataclass(frozen=True)
 class AwqPacking:
     where: str
-    group: int
-    bits: int = BITS
-    activation_bits: int = 16
+    form: Format
 
     def tensors(self, linear: str, shape: tuple[int, int]) -> dict[str, Wanted]:
         n, k = shape
-        groups = num_groups(f"{self.where}: {linear}", shape, self.group)
+        groups = num_groups(f"{self.where}: {linear}", shape, self.form.group)
         if n % PER_WORD:
             raise UnsupportedConfig(f"{self.where}: bits={BITS} does not pack the {n} outputs of {linear}")
         return {
@@ -57,8 +54,8 @@ class AwqPacking:
             "scales": Wanted((groups, n)),
         }
 
-    def faults(self, stored: Stored) -> Iterator[str]:
-        yield from ()
+    def faults(self, stored: Stored) -> list[str]:
+        return []
 
     def read(self, stored: Stored) -> QuantizedWeight:
         return QuantizedWeight(
@@ -66,7 +63,7 @@ class AwqPacking:
             scales=stored["scales"].float().t().contiguous(),
             zeros=zeros_or_none(_outputs_first(stored["qzeros"]), BITS),
             bits=BITS,
-            activation_bits=self.activation_bits,
+            activation_bits=self.form.activation_bits,
         )
 
 
@@ -95,7 +92,7 @@ def read_awq(fields: dict[str, Any], where: str) -> Layout:
     if not all(isinstance(name, str) and name for name in plain):
         raise UnsupportedConfig(f"{where}: 'modules_to_not_convert' must be a list of names, got {plain!r}")
     reader.finish()
-    packing = AwqPacking(where, max(group, 0))
+    packing = AwqPacking(where, Format(bits=BITS, group=max(group, 0), activation_bits=16))
 
     def packing_of(linear: str) -> Packing | None:
         return None if linear == HEAD or any(name in linear for name in plain) else packing

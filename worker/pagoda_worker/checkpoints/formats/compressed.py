@@ -12,7 +12,6 @@ name, "re:" and an expression, or the class Linear; the first is the most specif
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ import torch
 from pagoda_worker.checkpoints.checkpoint import Wanted
 from pagoda_worker.checkpoints.config_reader import ConfigReader, UnsupportedConfig
 from pagoda_worker.checkpoints.formats.layout import WORD_BITS, Layout, Packing, Stored, num_groups, unpacked
-from pagoda_worker.kernels.quantized import QuantizedWeight
+from pagoda_worker.kernels.quantized import FORMATS, Format, QuantizedWeight
 
 INT, PACKED, MIXED = "int-quantized", "pack-quantized", "mixed-precision"
 EXPRESSION = "re:"
@@ -35,38 +34,34 @@ HARMLESS_ARGUMENTS = {"observer", "observer_kwargs", "scale_dtype", "zp_dtype"}
 @dataclass(frozen=True)
 class IntPacking:
     symmetric: bool
-    bits: int = 8
-    group: int = 0
-    activation_bits: int = 8
+    form: Format = FORMATS["int8"]
 
     def tensors(self, linear: str, shape: tuple[int, int]) -> dict[str, Wanted]:
         wanted = {"weight": Wanted(shape, ("I8",)), "weight_scale": Wanted((shape[0], 1))}
         return wanted if self.symmetric else wanted | {"weight_zero_point": Wanted((shape[0], 1), ("I8",))}
 
-    def faults(self, stored: Stored) -> Iterator[str]:
-        yield from ()
+    def faults(self, stored: Stored) -> list[str]:
+        return []
 
     def read(self, stored: Stored) -> QuantizedWeight:
         return QuantizedWeight(
             levels=_above_middle(stored["weight"]),
             scales=stored["weight_scale"].float().contiguous(),
             zeros=None if self.symmetric else _above_middle(stored["weight_zero_point"]),
-            bits=self.bits,
-            activation_bits=self.activation_bits,
+            bits=self.form.bits,
+            activation_bits=self.form.activation_bits,
         )
 
 
 @dataclass(frozen=True)
 class WordPacking:
     where: str
-    bits: int
-    group: int
+    form: Format
     symmetric: bool
-    activation_bits: int = 16
 
     def tensors(self, linear: str, shape: tuple[int, int]) -> dict[str, Wanted]:
         n, k = shape
-        groups = num_groups(f"{self.where}: {linear}", shape, self.group)
+        groups = num_groups(f"{self.where}: {linear}", shape, self.form.group)
         wanted = {
             "weight_packed": Wanted((n, self._words(k)), ("I32",)),
             "weight_scale": Wanted((n, groups)),
@@ -74,35 +69,28 @@ class WordPacking:
         }
         return wanted if self.symmetric else wanted | {"weight_zero_point": Wanted((self._words(n), groups), ("I32",))}
 
-    def faults(self, stored: Stored) -> Iterator[str]:
-        said = stored["weight_shape"].tolist()
-        if said != list(stored.shape):
-            yield f"{stored.linear}.weight_shape says {said}, expected {list(stored.shape)}"
+    def faults(self, stored: Stored) -> list[str]:
+        said, shape = stored["weight_shape"].tolist(), list(stored.shape)
+        return [] if said == shape else [f"{stored.linear}.weight_shape says {said}, expected {shape}"]
 
     def read(self, stored: Stored) -> QuantizedWeight:
-        n, k = stored.shape
-        zeros = None if self.symmetric else unpacked(stored["weight_zero_point"].t(), self.bits, n).t().contiguous()
+        bits, (n, k) = self.form.bits, stored.shape
+        zeros = None if self.symmetric else unpacked(stored["weight_zero_point"].t(), bits, n).t().contiguous()
         return QuantizedWeight(
-            levels=unpacked(stored["weight_packed"], self.bits, k),
+            levels=unpacked(stored["weight_packed"], bits, k),
             scales=stored["weight_scale"].float().contiguous(),
             zeros=zeros,
-            bits=self.bits,
-            activation_bits=self.activation_bits,
+            bits=bits,
+            activation_bits=self.form.activation_bits,
         )
 
     def _words(self, count: int) -> int:
-        return -(-count * self.bits // WORD_BITS)
+        return -(-count * self.form.bits // WORD_BITS)
 
 
 def _above_middle(whole: torch.Tensor) -> torch.Tensor:
     """int8 -> uint8, 128 higher"""
     return whole.contiguous().view(torch.uint8) ^ 0x80
-
-
-@dataclass(frozen=True)
-class _Group:
-    targets: tuple[str, ...]
-    packing: Packing
 
 
 def read_compressed(fields: dict[str, Any], where: str) -> Layout:
@@ -124,14 +112,14 @@ def read_compressed(fields: dict[str, Any], where: str) -> Layout:
     def packing_of(linear: str) -> Packing | None:
         if any(_matches(linear, pattern) for pattern in ignored):
             return None
-        ranked = [(_rank(target), group) for group in groups for target in group.targets if _matches(linear, target)]
-        return min(ranked, key=lambda one: one[0])[1].packing if ranked else None
+        fitting = [(target, packing) for targets, packing in groups for target in targets if _matches(linear, target)]
+        return min(fitting, key=lambda one: _rank(one[0]))[1] if fitting else None
 
     return Layout("compressed-tensors", packing_of)
 
 
-def _group(value: Any, form: str, where: str) -> _Group:
-    """One of `config_groups`."""
+def _group(value: Any, form: str, where: str) -> tuple[tuple[str, ...], Packing]:
+    """One of `config_groups`: its targets, and how they are packed."""
     reader = ConfigReader(_object(value, where), where, (), {"output_activations": (None,)})
     form = reader.choice("format", form, INT, PACKED)
     if form == MIXED:
@@ -147,7 +135,7 @@ def _group(value: Any, form: str, where: str) -> _Group:
     reader.finish()
     packing = _int_packing(weights, inputs, where) if form == INT else _word_packing(weights, inputs, where)
     weights.finish()
-    return _Group(targets, packing)
+    return targets, packing
 
 
 def _int_packing(weights: ConfigReader, inputs: dict[str, Any] | None, where: str) -> IntPacking:
@@ -173,7 +161,8 @@ def _word_packing(weights: ConfigReader, inputs: dict[str, Any] | None, where: s
         raise UnsupportedConfig(f"{where}: 'input_activations' of {PACKED} weights are not loaded")
     bits = weights.choice("num_bits", 8, 4)
     weights.choice("type", "int")
-    return WordPacking(where, bits, _scale_group(weights, where), weights.take("symmetric", bool, True))
+    form = Format(bits=bits, group=_scale_group(weights, where), activation_bits=16)
+    return WordPacking(where, form, weights.take("symmetric", bool, True))
 
 
 def _scale_group(weights: ConfigReader, where: str) -> int:

@@ -12,7 +12,6 @@ where the architecture has none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ from pagoda_worker.checkpoints.formats.layout import (
     zeros_or_none,
 )
 from pagoda_worker.checkpoints.spec import HEAD
-from pagoda_worker.kernels.quantized import QuantizedWeight
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight
 
 # How the weights were found; nothing that says how they are stored.
 HARMLESS = {
@@ -47,17 +46,15 @@ ONES = {4: 0x11111111, 8: 0x01010101}  # one in every field of a word
 @dataclass(frozen=True)
 class GptqPacking:
     where: str
-    bits: int
-    group: int
+    form: Format
     zeros_minus_one: bool
     reordered: bool  # as config.json says: then g_idx must be there to deny it
-    activation_bits: int = 16
 
     def tensors(self, linear: str, shape: tuple[int, int]) -> dict[str, Wanted]:
-        n, k = shape
-        per_word, groups = WORD_BITS // self.bits, num_groups(f"{self.where}: {linear}", shape, self.group)
+        bits, (n, k) = self.form.bits, shape
+        per_word, groups = WORD_BITS // bits, num_groups(f"{self.where}: {linear}", shape, self.form.group)
         if n % per_word or k % per_word:
-            raise UnsupportedConfig(f"{self.where}: bits={self.bits} does not pack the {n} x {k} matrix of {linear}")
+            raise UnsupportedConfig(f"{self.where}: bits={bits} does not pack the {n} x {k} matrix of {linear}")
         return {
             "qweight": Wanted((k // per_word, n), ("I32",)),
             "qzeros": Wanted((groups, n // per_word), ("I32",)),
@@ -66,27 +63,27 @@ class GptqPacking:
             "bias": Wanted((n,), optional=True),
         }
 
-    def faults(self, stored: Stored) -> Iterator[str]:
+    def faults(self, stored: Stored) -> list[str]:
         if "g_idx" in stored:
             k = stored.shape[1]
-            plain = torch.arange(k, dtype=torch.int32) // (self.group or k)
+            plain = torch.arange(k, dtype=torch.int32) // (self.form.group or k)
             if not torch.equal(stored["g_idx"].cpu(), plain):
                 raise UnsupportedConfig(
                     f"{self.where}: 'desc_act': g_idx reorders the inputs of {stored.linear}, which is not loaded"
                 )
-        yield from ()
+        return []
 
     def read(self, stored: Stored) -> QuantizedWeight:
         n, k = stored.shape
         qzeros = stored["qzeros"]
         if self.zeros_minus_one:
-            qzeros = qzeros + ONES[self.bits]
+            qzeros = qzeros + ONES[self.form.bits]
         return QuantizedWeight(
-            levels=unpacked(stored["qweight"].t(), self.bits, k),
+            levels=unpacked(stored["qweight"].t(), self.form.bits, k),
             scales=stored["scales"].float().t().contiguous(),
-            zeros=zeros_or_none(unpacked(qzeros, self.bits, n).t(), self.bits),
-            bits=self.bits,
-            activation_bits=self.activation_bits,
+            zeros=zeros_or_none(unpacked(qzeros, self.form.bits, n).t(), self.form.bits),
+            bits=self.form.bits,
+            activation_bits=self.form.activation_bits,
         )
 
 
@@ -103,10 +100,9 @@ def read_gptq(fields: dict[str, Any], where: str) -> Layout:
     versions = {reader.choice(name, "gptq", "gptq_v2") for name in ("checkpoint_format", "format") if name in fields}
     if len(versions) > 1:
         raise UnsupportedConfig(f"{where}: checkpoint_format and format contradict each other")
-    packing = GptqPacking(
-        where, bits, max(group, 0), zeros_minus_one="gptq_v2" not in versions,
-        reordered=reader.take("desc_act", bool, False),
-    )  # fmt: skip
+    form = Format(bits=bits, group=max(group, 0), activation_bits=16)
+    minus_one, reordered = "gptq_v2" not in versions, reader.take("desc_act", bool, False)
+    packing = GptqPacking(where, form, zeros_minus_one=minus_one, reordered=reordered)
     head, parts = reader.take("lm_head", bool, False), _parts(reader, where)
     reader.finish()
 

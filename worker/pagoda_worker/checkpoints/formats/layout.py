@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import torch
 
 from pagoda_worker.checkpoints.checkpoint import Wanted
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
-from pagoda_worker.kernels.quantized import QuantizedWeight
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight
 
 WORD_BITS = 32
 
@@ -35,14 +35,8 @@ class Packing(Protocol):
     """How the matrix of a linear layer is stored."""
 
     @property
-    def bits(self) -> int: ...
-
-    @property
-    def group(self) -> int:
-        """Inputs that share a scale; 0 is all of them."""
-
-    @property
-    def activation_bits(self) -> int: ...
+    def form(self) -> Format:
+        """Of what is read."""
 
     def tensors(self, linear: str, shape: tuple[int, int]) -> dict[str, Wanted]:
         """Suffix -> what the header of that tensor must say, for a matrix [N, K].
@@ -51,7 +45,7 @@ class Packing(Protocol):
             UnsupportedConfig: a matrix of this shape cannot be packed so.
         """
 
-    def faults(self, stored: Stored) -> Iterator[str]:
+    def faults(self, stored: Stored) -> list[str]:
         """What the small tensors hold that contradicts the headers, which are known to be right.
 
         Raises:

@@ -32,14 +32,17 @@ class Formats:
     def description(self) -> str:
         """For the log and for `numerics_id`."""
         if self.layers is not None:
-            return f"{describe(self.layers.bits, self.layers.group, self.layers.activation_bits)}, head int8"
-        kinds = {describe(p.bits, p.group, self.activation_bits or p.activation_bits) for p in self.packings.values()}
+            return f"{describe(self.layers)}, head int8"
+        forms = {packing.form for packing in self.packings.values()}
+        bits = self.activation_bits
+        kinds = {describe(form if bits is None else replace(form, activation_bits=bits)) for form in forms}
         return " and ".join(sorted(kinds)) or "as stored"
 
 
-def describe(bits: int, group: int, activation_bits: int) -> str:
-    grouped = f" group {group}" if group else ""
-    return f"int{bits}{grouped}" + (f", activations int{activation_bits}" if activation_bits < 16 else "")
+def describe(form: Format) -> str:
+    grouped = f" group {form.group}" if form.group else ""
+    activations = f", activations int{form.activation_bits}" if form.activation_bits < 16 else ""
+    return f"int{form.bits}{grouped}{activations}"
 
 
 def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) -> Formats:
@@ -53,7 +56,7 @@ def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) 
     packings = {linear: packing for linear in linear_layers(spec) if (packing := layout.packing_of(linear)) is not None}
     if not quantization:
         return Formats(packings=packings)
-    kinds = {(packing.bits, packing.activation_bits) for packing in packings.values()}
+    kinds = {(packing.form.bits, packing.form.activation_bits) for packing in packings.values()}
     if quantization != "int4" or kinds != {(4, 16)}:
         described = Formats(packings=packings).description
         raise UnsupportedConfig(

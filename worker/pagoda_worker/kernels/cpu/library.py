@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from pagoda_proto.params import MAX_LOGPROBS
+from pagoda_worker.kernels.cpu import build
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.cpu.operations import STRUCTS, Form, Op
 from pagoda_worker.kernels.ops import BackendError
@@ -23,7 +24,7 @@ from pagoda_worker.kernels.quantized import QuantizedWeight
 # Raised, here and in csrc/pagoda.cpp, when a function or a struct of the library changes: one of another build is then
 # refused. What changes bits raises `numerics.NUMERICS_VERSION` instead.
 ABI = 6
-LEVELS = ("base", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16")
+LEVELS = tuple(level.name for level in build.LEVELS)
 PANEL = 32  # columns of a packed panel
 PAIR = 2  # inputs that are multiplied at once
 HUGE_PAGE_BYTES = 2 * 1024 * 1024

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.cores import placement
@@ -19,11 +20,10 @@ from pagoda_worker.kernels.cpu import cache, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.operations import Attention, Embed, Form, Linear, Operation, RmsNorm, RopeKv, program_of
-from pagoda_worker.kernels.cpu.program import Program, Recording, blank_batch
-from pagoda_worker.kernels.kv_cache import Blocks, KVShape
+from pagoda_worker.kernels.cpu.program import Program, Recording
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import Batch, batch_of_spans
 from pagoda_worker.sampling.device_sampler import greedy_sampler
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
@@ -44,8 +44,8 @@ class NativeLinear(NamedTuple):
     form: See `lib.quant_form`; weights of 16 bits are bfloat16.
     """
 
-    panels: torch.Tensor
-    bias: torch.Tensor | None
+    panels: Tensor
+    bias: Tensor | None
     n: int
     k: int
     form: Form
@@ -54,15 +54,15 @@ class NativeLinear(NamedTuple):
 class NativePlan(NamedTuple):
     """What attention reads of a step. The tensors must live as long as its pointers are used."""
 
-    block_tables: torch.Tensor  # [B, max_blocks] int32
-    query_starts: torch.Tensor  # [B + 1] int32
-    context_lens: torch.Tensor  # [B] int32
+    block_tables: Tensor  # [B, max_blocks] int32
+    query_starts: Tensor  # [B + 1] int32
+    context_lens: Tensor  # [B] int32
 
 
 class Tape(Protocol):
     """What happens to an operation, and where its result goes."""
 
-    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor: ...
+    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor: ...
 
     def take(self, operation: Operation, **step: object) -> None:
         """`step`: the fields of `lib.Step` that the operation reads."""
@@ -74,7 +74,7 @@ class Immediate:
     def __init__(self, library: lib.Library) -> None:
         self._library = library
 
-    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(num_rows, width, dtype=dtype)
 
     def take(self, operation: Operation, **step: object) -> None:
@@ -93,17 +93,14 @@ class NativeOps:
 
     def __init__(self, library: lib.Library, tape: Tape | None = None) -> None:
         self.library = library
+        self.numerics = f"{library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
         self._tape = tape or Immediate(library)
-
-    @property
-    def numerics(self) -> str:
-        return f"{self.library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
 
     def record(
         self, forward: Forward, kv: Sequence[NativeKVCache], max_tokens: int
-    ) -> Callable[[Batch], tuple[torch.Tensor, ...]]:
-        tape = Recording(max_tokens)
-        results = forward(self.on(tape), blank_batch(max_tokens), kv)
+    ) -> Callable[[Batch], tuple[Tensor, ...]]:
+        tape, longest = Recording(max_tokens), batch_of_spans([(0, max_tokens)], torch.zeros(1, 1, dtype=torch.int32))
+        results = forward(self.on(tape), longest, kv)  # only its length is looked at
         # Groups share their block ids, so one plan is every group's.
         return Program(self.library, lambda batch: self.plan(batch, kv[0])._asdict(), tape, results, (forward, kv)).run
 
@@ -111,7 +108,7 @@ class NativeOps:
         """The same operations on another tape."""
         return NativeOps(self.library, tape)
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> NativeLinear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> NativeLinear:
         """A quantised weight that there is no kernel for is packed as bfloat16."""
         if isinstance(weight, QuantizedWeight) and not _has_kernel(weight):
             weight = dequantize(weight).bfloat16()
@@ -122,24 +119,22 @@ class NativeOps:
             return NativeLinear(self.library.pack_quantized(weight), bias, n, k, lib.quant_form(weight))
         return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k, BF16_FORM)
 
-    def pack_gated(self, weight: Weight, bias: torch.Tensor | None = None) -> NativeLinear:
+    def pack_gated(self, weight: Weight, bias: Tensor | None = None) -> NativeLinear:
         """Gate and up side by side in every panel, so that both halves of an output meet in one tile's registers."""
         packed = self.pack_linear(by_rows(weight, _side_by_side), None if bias is None else _side_by_side(bias))
         return packed._replace(n=weight.shape[0])
 
-    def linear(self, x: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
+    def linear(self, x: Tensor, packed: NativeLinear) -> Tensor:
         return self._linear(x, packed, torch.bfloat16)
 
-    def gated_linear(self, x: torch.Tensor, packed: NativeLinear, activation: str) -> torch.Tensor:
+    def gated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
         return self._linear(x, packed, torch.bfloat16, activation)
 
-    def logits(self, hidden: torch.Tensor, packed: NativeLinear) -> torch.Tensor:
+    def logits(self, hidden: Tensor, packed: NativeLinear) -> Tensor:
         """float32 straight from the accumulators."""
         return self._linear(hidden, packed, torch.float32)
 
-    def _linear(
-        self, x: torch.Tensor, packed: NativeLinear, dtype: torch.dtype, activation: str | None = None
-    ) -> torch.Tensor:
+    def _linear(self, x: Tensor, packed: NativeLinear, dtype: torch.dtype, activation: str | None = None) -> Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], packed.n if activation is None else packed.n // 2, dtype)
         operation = Linear(
@@ -149,7 +144,7 @@ class NativeOps:
         self._tape.take(operation, num_tokens=x.shape[0])
         return y
 
-    def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         y = self._tape.buffer(token_ids.shape[0], table.shape[1], torch.bfloat16)
         # The scale is rounded to bfloat16 first, as the published models do.
         factor = 1.0 if scale is None else torch.tensor(scale, dtype=torch.bfloat16).item()
@@ -157,16 +152,14 @@ class NativeOps:
         self._tape.take(operation, num_tokens=token_ids.shape[0], token_ids=token_ids)
         return y
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm(x, None, weight, eps)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """The sum is written over `residual`."""
         return self._norm(x, residual, weight, eps), residual
 
-    def _norm(self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
         operation = RmsNorm(x=x, residual=residual, weight=weight, y=y, dim=x.shape[1], eps=eps)
@@ -174,32 +167,24 @@ class NativeOps:
         return y
 
     def rope_write(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        norm: HeadNorm | None,
-        kv: NativeKVCache,
-        layer: int,
-        kv_indices: torch.Tensor,
-    ) -> torch.Tensor:
+        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: NativeKVCache, layer: int, kv_indices: Tensor
+    ) -> Tensor:
         tables = (rotation.cos_table, rotation.sin_table)
         return self._write(qkv, kv, layer, kv_indices, norm, tables, positions=rotation.positions)
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv: NativeKVCache, layer: int, kv_indices: torch.Tensor
-    ) -> None:
+    def write_kv(self, key: Tensor, value: Tensor, kv: NativeKVCache, layer: int, kv_indices: Tensor) -> None:
         self._write(torch.cat((key.flatten(1), value.flatten(1)), 1), kv, layer, kv_indices)
 
     def _write(  # noqa: PLR0913 - the operands of one kernel
         self,
-        qkv: torch.Tensor,
+        qkv: Tensor,
         kv: NativeKVCache,
         layer: int,
-        kv_indices: torch.Tensor,
+        kv_indices: Tensor,
         norm: HeadNorm | None = None,
-        tables: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        tables: tuple[Tensor | None, Tensor | None] = (None, None),
+        positions: Tensor | None = None,
+    ) -> Tensor:
         head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16)
@@ -218,13 +203,13 @@ class NativeOps:
 
     def attend(
         self,
-        query: torch.Tensor,
+        query: Tensor,
         kv: NativeKVCache,
         layer: int,
         plan: NativePlan,
         shape: AttentionShape,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         query = query.contiguous()
         out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
         operation = Attention(
@@ -237,22 +222,17 @@ class NativeOps:
         )
         return out
 
-    def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> NativeKVCache:
-        return cache.new_native_cache(shape, num_blocks, block_size)
+    new_kv_cache = staticmethod(cache.new_native_cache)
+    export_blocks = staticmethod(cache.export_blocks)
+    import_blocks = staticmethod(cache.import_blocks)
 
     def copy_blocks(self, kv: NativeKVCache, pairs: Sequence[tuple[int, int]]) -> None:
         self.library.copy_blocks(kv.tensors, pairs)
 
-    def export_blocks(self, kv: NativeKVCache, block_ids: Sequence[int]) -> Blocks:
-        return cache.export_blocks(kv, block_ids)
-
-    def import_blocks(self, kv: NativeKVCache, block_ids: Sequence[int], blocks: Blocks) -> None:
-        cache.import_blocks(kv, block_ids, blocks)
-
-    def sample(self, logits: torch.Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
+    def sample(self, logits: Tensor, rows: Sequence[RowState]) -> list[Sample | Fault]:
         return sampling.sample(self.library, logits, rows)
 
-    def report(self, logits: torch.Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
+    def report(self, logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TopLogprobs]:
         return sampling.report(self.library, logits, tokens, num_top)
 
     device_sampler = staticmethod(greedy_sampler)
@@ -266,7 +246,7 @@ def _has_kernel(weight: QuantizedWeight) -> bool:
     return half.tiny <= largest <= half.max  # what is subnormal beside a largest that is not is next to nothing
 
 
-def _side_by_side(gate_up: torch.Tensor) -> torch.Tensor:
+def _side_by_side(gate_up: Tensor) -> Tensor:
     """Lines 0 .. I - 1 gate, I .. 2 I - 1 up -> 16 of gate, the same 16 of up, and so on; zeros after the last."""
     halves = gate_up.reshape(2, -1, *gate_up.shape[1:])
     padded = F.pad(halves, (0, 0) * (halves.dim() - 2) + (0, -halves.shape[1] % LANES))

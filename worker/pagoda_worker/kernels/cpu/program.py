@@ -108,18 +108,3 @@ class Program:
         )
         self._library.run(self._ops, step)
         return tuple(result[: batch.num_tokens] for result in self._results)
-
-
-def blank_batch(num_tokens: int) -> Batch:
-    """Stands in for the batches to come; only its length is looked at."""
-    zeros = torch.zeros(num_tokens, dtype=torch.int64)
-    return Batch(
-        token_ids=zeros,
-        positions=zeros,
-        kv_indices=zeros,
-        block_tables=torch.zeros(1, 1, dtype=torch.int32),
-        query_starts=[0, num_tokens],
-        query_lens=[num_tokens],
-        context_lens=[num_tokens],
-        logit_indices=zeros[:1],
-    )

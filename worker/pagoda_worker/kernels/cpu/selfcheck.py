@@ -19,7 +19,7 @@ from pagoda_worker.kernels.kv_cache import quantize as quantize_kv
 from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation
 from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import batch_of_spans
 from pagoda_worker.rows.order import Ids
 from pagoda_worker.rows.penalties import Processing
 from pagoda_worker.sampling import sampler
@@ -172,17 +172,8 @@ def _attend(ops: Ops, qkv: torch.Tensor, chunks: list[int], quantized: bool) -> 
     kv = ops.new_kv_cache(shape, 4, BLOCK)
     outputs, start = [], 0
     for size in chunks:
-        positions = torch.arange(start, start + size)
-        batch = Batch(
-            token_ids=positions,
-            positions=positions,
-            kv_indices=positions,
-            block_tables=torch.arange(3, dtype=torch.int32)[None],
-            query_starts=[0, size],
-            query_lens=[size],
-            context_lens=[start + size],
-            logit_indices=positions[-1:] - start,
-        )
+        batch = batch_of_spans([(start, start + size)], torch.arange(3, dtype=torch.int32)[None])
+        positions = batch.positions
         part = qkv[start : start + size].clone()
         query = ops.rope_write(part, Rotation(angles.cos(), angles.sin(), positions), None, kv, 0, positions)
         outputs.append(ops.attend(query, kv, 0, ops.plan(batch, kv), attention).clone())

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 import triton
+from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Rotation
@@ -35,8 +36,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class Packed(NamedTuple):
     """A linear layer as torch takes it."""
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Tensor
+    bias: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -46,16 +47,16 @@ class TritonKVCache:
     shape: KVShape
     num_blocks: int
     block_size: int
-    storage: torch.Tensor = field(repr=False)  # [num_layers, 2, num_blocks, Hkv, block_size, D]; 2: keys, values
+    storage: Tensor = field(repr=False)  # [num_layers, 2, num_blocks, Hkv, block_size, D]; 2: keys, values
 
-    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values, [num_blocks, Hkv, block_size, D] each."""
         return self.storage[index, 0], self.storage[index, 1]
 
     def admit(self, batch: Batch) -> None:
         """Nothing to clean: kernels read no cell that was not written since its block was given out."""
 
-    def inspect(self, batch: Batch, hidden: torch.Tensor) -> None:
+    def inspect(self, batch: Batch, hidden: Tensor) -> None:
         """See `admit`."""
 
 
@@ -86,46 +87,31 @@ class TritonOps:
         other.tiles, other.cuts_show = tiles, cuts_show
         return other
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Packed:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Packed:
         if isinstance(weight, QuantizedWeight):
             weight = dequantize(weight).to(self._dtype)
         return Packed(weight.contiguous(), bias)
 
     pack_gated = pack_linear
 
-    def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+    def linear(self, x: Tensor, packed: Packed) -> Tensor:
         return F.linear(x, packed.weight, packed.bias)
 
-    def gated_linear(self, x: torch.Tensor, packed: Packed, activation: str) -> torch.Tensor:
+    def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
         return pointwise.act_mul(self.linear(x, packed), activation)
 
     logits = linear
 
-    def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
-        return pointwise.embed(token_ids, table, scale)
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return pointwise.rms_norm(x, weight, eps)
-
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return pointwise.add_rms_norm(x, residual, weight, eps)
+    embed = staticmethod(pointwise.embed)
+    rms_norm = staticmethod(pointwise.rms_norm)
+    add_rms_norm = staticmethod(pointwise.add_rms_norm)
 
     def rope_write(
-        self,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        norm: HeadNorm | None,
-        kv: TritonKVCache,
-        layer: int,
-        kv_indices: torch.Tensor,
-    ) -> torch.Tensor:
+        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: TritonKVCache, layer: int, kv_indices: Tensor
+    ) -> Tensor:
         return pointwise.rope_write(qkv, rotation, norm, kv.layer(layer), kv_indices)
 
-    def write_kv(
-        self, key: torch.Tensor, value: torch.Tensor, kv: TritonKVCache, layer: int, kv_indices: torch.Tensor
-    ) -> None:
+    def write_kv(self, key: Tensor, value: Tensor, kv: TritonKVCache, layer: int, kv_indices: Tensor) -> None:
         blocks, offsets = kv_indices // kv.block_size, kv_indices % kv.block_size
         for cache, part in zip(kv.layer(layer), (key, value), strict=True):
             cache[blocks, :, offsets] = part.to(cache.dtype)
@@ -135,13 +121,13 @@ class TritonOps:
 
     def attend(
         self,
-        query: torch.Tensor,
+        query: Tensor,
         kv: TritonKVCache,
         layer: int,
         plan: Plan,
         shape: AttentionShape,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         return attend(query, kv.layer(layer), plan, shape, sinks)
 
     def record(self, forward: Forward, kv: Sequence[TritonKVCache], max_tokens: int) -> None:
@@ -169,7 +155,7 @@ class TritonOps:
         blocks.check(kv.shape, kv.block_size, len(block_ids))
         kv.storage.index_copy_(2, self._ids(block_ids), blocks.cells.to(self.device).permute(2, 1, 0, 3, 4, 5))
 
-    def _ids(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> torch.Tensor:
+    def _ids(self, values: Sequence[int] | Sequence[tuple[int, int]]) -> Tensor:
         """Block ids on the device; the host does not wait for it."""
         ids = torch.tensor(values, dtype=torch.int64)
         return ids if self.device.type == "cpu" else ids.pin_memory().to(self.device, non_blocking=True)

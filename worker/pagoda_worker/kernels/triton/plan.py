@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
 from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.kernels.triton.attention import SPLIT, Launch
@@ -48,7 +49,7 @@ class Tiles:
 class Work:
     """Items [n, 4] of `attention`, of `lines` lines each, of which at most `used_lines` are used."""
 
-    items: torch.Tensor
+    items: Tensor
     lines: int
     used_lines: int
 
@@ -57,8 +58,8 @@ class Work:
 class Plan:
     """What all layers of a step share. `max_context` bounds the lengths in `contexts`, which live on the device."""
 
-    tables: torch.Tensor  # [B, max_blocks] int32
-    contexts: torch.Tensor  # [B] int32
+    tables: Tensor  # [B, max_blocks] int32
+    contexts: Tensor  # [B] int32
     query_starts: Sequence[int]
     query_lens: Sequence[int]
     max_context: int
@@ -95,7 +96,7 @@ class Plan:
             for row, first, lines, used in found
         ]
 
-    def _upload(self, items: np.ndarray) -> torch.Tensor:
+    def _upload(self, items: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(items, np.int32)).to(self.tables.device, non_blocking=True)
 
 
@@ -112,12 +113,8 @@ def make_plan(batch: Batch, tiles: Tiles, dtype: torch.dtype) -> Plan:
 
 
 def attend(
-    query: torch.Tensor,
-    cache: tuple[torch.Tensor, torch.Tensor],
-    plan: Plan,
-    shape: AttentionShape,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    query: Tensor, cache: tuple[Tensor, Tensor], plan: Plan, shape: AttentionShape, sinks: Tensor | None
+) -> Tensor:
     """See Ops.attend; cache: keys and values [num_blocks, Hkv, block_size, D] of one layer."""
     out = query.new_empty((query.shape[0], shape.num_heads * shape.head_dim))
     launch = Launch(query, out, cache, (plan.tables, plan.contexts), shape, sinks, plan.tiles.shared_bytes)

@@ -18,7 +18,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
-from pagoda_worker.rows.penalties import Ids, Processing, completes
+from pagoda_worker.rows.order import Ids
+from pagoda_worker.rows.penalties import Processing, completes
 from pagoda_worker.rows.rows import Row
 from pagoda_worker.sampling.device_sampler import Upload
 

@@ -8,7 +8,6 @@ another order for another height of tile is found here.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +19,7 @@ from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops, Rotation, guarded
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.triton.ops import TritonOps
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import batch_of_spans
 from pagoda_worker.rows.rows import Row
 from pagoda_worker.sampling import sampler
 from pagoda_worker.sampling.device_sampler import samples_of
@@ -120,19 +119,8 @@ def _attend(
 ) -> torch.Tensor:
     """Tokens [start, end) of the row, each chunk as a row of the batch."""
     blocks = torch.arange(kv.num_blocks, dtype=torch.int32, device=ops.device)
-    positions = torch.cat([torch.arange(start, end, device=ops.device) for start, end in chunks])
-    lens = [end - start for start, end in chunks]
-    batch = Batch(
-        token_ids=positions,
-        positions=positions,
-        kv_indices=positions,
-        block_tables=blocks.repeat(len(chunks), 1),
-        query_starts=[0, *accumulate(lens)],
-        query_lens=lens,
-        context_lens=[end for _, end in chunks],
-        logit_indices=positions[:0],
-    )
-    return ops.attend(query[positions], kv, 0, ops.plan(batch, kv), attention)
+    batch = batch_of_spans(chunks, blocks.repeat(len(chunks), 1))
+    return ops.attend(query[batch.positions], kv, 0, ops.plan(batch, kv), attention)
 
 
 def sampling_problem(ops: TritonOps, needs: Needs) -> str | None:

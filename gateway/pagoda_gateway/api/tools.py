@@ -1,0 +1,108 @@
+"""Tools as OpenAI's chat has them: what may be called, and what is to be called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from pagoda_gateway.api.body import Body, Text
+
+NONE, AUTO, REQUIRED = "none", "auto", "required"
+
+
+class FunctionDefinition(Body):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="refused where arguments cannot be held to the schema")
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+def _not_empty(value: Any) -> Any:
+    if value == []:
+        raise ValueError("empty array: expected an array with minimum length 1, but got an empty array instead")
+    return value
+
+
+Tools = Annotated[list[Tool], Field(fail_fast=True), BeforeValidator(_not_empty)]
+
+
+class FunctionName(Body):
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class FunctionChoice(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Allowed(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(fail_fast=True, min_length=1)]
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: Allowed
+
+
+def kind_of_choice(value: Any) -> str:
+    """A tag is no key of a choice, for the sake of paths in messages."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    return "a function" if kind == "function" else "allowed tools" if kind == "allowed_tools" else "a mode"
+
+
+def is_choice(value: Any) -> Any:
+    """Other types are refused in one sentence. Raises ValueError."""
+    kind = value.get("type") if isinstance(value, dict) else "function"
+    if kind not in ("function", "allowed_tools"):
+        raise ValueError(f"must be of type 'function' or 'allowed_tools', got {str(kind)[:64]!a}")
+    return value
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("a mode")]
+    | Annotated[FunctionChoice, Tag("a function")]
+    | Annotated[AllowedChoice, Tag("allowed tools")],
+    Discriminator(kind_of_choice),
+    BeforeValidator(is_choice),
+]
+AnyChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedChoice
+
+
+def chosen_names(choice: AnyChoice | None) -> list[str] | None:
+    """The functions that a choice names; None where it names none, so that all are meant."""
+    match choice:
+        case FunctionChoice(function=named):
+            return [named.name]
+        case AllowedChoice(allowed_tools=allowed):
+            return [one.function.name for one in allowed.tools]
+    return None
+
+
+def chosen_mode(choice: AnyChoice | None) -> str:
+    """NONE, AUTO or REQUIRED."""
+    match choice:
+        case FunctionChoice():
+            return REQUIRED
+        case AllowedChoice(allowed_tools=allowed):
+            return allowed.mode
+    return choice or AUTO
+
+
+def check_choice(choice: AnyChoice | None, tools: Sequence[Tool] | None) -> None:
+    """Raises ValueError for a choice among tools that there are not."""
+    if choice is not None and choice != NONE and not tools:
+        raise ValueError("tool_choice needs tools")
+    known = {tool.function.name for tool in tools or ()}
+    if len(known) < len(tools or ()):
+        raise ValueError("tools must have names of their own")
+    for name in chosen_names(choice) or ():
+        if name not in known:
+            raise ValueError(f"tool_choice names {name[:64]!a}, which is not among the tools")

@@ -1,0 +1,89 @@
+"""What an answer is to be made of, and where its prompt leaves the model, become a grammar and a way to read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pagoda_gateway.text.answers import Formats, HowRead, Wanted
+from pagoda_gateway.text.reasoning import Thinking
+from pagoda_gateway.text.tool_formats.functions import Function, NotEnforced
+from pagoda_proto.errors import InvalidParams, Problem
+from pagoda_proto.params import MAX_GRAMMAR_CHARS
+
+MAX_SCHEMA_VALUES = 16 * 1024  # of all tools: what more there is could not be said in a grammar
+
+
+class Plan(NamedTuple):
+    """`loose_grammar` says less than `grammar`, for when that cannot be used; "" where there is none."""
+
+    how: HowRead
+    grammar: str = ""
+    loose_grammar: str = ""
+
+
+def plan_of(formats: Formats, wanted: Wanted, thinking: Thinking | None, place: Callable[[str], str]) -> Plan:
+    """`place` says where in the body the parameters of a function stand.
+
+    Raises:
+        InvalidParams: a strict function has a schema that it cannot be held to.
+    """
+    functions = () if wanted.calling is None else wanted.calling.functions
+    all_strict = all(each.strict for each in functions)
+    large = sum(num_values(each.parameters) for each in functions) > MAX_SCHEMA_VALUES
+    if large and all_strict:
+        raise InvalidParams([Problem("tools", f"schemas of strict tools have at most {MAX_SCHEMA_VALUES} values")])
+    how = HowRead(thinking=thinking, functions=_as_read(formats, functions, large))
+    try:
+        loose = "" if all_strict else loosened(wanted).grammar(formats, thinking)
+        grammar = loose if large else wanted.grammar(formats, thinking)
+    except NotEnforced as error:
+        raise InvalidParams([Problem(f"{place(error.function)}{error.pointer}", str(error))]) from error
+    if large or (loose and len(grammar) > MAX_GRAMMAR_CHARS):
+        return Plan(how, loose)
+    return Plan(how, grammar, loose)
+
+
+def _as_read(formats: Formats, functions: Sequence[Function], large: bool) -> tuple[Function, ...]:
+    """Schemas are kept where values are read by them."""
+    if formats.tools is not None and formats.tools.shape.reads_schemas and not large:
+        return tuple(functions)
+    return tuple(Function(name=each.name) for each in functions)
+
+
+def num_values(value: Any) -> int:
+    """Of a JSON value, itself included; not counted further than to too many."""
+    waiting, count = [value], 0
+    while waiting and count <= MAX_SCHEMA_VALUES:
+        item = waiting.pop()
+        count += 1
+        if isinstance(item, dict | list):
+            waiting += item.values() if isinstance(item, dict) else item
+    return count
+
+
+def loosened(wanted: Wanted) -> Wanted:
+    """The same, with functions that are not strict held to some JSON object only."""
+    if wanted.calling is None:
+        return wanted
+    functions = tuple(
+        each if each.strict else msgspec.structs.replace(each, loose=True) for each in wanted.calling.functions
+    )
+    return msgspec.structs.replace(wanted, calling=msgspec.structs.replace(wanted.calling, functions=functions))
+
+
+def check_budget(formats: Formats, field: str) -> None:
+    """Raises InvalidParams where thoughts cannot be cut short."""
+    reasoning = formats.reasoning
+    if reasoning is None:
+        raise InvalidParams([Problem(field, "this model's chat template has no thoughts that are known here")])
+    if not any(reasoning.close.startswith(token) for token in formats.tokens):
+        raise InvalidParams([Problem(field, "the end of this model's thoughts is no token, so they cannot be counted")])
+
+
+def check_form(formats: Formats, field: str) -> None:
+    """Raises InvalidParams where a form cannot go with tools."""
+    if formats.tools is not None and formats.tools.bare:
+        raise InvalidParams([Problem("tools", f"cannot go with {field}: this model writes calls as it writes text")])

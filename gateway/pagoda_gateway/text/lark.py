@@ -1,0 +1,120 @@
+"""A grammar in the making: rules for texts, markers and schemas, as llguidance reads them.
+
+A marker that is a token of its own is written by its id: quoted, it would never match. All other text is bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pagoda_proto import grammars
+
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
+ANY = r"(.|\n)*"
+GAP = r"(/\s{1,4}/)?"
+
+
+def quoted(text: str) -> str:
+    """A text as it stands in a rule."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def escaped(text: str) -> str:
+    """A text as it stands in a regular expression between slashes."""
+    return _SPECIAL.sub(lambda found: "\\" + found[0], text).replace("\n", "\\n").replace("\r", "\\r")
+
+
+class Rules:
+    """`tokens` are the markers that the tokenizer knows as tokens, by their text."""
+
+    def __init__(self, tokens: Mapping[str, int]) -> None:
+        self._tokens = tokens
+        names = sorted(tokens, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, names))) if names else None
+        self._lines: list[str] = []
+        self._names: dict[str, str] = {}
+        self._parts: dict[str, dict[str, Any]] = {}
+
+    def spell(self, text: str) -> str:
+        """What writes exactly this text."""
+        pieces: list[str] = []
+        start = 0
+        for found in self._pattern.finditer(text) if self._pattern else ():
+            if found.start() > start:
+                pieces.append(quoted(text[start : found.start()]))
+            pieces.append(f"<[{self._tokens[found[0]]}]>")
+            start = found.end()
+        if start < len(text):
+            pieces.append(quoted(text[start:]))
+        return " ".join(pieces)
+
+    def starts_with_token(self, marker: str) -> bool:
+        """Whether the marker begins with one that is a token."""
+        return self._pattern is not None and self._pattern.match(marker) is not None
+
+    def has_token(self, marker: str) -> bool:
+        return self._pattern is not None and self._pattern.search(marker) is not None
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """The name of a rule with this body; one for equal ones."""
+        return self._named("r", body, attributes)
+
+    def terminal(self, body: str) -> str:
+        return self._named("T", body, "")
+
+    def recursive(self, name: str, body: Callable[[], str]) -> str:
+        """The rule of this name, whose body may name it."""
+        if name not in self._names:
+            self._names[name] = name
+            self._lines.append(f"{name}: {body()}")
+        return name
+
+    def text(self, avoid: Sequence[str] = (), first: str = "", pattern: str = ANY) -> str:
+        """Any text in which none of `avoid` is written out, and that does not begin as the expression `first` says."""
+        body = f"/{pattern}/"
+        if avoid:
+            body += f" & ~/{ANY}({'|'.join(map(escaped, avoid))}){ANY}/"
+        if first:
+            body += f" & ~/({first}){ANY}/"
+        return self.terminal(body)
+
+    def up_to(
+        self, markers: Sequence[str], *, first: str = "", pattern: str = ANY, max_tokens: int | None = None
+    ) -> str:
+        """A text, and the first marker in it. With `max_tokens` each marker must begin with a token."""
+        text = self.text([marker.strip() for marker in markers], first, pattern)
+        limit = "" if max_tokens is None else f"max_tokens={max_tokens}"
+        return self.rule(" | ".join(self._up_to(marker, text, limit) for marker in markers))
+
+    def _up_to(self, marker: str, text: str, limit: str) -> str:
+        if self.starts_with_token(marker):
+            return f"{self.rule(text, limit) if limit else text} {self.spell(marker)}"
+        found = self._pattern.search(marker) if self._pattern else None
+        end = len(marker) if found is None else found.start()
+        lazy = self.rule(f"{text} {quoted(marker[:end])}", "lazy")
+        return f"{lazy} {self.spell(marker[end:])}".rstrip()
+
+    def schema(self, schema: Mapping[str, Any]) -> str:
+        """JSON that the schema admits."""
+        return self.part(grammars.schema_part(dict(schema)))
+
+    def part(self, part: Mapping[str, Any]) -> str:
+        """A reference to another grammar, which becomes a part of this one."""
+        key = json.dumps(part)
+        if key not in self._parts:
+            self._parts[key] = {"name": f"p{len(self._parts)}", **part}
+        return f"@{self._parts[key]['name']}"
+
+    def grammar(self, start: str) -> str:
+        return grammars.composed("\n".join([f"start: {start}", *self._lines]), list(self._parts.values()))
+
+    def _named(self, letter: str, body: str, attributes: str) -> str:
+        key = f"{letter}[{attributes}]: {body}"
+        if key not in self._names:
+            name = self._names[key] = f"{letter}{len(self._names)}"
+            told = f"[{attributes}]" if attributes else ""
+            self._lines.append(f"{name}{told}: {body}")
+        return self._names[key]

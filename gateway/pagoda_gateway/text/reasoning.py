@@ -1,0 +1,180 @@
+"""What a model writes for itself stands before its answer, between two marks; the first may be in the prompt already.
+
+Whether a model thinks is seen from the end of its prompt: where the template has opened the thoughts they go on, where
+it has closed them there are none, and elsewhere the model may open them itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pagoda_gateway.text.events import Said, Text, Thought, merged
+from pagoda_gateway.text.source import Reading, Source
+
+
+class Thinking(StrEnum):
+    """What an answer may begin with."""
+
+    OPEN = "open"  # thoughts that the prompt has opened
+    POSSIBLE = "possible"  # the mark that opens them
+    OVER = "over"  # neither
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningFormat:
+    """A family's way to think.
+
+    Attributes:
+        name: What vLLM calls it.
+        marks: A chat template that has all of these asks for it.
+        open, close: Around thoughts.
+        implied: Answers begin with thoughts, though nothing opens them.
+        layout: What else stands between thoughts and answer, and is neither.
+        again: Thoughts may be opened at any place, also after others; this stands between.
+        answer: What a plain answer begins with.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    open: str = "<think>"
+    close: str = "</think>"
+    implied: bool = False
+    layout: tuple[str, ...] = ()
+    again: str = ""
+    answer: str = ""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return self.open, self.close, *self.layout, self.again, self.answer
+
+    def at(self, prompt: str) -> Thinking:
+        """Where the end of a prompt leaves the model."""
+        end = prompt.rstrip()
+        if end.endswith(self.close):
+            return Thinking.OVER
+        return Thinking.OPEN if self.implied or end.endswith(self.open) else Thinking.POSSIBLE
+
+
+_THINK = ("</think>",)
+REASONING_FORMATS = (
+    ReasoningFormat(name="seed_oss", marks=("seed:think",), open="<seed:think>", close="</seed:think>"),
+    ReasoningFormat(
+        name="openai_gptoss",
+        marks=("<|channel|>", "analysis"),
+        open="<|channel|>analysis<|message|>",
+        close="<|end|>",
+        layout=("<|start|>assistant", "<|channel|>final<|message|>", "<|channel|>commentary<|message|>", "<|end|>"),
+        again="<|start|>assistant",
+        answer="<|channel|>final<|message|>",
+    ),
+    ReasoningFormat(name="gemma4", marks=("<|channel>",), open="<|channel>thought\n", close="<channel|>"),
+    ReasoningFormat(name="mistral", marks=("[THINK]",), open="[THINK]", close="[/THINK]"),
+    ReasoningFormat(
+        name="cohere_command",
+        marks=("<|START_THINKING|>",),
+        open="<|START_THINKING|>",
+        close="<|END_THINKING|>",
+        layout=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+        answer="<|START_RESPONSE|>",
+    ),
+    ReasoningFormat(name="apertus", marks=("<|inner_prefix|>",), open="<|inner_prefix|>", close="<|inner_suffix|>"),
+    ReasoningFormat(name="kimi_vl", marks=("◁/think▷",), open="◁think▷", close="◁/think▷"),
+    ReasoningFormat(
+        name="granite",
+        marks=("Here is my thought process:", "Here is my response:"),
+        open="Here is my thought process:",
+        close="Here is my response:",
+    ),
+    ReasoningFormat(
+        name="hunyuan_a13b", marks=("<think>", "<answer>"), layout=("<answer>", "</answer>"), answer="<answer>\n"
+    ),
+    ReasoningFormat(
+        name="ernie45", marks=("<think>", "<response>"), layout=("<response>", "</response>"), answer="<response>\n"
+    ),
+    ReasoningFormat(name="step3", marks=("steptml", "</think>"), implied=True),
+    ReasoningFormat(name="minimax_m2", marks=("<minimax:tool_call>", "</think>")),
+    ReasoningFormat(name="kimi_k2", marks=("<|tool_calls_section_begin|>", "</think>")),
+    ReasoningFormat(name="glm45", marks=("<arg_key>", "</think>")),
+    ReasoningFormat(name="deepseek_r1", marks=("<｜Assistant｜>", "</think>")),
+    ReasoningFormat(name="deepseek_v3", marks=("<｜Assistant｜>", "</think>", "thinking")),
+    ReasoningFormat(name="qwen3", marks=_THINK),
+    *(
+        ReasoningFormat(name=name, marks=_THINK)
+        for name in ("exaone4", "nemotron_v3", "olmo3", "holo2", "mimo", "poolside_v1")
+    ),
+)
+REASONING_FORMAT_NAMES = tuple(each.name for each in REASONING_FORMATS)
+
+
+def recognised_reasoning(template: str, name: str = "") -> ReasoningFormat | None:
+    """The format that a chat template shows; with `name`, the one of this name."""
+    if name:
+        return next((each for each in REASONING_FORMATS if each.name == name), None)
+    return next((each for each in REASONING_FORMATS if all(mark in template for mark in each.marks)), None)
+
+
+class ReasoningReader:
+    """Text in, thoughts and text out, the same for any cutting of the input. White space next to marks is layout."""
+
+    def __init__(self, reasoning: ReasoningFormat, thinking: Thinking) -> None:
+        self._format = reasoning
+        self._thinking = thinking
+        self._said: list[Said] = []
+        self._source = Source()
+        self._held = ""  # white space at the end of a thought, which the mark may follow
+        self._trims = False  # what comes next loses the white space that it begins with
+        self._reading = self._read()
+        next(self._reading, None)
+
+    def push(self, text: str) -> list[Said]:
+        self._source.feed(text)
+        return self._go_on()
+
+    def flush(self) -> list[Said]:
+        """End of the text."""
+        self._source.end()
+        return self._go_on()
+
+    def _go_on(self) -> list[Said]:
+        next(self._reading, None)
+        said = merged(self._said)
+        self._said.clear()
+        return said
+
+    def _read(self) -> Reading[None]:
+        told, source = self._format, self._source
+        opened = self._thinking is Thinking.OPEN
+        if self._thinking is Thinking.POSSIBLE:
+            lead = yield from source.space()
+            opened = yield from source.take(told.open)
+            self._say("" if opened else lead)
+        if opened:
+            yield from self._thoughts()
+        markers = (*((told.open,) if told.again else ()), *told.layout)
+        while markers and (marker := (yield from source.until(markers, self._say))) is not None:
+            self._trims = True
+            if marker == told.open:
+                yield from self._thoughts()
+        while (yield from source.peek()):
+            self._say(source.rest())
+
+    def _thoughts(self) -> Reading[None]:
+        self._held, self._trims = "", True
+        yield from self._source.until((self._format.close,), self._think)
+        self._trims = True
+
+    def _think(self, text: str) -> None:
+        text = self._held + text
+        text = text.lstrip() if self._trims else text
+        shown = text.rstrip()
+        self._held = text[len(shown) :]
+        if shown:
+            self._trims = False
+            self._said.append(Thought(shown))
+
+    def _say(self, text: str) -> None:
+        text = text.lstrip() if self._trims else text
+        if text:
+            self._trims = False
+            self._said.append(Text(text))

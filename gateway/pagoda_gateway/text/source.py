@@ -1,0 +1,235 @@
+"""A parser reads a text as if all of it were there; where it lacks some, it waits.
+
+Parsers are generators over a `Source`: they yield when they need more, and every decision waits until the text, or its
+end, has made it certain. So what they find cannot depend on how the text was cut into pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Sequence
+from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]  # yields where it needs more text
+Tell = Callable[[str], object]
+
+MAX_NAME_CHARS = 256
+_NAME_CHAR = re.compile(r"[A-Za-z0-9_.\-]")
+_SCALAR_END = frozenset(",]}")
+
+
+class NotACall(ValueError):
+    """What looked like the beginning of something is ordinary text."""
+
+
+class Source:
+    """What has come of a text. Owned by one parser, which reads it from left to right."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._mark: int | None = None
+        self._ended = False
+
+    def feed(self, text: str) -> None:
+        keep = self._at if self._mark is None else self._mark
+        self._text = self._text[keep:] + text
+        self._at -= keep
+        self._mark = None if self._mark is None else 0
+
+    def end(self) -> None:
+        self._ended = True
+
+    def mark(self, back: int = 0) -> None:
+        """Keep what is read from here on, and `back` characters before it."""
+        self._mark = self._at - back
+
+    def unmark(self) -> str:
+        """What was read since the mark."""
+        start, self._mark = self._mark, None
+        return "" if start is None else self._text[start : self._at]
+
+    @property
+    def position(self) -> int:
+        """How much of what is kept is read. It changes when more comes; see `mark`."""
+        return self._at - (self._mark or 0)
+
+    def more(self) -> Reading[bool]:
+        """Wait for text beyond what is there; False at the end."""
+        there = len(self._text) - self._at
+        while not self._ended and len(self._text) - self._at == there:
+            yield
+        return len(self._text) - self._at > there
+
+    def peek(self) -> Reading[str]:
+        """The next character, "" at the end."""
+        if self._at == len(self._text):
+            yield from self.more()
+        return self._text[self._at : self._at + 1]
+
+    def next(self) -> Reading[str]:
+        """The next character, which is then read."""
+        char = yield from self.peek()
+        self._at += len(char)
+        return char
+
+    def space(self) -> Reading[str]:
+        """White space, as much as there is."""
+        found = ""
+        while (char := (yield from self.peek())).isspace():
+            found += char
+            self._at += 1
+        return found
+
+    def name(self) -> Reading[str]:
+        """Letters, digits, dots and dashes, as far as they go."""
+        name = ""
+        while len(name) < MAX_NAME_CHARS and _NAME_CHAR.match((yield from self.peek())):
+            name += yield from self.next()
+        return name
+
+    def take(self, text: str) -> Reading[bool]:
+        """Read `text`, if it comes next."""
+        while len(self._text) - self._at < len(text) and text.startswith(self._text[self._at :]):
+            if not (yield from self.more()):
+                return False
+        if not self._text.startswith(text, self._at):
+            return False
+        self._at += len(text)
+        return True
+
+    def one_of(self, texts: Sequence[str]) -> Reading[str]:
+        """Read the one of these texts that comes next, "" if none does. None may begin with another one."""
+        for text in texts:
+            if (yield from self.take(text)):
+                return text
+        return ""
+
+    def loosely(self, text: str) -> Reading[bool]:
+        """Read `text`, if it comes next; how its words are spaced does not matter. Where it fails, some may be read."""
+        for word in text.split():
+            yield from self.space()
+            if not (yield from self.take(word)):
+                return False
+        return True
+
+    def closing(self, text: str) -> Reading[None]:
+        """Read `text` loosely, as far as it comes next; a word in which everything ends is read, too."""
+        for word in text.split():
+            yield from self.space()
+            if not (yield from self.take(word)):
+                if self.ends_in(word):
+                    self._at = len(self._text)
+                return
+
+    def ends_in(self, word: str) -> bool:
+        """Whether all that is left is the beginning of this word."""
+        return self._ended and word.startswith(self._text[self._at :])
+
+    def until(self, markers: Sequence[str], tell: Tell, *, whole: bool = True) -> Reading[str | None]:
+        """Tell the text up to the first of these, as it comes, and read that marker too; None at the end.
+
+        No marker may begin with another one. What could be the beginning of one at the end is told only if the text
+        may be `whole` without it.
+        """
+        pattern = _any_of(tuple(markers))
+        while True:
+            found = pattern.search(self._text, self._at)
+            if found is not None:
+                self._pass_on(found.start(), tell)
+                self._at = found.end()
+                return found[0]
+            self._pass_on(len(self._text) - self._num_held(markers), tell)
+            if not (yield from self.more()):
+                if whole:
+                    self._pass_on(len(self._text), tell)
+                return None
+
+    def collect(self, *markers: str) -> Reading[str]:
+        """The text up to the first of these. Raises NotACall at the end."""
+        pieces: list[str] = []
+        if (yield from self.until(markers, pieces.append)) is None:
+            raise NotACall("it ends early")
+        return "".join(pieces)
+
+    def rest(self) -> str:
+        """All that is there."""
+        text, self._at = self._text[self._at :], len(self._text)
+        return text
+
+    def brackets(self, tell: Tell) -> Reading[bool]:
+        """Tell a JSON object or list as it comes, by its brackets and strings; False where the text ends in it."""
+        depth, in_string, escaped = 0, False, False
+        while True:
+            for i in range(self._at, len(self._text)):
+                char = self._text[i]
+                if in_string:
+                    in_string = escaped or char != '"'
+                    escaped = not escaped and char == "\\"
+                elif char == '"':
+                    in_string = True
+                elif char in "{[":
+                    depth += 1
+                elif char in "}]":
+                    depth -= 1
+                    if depth == 0:
+                        self._pass_on(i + 1, tell)
+                        return True
+            self._pass_on(len(self._text), tell)
+            if not (yield from self.more()):
+                return False
+
+    def json_text(self) -> Reading[str]:
+        """The text of a JSON value. Raises NotACall where it is none, or not whole."""
+        first = yield from self.peek()
+        pieces: list[str] = []
+        if first and first in "{[":
+            yield from self.brackets(pieces.append)
+        elif first == '"':
+            yield from self._quoted(pieces)
+        else:
+            while (char := (yield from self.peek())) and not char.isspace() and char not in _SCALAR_END:
+                pieces.append(char)
+                self._at += 1
+        return "".join(pieces)
+
+    def json(self) -> Reading[object]:
+        """A JSON value. Raises NotACall."""
+        text = yield from self.json_text()
+        try:
+            value: object = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise NotACall("it is no JSON") from error
+        return value
+
+    def _quoted(self, pieces: list[str]) -> Reading[None]:
+        escaped, opened = False, False
+        while char := (yield from self.next()):
+            pieces.append(char)
+            if char == '"' and opened and not escaped:
+                return
+            escaped = not escaped and char == "\\"
+            opened = True
+
+    def _pass_on(self, end: int, tell: Tell) -> None:
+        if end > self._at:
+            tell(self._text[self._at : end])
+            self._at = end
+
+    def _num_held(self, markers: Sequence[str]) -> int:
+        """How many characters at the end could be the beginning of a marker."""
+        there = len(self._text) - self._at
+        longest = min(max(map(len, markers)) - 1, there)
+        for num in range(longest, 0, -1):
+            tail = self._text[len(self._text) - num :]
+            if any(marker.startswith(tail) for marker in markers):
+                return num
+        return 0
+
+
+@lru_cache(maxsize=256)
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)))

@@ -1,0 +1,1 @@
+"""How families of models write tool calls: data over a few shapes, each of which reads calls and says them as rules."""
