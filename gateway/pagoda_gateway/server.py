@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda_gateway.app import create_app
@@ -25,12 +26,13 @@ from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Waits
 from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.http.protocol import ConnectionGuard
-from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
+from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, is_private, url_of, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes.batch_service import batch_runner
 from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
 from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.errors import PagodaError
 
 Report = Callable[[dict[str, object]], None]
 
@@ -45,7 +47,8 @@ async def serve(
 ) -> None:
     """Run a gateway until `stop` is set and its requests are done or `drain_timeout_s` is over.
 
-    Reports {"event": "listening", "url": ..}, then "ready" and "unready" as /health/ready changes.
+    Reports {"event": "listening", "url": ..}, then "ready" and "unready" as /health/ready changes; and "locked" if
+    clients must show API keys.
 
     Raises:
         ValueError: the engine address, the store's or the model's files cannot be used.
@@ -55,32 +58,81 @@ async def serve(
     listener = bind(config.host, config.port)
     with contextlib.closing(listener):
         text = await asyncio.to_thread(load_text, config)
-        name = served_name(config)
-        metrics = GatewayMetrics(name)
+        metrics = GatewayMetrics(served_name(config))
+        parts = _Parts.of(config, text, metrics, health_times)
+        guard = ConnectionGuard(config, metrics.slow_client, parts.engine.clock.now)
+        app = create_app(parts.ctx, parts.health, metrics, parts.background, parts.batches)
+        server = HttpServer(uvicorn_config(app, config, guard))
+        parts.start(lambda ready: report({"event": "ready" if ready else "unready"}))
+        telling = asyncio.create_task(tell_who_may_ask(parts.ctx, listener, report), name="who-may-ask")
+        try:
+            await _run(server, listener, config, report, stop, parts)
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+            await parts.aclose()
+            server.cut_connections()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What runs beside HTTP, and is closed in the order in which one part needs the other."""
+
+    ctx: GatewayContext
+    engine: SessionClient
+    health: Health
+    background: BackgroundResponses
+    batches: Batches
+    runner: BatchRunner
+
+    @classmethod
+    def of(
+        cls, config: GatewayConfig, text: ModelText, metrics: GatewayMetrics, health_times: HealthTimes | None
+    ) -> _Parts:
+        """Raises ValueError for an address that cannot be used."""
         address, waits = EngineAddress(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
         engine = SessionClient(address, metrics, waits, log_requests=config.log_requests)
-        health = Health(engine, metrics, health_times)
         store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
-        ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()), store=store)
+        name, now = served_name(config), int(time.time())
+        ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=now, store=store)
         batches = Batches(store)
-        runner = batch_runner(ctx, batches)
-        guard = ConnectionGuard(config, metrics.slow_client, engine.clock.now)
-        background = BackgroundResponses(ctx)
-        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics, background, batches), config, guard))
-        engine.start()
-        background.start()
-        runner.start()
-        health.start(lambda ready: report({"event": "ready" if ready else "unready"}))
-        try:
-            await _run(server, listener, config, report, stop, (engine, health, background, runner))
-        finally:
-            await background.aclose()
-            await runner.aclose()
-            await health.aclose()
-            await engine.aclose()
-            ctx.pool.close()
-            await store.aclose()
-            server.cut_connections()
+        return cls(
+            ctx=ctx,
+            engine=engine,
+            health=Health(engine, metrics, health_times),
+            background=BackgroundResponses(ctx),
+            batches=batches,
+            runner=batch_runner(ctx, batches, metrics.batch_line),
+        )
+
+    def start(self, on_ready: Callable[[bool], None]) -> None:
+        self.engine.start()
+        self.background.start()
+        self.runner.start()
+        self.health.start(on_ready)
+        self.ctx.ledger.start()
+
+    async def hand_over(self) -> None:
+        """What runs without a client is left where it is: another gateway may go on with it. Safe to call twice."""
+        await asyncio.gather(self.background.aclose(), self.runner.aclose())
+
+    async def aclose(self) -> None:
+        await self.hand_over()
+        await self.health.aclose()
+        await self.engine.aclose()
+        self.ctx.pool.close()
+        await self.ctx.ledger.aclose()
+        await self.ctx.gate.aclose()
+        await self.ctx.store.aclose()
+
+
+async def tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report: Report) -> None:
+    with contextlib.suppress(PagodaError):  # then nobody may, until the store answers
+        if not await ctx.gate.is_open():
+            report({"event": "locked"})
+        elif not is_private(listener):
+            why = "there is no API key (`pagoda keys create NAME` makes one, --api-key names some)"
+            logger.warning("listening on %s: whoever reaches it may use it, for %s", ctx.config.host, why)
 
 
 def served_name(config: GatewayConfig) -> str:
@@ -105,9 +157,8 @@ async def _run(
     config: GatewayConfig,
     report: Report,
     stop: asyncio.Event,
-    parts: tuple[SessionClient, Health, BackgroundResponses, BatchRunner],
+    parts: _Parts,
 ) -> None:
-    engine, health, background, runner = parts
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
     waiting = [asyncio.create_task(event.wait()) for event in (server.listening, stop)]
     listening, stopping = waiting
@@ -117,9 +168,9 @@ async def _run(
             report({"event": "listening", "url": url_of(listener)})
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
-            leaving = asyncio.gather(background.aclose(), runner.aclose())  # another gateway may go on with theirs
-            await _leave(server, serving, config, engine, health)
-            await asyncio.wait([leaving], timeout=LEAVE_S)
+            handing_over = asyncio.create_task(parts.hand_over())
+            await _leave(server, serving, config, parts.engine, parts.health)
+            await asyncio.wait({handing_over}, timeout=LEAVE_S)
         await serving
     finally:
         for task in (*waiting, serving):

@@ -48,7 +48,7 @@ async def _planned(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> tu
     Raises:
         PagodaError: something about it cannot be done; `param` names the field.
     """
-    model = ctx.catalogue.find(body.model)
+    model = ctx.catalogue.find(body.model, caller)
     check_priority(ctx.config, model, body.priority)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with named_as_in_body({"prompt": "messages", "max_tokens": name}):
@@ -131,7 +131,7 @@ async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Jo
         body, form_field=form_field(body), how=plan.how, logprobs=record.task.params.logprobs, echoes=echoes
     )
     more = {"length_penalty": body.beam_penalty, "loose_grammar": plan.loose_grammar}
-    return new_job("chatcmpl-", ctx.catalogue.find(body.model), [record], shown, body.request_id, **more)
+    return new_job("chatcmpl-", ctx.catalogue.find(body.model, caller), [record], shown, body.request_id, **more)
 
 
 def echoed(body: ChatRequest) -> str:

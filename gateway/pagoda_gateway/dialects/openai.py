@@ -62,7 +62,7 @@ def reader(ctx: GatewayContext, body: Sampling, caller: Caller, param: str, aske
     Raises:
         PagodaError: the model is not known, or cannot keep so much of a prompt.
     """
-    model, truncate = ctx.catalogue.find(body.model), body.truncate_prompt_tokens
+    model, truncate = ctx.catalogue.find(body.model, caller), body.truncate_prompt_tokens
     if truncate is None:
         return Reader(ctx.pool, model, caller.key, param, asked)
     keep = num_kept(truncate, asked, model.limits.max_model_len)
