@@ -99,7 +99,7 @@ class GatewayConfig:
     max_messages: int = option(2048, "most messages in one chat request", least=1)
     max_tools: int = option(256, "most tools in one chat request", least=1)
     keep_responses_s: float = option(
-        30 * 86_400.0, "how long responses are kept, as far as the store keeps anything", least=1.0, most=1e9
+        30 * 86_400.0, "how long responses are kept, as far as the store keeps anything", least=0.1, most=1e9
     )
     max_background_responses: int = option(256, "most responses that run in the background at once", least=1)
     slow_client_timeout_s: float = option(60.0, "a stream whose client reads nothing for this long is ended", least=0.1)

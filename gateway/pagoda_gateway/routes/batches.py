@@ -6,13 +6,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagoda_gateway.api.batches_schemas import BatchesQuery, BatchList, BatchObject, BatchRequest, NoBody
-from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.batches.batch import new_batch, shown
 from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.batches.files import BATCH, Files
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.routes.batch_service import DIALECTS
 from pagoda_gateway.routes.body import caller_of, json_response, query_of, read_body
+from pagoda_gateway.routes.described import endpoint
 from pagoda_gateway.routes.files import KEPT_S, files_of, listed
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 

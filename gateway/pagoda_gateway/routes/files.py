@@ -11,12 +11,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from pagoda_gateway.api.batches_schemas import FileDeleted, FileForm, FileList, FileObject, FilesQuery, UploadBody
-from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.batches.files import FileInfo, FileLimits, Files, Upload
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.http.multipart import UploadForm
 from pagoda_gateway.http.sse import ClientGone
 from pagoda_gateway.routes.body import caller_of, hold_for, json_response, parse_body, query_of
+from pagoda_gateway.routes.described import endpoint
 from pagoda_gateway.store.interface import MAX_PART_BYTES
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 

@@ -13,7 +13,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.chat import CHAT
@@ -26,6 +25,7 @@ from pagoda_gateway.generation.run import Outcome, Run
 from pagoda_gateway.http.sse import EventStream, until_disconnect
 from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.routes.body import caller_of, hold_for, read_body
+from pagoda_gateway.routes.described import endpoint
 from pagoda_proto.records import Usage
 
 logger = logging.getLogger(__name__)

@@ -9,13 +9,13 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.api.keys_schemas import CreateKeyRequest, KeyList, KeyObject, KeysQuery, NewKeyObject
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.generation.requests import named_as_in_body
 from pagoda_gateway.keys.api_key import ApiKey, NewKey
 from pagoda_gateway.keys.grants import ADMIN_PATH, LIMITS, Limits, Role
 from pagoda_gateway.routes.body import json_response, query_of, read_body
+from pagoda_gateway.routes.described import endpoint
 
 PATH = f"{ADMIN_PATH}/keys"
 

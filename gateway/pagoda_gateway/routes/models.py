@@ -8,10 +8,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagoda_gateway.api.answer_schemas import Model, ModelList
-from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.routes.body import caller_of, json_response
+from pagoda_gateway.routes.described import endpoint
 
 
 def router(ctx: GatewayContext) -> APIRouter:

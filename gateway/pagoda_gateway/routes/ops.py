@@ -12,11 +12,11 @@ from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from pagoda_gateway.api.answer_schemas import Live, LoadAnswer, Ready, StackAnswer, Startup, Version
-from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes.body import caller_of
+from pagoda_gateway.routes.described import endpoint
 
 VERSION = metadata.version("pagoda-serve")
 DOCS_CSP = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; base-uri 'none'"

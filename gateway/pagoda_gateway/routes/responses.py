@@ -7,7 +7,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.api.described import JSON, endpoint
 from pagoda_gateway.api.encoding import encoded
 from pagoda_gateway.api.responses_answers import DeletedResponse, InputItems, ResponseAnswer
 from pagoda_gateway.api.responses_schemas import ResponsesRequest
@@ -17,6 +16,7 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.responses import RESPONSES, kept_by
 from pagoda_gateway.http.sse import EventStream
 from pagoda_gateway.routes.body import caller_of, json_response, read_body, while_connected
+from pagoda_gateway.routes.described import JSON, endpoint
 from pagoda_gateway.routes.generating import respond
 from pagoda_proto.errors import InvalidParams, Problem
 

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from pagoda_gateway.api.answer_schemas import CountTokensAnswer, DetokenizeAnswer, TokenizeAnswer
-from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.messages_schemas import CountTokensRequest
 from pagoda_gateway.api.schemas import DetokenizeRequest, TokenizeRequest
@@ -20,6 +19,7 @@ from pagoda_gateway.dialects.logprobs import token_text
 from pagoda_gateway.dialects.messages import MESSAGES, prompt_ids
 from pagoda_gateway.generation.prompts import Reader, text_of
 from pagoda_gateway.routes.body import caller_of, json_response, read_body, while_connected
+from pagoda_gateway.routes.described import endpoint
 from pagoda_proto.errors import InvalidParams, Problem
 
 

@@ -12,13 +12,13 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.api.described import endpoint
 from pagoda_gateway.api.keys_schemas import UsageAnswer, UsageQuery
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.keys.grants import Right
 from pagoda_gateway.keys.usage import KEPT_DAYS, Counts, UsageRow, days_before
 from pagoda_gateway.routes.body import caller_of, json_response, query_of
+from pagoda_gateway.routes.described import endpoint
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
 DAYS = 30
