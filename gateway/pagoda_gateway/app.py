@@ -18,12 +18,14 @@ from pagoda_gateway.api import errors
 from pagoda_gateway.api.error_body import set_shape
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
+from pagoda_gateway.clients import identify_by
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.http.multipart import MAX_FORM_BYTES
+from pagoda_gateway.keys.quota_headers import all_names as quota_names
 from pagoda_gateway.metrics import OTHER, GatewayMetrics
-from pagoda_gateway.routes import batches, files, generating, models, ops, page, responses, tokenize
+from pagoda_gateway.routes import batches, files, generating, keys, models, ops, page, responses, tokenize, usage
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -41,7 +43,7 @@ def create_app(
     # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing.
     api = FastAPI(title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(api)
-    routers = [module.router(ctx) for module in (generating, models, tokenize, files)]
+    routers = [module.router(ctx) for module in (generating, models, tokenize, files, keys, usage)]
     routers.append(responses.router(ctx, background))
     routers.append(batches.router(ctx, kept or Batches(ctx.store)))
     routers.append(ops.router(ctx, health, metrics))
@@ -50,8 +52,9 @@ def create_app(
     for router in routers:
         api.include_router(router)
     metrics.know_routes(frozenset(route_templates(routers)))
+    identify = identify_by(ctx.config.forwarded_allow_ips, ctx.gate)
     uploads = {files.PATH: ctx.config.max_file_bytes + MAX_FORM_BYTES}
-    limited = LimitsMiddleware(api, ctx.config, ctx.memory, uploads=uploads)
+    limited = LimitsMiddleware(api, ctx.config, ctx.memory, identify, ctx.quotas, uploads)
     return Edge(_for_pages(limited, ctx.config.allowed_origins), metrics, lambda: health.draining)
 
 
@@ -59,7 +62,14 @@ def _for_pages(app: ASGIApp, allowed_origins: str) -> ASGIApp:
     """Pages of these origins may ask, and read refusals too. They show keys like everybody: there are no cookies."""
     if not allowed_origins:
         return app
-    exposed = ("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms", "x-should-retry")
+    exposed = (
+        "x-request-id",
+        "openai-processing-ms",
+        "retry-after",
+        "retry-after-ms",
+        "x-should-retry",
+        *quota_names(),
+    )
     origins, methods = allowed_origins.split(","), ("GET", "HEAD", "POST", "DELETE")
     cors = CORSMiddleware(app, origins, methods, allow_headers=("*",), expose_headers=exposed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -34,7 +35,7 @@ class ServedModel:
 
 
 class Catalogue:
-    """Served models, the first of which is meant where a request names none."""
+    """Served models. To a caller there are those that its key allows; the first is meant where a request names none."""
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self._by_name = {model.name: model for model in models}
@@ -42,11 +43,21 @@ class Catalogue:
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._by_name.values())
 
-    def find(self, name: str | None) -> ServedModel:
+    def of_job(self, name: str) -> ServedModel:
+        """Of a job, which was made by who might use it. Raises PagodaError MODEL_NOT_FOUND."""
+        return self.find(name, NOBODY)
+
+    def of(self, caller: Caller) -> list[ServedModel]:
+        return [model for model in self if caller.grant.allows_model(model.name)]
+
+    def find(self, name: str | None, caller: Caller) -> ServedModel:
         """Raises PagodaError MODEL_NOT_FOUND."""
-        found = next(iter(self)) if name is None else self._by_name.get(name)
+        models = self.of(caller)
+        found = next((model for model in models if name in (None, model.name)), None)
         if found is None:
-            names = ", ".join(map(repr, self._by_name))
-            message = f"the model {str(name)[:64]!a} does not exist here; this server has {names}"
-            raise PagodaError(ErrorCode.MODEL_NOT_FOUND, message, "model")
+            names = ", ".join(repr(model.name) for model in models) or "none for this API key"
+            what = "a default model" if name is None else f"the model {name[:64]!a}"
+            raise PagodaError(
+                ErrorCode.MODEL_NOT_FOUND, f"{what} does not exist here; this server has {names}", "model"
+            )
         return found

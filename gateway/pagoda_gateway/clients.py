@@ -2,22 +2,21 @@
 
 That is an address: its connection's peer, unless the peer is a proxy we were told to believe. Then it is the last
 address in X-Forwarded-For that is no such proxy. Whatever stands before that address was written by somebody we do not
-know. Addresses that one subscriber has by the thousand (IPv6 /64) count as one. Where there are API keys, whoever shows
-none may ask for nothing but health and the page's files, and each key is a tenant, who shares cached prefixes with
-nobody else.
+know. Addresses that one subscriber has by the thousand (IPv6 /64) count as one. Where there are API keys (`keys/`),
+whoever shows none may ask for nothing but health and the page's files, and each key is a tenant, who shares cached
+prefixes with nobody else.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pagoda_gateway.keys.gate import Gate
+from pagoda_gateway.keys.grants import ANYBODY, Grant
 from pagoda_gateway.page import files
-from pagoda_proto.errors import ErrorCode, PagodaError
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -26,10 +25,11 @@ Scope = MutableMapping[str, Any]  # of ASGI
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Made once per request, and handed on to whatever counts."""
+    """Made once per request, and handed on to whatever counts. `tenant` and `grant` are its API key's."""
 
     address: str
     tenant: str = ""  # names the API key, and does not tell it
+    grant: Grant = ANYBODY
 
     @property
     def key(self) -> str:
@@ -48,11 +48,10 @@ def tenant_of(salt: str) -> str:
     return tenant if dot else ""
 
 
-Identify = Callable[[Scope], Caller]
-"""Raises PagodaError for a caller who may not ask here."""
+Identify = Callable[[Scope], Awaitable[Caller]]
+"""Raises PagodaError for a caller who is not known here."""
 NOBODY = Caller("")
 KEY_CHARS = (8, 256)
-TENANT_CHARS = 16
 HEALTH_PATHS = frozenset(("/health", "/health/live", "/health/ready", "/health/startup", "/ping"))
 OPEN_PATHS = HEALTH_PATHS | files.PATHS  # a browser shows no key before its page asks for one
 
@@ -61,45 +60,16 @@ def is_key(text: str) -> bool:
     return KEY_CHARS[0] <= len(text) <= KEY_CHARS[1] and all("!" <= char <= "~" and char != "," for char in text)
 
 
-class ApiKeys:
-    """Keys are compared by digest and all of them, so the time it takes tells nothing."""
-
-    def __init__(self, keys: str) -> None:
-        self._digests = [_digest(key.encode()) for key in keys.split(",") if key]
-
-    def tenant_of(self, scope: Scope) -> str:
-        """Whose key the request shows; "" where none is asked for. Raises PagodaError INVALID_API_KEY."""
-        if not self._digests or scope["path"] in OPEN_PATHS:
-            return ""
-        shown = set(_shown_keys(scope["headers"]))
-        if len(shown) != 1:
-            why = "show one API key, as `authorization: Bearer KEY` or as `x-api-key: KEY`"
-            raise PagodaError(ErrorCode.INVALID_API_KEY, f"{why}; the request has {len(shown)}")
-        digest = _digest(shown.pop())
-        if not sum([hmac.compare_digest(digest, known) for known in self._digests]):
-            raise PagodaError(ErrorCode.INVALID_API_KEY, "the API key is not one of this server's")
-        return digest.hex()[:TENANT_CHARS]
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
-
-
-def _shown_keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-    for name, value in headers:
-        scheme, _, rest = value.strip().partition(b" ")
-        if name == b"x-api-key":
-            yield value.strip()
-        elif name == b"authorization" and scheme.lower() == b"bearer":
-            yield rest.strip()
-
-
-def identify_by(forwarded_allow_ips: str, api_key: str) -> Identify:
+def identify_by(forwarded_allow_ips: str, gate: Gate) -> Identify:
     """Raises ValueError naming a wrong address."""
-    proxies, keys = TrustedProxies(forwarded_allow_ips), ApiKeys(api_key)
+    proxies = TrustedProxies(forwarded_allow_ips)
 
-    def identify(scope: Scope) -> Caller:
-        return replace(proxies.caller_of(scope), tenant=keys.tenant_of(scope))
+    async def identify(scope: Scope) -> Caller:
+        caller = proxies.caller_of(scope)
+        if scope["path"] in OPEN_PATHS:
+            return caller
+        holder = await gate.holder_of(scope["headers"])
+        return replace(caller, tenant=holder.tenant, grant=holder.grant)
 
     return identify
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pagoda_gateway.clients import KEY_CHARS, TrustedProxies, is_key
+from pagoda_gateway.keys.gate import Auth
 from pagoda_gateway.store.opening import store_problem
 from pagoda_gateway.text.reasoning import REASONING_FORMAT_NAMES
 from pagoda_gateway.text.tool_formats.choosing import TOOL_FORMAT_NAMES
@@ -28,8 +29,22 @@ class GatewayConfig:
     host: str = option("127.0.0.1", "HTTP address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one", most=65535)
     api_key: str = option(
-        "", "keys, comma-separated, of which clients must show one; without any everybody may ask", secret=True
+        "", "keys, comma-separated, of which clients may show one; others are made by `pagoda keys`", secret=True
     )
+    admin_api_key: str = option(
+        "", "the same, but they may also make and revoke keys, and see /metrics and everybody's usage", secret=True
+    )
+    auth: str = option(
+        Auth.AUTO,
+        "who must show an API key: auto, everybody as soon as there is one, here or in the store; keys, everybody"
+        " always; none, nobody ever",
+        words=Auth.WORDS,
+    )
+    key_requests_per_minute: int = option(
+        0, "most requests a minute, at this gateway, of each API key that has no such limit of its own; 0: any number"
+    )
+    key_tokens_per_minute: int = option(0, "the same for tokens, of prompts and of output")
+    key_concurrent_requests: int = option(0, "the same for requests open at once")
     allowed_origins: str = option(
         "", "web pages that may ask here (CORS): origins such as https://chat.example, comma-separated, or *"
     )
@@ -94,8 +109,9 @@ class GatewayConfig:
     lame_duck_s: float = option(0.0, "after SIGTERM, how long to go on accepting while already unready")
     store: str = option(
         "",
-        "where files and batches are kept: sqlite:///path, redis://host:port (Redis or Valkey; several gateways may"
-        " share it), rediss:// or unix://; when empty, `serve` keeps them until it ends and a gateway in its memory",
+        "where files, batches, API keys and usage are kept: sqlite:///path, redis://host:port (Redis or Valkey; several"
+        " gateways may share it), rediss:// or unix://; when empty, `serve` keeps them until it ends and a gateway in"
+        " its memory",
         secret=True,  # it may hold a password
     )
     chat_template: str = option("", "file with a chat template to use instead of the model's own")
@@ -115,9 +131,7 @@ class GatewayConfig:
         if 0 < self.ping_interval_s < LEAST_PING_S:
             rule = f"ping_interval_s must be 0 or at least {LEAST_PING_S}"
             yield Problem("ping_interval_s", f"{rule}, got {self.ping_interval_s}")
-        if self.api_key and not all(map(is_key, self.api_key.split(","))):
-            rule = f"api_key: a key must have {KEY_CHARS[0]} to {KEY_CHARS[1]} visible characters of ASCII, no comma"
-            yield Problem("api_key", rule)
+        yield from self._key_problems()
         for name, known in (("tool_call_parser", TOOL_FORMAT_NAMES), ("reasoning_parser", REASONING_FORMAT_NAMES)):
             if getattr(self, name) not in ("", *known):
                 yield Problem(name, f"{name}: must be one of {', '.join(known)}, got {getattr(self, name)[:64]!a}")
@@ -131,3 +145,14 @@ class GatewayConfig:
             TrustedProxies(self.forwarded_allow_ips)
         except ValueError as error:
             yield Problem("forwarded_allow_ips", f"forwarded_allow_ips: {error}")
+
+    def _key_problems(self) -> Iterator[Problem]:
+        for name, keys in (("api_key", self.api_key), ("admin_api_key", self.admin_api_key)):
+            if keys and not all(map(is_key, keys.split(","))):
+                rule = f"{name}: a key must have {KEY_CHARS[0]} to {KEY_CHARS[1]} visible characters of ASCII, no comma"
+                yield Problem(name, rule)
+            if keys and self.auth == Auth.NONE:
+                yield Problem("auth", f"auth {Auth.NONE!r} does not go with {name}: nobody would be asked for it")
+        both = set(self.api_key.split(",")) & set(self.admin_api_key.split(",")) - {""}
+        if both:
+            yield Problem("admin_api_key", "admin_api_key: a key is in api_key too; it can be of one role only")

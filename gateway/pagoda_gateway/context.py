@@ -5,10 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagoda_gateway.catalogue import Catalogue, ServedModel
+from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.http.memory import MemoryBudget
 from pagoda_gateway.http.text_pool import FairQueue, TextPool
+from pagoda_gateway.keys.charge import Charge
+from pagoda_gateway.keys.gate import Gate, OptionKeys
+from pagoda_gateway.keys.grants import Limits
+from pagoda_gateway.keys.quota import Quotas
+from pagoda_gateway.keys.register import KeyRegister
+from pagoda_gateway.keys.usage import UsageLedger
 from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_gateway.text.model_text import ModelText
@@ -16,7 +23,7 @@ from pagoda_gateway.text.model_text import ModelText
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayContext:
-    """Whoever builds a context closes its `pool` and its `store`."""
+    """Whoever builds a context closes its `pool`, its `gate`, its `ledger` and then its `store`."""
 
     config: GatewayConfig
     engine: EngineClient
@@ -24,6 +31,10 @@ class GatewayContext:
     pool: TextPool
     memory: MemoryBudget
     store: Store
+    keys: KeyRegister
+    gate: Gate
+    quotas: Quotas
+    ledger: UsageLedger
 
     @classmethod
     def new(
@@ -39,11 +50,40 @@ class GatewayContext:
         """With one model, a pool and a budget of the configured sizes, and a store in memory where none is given."""
         model = ServedModel(name=served_model_name, text=text, engine=engine, created=created)
         queue = FairQueue(config.max_waiting_texts, config.max_waiting_texts_per_client)
+        store = SqliteStore(MEMORY) if store is None else store
+        register = KeyRegister(store)
         return cls(
             config=config,
             engine=engine,
             catalogue=Catalogue([model]),
             pool=TextPool(config.text_threads, queue),
             memory=MemoryBudget(config.max_held_bytes),
-            store=SqliteStore(MEMORY) if store is None else store,
+            store=store,
+            keys=register,
+            gate=gate_of(config, register),
+            quotas=Quotas(),
+            ledger=UsageLedger(store),
         )
+
+    def charge_for(self, caller: Caller, model: str) -> Charge:
+        quota = self.quotas.of(caller.tenant, caller.grant.limits)
+        return Charge(quota, self.ledger, caller.tenant, model)
+
+    def charge_for_owner(self, tenant: str, model: str) -> Charge:
+        """Of a job whose caller has gone."""
+        return Charge(self.quotas.known(tenant), self.ledger, tenant, model)
+
+    def charge_for_batch(self, tenant: str, model: str) -> Charge:
+        """It runs behind all that somebody waits for, so limits a minute are not its own."""
+        return Charge(self.quotas.none(), self.ledger, tenant, model)
+
+
+def gate_of(config: GatewayConfig, register: KeyRegister) -> Gate:
+    defaults = Limits(
+        requests_per_minute=config.key_requests_per_minute,
+        tokens_per_minute=config.key_tokens_per_minute,
+        concurrent_requests=config.key_concurrent_requests,
+    )
+    return Gate(
+        register, OptionKeys(client=config.api_key, admin=config.admin_api_key), auth=config.auth, defaults=defaults
+    )

@@ -26,12 +26,13 @@ from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Waits
 from pagoda_gateway.health import Health, HealthTimes
 from pagoda_gateway.http.protocol import ConnectionGuard
-from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, url_of, uvicorn_config
+from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, is_private, url_of, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes.batch_service import batch_runner
 from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
 from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.errors import PagodaError
 
 Report = Callable[[dict[str, object]], None]
 
@@ -46,7 +47,8 @@ async def serve(
 ) -> None:
     """Run a gateway until `stop` is set and its requests are done or `drain_timeout_s` is over.
 
-    Reports {"event": "listening", "url": ..}, then "ready" and "unready" as /health/ready changes.
+    Reports {"event": "listening", "url": ..}, then "ready" and "unready" as /health/ready changes; and "locked" if
+    clients must show API keys.
 
     Raises:
         ValueError: the engine address, the store's or the model's files cannot be used.
@@ -62,9 +64,12 @@ async def serve(
         app = create_app(parts.ctx, parts.health, metrics, parts.background, parts.batches)
         server = HttpServer(uvicorn_config(app, config, guard))
         parts.start(lambda ready: report({"event": "ready" if ready else "unready"}))
+        telling = asyncio.create_task(tell_who_may_ask(parts.ctx, listener, report), name="who-may-ask")
         try:
             await _run(server, listener, config, report, stop, parts)
         finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
             await parts.aclose()
             server.cut_connections()
 
@@ -105,6 +110,7 @@ class _Parts:
         self.background.start()
         self.runner.start()
         self.health.start(on_ready)
+        self.ctx.ledger.start()
 
     async def hand_over(self) -> None:
         """What runs without a client is left where it is: another gateway may go on with it. Safe to call twice."""
@@ -115,7 +121,18 @@ class _Parts:
         await self.health.aclose()
         await self.engine.aclose()
         self.ctx.pool.close()
+        await self.ctx.ledger.aclose()
+        await self.ctx.gate.aclose()
         await self.ctx.store.aclose()
+
+
+async def tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report: Report) -> None:
+    with contextlib.suppress(PagodaError):  # then nobody may, until the store answers
+        if not await ctx.gate.is_open():
+            report({"event": "locked"})
+        elif not is_private(listener):
+            why = "there is no API key (`pagoda keys create NAME` makes one, --api-key names some)"
+            logger.warning("listening on %s: whoever reaches it may use it, for %s", ctx.config.host, why)
 
 
 def served_name(config: GatewayConfig) -> str:

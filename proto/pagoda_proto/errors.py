@@ -18,6 +18,8 @@ class ErrorCode(StrEnum):
     INVALID_ARGUMENT = "invalid_argument"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
     INVALID_API_KEY = "invalid_api_key"
+    FORBIDDEN = "insufficient_permissions"
+    RATE_LIMITED = "rate_limit_exceeded"
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
@@ -56,6 +58,8 @@ STATUS: dict[ErrorCode, Status] = {
     ErrorCode.INVALID_ARGUMENT: Status("INVALID_ARGUMENT", 400, "invalid_request_error", False),
     ErrorCode.CONTEXT_LENGTH_EXCEEDED: Status("INVALID_ARGUMENT", 400, "invalid_request_error", False),
     ErrorCode.INVALID_API_KEY: Status("UNAUTHENTICATED", 401, "authentication_error", False),
+    ErrorCode.FORBIDDEN: Status("PERMISSION_DENIED", 403, "permission_error", False),
+    ErrorCode.RATE_LIMITED: Status("RESOURCE_EXHAUSTED", 429, "rate_limit_error", True),
     ErrorCode.MODEL_NOT_FOUND: Status("NOT_FOUND", 404, "invalid_request_error", False),
     ErrorCode.NOT_FOUND: Status("NOT_FOUND", 404, "invalid_request_error", False),
     ErrorCode.METHOD_NOT_ALLOWED: Status("UNIMPLEMENTED", 405, "invalid_request_error", False),

@@ -3,6 +3,7 @@
     a beat < suspicion < a worker's death < its lease < its step is stuck for good
     a call to the store is given up < a batch is taken over
     a locked file < a call to the store is given up < its next trial at the latest
+    a key that was seen lately is not waited for < it is asked for again < a call to the store < it is no longer good
     a grammar is checked < its process is given up
     a report that is shown again < one that is waited for < a silent engine core
     a load report < a silent engine core; its loop is stuck < its supervisor replaces it < streams wait for it
@@ -55,6 +56,12 @@ RESPONSE_WRITE_S = 0.1  # what a response in the background tells is written, th
 RESPONSE_POLL_S = 0.5  # those who follow it at another gateway look for it this often
 RESPONSE_SWEEP_S = 3.0  # a gateway looks this often for responses that nobody runs ..
 RESPONSE_LEASE_S = 12.0  # .. as nobody said so for this long
+
+KEY_FRESH_S = 3.0  # an API key is looked up again after this, so it is revoked everywhere after this
+KEY_LOOKUP_S = 1.0  # .. for which a request that shows one seen lately waits no longer
+KEY_STALE_S = 300.0  # .. and so long a key that was seen goes on to be good while the store is gone
+USAGE_FLUSH_S = 5.0  # what keys used is written this often, and as much of it is lost with a gateway that is killed
+USAGE_LAST_S = 2.0  # .. and at its end, if that takes no longer
 
 GRAMMAR_CHECK_S = 2.0  # a grammar that takes longer to compile is refused
 GRAMMAR_SILENT_S = 5.0  # .. by a process that is killed when it neither answers nor ends

@@ -5,16 +5,33 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import ASGIApp
 
+from pagoda_gateway.clients import Caller, Identify, TrustedProxies
 from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.http.limits import NO_UPLOADS, LimitsMiddleware
+from pagoda_gateway.http.memory import MemoryBudget
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import HttpServer, bind, uvicorn_config
+from pagoda_gateway.keys.quota import Quotas
+
+
+def limited(
+    app: ASGIApp, config: GatewayConfig, identify: Identify | None = None, uploads: Mapping[str, int] = NO_UPLOADS
+) -> LimitsMiddleware:
+    """Callers are known by their address, and by nothing else, where nobody else knows them."""
+    proxies = TrustedProxies(config.forwarded_allow_ips)
+
+    async def by_address(scope: Any) -> Caller:
+        return proxies.caller_of(scope)
+
+    memory = MemoryBudget(config.max_held_bytes)
+    return LimitsMiddleware(app, config, memory, identify or by_address, Quotas(), uploads)
 
 
 @dataclass

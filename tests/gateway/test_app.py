@@ -17,13 +17,15 @@ from tests.gateway.model_dir import write_model_dir
 from pagoda_gateway.api.answer_schemas import StackAnswer
 from pagoda_gateway.app import create_app
 from pagoda_gateway.background.runner import BackgroundResponses
-from pagoda_gateway.clients import OPEN_PATHS, ApiKeys
+from pagoda_gateway.clients import OPEN_PATHS
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.recent import EndedRequest
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.health import Health
+from pagoda_gateway.keys.gate import OptionKeys
+from pagoda_gateway.keys.grants import NO_LIMITS
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.page import files
 from pagoda_gateway.text.model_text import ModelText
@@ -272,9 +274,7 @@ async def test_the_stack_is_told_as_described_also_without_an_engine_core(gatewa
 async def test_sec_08_last_requests_are_told_to_the_key_that_made_them(tmp_path: Path) -> None:
     gateway = Gateway(tmp_path, api_key=",".join(KEYS))
     async with gateway.client:
-        tenants = [
-            ApiKeys(",".join(KEYS)).tenant_of({"path": "/x", "headers": [(b"x-api-key", key.encode())]}) for key in KEYS
-        ]
+        tenants = [holder.tenant for _, holder in OptionKeys(client=",".join(KEYS)).holders(NO_LIMITS)]
         for tenant in tenants:
             gateway.engine.recent.add(tenant, ended(f"of {tenant}"))
         gateway.engine.recent.add("", ended("of nobody"))

@@ -16,13 +16,14 @@ import httpx
 import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, running_engine, until
 from tests.gateway.http_fakes import error_code, talk
+from tests.gateway.keys.whole_app import running_app
 from tests.gateway.model_dir import write_model_dir
 from tests.gateway.store.redis_server import running_redis
 
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.health import HealthTimes
 from pagoda_gateway.http.server import bind, url_of
-from pagoda_gateway.server import load_text, serve
+from pagoda_gateway.server import load_text, serve, tell_who_may_ask
 
 TIMES = HealthTimes(idle_s=1000.0, tick_s=0.02, canary_spacing_s=0.02)
 
@@ -41,13 +42,17 @@ class Gateway:
         return [event["event"] for event in self.events]
 
     @property
+    def url(self) -> str:
+        return next(str(event["url"]) for event in self.events if "url" in event)
+
+    @property
     def port(self) -> int:
-        return httpx.URL(str(self.events[0]["url"])).port or 0
+        return httpx.URL(self.url).port or 0
 
     async def until_reported(self, name: str) -> None:
         await until(lambda: name in self.names or self.task.done())
         assert name in self.names
-        self.client.base_url = str(self.events[0]["url"])
+        self.client.base_url = self.url
 
 
 Start = Callable[..., Any]
@@ -272,10 +277,31 @@ async def test_what_cannot_start_says_why(tmp_path: Path, model: Path) -> None:
         await run(config(port=taken.getsockname()[1]))
 
 
-def test_a_public_address_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING), bind("0.0.0.0", 0) as sock:
-        assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
-    assert "no API keys" in caplog.text
+@pytest.mark.parametrize(
+    ("host", "config", "events", "warned"),
+    [
+        ("127.0.0.1", {"admin_api_key": ""}, [], False),
+        ("0.0.0.0", {"admin_api_key": ""}, [], True),
+        ("0.0.0.0", {"admin_api_key": "", "auth": "none"}, [], True),
+        ("0.0.0.0", {}, [{"event": "locked"}], False),
+    ],
+)
+async def test_a_public_address_without_keys_is_warned_about(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    config: dict[str, str],
+    events: list[dict[str, object]],
+    warned: bool,
+) -> None:
+    """Nobody listens there."""
+    told: list[dict[str, object]] = []
+    async with running_app(tmp_path, **config) as app:
+        with caplog.at_level(logging.WARNING), bind(host, 0) as sock:
+            assert url_of(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+            await tell_who_may_ask(app.gateway.context, sock, told.append)
+    assert told == events
+    assert ("whoever reaches it may use it" in caplog.text) == warned
 
 
 def test_the_served_text_side_can_have_its_own_template(tmp_path: Path, model: Path) -> None:
@@ -306,9 +332,23 @@ async def test_a_store_that_hangs_or_is_gone_costs_a_chat_nothing(engine: FakeEn
 
 
 async def test_without_its_store_a_gateway_starts_and_serves(engine: FakeEngineCore, start: Start) -> None:
-    async with start(store="redis://127.0.0.1:1") as gateway:
+    async with start(store="redis://127.0.0.1:1", auth="none") as gateway:
         await gateway.until_reported("ready")
         assert (await gateway.client.get("/v1/batches")).status_code == 503
         assert (await gateway.client.post("/v1/completions", json=prompt())).status_code == 200
         metrics = (await gateway.client.get("/metrics")).text
         assert 'pagoda_store_up{model_name="m"} 0.0' in metrics
+
+
+async def test_who_does_not_know_whether_there_are_keys_serves_those_of_its_options_and_nobody_else(
+    engine: FakeEngineCore, start: Start
+) -> None:
+    async with start(store="redis://127.0.0.1:1") as gateway:
+        await gateway.until_reported("ready")
+        refused = await gateway.client.post("/v1/completions", json=prompt())
+        assert (refused.status_code, error_code(refused.content)) == (503, "unavailable")
+        assert int(refused.headers["retry-after"]) >= 1
+    async with start(store="redis://127.0.0.1:1", api_key="key-of-an-option") as gateway:
+        await gateway.until_reported("ready")
+        shown = {"authorization": "Bearer key-of-an-option"}
+        assert (await gateway.client.post("/v1/completions", json=prompt(), headers=shown)).status_code == 200

@@ -52,6 +52,12 @@ def test_a_call_to_the_store_outwaits_a_locked_file_and_is_tried_again_while_cli
     assert times.STORE_REST_S < times.STORE_CALL_S
 
 
+def test_a_key_is_good_while_the_store_is_tried_again() -> None:
+    assert times.KEY_LOOKUP_S < times.KEY_FRESH_S < times.STORE_CALL_S
+    assert times.STORE_CALL_S + times.STORE_REST_MOST_S < times.KEY_STALE_S
+    assert times.USAGE_LAST_S < times.GATEWAY_LEAVES_S / 2
+
+
 def test_who_works_on_a_batch_is_heard_several_times_before_another_takes_it_over() -> None:
     assert 3 * times.BATCH_BEAT_S < times.BATCH_LEASE_S
     assert times.BATCH_BEAT_S + times.STORE_CALL_S < times.BATCH_LEASE_S

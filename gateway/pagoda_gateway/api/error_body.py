@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda_gateway.api.answer_schemas import ErrorAnswer, Failure, MessagesErrorAnswer
+from pagoda_gateway.keys.quota_headers import QuotaHeaders, anthropic_quota_headers, openai_quota_headers
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 SILENT = frozenset({ErrorCode.INTERNAL, ErrorCode.PROTOCOL_ERROR})  # what they say is for the log
@@ -26,12 +27,16 @@ _ANTHROPIC_TYPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorShape:
-    """`body` is made of the error and the request's id, for a response or an event, which `event` names if need be."""
+    """`body` is made of the error and the request's id, for a response or an event, which `event` names if need be.
+
+    `quota_headers` go with every answer to who has limits, so that a failure of theirs can be foreseen.
+    """
 
     status: Callable[[PagodaError], int]
     body: Callable[[PagodaError, str], dict[str, Any]]
     schema: type[Failure]
     event: str | None = None
+    quota_headers: QuotaHeaders = openai_quota_headers
 
 
 def openai_error(error: PagodaError, request_id: str = "") -> dict[str, Any]:
@@ -57,7 +62,13 @@ def told(error: PagodaError) -> str:
 
 
 OPENAI_ERRORS = ErrorShape(status=lambda error: error.status.http, body=openai_error, schema=ErrorAnswer)
-ANTHROPIC_ERRORS = ErrorShape(status=anthropic_status, body=anthropic_error, schema=MessagesErrorAnswer, event="error")
+ANTHROPIC_ERRORS = ErrorShape(
+    status=anthropic_status,
+    body=anthropic_error,
+    schema=MessagesErrorAnswer,
+    event="error",
+    quota_headers=anthropic_quota_headers,
+)
 
 
 def set_shape(scope: MutableMapping[str, Any], shapes: Mapping[str, ErrorShape]) -> None:

@@ -25,11 +25,13 @@ from pagoda_gateway.dialects.responses_events import AlreadyTold, Told
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.requests import held_bytes
-from pagoda_gateway.generation.run import Run
+from pagoda_gateway.generation.run import Outcome, Run
 from pagoda_gateway.http.memory import Holding
+from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.store.interface import Conflict
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import Usage
 
 logger = logging.getLogger(__name__)
 BYTES_PER_TOKEN = 16  # of a prompt, as Python keeps it
@@ -38,8 +40,9 @@ BYTES_PER_TOKEN = 16  # of a prompt, as Python keeps it
 class _Running:
     """One response that runs here."""
 
-    def __init__(self, job: Job, known: AlreadyTold, holding: Holding) -> None:
+    def __init__(self, job: Job, known: AlreadyTold, holding: Holding, charge: Charge) -> None:
         self.job = job
+        self.charge = charge
         self.live = LiveEvents(known.num_events)
         self.telling = telling_of(job, known)
         self.holding = holding
@@ -48,6 +51,7 @@ class _Running:
         self.unsure = False  # whether all that was written last is in the store
         self.cancelled = False
         self.task: asyncio.Task[None] | None = None
+        self.usage = Usage(prompt_tokens=0)
 
     def tell(self, said: Told) -> None:
         """One that was not asked for as a stream has no followers."""
@@ -134,7 +138,9 @@ class BackgroundResponses:
         """Raises PagodaError OVERLOADED."""
         holding = self._ctx.memory.holding(f"background {job.owner}")
         holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
-        running = self._running[job.id] = _Running(job, known, holding)
+        running = self._running[job.id] = _Running(
+            job, known, holding, self._ctx.charge_for_owner(job.owner, job.model)
+        )
         return running
 
     def _forget(self, running: _Running) -> None:
@@ -202,11 +208,18 @@ class BackgroundResponses:
     async def _generated(self, running: _Running) -> Iterator[Told]:
         """Generate it, and give its last event. Raises Conflict."""
         job, telling = running.job, running.telling
-        model = self._ctx.catalogue.find(job.model)
-        run = Run(job, model.text, lambda usage, outcome: None)
+        model, charge = self._ctx.catalogue.of_job(job.model), running.charge
+
+        def on_end(usage: Usage, outcome: Outcome) -> None:
+            running.usage = usage
+            charge.release(usage)
+
+        run = Run(job, model.text, on_end)
         try:
             async with aclosing(run):
+                charge.begin(run.usage)
                 await self._started(run, model.engine)
+                charge.taken()
                 async with aclosing(told(run, telling)) as events:
                     async for said in events:
                         running.tell(said)
@@ -276,6 +289,7 @@ class BackgroundResponses:
                 await self._write(running)
                 record, kept = await self._kept.find(running.job.id, running.job.owner)
                 await self._kept.end(record, kept, encoded(running.telling.response))
+                running.charge.count(running.usage)  # once, by whoever wrote the end
             except PagodaError as error:
                 if error.code is ErrorCode.NOT_FOUND:
                     return

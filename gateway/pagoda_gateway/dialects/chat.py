@@ -48,7 +48,7 @@ async def _planned(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> tu
     Raises:
         PagodaError: something about it cannot be done; `param` names the field.
     """
-    model = ctx.catalogue.find(body.model)
+    model = ctx.catalogue.find(body.model, caller)
     check_priority(ctx.config, model, body.priority)
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     with named_as_in_body({"prompt": "messages", "max_tokens": name}):
@@ -126,7 +126,7 @@ async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Jo
     """Raises PagodaError."""
     record, plan = await _planned(ctx, body, caller)
     shown = openai.shown(body, form_field=form_field(body), how=plan.how, logprobs=record.task.params.logprobs)
-    return new_job("chatcmpl-", ctx.catalogue.find(body.model), [record], shown, plan.loose_grammar)
+    return new_job("chatcmpl-", ctx.catalogue.find(body.model, caller), [record], shown, plan.loose_grammar)
 
 
 class ChatWriter(openai.OpenAIWriter):

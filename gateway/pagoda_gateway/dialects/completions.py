@@ -40,7 +40,7 @@ async def completion_records(
     Raises:
         PagodaError: something about it cannot be done; `param` names the field.
     """
-    model, shown = ctx.catalogue.find(body.model), openai.shown(body)
+    model, shown = ctx.catalogue.find(body.model, caller), openai.shown(body)
     check_priority(ctx.config, model, body.priority)
     params = completion_params(model.text, body)
     prompts = prompts_of(body)
@@ -90,7 +90,7 @@ def prompts_of(body: CompletionRequest) -> Sequence[Any]:
 
 
 async def completion_job(ctx: GatewayContext, body: CompletionRequest, caller: Caller) -> Job:
-    model = ctx.catalogue.find(body.model)
+    model = ctx.catalogue.find(body.model, caller)
     prepared = await completion_records(ctx, body, caller)
     echoes: list[str] = []
     for text, record in prepared if body.echo else ():

@@ -43,7 +43,7 @@ async def _planned(ctx: GatewayContext, body: MessagesRequest, caller: Caller) -
     Raises:
         PagodaError: something about it cannot be done; `param` names the field.
     """
-    model = ctx.catalogue.find(body.model)
+    model = ctx.catalogue.find(body.model, caller)
     with named_as_in_body({"prompt": "messages", "stop": "stop_sequences"}):
         params = _params(body, model.text)
         wanted = wanted_of(body, model.text)
@@ -88,7 +88,7 @@ async def message_job(ctx: GatewayContext, body: MessagesRequest, caller: Caller
     """Raises PagodaError."""
     record, plan = await _planned(ctx, body, caller)
     shown = Shown(stream=bool(body.stream), how=plan.how, form_field=_form_field(body))
-    return new_job("msg_", ctx.catalogue.find(body.model), [record], shown, plan.loose_grammar)
+    return new_job("msg_", ctx.catalogue.find(body.model, caller), [record], shown, plan.loose_grammar)
 
 
 PIECES = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}

@@ -40,7 +40,7 @@ _FIELDS = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "to
 
 async def responses_job(ctx: GatewayContext, body: ResponsesRequest, caller: Caller) -> Job:
     """Raises PagodaError naming the field."""
-    model = ctx.catalogue.find(body.model)
+    model = ctx.catalogue.find(body.model, caller)
     check_priority(ctx.config, model, body.priority)
     items = [*await _said_before(ctx, body, caller), *items_of(body.input)]
     at_most("input", len(items), ctx.config.max_messages)

@@ -1,8 +1,9 @@
 """Nothing reaches a route before it is known to be small, complete, plain and asked for by its normal name.
 
-Pure ASGI, around the whole app. Who asks is known first, from the head; then a request's body is read here, counted
-while it streams, under one deadline. Routes get it whole, and in `scope["state"]` the `caller`. A path of uploads gets
-its body as it comes, counted likewise, under a deadline that moves on with what comes.
+Pure ASGI, around the whole app. Who asks, and whether they may ask this and now, is known first, from the head; then a
+request's body is read here, counted while it streams, under one deadline. Routes get it whole, and in `scope["state"]`
+the `caller`. A path of uploads gets its body as it comes, counted likewise, under a deadline that moves on with what
+comes.
 
 What concerns bytes before a request exists (headers, connections, slow readers) is in `protocol`, which
 leaves its verdict in `scope["state"]["refusal"]` so that responses stay in order.
@@ -15,14 +16,17 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pagoda_gateway.api.error_body import shape_of
 from pagoda_gateway.api.errors import error_response
-from pagoda_gateway.clients import Identify, identify_by
+from pagoda_gateway.clients import Caller, Identify
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.memory import Holding, MemoryBudget
 from pagoda_gateway.http.upload_rate import Upload, UploadRate
+from pagoda_gateway.keys.quota import Quota, Quotas
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 LINGER_S = 1.0
@@ -44,7 +48,8 @@ class LimitsMiddleware:
         app: ASGIApp,
         config: GatewayConfig,
         memory: MemoryBudget,
-        identify: Identify | None = None,
+        identify: Identify,
+        quotas: Quotas,
         uploads: Mapping[str, int] = NO_UPLOADS,
     ) -> None:
         """`uploads`: paths whose POST bodies are not gathered here, with the most bytes of each."""
@@ -52,7 +57,8 @@ class LimitsMiddleware:
         self._uploads = uploads
         self._config = config
         self._memory = memory
-        self._identify = identify or identify_by(config.forwarded_allow_ips, config.api_key)
+        self._identify = identify
+        self._quotas = quotas
         self._open_by_client: Counter[str] = Counter()
         self._rate = UploadRate(config.max_upload_bytes_per_second)
 
@@ -64,7 +70,7 @@ class LimitsMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            caller = self._identify(scope)
+            caller = await self._identify(scope)
         except PagodaError as error:
             peer = scope.get("client") or ("", 0)
             await _refuse(error, scope, Upload(receive, self._rate, peer[0], time.monotonic), send)
@@ -73,21 +79,34 @@ class LimitsMiddleware:
         holding = self._memory.holding(client)
         scope.setdefault("state", {}).update(caller=caller, memory=holding)
         self._open_by_client[client] += 1
+        quota = self._quotas.of(caller.tenant, caller.grant.limits)
         try:
-            await self._serve(scope, receive, send, holding)
+            await self._serve_within(quota, scope, receive, _telling(quota, scope, send))
         finally:
             holding.release()
             self._open_by_client[client] -= 1
             if not self._open_by_client[client]:
                 del self._open_by_client[client]
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, holding: Holding) -> None:
-        client = scope["state"]["caller"].key
-        upload = Upload(receive, self._rate, client, time.monotonic)
+    async def _serve_within(self, quota: Quota, scope: Scope, receive: Receive, send: Send) -> None:
+        caller: Caller = scope["state"]["caller"]
+        upload = Upload(receive, self._rate, caller.key, time.monotonic)
+        limit = self._uploads.get(scope["path"]) if scope.get("method") == "POST" else None
+        with ExitStack() as request:
+            try:
+                self._check_head(scope, limit or self._config.max_body_bytes)
+                caller.grant.check_path(scope["path"])
+                self._check_client(caller.key)
+                request.enter_context(quota.request())
+            except PagodaError as error:
+                await _refuse(error, scope, upload, send)
+                return
+            await self._serve(scope, upload, receive, send, limit)
+
+    async def _serve(self, scope: Scope, upload: Upload, receive: Receive, send: Send, limit: int | None) -> None:
+        """`limit` is that of an upload."""
+        holding: Holding = scope["state"]["memory"]
         try:
-            limit = self._uploads.get(scope["path"]) if scope.get("method") == "POST" else None
-            self._check_head(scope, limit or self._config.max_body_bytes)
-            self._check_client(client)
             if limit is not None:
                 await self._serve_upload(scope, upload, receive, send, limit)
                 return
@@ -198,6 +217,18 @@ def _too_large(max_bytes: int) -> PagodaError:
 
 def _too_slow(how: str) -> PagodaError:
     return PagodaError(ErrorCode.REQUEST_TIMEOUT, f"the request body {how}")
+
+
+def _telling(quota: Quota, scope: Scope, send: Send) -> Send:
+    """`send`, and every response says what is left of the quota."""
+
+    async def tell(message: Message) -> None:
+        if message["type"] == "http.response.start" and (left := quota.left()):
+            told = shape_of(scope).quota_headers(left, time.time())
+            message = {**message, "headers": [*message.get("headers", ()), *told]}
+        await send(message)
+
+    return tell
 
 
 def check_header_sizes(count: int, num_bytes: int, config: GatewayConfig) -> None:

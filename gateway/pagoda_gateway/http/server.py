@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import ipaddress
-import logging
 import math
 import socket
 from collections.abc import Iterator
@@ -22,11 +21,9 @@ RECEIVE_BUFFER_BYTES = 256 * 1024  # .. and for one that is not read from
 LEAVE_S = 2.0  # from ending what is still open to cutting connections
 BACKLOG = 2048
 
-logger = logging.getLogger(__name__)
-
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Anything but loopback is worth a warning: there are no API keys."""
+    """A bound socket that does not listen yet."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -37,9 +34,12 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError:
         sock.close()
         raise
-    if not ipaddress.ip_address(address[0]).is_loopback:
-        logger.warning("listening on %s: anyone who can reach it may use it, there are no API keys yet", host)
     return sock
+
+
+def is_private(listener: socket.socket) -> bool:
+    """Whether nobody but this machine can reach it."""
+    return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def url_of(listener: socket.socket) -> str:

@@ -16,7 +16,7 @@ from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.batches.lines import ENVELOPE_BYTES
 from pagoda_gateway.batches.runner import BatchRunner
 from pagoda_gateway.batches.work import Desk
-from pagoda_gateway.clients import Caller
+from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.chat import CHAT
 from pagoda_gateway.dialects.completions import COMPLETIONS
@@ -42,7 +42,7 @@ class BatchService:
         self._ctx = ctx
 
     def known(self, model: str | None) -> str:
-        return self._ctx.catalogue.find(model).name
+        return self._ctx.catalogue.find(model, NOBODY).name
 
     async def in_thread(self, num_bytes: int, work: Callable[[], None]) -> None:
         await self._ctx.pool.run(CLIENT, num_bytes, work)
@@ -51,7 +51,7 @@ class BatchService:
         dialect, size = DIALECTS[endpoint], parsed_bytes(line)
         if size > self._ctx.config.max_held_bytes // SHARE:
             raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, "the line is larger than this server can read at once")
-        caller = Caller(CLIENT, owner)
+        caller = Caller(CLIENT, owner, await self._ctx.gate.grant_of(owner))
         holding = self._ctx.memory.holding(CLIENT)
         try:
             holding.grow_to(size)
@@ -60,7 +60,8 @@ class BatchService:
             del body
             holding.release()
             holding.grow_to(held_bytes(job))
-            async with writing(self._ctx, dialect, job, caller) as writer:
+            charge = self._ctx.charge_for_batch(owner, job.model)
+            async with writing(self._ctx, dialect, job, caller, charge) as writer:
                 return await writer.whole()
         finally:
             holding.release()

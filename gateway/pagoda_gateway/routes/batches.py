@@ -12,8 +12,8 @@ from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.batches.files import BATCH, Files
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.routes.batch_service import DIALECTS
-from pagoda_gateway.routes.body import caller_of, json_response, read_body
-from pagoda_gateway.routes.files import KEPT_S, files_of, listed, query_of
+from pagoda_gateway.routes.body import caller_of, json_response, query_of, read_body
+from pagoda_gateway.routes.files import KEPT_S, files_of, listed
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
 PATH = "/v1/batches"

@@ -19,6 +19,7 @@ from pagoda_gateway.generation.prompts import at_most
 from pagoda_gateway.http.memory import Holding
 from pagoda_gateway.http.sse import until_disconnect
 from pagoda_gateway.http.text_pool import INLINE_SIZE
+from pagoda_proto.errors import InvalidParams, Problem
 
 Body = TypeVar("Body", bound=api.Body)
 Model = TypeVar("Model", bound=BaseModel)
@@ -49,6 +50,16 @@ def checked_body(ctx: GatewayContext, schema: type[Body], body: dict[str, Any]) 
     """Raises PagodaError, naming each field at fault."""
     _check_counts(ctx, body)
     return parse_body(schema, body)
+
+
+def query_of(request: Request, schema: type[Model]) -> Model:
+    """The request's query as `schema`. Raises InvalidParams naming what is unknown or wrong, or said twice."""
+    items = request.query_params.multi_items()
+    found: dict[str, Any] = dict(items)
+    if len(found) != len(items):
+        twice = next(name for name, _ in items if sum(other == name for other, _ in items) > 1)
+        raise InvalidParams([Problem(twice[:64], "stands twice in the query")])
+    return parse_body(schema, found)
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:

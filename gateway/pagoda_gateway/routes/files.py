@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
@@ -17,14 +16,12 @@ from pagoda_gateway.batches.files import FileInfo, FileLimits, Files, Upload
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.http.multipart import UploadForm
 from pagoda_gateway.http.sse import ClientGone
-from pagoda_gateway.routes.body import caller_of, hold_for, json_response, parse_body
+from pagoda_gateway.routes.body import caller_of, hold_for, json_response, parse_body, query_of
 from pagoda_gateway.store.interface import MAX_PART_BYTES
-from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 
 PATH = "/v1/files"
 KEPT_S = 30 * 86400  # a file of a batch, where nobody says how long
-
-Asked = TypeVar("Asked", bound=BaseModel)
 
 
 def router(ctx: GatewayContext) -> APIRouter:
@@ -38,15 +35,6 @@ def router(ctx: GatewayContext) -> APIRouter:
 
 def files_of(ctx: GatewayContext) -> Files:
     return Files(ctx.store, FileLimits(ctx.config.max_file_bytes, ctx.config.max_files_bytes))
-
-
-def query_of(request: Request, schema: type[Asked]) -> Asked:
-    """Raises InvalidParams naming what is unknown, wrong or said twice."""
-    items = request.query_params.multi_items()
-    found: dict[str, Any] = dict(items)
-    if len(found) != len(items):
-        raise PagodaError(ErrorCode.INVALID_ARGUMENT, "a name stands twice in the query")
-    return parse_body(schema, found)
 
 
 def listed(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.requests import held_bytes, named_as_in_body
 from pagoda_gateway.generation.run import Outcome, Run
 from pagoda_gateway.http.sse import EventStream, until_disconnect
+from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.routes.body import caller_of, hold_for, read_body
 from pagoda_proto.records import Usage
 
@@ -44,16 +45,21 @@ def router(ctx: GatewayContext, dialects: Sequence[Dialect[Any]] = DIALECTS) -> 
 
 
 @asynccontextmanager
-async def writing(ctx: GatewayContext, dialect: Dialect[Any], job: Job, caller: Caller) -> AsyncIterator[Writer]:
+async def writing(
+    ctx: GatewayContext, dialect: Dialect[Any], job: Job, caller: Caller, charge: Charge
+) -> AsyncIterator[Writer]:
     """Run a job, whoever asked for it. Raises PagodaError where the engine core does not take it."""
-    model = ctx.catalogue.find(job.model)
+    model = ctx.catalogue.of_job(job.model)
 
     def on_end(usage: Usage, outcome: Outcome) -> None:
+        charge.end(usage)
         logger.debug("%s for %s: %s, %s", job.id, caller.key, outcome, usage)
 
     async with aclosing(Run(job, model.text, on_end)) as run:
+        charge.begin(run.usage)
         with named_as_in_body({"grammar": job.shown.form_field}):
             await run.start(model.engine)
+        charge.taken()
         yield dialect.writer(ctx, run)
 
 
@@ -72,7 +78,9 @@ async def respond(ctx: GatewayContext, dialect: Dialect[Any], request: Request, 
     async def running() -> AsyncIterator[Writer]:
         job = await dialect.job(ctx, bodies.pop(), caller)  # which is all that is left of the body
         hold_for(request, held_bytes(job), instead=True)
-        async with writing(ctx, dialect, job, caller) as writer:
+        charge = ctx.charge_for(caller, job.model)
+        charge.check(job.num_prompt_tokens)
+        async with writing(ctx, dialect, job, caller, charge) as writer:
             yield writer
 
     async def events() -> AsyncGenerator[bytes, None]:

@@ -43,6 +43,7 @@ def _add_create(routes: APIRouter, ctx: GatewayContext, background: BackgroundRe
             return await respond(ctx, RESPONSES, request, bodies)
         caller = caller_of(request)
         job = await while_connected(request, RESPONSES.job(ctx, bodies.pop(), caller))
+        ctx.charge_for(caller, job.model).check(job.num_prompt_tokens)
         response = await background.begin(job)
         if job.shown.stream:
             return EventStream(background.follow(job.id, caller.tenant, 0), ctx.config.ping_interval_s)

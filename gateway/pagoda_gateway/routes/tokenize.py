@@ -35,7 +35,7 @@ def _add_tokenize(routes: APIRouter, ctx: GatewayContext) -> None:
     @endpoint(routes, "/tokenize", "Token ids of a text or a conversation", TokenizeAnswer, request=TokenizeRequest)
     async def tokenize(request: Request) -> Response:
         body = await read_body(ctx, request, TokenizeRequest)
-        model = ctx.catalogue.find(body.model)
+        model = ctx.catalogue.find(body.model, caller_of(request))
         max_model_len = model.limits.max_model_len
         token_ids = await while_connected(request, _token_ids(ctx, model, body, caller_of(request)))
         strings = (
@@ -70,7 +70,8 @@ def _add_count(routes: APIRouter, ctx: GatewayContext) -> None:
     )
     async def count_tokens(request: Request) -> Response:
         body = await read_body(ctx, request, CountTokensRequest)
-        model, caller = ctx.catalogue.find(body.model), caller_of(request)
+        caller = caller_of(request)
+        model = ctx.catalogue.find(body.model, caller)
         reader = Reader(ctx.pool, model, caller.key, "messages", max_chars=ctx.config.max_tokenize_chars)
         token_ids = await while_connected(request, prompt_ids(reader, body))
         return json_response({"input_tokens": len(token_ids)})
@@ -80,7 +81,7 @@ def _add_detokenize(routes: APIRouter, ctx: GatewayContext) -> None:
     @endpoint(routes, "/detokenize", "The text of token ids", DetokenizeAnswer, request=DetokenizeRequest)
     async def detokenize(request: Request) -> Response:
         body = await read_body(ctx, request, DetokenizeRequest)
-        model = ctx.catalogue.find(body.model)
+        model = ctx.catalogue.find(body.model, caller_of(request))
         vocab_size = model.limits.vocab_size
         if body.tokens and max(body.tokens) >= vocab_size:
             bad = next(token_id for token_id in body.tokens if token_id >= vocab_size)

@@ -29,14 +29,14 @@ def main(arguments: argparse.Namespace) -> int:
     name = config.served_model_name or checkpoints.served_name(config.model)
     config = settings.build(GatewayConfig, model=str(model_dir), served_model_name=name)
 
-    url = ""
+    url, locked = "", False
 
     def report_and_announce(event: dict[str, Any]) -> None:
-        nonlocal url
+        nonlocal url, locked
         report(event)
-        url = event.get("url", url)
+        url, locked = event.get("url", url), locked or event["event"] == "locked"
         if event["event"] == "ready" and config.startup_message:
-            print(announcement(url, config, time.monotonic() - started), flush=True)
+            print(announcement(url, config, time.monotonic() - started, locked), flush=True)
 
     from pagoda_gateway.server import serve
 

@@ -84,6 +84,7 @@ class Tower:
         self._port = self.gateway.port  # after the first start the real one, so that a restarted gateway keeps it
         self._url = ""
         self._announced = False
+        self._locked = False
         self.view = StartupView(plain=self._common.log_json)
 
     def _worker_configs(self, model_dir: str, address: str) -> list[WorkerConfig]:
@@ -147,7 +148,9 @@ class Tower:
         elif child == "gateway" and kind == "listening":
             self._url = event["url"]
             self._port = urlsplit(self._url).port or self._port
+        elif child == "gateway" and kind == "locked":
+            self._locked = True
         elif child == "gateway" and kind == "ready" and not self._announced:
             self._announced = True
             took = time.monotonic() - self._started
-            self.view.announce(announcement(self._url, self.gateway, took))
+            self.view.announce(announcement(self._url, self.gateway, took, self._locked))

@@ -22,9 +22,9 @@ _COLOURS = {"gateway": "cyan", "engine-core": "magenta"}
 _WORKER_COLOURS = ("green", "yellow", "blue", "bright_cyan")
 
 
-def announcement(url: str, gateway: GatewayConfig, seconds: float) -> str:
-    """The text printed once requests can be served."""
-    model, locked = gateway.served_model_name, bool(gateway.api_key)
+def announcement(url: str, gateway: GatewayConfig, seconds: float, locked: bool) -> str:
+    """The text printed once requests can be served; `locked`: they must show an API key."""
+    model = gateway.served_model_name
     header = ' -H "authorization: Bearer $PAGODA_API_KEY"' if locked else ""
     key = 'os.environ["PAGODA_API_KEY"]' if locked else '"none"'
     return f"""

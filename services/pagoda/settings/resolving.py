@@ -43,6 +43,7 @@ COMMANDS: dict[str, tuple[type, ...]] = {
     "engine-core": (EngineConfig, CommonConfig, ChildConfig),
     "worker": (ModelSourceConfig, WorkerConfig, CommonConfig, ChildConfig),
     "offline": (ModelSourceConfig, EngineConfig, WorkerConfig),
+    "keys": (GatewayConfig, CommonConfig),
 }
 # What a command that wires the tiers together decides by itself.
 WIRED_BY_SERVE = frozenset({"engine", "listen", "worker_endpoint", "worker_id", "alive_file", "startup_message"})
@@ -50,6 +51,7 @@ WIRED_OFFLINE = WIRED_BY_SERVE | {
     "keys_dir", "metrics_port", "max_queued_requests", "max_queued_tokens", "queue_timeout_s", "max_attempts",
     "worker_lease_s", "worker_suspect_s", "worker_dead_s", "step_deadline_s",
 }  # fmt: skip
+KEYS_READS = frozenset({"store", "config"})
 
 # A Kubernetes service called pagoda* makes every pod see variables such as PAGODA_PORT=tcp://10.0.0.1:8000.
 _SERVICE_LINK_NAME = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)$")
@@ -126,8 +128,9 @@ ALL = options_of(*SECTIONS.values())
 
 def command_options(command: str) -> dict[str, Option]:
     """The options a command takes from the outside."""
-    hidden = {"serve": WIRED_BY_SERVE, "offline": WIRED_OFFLINE}.get(command, frozenset())
-    return {name: option for name, option in options_of(*COMMANDS[command]).items() if name not in hidden}
+    options = options_of(*COMMANDS[command])
+    hidden = {"serve": WIRED_BY_SERVE, "offline": WIRED_OFFLINE, "keys": options.keys() - KEYS_READS}
+    return {name: option for name, option in options.items() if name not in hidden.get(command, frozenset())}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
@@ -123,6 +124,10 @@ async def test_another_gateway_goes_on_with_it(tmp_path: Path) -> None:
     assert text_of(told[-1]["response"]) == TEXT
     assert [one["type"] for one in told].count("response.created") == 1
     assert second.engine.record == first.engine.record
+    today = datetime.now(UTC).date()
+    used = [await gateway.context.ledger.rows([""], today, today) for gateway in (first, second)]
+    assert [[row.counts.requests for row in rows] for rows in used] == [[], [1]]  # by who told its end
+    assert used[1][0].counts.output_tokens == len(second.ids(TEXT))
 
 
 async def begin_stream(gateway: Gateway, num_events: int) -> dict[str, Any]:

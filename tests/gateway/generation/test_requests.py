@@ -14,6 +14,7 @@ from tests.gateway.fakes_engine import Gateway, make_gateway
 from tests.gateway.model_dir import write_model_dir
 
 from pagoda_gateway.api.schemas import ChatRequest, CompletionRequest
+from pagoda_gateway.clients import NOBODY
 from pagoda_gateway.dialects.chat import chat_record
 from pagoda_gateway.dialects.completions import completion_records
 from pagoda_gateway.http import text_pool
@@ -88,7 +89,7 @@ async def test_the_authors_defaults_yield_to_the_request(tmp_path: Path) -> None
     gateway = make_gateway(tmp_path)
     defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
     text = type(gateway.text).load(write_model_dir(tmp_path / "other", generation_config=defaults))
-    object.__setattr__(gateway.context.catalogue.find(None), "text", text)
+    object.__setattr__(gateway.context.catalogue.find(None, NOBODY), "text", text)
     params = (await chat_record(gateway.context, chat(temperature=0, top_k=-1))).task.params
     assert (params.temperature, params.top_k, params.top_p, params.repetition_penalty) == (0, 0, 0.9, 1.1)
 
@@ -225,7 +226,7 @@ async def test_options_with_fields_of_their_own_reach_templates_that_read_them(t
     gateway = make_gateway(tmp_path)
     template = "{{ messages[0].content }}{{ reasoning_effort }}{{ verbosity }}"
     text = type(gateway.text).load(write_model_dir(tmp_path / "other"), template)
-    object.__setattr__(gateway.context.catalogue.find(None), "text", text)
+    object.__setattr__(gateway.context.catalogue.find(None, NOBODY), "text", text)
     record = await chat_record(gateway.context, chat(reasoning_effort="low", verbosity="high"))
     assert text.decode(record.prompt_token_ids) == "hellolowhigh"
     with pytest.raises(InvalidParams, match="give it once"):

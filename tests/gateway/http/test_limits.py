@@ -13,14 +13,13 @@ from urllib.parse import unquote
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 from tests.gateway.fake_engine_core import until
-from tests.gateway.http_fakes import Running, error_code, parse, running_http, talk
+from tests.gateway.http_fakes import Running, error_code, limited, parse, running_http, talk
 
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
-from pagoda_gateway.http.limits import LEAST_BYTES_PER_S, LimitsMiddleware, is_normal_path
-from pagoda_gateway.http.memory import MemoryBudget
+from pagoda_gateway.http.limits import LEAST_BYTES_PER_S, is_normal_path
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 CONFIG = GatewayConfig(
@@ -35,10 +34,6 @@ CONFIG = GatewayConfig(
     slow_client_timeout_s=0.2,
     forwarded_allow_ips="",
 )
-
-
-def limited(app: ASGIApp, config: GatewayConfig) -> LimitsMiddleware:
-    return LimitsMiddleware(app, config, MemoryBudget(config.max_held_bytes))
 
 
 class Echo:
@@ -239,7 +234,7 @@ async def test_requests_behind_a_proxy_are_counted_by_their_own_clients() -> Non
         assert (await talk(http.port, ask("/", "1.1.1.1")))[0] == 200
 
 
-def by_key(scope: Any) -> Caller:
+async def by_key(scope: Any) -> Caller:
     """A way to know callers that is not their address, and knows whom to send away."""
     key = dict(scope["headers"]).get(b"x-key", b"").decode()
     if not key:
@@ -249,7 +244,7 @@ def by_key(scope: Any) -> Caller:
 
 async def test_who_may_not_ask_is_refused_before_the_body_is_read(echo: Echo) -> None:
     config = GatewayConfig(body_timeout_s=600.0)
-    app = LimitsMiddleware(echo, config, MemoryBudget(config.max_held_bytes), by_key)
+    app = limited(echo, config, by_key)
     async with asyncio.timeout(60), running_http(app, config) as http:
         status, headers, body = await talk(http.port, post(b"", "content-length: 500"))
     assert (status, error_code(body), headers["connection"]) == (400, "invalid_argument", "close")
@@ -258,7 +253,7 @@ async def test_who_may_not_ask_is_refused_before_the_body_is_read(echo: Echo) ->
 
 async def test_what_is_counted_is_counted_by_caller(echo: Echo) -> None:
     config = GatewayConfig(max_connections_per_client=1, forwarded_allow_ips="127.0.0.1", max_held_bytes=1_000_000)
-    app = LimitsMiddleware(echo, config, MemoryBudget(config.max_held_bytes), by_key)
+    app = limited(echo, config, by_key)
     async with running_http(app, config) as http:
         reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
         writer.write(get("/stream", "x-key: a", CLOSE))
@@ -408,7 +403,7 @@ async def taking(scope: Scope, receive: Receive, send: Send) -> None:
 
 @pytest.fixture
 async def upload() -> AsyncIterator[Running]:
-    app = LimitsMiddleware(taking, CONFIG, MemoryBudget(CONFIG.max_held_bytes), uploads=UPLOADS)
+    app = limited(taking, CONFIG, uploads=UPLOADS)
     async with running_http(app, CONFIG) as running:
         yield running
 

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 from tests.gateway.fake_engine_core import until
-from tests.gateway.http_fakes import Running, error_code, parse, running_http, talk
+from tests.gateway.http_fakes import Running, error_code, limited, parse, running_http, talk
 
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.limits import LimitsMiddleware
-from pagoda_gateway.http.memory import MemoryBudget
 from pagoda_gateway.http.upload_rate import BURST_S, FREE_BYTES, UploadRate
 
 RATE = 1000.0
@@ -71,7 +70,7 @@ async def whole(scope: Scope, receive: Receive, send: Send) -> None:
 @asynccontextmanager
 async def serving(**fields: int | float) -> AsyncIterator[tuple[Running, LimitsMiddleware]]:
     config = GatewayConfig(engine="unix:/x", **fields)
-    app = LimitsMiddleware(whole, config, MemoryBudget(config.max_held_bytes))
+    app = limited(whole, config)
     async with running_http(app, config) as http:
         yield http, app
 

@@ -17,6 +17,7 @@ from tests.gateway.http_fakes import error_code
 
 from pagoda_gateway.api.batches_schemas import BatchList, BatchObject
 from pagoda_gateway.batches.batch import ENDED
+from pagoda_gateway.clients import identify_by
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.routes.batch_service import BatchService, batch_runner, in_background
@@ -36,7 +37,8 @@ class Served:
     def __init__(self, root: Path) -> None:
         self.gateway: Gateway = make_gateway(root, play([5, 6, 7]), api_key=",".join(KEYS))
         context = self.gateway.context
-        app = LimitsMiddleware(self.gateway.asgi, context.config, context.memory, uploads={"/v1/files": 100_000})
+        identify, uploads = identify_by(context.config.forwarded_allow_ips, context.gate), {"/v1/files": 100_000}
+        app = LimitsMiddleware(self.gateway.asgi, context.config, context.memory, identify, context.quotas, uploads)
         self.store: Any = context.store
         self.one, self.two = (
             httpx.AsyncClient(
@@ -278,7 +280,7 @@ async def test_a_line_that_would_take_too_much_memory_is_refused(tmp_path: Path)
     gateway = make_gateway(tmp_path, max_held_bytes=40_000)
     service = BatchService(gateway.context)
     with pytest.raises(PagodaError) as caught:
-        await service.answer(COMPLETIONS, line("a", prompt="x" * 20_000).encode(), "me")
+        await service.answer(COMPLETIONS, line("a", prompt="x" * 20_000).encode(), "")
     assert caught.value.code is ErrorCode.REQUEST_TOO_LARGE
     assert gateway.context.memory.held_bytes == 0
 

@@ -12,6 +12,7 @@ from tests.gateway.fakes_engine import make_gateway
 from tests.gateway.http_fakes import error_code, running_http, talk
 
 from pagoda_gateway.api.batches_schemas import FileDeleted, FileList, FileObject
+from pagoda_gateway.clients import identify_by
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.http.multipart import MAX_FORM_BYTES
@@ -32,7 +33,10 @@ class Served:
         self.config: GatewayConfig = gateway.context.config
         uploads = {files.PATH: self.config.max_file_bytes + MAX_FORM_BYTES}
         self.store: Any = gateway.context.store
-        self.app = LimitsMiddleware(gateway.asgi, self.config, gateway.context.memory, uploads=uploads)
+        identify = identify_by(self.config.forwarded_allow_ips, gateway.context.gate)
+        self.app = LimitsMiddleware(
+            gateway.asgi, self.config, gateway.context.memory, identify, gateway.context.quotas, uploads
+        )
 
     def client(self, name: str) -> httpx.AsyncClient:
         headers = {"authorization": f"Bearer {KEYS[name]}"}

@@ -111,6 +111,16 @@ def test_readiness_is_announced_once(capsys: pytest.CaptureFixture[str]) -> None
     assert "curl http://127.0.0.1:4567/v1/chat/completions" in printed
 
 
+@pytest.mark.parametrize("locked", [False, True])
+def test_the_example_shows_a_key_where_one_must_be_shown(capsys: pytest.CaptureFixture[str], locked: bool) -> None:
+    one = tower()
+    if locked:
+        one.on_event("gateway", {"event": "locked"})
+    one.on_event("gateway", {"event": "listening", "url": "http://127.0.0.1:4567"})
+    one.on_event("gateway", {"event": "ready"})
+    assert ("$PAGODA_API_KEY" in capsys.readouterr().out) == locked
+
+
 def test_recording_is_told_of_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     one = tower()
     with caplog.at_level(logging.INFO):
@@ -135,7 +145,7 @@ def test_progress_says_what_is_done(
 
 @pytest.mark.parametrize("api_key", ["", "key-one-of-two,key-two-of-two"])
 def test_the_announced_python_compiles(api_key: str) -> None:
-    text = announcement("http://h:1", GatewayConfig(served_model_name="m", api_key=api_key), 1.0)
+    text = announcement("http://h:1", GatewayConfig(served_model_name="m"), 1.0, bool(api_key))
     assert ("PAGODA_API_KEY" in text) == bool(api_key)
     assert "of-two" not in text
     lines = [line.strip() for line in text.splitlines() if line.startswith("  ")]

@@ -1,0 +1,112 @@
+"""A key is two things: an id that anybody may see, and bits that nobody keeps, of which the record has the digest.
+
+The bits are random, 256 of them, so a plain SHA-256 of the key gives nothing away. What a client shows names its record
+by the id; whether it is that key is said by comparing digests in constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterator
+
+import msgspec
+
+from pagoda_gateway.keys.grants import LIMITS, Limits, Role
+from pagoda_proto.errors import InvalidParams, Problem
+
+PREFIX = "sk-pagoda-"
+ID_BYTES, SECRET_BYTES = 8, 32
+MAX_NAME_CHARS = 64
+MAX_MODELS, MAX_MODEL_CHARS = 64, 256
+MAX_LIMIT = 2**53
+_KEY = re.compile(rb"sk-pagoda-([0-9a-f]{16})-[A-Za-z0-9_-]{43}")
+_ID = re.compile(r"key_[0-9a-f]{16}")
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The record of a key; `digest` in hex, `models` as in `Grant`, times in Unix seconds.
+
+    One with a field that this version does not know may be more narrow than it can see, so it is not read at all.
+    """
+
+    id: str
+    name: str
+    digest: str
+    created_at: int
+    role: Role = Role.CLIENT
+    models: tuple[str, ...] | None = None
+    limits: Limits = Limits()
+    expires_at: int | None = None
+    revoked_at: int | None = None
+
+    @property
+    def shown(self) -> str:
+        """What lists have of the key itself."""
+        return f"{PREFIX}{self.id.removeprefix('key_')}-.."
+
+    def state(self, now: float) -> str:
+        """active, expired or revoked."""
+        if self.revoked_at is not None:
+            return "revoked"
+        return "expired" if self.expires_at is not None and now >= self.expires_at else "active"
+
+
+class NewKey(msgspec.Struct, frozen=True, kw_only=True):
+    """What is asked for. Raises InvalidParams, whoever asks."""
+
+    name: str
+    role: Role = Role.CLIENT
+    models: tuple[str, ...] | None = None
+    limits: Limits = Limits()
+    expires_at: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = [*self._problems()]
+        if problems:
+            raise InvalidParams(problems)
+
+    def _problems(self) -> Iterator[Problem]:
+        if not (0 < len(self.name) <= MAX_NAME_CHARS and self.name.isprintable()):
+            yield Problem("name", f"must have 1 to {MAX_NAME_CHARS} printable characters")
+        if self.models is not None:
+            if not 0 < len(self.models) <= MAX_MODELS:
+                yield Problem("models", f"must be 1 to {MAX_MODELS} names, or left out for all, got {len(self.models)}")
+            if any(not (0 < len(name) <= MAX_MODEL_CHARS and name.isprintable()) for name in self.models):
+                yield Problem("models", f"a name has 1 to {MAX_MODEL_CHARS} printable characters")
+        for name in LIMITS:
+            value = getattr(self.limits, name)
+            if value is not None and not 0 <= value <= MAX_LIMIT:
+                yield Problem(name, f"must be between 0 (no limit) and {MAX_LIMIT}, got {value}")
+
+    def made(self, now: float) -> tuple[ApiKey, str]:
+        """The record, and the key itself, which is never seen again. Raises InvalidParams."""
+        if self.expires_at is not None and self.expires_at <= now:
+            raise InvalidParams([Problem("expires_at", f"must be later than now, {int(now)}, got {self.expires_at}")])
+        public = secrets.token_hex(ID_BYTES)
+        text = f"{PREFIX}{public}-{secrets.token_urlsafe(SECRET_BYTES)}"
+        fields = msgspec.structs.asdict(self)
+        return ApiKey(id=f"key_{public}", digest=digest_of(text.encode()), created_at=int(now), **fields), text
+
+
+def digest_of(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+NO_DIGEST = digest_of(b"")  # what is compared where there is no record, so that this takes as long
+
+
+def is_digest_of(digest: str, key: bytes) -> bool:
+    return hmac.compare_digest(digest_of(key), digest)
+
+
+def id_of(key: bytes) -> str | None:
+    """None for what is no key of ours."""
+    found = _KEY.fullmatch(key)
+    return None if found is None else f"key_{found[1].decode()}"
+
+
+def is_id(text: str) -> bool:
+    return _ID.fullmatch(text) is not None

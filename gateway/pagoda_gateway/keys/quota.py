@@ -1,0 +1,152 @@
+"""What is left of a key's limits in this gateway: a request is counted when it comes, its prompt when it is known, and
+its output as it grows.
+
+Output is read off the runs of a key when the key is next looked at, so a token costs nothing here. Nothing is reserved
+for what a request may yet ask: a key whose output was more than it had is refused until that has flowed in again. So
+what is over the limit at most is the output of the requests that were open, of which there is a limit too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from pagoda_gateway.keys.buckets import Bucket
+from pagoda_gateway.keys.grants import NO_LIMITS, Limits
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+CONCURRENT_RETRY_S = 1.0  # nobody knows when one of the open requests ends
+SWEPT_ABOVE = 1024
+
+
+REQUESTS, TOKENS = NAMES = ("requests", "tokens")
+
+
+class Left(NamedTuple):
+    """Of one limit, which is one a minute and has one of NAMES; `reset_s`: until all of it is there again."""
+
+    name: str
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+class Quota:
+    """Of one key. `now`: a monotonic clock."""
+
+    def __init__(self, limits: Limits, now: Callable[[], float]) -> None:
+        self.limits = limits
+        self._now = now
+        self._requests = _bucket(limits.requests_per_minute, now())
+        self._tokens = _bucket(limits.tokens_per_minute, now())
+        self._open = 0
+        self._growing: dict[object, tuple[Callable[[], int], int]] = {}
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Around a request. Raises PagodaError RATE_LIMITED, then nothing is counted."""
+        self._check_request()
+        if self._requests is not None:
+            self._requests.take(1, self._now())
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+
+    def _check_request(self) -> None:
+        limits, now = self.limits, self._now()
+        if self._requests is not None and (wait_s := self._requests.wait_s(1, now)):
+            raise _refused(f"{limits.requests_per_minute} requests a minute", wait_s)
+        if self._tokens is not None:
+            self._take_output()
+            if wait_s := self._tokens.wait_s(1, now):
+                raise _refused(f"{limits.tokens_per_minute} tokens a minute", wait_s)
+        if limits.concurrent_requests and self._open >= limits.concurrent_requests:
+            raise _refused(f"{limits.concurrent_requests} requests at once", CONCURRENT_RETRY_S)
+
+    def check_prompt(self, num_prompt_tokens: int) -> None:
+        """Raises PagodaError RATE_LIMITED, or REQUEST_TOO_LARGE for a prompt that the limit never has room for."""
+        if self._tokens is None:
+            return
+        self._take_output()
+        limit, now = self._tokens.per_minute, self._now()
+        if num_prompt_tokens > limit:
+            why = f"the prompt has {num_prompt_tokens} tokens; this API key may have {limit} a minute"
+            raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, why)
+        if wait_s := self._tokens.wait_s(num_prompt_tokens, now):
+            raise _refused(f"{limit} tokens a minute, and the prompt has {num_prompt_tokens}", wait_s)
+
+    def begin(self, run: object, num_prompt_tokens: int, num_output: Callable[[], int]) -> None:
+        """Count a run's prompt, and from now on its output; then `end` is called in any case."""
+        if self._tokens is not None:
+            self._tokens.take(num_prompt_tokens, self._now())
+            self._growing[run] = num_output, 0
+
+    def end(self, run: object, give_back: int = 0) -> None:
+        """`give_back` of a prompt that nobody computed."""
+        self._take_output()
+        if self._growing.pop(run, None) is not None and self._tokens is not None:
+            self._tokens.take(-give_back, self._now())
+
+    def _take_output(self) -> None:
+        if self._tokens is None:
+            return
+        for run, (num_output, taken) in self._growing.items():
+            count = num_output()
+            self._growing[run] = num_output, count
+            self._tokens.take(count - taken, self._now())
+
+    def left(self) -> list[Left]:
+        """Of limits a minute that there are."""
+        self._take_output()
+        now, buckets = self._now(), ((REQUESTS, self._requests), (TOKENS, self._tokens))
+        return [
+            Left(name, bucket.per_minute, bucket.remaining(now), bucket.reset_s(now))
+            for name, bucket in buckets
+            if bucket is not None
+        ]
+
+    @property
+    def as_new(self) -> bool:
+        return not self._open and not self._growing and all(left.remaining == left.limit for left in self.left())
+
+
+class Quotas:
+    """Of all keys, by tenant; one that is as new is the same as none."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._by_tenant: dict[str, Quota] = {}
+        self._most = SWEPT_ABOVE
+
+    def of(self, tenant: str, limits: Limits) -> Quota:
+        found = self._by_tenant.get(tenant)
+        if found is None or found.limits != limits:
+            found = Quota(limits, self._now)
+            if limits != NO_LIMITS:
+                self._keep(tenant, found)
+        return found
+
+    def known(self, tenant: str) -> Quota:
+        """Of a tenant whose limits nobody tells; without any, where it has not asked here lately."""
+        return self._by_tenant.get(tenant) or self.none()
+
+    def none(self) -> Quota:
+        return Quota(NO_LIMITS, self._now)
+
+    def _keep(self, tenant: str, quota: Quota) -> None:
+        if len(self._by_tenant) >= self._most:
+            self._by_tenant = {name: known for name, known in self._by_tenant.items() if not known.as_new}
+            self._most = max(SWEPT_ABOVE, 2 * len(self._by_tenant))
+        self._by_tenant[tenant] = quota
+
+
+def _bucket(per_minute: int | None, now: float) -> Bucket | None:
+    return Bucket(per_minute, now) if per_minute else None
+
+
+def _refused(limit: str, retry_after_s: float) -> PagodaError:
+    return PagodaError(ErrorCode.RATE_LIMITED, f"this API key may have {limit}", None, retry_after_s)

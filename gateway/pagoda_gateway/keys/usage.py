@@ -1,0 +1,165 @@
+"""What each key used, by day and model: counted here at once, and in the store a few seconds later.
+
+A life of a gateway writes totals of its own into records that nobody else writes, so writing one again changes nothing
+and no two gateways wait for each other; what a key used is the sum over the records of its day. What is not written yet
+when a gateway is killed is lost: at most `USAGE_FLUSH_S` of it, while the store can be reached. Days are those of UTC.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, date, datetime
+from typing import NamedTuple
+
+import msgspec
+
+from pagoda_gateway.store.interface import MAX_PAGE_RECORDS, Record, Store, unavailable
+from pagoda_proto import times
+from pagoda_proto.errors import PagodaError
+from pagoda_proto.records import Usage
+
+logger = logging.getLogger(__name__)
+
+USAGE, TENANTS = "usage", "usage_tenants"
+DAY_S = 86400.0
+KEPT_DAYS = 400
+LATE_DAYS = 7  # a store may have been gone for so long, and records been written after those of later days
+
+
+class Counts(msgspec.Struct, omit_defaults=True):
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    def add(self, other: Counts) -> None:
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
+class UsageRow(NamedTuple):
+    """`day` as in ISO 8601."""
+
+    day: str
+    tenant: str
+    model: str
+    counts: Counts
+
+
+_Models = dict[str, Counts]
+
+
+class UsageLedger:
+    """`count` is told of a run's end; `start` and `aclose` belong to the process. `clock`: Unix seconds."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._clock = clock
+        self._life = secrets.token_hex(6)
+        self._totals: dict[tuple[str, str], _Models] = {}  # by day and tenant
+        self._unwritten: set[tuple[str, str]] = set()
+        self._listed: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    def count(self, tenant: str, model: str, usage: Usage) -> None:
+        """One request; nothing here can fail or wait."""
+        place = self._today().isoformat(), tenant
+        counts = self._totals.setdefault(place, {}).setdefault(model, Counts())
+        counts.add(Counts(1, usage.prompt_tokens, usage.cached_prompt_tokens, usage.output_tokens))
+        self._unwritten.add(place)
+
+    def _today(self) -> date:
+        return datetime.fromtimestamp(self._clock(), UTC).date()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="usage")
+
+    async def aclose(self) -> None:
+        """Write what is left, if the store takes it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        try:
+            async with asyncio.timeout(times.USAGE_LAST_S):
+                await self.flush()
+        except (PagodaError, TimeoutError):
+            logger.warning("what %d keys used lately is lost: the store cannot be reached", len(self._unwritten))
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(times.USAGE_FLUSH_S)
+            try:
+                await self.flush()
+            except PagodaError:
+                continue  # the store's guard has said so
+            except Exception:
+                logger.exception("what keys used was not written; it is tried again")
+
+    async def flush(self) -> None:
+        """Write what was counted since the last time. Raises PagodaError; what is not written yet stays."""
+        for place in sorted(self._unwritten):
+            day, tenant = place
+            if tenant not in self._listed:
+                await self._store.put(TENANTS, f"tenant.{tenant}", tenant.encode())
+                self._listed.add(tenant)
+            self._unwritten.discard(place)  # what is counted while it is being written comes with the next
+            value = msgspec.json.encode(self._totals[place])
+            expires_at = self._clock() + KEPT_DAYS * DAY_S
+            try:
+                key = f"{day}.{tenant}.{self._life}"
+                await self._store.put(USAGE, key, value, owner=tenant, expires_at=expires_at)
+            except BaseException:
+                self._unwritten.add(place)
+                raise
+        self._forget()
+
+    def _forget(self) -> None:
+        """Past days, which nobody adds to."""
+        today = self._today().isoformat()
+        for place in [place for place in self._totals if place[0] < today and place not in self._unwritten]:
+            del self._totals[place]
+
+    async def tenants(self) -> list[str]:
+        """All who used something. Raises PagodaError."""
+        await self.flush()
+        return [record.value.decode() for record in await self._all(TENANTS, "", lambda record: False)]
+
+    async def rows(self, tenants: Iterable[str], first: date, last: date) -> list[UsageRow]:
+        """By day, tenant and model, of all gateways; this one's is up to date. Raises PagodaError."""
+        await self.flush()
+        sums: dict[tuple[str, str, str], Counts] = {}
+        too_old = days_before(first, LATE_DAYS).isoformat()
+        for tenant in tenants:
+            for record in await self._all(USAGE, tenant, lambda record: record.key[:10] < too_old):
+                day = record.key[:10]
+                if first.isoformat() <= day <= last.isoformat():
+                    for model, counts in _read(record).items():
+                        sums.setdefault((day, tenant, model), Counts()).add(counts)
+        return [UsageRow(*place, counts) for place, counts in sorted(sums.items())]
+
+    async def _all(self, collection: str, owner: str, until: Callable[[Record], bool]) -> list[Record]:
+        """Newest first."""
+        found: list[Record] = []
+        after = None
+        while True:
+            page = await self._store.page(collection, owner, limit=MAX_PAGE_RECORDS, after=after)
+            found += page.records
+            if not page.more or until(page.records[-1]):
+                return found
+            after = page.records[-1].position
+
+
+def days_before(day: date, days: int) -> date:
+    """Or the first day that there is."""
+    return date.fromordinal(max(1, day.toordinal() - days))
+
+
+def _read(record: Record) -> _Models:
+    try:
+        return msgspec.json.decode(record.value, type=_Models)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise unavailable(f"usage {record.key} cannot be read: {error}", 1.0) from error

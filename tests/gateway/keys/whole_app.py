@@ -1,0 +1,61 @@
+"""The whole app over a scripted engine, and what is asked of it by keys."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from starlette.routing import Route
+from tests.gateway.fakes_engine import Gateway, Script, make_gateway
+
+from pagoda_gateway.app import create_app
+from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.engine.client import SessionClient
+from pagoda_gateway.engine.session import EngineAddress
+from pagoda_gateway.health import Health
+from pagoda_gateway.keys.api_key import ApiKey, NewKey
+from pagoda_gateway.metrics import GatewayMetrics
+
+ADMIN = "key-of-the-admin"
+
+
+class App:
+    """`asgi` is the whole; `admin` shows the admin's key."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        metrics = GatewayMetrics("m")
+        health = Health(SessionClient(EngineAddress("unix:none"), metrics), metrics)
+        background = BackgroundResponses(gateway.context)
+        self.asgi: Any = create_app(gateway.context, health, metrics, background)
+        self.admin = self.client(ADMIN)
+
+    def client(self, key: str = "") -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        transport = httpx.ASGITransport(self.asgi, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers)
+
+    async def new_key(self, **fields: Any) -> tuple[ApiKey, httpx.AsyncClient]:
+        key, text = await self.gateway.context.keys.create(NewKey(**{"name": "n"} | fields))
+        return key, self.client(text)
+
+    def routes(self) -> Iterator[Route]:
+        """Of the app, those of its routers included."""
+        inner = self.asgi
+        while not isinstance(inner, FastAPI):
+            inner = inner._app
+        for route in inner.routes:
+            yield from ([route] if isinstance(route, Route) else route.original_router.routes)
+
+
+@asynccontextmanager
+async def running_app(root: Path, script: Script | None = None, **config: Any) -> AsyncIterator[App]:
+    app = App(make_gateway(root, script, **{"admin_api_key": ADMIN} | config))
+    yield app
+    await app.gateway.context.gate.aclose()
+    await app.gateway.context.store.aclose()
+    app.gateway.context.pool.close()
