@@ -1,12 +1,13 @@
-"""What every body is: strict, and without a field that is not named."""
+"""What every body and every query is: strict, and without a field that is not named."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Text = str  # bounded by the body, and by the model's context
+Id = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class Body(BaseModel):
@@ -14,3 +15,18 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     max_values: ClassVar[int] = 2**17
+
+
+def _number(text: Any) -> Any:
+    """Queries and forms are text."""
+    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 16 else text
+
+
+Number = BeforeValidator(_number)
+
+
+class Query(BaseModel):
+    """What stands behind the question mark of a list."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    after: Id | None = None

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from pagoda_gateway.api.answer_schemas import Answered
-from pagoda_gateway.api.batches_schemas import Number, Query
-from pagoda_gateway.api.body import Body
+from pagoda_gateway.api.body import Body, Number, Query
 
 MAX_LISTED = 100
 MAX_TIME = 2**40

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.api.batches_schemas import BatchesQuery, BatchList, BatchObject, BatchRequest, NoBody
 from pagoda_gateway.batches.batch import new_batch, shown
 from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.batches.files import BATCH, Files
+from pagoda_gateway.batches.schemas import BatchesQuery, BatchList, BatchObject, BatchRequest, NoBody
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.routes.batch_service import DIALECTS
 from pagoda_gateway.routes.body import caller_of, json_response, query_of, read_body

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from pagoda_gateway.api.batches_schemas import FileDeleted, FileForm, FileList, FileObject, FilesQuery, UploadBody
 from pagoda_gateway.batches.files import FileInfo, FileLimits, Files, Upload
+from pagoda_gateway.batches.schemas import FileDeleted, FileForm, FileList, FileObject, FilesQuery, UploadBody
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.http.multipart import UploadForm
 from pagoda_gateway.http.sse import ClientGone

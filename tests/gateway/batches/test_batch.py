@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from openai.types import Batch as OpenAIBatch
 
-from pagoda_gateway.api.batches_schemas import BatchObject
 from pagoda_gateway.batches import batch as states
 from pagoda_gateway.batches.batch import WINDOW_S, Batch, Counts, Fault, Status, new_batch
+from pagoda_gateway.batches.schemas import BatchObject
 from pagoda_proto.errors import PagodaError
 
 NEW = new_batch("/v1/completions", "file-1", {"a": "b"}, 3600, 1000.5)

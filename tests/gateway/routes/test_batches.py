@@ -15,8 +15,8 @@ from tests.gateway.fake_engine_core import until
 from tests.gateway.fakes_engine import MODEL, Batch, Gateway, failing, make_gateway, play
 from tests.gateway.http_fakes import error_code
 
-from pagoda_gateway.api.batches_schemas import BatchList, BatchObject
 from pagoda_gateway.batches.batch import ENDED
+from pagoda_gateway.batches.schemas import BatchList, BatchObject
 from pagoda_gateway.clients import identify_by
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.http.limits import LimitsMiddleware

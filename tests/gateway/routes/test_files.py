@@ -11,7 +11,7 @@ import pytest
 from tests.gateway.fakes_engine import make_gateway
 from tests.gateway.http_fakes import error_code, running_http, talk
 
-from pagoda_gateway.api.batches_schemas import FileDeleted, FileList, FileObject
+from pagoda_gateway.batches.schemas import FileDeleted, FileList, FileObject
 from pagoda_gateway.clients import identify_by
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.limits import LimitsMiddleware

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from pagoda_gateway.api.answer_schemas import Answered
-from pagoda_gateway.api.body import Body
+from pagoda_gateway.api.body import Body, Id, Number, Query
 
 KEPT_S = (3600, 30 * 86400)
 MAX_FILES_LISTED, MAX_BATCHES_LISTED = 10_000, 100
 MAX_METADATA = 16
-Id = Annotated[str, Field(min_length=1, max_length=128)]
 KeptS = Annotated[int, Field(ge=KEPT_S[0], le=KEPT_S[1])]
 Metadata = Annotated[
     dict[Annotated[str, Field(min_length=1, max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=MAX_METADATA),
 ]
-
-
-def _number(text: Any) -> Any:
-    """Queries and forms are text."""
-    return int(text) if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) < 16 else text
-
-
-Number = BeforeValidator(_number)
-
-
-class Query(BaseModel):
-    """What stands behind the question mark: strict, and without a name that is not known."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    after: Id | None = None
 
 
 class FilesQuery(Query):
