@@ -36,6 +36,7 @@ class GatewayMetrics:
         self.num_open: Callable[[], int] = lambda: 0
         self._create_generation_metrics()
         self._create_stream_metrics()
+        self._create_batch_metrics()
         self._create_http_metrics()
 
     def _create_generation_metrics(self) -> None:
@@ -64,6 +65,12 @@ class GatewayMetrics:
         self.slow_clients = self._counter("slow_clients", "Connections ended because their client read nothing")
         canary = Counter("pagoda_canary_requests", "Health requests by outcome", ("result",), registry=self.registry)
         self.canary = {result: canary.labels(result) for result in ("success", "failure", "overtaken")}
+
+    def _create_batch_metrics(self) -> None:
+        names = ("model_name", "result")
+        lines = Counter("pagoda_batch_lines", "Lines of batches by what became of them", names, registry=self.registry)
+        results = {False: "answered", True: "failed"}
+        self._batch_lines = {failed: lines.labels(self.model_name, result) for failed, result in results.items()}
 
     def _create_http_metrics(self) -> None:
         self._http = Counter(
@@ -126,6 +133,10 @@ class GatewayMetrics:
         calls = Counter("pagoda_store_calls", "Calls to the store by how they ended", names, registry=self.registry)
         counted = {outcome: calls.labels(self.model_name, outcome) for outcome in outcomes}
         return lambda outcome: counted[outcome].inc()
+
+    def batch_line(self, failed: bool) -> None:
+        """One is done."""
+        self._batch_lines[failed].inc()
 
     def know_routes(self, templates: frozenset[str]) -> None:
         """The closed set of route templates; anything else is counted as `other`."""

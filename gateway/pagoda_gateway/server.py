@@ -12,6 +12,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from pagoda_gateway.app import create_app
@@ -57,38 +58,72 @@ async def serve(
     listener = bind(config.host, config.port)
     with contextlib.closing(listener):
         text = await asyncio.to_thread(load_text, config)
-        name = served_name(config)
-        metrics = GatewayMetrics(name)
-        address, waits = EngineAddress(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
-        engine = SessionClient(address, metrics, waits, log_requests=config.log_requests)
-        health = Health(engine, metrics, health_times)
-        store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
-        ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=int(time.time()), store=store)
-        batches = Batches(store)
-        runner = batch_runner(ctx, batches)
-        guard = ConnectionGuard(config, metrics.slow_client, engine.clock.now)
-        background = BackgroundResponses(ctx)
-        server = HttpServer(uvicorn_config(create_app(ctx, health, metrics, background, batches), config, guard))
-        engine.start()
-        background.start()
-        runner.start()
-        health.start(lambda ready: report({"event": "ready" if ready else "unready"}))
-        ctx.ledger.start()
-        telling = asyncio.create_task(tell_who_may_ask(ctx, listener, report), name="who-may-ask")
+        metrics = GatewayMetrics(served_name(config))
+        parts = _Parts.of(config, text, metrics, health_times)
+        guard = ConnectionGuard(config, metrics.slow_client, parts.engine.clock.now)
+        app = create_app(parts.ctx, parts.health, metrics, parts.background, parts.batches)
+        server = HttpServer(uvicorn_config(app, config, guard))
+        parts.start(lambda ready: report({"event": "ready" if ready else "unready"}))
+        telling = asyncio.create_task(tell_who_may_ask(parts.ctx, listener, report), name="who-may-ask")
         try:
-            await _run(server, listener, config, report, stop, (engine, health, background, runner))
+            await _run(server, listener, config, report, stop, parts)
         finally:
             telling.cancel()
             await asyncio.gather(telling, return_exceptions=True)
-            await background.aclose()
-            await runner.aclose()
-            await health.aclose()
-            await engine.aclose()
-            ctx.pool.close()
-            await ctx.ledger.aclose()
-            await ctx.gate.aclose()
-            await store.aclose()
+            await parts.aclose()
             server.cut_connections()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parts:
+    """What runs beside HTTP, and is closed in the order in which one part needs the other."""
+
+    ctx: GatewayContext
+    engine: SessionClient
+    health: Health
+    background: BackgroundResponses
+    batches: Batches
+    runner: BatchRunner
+
+    @classmethod
+    def of(
+        cls, config: GatewayConfig, text: ModelText, metrics: GatewayMetrics, health_times: HealthTimes | None
+    ) -> _Parts:
+        """Raises ValueError for an address that cannot be used."""
+        address, waits = EngineAddress(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
+        engine = SessionClient(address, metrics, waits, log_requests=config.log_requests)
+        store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
+        name, now = served_name(config), int(time.time())
+        ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=now, store=store)
+        batches = Batches(store)
+        return cls(
+            ctx=ctx,
+            engine=engine,
+            health=Health(engine, metrics, health_times),
+            background=BackgroundResponses(ctx),
+            batches=batches,
+            runner=batch_runner(ctx, batches, metrics.batch_line),
+        )
+
+    def start(self, on_ready: Callable[[bool], None]) -> None:
+        self.engine.start()
+        self.background.start()
+        self.runner.start()
+        self.health.start(on_ready)
+        self.ctx.ledger.start()
+
+    async def hand_over(self) -> None:
+        """What runs without a client is left where it is: another gateway may go on with it. Safe to call twice."""
+        await asyncio.gather(self.background.aclose(), self.runner.aclose())
+
+    async def aclose(self) -> None:
+        await self.hand_over()
+        await self.health.aclose()
+        await self.engine.aclose()
+        self.ctx.pool.close()
+        await self.ctx.ledger.aclose()
+        await self.ctx.gate.aclose()
+        await self.ctx.store.aclose()
 
 
 async def tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report: Report) -> None:
@@ -122,9 +157,8 @@ async def _run(
     config: GatewayConfig,
     report: Report,
     stop: asyncio.Event,
-    parts: tuple[SessionClient, Health, BackgroundResponses, BatchRunner],
+    parts: _Parts,
 ) -> None:
-    engine, health, background, runner = parts
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http-server")
     waiting = [asyncio.create_task(event.wait()) for event in (server.listening, stop)]
     listening, stopping = waiting
@@ -134,9 +168,9 @@ async def _run(
             report({"event": "listening", "url": url_of(listener)})
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
-            leaving = asyncio.gather(background.aclose(), runner.aclose())  # another gateway may go on with theirs
-            await _leave(server, serving, config, engine, health)
-            await asyncio.wait([leaving], timeout=LEAVE_S)
+            handing_over = asyncio.create_task(parts.hand_over())
+            await _leave(server, serving, config, parts.engine, parts.health)
+            await asyncio.wait({handing_over}, timeout=LEAVE_S)
         await serving
     finally:
         for task in (*waiting, serving):

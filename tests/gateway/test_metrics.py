@@ -49,6 +49,15 @@ def test_calls_to_the_store_are_counted_by_outcome() -> None:
     assert value("pagoda_store_up", {"model_name": "m"}) == 0.0
 
 
+def test_lines_of_batches_are_counted_by_what_became_of_them() -> None:
+    metrics = GatewayMetrics("m")
+    for failed in (True, False, False):
+        metrics.batch_line(failed)
+    value = metrics.registry.get_sample_value
+    for result, times in (("answered", 2.0), ("failed", 1.0)):
+        assert value("pagoda_batch_lines_total", {"model_name": "m", "result": result}) == times
+
+
 def test_every_ending_and_code_has_a_series_from_the_start() -> None:
     metrics = GatewayMetrics("m")
     reasons = {dict(labels)["finished_reason"] for labels in labels_of(metrics, "pagoda_request_success_total")}
@@ -99,7 +108,8 @@ def test_no_name_has_two_meanings() -> None:
     gateway.watch_engine(lambda: Load(engine_id="e"), lambda: True, lambda: 0)
     engine_core = Metrics()
     blocks = {f"{whose}_{kind}": 0 for whose in ("blocks", "swap_blocks") for kind in ("total", "used", "cached")}
-    stats: Any = SimpleNamespace(load=Load(engine_id="e"), totals={}, worker_rss_bytes={"w": 1}, **blocks)
+    held = SimpleNamespace(**blocks)
+    stats: Any = SimpleNamespace(load=Load(engine_id="e"), totals={}, worker_rss_bytes={"w": 1}, blocks=held)
     engine_core.watch(lambda: stats)
     names = [
         {family.name for family in text_string_to_metric_families(generate_latest(registry).decode())}

@@ -53,13 +53,17 @@ class Service(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Desk:
-    """What everybody who works on a batch here shares. `slots` bounds the lines that are answered at once."""
+    """What everybody who works on a batch here shares.
+
+    `slots` bounds the lines that are answered at once; `on_result` is told of every line whether it failed.
+    """
 
     batches: Batches
     files: Files
     service: Service
     slots: asyncio.Semaphore
     max_line_bytes: int
+    on_result: Callable[[bool], None] = lambda failed: None
 
 
 class BatchWork:
@@ -163,6 +167,8 @@ class BatchWork:
     async def _answer_all(self, batch: Batch) -> None:
         self._results = results = Results(self._batches.store, states.results_log(batch.id))
         await results.load()
+        if results.num_lines:
+            logger.info("batch %s: going on, %d of %d lines are done", batch.id, results.num_lines, batch.counts.total)
         ending, faults = Status.COMPLETED, list[Fault]()
         try:
             if not self._overdue(batch) and batch.status is Status.IN_PROGRESS:
@@ -223,6 +229,7 @@ class BatchWork:
     async def _answer_one(self, batch: Batch, line: Line, results: Results) -> None:
         result = await self._result(batch, line)
         await _until_there(lambda: results.write([result]))
+        self._desk.on_result(result.failed)
 
     async def _result(self, batch: Batch, line: Line) -> Result:
         custom_id, request_id = custom_id_of(line), f"req-{secrets.token_hex(16)}"

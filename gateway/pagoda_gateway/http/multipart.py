@@ -12,6 +12,7 @@ MAX_FIELD_BYTES = 1024
 MAX_FORM_BYTES = 64 * 1024  # of everything but the file
 MAX_FILENAME_CHARS = 255
 FILE_FIELD = "file"
+PLAIN_ENCODINGS = (b"binary", b"8bit", b"7bit")
 
 
 def _bad(message: str) -> PagodaError:
@@ -75,8 +76,11 @@ class UploadForm:
 
     def _end_header(self) -> None:
         name, value = self._header
-        if bytes(name).lower() == b"content-disposition":
+        known = bytes(name).lower()
+        if known == b"content-disposition":
             self._disposition = bytes(value)
+        elif known == b"content-transfer-encoding" and bytes(value).strip().lower() not in PLAIN_ENCODINGS:
+            raise _bad("parts of a form are taken as they are, in no content-transfer-encoding")
         name.clear()
         value.clear()
 

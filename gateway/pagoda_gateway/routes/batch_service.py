@@ -74,14 +74,17 @@ class BatchService:
         return body
 
 
-def batch_runner(ctx: GatewayContext, batches: Batches) -> BatchRunner:
-    """What works on the batches, not started yet."""
+def batch_runner(
+    ctx: GatewayContext, batches: Batches, on_result: Callable[[bool], None] = lambda failed: None
+) -> BatchRunner:
+    """What works on the batches, not started yet. `on_result` is told of every line whether it failed."""
     desk = Desk(
         batches=batches,
         files=files_of(ctx),
         service=BatchService(ctx),
         slots=asyncio.Semaphore(ctx.config.max_batch_requests),
         max_line_bytes=ctx.config.max_body_bytes + ENVELOPE_BYTES,
+        on_result=on_result,
     )
     return BatchRunner(desk)
 

@@ -166,4 +166,5 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
             return f"{rest} {between} {answer}"
         if silenced:
             return answer
-        return f"({rules.spell(reasoning.open)} {rest} {between})? {answer}"
+        times = "*" if reasoning.again else "?"
+        return f"({rules.spell(reasoning.open)} {rest} {between}){times} {answer}"

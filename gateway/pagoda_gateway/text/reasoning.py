@@ -123,6 +123,8 @@ class ReasoningReader:
         self._said: list[Said] = []
         self._source = Source()
         self._held = ""  # white space at the end of a thought, which the mark may follow
+        self._lead = ""  # between thoughts
+        self._thought = False
         self._trims = False  # what comes next loses the white space that it begins with
         self._reading = self._read()
         next(self._reading, None)
@@ -161,6 +163,7 @@ class ReasoningReader:
 
     def _thoughts(self) -> Reading[None]:
         self._held, self._trims = "", True
+        self._lead = "\n" if self._thought else ""
         yield from self._source.until((self._format.close,), self._think)
         self._trims = True
 
@@ -170,8 +173,9 @@ class ReasoningReader:
         shown = text.rstrip()
         self._held = text[len(shown) :]
         if shown:
-            self._trims = False
-            self._said.append(Thought(shown))
+            self._trims, self._thought = False, True
+            self._said.append(Thought(self._lead + shown))
+            self._lead = ""
 
     def _say(self, text: str) -> None:
         text = text.lstrip() if self._trims else text

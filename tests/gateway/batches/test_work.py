@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from tests.fakes import ManualClock
@@ -12,6 +13,7 @@ from tests.gateway.batches.fakes import OWNER, FakeService, desk_on, ids, line, 
 from pagoda_gateway.batches import work as module
 from pagoda_gateway.batches.batch import WINDOW_S, Batch, Counts, Status, results_log
 from pagoda_gateway.batches.batches import OPEN, Work
+from pagoda_gateway.batches.results import Results
 from pagoda_gateway.batches.work import BatchWork, Desk
 from pagoda_gateway.store.interface import unavailable
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
@@ -96,6 +98,8 @@ async def test_every_line_is_answered_once(desk: Desk, service: FakeService) -> 
 
 
 async def test_a_line_that_is_refused_or_fails_is_in_the_error_file(desk: Desk, service: FakeService) -> None:
+    told: list[bool] = []
+    desk = replace(desk, on_result=told.append)
     errors = {"id01": InvalidParams([Problem("prompt", "is bad")]), "id02": RuntimeError("a fault of ours")}
     service.script = errors.get
     ended = await run(desk, await submitted(desk, CONTENT))
@@ -106,6 +110,7 @@ async def test_a_line_that_is_refused_or_fails_is_in_the_error_file(desk: Desk, 
     assert (fault["custom_id"], fault["response"]["status_code"]) == ("id02", 500)
     assert "fault of ours" not in str(fault)
     assert await ids(desk, ended.output_id) == [name for name in NAMES if name not in errors]
+    assert sorted(told) == [False] * (NUM_LINES - 2) + [True] * 2
 
 
 async def test_what_finds_no_room_is_tried_again(desk: Desk, service: FakeService) -> None:
@@ -153,8 +158,10 @@ async def cut_short(desk: Desk, batch: Batch, service: FakeService, after: int) 
     never = asyncio.Event()
     service.script = lambda prompt: None if prompt < NAMES[after] else never
     working = asyncio.create_task(work_on(desk, batch).run())
-    while await desk.batches.store.length(results_log(batch.id)) == 0 or service.asked.total() < after + 1:  # noqa: ASYNC110
+    seen = Results(desk.batches.store, results_log(batch.id))
+    while seen.num_lines < after:
         await asyncio.sleep(0.001)
+        await seen.load()
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
 

@@ -80,6 +80,7 @@ def test_whatever_comes_is_a_form_or_refused(body: bytes) -> None:
         (part("a", b"\xff") + END, "not UTF-8"),
         (part("", b"") + END, "with a name"),
         (b"--" + BOUNDARY + b"\r\nContent-Type: text/plain\r\n\r\nx\r\n" + END, "with a name"),
+        (part("a", b"1", "\r\nContent-Transfer-Encoding: base64") + END, "content-transfer-encoding"),
         (b"no form at all", "not a form"),
         (part("a" * 5000, b"") + END, "not a form"),
     ],

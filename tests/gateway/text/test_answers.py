@@ -7,11 +7,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 from tests.gateway.text.tool_formats.walks import Vocabulary, markers_in, vocabulary, walk
 
 from pagoda_gateway.text.answers import AnswerReader, Calling, Demand, Formats, HowRead, Wanted
-from pagoda_gateway.text.events import CallArguments, CallBegun, Text, Thought
+from pagoda_gateway.text.events import CallArguments, CallBegun, Text, Thought, merged
 from pagoda_gateway.text.reasoning import Thinking
 from pagoda_gateway.text.tool_formats.functions import Function, NotEnforced
 from pagoda_proto import grammars
@@ -98,6 +100,34 @@ def test_with_a_form_an_answer_is_calls_or_that(tools: str, reasoning: str) -> N
         assert bool(said) != bool(calls)
         if said:
             jsonschema.validate(json.loads(said), SCHEMA)
+
+
+@pytest.mark.parametrize(("tools", "reasoning"), BOTH)
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_it_does_not_matter_how_an_answer_is_cut(tools: str, reasoning: str, data: st.DataObject) -> None:
+    formats, _ = made(tools, reasoning)
+    markers = [text for each in (formats.tools, formats.reasoning) if each for text in each.markers if text]
+    words = st.sampled_from(
+        [*markers, '{"name": "add", "arguments": {"a": 1}}', "add", "=1>", "\n", "x", '"', "é🙂", "<"]
+    )
+    text = "".join(data.draw(st.lists(words, max_size=14)))
+    ends = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+    how = HowRead(thinking=data.draw(st.sampled_from(Thinking)), functions=(ADD,))
+    whole, cut = AnswerReader(formats, how), AnswerReader(formats, how)
+    at_once = merged(whole.push(text) + whole.flush())
+    assert merged([event for piece in pieces for event in cut.push(piece)] + cut.flush()) == at_once
+
+
+def test_channels_may_alternate_before_a_call() -> None:
+    formats, known = made("openai", "openai_gptoss")
+    grammar = Wanted(calling=Calling(functions=(ADD,), demand=Demand.REQUIRED)).grammar(formats, Thinking.POSSIBLE)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    call = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+    assert all(admits(known, grammar, thought * count + call) for count in range(3))
+    how = HowRead(thinking=Thinking.POSSIBLE, functions=(ADD,))
+    assert read(formats, how, thought * 2 + call) == ("Hm.\nHm.", "", [("add", {"a": 1})])
 
 
 def test_thoughts_have_at_most_their_budget() -> None:

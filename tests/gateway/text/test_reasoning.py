@@ -55,7 +55,7 @@ def test_thoughts_that_break_off_are_thoughts() -> None:
 
 
 def test_channels_may_alternate() -> None:
-    assert read("openai_gptoss", [HARMONY]) == [Thought("One.Two."), Text("Said.")]
+    assert read("openai_gptoss", [HARMONY]) == [Thought("One.\nTwo."), Text("Said.")]
     called = HARMONY.replace("<|channel|>final<|message|>Said.", "<|channel|>commentary to=functions.f <|message|>{}")
     assert read("openai_gptoss", [called])[1] == Text("<|channel|>commentary to=functions.f <|message|>{}")
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pagoda_gateway.text.lark import ANY, Rules, quoted
-from pagoda_proto.grammars import NAMED_SCHEMAS, PLAIN_VALUES, UNSUPPORTED, places
+from pagoda_proto.grammars import NAMED_SCHEMAS, PLAIN_VALUES, UNSUPPORTED, WHITE_SPACE, places
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 ABOUT = frozenset({
@@ -20,6 +20,7 @@ ABOUT = frozenset({
     "readOnly", "writeOnly", "nullable",
 })  # fmt: skip
 NOTES = frozenset({"title", "description", "examples", "default", "$comment"})
+LENIENT = {"lenient": True, "coerce_one_of": True, "whitespace_pattern": WHITE_SPACE}
 _LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 _KINDS: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(NAMED_SCHEMAS, dict),
@@ -111,11 +112,6 @@ class Parameter(NamedTuple):
 class Parameters:
     """A function's, by name, for formats that write them one by one. `open`: others may be given, too."""
 
-    @cached_property
-    def digest(self) -> str:
-        """Tells what local references lead to from what they lead to elsewhere."""
-        return hashlib.sha256(json.dumps(self.root).encode()).hexdigest()
-
     def __init__(self, function: Function) -> None:
         self.strict = function.strict
         self.root = function.schema
@@ -134,6 +130,11 @@ class Parameters:
             known = {"type", "properties", "required", "additionalProperties", "$ref"}
             refuse_others(schema, known, "")
 
+    @cached_property
+    def digest(self) -> str:
+        """Tells what local references lead to from what they lead to elsewhere."""
+        return hashlib.sha256(json.dumps(self.root).encode()).hexdigest()
+
     def schema_of(self, name: str) -> Schema:
         found = self._by_name.get(name)
         return {} if found is None else found.schema
@@ -145,9 +146,6 @@ class Parameters:
         if '"$ref"' in json.dumps(schema):
             found |= {name: self.root[name] for name in ("$defs", "definitions") if name in self.root}
         return found
-
-
-LENIENT = {"lenient": True, "coerce_one_of": True, "whitespace_pattern": r" |\r?\n[ \t]{0,64}"}
 
 
 def refuse_others(schema: Schema, known: set[str], pointer: str) -> None:
