@@ -47,6 +47,11 @@ NAMED_SCHEMAS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )  # names to schemas
 PLAIN_VALUES = frozenset({"enum", "const", "default", "examples", "x-guidance"})  # values that are no schemas
+FORMATS = frozenset({
+    "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri",
+    "uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex",
+})  # fmt: skip
+"""Those that JSON Schema defines. Others are notes of whoever wrote them, which it says nobody is held to."""
 WHITE_SPACE = r" |\r?\n[ \t]{0,64}"
 _TO_ESCAPE = re.compile(r"\\.|[/\n]", re.DOTALL)
 
@@ -62,7 +67,29 @@ def json_schema(schema: dict[str, Any]) -> str:
 
 def schema_part(schema: dict[str, Any]) -> dict[str, Any]:
     """The same, as a part of a composed grammar."""
-    return {"json_schema": {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | schema}
+    return {"json_schema": written(schema)}
+
+
+def written(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, with how much white space there may be, and without formats that are notes."""
+    told: dict[str, Any] = _without_notes(schema)
+    return {"x-guidance": {"whitespace_pattern": WHITE_SPACE}} | told
+
+
+def _without_notes(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_without_notes(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    told = {}
+    for name, value in schema.items():
+        if name in NAMED_SCHEMAS and isinstance(value, dict):
+            told[name] = {inner: _without_notes(item) for inner, item in value.items()}
+        elif name in PLAIN_VALUES:
+            told[name] = value
+        elif name != "format" or not isinstance(value, str) or value in FORMATS:
+            told[name] = _without_notes(value)
+    return told
 
 
 def json_object() -> str:
@@ -72,14 +99,12 @@ def json_object() -> str:
 
 def regex(pattern: str) -> str:
     """What the pattern matches as a whole."""
-    return lark(f"start: /{_TO_ESCAPE.sub(_escaped, pattern)}/")
+    return lark(f"start: {slashed(pattern)}")
 
 
 def choice(texts: Sequence[str]) -> str:
     """One of these texts."""
-    return lark(
-        "start: " + " | ".join(json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts)
-    )
+    return lark("start: " + " | ".join(map(quoted, texts)))
 
 
 def lark(grammar: str) -> str:
@@ -98,25 +123,44 @@ def parts_of(grammar: str) -> list[dict[str, Any]]:
     return parts
 
 
-def places(schema: Any, keywords: AbstractSet[str], at: str = "") -> Iterator[str]:
-    """JSON pointers of where one of these stands as a keyword, in the order of the schema."""
+def places(schema: Any, keywords: AbstractSet[str], value_is: Any = None, at: str = "") -> Iterator[str]:
+    """JSON pointers of where one of these stands as a keyword, with this value if one is given, in the order of the
+    schema."""
     if isinstance(schema, list):
         for i, item in enumerate(schema):
-            yield from places(item, keywords, f"{at}/{i}")
+            yield from places(item, keywords, value_is, f"{at}/{i}")
     elif isinstance(schema, dict):
         for name, value in schema.items():
             below = f"{at}/{name.replace('~', '~0').replace('/', '~1')}"
-            if name in keywords:
+            if name in keywords and value_is in (None, value):
                 yield below
             if name in NAMED_SCHEMAS and isinstance(value, dict):
                 for inner, item in value.items():
-                    yield from places(item, keywords, f"{below}/{inner.replace('~', '~0').replace('/', '~1')}")
+                    deeper = f"{below}/{inner.replace('~', '~0').replace('/', '~1')}"
+                    yield from places(item, keywords, value_is, deeper)
             elif name not in PLAIN_VALUES:
-                yield from places(value, keywords, below)
+                yield from places(value, keywords, value_is, below)
 
 
 def _written(parts: Sequence[dict[str, Any]]) -> str:
     return json.dumps({"grammars": parts}, separators=(",", ":"), ensure_ascii=False)
+
+
+def check_lark(grammar: Any) -> Any:
+    """Raises ValueError for the other way to write rules. What is no text is left to others."""
+    if isinstance(grammar, str) and "::=" in grammar:
+        raise ValueError("rules are written with ':' here (Lark as llguidance reads it), not with '::='")
+    return grammar
+
+
+def quoted(text: str) -> str:
+    """A text as Lark writes it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def slashed(pattern: str) -> str:
+    """A regular expression as Lark writes it."""
+    return f"/{_TO_ESCAPE.sub(_escaped, pattern)}/"
 
 
 def _escaped(found: re.Match[str]) -> str:

@@ -216,11 +216,22 @@ def check_for_model(params: SamplingParams, prompt_token_ids: list[int], limits:
     room = limits.max_model_len - len(prompt_token_ids)
     wanted = params.max_tokens
     if room < 1 or (wanted is not None and wanted > room) or params.min_tokens > room:
-        asked = f"{wanted if wanted is not None else max(1, params.min_tokens)} output tokens"
-        raise PagodaError(
-            ErrorCode.CONTEXT_LENGTH_EXCEEDED,
-            f"this model's context is {limits.max_model_len} tokens; the prompt has {len(prompt_token_ids)} "
-            f"and {asked} were requested",
-            "max_tokens" if room >= 1 else "prompt",
-        )
+        asked = wanted if wanted is not None else max(1, params.min_tokens)
+        raise too_long(limits.max_model_len, len(prompt_token_ids), asked, "max_tokens" if room >= 1 else "prompt")
     return room if wanted is None else wanted
+
+
+def too_long(
+    max_model_len: int, num_prompt_tokens: int, asked: int, param: str, *, at_least: bool = False
+) -> PagodaError:
+    """The words are OpenAI's, for there are clients that look for them. `at_least`: the prompt was not counted to its
+    end."""
+    more = "at least " * at_least
+    parts = f"{more}{num_prompt_tokens} in the prompt, {asked} in the completion"
+    return PagodaError(
+        ErrorCode.CONTEXT_LENGTH_EXCEEDED,
+        f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+        f"{more}{num_prompt_tokens + asked} tokens ({parts}). "
+        "Please reduce the length of the prompt or completion.",
+        param,
+    )

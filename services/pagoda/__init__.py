@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagoda.offline.async_llm import AsyncLLM as AsyncLLM
+    from pagoda.offline.beams import BeamSearchParams as BeamSearchParams
     from pagoda.offline.llm import LLM as LLM
     from pagoda.offline.llm import GenerationFailed as GenerationFailed
     from pagoda.offline.outputs import CompletionOutput as CompletionOutput
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncLLM": "pagoda.offline.async_llm",
+    "BeamSearchParams": "pagoda.offline.beams",
     "CompletionOutput": "pagoda.offline.outputs",
     "GenerationFailed": "pagoda.offline.llm",
     "LLM": "pagoda.offline.llm",

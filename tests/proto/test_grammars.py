@@ -67,6 +67,27 @@ def test_any_object_is_an_object() -> None:
     assert not admits(grammars.json_object(), "[1]")
 
 
+def test_a_format_that_json_schema_does_not_know_is_a_note() -> None:
+    """Pydantic's paths, OpenAPI's numbers: JSON Schema holds nobody to them; what it defines stays."""
+    schema = {
+        "format": "path",
+        "properties": {"format": {"type": "string", "format": "uuid"}, "b": {"format": "int64"}},
+        "anyOf": [{"format": "binary"}, {"items": {"format": "date"}}],
+        "enum": [{"format": "path"}],
+        "const": {"format": "path"},
+    }
+    told = grammars.written(schema)
+    assert told == {
+        "x-guidance": {"whitespace_pattern": grammars.WHITE_SPACE},
+        "properties": {"format": {"type": "string", "format": "uuid"}, "b": {}},
+        "anyOf": [{}, {"items": {"format": "date"}}],
+        "enum": [{"format": "path"}],
+        "const": {"format": "path"},
+    }
+    assert schema["format"] == "path"
+    assert admits(grammars.json_schema({"type": "string", "format": "path"}), '"no path"')
+
+
 @pytest.mark.parametrize("keyword", sorted(grammars.UNSUPPORTED))
 def test_keywords_that_are_called_unsupported_are(keyword: str) -> None:
     """Each makes a grammar fail by its name; what belongs to another keyword is told with that."""

@@ -194,7 +194,7 @@ def test_room_in_the_context(num_prompt: int, fields: dict[str, Any], output: in
     if isinstance(output, int):
         assert check_for_model(SamplingParams(**fields), [1] * num_prompt, MODEL) == output
         return
-    with pytest.raises(PagodaError, match=f"the prompt has {num_prompt}") as caught:
+    with pytest.raises(PagodaError, match=f"{num_prompt} in the prompt") as caught:
         check_for_model(SamplingParams(**fields), [1] * num_prompt, MODEL)
     assert (caught.value.code, caught.value.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, output)
 

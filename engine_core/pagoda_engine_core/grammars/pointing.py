@@ -6,7 +6,10 @@ import re
 
 from pagoda_proto.grammars import parts_of, places
 
-_UNKNOWN = re.compile(r'Unimplemented keys: \["([^"]+)"|^(oneOf) constraints are not supported')
+_UNKNOWN = re.compile(
+    r'Unimplemented keys: \["([^"]+)"|^(oneOf) constraints are not supported|^Unknown (format): '
+    r"|^min/(maxProperties) only"
+)
 
 
 def located(problem: str, grammar: str) -> str:
@@ -18,5 +21,7 @@ def located(problem: str, grammar: str) -> str:
         schemas = [part["json_schema"] for part in parts_of(grammar) if "json_schema" in part]
     except (ValueError, LookupError, TypeError):
         return problem
-    pointer = next((place for schema in schemas for place in places(schema, {found[1] or found[2]})), "")
+    keyword = next(filter(None, found.groups()))
+    value = problem[found.end() :] if keyword == "format" else None
+    pointer = next((place for schema in schemas for place in places(schema, {keyword}, value)), "")
     return f"{pointer}: {problem}" if pointer else problem

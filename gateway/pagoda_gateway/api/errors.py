@@ -109,7 +109,7 @@ def _invalid(problems: list[Problem]) -> InvalidParams:
 
 
 def _problem(item: ErrorDetails, body: Any) -> Problem:
-    return Problem(_path(item["loc"], body), _explain(item))
+    return Problem(_path(item["loc"], body, item["type"] == "missing"), _explain(item))
 
 
 def _explain(item: ErrorDetails) -> str:
@@ -138,11 +138,12 @@ def _shown(value: Any) -> str:
     return ""
 
 
-def _path(loc: tuple[int | str, ...], body: Any) -> str:
-    """pydantic's location without the names of union branches: only what leads through the body itself."""
+def _path(loc: tuple[int | str, ...], body: Any, missing: bool) -> str:
+    """pydantic's location without the names of union branches: only what leads through the body itself, and the name
+    of what is `missing` there."""
     path = ""
     for i, step in enumerate(loc):
-        last = i == len(loc) - 1
+        last = missing and i == len(loc) - 1
         if isinstance(step, int):
             path += f"[{step}]"
             body = body[step] if isinstance(body, list) and step < len(body) else None

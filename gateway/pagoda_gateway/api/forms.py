@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -10,6 +10,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from pagoda_gateway.api.body import Body, Text
 from pagoda_gateway.api.json_body import parse_object
+from pagoda_gateway.api.structural.grammar import structural_tag
+from pagoda_gateway.api.structural.tags import Lark, StructuralTag
 from pagoda_proto import grammars
 from pagoda_proto.errors import PagodaError
 
@@ -36,29 +38,31 @@ class SchemaFormat(Body):
     json_schema: NamedSchema
 
 
-ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+class TagFormat(StructuralTag):
+    type: Literal["structural_tag"]
 
 
-def _read_schema(value: Any) -> Any:
-    """A schema may come as text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_object(value.encode())
-    except PagodaError as error:
-        raise ValueError(error.message.replace("the body", "the schema")) from error
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat | TagFormat, Field(discriminator="type")]
 
 
-def _is_lark(value: Any) -> Any:
-    if isinstance(value, str) and "::=" in value:
-        raise ValueError("rules are written with ':' here (Lark as llguidance reads it), not with '::='")
-    return value
+def _reading(what: str) -> BeforeValidator:
+    """A schema may come as text, and so may a structural tag."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_object(value.encode())
+        except PagodaError as error:
+            raise ValueError(error.message.replace("the body", f"the {what}")) from error
+
+    return BeforeValidator(read)
 
 
-Schema = Annotated[dict[str, Any], BeforeValidator(_read_schema)]
+Schema = Annotated[dict[str, Any], _reading("schema")]
 Regex = Annotated[str, Field(min_length=1, max_length=grammars.MAX_REGEX_CHARS)]
 Choices = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=grammars.MAX_CHOICES)]
-Lark = Annotated[str, Field(min_length=1), BeforeValidator(_is_lark)]
+TagsAsText = Annotated[StructuralTag, _reading("structural tag")]
 
 
 class StructuredOutputs(Body):
@@ -69,15 +73,23 @@ class StructuredOutputs(Body):
     choice: Choices | None = None
     grammar: Lark | None = None
     json_object: Literal[True] | None = None
-    structural_tag: None = None
+    structural_tag: TagsAsText | None = None
 
 
 class Form(NamedTuple):
-    """What the output must look like, and the field that says so. `is_json`: it is JSON, whatever else."""
+    """What the output must look like, and the field that says so. `is_json`: it is JSON, whatever else. `tag` is what
+    the grammar was made of, if that has texts that may be names of special tokens."""
 
     field: str
     grammar: str
     is_json: bool = False
+    tag: StructuralTag | None = None
+
+    def grammar_with(self, special: Mapping[str, int]) -> str:
+        """For a tokenizer with these special tokens. Raises ValueError."""
+        if self.tag is None or not any(name in self.grammar for name in special):
+            return self.grammar
+        return structural_tag(self.tag, special)
 
 
 class Formed(Body):
@@ -109,11 +121,16 @@ def _forms(body: Formed) -> Iterator[Form]:
             yield Form("response_format", grammars.json_object(), is_json=True)
         case SchemaFormat(json_schema=named):
             yield Form("response_format", grammars.json_schema(named.schema_), is_json=True)
+        case TagFormat() as tagged:
+            yield Form("response_format", structural_tag(tagged, {}), tag=tagged)
     asked = body.structured_outputs
     if asked is not None:
         yield from _vllm_forms("structured_outputs.", asked.json_, asked.regex, asked.choice, asked.grammar)
         if asked.json_object:
             yield Form("structured_outputs.json_object", grammars.json_object(), is_json=True)
+        if asked.structural_tag is not None:
+            tag = asked.structural_tag
+            yield Form("structured_outputs.structural_tag", structural_tag(tag, {}), tag=tag)
     yield from _vllm_forms("guided_", body.guided_json, body.guided_regex, body.guided_choice, body.guided_grammar)
 
 

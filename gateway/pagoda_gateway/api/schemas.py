@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, field_validator, model_validator
 
 from pagoda_gateway.api.body import Body, Text
-from pagoda_gateway.api.forms import Formed
+from pagoda_gateway.api.forms import Form, Formed
 from pagoda_gateway.api.json_body import MAX_VALUES
 from pagoda_gateway.api.tools import ToolChoice, Tools, check_choice
 from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS, PARAMETERS, PLAIN, Parameter, SamplingParams
@@ -26,6 +26,17 @@ Budget = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MetadataKey = Annotated[str, Field(max_length=64)]
 Salt = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Word = Annotated[str, Field(min_length=1, max_length=256)]
+RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+
+
+# What a beam search does not look at, so that it is refused; and values of these that say nothing.
+BESIDE_BEAMS = (
+    "stream", "stop", "stop_token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "best_of", "echo", "suffix",
+    "logit_bias", "bad_words", "allowed_token_ids", "form", "tools", "min_tokens", "top_k", "top_p", "min_p",
+    "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
+PLAIN_VERBOSITY = "medium"  # what clients send who ask for nothing in particular
+WITHOUT_EFFECT = {"top_p": 1, "top_k": -1, "repetition_penalty": 1}
 
 
 def _is_text_part(value: Any) -> Any:
@@ -129,6 +140,7 @@ if TYPE_CHECKING:
 
     class PlainParameters(Formed):
         n: int | None
+        temperature: float | None
 else:
     PlainParameters = with_plain_parameters("PlainParameters", Formed)
 
@@ -152,6 +164,43 @@ class Sampling(PlainParameters):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(0, description="lower runs earlier, if at all")
     cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
     return_token_ids: bool | None = None
+    request_id: RequestName | None = Field(None, description="the answer's id ends with it, and the log shows it")
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="keep only so many tokens of the prompt, the last ones; -1: as many as there is room for"
+    )
+
+    use_beam_search: bool | None = Field(None, description="the n likeliest sequences, instead of n sampled ones")
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = Field(
+        None, description="of beam search: sums of log-probabilities are divided by length to this power; 1 if absent"
+    )
+
+    @property
+    def beam_penalty(self) -> float | None:
+        """None where there is no beam search."""
+        if not self.use_beam_search:
+            return None
+        return 1.0 if self.length_penalty is None else self.length_penalty
+
+    @model_validator(mode="after")
+    def _beams_are_plain(self) -> Sampling:
+        if not self.use_beam_search:
+            if self.length_penalty is not None:
+                raise ValueError("length_penalty needs use_beam_search: true")
+            return self
+        for name in BESIDE_BEAMS:
+            value = getattr(self, name, None)
+            if value not in (None, False, [], {}) and value != WITHOUT_EFFECT.get(name):
+                raise ValueError(f"{value.field if isinstance(value, Form) else name} does not go with use_beam_search")
+        if self.temperature not in (None, 0, 1):
+            raise ValueError("temperature does not go with use_beam_search, which ranks by the model's own likelihoods")
+        return self
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _something_is_kept(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("must be -1 or at least 1, got 0")
+        return value
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Sampling:
@@ -188,7 +237,10 @@ class ChatRequest(Sampling):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Label | None = Field(None, description="for chat templates that read it")
-    verbosity: Label | None = Field(None, description="for chat templates that read it")
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="for chat templates that read it; elsewhere there is only medium"
+    )
+    echo: bool = Field(False, description="begin the answer with the last message, if that is an assistant's")
 
     audio: None = None
     chat_template: None = None

@@ -10,7 +10,7 @@ import msgspec
 from pagoda_gateway.api.answer_schemas import ChatAnswer
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.error_body import OPENAI_ERRORS
-from pagoda_gateway.api.schemas import ChatRequest, TokenizeRequest
+from pagoda_gateway.api.schemas import PLAIN_VERBOSITY, ChatRequest, TokenizeRequest
 from pagoda_gateway.api.tools import NONE, chosen_mode
 from pagoda_gateway.clients import NOBODY, Caller, salt_of
 from pagoda_gateway.context import GatewayContext
@@ -56,14 +56,15 @@ async def _planned(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> tu
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         n = 1 if body.n is None else body.n
         params = openai.params(body, model.text, n=n, max_tokens=max_tokens, logprobs=logprobs)
-        wanted = wanted_of(body, model.text.formats)
-        reader = Reader(ctx.pool, model, caller.key, "messages", params.max_tokens)
+        wanted = wanted_of(body, model.text.formats, params.grammar)
+        reader = openai.reader(ctx, body, caller, "messages", params.max_tokens)
         token_ids, thinking = await chat_prompt(reader, body)
         check_products(ctx.config, model, params, [len(token_ids)], openai.shown(body))
     plan = await reader.plan(work_size(body.tools), wanted, thinking, place_in(body))
     with named_as_in_body({"prompt": "messages", "max_tokens": name, "grammar": form_field(body)}):
         params = msgspec.structs.replace(params, grammar=plan.grammar)
-        return new_record(model, token_ids, params, salt_of(caller, body.cache_salt), body.priority), plan
+        salt = salt_of(caller, body.cache_salt)
+        return new_record(model, token_ids, params, salt, body.priority, body.request_id), plan
 
 
 def form_field(body: ChatRequest) -> str:
@@ -108,7 +109,7 @@ def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) 
     kwargs = dict(body.chat_template_kwargs or {})
     for name in ("reasoning_effort", "verbosity"):
         value = getattr(body, name, None)
-        if value is None:
+        if value is None or (name == "verbosity" and value == PLAIN_VERBOSITY and name not in read):
             continue
         switch = thinking_switch(read) if (name, value) == ("reasoning_effort", "none") else ""
         if name not in read and switch and switch not in kwargs:
@@ -125,8 +126,20 @@ def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) 
 async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Job:
     """Raises PagodaError."""
     record, plan = await _planned(ctx, body, caller)
-    shown = openai.shown(body, form_field=form_field(body), how=plan.how, logprobs=record.task.params.logprobs)
-    return new_job("chatcmpl-", ctx.catalogue.find(body.model, caller), [record], shown, plan.loose_grammar)
+    echoes = (echoed(body),) if body.echo else None
+    shown = openai.shown(
+        body, form_field=form_field(body), how=plan.how, logprobs=record.task.params.logprobs, echoes=echoes
+    )
+    more = {"length_penalty": body.beam_penalty, "loose_grammar": plan.loose_grammar}
+    return new_job("chatcmpl-", ctx.catalogue.find(body.model, caller), [record], shown, body.request_id, **more)
+
+
+def echoed(body: ChatRequest) -> str:
+    """What an answer begins with that goes on from the assistant's own words; nothing after those of others."""
+    last = body.messages[-1]
+    if last.role != "assistant" or last.content is None:
+        return ""
+    return last.content if isinstance(last.content, str) else "\n".join(part.text for part in last.content)
 
 
 class ChatWriter(openai.OpenAIWriter):
@@ -139,8 +152,12 @@ class ChatWriter(openai.OpenAIWriter):
         prompt = {"prompt_token_ids": part.record.prompt_token_ids} if self.shown.token_ids else {}
         return {"choices": choices} | await self.prompt_logprobs(part) | prompt
 
+    @property
+    def _echo(self) -> str:
+        return self.shown.echoes[0] if self.shown.echoes else ""
+
     async def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
-        text = "".join(gathered.texts)
+        text = self._echo + "".join(gathered.texts)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if gathered.thoughts:
             message |= _thought("".join(gathered.thoughts))
@@ -158,7 +175,8 @@ class ChatWriter(openai.OpenAIWriter):
     def opening(self) -> list[dict[str, Any]]:
         record = self.run.job.records[0]
         prompt = {"prompt_token_ids": record.prompt_token_ids} if self.shown.token_ids else {}
-        return [_delta(i, {"role": "assistant", "content": ""}, **prompt) for i in range(record.task.params.n)]
+        content = self._echo
+        return [_delta(i, {"role": "assistant", "content": content}, **prompt) for i in range(record.task.params.n)]
 
     async def chunks(self, update: Update) -> list[dict[str, Any]]:
         """What came along with the text is told once, in the first of them."""

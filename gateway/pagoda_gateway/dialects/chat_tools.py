@@ -26,15 +26,15 @@ def calling_of(body: ChatRequest) -> Calling | None:
     return Calling(functions=tuple(functions), demand=Demand(mode), several=several)
 
 
-def wanted_of(body: ChatRequest, formats: Formats) -> Wanted:
-    """What the answer is to be made of. Raises InvalidParams."""
+def wanted_of(body: ChatRequest, formats: Formats, form_grammar: str) -> Wanted:
+    """What the answer is to be made of; `form_grammar` is its form over this tokenizer. Raises InvalidParams."""
     calling, form = calling_of(body), body.form
     if calling is not None and form is not None:
         check_form(formats, form.field)
     budget = body.thinking_token_budget if body.thinking_budget is None else body.thinking_budget
     if budget is not None:
         check_budget(formats, "thinking_budget" if body.thinking_budget is not None else "thinking_token_budget")
-    return Wanted(calling=calling, form="" if form is None else form.grammar, budget=budget)
+    return Wanted(calling=calling, form=form_grammar, budget=budget)
 
 
 def place_in(body: ChatRequest) -> Callable[[str], str]:

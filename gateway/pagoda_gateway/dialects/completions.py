@@ -17,7 +17,7 @@ from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.prompts import Reader, at_most, text_of
+from pagoda_gateway.generation.prompts import at_most, last, text_of
 from pagoda_gateway.generation.requests import check_priority, check_products, new_job, new_record
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
@@ -43,17 +43,19 @@ async def completion_records(
     model, shown = ctx.catalogue.find(body.model, caller), openai.shown(body)
     check_priority(ctx.config, model, body.priority)
     params = completion_params(model.text, body)
-    prompts = prompts_of(body)
+    reader = openai.reader(ctx, body, caller, "prompt", body.max_tokens)
+    prompts = [prompt if isinstance(prompt, str) else last(prompt, reader.keep) for prompt in prompts_of(body)]
     lengths = [0 if isinstance(prompt, str) else len(prompt) for prompt in prompts]
     check_products(ctx.config, model, params, lengths, shown)
     at_most("prompt", len(prompts), ctx.config.max_prompts)
-    reader = Reader(ctx.pool, model, caller.key, "prompt", body.max_tokens)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     read = iter(await reader.text_ids(texts, body.add_special_tokens))
     found = [(prompt, next(read)) if isinstance(prompt, str) else (None, prompt) for prompt in prompts]
+    if reader.keep is not None:
+        found = [(None, ids) for _, ids in found]  # what is kept of a text is known by its tokens
     check_products(ctx.config, model, params, [len(token_ids) for _, token_ids in found], shown)
     salt = salt_of(caller, body.cache_salt)
-    return [(text, new_record(model, ids, params, salt, body.priority)) for text, ids in found]
+    return [(text, new_record(model, ids, params, salt, body.priority, body.request_id)) for text, ids in found]
 
 
 def completion_params(text: ModelText, body: CompletionRequest) -> SamplingParams:
@@ -100,7 +102,8 @@ async def completion_job(ctx: GatewayContext, body: CompletionRequest, caller: C
         echoes.append(text)
     told = tuple(echoes) if body.echo else None
     shown = openai.shown(body, logprobs=body.logprobs, echoes=told, prompt_only=shows_no_output(body))
-    return new_job("cmpl-", model, [record for _, record in prepared], shown)
+    records = [record for _, record in prepared]
+    return new_job("cmpl-", model, records, shown, body.request_id, length_penalty=body.beam_penalty)
 
 
 @dataclass

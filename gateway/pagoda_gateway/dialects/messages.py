@@ -88,7 +88,7 @@ async def message_job(ctx: GatewayContext, body: MessagesRequest, caller: Caller
     """Raises PagodaError."""
     record, plan = await _planned(ctx, body, caller)
     shown = Shown(stream=bool(body.stream), how=plan.how, form_field=_form_field(body))
-    return new_job("msg_", ctx.catalogue.find(body.model, caller), [record], shown, plan.loose_grammar)
+    return new_job("msg_", ctx.catalogue.find(body.model, caller), [record], shown, loose_grammar=plan.loose_grammar)
 
 
 PIECES = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}

@@ -9,13 +9,17 @@ from typing import Any
 from pagoda_gateway.api.encoding import DONE, encoded, encoded_list, event
 from pagoda_gateway.api.forms import Form
 from pagoda_gateway.api.schemas import Sampling
+from pagoda_gateway.clients import Caller
+from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.logprobs import prompt_logprobs
 from pagoda_gateway.generation.job import Shown
+from pagoda_gateway.generation.prompts import Reader, num_kept
 from pagoda_gateway.generation.requests import named_as_in_body
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
 from pagoda_gateway.text.events import Finish
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.params import PLAIN, SamplingParams
 from pagoda_proto.records import FinishReason
 
@@ -32,6 +36,7 @@ def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
     stop: Any = () if body.stop is None else body.stop
     form = body.form or NO_FORM
     with named_as_in_body({"grammar": form.field}):
+        grammar = _grammar(form, text)
         return SamplingParams(
             **fields | asked,
             seed=body.seed,
@@ -40,8 +45,28 @@ def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
             logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
             allowed_token_ids=tuple(body.allowed_token_ids or ()),
             bad_words_token_ids=text.bad_words(body.bad_words or ()),
-            grammar=form.grammar,
+            grammar=grammar,
         )
+
+
+def _grammar(form: Form, text: ModelText) -> str:
+    try:
+        return form.grammar_with(text.special.ids)
+    except ValueError as error:
+        raise InvalidParams([Problem("grammar", str(error))]) from error
+
+
+def reader(ctx: GatewayContext, body: Sampling, caller: Caller, param: str, asked: int | None) -> Reader:
+    """Of the body's text. One that will be cut short may be longer than the context.
+
+    Raises:
+        PagodaError: the model is not known, or cannot keep so much of a prompt.
+    """
+    model, truncate = ctx.catalogue.find(body.model, caller), body.truncate_prompt_tokens
+    if truncate is None:
+        return Reader(ctx.pool, model, caller.key, param, asked)
+    keep = num_kept(truncate, asked, model.limits.max_model_len)
+    return Reader(ctx.pool, model, caller.key, param, asked, ctx.config.max_tokenize_chars, keep)
 
 
 def shown(body: Sampling, **more: Any) -> Shown:

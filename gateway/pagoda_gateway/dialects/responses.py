@@ -17,6 +17,7 @@ from pagoda_gateway.api.responses_schemas import (
     ResponsesRequest,
     read_items,
 )
+from pagoda_gateway.api.schemas import PLAIN_VERBOSITY
 from pagoda_gateway.clients import Caller, salt_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.dialect import Dialect
@@ -54,7 +55,7 @@ async def responses_job(ctx: GatewayContext, body: ResponsesRequest, caller: Cal
         params = msgspec.structs.replace(params, grammar=plan.grammar)
         record = new_record(model, token_ids, params, salt_of(caller, body.cache_salt), body.priority)
     shown = Shown(stream=bool(body.stream), how=plan.how, logprobs=params.logprobs, form_field=field)
-    job = new_job("resp_", model, [record], shown, plan.loose_grammar)
+    job = new_job("resp_", model, [record], shown, loose_grammar=plan.loose_grammar)
     kept = b"" if body.store is False else encoded([item.model_dump(exclude_none=True) for item in items])
     return msgspec.structs.replace(job, owner=caller.tenant, head=_head(body, job, params), items=kept)
 
@@ -106,7 +107,8 @@ def _template_options(body: ResponsesRequest, known: frozenset[str]) -> dict[str
     }
     options = dict(body.chat_template_kwargs or {})
     for field, (name, value) in said.items():
-        if value is not None:
+        plain = name == "verbosity" and value == PLAIN_VERBOSITY and name not in known
+        if value is not None and not plain:
             switch = thinking_switch(known) if (name, value) == ("reasoning_effort", "none") else ""
             if name not in known and switch:
                 options.setdefault(switch, False)

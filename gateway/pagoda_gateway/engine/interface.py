@@ -26,7 +26,19 @@ class Generation(Protocol):
         """Abort whatever still runs and forget the request. Safe to call twice and after the ending."""
 
 
-class EngineClient(Protocol):
+class Submitting(Protocol):
+    """Takes requests."""
+
+    async def submit(self, record: RequestRecord) -> Generation:
+        """Start a request.
+
+        Raises:
+            PagodaError: it was not admitted (OVERLOADED, UNAVAILABLE, INVALID_ARGUMENT, ..). The exception may carry
+                an attribute `retry_after_s`.
+        """
+
+
+class EngineClient(Submitting, Protocol):
     @property
     def load(self) -> Load:
         """The engine core's latest report; its limits are 0 until a worker has registered."""
@@ -39,11 +51,3 @@ class EngineClient(Protocol):
     async def report(self) -> EngineReport | None:
         """Its workers, and what it has counted; None where it does not answer."""
         ...
-
-    async def submit(self, record: RequestRecord) -> Generation:
-        """Start a request.
-
-        Raises:
-            PagodaError: it was not admitted (OVERLOADED, UNAVAILABLE, INVALID_ARGUMENT, ..). The exception may carry
-                an attribute `retry_after_s`.
-        """

@@ -22,6 +22,7 @@ from pagoda_gateway.text.detokenizer import Detokenizer
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_gateway.text.reasoning import Thinking
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+from pagoda_proto.params import too_long
 
 SLICE_CHARS = 32 * 1024
 CHARS_PER_TOKEN = 8  # a text of fewer characters per token of the context is tokenised without being counted first
@@ -42,7 +43,7 @@ class Reader:
     """Turns one request's text into tokens; its client's turns in the pool are its own.
 
     `asked` is how many output tokens the request wants, for messages; None for as many as there is room for. With
-    `max_chars` that is the bound, and not the context.
+    `max_chars` that is the bound, and not the context. With `keep` only so many tokens are kept, the last ones.
     """
 
     pool: TextPool
@@ -51,6 +52,7 @@ class Reader:
     param: str
     asked: int | None = None
     max_chars: int | None = None
+    keep: int | None = None
 
     async def chat(self, size: int, read: Callable[[], Chat], add_special_tokens: bool = False) -> ChatPrompt:
         """A rendered chat, which `read` makes of `size` characters.
@@ -75,7 +77,8 @@ class Reader:
         self.check_size(len(text))
         await self._count(text)
         encode = partial(model_text.encode_marked, text, add_special_tokens)
-        return ChatPrompt(await self.pool.run(self.client, len(text), encode), thinking)
+        token_ids = await self.pool.run(self.client, len(text), encode)
+        return ChatPrompt(last(token_ids, self.keep), thinking)
 
     async def plan(self, size: int, wanted: Wanted, thinking: Thinking | None, place: Callable[[str], str]) -> Plan:
         """How the answer to a chat is made, with tools of `size` characters. Raises InvalidParams."""
@@ -92,7 +95,9 @@ class Reader:
             await self._count(part[0])  # what is longer than a slice is in a batch of its own
 
             def work(part: Sequence[str] = part) -> list[list[int]]:
-                return [self.model.text.encode(text, add_special_tokens) for text in part]
+                encode = self.model.text.encode
+                opening = [] if self.keep is None else encode("", add_special_tokens)
+                return [last(encode(text, add_special_tokens), self.keep, opening) for text in part]
 
             found += await self.pool.run(self.client, sum(map(len, part)), work)
         return found
@@ -122,9 +127,27 @@ class Reader:
                 raise self._too_long(limit, count // CERTAIN)
 
     def _too_long(self, limit: int, at_least: int) -> PagodaError:
-        asked = "" if self.asked is None else f" and {self.asked} output tokens were requested"
-        message = f"this model's context is {limit} tokens; the prompt has more than {at_least - 1}{asked}"
-        return PagodaError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, self.param)
+        return too_long(limit, at_least, 1 if self.asked is None else self.asked, self.param, at_least=True)
+
+
+def num_kept(truncate: int | None, asked: int | None, max_model_len: int) -> int | None:
+    """How many tokens of a prompt `truncate_prompt_tokens` keeps: -1 says all that leave room for what is `asked`.
+
+    Raises:
+        InvalidParams: more than the context.
+    """
+    if truncate is not None and truncate > max_model_len:
+        message = f"must be at most {max_model_len}, this model's context, got {truncate}"
+        raise InvalidParams([Problem("truncate_prompt_tokens", message)])
+    return max(1, max_model_len - max(1, asked or 1)) if truncate == -1 else truncate
+
+
+def last(token_ids: list[int], keep: int | None, opening: Sequence[int] = ()) -> list[int]:
+    """The last `keep` tokens, where it is given; special tokens that the tokenizer puts first stay there."""
+    if keep is None or len(token_ids) <= keep:
+        return token_ids
+    begins = len(opening) if len(opening) < keep and token_ids[: len(opening)] == list(opening) else 0
+    return token_ids[:begins] + token_ids[len(token_ids) - keep + begins :]
 
 
 def _thinking(text: ModelText, chat: Chat, prompt: str) -> Thinking | None:

@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.config import GatewayConfig
@@ -56,12 +57,21 @@ def held_bytes(job: Job) -> int:
 
 
 def new_record(
-    model: ServedModel, token_ids: list[int], params: SamplingParams, cache_salt: str, priority: int
+    model: ServedModel,
+    token_ids: list[int],
+    params: SamplingParams,
+    cache_salt: str,
+    priority: int,
+    name: str | None = None,
 ) -> RequestRecord:
-    """Raises PagodaError when parameters or prompt do not fit the model."""
+    """`name` is what the client calls it: the id ends with that, for logs to show.
+
+    Raises:
+        PagodaError: parameters or prompt do not fit the model.
+    """
     check_for_model(params, token_ids, model.limits)
     return RequestRecord(
-        request_id=secrets.token_hex(16),
+        request_id=secrets.token_hex(16) + (f".{name}" if name else ""),
         prompt_token_ids=token_ids,
         task=Generate(
             params=params,
@@ -74,16 +84,21 @@ def new_record(
 
 
 def new_job(
-    prefix: str, model: ServedModel, records: Sequence[RequestRecord], shown: Shown, loose_grammar: str = ""
+    prefix: str,
+    model: ServedModel,
+    records: Sequence[RequestRecord],
+    shown: Shown,
+    name: str | None = None,
+    **more: Any,
 ) -> Job:
-    """Its id is that of the first record after `prefix`."""
+    """Its id is `prefix` and the client's `name` for it, or the first record's id; `more` is what few jobs have."""
     return Job(
-        id=prefix + records[0].request_id,
+        id=prefix + (name or records[0].request_id),
         created=int(time.time()),
         model=model.name,
         records=tuple(records),
         shown=shown,
-        loose_grammar=loose_grammar,
+        **more,
     )
 
 

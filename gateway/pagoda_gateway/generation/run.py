@@ -13,8 +13,9 @@ import logging
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from pagoda_gateway.engine.interface import EngineClient, Generation
+from pagoda_gateway.engine.interface import EngineClient, Generation, Submitting
 from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.searching import BeamSearching
 from pagoda_gateway.generation.updates import ChoiceReader, Update
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -52,7 +53,7 @@ class Part:
     def finished(self) -> bool:
         return all(choice.text.finished for choice in self.choices)
 
-    async def submit(self, engine: EngineClient) -> None:
+    async def submit(self, engine: Submitting) -> None:
         self._generation = await engine.submit(self.record)
         self._submitted = True
 
@@ -155,7 +156,9 @@ class Run:
         self._outcome = Outcome.ABANDONED
 
     async def _submit(self, engine: EngineClient) -> None:
-        submitting = [asyncio.ensure_future(part.submit(engine)) for part in self.parts]
+        penalty = self.job.length_penalty
+        taker: Submitting = engine if penalty is None else BeamSearching(engine, penalty)
+        submitting = [asyncio.ensure_future(part.submit(taker)) for part in self.parts]
         try:
             await asyncio.gather(*submitting)
         except Exception as error:

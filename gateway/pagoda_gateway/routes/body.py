@@ -20,6 +20,7 @@ from pagoda_gateway.http.memory import Holding
 from pagoda_gateway.http.sse import until_disconnect
 from pagoda_gateway.http.text_pool import INLINE_SIZE
 from pagoda_proto.errors import InvalidParams, Problem
+from pagoda_proto.params import too_long
 
 Body = TypeVar("Body", bound=api.Body)
 Model = TypeVar("Model", bound=BaseModel)
@@ -85,12 +86,18 @@ def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
     """What is far too much is not even looked at."""
     config = ctx.config
     longest = [max(model.engine.load.max_model_len, model.text.max_model_len) for model in ctx.catalogue]
-    most_ids = max(config.max_prompts, *longest)
     limits = {"messages": config.max_messages, "input": config.max_messages, "tools": config.max_tools}
-    for name, limit in (limits | {"prompt": most_ids}).items():
+    for name, limit in limits.items():
         value = body.get(name)
         if isinstance(value, list):
             at_most(name, len(value), limit)
+    prompt = body.get("prompt")
+    if not isinstance(prompt, list) or body.get("truncate_prompt_tokens") is not None:
+        return
+    most_ids, asked = max(longest), body.get("max_tokens")
+    if prompt and isinstance(prompt[0], int) and len(prompt) > most_ids > 0:
+        raise too_long(most_ids, len(prompt), asked if isinstance(asked, int) else 1, "prompt")
+    at_most("prompt", len(prompt), max(config.max_prompts, most_ids))
 
 
 def parse_body(schema: type[Model], body: dict[str, Any]) -> Model:

@@ -26,13 +26,17 @@ _STEPS = ("normalizer", "pre_tokenizer")
 
 
 class SpecialTokens:
-    """Those of one tokenizer. Safe to share between threads."""
+    """Those of one tokenizer. Safe to share between threads.
+
+    `ids` are token ids by name, of all tokens that a grammar does not take for text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._added: dict[int, AddedToken] = tokenizer.get_added_tokens_decoder()
         special = {token.content for token in self._added.values() if token.special and token.content}
         self._added_special = frozenset(i for i, token in self._added.items() if token.special)
+        self.ids: Mapping[str, int] = {token.content: i for i, token in self._added.items() if _is_no_text(token)}
         self._contents = sorted(special, key=len, reverse=True)
         self._beginnings = tuple({text[:end] for text in special for end in range(1, len(text))})
 
@@ -100,3 +104,8 @@ class SpecialTokens:
                 ids[new_id] = token_id
                 live |= {new_id} if token.special else set()
         return renamed, frozenset(live), ids
+
+
+def _is_no_text(token: AddedToken) -> bool:
+    """As llguidance sees it."""
+    return bool(token.content) and (token.special or (token.content[0] == "<" and token.content[-1] == ">"))

@@ -17,11 +17,13 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pagoda.offline.beams import BeamSearchOutput, BeamSearchParams, search
 from pagoda.offline.local import Local, Prompt, as_list, failure
 from pagoda.offline.outputs import OfflineRequest, RequestOutput
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta, NextTokens
+from pagoda_worker.rows.processors import Processor, with_processor
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -57,12 +59,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        logits_processors: Processor | Sequence[Processor | None] | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts: text, token ids, or {"prompt": ..} / {"prompt_token_ids": ..}; one or a list of them.
 
         Args:
             sampling_params: For all prompts, or one for each; the model author's defaults when None.
             use_tqdm: Show progress with token rates, where standard error is a terminal.
+            logits_processors: For all prompts, or one or None for each: a function of a choice's output tokens and the
+                logits that follow them (numpy, [vocab_size] float32), to those to choose from. What it returns is taken
+                for the model's own: all other parameters come after it, and log-probabilities are of it.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -79,7 +85,25 @@ class LLM:
         if len(sampling_params) != len(given):
             message = f"one for all prompts or one for each is needed; got {len(sampling_params)} for {len(given)}"
             raise InvalidParams([Problem("sampling_params", message)])
+        if logits_processors is not None:
+            sampling_params = _processed(sampling_params, logits_processors)
         return self._run(self._open(given, sampling_params), use_tqdm)
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """The likeliest continuations that a search with `params.beam_width` beams finds, for each of the prompts.
+
+        Raises:
+            PagodaError: a prompt does not fit, or the width is more than there are log-probabilities for.
+        """
+        longest = SamplingParams(max_tokens=params.max_tokens)
+        opened = self._open(as_list(prompts), [longest] * len(as_list(prompts)))
+
+        def generate(inputs: list[list[int]], asked: SamplingParams) -> list[RequestOutput]:
+            return self.generate(inputs, asked, use_tqdm)
+
+        return search(generate, [one.record.prompt_token_ids for one in opened], params, self._local.text)
 
     def chat(
         self,
@@ -171,6 +195,17 @@ class LLM:
         if errors:
             raise GenerationFailed(failure(errors), [None if r.error else r.output for r in requests])
         return [request.output for request in requests]
+
+
+def _processed(
+    params: Sequence[SamplingParams], processors: Processor | Sequence[Processor | None]
+) -> list[SamplingParams]:
+    given = [processors] * len(params) if callable(processors) else list(processors)
+    if len(given) != len(params):
+        message = f"one for all prompts or one for each is needed; got {len(given)} for {len(params)}"
+        raise InvalidParams([Problem("logits_processors", message)])
+    pairs = zip(params, given, strict=True)
+    return [one if processor is None else with_processor(one, processor) for one, processor in pairs]
 
 
 class _Collector:

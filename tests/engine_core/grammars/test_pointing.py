@@ -14,6 +14,16 @@ from pagoda_proto import grammars
             grammars.json_schema({"items": {"not": {}}}),
             '/items/not: Unimplemented keys: ["not"]',
         ),
+        (
+            "Unknown format: regex",
+            grammars.json_schema({"properties": {"format": {"format": "uuid"}, "a": {"format": "regex"}}}),
+            "/properties/a/format: Unknown format: regex",
+        ),
+        (
+            "min/maxProperties only supported when ..",
+            grammars.json_schema({"items": {"maxProperties": 3}}),
+            "/items/maxProperties: min/maxProperties only supported when ..",
+        ),
         ('Unimplemented keys: ["not"]', grammars.json_schema({}), 'Unimplemented keys: ["not"]'),
         ('Unimplemented keys: ["not"]', "start: /a/", 'Unimplemented keys: ["not"]'),
         ('Unimplemented keys: ["not"]', "[]", 'Unimplemented keys: ["not"]'),

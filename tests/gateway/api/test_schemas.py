@@ -63,7 +63,7 @@ def test_every_field_of_the_specification_is_known() -> None:
 
 
 def test_nothing_internal_is_a_field() -> None:
-    internal = {"request_id", "attempt", "block_ids", "engine_id", "seed_in_force", "eos_token_ids", "prior_outputs"}
+    internal = {"attempt", "block_ids", "engine_id", "seed_in_force", "eos_token_ids", "prior_outputs"}
     for schema in (ChatRequest, CompletionRequest, MessagesRequest, TokenizeRequest, DetokenizeRequest, MessageParam):
         assert not internal & set(schema.model_fields)
 

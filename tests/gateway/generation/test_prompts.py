@@ -75,7 +75,7 @@ async def test_what_cannot_fit_is_refused_before_any_work(
     with pytest.raises(PagodaError) as caught:
         await chat_record(watched.gateway.context, parse_body(ChatRequest, body | {"max_tokens": 7}))
     assert (caught.value.code, caught.value.param) == (ErrorCode.CONTEXT_LENGTH_EXCEEDED, "messages")
-    for number in ("256", "7 output tokens"):  # the limit, and what was asked
+    for number in ("256", "7 in the completion"):  # the limit, and what was asked
         assert number in caught.value.message
     assert (watched.encoded, watched.rendered) == ([], 0)
 
@@ -110,6 +110,23 @@ async def test_a_long_prompt_that_fits_is_taken(tmp_path: Path, monkeypatch: pyt
     many = parse_body(CompletionRequest, {"prompt": ["hello " * 100] * 100})
     await completion_records(watched.gateway.context, many)
     assert len(watched.encoded) == 100
+
+
+@pytest.mark.parametrize(
+    ("keep", "opening", "kept"),
+    [
+        (None, [0], [0, 1, 2, 3]),
+        (4, [0], [0, 1, 2, 3]),
+        (3, [0], [0, 2, 3]),
+        (3, [9], [1, 2, 3]),
+        (3, [], [1, 2, 3]),
+        (1, [0], [3]),
+    ],
+)
+def test_the_last_tokens_are_kept_behind_what_opens_a_text(
+    keep: int | None, opening: list[int], kept: list[int]
+) -> None:
+    assert prompts.last([0, 1, 2, 3], keep, opening) == kept
 
 
 def test_short_texts_are_read_together_and_long_ones_alone() -> None:

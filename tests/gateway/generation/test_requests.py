@@ -154,12 +154,11 @@ async def test_sec_14_ids_are_in_the_models_range(gateway: Gateway, field: str, 
 
 
 async def test_sec_08_ids_of_requests_are_ours(gateway: Gateway) -> None:
-    """128 random bits each, whatever clients call their requests; no client names one."""
-    with pytest.raises(InvalidParams, match="request_id"):
-        chat(request_id="x")
-    ids = {(await chat_record(gateway.context, chat(user="same"))).request_id for _ in range(20)}
-    assert len(ids) == 20
-    assert all(len(bytes.fromhex(text)) == 16 for text in ids)
+    """128 random bits each, whatever clients call their requests; a client's name for one only follows them."""
+    for fields, name in (({"user": "same"}, ""), ({"request_id": "same"}, ".same")):
+        ids = {(await chat_record(gateway.context, chat(**fields))).request_id for _ in range(20)}
+        assert len(ids) == 20
+        assert all(len(bytes.fromhex(text[:32])) == 16 and text[32:] == name for text in ids)
 
 
 @pytest.mark.parametrize("salt", ["", "a b", "x" * 65, "é", "a\n", "../x"])

@@ -482,7 +482,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"chat_template_kwargs": {"moood": "x"}}, "chat_template_kwargs.moood"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"block_ids": [1]}, "block_ids"),
-    ({"request_id": "x"}, "request_id"),
+    ({"verbosity": "loud"}, "verbosity"),
     ({"stream_options": {"include_obfuscation": True}, "stream": True}, "stream_options.include_obfuscation"),
 ]  # fmt: skip
 
@@ -519,7 +519,7 @@ async def test_fields_that_change_nothing_are_taken(tmp_path: Path) -> None:
     await post(
         gateway, user="u", metadata={"k": "v"}, store=False, service_tier="auto", modalities=["text"],
         response_format={"type": "text"}, parallel_tool_calls=True, logprobs=False, reasoning_effort=None,
-        safety_identifier="s", prompt_cache_key="p", stream=False, stop=None,
+        safety_identifier="s", prompt_cache_key="p", stream=False, stop=None, verbosity="medium",
     )  # fmt: skip
 
 

@@ -225,6 +225,35 @@ async def test_deltas_may_come_in_any_interleaving_of_choices(tmp_path: Path) ->
     assert [choice["text"] for choice in answer["choices"]] == ["abc", "xyz"]
 
 
+async def test_prompts_may_be_cut_to_their_ends(tmp_path: Path) -> None:
+    gateway = saying(tmp_path, "x")
+    ids = gateway.ids("ab" * 400)
+    for prompt in ("ab" * 400, ids, [ids, ids[:3]]):
+        answer = await post(gateway, prompt=prompt, truncate_prompt_tokens=4, echo=True, max_tokens=1)
+        assert gateway.engine.generations[-1].record.prompt_token_ids in (ids[-4:], ids[:3])
+        assert answer["choices"][0]["text"] == gateway.text.decode(ids[-4:]) + "x"
+    await post(gateway, prompt=ids, truncate_prompt_tokens=-1, max_tokens=6)
+    assert gateway.engine.generations[-1].record.prompt_token_ids == ids[-250:]
+
+
+@pytest.mark.parametrize("num", [257, 250, 5000])
+async def test_token_ids_that_do_not_fit_are_told_as_texts_are(tmp_path: Path, num: int) -> None:
+    error = await refusal(saying(tmp_path, "x"), prompt=[1] * num, max_tokens=7)
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"] == (
+        f"This model's maximum context length is 256 tokens. However, you requested {num + 7} tokens "
+        f"({num} in the prompt, 7 in the completion). Please reduce the length of the prompt or completion."
+    )
+
+
+async def test_a_request_with_a_name_of_its_own(tmp_path: Path) -> None:
+    gateway = saying(tmp_path, "x")
+    assert (await post(gateway, prompt=["a", "b"], request_id="mine"))["id"] == "cmpl-mine"
+    names = [generation.record.request_id for generation in gateway.engine.generations]
+    assert len(set(names)) == 2
+    assert {name.rpartition(".")[2] for name in names} == {"mine"}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "prompt"),
     ({"prompt": ""}, "prompt"),

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 from tests.gateway.fakes_engine import MODEL, Gateway, make_gateway
 
+from pagoda_gateway.api.structural.grammar import structural_tag
+from pagoda_gateway.api.structural.tags import StructuralTag
 from pagoda_proto import grammars
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import MAX_GRAMMAR_CHARS
@@ -20,6 +23,12 @@ PATHS = {
 }
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {"type": "null"}}}
 NAMED = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+TAGS = {
+    "type": "structural_tag",
+    "format": {"type": "tag", "begin": "<a>", "content": {"type": "any_text"}, "end": "!"},
+}
+ENDLESS = {"type": "structural_tag", "format": {"type": "star", "content": {"type": "any_text"}}}
+SPECIAL = {"type": "tag", "begin": "<tool_call>\n", "content": {"type": "any_text"}, "end": "</tool_call>"}
 NAMELESS = {"type": "json_schema", "json_schema": {"name": "x"}}
 
 
@@ -45,6 +54,11 @@ async def post(gateway: Gateway, path: str, **fields: Any) -> Any:
         ({"structured_outputs": {"regex": "a/b"}}, grammars.regex("a/b")),
         ({"structured_outputs": {"choice": ["x", "y"]}}, grammars.choice(["x", "y"])),
         ({"structured_outputs": {"grammar": "start: /x/"}}, grammars.lark("start: /x/")),
+        ({"response_format": TAGS}, structural_tag(StructuralTag.model_validate(TAGS), {})),
+        (
+            {"structured_outputs": {"structural_tag": json.dumps(TAGS)}},
+            structural_tag(StructuralTag.model_validate(TAGS), {}),
+        ),
         ({"guided_json": json.dumps(SCHEMA)}, grammars.json_schema(SCHEMA)),
         ({"guided_regex": "a/b"}, grammars.regex("a/b")),
         ({"guided_choice": ["x", "y"]}, grammars.choice(["x", "y"])),
@@ -66,10 +80,14 @@ async def test_a_form_becomes_the_grammar_of_the_record(
     ("fields", "param", "says"),
     [
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required"),
-        ({"response_format": {"type": "structural_tag"}}, "response_format", "structural_tag"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format", "give either format"),
+        ({"response_format": TAGS | {"format": {"type": "token"}}}, "response_format.format", "'token'"),
+        ({"response_format": {"type": "xml"}}, "response_format", "'xml'"),
         ({"response_format": NAMELESS}, "response_format.json_schema.schema", "is required"),
         ({"response_format": {"type": "json_object", "more": 1}}, "response_format.more", "is not a known field"),
-        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "is not supported"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "give either format"),
+        ({"structured_outputs": {"structural_tag": "["}}, "structured_outputs.structural_tag", "the structural tag"),
+        ({"response_format": ENDLESS}, None, "free text cannot be repeated"),
         ({"structured_outputs": {"json": "[1]"}}, "structured_outputs.json", "the schema must be a JSON object"),
         ({"structured_outputs": {"json": '{"a": 1, "a": 2}'}}, "structured_outputs.json", "occurs twice"),
         ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex", "at least 1"),
@@ -135,3 +153,14 @@ async def test_sec_09_what_the_engine_core_refuses_is_a_400_about_the_clients_ow
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert response.json()["error"]["message"] == "this cannot be used: /a/not"
+
+
+async def test_a_tag_that_the_tokenizer_knows_is_a_token(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path)
+    response = await post(gateway, "/v1/completions", response_format={"type": "structural_tag", "format": SPECIAL})
+    assert response.status_code == 200, response.text
+    tokenizer = LLTokenizer((tmp_path / "model" / "tokenizer.json").read_text())
+    matcher = LLMatcher(tokenizer, gateway.engine.record.task.params.grammar, log_level=0)
+    ids = gateway.ids("<tool_call>\nhello</tool_call>")
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    assert matcher.is_accepting()

@@ -257,7 +257,7 @@ async def test_max_tokens_may_be_more_than_there_is_room_for(tmp_path: Path) -> 
     await post(gateway, max_tokens=MAX_MODEL_LEN)
     assert gateway.engine.record.task.params.max_tokens is None
     error = await refusal(gateway, messages=[{"role": "user", "content": "ab " * MAX_MODEL_LEN}])
-    assert error["message"].startswith("messages: this model's context is")
+    assert error["message"].startswith("messages: This model's maximum context length is")
 
 
 async def test_fields_that_change_nothing_are_taken(tmp_path: Path) -> None:

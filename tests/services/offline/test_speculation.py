@@ -313,6 +313,7 @@ def hole_runner(path: Path, kernels: str, guesses: list[int]) -> tuple[ModelRunn
 
     class Guessing:
         caches = ()
+        reads_all = True
 
         def draft(self, work: Any) -> dict[int, Any]:
             found = {row.row_id: torch.tensor(guesses[: c.num_drafts]).numpy() for row, c in work if c.num_drafts}

@@ -215,7 +215,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 def alone(kernels: str, runners: Callable[..., ModelRunner]) -> dict[tuple[str, int], list[Any]]:
     found: dict[tuple[str, int], list[Any]] = {}
     for record in make_records():
-        found |= run(runners(kernels), [record]).choices
+        found |= run(runners(kernels), [record], speculation_tokens=0).choices
     assert sum(ending == (FinishReason.STOP, end()) for _, _, ending in found.values()) > 8
     return found
 
@@ -223,6 +223,11 @@ def alone(kernels: str, runners: Callable[..., ModelRunner]) -> dict[tuple[str, 
 def check(answers: Answers, alone: dict[tuple[str, int], list[Any]]) -> None:
     for key, expected in alone.items():
         assert answers.choices[key] == expected, f"{key} differs"
+
+
+def check_some(answers: Answers, alone: dict[tuple[str, int], list[Any]]) -> None:
+    for key, found in answers.choices.items():
+        assert found == alone[key], f"{key} differs"
 
 
 def test_together(kernels: str, runners: Callable[..., ModelRunner], alone: dict[tuple[str, int], list[Any]]) -> None:
@@ -239,6 +244,30 @@ def test_replayed(kernels: str, runners: Callable[..., ModelRunner], alone: dict
     answers = run(runners(kernels), make_records(), crashes=(4, 9, 21, 40))
     check(answers, alone)
     assert answers.totals["replays"] > 0
+
+
+def test_forced_tokens_come_as_drafts_that_hold(
+    kernels: str, runners: Callable[..., ModelRunner], alone: dict[tuple[str, int], list[Any]]
+) -> None:
+    """By themselves and in company, with the same tokens in fewer steps."""
+    records = make_records()
+    plain = run(runners(kernels), records, speculation_tokens=0)
+    assert "draft_tokens" not in plain.totals
+    answers = run(runners(kernels), records, speculation_tokens=64)
+    check(answers, alone)
+    assert answers.totals["accepted_draft_tokens"] > 0
+    assert 5 * answers.totals["accepted_draft_tokens"] > 4 * answers.totals["draft_tokens"]
+    assert answers.totals["steps"] < plain.totals["steps"]
+    for record in records[:4]:
+        check_some(run(runners(kernels), [record]), alone)
+
+
+def test_forced_tokens_preempted_and_replayed(
+    kernels: str, runners: Callable[..., ModelRunner], alone: dict[tuple[str, int], list[Any]]
+) -> None:
+    answers = run(runners(kernels, num_blocks=12), make_records(), crashes=(5, 17), speculation_tokens=64)
+    check(answers, alone)
+    assert answers.totals["accepted_draft_tokens"] > 0
 
 
 def test_with_drafts(

@@ -47,7 +47,10 @@ def started(grammar: str, outputs: list[int] | None = None, grammars: CompiledGr
 
 
 def allowed(matcher: Matcher, vocab_size: int | None = None) -> set[int]:
-    return set(range(vocab_size or small_tokenizer().vocab_size)) - set(matcher.forbidden().tolist())
+    mask = matcher.mask()
+    assert (np.diff(mask.ids) > 0).all()
+    listed = set(mask.ids.tolist())
+    return listed if mask.keeps else set(range(vocab_size or small_tokenizer().vocab_size)) - listed
 
 
 @functools.cache

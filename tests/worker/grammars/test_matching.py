@@ -4,6 +4,7 @@ where it is.
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
@@ -76,6 +77,27 @@ def test_the_ends_of_the_request_count_and_no_others() -> None:
     assert allowed(matcher) == {tool_call, 7}
 
 
+@pytest.mark.parametrize("text", ["<tool_call>", "a<tool_call>b", "<|im_start|>", "<|im_end|>."])
+def test_a_text_that_is_the_name_of_a_special_token_is_spelled_out(text: str) -> None:
+    for grammar in (grammars.choice([text]), grammars.json_schema({"const": text})):
+        matcher, written = started(grammar), b""
+        while end() not in allowed(matcher):
+            token = min(allowed(matcher))
+            written += vocabulary()[token]
+            matcher.consume(token)
+            assert matcher.error == ""
+        assert text in (written.decode(), json.loads(written) if written.startswith(b'"') else "")
+
+
+def test_special_tokens_stand_where_a_grammar_names_them() -> None:
+    call = small_tokenizer().tokenize_str("<tool_call>")[0]
+    matcher = started(grammars.lark('start: "a"? <tool_call> "b"'))
+    assert call in allowed(matcher)
+    matcher.consume(call)
+    assert matcher.error == ""
+    assert vocabulary()[min(allowed(matcher))] == b"b"
+
+
 def test_an_end_that_is_text_ends_and_is_not_written() -> None:
     """Where a checkpoint does not call its end special, the grammar would take it for its letters."""
     h, w = (small_tokenizer().tokenize_str(text)[0] for text in "hw")
@@ -119,3 +141,28 @@ def test_it_fails_in_the_same_place_alone_in_company_and_when_replayed() -> None
         started(DIES, outputs[: place + 1])
     assert str(replayed.value) == error
     assert started(DIES, outputs[:place]).error == ""
+
+
+@pytest.mark.parametrize("begin", ["", "hello world"])
+def test_it_fails_in_the_same_place_when_it_is_asked_for_drafts(begin: str) -> None:
+    """What is forced was found out with the mask."""
+    grammar, outputs = (
+        grammars.regex(f"{begin}(.*h.{{1,200}}){{1,100}}"),
+        small_tokenizer().tokenize_str(begin + "h" * 200),
+    )
+    deaths, masks = [], []
+    for asked in (False, True):
+        matcher, seen = started(grammar), []
+        for place, token in enumerate(outputs):
+            if asked:
+                matcher.forced(64)
+                matcher.may_begin(np.array(outputs[place : place + 8]))
+            seen.append(allowed(matcher))
+            matcher.consume(token)
+            if matcher.error:
+                deaths.append((place, matcher.error))
+                break
+        masks.append(seen)
+    assert len(deaths) == 2
+    assert deaths[0] == deaths[1]
+    assert masks[0] == masks[1]

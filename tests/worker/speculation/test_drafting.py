@@ -40,14 +40,8 @@ from pagoda_worker.rows.batch import build_batch
 from pagoda_worker.rows.drafts import DraftLength
 from pagoda_worker.rows.ngram import MAX_MATCH, MAX_PLACES, SIZE, NgramIndex, continuation
 from pagoda_worker.rows.rows import Row
-from pagoda_worker.speculation.drafting import (
-    Drafter,
-    DraftModel,
-    PromptLookup,
-    check_invariant,
-    load_draft_model,
-    make_drafter,
-)
+from pagoda_worker.speculation.choosing import check_invariant, load_draft_model, make_drafter
+from pagoda_worker.speculation.drafting import Drafter, DraftModel, PromptLookup
 from pagoda_worker.step.runner import ModelRunner
 
 # --- the index -------------------------------------------------------------------------------------------------------
@@ -349,6 +343,7 @@ class Stubborn:
     """Guesses what it was told to."""
 
     caches = ()
+    reads_all = True
 
     def __init__(self, guesses: dict[int, list[int]]) -> None:
         self.guesses = guesses
@@ -480,7 +475,7 @@ def test_a_block_is_paid_for_in_both_caches(path: Path, tmp_path: Path) -> None:
     assert draft is not None
     alone, together = num_kv_blocks(config, target), num_kv_blocks(config, target, draft)
     assert together == pytest.approx(alone * 3 / 4, abs=1)
-    assert isinstance(make_drafter(config, draft, together), DraftModel)
+    assert len(make_drafter(config, target, draft, together).caches) == 1  # the draft model's own
 
 
 def test_speculation_is_no_part_of_the_numerics(path: Path) -> None:

@@ -16,7 +16,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pagoda_proto.grammars import LIMITS
-from pagoda_worker.grammars.matching import Ids, Matcher
+from pagoda_worker.grammars.masks import Ids
+from pagoda_worker.grammars.matching import GrammarTokens, Matcher
 
 MAX_COMPILED = 64
 MAX_TOKENIZER_BYTES = 100 * 1024 * 1024
@@ -49,8 +50,7 @@ class CompiledGrammars:
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._model_ends = np.array(tokenizer.eos_tokens, np.int64)
+        self._tokens = GrammarTokens(tokenizer, vocab_size)
         self._limits = LLParserLimits(**LIMITS)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
@@ -62,7 +62,7 @@ class CompiledGrammars:
         if not ends:
             raise GrammarError("it ends by an end of sequence, and the request has none")
         state = self._compile(grammar).deep_copy()
-        matcher = Matcher(state, self._vocab_size, self._model_ends, np.array(ends, np.int64))
+        matcher = Matcher(state, self._tokens, np.array(ends, np.int64))
         for token in outputs.tolist():
             matcher.consume(token)
         if matcher.error:

@@ -5,60 +5,101 @@ so what a grammar costs, and where it becomes too much, depends on the row's tok
 from __future__ import annotations
 
 import numpy as np
-from llguidance import LLMatcher
-from numpy.typing import NDArray
+from llguidance import LLMatcher, LLTokenizer
 
-Ids = NDArray[np.int64]
+from pagoda_worker.grammars.masks import Bits, Ids, Mask, has, mask_of, put
+
+NOTHING = np.empty(0, np.int64)
+
+
+class GrammarTokens:
+    """What matchers know of a vocabulary. `vocab_size` is the width of the logits, `model_ends` are the ends of
+    sequence that `tokenizer` knows, `special` its other special tokens."""
+
+    def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.model_ends = np.array(tokenizer.eos_tokens, np.int64)
+        size = min(vocab_size, tokenizer.vocab_size)
+        special = np.array([token for token in range(size) if tokenizer.is_special_token(token)], np.int64)
+        self.special = np.setdiff1d(special, self.model_ends)
+        self._tokenizer = tokenizer
+
+    @property
+    def num_bytes(self) -> int:
+        """Of a bit per token."""
+        return -(-self.vocab_size // 8)
+
+    def spelled(self, text: bytes) -> Ids:
+        """The token that begins this text, if it is to be written without special ones."""
+        return np.array(self._tokenizer.tokenize_bytes(text[:1])[:1], np.int64)
 
 
 class Matcher:
     """Of one row; dropped with it.
 
-    `state` is its own. `model_ends` are the ends of sequence that `state` knows, `ends` those of the request: they are
-    allowed where the grammar may end, and nowhere else. Once it has failed, it allows nothing, and `error` says why.
+    `state` is its own. `ends` are the request's ends of sequence: they are allowed where the grammar may end, and
+    nowhere else. Once it has failed, it allows nothing, and `error` says why.
     """
 
-    def __init__(self, state: LLMatcher, vocab_size: int, model_ends: Ids, ends: Ids) -> None:
+    def __init__(self, state: LLMatcher, tokens: GrammarTokens, ends: Ids) -> None:
         self._state = state
-        self._vocab_size = vocab_size
-        self._model_ends = model_ends
+        self._tokens = tokens
         self._ends = ends
         self._ended = False
         self._num_consumed = 0
-        self._forbidden: Ids | None = None
+        self._mask: Mask | None = None
         self.error = ""
 
-    def forbidden(self) -> Ids:
-        """The tokens that must not come next, ascending; after an end, all but ends."""
-        if self._forbidden is None:
-            self._forbidden = np.flatnonzero(~self._allowed())
-        return self._forbidden
+    def mask(self) -> Mask:
+        """What may come next; after an end, ends alone."""
+        if self._mask is None:
+            self._mask = mask_of(self._allowed(), self._tokens.vocab_size)
+        return self._mask
+
+    def forced(self, limit: int) -> Ids:
+        """The tokens that come next, up to `limit`, as far as the grammar leaves no choice. The mask is found first, so
+        this finds out nothing that a row without drafts would not know."""
+        self.mask()
+        if self.error or self._ended or limit < 1:
+            return NOTHING
+        return np.array(self._state.compute_ff_tokens()[:limit], np.int64)
+
+    def may_begin(self, tokens: Ids) -> bool:
+        """Whether the first of these tokens may come next. To look further, even on a copy, would find out what a row
+        without drafts does not know, and move the place where a grammar becomes too much."""
+        return not self.error and not self._ended and len(tokens) > 0 and self.mask().allows(int(tokens[0]))
 
     def consume(self, token: int) -> None:
         """Take the next output; a token that is forbidden is an error."""
-        forbidden = self.forbidden()
-        place = int(np.searchsorted(forbidden, token))
-        if place < len(forbidden) and forbidden[place] == token:
+        if not self.mask().allows(token):
             self._fail("its tokens so far do not fit it")
         elif token in self._ends:
             self._ended = True
         elif not self._state.consume_token(token):
             self._fail(self._state.get_error())
         self._num_consumed += 1
-        self._forbidden = None
+        self._mask = None
 
-    def _allowed(self) -> NDArray[np.bool_]:
-        allowed = np.zeros(self._vocab_size, np.bool_)
+    def _allowed(self) -> Bits:
+        tokens = self._tokens
+        allowed = np.zeros(tokens.num_bytes, np.uint8)
         if not self.error and not self._ended:
-            mask = self._state.compute_bitmask()
+            found = self._state.compute_bitmask()
             if self._state.is_error():
                 self._fail(self._state.get_error())
             else:
-                bits = np.unpackbits(np.frombuffer(mask, np.uint8), count=self._vocab_size, bitorder="little")
-                allowed = bits.astype(np.bool_)
-        may_end = self._ended or bool(allowed[self._model_ends].any())
-        allowed[self._model_ends] = False
-        allowed[self._ends] = may_end and not self.error
+                allowed = np.frombuffer(found, np.uint8).copy()
+        ends = bool(has(allowed, tokens.model_ends).any())
+        may_end = self._ended or (ends and self._state.is_accepting())
+        special = tokens.special[has(allowed, tokens.special)]
+        wrong = [token for token in special.tolist() if not self._state.validate_tokens([token])]
+        if wrong or (ends and not may_end):
+            # Where only one text can follow, llguidance allows the token it is written with, and then does not take
+            # that one if it is special. Such a text is spelled out.
+            put(allowed, np.array(wrong, np.int64), to=False)
+            put(allowed, tokens.spelled(self._state.compute_ff_bytes()), to=True)
+        put(allowed, tokens.model_ends, to=False)
+        put(allowed, self._ends, to=may_end and not self.error)
         return allowed
 
     def _fail(self, why: str) -> None:

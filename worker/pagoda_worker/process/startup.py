@@ -18,7 +18,7 @@ from pagoda_worker.kernels.ops import BackendError, guarded
 from pagoda_worker.loading.memory import num_kv_blocks
 from pagoda_worker.loading.model import LoadedModel, load_model
 from pagoda_worker.models.decoder import Decoder
-from pagoda_worker.speculation.drafting import check_invariant, load_draft_model, make_drafter
+from pagoda_worker.speculation.choosing import check_invariant, load_draft_model, make_drafter
 from pagoda_worker.step.graphs import Graphed, ladder, reserve_for
 from pagoda_worker.step.lines import Lines
 from pagoda_worker.step.profiling import Rehearsal
@@ -68,7 +68,7 @@ def _started(config: WorkerConfig, loaded: LoadedModel, progress: Progress, reco
         torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
     if loaded.device.type == "cpu":
         num_blocks = num_kv_blocks(config, loaded, draft)
-        runner = ModelRunner(loaded, num_blocks, config, make_drafter(config, draft, num_blocks))
+        runner = ModelRunner(loaded, num_blocks, config, make_drafter(config, loaded, draft, num_blocks))
     else:
         runner = runner_on_device(loaded, draft, config, accelerator_of, recording)
     guarded(loaded.ops.name, runner.warm_up, but=(torch.AcceleratorError,))
@@ -98,7 +98,7 @@ def runner_on_device(
     rehearsal = Rehearsal((loaded,) if draft is None else (loaded, draft), config, accelerator, sampler)
     if config.enforce_eager or not (isinstance(decoder, Decoder) and loaded.ops.capturable):
         num_blocks = _num_blocks(rehearsal, lambda: 0)
-        drafter = make_drafter(config, draft, num_blocks)
+        drafter = make_drafter(config, loaded, draft, num_blocks)
         return ModelRunner(loaded, num_blocks, config, drafter, accelerator, sampler)
     loaded = replace(loaded, spare_blocks=1)  # for padding
     sizes = ladder(config.max_rows)
@@ -109,7 +109,7 @@ def runner_on_device(
 
     num_blocks = _num_blocks(rehearsal, graphs, spare=loaded.spare_blocks)
     graphed = _graphed(decoder, loaded, config, accelerator, num_blocks)
-    drafter = make_drafter(config, draft, num_blocks)
+    drafter = make_drafter(config, loaded, draft, num_blocks)
     runner = ModelRunner(replace(loaded, model=graphed), num_blocks, config, drafter, accelerator, sampler)
     graphed.capture(runner.kv_cache, recording)
     return runner

@@ -104,23 +104,30 @@ class Processing:
 
     def apply(self, logits: Logits, outputs: Ids) -> None:
         """Change `logits` [V] in place for the token that follows `outputs`."""
-        if self.allowed is not None:
-            kept = logits[self.allowed]
+        allowed, masked = self.limits(outputs, len(logits))
+        if allowed is not None:
+            kept = logits[allowed]
             logits.fill(MASKED)
-            logits[self.allowed] = kept
-        logits[self.masked(outputs)] = MASKED
+            logits[allowed] = kept
+        logits[masked] = MASKED
         with np.errstate(over="ignore"):  # an overflow is found by whoever takes the maximum
             logits[self.bias_ids] += self.bias
             if self.counts is not None:
                 self._penalise(logits, self.counts)
 
-    def masked(self, outputs: Ids) -> Ids:
-        """The tokens that must not follow `outputs`: they would complete a bad word, end the row too early, or not fit
-        its grammar."""
+    def limits(self, outputs: Ids, vocab_size: int) -> tuple[Ids | None, Ids]:
+        """The tokens that alone may follow `outputs`, None if it is all; and those that must not: they would complete a
+        bad word, end the row too early, or not fit its grammar."""
         masked = _ids(tuple(w[-1] for w in self.params.bad_words_token_ids if completes(w, outputs)))
         if len(outputs) < self.params.min_tokens:
             masked = np.concatenate([masked, self.ending])
-        return masked if self.matcher is None else np.concatenate([masked, self.matcher.forbidden()])
+        if self.matcher is None:
+            return self.allowed, masked
+        mask = self.matcher.mask()
+        if not mask.keeps:
+            return self.allowed, np.concatenate([masked, mask.ids])
+        allowed = mask.ids if self.allowed is None else np.intersect1d(self.allowed, mask.ids)
+        return (allowed, masked) if len(allowed) else (None, np.arange(vocab_size))
 
     def _penalise(self, logits: Logits, counts: TokenCounts) -> None:
         """CTRL's repetition penalty (arXiv 1909.05858) over prompt and output, OpenAI's two over the output."""

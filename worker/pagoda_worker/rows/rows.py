@@ -99,6 +99,11 @@ class Row:
         )
 
     @property
+    def matcher(self) -> Matcher | None:
+        """Its place in its grammar, if it has one."""
+        return None if self.processing is None else self.processing.matcher
+
+    @property
     def num_outputs(self) -> int:
         """Output tokens so far, which is also the position of the next one in the random stream."""
         return len(self.tokens) - self.num_prompt_tokens

@@ -1,8 +1,10 @@
 """Where drafts come from: a drafter is asked before every step, and told after it what became of its drafts.
 
-    NoDrafts       speculation is off
+    NoDrafts       nobody guesses
     PromptLookup   the row's own text, where it repeats itself
     DraftModel     a smaller model with the same vocabulary and a cache of its own under the same block ids
+
+and around them, in `forced`, what a row's grammar leaves no choice about.
 
 A drafter may guess anything, for a wrong guess costs time and no token (see `verification`).
 """
@@ -10,17 +12,15 @@ A drafter may guess anything, for a wrong guess costs time and no token (see `ve
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from pagoda_proto.steps import Chunk
-from pagoda_worker.checkpoints.checkpoint import Progress
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.ops import Cache
-from pagoda_worker.loading.model import LoadedModel, load_model
+from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.rows.batch import build_batch
 from pagoda_worker.rows.drafts import DraftLength, RowDrafts
 from pagoda_worker.rows.ngram import NgramIndex, continuation
@@ -41,12 +41,17 @@ class Drafter(Protocol):
         """The row has its new tokens and `num_computed`. How many drafts it would try with its next token."""
 
     @property
+    def reads_all(self) -> bool:
+        """Whether it reads the tokens of all rows before every step, so that they must be on the host."""
+
+    @property
     def caches(self) -> Sequence[tuple[LoadedModel, Sequence[Cache]]]:
         """Caches of its own under the block ids of the model's: their blocks are moved like those."""
 
 
 class NoDrafts:
     caches = ()
+    reads_all = False
 
     def draft(self, work: Work) -> dict[int, Ids]:
         return {}
@@ -59,6 +64,7 @@ class PromptLookup:
     """Indexes a prompt while it is computed; one that came from the prefix cache, over the steps that follow."""
 
     caches = ()
+    reads_all = True
 
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = max_drafts
@@ -92,6 +98,8 @@ class DraftModel:
     """Guesses greedily. Rows that are to have no drafts are followed a block at a time: every block that is full in the
     target's cache is full in this one, so a prefix hit or a swap holds for both, and a pause costs a pass per block.
     """
+
+    reads_all = True
 
     def __init__(self, loaded: LoadedModel, num_blocks: int, config: WorkerConfig, max_drafts: int) -> None:
         self._loaded = loaded
@@ -171,37 +179,3 @@ def _parts(behind: Sequence[tuple[Row, int, int]], max_tokens: int) -> Iterator[
             start, room = start + count, room - count
     if part:
         yield part
-
-
-def check_invariant(target: LoadedModel) -> None:
-    """Raises ValueError when a token's bits may depend on what is computed beside it: drafts might change tokens."""
-    if not target.batch_invariant:
-        raise ValueError("speculation needs kernels whose results do not depend on the batch; these may")
-
-
-def load_draft_model(config: WorkerConfig, target: LoadedModel, progress: Progress | None = None) -> LoadedModel | None:
-    """The draft model, if there is to be one.
-
-    Raises:
-        ValueError: it cannot be loaded, or does not go with the target; the message begins with `draft_model`.
-    """
-    if not config.draft_model:
-        return None
-    try:
-        draft = load_model(replace(config, model=config.draft_model, max_model_len=target.max_model_len), progress)
-    except ValueError as error:
-        raise ValueError(f"draft_model {config.draft_model}: {error}") from error
-    if draft.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"draft_model {config.draft_model}: its vocabulary has {draft.vocab_size} tokens, "
-            f"that of the model {target.vocab_size}"
-        )
-    return draft
-
-
-def make_drafter(config: WorkerConfig, draft: LoadedModel | None, num_blocks: int) -> Drafter:
-    """The drafter that `config` names; `draft` is what `load_draft_model` returned."""
-    max_drafts = config.max_drafts or MAX_DRAFTS
-    if draft is not None:
-        return DraftModel(draft, num_blocks, config, max_drafts)
-    return PromptLookup(max_drafts) if config.speculation else NoDrafts()

@@ -17,6 +17,7 @@ from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.rows.batch import NO_DRAFTS, Batch, build_batch
+from pagoda_worker.rows.processors import apply, processor_of
 from pagoda_worker.rows.rows import Ids, Row
 from pagoda_worker.sampling.device_sampler import Chosen, DeviceSampler, GreedySampler, samples_of
 from pagoda_worker.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault, Sample
@@ -59,8 +60,7 @@ class Compute:
         self.caches = ((loaded, self.kv), *self._drafter.caches)
         self._accelerator = accelerator
         self._sampler = sampler or GreedySampler()
-        # A drafter reads the tokens of its rows before every step, so they must be on the host.
-        self._may_promise = accelerator is not None and isinstance(self._drafter, NoDrafts)
+        self._may_promise = accelerator is not None and not self._drafter.reads_all
 
     def arranged(self, work: Work) -> Work:
         """`work` in the order that costs `start` least; no answer depends on it."""
@@ -100,7 +100,7 @@ class Compute:
         return NO_DRAFTS, self._forward(work, NO_DRAFTS, earlier)
 
     def _device_chooses(self, work: Work, rows: Sequence[Row]) -> bool:
-        plain = all(row.params.prompt_logprobs is None for row, _ in work)
+        plain = all(row.params.prompt_logprobs is None and processor_of(row.params) is None for row, _ in work)
         return self._may_promise and plain and self._sampler.takes(rows)
 
     def _forward(self, work: Work, drafts: Mapping[int, Ids], earlier: Sequence[OnDevice]) -> Computed:
@@ -163,6 +163,11 @@ class Compute:
 
     def _sample(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
         """See `Ops.sample`; logits stay on a device that can choose for these rows, though the host waits for it."""
+        failed = {i: fault for i, row in enumerate(rows) if (fault := _processed(logits[i], row)) is not None}
+        chosen = self._choose(logits, rows)
+        return [failed.get(i, one) for i, one in enumerate(chosen)] if failed else chosen
+
+    def _choose(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
         if self._accelerator is None or not self._sampler.takes(rows):
             found = zip(self._ops.sample(logits, rows), rows, strict=True)
             return [_explained(one, row) if isinstance(one, Fault) else one for one, row in found]
@@ -196,9 +201,22 @@ class Compute:
         return reports if len(reports) == len(targets) else NOT_A_NUMBER
 
 
+def _processed(logits: torch.Tensor, row: Row) -> Fault | None:
+    """Let the row's own function, if it has one, change its logits [V]; what is wrong with that."""
+    processor = processor_of(row.params)
+    if processor is None:
+        return None
+    host = logits.cpu().numpy()
+    problem = apply(processor, row.outputs.tolist(), host)
+    if problem:
+        return Fault(ErrorCode.INVALID_ARGUMENT, problem)
+    logits.copy_(torch.from_numpy(host))
+    return None
+
+
 def _explained(one: Fault, row: Row) -> Fault:
     """A matcher that has failed allows nothing, and knows why."""
-    matcher = None if row.processing is None else row.processing.matcher
+    matcher = row.matcher
     if one != NOTHING_ALLOWED or matcher is None or not matcher.error:
         return one
     return Fault(ErrorCode.INVALID_ARGUMENT, f"grammar: {matcher.error}")

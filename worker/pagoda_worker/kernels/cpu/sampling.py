@@ -33,7 +33,7 @@ def sample(library: Library, logits: torch.Tensor, rows: Sequence[RowState]) -> 
     if logits.shape[1] >= MAX_VOCAB:
         return sampler.sample(logits, rows)
     owners: list[object] = []
-    asked = np.array([(*_changes(row, owners), *_manner(row)) for row in rows], SAMPLE_ROW)
+    asked = np.array([(*_changes(row, logits.shape[1], owners), *_manner(row)) for row in rows], SAMPLE_ROW)
     results = _call(library, logits, asked)
     del owners
     statuses, tokens = results["status"].tolist(), results["token"].tolist()
@@ -62,13 +62,13 @@ def _call(library: Library, logits: torch.Tensor, asked: Structs) -> Structs:
     return results
 
 
-def _changes(row: RowState, owners: list[object]) -> tuple[float, ...]:
+def _changes(row: RowState, vocab_size: int, owners: list[object]) -> tuple[float, ...]:
     """The struct's fields about changes to the logits; `owners` gets the arrays whose addresses are in it."""
     processing = row.processing
     if processing is None or not processing.applies(row.num_outputs):
         return NO_CHANGES
-    allowed = NO_IDS if processing.allowed is None else processing.allowed
-    masked = processing.masked(row.outputs)
+    limited, masked = processing.limits(row.outputs, vocab_size)
+    allowed = NO_IDS if limited is None else limited
     counts = processing.counts
     seen, times = (NO_IDS, NO_IDS) if counts is None else (counts.ids, counts.output_counts)
     arrays: list[NDArray[Any]] = [allowed, masked, processing.bias_ids, seen, times, processing.bias]
