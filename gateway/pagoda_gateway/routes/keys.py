@@ -9,7 +9,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.api.keys_schemas import CreateKeyRequest, KeyList, KeyObject, KeysQuery, NewKeyObject
+from pagoda_gateway.api.accounts.schemas import CreateKeyRequest, KeyList, KeyObject, KeysQuery, NewKeyObject
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.generation.requests import named_as_in_body
 from pagoda_gateway.keys.api_key import ApiKey, NewKey

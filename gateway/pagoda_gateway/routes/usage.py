@@ -12,7 +12,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagoda_gateway.api.keys_schemas import UsageAnswer, UsageQuery
+from pagoda_gateway.api.accounts.schemas import UsageAnswer, UsageQuery
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.keys.grants import Right

@@ -11,7 +11,7 @@ from tests.gateway.fakes_engine import MODEL, play
 from tests.gateway.http_fakes import error_code
 from tests.gateway.keys.whole_app import ADMIN, App, running_app
 
-from pagoda_gateway.api.keys_schemas import KeyList, KeyObject, NewKeyObject
+from pagoda_gateway.api.accounts.schemas import KeyList, KeyObject, NewKeyObject
 from pagoda_gateway.clients import OPEN_PATHS
 from pagoda_gateway.keys.grants import Role
 from pagoda_gateway.routes.keys import PATH

@@ -18,7 +18,7 @@ from tests.gateway.fakes_engine import MODEL, NUM_CACHED, breaking, failing, pla
 from tests.gateway.http_fakes import running_http
 from tests.gateway.keys.whole_app import running_app
 
-from pagoda_gateway.api.keys_schemas import UsageAnswer
+from pagoda_gateway.api.accounts.schemas import UsageAnswer
 from pagoda_gateway.keys.grants import Limits, Role
 from pagoda_gateway.routes.batch_service import BatchService
 from pagoda_proto.errors import ErrorCode, PagodaError
