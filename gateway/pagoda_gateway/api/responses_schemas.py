@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
 
 from pagoda_gateway.api.body import Body, Text
-from pagoda_gateway.api.forms import Form, ObjectFormat, TextFormat
+from pagoda_gateway.api.forms.fields import Form, ObjectFormat, TextFormat
 from pagoda_gateway.api.schemas import Label, MetadataKey, Salt, kind_of_content, with_plain_parameters
 from pagoda_gateway.api.tools import is_choice, kind_of_choice
 from pagoda_proto import grammars

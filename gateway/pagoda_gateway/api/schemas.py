@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, field_validator, model_validator
 
 from pagoda_gateway.api.body import Body, Text
-from pagoda_gateway.api.forms import Form, Formed
+from pagoda_gateway.api.forms.fields import Form, Formed
 from pagoda_gateway.api.json_body import MAX_VALUES
 from pagoda_gateway.api.tools import ToolChoice, Tools, check_choice
 from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS, PARAMETERS, PLAIN, Parameter, SamplingParams

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from pagoda_gateway.api.encoding import DONE, encoded, encoded_list, event
-from pagoda_gateway.api.forms import Form
+from pagoda_gateway.api.forms.fields import Form
 from pagoda_gateway.api.schemas import Sampling
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext

@@ -10,8 +10,8 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tests.gateway.fakes_engine import MODEL, Gateway, make_gateway
 
-from pagoda_gateway.api.structural.grammar import structural_tag
-from pagoda_gateway.api.structural.tags import StructuralTag
+from pagoda_gateway.api.forms.grammar import structural_tag
+from pagoda_gateway.api.forms.tags import StructuralTag
 from pagoda_proto import grammars
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import MAX_GRAMMAR_CHARS

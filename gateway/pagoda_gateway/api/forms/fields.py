@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, Field, model_validator
 
 from pagoda_gateway.api.body import Body, Text
+from pagoda_gateway.api.forms.grammar import structural_tag
+from pagoda_gateway.api.forms.tags import Lark, StructuralTag
 from pagoda_gateway.api.json_body import parse_object
-from pagoda_gateway.api.structural.grammar import structural_tag
-from pagoda_gateway.api.structural.tags import Lark, StructuralTag
 from pagoda_proto import grammars
 from pagoda_proto.errors import PagodaError
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from pydantic import ValidationError
 
-from pagoda_gateway.api.structural.grammar import structural_tag
-from pagoda_gateway.api.structural.tags import StructuralTag
+from pagoda_gateway.api.forms.grammar import structural_tag
+from pagoda_gateway.api.forms.tags import StructuralTag
 from pagoda_proto.grammars import LIMITS
 
 BYTES = LLTokenizer("byte")

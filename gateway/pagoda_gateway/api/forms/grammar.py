@@ -14,7 +14,7 @@ from functools import singledispatchmethod
 from itertools import groupby
 from typing import NamedTuple
 
-from pagoda_gateway.api.structural import tags
+from pagoda_gateway.api.forms import tags
 from pagoda_proto import grammars
 
 ANY = "/(?s:.*)/"
