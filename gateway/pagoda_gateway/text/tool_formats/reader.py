@@ -28,8 +28,13 @@ class ToolReader:
 
     @property
     def num_calls(self) -> int:
-        """So far, with one that broke off."""
-        return self._calls.number + self._calls.begun
+        """So far, those that are whole."""
+        return self._calls.number
+
+    @property
+    def in_call(self) -> bool:
+        """Whether one has begun that has not ended; at the end of the text, one that broke off."""
+        return self._calls.begun
 
     def push(self, text: str) -> list[Said]:
         self._source.feed(text)
