@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 TORCH ?= torch==2.13.0
 # A pip index URL for torch alone, for a smaller CPU-only build where the default index gives a CUDA one.
 TORCH_INDEX ?=
@@ -15,7 +16,7 @@ PROTO_TOOLS := grpcio-tools==1.78.0
 LOCK_TOOL := uv==0.13.9
 PROTO := proto/pagoda_proto/engine/v1/engine.proto
 
-.PHONY: redis-server browser help install run test test-containers test-matrix check lint format types arch proto proto-check locks bench clean
+.PHONY: redis-server browser help install run test test-clients test-containers test-matrix check lint format types arch proto proto-check locks bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +39,9 @@ browser: $(VENV)/.installed-dev  ## a Chromium for the page's tests, if there is
 
 test-containers: $(VENV)/.installed-dev  ## the images and the compose file on a real Docker daemon
 	$(BIN)/python -m tests.containers.check $(ARGS)
+
+test-clients: $(VENV)/.installed-dev $(CLIENTS)/.installed  ## programs written against LangChain, LlamaIndex, LiteLLM
+	$(BIN)/python -m tests.clients.check $(CLIENTS)/bin/python
 
 test-matrix: $(VENV)/.installed-dev  ## the suite on other processors, Pythons, cores, loads; ARGS="--list" names them
 	$(BIN)/python -m tests.matrix $(ARGS)
@@ -82,6 +86,14 @@ bench: $(VENV)/.installed  ## load a running server; ARGS="--rate 4" and so on
 clean:  ## remove what was built, the environment too
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .grimp_cache
 	find $(PACKAGES) tests demo -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# An environment of its own: what these libraries bring with them is nobody's dependency here.
+$(CLIENTS)/.installed:
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check \
+	  langchain-openai langchain-anthropic llama-index-llms-openai-like litellm
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check mcp  # LiteLLM's responses import it
+	touch $@
 
 # Tests of the store start one of their own, and fail where there is none.
 redis-server:

@@ -31,7 +31,7 @@ def kill_everything_under_a_batch(directory: Path, *, lines: int = 1000, kills: 
     report, batch_id, oracle, done = Report(f"{kills} kills of everything, {lines} lines"), "", list[str](), 0
     options = (*NAME, "--store", f"sqlite://{directory}/store.db", "--max-batch-requests", "8")
     for life in range(kills + 1):
-        place = directory / f"life{life}"
+        place = directory / str(life)
         place.mkdir()
         with running_stack(place, *options) as stack, stack.client(timeout=240) as client:
             if not batch_id:

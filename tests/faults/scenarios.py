@@ -192,7 +192,7 @@ def stranger_takes_over_nothing(place: Apart, name: str, arguments: Sequence[str
     What had begun goes on with its own tokens or ends in an error; no token may be of the stranger's making.
     """
     report = Report(f"a worker with {name} takes over nothing")
-    requests = make_requests(seed, 4, max_tokens=800, choices=[1])
+    requests = make_requests(seed, 4, max_tokens=500, choices=[1])
     oracle = undisturbed(place.url, requests)
     place.start_worker("stranger", *arguments)
 

@@ -67,7 +67,7 @@ def test_other_kernels_take_over_nothing(tmp_path: Path) -> None:
         check(scenarios.stranger_takes_over_nothing(place, "other kernels", ["--kernels", scenarios.other_kernels()]))
 
 
-def test_a_batch_outlives_every_process(tmp_path: Path) -> None:
+def test_a_batch_goes_on(tmp_path: Path) -> None:
     check(batches.kill_everything_under_a_batch(tmp_path, lines=60, kills=1))
 
 

@@ -147,7 +147,7 @@ async def test_usage_in_every_chunk_on_request(tmp_path: Path) -> None:
     assert [event["usage"]["completion_tokens"] for event in events] == [0, 1, 2, 3, 3]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     text=st.text(alphabet="ab <é🙂\n", max_size=12).map(lambda t: t + CALL * (len(t) % 3)),
     batch=st.integers(1, 5),

@@ -141,7 +141,7 @@ def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
     return message | delta["delta"] | {"usage": delta["usage"]}
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     pieces=st.lists(st.sampled_from(["a", " b", "\n", "é🙂", "<tool", CALL, CALL + CALL, "<tool_call>{"]), max_size=5),
     batch=st.integers(1, 7),
