@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -77,9 +78,7 @@ async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> No
         stack.push_async_callback(loop_thread.end)
         board = LoadBoard(engine, _workers_report(report))
         engine.on_load(board.changed)
-        grpc_server, address = await _listen(config.listen, keys, engine, board, stack)
-        if path is not None:
-            stack.callback(path.unlink, missing_ok=True)
+        grpc_server, address = await _listen(config.listen, path, keys, engine, board, stack)
         event: dict[str, object] = {"event": "listening", "address": address, "worker_endpoint": executor.endpoint}
         report(event | _serve_metrics(config, metrics, engine, stack))
         loop_thread.start()
@@ -145,7 +144,7 @@ def _open_port(server: grpc.aio.Server, listen: str, keys: TlsKeys | None) -> st
 
 
 async def _listen(
-    listen: str, keys: TlsKeys | None, engine: EngineCore, board: LoadBoard, stack: AsyncExitStack
+    listen: str, path: Path | None, keys: TlsKeys | None, engine: EngineCore, board: LoadBoard, stack: AsyncExitStack
 ) -> tuple[grpc.aio.Server, str]:
     server = grpc.aio.server(options=GRPC_OPTIONS)
     pb_grpc.add_EngineServicer_to_server(EngineService(engine, board), server)  # type: ignore[no-untyped-call]
@@ -153,6 +152,8 @@ async def _listen(
     healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     address = _open_port(server, listen, keys)
+    if path is not None:
+        stack.callback(path.unlink, missing_ok=True)  # once the server has stopped
     await server.start()
     stack.push_async_callback(server.stop, 0)
     await _start_task(_tell_health(engine, healthy), stack)

@@ -17,7 +17,8 @@ class LiveEvents:
     def __init__(self, begin: int) -> None:
         self.begin = begin
         self.events: list[bytes] = []
-        self.over = False
+        self.over = False  # it runs here no more
+        self.ended = False  # .. for there are no more
         self._changed = asyncio.Event()
 
     @property
@@ -31,8 +32,8 @@ class LiveEvents:
         self.begin += too_many
         self._tell()
 
-    def close(self) -> None:
-        self.over = True
+    def close(self, *, ended: bool) -> None:
+        self.over, self.ended = True, ended
         self._tell()
 
     async def read(self, start: int) -> AsyncIterator[bytes]:

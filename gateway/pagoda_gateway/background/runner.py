@@ -18,10 +18,11 @@ from contextlib import aclosing
 import msgspec
 
 from pagoda_gateway.api.encoding import encoded, event
+from pagoda_gateway.api.errors import internal
 from pagoda_gateway.background.live import LiveEvents
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.responses import kept_by, telling_of, told
-from pagoda_gateway.dialects.responses_events import AlreadyTold, Told
+from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling, Told
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, held_bytes
@@ -49,6 +50,7 @@ class _Running:
         self.news = asyncio.Event()  # there is something told
         self.unsure = False  # whether all that was written last is in the store
         self.cancelled = False
+        self.ending = False  # it is generated; its end is not disturbed
         self.task: asyncio.Task[None] | None = None
         self.usage = Usage(prompt_tokens=0)
 
@@ -57,6 +59,11 @@ class _Running:
         if self.job.shown.stream:
             self.told.append(event(said, said["type"]))
             self.news.set()
+
+    def cancel(self) -> None:
+        if self.task is not None and not self.cancelled and not self.ending:
+            self.cancelled = True
+            self.task.cancel()
 
 
 class BackgroundResponses:
@@ -68,11 +75,13 @@ class BackgroundResponses:
         self._holder = secrets.token_hex(8)
         self._running: dict[str, _Running] = {}
         self._sweeper: asyncio.Task[None] | None = None
+        self._closing = False
 
     def start(self) -> None:
         self._sweeper = asyncio.create_task(self._sweep(), name="background-responses")
 
     async def aclose(self) -> None:
+        self._closing = True
         tasks = [one.task for one in self._running.values() if one.task is not None]
         for task in filter(None, [self._sweeper, *tasks]):
             task.cancel()
@@ -96,7 +105,11 @@ class BackgroundResponses:
             self._forget(running)
             raise
         response = encoded(running.telling.response | {"status": "queued"})
-        self._run(running)
+        if self._closing:
+            self._forget(running)
+            await self._release(job.id)
+        else:
+            self._run(running)
         return response
 
     def snapshot(self, name: str) -> bytes | None:
@@ -108,20 +121,22 @@ class BackgroundResponses:
         """It is marked in the store; where it runs here, it ends now."""
         running = self._running.get(name)
         if running is not None and running.task is not None:
-            running.cancelled = True
-            running.task.cancel()
+            running.cancel()
             await asyncio.wait([running.task])
 
     async def follow(self, name: str, owner: str, start: int) -> AsyncGenerator[bytes, None]:
-        """Events from number `start` on, as they come, to the last. Raises PagodaError."""
+        """Events from number `start` on, as they come, to the last. Raises PagodaError; UNAVAILABLE where this gateway
+        ends before."""
         while True:
             live = running.live if (running := self._running.get(name)) is not None else None
             if live is not None and start >= live.begin:
                 async for one in live.read(start):
                     start += 1
                     yield one
-                if live.over and start == live.end:
+                if live.ended:
                     return
+            if self._closing:
+                raise PagodaError(ErrorCode.UNAVAILABLE, "the gateway is shutting down; the response goes on")
             _, kept = await self._kept.find(name, owner)
             count = start
             async for one in self._kept.events(name, start):
@@ -165,32 +180,68 @@ class BackgroundResponses:
             return
         if not await self._kept.claim(name, self._holder, times.RESPONSE_LEASE_S):
             return
+        try:
+            going = await self._go_on(name, owner)
+        except PagodaError as error:
+            if error.code is not ErrorCode.NOT_FOUND:
+                raise
+            await self._kept.drop(name)  # whoever deleted it got no further
+            going = False
+        except Exception:
+            logger.exception("%s cannot be gone on with", name)
+            return  # it keeps its claim, so that it is not tried again at once
+        if not going:
+            await self._release(name)
+
+    async def _go_on(self, name: str, owner: str) -> bool:
+        """Whether it runs here now. Raises PagodaError."""
+        record, kept = await self._kept.find(name, owner)
         data = await self._kept.job(name)
-        if not data:
-            await self._kept.forget(name)
-            return
-        known = AlreadyTold()
+        if kept.ended or not data:
+            await self._kept.close(name)
+            return False
+        job, known = msgspec.json.decode(data, type=Job), AlreadyTold()
         async for one in self._kept.events(name):
             known.add(msgspec.json.decode(one.split(b"data: ", 1)[1]))
+        if known.ended is not None:
+            with contextlib.suppress(Conflict):
+                await self._kept.end(record, kept, encoded(known.ended))
+            return False
+        if not kept.cancelled and not self._has_model(job):
+            return False
         logger.info("going on with %s, of which %d events are told", name, known.num_events)
-        self._run(self._add(msgspec.json.decode(data, type=Job), known))
+        running = self._add(job, known)
+        running.cancelled = kept.cancelled
+        self._run(running)
+        return True
+
+    def _has_model(self, job: Job) -> bool:
+        try:
+            self._ctx.catalogue.of_job(job.model)
+        except PagodaError:
+            return False
+        return True
+
+    async def _release(self, name: str) -> None:
+        with contextlib.suppress(PagodaError):
+            await self._kept.release(name, self._holder)
 
     async def _to_its_end(self, running: _Running) -> None:
-        name = running.job.id
+        name, ended = running.job.id, False
         beside = [asyncio.create_task(work(running)) for work in (self._keep_claim, self._keep_writing)]
         try:
-            last = await self._generated(running)
+            last = _cancelled(running.telling) if running.cancelled else await self._generated(running)
+            running.ending = True
             beside[1].cancel()
-            await self._end(running, last)
+            ended = await self._end(running, last)
         except Conflict:
             logger.info("%s is gone on with elsewhere, or deleted", name)
         finally:
             for task in beside:
                 task.cancel()
-            running.live.close()
             self._forget(running)
-            with contextlib.suppress(PagodaError):
-                await self._kept.release(name, self._holder)
+            running.live.close(ended=ended)
+            await self._release(name)
 
     async def _keep_claim(self, running: _Running) -> None:
         """Stop it where another gateway has it or somebody wants it to end. A store that is gone stops nothing."""
@@ -200,12 +251,13 @@ class BackgroundResponses:
             with contextlib.suppress(PagodaError):
                 mine = await self._kept.claim(job.id, self._holder, times.RESPONSE_LEASE_S)
                 _, kept = await self._kept.find(job.id, job.owner)
-                running.cancelled = running.cancelled or kept.cancelled
-                if not mine or kept.cancelled:
+                if kept.cancelled:
+                    running.cancel()
+                elif not mine and not running.ending:
                     task.cancel()
 
     async def _generated(self, running: _Running) -> Iterator[Told]:
-        """Generate it, and give its last event. Raises Conflict."""
+        """Generate it, and give its last event."""
         job, telling = running.job, running.telling
         model, charge = self._ctx.catalogue.of_job(job.model), running.charge
 
@@ -216,21 +268,27 @@ class BackgroundResponses:
         run = Run(job, model.text, on_end)
         try:
             async with aclosing(run):
-                charge.begin(run.usage)
-                await self._started(run, model.engine)
-                charge.taken()
-                async with aclosing(told(run, telling)) as events:
-                    async for said in events:
-                        running.tell(said)
+                await self._tell_all(running, run, model.engine)
             return telling.finish(run.usage(), int(time.time()), run.num_reasoning_tokens())
         except PagodaError as error:
             return telling.fail(error, run.usage())
+        except Exception as error:  # noqa: BLE001 - a fault of ours ends this response, and is not tried again for ever
+            return telling.fail(internal(error, {"state": {"request_id": job.id}}), run.usage())
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not running.cancelled or task is None:
                 raise
             task.uncancel()
             return telling.cancel(run.usage())
+
+    async def _tell_all(self, running: _Running, run: Run, engine: EngineClient) -> None:
+        """But its last event. Raises PagodaError."""
+        running.charge.begin(run.usage)
+        await self._started(run, engine)
+        running.charge.taken()
+        async with aclosing(told(run, running.telling)) as events:
+            async for said in events:
+                running.tell(said)
 
     @staticmethod
     async def _started(run: Run, engine: EngineClient) -> None:
@@ -279,19 +337,33 @@ class BackgroundResponses:
         del running.told[:num_events]
         running.unsure = False
 
-    async def _end(self, running: _Running, last: Iterator[Told]) -> None:
-        """Keep its end, however long the store is gone. Raises Conflict."""
-        for said in last:
-            running.tell(said)
+    async def _end(self, running: _Running, last: Iterator[Told]) -> bool:
+        """Keep its end, however long the store is gone. False where it has ended elsewhere, or is deleted. Raises
+        Conflict."""
+        telling, told = running.telling, False
         while True:
             try:
-                await self._write(running)
                 record, kept = await self._kept.find(running.job.id, running.job.owner)
-                await self._kept.end(record, kept, encoded(running.telling.response))
+                if not told:
+                    if kept.ended:
+                        return False
+                    if kept.cancelled and not running.cancelled:
+                        last = telling.cancel(running.usage)
+                    for said in last:
+                        running.tell(said)
+                    told = True
+                await self._write(running)
+                await self._kept.end(record, kept, encoded(telling.response))
                 running.charge.count(running.usage)  # once, by whoever wrote the end
             except PagodaError as error:
                 if error.code is ErrorCode.NOT_FOUND:
-                    return
+                    return False
                 await asyncio.sleep(times.STORE_REST_S)
             else:
-                return
+                return True
+
+
+def _cancelled(telling: Telling) -> Iterator[Told]:
+    """Of one that was never run here."""
+    yield from telling.begin()
+    yield from telling.cancel(Usage(prompt_tokens=0))

@@ -16,6 +16,7 @@ from pagoda_gateway.batches import batch as states
 from pagoda_gateway.batches.batch import Batch
 from pagoda_gateway.batches.files import not_found
 from pagoda_gateway.store.interface import ABSENT, MAX_PAGE_RECORDS, Conflict, Record, Store
+from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 BATCHES, OPEN = "batches", "open_batches"
@@ -50,8 +51,11 @@ class Batches:
         if (await self.store.page(OPEN, "", limit=MAX_OPEN)).more:
             message = f"{MAX_OPEN} batches are open here; try again when some have ended"
             raise PagodaError(ErrorCode.OVERLOADED, message, retry_after_s=60.0)
-        await self.store.put(BATCHES, batch.id, _written(batch), owner=owner, expect=ABSENT)
+        # What is open is looked for, so it is there first; the claim keeps those away who would find no batch yet.
+        await self.store.claim(claim_of(batch.id), batch.id, times.BATCH_LEASE_S)
         await self._put_work(owner, batch)
+        await self.store.put(BATCHES, batch.id, _written(batch), owner=owner, expect=ABSENT)
+        await self.store.release(claim_of(batch.id), batch.id)
         self.changed.set()
 
     async def _put_work(self, owner: str, batch: Batch) -> None:
@@ -113,6 +117,10 @@ class Batches:
         if record is None or record.owner != owner:
             raise not_found("batch", batch_id)
         return record
+
+
+def claim_of(batch_id: str) -> str:
+    return f"batch.{batch_id}"
 
 
 def _written(batch: Batch) -> bytes:

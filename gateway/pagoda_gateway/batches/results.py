@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pagoda_gateway.batches.batch import Counts
-from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_PART_BYTES, Conflict, Store
+from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_PART_BYTES, Conflict, Store, unavailable
 
 ROOM_BYTES = 16 * 1024  # of an append, for what is around an answer
 AROUND_BYTES = 64  # of a result, around what is written
@@ -107,7 +107,10 @@ class Results:
             try:
                 self._length = await self._store.append(self._log, parts, index=self._length)
             except Conflict:
+                known = self._length
                 await self.load()
+                if self._length == known:  # it is shorter than it was: somebody has brought the batch to its end
+                    raise unavailable("the results are gone", 0.0) from None
                 continue
             self._failed |= {result.line: result.failed for result in new}
 

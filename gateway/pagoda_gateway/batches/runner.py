@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from pagoda_gateway.batches.batches import Work
+from pagoda_gateway.batches.batches import Work, claim_of
 from pagoda_gateway.batches.work import BatchWork, Desk
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -83,11 +83,14 @@ class BatchRunner:
         for work in in_turn(await self._desk.batches.open(), running):
             if len(self._running) >= MAX_AT_ONCE:
                 return
-            if self._is_ours(work) and await self._store.claim(_claim(work), self._holder, times.BATCH_LEASE_S):
+            if self._is_ours(work) and await self._claim(work):
                 batch_work = BatchWork(self._desk, work)
                 task = asyncio.create_task(self._work_on(work, batch_work), name=work.batch_id)
                 self._running[work.batch_id] = _Running(work, batch_work, task)
                 task.add_done_callback(lambda ended: self._running.pop(ended.get_name()))
+
+    async def _claim(self, work: Work) -> bool:
+        return await self._store.claim(claim_of(work.batch_id), self._holder, times.BATCH_LEASE_S)
 
     def _is_ours(self, work: Work) -> bool:
         """Whether its model is here. One whose time is over is anybody's, as no line of it is answered."""
@@ -116,7 +119,7 @@ class BatchRunner:
 
     async def _release(self, work: Work) -> None:
         try:
-            await self._store.release(_claim(work), self._holder)
+            await self._store.release(claim_of(work.batch_id), self._holder)
         except PagodaError as error:
             logger.debug("the claim of %s runs out by itself: %s", work.batch_id, error.message)
 
@@ -124,7 +127,7 @@ class BatchRunner:
         """Until somebody else has the claim."""
         while True:
             try:
-                if not await self._store.claim(_claim(work), self._holder, times.BATCH_LEASE_S):
+                if not await self._claim(work):
                     logger.warning("batch %s is somebody else's now", work.batch_id)
                     return
                 await batch_work.look()
@@ -141,7 +144,3 @@ async def _set_within(event: asyncio.Event, seconds: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
-
-
-def _claim(work: Work) -> str:
-    return f"batch.{work.batch_id}"

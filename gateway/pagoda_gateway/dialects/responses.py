@@ -162,11 +162,13 @@ async def told(run: Run, telling: Telling) -> AsyncGenerator[Told, None]:
     """Events of a run from the first to the one before the last. Raises PagodaError."""
     for said in telling.begin():
         yield said
-    top = run.job.shown.logprobs
+    top, num_tokens = run.job.shown.logprobs, 0
     while updates := await run.next():
         for update in updates:
             entries = () if top is None else chat_logprobs(run.text, update.token_ids, update.logprobs or (), top)
-            for said in telling.update(update, list(entries)):
+            num_thoughts = max(0, (run.num_reasoning_tokens() or 0) - num_tokens)  # of these; thoughts come first
+            num_tokens += len(update.token_ids)
+            for said in telling.update(update, list(entries)[num_thoughts:]):
                 yield said
 
 

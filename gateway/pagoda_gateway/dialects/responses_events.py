@@ -18,6 +18,7 @@ from pagoda_proto.records import FinishReason, Usage
 
 Told = dict[str, Any]  # an event
 INCOMPLETE = {FinishReason.LENGTH: "max_output_tokens"}
+LAST = ("response.completed", "response.incomplete", "response.failed")
 
 
 @dataclass
@@ -28,15 +29,19 @@ class AlreadyTold:
         num_events: All of them.
         num_marks: Those that are no deltas, which come in the same order every time.
         chars, logprobs: By `output_index`, of its deltas.
+        ended: The response, if its last event is known.
     """
 
     num_events: int = 0
     num_marks: int = 0
     chars: Counter[int] = field(default_factory=Counter)
     logprobs: Counter[int] = field(default_factory=Counter)
+    ended: Told | None = None
 
     def add(self, event: Mapping[str, Any]) -> None:
         self.num_events += 1
+        if event["type"] in LAST:
+            self.ended = event["response"]
         if "delta" in event:
             self.chars[event["output_index"]] += len(event["delta"])
             self.logprobs[event["output_index"]] += len(event.get("logprobs", ()))
@@ -102,13 +107,21 @@ class Telling:
     def fail(self, error: PagodaError, usage: Usage) -> Iterator[Told]:
         code = "rate_limit_exceeded" if error.status.http == 429 else "server_error"
         failure = {"code": code, "message": error.message}
+        self._stop()
         self.response |= {"status": "failed", "error": failure, "usage": _usage(usage)}
         yield from self._tell({"type": "response.failed", "response": self.response})
 
     def cancel(self, usage: Usage) -> Iterator[Told]:
         """There is no event of its own for it."""
+        self._stop()
         self.response |= {"status": "cancelled", "usage": _usage(usage)}
         yield from self._tell({"type": "response.incomplete", "response": self.response})
+
+    def _stop(self) -> None:
+        """Wherever it is: what was said so far stays, and what is said now was never told before."""
+        self._known = None
+        for _ in self._end("incomplete"):
+            pass
 
     def _tell(self, event: Told) -> Iterator[Told]:
         left = event if self._known is None else self._known.rest_of(event)
@@ -154,7 +167,7 @@ class Telling:
 
     def _begin(self, item: Told, prefix: str) -> Iterator[Told]:
         yield from self._end("completed")
-        self._logprobs = self._logprobs if prefix == "msg" else []
+        self._logprobs = [] if prefix == "fc" else self._logprobs
         self._item = {"id": self._id(prefix), **item, "status": "in_progress"}
         self.response["output"].append(self._item)
         yield {"type": "response.output_item.added", "output_index": self._index, "item": self._item}

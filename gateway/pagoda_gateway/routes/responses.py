@@ -18,6 +18,7 @@ from pagoda_gateway.http.sse import EventStream
 from pagoda_gateway.routes.body import caller_of, json_response, read_body, while_connected
 from pagoda_gateway.routes.described import JSON, endpoint
 from pagoda_gateway.routes.generating import respond
+from pagoda_gateway.store.responses import not_found
 from pagoda_proto.errors import InvalidParams, Problem
 
 PATH = RESPONSES.path
@@ -113,12 +114,15 @@ def _add_input_items(routes: APIRouter, ctx: GatewayContext) -> None:
 
 async def _response(ctx: GatewayContext, background: BackgroundResponses, name: str, caller: Caller) -> bytes:
     """As it is now."""
-    _, kept = await kept_by(ctx).find(name, caller.tenant)
-    if kept.ended:
-        return await kept_by(ctx).response(name)
-    if (here := background.snapshot(name)) is not None:
-        return here
-    return encoded(await kept_by(ctx).begun(name, kept))
+    for _ in range(2):  # again where it has ended meanwhile
+        _, kept = await kept_by(ctx).find(name, caller.tenant)
+        if kept.ended:
+            return await kept_by(ctx).response(name)
+        if (here := background.snapshot(name)) is not None:
+            return here
+        if (begun := await kept_by(ctx).begun(name, kept)) is not None:
+            return encoded(begun)
+    raise not_found(name)
 
 
 def _listed(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -92,14 +92,15 @@ return length + #ARGV - 1
 # KEYS: log. ARGV: start, room in bytes
 _READ = """
 local found, room, at = {}, tonumber(ARGV[2]), tonumber(ARGV[1])
-while true do
+local length = redis.call('LLEN', KEYS[1])
+while at < length do
   local part = redis.call('LINDEX', KEYS[1], at)
-  if not part then return found end
   room = room - string.len(part)
   if #found > 0 and room < 0 then return found end
   table.insert(found, part)
   at = at + 1
 end
+return found
 """
 # KEYS: key. ARGV: expiry in ms or 0
 _KEEP = """

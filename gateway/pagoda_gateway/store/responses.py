@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -19,8 +19,8 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 RESPONSES = "responses"
 UNFINISHED = "unfinished_responses"
-ITEMS, OUTPUT, EVENTS, JOB = "items", "object", "events", "job"
-LOGS = (ITEMS, OUTPUT, EVENTS, JOB)
+ITEMS, OUTPUT, EVENTS, LARGE, JOB = "items", "object", "events", "large", "job"
+LOGS = (ITEMS, OUTPUT, EVENTS, LARGE, JOB)
 PARTS_PER_APPEND = MAX_APPEND_BYTES // MAX_PART_BYTES
 PAGE = 100
 _NAME = re.compile(r"resp_[0-9a-f]{32}")
@@ -45,7 +45,7 @@ class KeptResponses:
     async def find(self, name: str, owner: str) -> tuple[Record, Kept]:
         record = await self._store.get(RESPONSES, name) if _NAME.fullmatch(name) else None
         if record is None or record.owner != owner:
-            raise PagodaError(ErrorCode.NOT_FOUND, f"there is no response {name[:64]!a}")
+            raise not_found(name)
         return record, msgspec.json.decode(record.value, type=Kept)
 
     async def finished(self, name: str, owner: str, items: bytes, response: bytes) -> None:
@@ -68,8 +68,12 @@ class KeptResponses:
         await self._write(record.key, OUTPUT, response)
         ended = msgspec.structs.replace(kept, ended=True)
         await self._put(record.key, record.owner, ended, record.version)
-        await self._store.drop(_log(record.key, JOB))
-        await self._store.delete(UNFINISHED, record.key)
+        await self.close(record.key)
+
+    async def close(self, name: str) -> None:
+        """Nothing is left to do for one that has ended."""
+        await self._store.drop(_log(name, JOB))
+        await self._store.delete(UNFINISHED, name)
 
     async def cancel(self, name: str, owner: str) -> None:
         """Have it ended by whoever runs it. Nothing happens to one that has ended."""
@@ -86,23 +90,29 @@ class KeptResponses:
     async def delete(self, name: str, owner: str) -> None:
         await self.find(name, owner)
         await self._store.delete(RESPONSES, name)
-        await self._store.delete(UNFINISHED, name)
+        await self.drop(name)
+
+    async def drop(self, name: str) -> None:
+        """What may be left of one whose record is gone."""
         for log in LOGS:
             await self._store.drop(_log(name, log))
+        await self._store.delete(UNFINISHED, name)
 
     async def items(self, name: str) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = msgspec.json.decode(await self._read(name, ITEMS))
+        items: list[dict[str, Any]] = msgspec.json.decode(await self._there(name, ITEMS))
         return items
 
     async def response(self, name: str) -> bytes:
         """The object of one that has ended."""
-        return await self._read(name, OUTPUT)
+        return await self._there(name, OUTPUT)
 
-    async def begun(self, name: str, kept: Kept) -> dict[str, Any]:
-        """The object of one that nobody runs here: what its job says of it."""
-        job = msgspec.json.decode(await self.job(name) or b"{}", type=dict[str, Any])
+    async def begun(self, name: str, kept: Kept) -> dict[str, Any] | None:
+        """The object of one that nobody runs here: what its job says of it. None where it has none any more, as it has
+        ended meanwhile."""
+        if not (data := await self.job(name)):
+            return None
         status = "cancelled" if kept.cancelled else "in_progress"
-        return {**job.get("head", {}), "status": status, "output": [], "usage": None}
+        return {**msgspec.json.decode(data)["head"], "status": status, "output": [], "usage": None}
 
     async def conversation(self, name: str, owner: str) -> list[dict[str, Any]]:
         """What it was asked and what it answered, as items."""
@@ -118,10 +128,27 @@ class KeptResponses:
         return await self._read(name, JOB)
 
     async def add_events(self, name: str, events: Sequence[bytes], index: int) -> None:
-        """Raises Conflict where there are not `index` events."""
-        for i in range(0, len(events), PAGE):
-            await self._store.append(_log(name, EVENTS), events[i : i + PAGE], index=index + i)
+        """One that is too large for a part lies aside. Raises Conflict where there are not `index` events."""
+        parts = [one if len(one) <= MAX_PART_BYTES else await self._laid_aside(name, one) for one in events]
+        for group in _groups(parts):
+            index = await self._store.append(_log(name, EVENTS), group, index=index)
         await self._store.keep_until(_log(name, EVENTS), self._expiry())
+
+    async def _laid_aside(self, name: str, event: bytes) -> bytes:
+        """What stands in its place: no event begins like it."""
+        pieces = [event[i : i + MAX_PART_BYTES] for i in range(0, len(event), MAX_PART_BYTES)]
+        ends = [await self._store.append(_log(name, LARGE), [piece]) for piece in pieces]
+        await self._store.keep_until(_log(name, LARGE), self._expiry())
+        return msgspec.json.encode([end - 1 for end in ends])
+
+    async def _whole(self, name: str, part: bytes) -> bytes:
+        """An event, from what stands in its place."""
+        if not part.startswith(b"["):
+            return part
+        found = [await self._store.read(_log(name, LARGE), at) for at in msgspec.json.decode(part, type=list[int])]
+        if not all(found):
+            raise not_found(name)
+        return b"".join(parts[0] for parts in found)
 
     async def num_events(self, name: str) -> int:
         return await self._store.length(_log(name, EVENTS))
@@ -130,7 +157,7 @@ class KeptResponses:
         """Those from `start` on that there are now."""
         while parts := await self._store.read(_log(name, EVENTS), start):
             for part in parts:
-                yield part
+                yield await self._whole(name, part)
             start += len(parts)
 
     async def unfinished(self) -> AsyncIterator[tuple[str, str]]:
@@ -143,10 +170,6 @@ class KeptResponses:
                 yield record.key, record.value.decode()
             if not page.more:
                 return
-
-    async def forget(self, name: str) -> None:
-        """It is not unfinished any more, or was deleted."""
-        await self._store.delete(UNFINISHED, name)
 
     async def claim(self, name: str, holder: str, lease_s: float) -> bool:
         return await self._store.claim(f"response/{name}", holder, lease_s)
@@ -170,8 +193,31 @@ class KeptResponses:
             found += parts
         return b"".join(found)
 
+    async def _there(self, name: str, log: str) -> bytes:
+        """Raises PagodaError NOT_FOUND where it has expired, a little before the record does."""
+        if data := await self._read(name, log):
+            return data
+        raise not_found(name)
+
     def _expiry(self) -> float:
         return time.time() + self._keep_s
+
+
+def not_found(name: str) -> PagodaError:
+    return PagodaError(ErrorCode.NOT_FOUND, f"there is no response {name[:64]!a}")
+
+
+def _groups(parts: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """As many as may be appended at once."""
+    group, room = list[bytes](), MAX_APPEND_BYTES
+    for part in parts:
+        if group and (len(group) == PAGE or len(part) > room):
+            yield group
+            group, room = [], MAX_APPEND_BYTES
+        group.append(part)
+        room -= len(part)
+    if group:
+        yield group
 
 
 def _log(name: str, log: str) -> str:

@@ -16,12 +16,14 @@ import pytest
 from tests.gateway.fakes_engine import MODEL, Batch, Gateway, make_gateway, play
 from tests.gateway.routes.test_responses import PATH, events_of, get, refusal
 
+from pagoda_gateway.api.encoding import event
 from pagoda_gateway.api.responses_schemas import ResponsesRequest
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.clients import NOBODY
 from pagoda_gateway.dialects.responses import kept_by, responses_job
 from pagoda_gateway.store.interface import Store, unavailable
 from pagoda_proto import times
+from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import RequestRecord
 
 ASK = {"model": MODEL, "input": "hello", "background": True}
@@ -222,3 +224,168 @@ async def test_a_store_that_fails_now_and_then_costs_no_event(tmp_path: Path, mo
     kept = b"".join([one async for one in kept_by(gateway.context).events(job.id)])
     assert events_of(kept.decode()) == told
     await background.aclose()
+
+
+class Other:
+    """Another gateway with the store of `first`, which runs nothing any more."""
+
+    def __init__(self, root: Path, first: Gateway) -> None:
+        self.gateway = make_gateway(root / "other")
+        self.gateway.context = replace(self.gateway.context, store=first.context.store)
+        self.gateway.engine.script = play(self.gateway.ids(TEXT))
+        self.background = BackgroundResponses(self.gateway.context)
+
+    @asynccontextmanager
+    async def having_swept(self, name: str) -> AsyncIterator[dict[str, Any]]:
+        """Until the response has ended; what it is then."""
+        self.background.start()
+        kept = kept_by(self.gateway.context)
+        try:
+            async with asyncio.timeout(60):
+                while not (await kept.find(name, ""))[1].ended:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            yield json.loads(await kept.response(name))
+        finally:
+            await self.background.aclose()
+
+
+async def test_one_that_was_to_be_cancelled_is_not_run_by_the_next_gateway(tmp_path: Path) -> None:
+    first = make_gateway(tmp_path)
+    held_up(first, 3)
+    async with running(first):
+        name = (await begin_stream(first, 6))["response"]["id"]
+    await kept_by(first.context).cancel(name, "")
+    other = Other(tmp_path, first)
+    async with other.having_swept(name) as response:
+        assert response["status"] == "cancelled"
+        assert not other.gateway.engine.generations
+        events = events_of(b"".join([one async for one in other.background.follow(name, "", 0)]).decode())
+    assert events[-1]["response"] == response
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+
+
+async def test_one_whose_end_was_told_has_that_end(tmp_path: Path) -> None:
+    """Its gateway died between the last event and the response."""
+    first = make_gateway(tmp_path)
+    held_up(first, 3)
+    async with running(first):
+        name = (await begin_stream(first, 6))["response"]["id"]
+    kept = kept_by(first.context)
+    told, count = {"id": name, "status": "completed", "completed_at": 7, "output": []}, await kept.num_events(name)
+    last = {"type": "response.completed", "sequence_number": count, "response": told}
+    await kept.add_events(name, [event(last, last["type"])], count)
+    other = Other(tmp_path, first)
+    async with other.having_swept(name) as response:
+        assert response == told
+        assert not other.gateway.engine.generations
+
+
+async def test_one_that_was_half_deleted_is_not_run_for_ever(tmp_path: Path) -> None:
+    first = make_gateway(tmp_path)
+    held_up(first, 3)
+    async with running(first):
+        name = (await begin_stream(first, 6))["response"]["id"]
+    store, kept = first.context.store, kept_by(first.context)
+    await store.delete("responses", name)
+    other = Other(tmp_path, first)
+    other.background.start()
+    try:
+        async with asyncio.timeout(60):
+            while [one async for one in kept.unfinished()]:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+    finally:
+        await other.background.aclose()
+    assert not other.gateway.engine.generations
+    assert await kept.job(name) == b""
+    assert await kept.num_events(name) == 0
+
+
+class Held:
+    """A store whose `put` of the end waits for `go`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.ending = asyncio.Event()
+        self.go = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    async def put(self, collection: str, key: str, value: bytes, **options: Any) -> int:
+        if b'"ended"' in value:
+            self.ending.set()
+            await self.go.wait()
+        return await self._store.put(collection, key, value, **options)
+
+
+async def held_store(root: Path) -> tuple[Gateway, Held, BackgroundResponses, str]:
+    """A response runs, and stops before its end."""
+    gateway = make_gateway(root)
+    store = Held(gateway.context.store)
+    gateway.context = replace(gateway.context, store=cast(Store, store))
+    background = BackgroundResponses(gateway.context)
+    job = await responses_job(gateway.context, ResponsesRequest.model_validate(ASK), NOBODY)
+    held_up(gateway, 2)
+    await background.begin(job)
+    await gateway.engine.submitted.wait()
+    await gateway.engine.generations[0].waiting.wait()
+    return gateway, store, background, job.id
+
+
+async def test_its_end_is_not_disturbed_by_who_cancels_it_again(tmp_path: Path) -> None:
+    gateway, store, background, name = await held_store(tmp_path)
+    kept = kept_by(gateway.context)
+    await kept.cancel(name, "")
+    cancels = [asyncio.create_task(background.cancelled(name))]
+    await store.ending.wait()
+    cancels.append(asyncio.create_task(background.cancelled(name)))
+    await asyncio.sleep(0)
+    store.go.set()
+    await asyncio.gather(*cancels)
+    assert (await kept.find(name, ""))[1].ended
+    assert json.loads(await kept.response(name))["status"] == "cancelled"
+    await background.aclose()
+
+
+async def test_one_that_is_marked_elsewhere_before_its_end_does_not_complete(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path)
+    async with running(gateway):
+        go = held_up(gateway, 2)
+        name = (await begin(gateway))["id"]
+        await gateway.engine.submitted.wait()
+        await kept_by(gateway.context).cancel(name, "")
+        go.set()
+        assert text_of(await until(gateway, name, "cancelled")) == TEXT
+
+
+async def test_a_gateway_that_ends_says_so_to_those_who_follow(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path)
+    async with running(gateway):
+        held_up(gateway, 3)
+        name = (await begin_stream(gateway, 6))["response"]["id"]
+        following = gateway.background.follow(name, "", 0)
+        first = await anext(following)
+    assert first.startswith(b"event: response.queued")
+    with pytest.raises(PagodaError) as caught:
+        async for _ in following:
+            pass
+    assert caught.value.code is ErrorCode.UNAVAILABLE
+
+
+async def test_what_is_asked_of_a_gateway_that_ends_is_left_to_the_next(tmp_path: Path) -> None:
+    first = make_gateway(tmp_path)
+    async with running(first):
+        pass
+    name = (await begin(first))["id"]
+    assert not first.engine.generations
+    other = Other(tmp_path, first)
+    async with other.having_swept(name) as response:
+        assert text_of(response) == TEXT
+
+
+async def test_a_fault_of_ours_ends_it_once(tmp_path: Path) -> None:
+    async with running(make_gateway(tmp_path)) as gateway:
+        gateway.engine.script = lambda record: [RuntimeError("as the test wants it")]
+        answer = await until(gateway, (await begin(gateway))["id"], "failed")
+        assert answer["error"]["code"] == "server_error"
+        assert "as the test wants it" not in answer["error"]["message"]

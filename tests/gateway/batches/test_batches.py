@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from pagoda_gateway.batches import batch as states
 from pagoda_gateway.batches import batches as module
 from pagoda_gateway.batches.batch import Batch, Counts, Status, new_batch
-from pagoda_gateway.batches.batches import KEPT_S, Batches
+from pagoda_gateway.batches.batches import KEPT_S, Batches, claim_of
+from pagoda_gateway.store.interface import unavailable
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_proto.errors import ErrorCode, PagodaError
 
@@ -80,3 +82,24 @@ async def test_a_batch_is_nobody_elses(batches: Batches) -> None:
             await call
         assert caught.value.code is ErrorCode.NOT_FOUND
     assert not batches.changed.is_set() or (await batches.find("me", batch.id)).status is Status.VALIDATING
+
+
+async def test_a_batch_that_could_not_be_kept_is_not_in_the_list_for_ever(batches: Batches) -> None:
+    """Its gateway died, or the store went away, between the two writes: whoever looks finds nothing, or the work."""
+
+    class Failing(SqliteStore):
+        async def put(self, collection: str, key: str, value: bytes, **options: Any) -> int:
+            if self.puts:
+                raise unavailable("as the test wants it", 0.0)
+            self.puts += 1
+            return await super().put(collection, key, value, **options)
+
+        puts = 0
+
+    batches.store = Failing(MEMORY)
+    with pytest.raises(PagodaError):
+        await added(batches)
+    assert not (await batches.page("me", limit=10, after=None)).batches
+    (work,) = await batches.open()
+    assert not await batches.store.claim(claim_of(work.batch_id), "somebody", 1.0)
+    await batches.store.aclose()

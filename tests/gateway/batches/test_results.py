@@ -106,3 +106,11 @@ async def test_the_largest_answers_fit(store: Flaky) -> None:
     large = "x" * (MAX_ANSWER_BYTES - 2)
     await results.write([answered(i, "c" * 512, "req", msgspec.json.encode(large)) for i in range(3)])
     assert await lines_in(store) == [0, 1, 2]
+
+
+async def test_who_comes_after_the_end_is_told_so(store: Flaky) -> None:
+    late = Results(store, "log")
+    await late.write([result(1)])
+    await store.drop("log")
+    with pytest.raises(PagodaError):
+        await late.write([result(2)])

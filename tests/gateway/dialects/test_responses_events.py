@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling
 from pagoda_gateway.generation.updates import Update
 from pagoda_gateway.text.events import CallArguments, CallBegun, Event, Finish, Text
+from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import FinishReason, Usage
 
 SAID = [("text", "hello there"), ("call", '{"a": 1}'), ("text", "🙂 done"), ("call", "{}")]
@@ -85,3 +88,23 @@ def test_the_last_event_has_all_that_was_said() -> None:
     assert len({item["id"] for item in response["output"]}) == len(SAID)
     assert response["usage"]["total_tokens"] == 12
     assert response["completed_at"] == 7
+
+
+@pytest.mark.parametrize("told", [0, 2, 7, 12])
+def test_one_that_goes_wrong_again_early_is_ended_all_the_same(told: int) -> None:
+    known = AlreadyTold()
+    for event in tell([])[:told]:
+        known.add(event)
+    error = PagodaError(ErrorCode.INTERNAL, "x")
+    for ending in (lambda telling: telling.fail(error, USAGE), lambda telling: telling.cancel(USAGE)):
+        last = list(ending(Telling({"id": "resp_1"}, "1", copy.deepcopy(known))))
+        assert [one["sequence_number"] for one in last] == [told]
+
+
+def test_what_was_said_before_a_failure_stays() -> None:
+    telling = Telling({"id": "resp_1"}, "1")
+    list(telling.begin())
+    deltas = [one["delta"] for one in telling.update(updates([4])[0], []) if "delta" in one]
+    (last,) = telling.fail(PagodaError(ErrorCode.INTERNAL, "x"), USAGE)
+    (item,) = last["response"]["output"]
+    assert (item["status"], item["content"][0]["text"]) == ("incomplete", "".join(deltas))

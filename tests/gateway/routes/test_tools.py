@@ -361,3 +361,15 @@ async def test_reasoning_comes_back_under_either_name(tmp_path: Path) -> None:
     for name in ("reasoning", "reasoning_content"):
         await post(gateway, messages=[{"role": "assistant", "content": "y", name: "Hm."}])
         assert gateway.text.decode(last(gateway).prompt_token_ids) == "Hm."
+
+
+@pytest.mark.parametrize("batch", [1, 4, 100])
+async def test_log_probabilities_of_a_response_are_those_of_its_text(tmp_path: Path, batch: int) -> None:
+    gateway = thinking_model(tmp_path, "x")
+    gateway.engine.script = play(gateway.ids("I think</think>so it is"), batch=batch, reason=FinishReason.STOP)
+    switch = {"chat_template_kwargs": {"enable_thinking": True}}
+    answer = await post(gateway, RESPONSES, include=["message.output_text.logprobs"], **switch)
+    thought, message = answer["output"]
+    assert thought["content"][0]["text"] == "I think"
+    assert message["content"][0]["text"] == "so it is"
+    assert "".join(entry["token"] for entry in message["content"][0]["logprobs"]) == "so it is"

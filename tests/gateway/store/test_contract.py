@@ -263,3 +263,9 @@ async def test_limits_are_met_before_the_store_is(store: Store, name: str) -> No
         with pytest.raises(ValueError):
             await call
     assert await store.length(name) == 0
+
+
+async def test_who_reads_far_beyond_the_end_finds_nothing(store: Store, name: str) -> None:
+    await store.append(name, [b"one"])
+    for start in (1, 2**40, 10**30):
+        assert await store.read(name, start) == []
