@@ -18,6 +18,8 @@ from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.engine.recent import RecentRequests
+from pagoda_gateway.engine.report import EngineReport
 from pagoda_gateway.routes import batches, files, generating, models, responses, tokenize
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -77,6 +79,7 @@ class FakeEngine:
         self.script = script
         self.generations: list[FakeGeneration] = []
         self.submitted = asyncio.Event()
+        self.recent = RecentRequests()
         self.load = Load(engine_id="fake", num_workers=1, max_model_len=MAX_MODEL_LEN, model_fingerprint="fp-tiny")
 
     async def submit(self, record: RequestRecord) -> FakeGeneration:
@@ -84,6 +87,9 @@ class FakeEngine:
         self.generations.append(generation)
         self.submitted.set()
         return generation
+
+    async def report(self) -> EngineReport | None:
+        return None
 
     @property
     def record(self) -> RequestRecord:

@@ -182,7 +182,7 @@ class FunctionChoice(Body):
 class AllowedChoice(Body):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Field(fail_fast=True, min_length=1)]
+    tools: Annotated[list[FunctionChoice], Field(fail_fast=True, min_length=1, max_length=grammars.MAX_CHOICES)]
 
 
 ToolChoice = Annotated[

@@ -33,10 +33,13 @@ RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 BESIDE_BEAMS = (
     "stream", "stop", "stop_token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "best_of", "echo", "suffix",
     "logit_bias", "bad_words", "allowed_token_ids", "form", "tools", "min_tokens", "top_k", "top_p", "min_p",
-    "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "thinking_budget", "thinking_token_budget",
 )  # fmt: skip
 PLAIN_VERBOSITY = "medium"  # what clients send who ask for nothing in particular
-WITHOUT_EFFECT = {"top_p": 1, "top_k": -1, "repetition_penalty": 1}
+WITHOUT_EFFECT: dict[str, tuple[float, ...]] = {
+    "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "repetition_penalty": (1,),
+    "presence_penalty": (0,), "frequency_penalty": (0,),
+}  # fmt: skip
 
 
 def _is_text_part(value: Any) -> Any:
@@ -189,7 +192,8 @@ class Sampling(PlainParameters):
             return self
         for name in BESIDE_BEAMS:
             value = getattr(self, name, None)
-            if value not in (None, False, [], {}) and value != WITHOUT_EFFECT.get(name):
+            nothing = value is None or value is False or value in ([], {})
+            if not nothing and value not in WITHOUT_EFFECT.get(name, ()):
                 raise ValueError(f"{value.field if isinstance(value, Form) else name} does not go with use_beam_search")
         if self.temperature not in (None, 0, 1):
             raise ValueError("temperature does not go with use_beam_search, which ranks by the model's own likelihoods")

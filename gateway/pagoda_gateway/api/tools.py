@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from pagoda_gateway.api.body import Body, Text
+from pagoda_proto.grammars import MAX_CHOICES
 
 NONE, AUTO, REQUIRED = "none", "auto", "required"
 
@@ -44,7 +45,7 @@ class FunctionChoice(Body):
 
 class Allowed(Body):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Field(fail_fast=True, min_length=1)]
+    tools: Annotated[list[FunctionChoice], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 
 
 class AllowedChoice(Body):

@@ -25,7 +25,7 @@ from pagoda_gateway.dialects.responses import kept_by, telling_of, told
 from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling, Told
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.requests import held_bytes
+from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, held_bytes
 from pagoda_gateway.generation.run import Outcome, Run
 from pagoda_gateway.http.memory import Holding
 from pagoda_gateway.keys.charge import Charge
@@ -35,7 +35,6 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Usage
 
 logger = logging.getLogger(__name__)
-BYTES_PER_TOKEN = 16  # of a prompt, as Python keeps it
 
 
 class _Running:

@@ -16,7 +16,8 @@ def calling_of(body: ChatRequest) -> Calling | None:
     mode = api.chosen_mode(body.tool_choice)
     if not body.tools or mode == api.NONE:
         return None
-    names = api.chosen_names(body.tool_choice)
+    chosen = api.chosen_names(body.tool_choice)
+    names = None if chosen is None else frozenset(chosen)
     functions = [
         Function(name=tool.function.name, parameters=tool.function.parameters, strict=bool(tool.function.strict))
         for tool in body.tools

@@ -50,8 +50,10 @@ def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
 
 
 def _grammar(form: Form, text: ModelText) -> str:
+    """An end of sequence ends a choice, so no text is one: its name is only a name."""
+    special = {} if form.tag is None else text.special.ids
     try:
-        return form.grammar_with(text.special.ids)
+        return form.grammar_with({name: token for name, token in special.items() if token not in text.eos_token_ids})
     except ValueError as error:
         raise InvalidParams([Problem("grammar", str(error))]) from error
 

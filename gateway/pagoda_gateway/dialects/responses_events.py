@@ -150,7 +150,8 @@ class Telling:
                 yield self._delta("response.function_call_arguments", said.text)
             case Finish():
                 self._finish = said
-                yield from self._end("incomplete" if said.reason in INCOMPLETE else "completed")
+                broken = said.reason in INCOMPLETE or (self._kind == "function_call" and not said.called)
+                yield from self._end("incomplete" if broken else "completed")
 
     @property
     def _kind(self) -> str:

@@ -21,7 +21,8 @@ def wanted_of(body: ResponsesRequest, formats: Formats) -> Wanted:
 def _calling(body: ResponsesRequest) -> Calling | None:
     if not body.tools_in_use:
         return None
-    names, one = body.chosen_names, isinstance(body.tool_choice, FunctionChoice)
+    chosen, one = body.chosen_names, isinstance(body.tool_choice, FunctionChoice)
+    names = None if chosen is None else frozenset(chosen)
     functions = tuple(
         Function(name=tool.name, parameters=tool.parameters, strict=bool(tool.strict))
         for tool in body.tools_in_use

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from pagoda_gateway.text.answers import Formats, HowRead, Wanted
+from pagoda_gateway.text.lark import TooMuch
 from pagoda_gateway.text.reasoning import Thinking
 from pagoda_gateway.text.tool_formats.functions import Function, NotEnforced
 from pagoda_proto.errors import InvalidParams, Problem
@@ -35,15 +36,35 @@ def plan_of(formats: Formats, wanted: Wanted, thinking: Thinking | None, place: 
     large = sum(num_values(each.parameters) for each in functions) > MAX_SCHEMA_VALUES
     if large and all_strict:
         raise InvalidParams([Problem("tools", f"schemas of strict tools have at most {MAX_SCHEMA_VALUES} values")])
-    how = HowRead(thinking=thinking, functions=_as_read(formats, functions, large))
     try:
-        loose = "" if all_strict else loosened(wanted).grammar(formats, thinking)
-        grammar = loose if large else wanted.grammar(formats, thinking)
+        loose = "" if all_strict else _written(loosened(wanted), formats, thinking)
+        grammar = "" if large else _grammar_of(wanted, formats, thinking)
     except NotEnforced as error:
         raise InvalidParams([Problem(f"{place(error.function)}{error.pointer}", str(error))]) from error
-    if large or (loose and len(grammar) > MAX_GRAMMAR_CHARS):
+    except TooMuch as error:
+        raise InvalidParams([Problem("tools", f"strict: {error}")]) from error
+    how = HowRead(thinking=thinking, functions=_as_read(formats, functions, large or grammar is None))
+    if large or grammar is None or (loose and len(grammar) > MAX_GRAMMAR_CHARS):
         return Plan(how, loose)
     return Plan(how, grammar, loose)
+
+
+def _grammar_of(wanted: Wanted, formats: Formats, thinking: Thinking | None) -> str | None:
+    """None where it would be too much, and less may be said. Raises NotEnforced, TooMuch."""
+    try:
+        return _written(wanted, formats, thinking)
+    except TooMuch:
+        if wanted.calling is None or all(each.strict for each in wanted.calling.functions):
+            raise
+        return None
+
+
+def _written(wanted: Wanted, formats: Formats, thinking: Thinking | None) -> str:
+    """Raises NotEnforced, TooMuch."""
+    try:
+        return wanted.grammar(formats, thinking)
+    except RecursionError as error:
+        raise TooMuch("schemas lead too deep") from error
 
 
 def _as_read(formats: Formats, functions: Sequence[Function], large: bool) -> tuple[Function, ...]:

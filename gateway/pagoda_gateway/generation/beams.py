@@ -25,6 +25,17 @@ class Beam(NamedTuple):
     logprob: float
 
 
+class Way(NamedTuple):
+    """What a beam may become, with the sum of log-probabilities then; few do, so it is not written out yet."""
+
+    beam: Beam
+    token_id: int
+    logprob: float
+
+    def taken(self) -> Beam:
+        return Beam((*self.beam.token_ids, self.token_id), self.logprob)
+
+
 class Ended(NamedTuple):
     """`at_end`: by an end of sequence, its last token; else it was cut."""
 
@@ -61,24 +72,25 @@ class BeamSearch:
         kept = nlargest(self.num_candidates, self._ways(candidates), key=lambda way: way.logprob)
         cut = length >= self._max_tokens
         ended = [
-            Ended(way, self._score(way, length), way.token_ids[-1] in self._ends)
+            Ended(way.taken(), self._score(way.logprob, length), way.token_id in self._ends)
             for way in kept[: self._width]
-            if cut or way.token_ids[-1] in self._ends
+            if cut or way.token_id in self._ends
         ]
         self._ended = nlargest(self._width, [*self._ended, *ended], key=lambda one: one.score)
-        self.running = [way for way in kept if not cut and way.token_ids[-1] not in self._ends][: self._width]
+        going_on = [way for way in kept if not cut and way.token_id not in self._ends]
+        self.running = [way.taken() for way in going_on[: self._width]]
         self.done = not self.running or not self._may_improve(length)
 
-    def _ways(self, candidates: Sequence[Candidates]) -> Iterator[Beam]:
+    def _ways(self, candidates: Sequence[Candidates]) -> Iterator[Way]:
         for beam, found in zip(self.running, candidates, strict=True):
-            for token, logprob in found:
-                yield Beam((*beam.token_ids, token), beam.logprob + logprob)
+            for token_id, logprob in found:
+                yield Way(beam, token_id, beam.logprob + logprob)
 
     def _may_improve(self, length: int) -> bool:
         if len(self._ended) < self._width:
             return True
-        return self._score(self.running[0], length) > self._ended[-1].score
+        return self._score(self.running[0].logprob, length) > self._ended[-1].score
 
-    def _score(self, beam: Beam, length: int) -> float:
+    def _score(self, logprob: float, length: int) -> float:
         divisor: float = length**self._length_penalty
-        return beam.logprob / divisor
+        return logprob / divisor

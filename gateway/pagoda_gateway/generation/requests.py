@@ -17,6 +17,7 @@ from pagoda_proto.params import SamplingParams, check_for_model
 from pagoda_proto.records import Generate, RequestRecord
 
 FCFS = "fcfs"
+BYTES_PER_TOKEN = 16  # of a prompt, as Python keeps it
 BYTES_PER_LOGPROB = 160  # two numbers as Python keeps them, and as JSON
 
 
@@ -47,13 +48,14 @@ def check_products(
 
 
 def held_bytes(job: Job) -> int:
-    """What is kept of a job while it runs: its grammars, its conversation, and its prompt log-probabilities while they
-    are gathered and written."""
+    """What is kept of a job while it runs: its grammars, its conversation, its prompt log-probabilities while they are
+    gathered and written, and with beams a prompt for each of them."""
     params = job.records[0].task.params
     top = params.prompt_logprobs
     told = 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
+    beams = 0 if job.length_penalty is None else params.n * job.num_prompt_tokens * BYTES_PER_TOKEN
     schemas = sum(text_size(function.parameters) for function in job.shown.how.functions)
-    return len(params.grammar) + len(job.loose_grammar) + schemas + len(job.items) + told
+    return len(params.grammar) + len(job.loose_grammar) + schemas + len(job.items) + told + beams
 
 
 def new_record(

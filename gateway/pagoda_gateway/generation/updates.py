@@ -69,7 +69,7 @@ class ChoiceReader:
             self._thoughts.take(new.token_ids)
         events: list[Event] = [self._named(event) for event in said] if self._short_ids else [*said]
         if new.finish_reason is not None:
-            events.append(Finish(new.finish_reason, new.stop_reason, self._reader.num_calls > 0))
+            events.append(Finish(new.finish_reason, new.stop_reason, self._reader.called))
         return Update(self.index, new.token_ids, new.logprobs, events)
 
     def _named(self, event: Said) -> Said:

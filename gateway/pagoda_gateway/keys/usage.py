@@ -63,6 +63,7 @@ class UsageLedger:
         self._totals: dict[tuple[str, str], _Models] = {}  # by day and tenant
         self._unwritten: set[tuple[str, str]] = set()
         self._listed: set[str] = set()
+        self._flushing = asyncio.Lock()  # or an older total might be written after a newer one
         self._task: asyncio.Task[None] | None = None
 
     def count(self, tenant: str, model: str, usage: Usage) -> None:
@@ -101,21 +102,25 @@ class UsageLedger:
 
     async def flush(self) -> None:
         """Write what was counted since the last time. Raises PagodaError; what is not written yet stays."""
-        for place in sorted(self._unwritten):
-            day, tenant = place
-            if tenant not in self._listed:
-                await self._store.put(TENANTS, f"tenant.{tenant}", tenant.encode())
-                self._listed.add(tenant)
-            self._unwritten.discard(place)  # what is counted while it is being written comes with the next
-            value = msgspec.json.encode(self._totals[place])
-            expires_at = self._clock() + KEPT_DAYS * DAY_S
-            try:
-                key = f"{day}.{tenant}.{self._life}"
-                await self._store.put(USAGE, key, value, owner=tenant, expires_at=expires_at)
-            except BaseException:
-                self._unwritten.add(place)
-                raise
-        self._forget()
+        async with self._flushing:
+            for place in sorted(self._unwritten):
+                await self._write(place)
+            self._forget()
+
+    async def _write(self, place: tuple[str, str]) -> None:
+        day, tenant = place
+        if tenant not in self._listed:
+            await self._store.put(TENANTS, f"tenant.{tenant}", tenant.encode())
+            self._listed.add(tenant)
+        self._unwritten.discard(place)  # what is counted while it is being written comes with the next
+        value = msgspec.json.encode(self._totals[place])
+        expires_at = self._clock() + KEPT_DAYS * DAY_S
+        try:
+            key = f"{day}.{tenant}.{self._life}"
+            await self._store.put(USAGE, key, value, owner=tenant, expires_at=expires_at)
+        except BaseException:
+            self._unwritten.add(place)
+            raise
 
     def _forget(self) -> None:
         """Past days, which nobody adds to."""

@@ -68,15 +68,16 @@ def _add_reports(routes: APIRouter, ctx: GatewayContext, health: Health, metrics
 
     @get("/stack", "Workers, load, and the caller's own last requests", StackAnswer, unavailable=None)
     async def stack(request: Request) -> Response:
+        caller = caller_of(request)
         content = {
             "version": VERSION,
-            "models": [model.name for model in ctx.catalogue],
+            "models": [model.name for model in ctx.catalogue.of(caller)],
             "problems": health.problems(),
             "phase": health.phase,
             "num_open": metrics.num_open(),
             "load": ctx.engine.load,
             "report": await ctx.engine.report(),
-            "requests": ctx.engine.recent.of(caller_of(request).tenant),
+            "requests": ctx.engine.recent.of(caller.tenant),
         }
         return JSONResponse(msgspec.to_builtins(content), headers={"cache-control": "no-store"})
 

@@ -75,8 +75,9 @@ class AnswerReader:
             self._tools = ToolReader(formats.tools, how.functions)
 
     @property
-    def num_calls(self) -> int:
-        return 0 if self._tools is None else self._tools.num_calls
+    def called(self) -> bool:
+        """Whether there are calls so far, and none that is not whole."""
+        return self._tools is not None and self._tools.num_calls > 0 and not self._tools.in_call
 
     def push(self, text: str) -> list[Said]:
         said: list[Said] = [Text(text)] if text else []

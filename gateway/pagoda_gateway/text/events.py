@@ -7,6 +7,7 @@ off in it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -45,7 +46,8 @@ class CallEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """`stop_reason` is the stop string or stop token id that ended the choice, if one did; `called`: it has calls."""
+    """`stop_reason` is the stop string or stop token id that ended the choice, if one did; `called`: it has calls, all
+    of them whole."""
 
     reason: FinishReason
     stop_reason: str | int | None = None
@@ -59,15 +61,15 @@ Event = Said | Finish
 def merged(events: Sequence[Said]) -> list[Said]:
     """Neighbours of a kind as one."""
     found: list[Said] = []
-    for event in events:
-        last = found[-1] if found else None
-        match last, event:
-            case Text(), Text():
-                found[-1] = Text(last.text + event.text)
-            case Thought(), Thought():
-                found[-1] = Thought(last.text + event.text)
-            case CallArguments(), CallArguments():
-                found[-1] = CallArguments(last.index, last.text + event.text)
-            case _:
-                found.append(event)
+    for _, group in groupby(events, _kind):
+        first, *others = group
+        if others and not isinstance(first, CallBegun | CallEnded):
+            text = "".join(each.text for each in (first, *others) if not isinstance(each, CallBegun | CallEnded))
+            found.append(msgspec.structs.replace(first, text=text))
+        else:
+            found += (first, *others)
     return found
+
+
+def _kind(event: Said) -> tuple[type, int]:
+    return type(event), event.index if isinstance(event, CallArguments) else 0

@@ -11,10 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pagoda_proto import grammars
+from pagoda_proto.params import MAX_GRAMMAR_CHARS
 
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 ANY = r"(.|\n)*"
 GAP = r"(/\s{1,4}/)?"
+MAX_PART_CHARS = 16 * MAX_GRAMMAR_CHARS  # equal parts are one, so there may be more of them than in a grammar
 
 
 def quoted(text: str) -> str:
@@ -27,6 +29,10 @@ def escaped(text: str) -> str:
     return _SPECIAL.sub(lambda found: "\\" + found[0], text).replace("\n", "\\n").replace("\r", "\\r")
 
 
+class TooMuch(ValueError):
+    """More than any grammar may be."""
+
+
 class Rules:
     """`tokens` are the markers that the tokenizer knows as tokens, by their text."""
 
@@ -37,6 +43,7 @@ class Rules:
         self._lines: list[str] = []
         self._names: dict[str, str] = {}
         self._parts: dict[str, dict[str, Any]] = {}
+        self._num_chars = 0  # of parts, equal ones counted again: writing them is the work
 
     def spell(self, text: str) -> str:
         """What writes exactly this text."""
@@ -102,8 +109,11 @@ class Rules:
         return self.part(grammars.schema_part(dict(schema)))
 
     def part(self, part: Mapping[str, Any]) -> str:
-        """A reference to another grammar, which becomes a part of this one."""
+        """A reference to another grammar, which becomes a part of this one. Raises TooMuch."""
         key = json.dumps(part)
+        self._num_chars += len(key)
+        if self._num_chars > MAX_PART_CHARS:
+            raise TooMuch("schemas are too large together, each with what it refers to")
         if key not in self._parts:
             self._parts[key] = {"name": f"p{len(self._parts)}", **part}
         return f"@{self._parts[key]['name']}"

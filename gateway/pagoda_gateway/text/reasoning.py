@@ -122,7 +122,7 @@ class ReasoningReader:
         self._thinking = thinking
         self._said: list[Said] = []
         self._source = Source()
-        self._held = ""  # white space at the end of a thought, which the mark may follow
+        self._held: list[str] = []  # white space at the end of a thought, which the mark may follow
         self._lead = ""  # between thoughts
         self._thought = False
         self._trims = False  # what comes next loses the white space that it begins with
@@ -162,20 +162,19 @@ class ReasoningReader:
             self._say(source.rest())
 
     def _thoughts(self) -> Reading[None]:
-        self._held, self._trims = "", True
+        self._held, self._trims = [], True
         self._lead = "\n" if self._thought else ""
         yield from self._source.until((self._format.close,), self._think)
         self._trims = True
 
     def _think(self, text: str) -> None:
-        text = self._held + text
         text = text.lstrip() if self._trims else text
         shown = text.rstrip()
-        self._held = text[len(shown) :]
         if shown:
             self._trims, self._thought = False, True
-            self._said.append(Thought(self._lead + shown))
-            self._lead = ""
+            self._said.append(Thought("".join([self._lead, *self._held, shown])))
+            self._lead, self._held = "", []
+        self._held.append(text[len(shown) :])
 
     def _say(self, text: str) -> None:
         text = text.lstrip() if self._trims else text

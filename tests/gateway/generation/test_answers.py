@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from pagoda_gateway.generation.answers import MAX_SCHEMA_VALUES, Plan, check_budget, num_values, plan_of
-from pagoda_gateway.text.answers import Calling, Formats, Wanted
+from pagoda_gateway.text.answers import AnswerReader, Calling, Formats, Wanted
 from pagoda_gateway.text.tool_formats.choosing import TOOL_FORMAT_NAMES
 from pagoda_gateway.text.tool_formats.functions import Function
 from pagoda_proto.errors import InvalidParams
@@ -95,6 +96,29 @@ def test_sec_16_schemas_that_lead_to_themselves_are_said_once(name: str) -> None
         assert len(plan.grammar) < 40_000
         failed, _ = LLMatcher.validate_grammar_with_warnings(plan.loose_grammar, limits=LLParserLimits(**LIMITS))
         assert not failed
+
+
+@pytest.mark.parametrize("name", TOOL_FORMAT_NAMES)
+def test_sec_16_schemas_that_lead_far_or_mean_much_are_held_to_less(name: str) -> None:
+    """However long a chain of references is, and however often what is large is referred to."""
+    formats = Formats.of("", {}, name)
+    last: dict[str, Any] = {"type": "object", "properties": {"x": STRING}}
+    chain = {f"d{i}": {"type": "object", "properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(600)}
+    either = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}, {"type": "null"}]} for i in range(600)}
+    large = {"enum": ["x" * 100_000]}
+    many = {f"p{i}": {"allOf": [{"$ref": "#/$defs/d0"}], "minLength": i} for i in range(600)}
+    for schema in (
+        {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": chain | {"d600": last}},
+        {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": either | {"d600": last}},
+        {"properties": many, "$defs": {"d0": large}},
+    ):
+        plan = planned(function(schema), formats=formats)
+        assert len(plan.grammar) <= MAX_GRAMMAR_CHARS
+        reader = AnswerReader(formats, plan.how)
+        reader.push("x" if formats.tools is None else formats.tools.begin + "f")
+        reader.flush()
+        with suppress(InvalidParams):  # or it is said as it stands
+            assert planned(function(schema, strict=True), formats=formats).loose_grammar == ""
 
 
 def test_values_are_counted_no_further_than_to_too_many() -> None:

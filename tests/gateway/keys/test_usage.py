@@ -123,6 +123,26 @@ async def test_what_is_counted_while_it_is_written_is_written_next(store: FlakyS
     assert await used(one, "a") == [("2079-07-08", "m", 9)]
 
 
+async def test_who_asks_while_an_old_day_is_written_takes_nothing_from_it(store: FlakyStore) -> None:
+    clock = Clock()
+    one = UsageLedger(store, clock)
+    one.count("a", "m", ONE)
+    await one.flush()
+    one.count("a", "m", ONE)
+    store.answers.clear()
+    store.asked.clear()
+    writing = asyncio.create_task(one.flush())
+    await store.asked.wait()
+    clock.now += DAY_S
+    asking = asyncio.create_task(one.tenants())
+    await asyncio.sleep(0)
+    store.gone = True
+    store.answers.set()
+    assert all(isinstance(each, PagodaError) for each in await asyncio.gather(writing, asking, return_exceptions=True))
+    store.gone = False
+    assert await used(one, "a") == [("2079-07-08", "m", 6)]
+
+
 async def test_it_is_written_by_itself_and_at_the_end(store: FlakyStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "USAGE_FLUSH_S", 0.01)
     one, look = UsageLedger(store, Clock()), UsageLedger(store, Clock())

@@ -10,7 +10,12 @@ import pytest
 from tests.fakes import make_delta
 from tests.gateway.fakes_engine import NUM_CACHED, Batch, Gateway, make_gateway
 
+from pagoda_gateway.api.schemas import CompletionRequest
+from pagoda_gateway.clients import NOBODY
+from pagoda_gateway.dialects.completions import completion_job
 from pagoda_gateway.generation.beams import BeamSearch, Candidates
+from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, held_bytes
+from pagoda_gateway.routes.body import parse_body
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Begun, FinishReason, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
@@ -129,6 +134,8 @@ async def test_a_client_that_leaves_ends_the_search(tmp_path: Path) -> None:
         ({"top_p": 0.5}, "top_p does not go"),
         ({"guided_regex": "a"}, "guided_regex does not go"),
         ({"prompt_logprobs": 1}, "prompt_logprobs does not go"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs does not go"),
+        ({"logprobs": 0}, "logprobs does not go"),
         ({"presence_penalty": 1.0}, "presence_penalty does not go"),
         ({"best_of": 4}, "best_of does not go"),
         ({"use_beam_search": False, "length_penalty": 1.0}, "length_penalty needs use_beam_search"),
@@ -140,8 +147,24 @@ async def test_what_a_search_does_not_look_at_is_refused(tmp_path: Path, fields:
     assert says in error["message"]
 
 
+@pytest.mark.parametrize("field", ["thinking_budget", "thinking_token_budget"])
+async def test_thoughts_of_beams_have_no_budget(tmp_path: Path, field: str) -> None:
+    error = (await post(searching(tmp_path), "/v1/chat/completions", 400, **{field: 0}))["error"]
+    assert f"{field} does not go" in error["message"]
+
+
 async def test_values_that_say_nothing_are_taken(tmp_path: Path) -> None:
     await post(
         searching(tmp_path), "/v1/chat/completions", temperature=0, top_p=1, top_k=-1, presence_penalty=0, seed=3,
-        stream=False, stop=[], logprobs=False, echo=False,
+        stream=False, stop=[], logprobs=False, echo=False, min_p=0, min_tokens=0, frequency_penalty=0.0,
     )  # fmt: skip
+
+
+async def test_sec_16_the_prompts_of_beams_are_counted_as_held(tmp_path: Path) -> None:
+    context = make_gateway(tmp_path).context
+    fields = {"prompt": [[72] * 100] * 100, "n": 10}
+    sampled, searched = [
+        await completion_job(context, parse_body(CompletionRequest, fields | {"use_beam_search": beams}), NOBODY)
+        for beams in (False, True)
+    ]
+    assert held_bytes(searched) - held_bytes(sampled) == 100 * 100 * 10 * BYTES_PER_TOKEN

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tests.gateway.fakes_engine import MODEL, Gateway, make_gateway
+from tests.gateway.model_dir import EOS
 
 from pagoda_gateway.api.forms.grammar import structural_tag
 from pagoda_gateway.api.forms.tags import StructuralTag
@@ -162,5 +163,17 @@ async def test_a_tag_that_the_tokenizer_knows_is_a_token(tmp_path: Path) -> None
     tokenizer = LLTokenizer((tmp_path / "model" / "tokenizer.json").read_text())
     matcher = LLMatcher(tokenizer, gateway.engine.record.task.params.grammar, log_level=0)
     ids = gateway.ids("<tool_call>\nhello</tool_call>")
+    assert matcher.try_consume_tokens(ids) == len(ids)
+    assert matcher.is_accepting()
+
+
+async def test_the_name_of_an_end_of_sequence_is_a_text_like_others(tmp_path: Path) -> None:
+    gateway = make_gateway(tmp_path)
+    form = {"type": "structural_tag", "format": {"type": "const_string", "value": f"a{EOS}b"}}
+    response = await post(gateway, "/v1/completions", response_format=form)
+    assert response.status_code == 200, response.text
+    tokenizer = LLTokenizer((tmp_path / "model" / "tokenizer.json").read_text())
+    matcher = LLMatcher(tokenizer, gateway.engine.record.task.params.grammar, log_level=0)
+    ids = [token for char in f"a{EOS}b" for token in gateway.ids(char)]
     assert matcher.try_consume_tokens(ids) == len(ids)
     assert matcher.is_accepting()

@@ -22,6 +22,7 @@ GENERATING = {
     "/v1/chat/completions": ASK,
     "/v1/completions": {"prompt": "hello"},
     "/v1/messages": ASK | {"model": MODEL},
+    "/v1/responses": {"input": "hello"},
     "/v1/messages/count_tokens": {"messages": ASK["messages"], "model": MODEL},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [72]},
@@ -146,6 +147,7 @@ async def test_a_model_that_a_key_may_not_use_does_not_exist_for_it(tmp_path: Pa
                 assert absent.status_code == 404
             listed = (await client.get("/v1/models")).json()["data"]
             assert [model["id"] for model in listed] == ([MODEL] if status == 200 else [])
+            assert (await client.get("/stack")).json()["models"] == [model["id"] for model in listed]
             assert (await client.get(f"/v1/models/{MODEL}")).status_code == status
 
 

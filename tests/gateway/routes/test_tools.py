@@ -83,6 +83,7 @@ def admits(text: ModelText, grammar: str, answer: str) -> bool:
 
 NAMED: dict[str, Any] = {"type": "function", "function": {"name": "sub"}}
 ALLOWED: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}
+OFTEN: dict[str, Any] = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED] * 1025}}
 # What is asked: whether text, a call of add, one of sub, and two calls are allowed.
 CHOICES: list[tuple[dict[str, Any], tuple[bool, bool, bool, bool]]] = [
     ({}, (True, True, True, True)),
@@ -114,6 +115,7 @@ FLAT_CHOICES: list[dict[str, Any]] = [
         }
     },
 ]
+FLAT_OFTEN = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "sub"}] * 1025}
 ALIKE = [
     *((MESSAGES, {"tools": USES} | fields, CHOICES[i][1]) for i, fields in enumerate(SAME_CHOICES)),
     *((RESPONSES, {"tools": FLAT} | fields, CHOICES[i][1]) for i, fields in enumerate(FLAT_CHOICES)),
@@ -159,6 +161,8 @@ async def test_without_a_use_for_tools_there_is_no_grammar(tmp_path: Path) -> No
         (MESSAGES, {"tools": USES, "tool_choice": {"type": "tool", "name": "mul"}}, "names 'mul'"),
         (CHAT, {"tool_choice": "required"}, "tool_choice needs tools"),
         (MESSAGES, {"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        (CHAT, {"tools": TOOLS, "tool_choice": OFTEN}, "at most 1024 items"),
+        (RESPONSES, {"tools": FLAT, "tool_choice": FLAT_OFTEN}, "at most 1024 items"),
         (CHAT, {"tools": [TOOLS[0], TOOLS[0]]}, "names of their own"),
         (MESSAGES, {"tools": [USES[0], USES[0]]}, "names of their own"),
         (CHAT, {"tools": []}, "tools: empty array: expected an array with minimum length 1"),
@@ -300,6 +304,19 @@ async def test_a_call_that_breaks_off_has_no_input_but_a_reason(tmp_path: Path) 
     answer = await post(gateway, CHAT, tools=TOOLS)
     assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"a"')
     assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_call_that_a_stop_string_cuts_is_not_to_be_answered(tmp_path: Path) -> None:
+    gateway = thinking_model(tmp_path, call("add"))
+    (choice,) = (await post(gateway, CHAT, tools=TOOLS, stop="1}"))["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "1}")
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+    message = await post(gateway, MESSAGES, tools=USES, stop_sequences=["1}"])
+    assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "1}")
+    (item,) = (await post(gateway, RESPONSES, tools=FLAT, stop="1}"))["output"]
+    assert (item["type"], item["status"]) == ("function_call", "incomplete")
+    (choice,) = (await post(gateway, CHAT, tools=TOOLS, stop="</tool_call>"))["choices"]
+    assert choice["finish_reason"] == "tool_calls"
 
 
 async def test_ids_are_those_that_a_format_demands(tmp_path: Path) -> None:

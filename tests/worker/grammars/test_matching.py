@@ -98,6 +98,12 @@ def test_special_tokens_stand_where_a_grammar_names_them() -> None:
     assert vocabulary()[min(allowed(matcher))] == b"b"
 
 
+def test_an_end_of_sequence_that_a_grammar_names_before_its_end_is_an_error_that_says_so() -> None:
+    matcher = started(grammars.lark(f'start: "a" <[{end()}]> "b"'), small_tokenizer().tokenize_str("a"))
+    assert allowed(matcher) == set()
+    assert matcher.error == "it needs an end of sequence where it does not end (output token 1)"
+
+
 def test_an_end_that_is_text_ends_and_is_not_written() -> None:
     """Where a checkpoint does not call its end special, the grammar would take it for its letters."""
     h, w = (small_tokenizer().tokenize_str(text)[0] for text in "hw")

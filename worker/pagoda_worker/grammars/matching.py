@@ -9,6 +9,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from pagoda_worker.grammars.masks import Bits, Ids, Mask, has, mask_of, put
 
+NO_TEXT = b"\xff"  # what llguidance puts before the number of a token that is none
 NOTHING = np.empty(0, np.int64)
 
 
@@ -97,10 +98,16 @@ class Matcher:
             # Where only one text can follow, llguidance allows the token it is written with, and then does not take
             # that one if it is special. Such a text is spelled out.
             put(allowed, np.array(wrong, np.int64), to=False)
-            put(allowed, tokens.spelled(self._state.compute_ff_bytes()), to=True)
+            self._spell(allowed, self._state.compute_ff_bytes())
         put(allowed, tokens.model_ends, to=False)
         put(allowed, self._ends, to=may_end and not self.error)
         return allowed
+
+    def _spell(self, allowed: Bits, text: bytes) -> None:
+        if text.startswith(NO_TEXT):
+            self._fail("it needs an end of sequence where it does not end")
+        else:
+            put(allowed, self._tokens.spelled(text), to=True)
 
     def _fail(self, why: str) -> None:
         self.error = self.error or f"{why.splitlines()[0] if why else 'it failed'} (output token {self._num_consumed})"

@@ -14,6 +14,7 @@ from pagoda_gateway.api.forms.tags import Lark, StructuralTag
 from pagoda_gateway.api.json_body import parse_object
 from pagoda_proto import grammars
 from pagoda_proto.errors import PagodaError
+from pagoda_proto.params import MAX_GRAMMAR_CHARS
 
 
 class TextFormat(Body):
@@ -87,7 +88,8 @@ class Form(NamedTuple):
 
     def grammar_with(self, special: Mapping[str, int]) -> str:
         """For a tokenizer with these special tokens. Raises ValueError."""
-        if self.tag is None or not any(name in self.grammar for name in special):
+        too_long = len(self.grammar) > MAX_GRAMMAR_CHARS  # which is refused, and not for what it says
+        if self.tag is None or too_long or not any(name in self.grammar for name in special):
             return self.grammar
         return structural_tag(self.tag, special)
 

@@ -16,8 +16,10 @@ from typing import NamedTuple
 
 from pagoda_gateway.api.forms import tags
 from pagoda_proto import grammars
+from pagoda_proto.params import MAX_GRAMMAR_CHARS
 
 ANY = "/(?s:.*)/"
+MAX_CHARS = 4 * MAX_GRAMMAR_CHARS  # written: what is a rule of its own is counted in its pieces too
 
 
 class Part(NamedTuple):
@@ -81,6 +83,7 @@ class _Writer:
         names = sorted(filter(None, special), key=len, reverse=True)
         self._names = re.compile(f"({'|'.join(map(re.escape, names))})") if names else None
         self._lines: list[str] = []
+        self._num_chars = 0  # written so far
         self._own: list[dict[str, str]] = []
 
     def grammar(self, whole: tags.Format) -> str:
@@ -129,9 +132,16 @@ class _Writer:
         return self._named("T", part.text) if part.regular else part.text
 
     def _named(self, kind: str, text: str, options: str = "") -> str:
+        self._count(text)
         name = f"{kind}{len(self._lines)}"
         self._lines.append(f"{name}{options}: {text}")
         return name
+
+    def _count(self, text: str) -> None:
+        """An end is written for each of the alternatives before it. Raises ValueError for what is no grammar's size."""
+        self._num_chars += len(text)
+        if self._num_chars > MAX_CHARS:
+            raise ValueError(f"the grammar that it makes would have more than {MAX_GRAMMAR_CHARS} characters")
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 
@@ -140,6 +150,7 @@ class _Writer:
         parts = [self._text(text) for text in literal.texts if text]
         regular = all(part.regular for part in parts)
         text = " | ".join(part.text for part in parts)
+        self._count(text)
         optional = "?" * (len(parts) < len(literal.texts))
         return Part(f"({text}){optional}" if len(parts) > 1 or optional else text, regular)
 

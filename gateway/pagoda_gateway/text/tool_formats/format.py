@@ -28,10 +28,12 @@ class Calls:
         self._ids: set[str] = set()
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """Raises NotACall for a name that cannot be one. An id that the choice has already is nobody's."""
-        if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
+        """Raises NotACall for a name that cannot be one. An id that cannot be one, or that the choice has already, is
+        nobody's."""
+        if not _names_something(name):
             raise NotACall("a call needs a name")
-        self._said.append(CallBegun(self.number, name, "" if call_id in self._ids else call_id))
+        known = not _names_something(call_id) or call_id in self._ids
+        self._said.append(CallBegun(self.number, name, "" if known else call_id))
         self._ids.add(call_id)
         self.begun = True
         self._on_begin()
@@ -44,6 +46,10 @@ class Calls:
         self._said.append(CallEnded(self.number))
         self.number += 1
         self.begun = False
+
+
+def _names_something(text: str) -> bool:
+    return 1 <= len(text) <= MAX_NAME_CHARS and text.isprintable()
 
 
 class Shape(Protocol):

@@ -29,6 +29,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "type": (str, list),
 }
 MAX_HOPS = 16
+MAX_ALTERNATIVES_DEPTH = 64  # of alternatives in alternatives
 MAX_LENGTH = 4096  # of a string whose length is held to
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _CHARS = r"(.|\n)"
@@ -180,8 +181,11 @@ def types_of(schema: Schema, root: Schema) -> frozenset[str]:
     return _types(schema, root, {}) or TYPES
 
 
-def _types(schema: Schema, root: Schema, seen: dict[int, frozenset[str]]) -> frozenset[str]:
-    """Each schema is looked at once; one that leads to itself adds nothing to itself."""
+def _types(schema: Schema, root: Schema, seen: dict[int, frozenset[str]], depth: int = 0) -> frozenset[str]:
+    """Each schema is looked at once; one that leads to itself adds nothing to itself, and what lies too deep is
+    anything."""
+    if depth > MAX_ALTERNATIVES_DEPTH:
+        return TYPES
     schema = resolved(schema, root)
     if id(schema) in seen:
         return seen[id(schema)]
@@ -196,7 +200,7 @@ def _types(schema: Schema, root: Schema, seen: dict[int, frozenset[str]]) -> fro
         types &= frozenset(map(type_of, values)) | ({"number"} if any(map(_is_number, values)) else set())
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            found = [_types(one, root, seen) for one in schema[keyword] if isinstance(one, dict)]
+            found = [_types(one, root, seen, depth + 1) for one in schema[keyword] if isinstance(one, dict)]
             types &= frozenset().union(*found)
     seen[id(schema)] = types
     return types

@@ -11,6 +11,7 @@ from pagoda_gateway.text.lark import Rules, quoted
 from pagoda_gateway.text.source import NotACall, Reading, Source
 from pagoda_gateway.text.tool_formats.format import Calls
 from pagoda_gateway.text.tool_formats.functions import Function
+from pagoda_gateway.text.tool_formats.words import parsed
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _NAMES = frozenset({"name", "tool_name"})
@@ -50,13 +51,15 @@ class JsonCall:
                 early = yield from source.json_text()
             elif key in _NAMES | _IDS:
                 value = yield from source.json()
-                name, call_id = (str(value), call_id) if key in _NAMES else (name, str(value))
+                told = str(value) if isinstance(value, str | int) else ""
+                name, call_id = (told, call_id) if key in _NAMES else (name, told)
             else:
                 yield from source.json_text()
             yield from _comma(source)
         yield from source.next()
+        arguments = _object(early or "{}")
         calls.begin(name, call_id)
-        calls.arguments(_object(early or "{}"))
+        calls.arguments(arguments)
         calls.end()
 
     def _arguments(self, source: Source, calls: Calls, name: str, call_id: str) -> Reading[None]:
@@ -117,10 +120,12 @@ def _rest(source: Source) -> Reading[None]:
 def _object(text: str) -> str:
     """The text of arguments, which may be written as a string. Raises NotACall unless it is an object's."""
     try:
-        value = json.loads(text)
-        value = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
+        value = parsed(text)
+        if isinstance(value, str):
+            text, value = value, parsed(value)
+        text.encode()  # half of a pair of surrogates is no text
+    except ValueError as error:
         raise NotACall("arguments are an object") from error
     if not isinstance(value, dict):
         raise NotACall("arguments are an object")
-    return json.dumps(value, ensure_ascii=False)
+    return text.strip()

@@ -21,15 +21,20 @@ class ToolReader:
         self._said: list[Said] = []
         self._source = Source()
         self._calls = Calls(functions, self._said, self._source.unmark)
-        self._held = ""  # white space, until it is known whether a call follows
+        self._held: list[str] = []  # white space, until it is known whether a call follows
         self._after_call = False
         self._reading = self._read()
         next(self._reading, None)
 
     @property
     def num_calls(self) -> int:
-        """So far, with one that broke off."""
-        return self._calls.number + self._calls.begun
+        """So far, those that are whole."""
+        return self._calls.number
+
+    @property
+    def in_call(self) -> bool:
+        """Whether one has begun that has not ended; at the end of the text, one that broke off."""
+        return self._calls.begun
 
     def push(self, text: str) -> list[Said]:
         self._source.feed(text)
@@ -39,9 +44,9 @@ class ToolReader:
         """End of the text."""
         self._source.end()
         said = self._go_on()
-        if self._held and not self._after_call and not self._calls.begun:
-            said.append(Text(self._held))
-        self._held = ""
+        held, self._held = "".join(self._held), []
+        if held and not self._after_call and not self._calls.begun:
+            said.append(Text(held))
         return merged(said)
 
     def _go_on(self) -> list[Said]:
@@ -51,14 +56,13 @@ class ToolReader:
         return said
 
     def _say(self, text: str) -> None:
-        text = self._held + text
-        if self._after_call:
-            text = text.lstrip()
+        text = text.lstrip() if self._after_call else text
         shown = text.rstrip()
-        self._held = text[len(shown) :]
         if shown:
             self._after_call = False
-            self._said.append(Text(shown))
+            self._said.append(Text("".join([*self._held, shown])))
+            self._held = []
+        self._held.append(text[len(shown) :])
 
     def _read(self) -> Reading[None]:
         if self._format.bare:
@@ -82,7 +86,7 @@ class ToolReader:
                 yield from self._format.shape.read(source, calls)
                 if calls.begun:
                     break  # it broke off
-                self._held, self._after_call = "", True
+                self._held, self._after_call = [], True
                 source.mark()
                 if (yield from self._ends()):
                     break

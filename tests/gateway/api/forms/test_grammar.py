@@ -203,3 +203,11 @@ def first_of(form: dict[str, Any]) -> str:
 def test_any_nesting_of_regular_pieces_is_exact(form: dict[str, Any]) -> None:
     """They come to one terminal, so no piece swallows the next."""
     assert admits(structural_tag(StructuralTag.model_validate({"format": form}), {}), first_of(form))
+
+
+@pytest.mark.parametrize("element", [{"type": "any_text"}, const("a")])
+def test_sec_16_ends_are_not_written_for_each_of_many_alternatives(element: dict[str, Any]) -> None:
+    many = either(*[element] * 500, {"type": "any_text"})
+    form = StructuralTag.model_validate({"format": tag("b", many, [f"{i}{'x' * 1000}" for i in range(500)])})
+    with pytest.raises(ValueError, match="more than"):
+        structural_tag(form, {})

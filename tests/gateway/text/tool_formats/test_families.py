@@ -271,3 +271,31 @@ def test_a_name_decides_where_it_is_given() -> None:
         assert found.name == name
     old, new = (recognised(template, "mistral") for template in ("[TOOL_CALLS]", "[TOOL_CALLS] [ARGS]"))
     assert old != new
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ('{"x": 1e999}', '{"x": 1e999}'),
+        ('{"x": "\\ud800"}', '{"x": "\\ud800"}'),
+        ('"{\\"x\\": 1.50}"', '{"x": 1.50}'),
+        ('"{\\"x\\": \\"\\ud800\\"}"', None),
+        ('{"x": NaN}', None),
+        ("[1]", None),
+    ],
+)
+def test_arguments_that_come_late_are_told_as_they_were_written(written: str, arguments: str | None) -> None:
+    text = f'<tool_call>{{"arguments": {written}, "name": "go"}}</tool_call>'
+    events = read(format_of("hermes"), [text])
+    if arguments is None:
+        assert events == [Text(text)]
+    else:
+        assert calls_of(events) == [("go", arguments, True)]
+
+
+@pytest.mark.parametrize(
+    ("written", "call_id"), [('"7"', "7"), ("7", "7"), ("null", ""), ('"\\ud800"', ""), ("[]", "")]
+)
+def test_what_cannot_be_an_id_is_none(written: str, call_id: str) -> None:
+    events = read(format_of("hermes"), [f'<tool_call>{{"id": {written}, "name": "go", "arguments": {{}}}}</tool_call>'])
+    assert events[0] == CallBegun(0, "go", call_id)
