@@ -141,7 +141,7 @@ class Health:
             priority=MAX_PRIORITY,
             queue_timeout_s=self._times.canary_timeout_s,
         )
-        generation = await self._engine.submit(record, canary=True)
+        generation = await self._engine.submit(record, counted=False)
         reason = None
         try:
             while deltas := await generation.next():

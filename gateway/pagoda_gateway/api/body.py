@@ -25,6 +25,13 @@ def _number(text: Any) -> Any:
 Number = BeforeValidator(_number)
 
 
+def _flag(text: Any) -> Any:
+    return {"true": True, "false": False}.get(text, text) if isinstance(text, str) else text
+
+
+Flag = BeforeValidator(_flag)
+
+
 class Query(BaseModel):
     """What stands behind the question mark of a list."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
 
-from pagoda_gateway.api.body import Body, Text
+from pagoda_gateway.api.body import Body, Flag, Number, Query, Text
 from pagoda_gateway.api.forms.fields import Form, ObjectFormat, TextFormat
 from pagoda_gateway.api.schemas import Label, MetadataKey, Salt, kind_of_content, with_plain_parameters
 from pagoda_gateway.api.tools import is_choice, kind_of_choice
@@ -18,6 +18,7 @@ from pagoda_proto import grammars
 from pagoda_proto.params import MAX_LOGPROBS
 
 MAX_INPUT_ITEMS = 20_000
+MAX_ITEMS_LISTED = 100
 State = Literal["in_progress", "completed", "incomplete"] | None
 _TEXT_PARTS = ("input_text", "output_text", "refusal")
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
@@ -297,3 +298,22 @@ class ResponsesRequest(Plain):
             case SchemaFormat(schema_=schema):
                 return Form("text.format", grammars.json_schema(schema))
         return Form("", "")
+
+
+class RetrieveQuery(Body):
+    """`starting_after` is the number of the last event that the client has."""
+
+    stream: Annotated[bool, Flag] = False
+    starting_after: Annotated[int | None, Number, Field(ge=0)] = None
+    include_obfuscation: Annotated[Literal[False] | None, Flag] = None
+
+    @model_validator(mode="after")
+    def _events_are_of_streams(self) -> RetrieveQuery:
+        if self.starting_after is not None and not self.stream:
+            raise ValueError("starting_after needs stream: true")
+        return self
+
+
+class ItemsQuery(Query):
+    limit: Annotated[int, Number, Field(ge=1, le=MAX_ITEMS_LISTED)] = 20
+    order: Literal["asc", "desc"] = "desc"

@@ -23,6 +23,7 @@ from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.request_pool import RequestPool
 from pagoda_gateway.engine.session import EngineAddress, Session, SessionEnded
 from pagoda_gateway.engine.waits import Absence, Waits
+from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.convert import load_from_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
@@ -77,6 +78,9 @@ class SessionClient:
     def recent(self) -> RecentRequests:
         return self._meter.recent
 
+    def count_whole(self, ended: WholeRequest) -> None:
+        self._meter.whole(ended)
+
     async def report(self) -> EngineReport | None:
         """What the engine core says of its workers, at most `REPORT_AGE_S` old; None where none answers."""
         return await self._reports.latest()
@@ -110,16 +114,14 @@ class SessionClient:
 
     # Requests
 
-    async def submit(self, record: RequestRecord, *, canary: bool = False) -> PooledGeneration:
+    async def submit(self, record: RequestRecord, *, counted: bool = True) -> PooledGeneration:
         """Send a record and wait until the engine core took it.
-
-        A canary is an ordinary request that metrics and log of users' requests do not know.
 
         Raises:
             PagodaError: UNAVAILABLE without an engine core, or what the engine core refused it with.
         """
         await self._wait_usable()
-        generation = self._pool.open(record, counted=not canary)
+        generation = self._pool.open(record, counted=counted)
         try:
             await generation.admitted.wait()
         except asyncio.CancelledError:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from pagoda_gateway.engine.recent import RecentRequests
 from pagoda_gateway.engine.report import EngineReport
+from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_proto.records import Delta, Load, RequestRecord
 
 
@@ -29,8 +30,8 @@ class Generation(Protocol):
 class Submitting(Protocol):
     """Takes requests."""
 
-    async def submit(self, record: RequestRecord) -> Generation:
-        """Start a request.
+    async def submit(self, record: RequestRecord, *, counted: bool = True) -> Generation:
+        """Start a request. One that is not `counted` is no user's: metrics and log of theirs do not know it.
 
         Raises:
             PagodaError: it was not admitted (OVERLOADED, UNAVAILABLE, INVALID_ARGUMENT, ..). The exception may carry
@@ -46,6 +47,10 @@ class EngineClient(Submitting, Protocol):
     @property
     def recent(self) -> RecentRequests:
         """Requests of users that have ended here."""
+        ...
+
+    def count_whole(self, ended: WholeRequest) -> None:
+        """Of a user's request that was made of others, which were not counted."""
         ...
 
     async def report(self) -> EngineReport | None:

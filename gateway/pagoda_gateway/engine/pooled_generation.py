@@ -49,7 +49,7 @@ class TokenTimes:
 class PooledGeneration:
     """Implements `Generation`, for one consumer. What became of it meanwhile is in the pool's books, not here.
 
-    A request that is not `counted` (a canary) is in no metric and no log.
+    A request that is not `counted` is in no metric and no log.
     """
 
     def __init__(self, request: OpenRequest, pool: Pool, *, counted: bool, now: float) -> None:

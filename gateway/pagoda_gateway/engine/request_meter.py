@@ -11,9 +11,10 @@ import time
 from pagoda_gateway.clients import tenant_of
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
 from pagoda_gateway.engine.recent import EndedRequest, RecentRequests
+from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import Delta, FinishReason
+from pagoda_proto.records import Delta, FinishReason, RequestRecord
 
 logger = logging.getLogger("pagoda_gateway.generation.requests")
 
@@ -46,19 +47,43 @@ class RequestMeter:
         begun = request.num_output_tokens > 0
         ended = self._summary(generation, now - generation.times.submitted_at)
         self._metrics.ended(request.outcome, request.usage() if begun else None, ended.total_s)
-        self.recent.add(tenant_of(request.record.cache_salt), ended)
+        self._tell(request.record, ended)
+
+    def whole(self, whole: WholeRequest) -> None:
+        """One that was made of others."""
+        usage, begun = whole.usage, whole.usage.output_tokens > 0
+        if begun:
+            self._metrics.output_tokens.inc(usage.output_tokens)
+            self._metrics.ttft.observe(whole.total_s)
+        self._metrics.ended(whole.outcome, usage if begun else None, whole.total_s)
+        ended = EndedRequest(
+            id=whole.record.request_id,
+            model=self._metrics.model_name,
+            ended_at=time.time(),
+            end=_end(whole.outcome, whole.code),
+            prompt_tokens=usage.prompt_tokens,
+            cached_prompt_tokens=usage.cached_prompt_tokens,
+            output_tokens=usage.output_tokens,
+            ttft_s=whole.total_s if begun else None,
+            tpot_s=None,
+            total_s=whole.total_s,
+            attempts=1,
+        )
+        self._tell(whole.record, ended)
+
+    def _tell(self, record: RequestRecord, ended: EndedRequest) -> None:
+        self.recent.add(tenant_of(record.cache_salt), ended)
         if self._log_requests:
             logger.info("%s", _line(ended))
 
     def _summary(self, generation: PooledGeneration, total_s: float) -> EndedRequest:
         request, times = generation.request, generation.times
         usage = request.usage()
-        failed = request.outcome is FinishReason.ERROR
         return EndedRequest(
             id=request.record.request_id,
             model=self._metrics.model_name,
             ended_at=time.time(),
-            end=f"error:{request.error_code or ErrorCode.INTERNAL}" if failed else request.outcome.value,
+            end=_end(request.outcome, request.error_code),
             prompt_tokens=usage.prompt_tokens,
             cached_prompt_tokens=usage.cached_prompt_tokens,
             output_tokens=usage.output_tokens,
@@ -68,6 +93,10 @@ class RequestMeter:
             attempts=request.attempt + 1,
             waits_s={entry.cause: entry.seconds for entry in request.ledger},
         )
+
+
+def _end(outcome: FinishReason, code: ErrorCode | None) -> str:
+    return f"error:{code or ErrorCode.INTERNAL}" if outcome is FinishReason.ERROR else outcome.value
 
 
 def _line(ended: EndedRequest) -> str:

@@ -1,19 +1,22 @@
 """A beam search looks like any generation: it is submitted, gives its deltas, and ends once.
 
-Behind it, every step of every beam is a request of its own for one token, whose prompt is the beam so far. They share
-the blocks of what they have in common as all requests of one salt do, and survive the loss of a worker as all requests
-do. They are submitted when the one before them has ended, and none outlives the search.
+Behind it, every step of every beam is a request of its own for one token, whose prompt is the beam so far; metrics and
+log know the search as one. Steps share the blocks of what they have in common as all requests of one salt do, and
+survive the loss of a worker as all requests do. They are submitted when the one before them has ended, and none
+outlives the search.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from pagoda_gateway.engine.interface import EngineClient, Generation
+from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.generation.beams import Beam, BeamSearch, Candidates, Ended
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams
@@ -29,7 +32,7 @@ class BeamSearching:
         self._engine = engine
         self._length_penalty = length_penalty
 
-    async def submit(self, record: RequestRecord) -> Generation:
+    async def submit(self, record: RequestRecord, *, counted: bool = True) -> Generation:
         """The first step is what is admitted. Raises PagodaError."""
         params = record.task.params
         room = params.max_tokens or max(1, self._engine.load.max_model_len - len(record.prompt_token_ids))
@@ -51,10 +54,31 @@ class _Searched:
         self._num_cached = 0
         self._searching: asyncio.Task[None] | None = None
         self._told = False
+        self._began_at = time.monotonic()
 
     async def begin(self) -> None:
-        first = await self._submit(self._search.running[0])
+        try:
+            first = await self._submit(self._search.running[0])
+        except PagodaError as error:
+            self._count(FinishReason.ERROR, error.code)
+            raise
         self._searching = asyncio.create_task(self._run(first), name="beam-search")
+        self._searching.add_done_callback(self._on_end)
+
+    def _on_end(self, searching: asyncio.Task[None]) -> None:
+        error = None if searching.cancelled() else searching.exception()
+        if searching.cancelled():
+            self._count(FinishReason.ABORT)
+        elif error is not None:
+            self._count(FinishReason.ERROR, error.code if isinstance(error, PagodaError) else None)
+        else:
+            at_end = all(one.at_end for one in self._search.best)
+            self._count(FinishReason.STOP if at_end else FinishReason.LENGTH)
+
+    def _count(self, outcome: FinishReason, code: ErrorCode | None = None) -> None:
+        """Once."""
+        total_s = time.monotonic() - self._began_at
+        self._engine.count_whole(WholeRequest(self._record, self._usage(), outcome, code, total_s))
 
     async def next(self) -> list[Delta]:
         if self._searching is None or self._told:
@@ -95,7 +119,7 @@ class _Searched:
             prompt_token_ids=[*self._record.prompt_token_ids, *beam.token_ids],
             task=msgspec.structs.replace(self._record.task, params=params),
         )
-        self._open[number] = await self._engine.submit(record)
+        self._open[number] = await self._engine.submit(record, counted=False)
         return number
 
     async def _candidates(self, number: int) -> Candidates:
@@ -123,12 +147,16 @@ class _Searched:
     def _deltas(self) -> list[Delta]:
         best = self._search.best
         deltas = [self._delta(choice, ended) for choice, ended in enumerate(best)]
-        deltas[-1].usage = Usage(
+        deltas[-1].usage = self._usage()
+        return deltas
+
+    def _usage(self) -> Usage:
+        """Output only of a search that is done."""
+        return Usage(
             prompt_tokens=len(self._record.prompt_token_ids),
             cached_prompt_tokens=self._num_cached,
-            output_tokens=sum(len(one.beam.token_ids) for one in best),
+            output_tokens=sum(len(one.beam.token_ids) for one in self._search.best) if self._search.done else 0,
         )
-        return deltas
 
     def _delta(self, choice: int, ended: Ended) -> Delta:
         token_ids = list(ended.beam.token_ids)

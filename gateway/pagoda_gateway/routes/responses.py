@@ -9,13 +9,13 @@ from starlette.responses import Response
 
 from pagoda_gateway.api.encoding import encoded
 from pagoda_gateway.api.responses_answers import DeletedResponse, InputItems, ResponseAnswer
-from pagoda_gateway.api.responses_schemas import ResponsesRequest
+from pagoda_gateway.api.responses_schemas import ItemsQuery, ResponsesRequest, RetrieveQuery
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.responses import RESPONSES, kept_by
 from pagoda_gateway.http.sse import EventStream
-from pagoda_gateway.routes.body import caller_of, json_response, read_body, while_connected
+from pagoda_gateway.routes.body import caller_of, json_response, query_of, read_body, while_connected
 from pagoda_gateway.routes.described import JSON, endpoint
 from pagoda_gateway.routes.generating import respond
 from pagoda_gateway.store.responses import not_found
@@ -23,7 +23,6 @@ from pagoda_proto.errors import InvalidParams, Problem
 
 PATH = RESPONSES.path
 ONE = f"{PATH}/{{response_id}}"
-MOST_ITEMS = 100
 
 
 def router(ctx: GatewayContext, background: BackgroundResponses) -> APIRouter:
@@ -53,19 +52,15 @@ def _add_create(routes: APIRouter, ctx: GatewayContext, background: BackgroundRe
 
 def _add_retrieve(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:
     @endpoint(routes, ONE, "A response, or with `stream` its events", ResponseAnswer)
-    async def retrieve(
-        request: Request, response_id: str, stream: bool = False, starting_after: int | None = None
-    ) -> Response:
-        caller = caller_of(request)
-        if starting_after is not None and not stream:
-            raise InvalidParams([Problem("starting_after", "needs stream: true")])
-        if not stream:
+    async def retrieve(request: Request, response_id: str) -> Response:
+        caller, asked = caller_of(request), query_of(request, RetrieveQuery)
+        if not asked.stream:
             return Response(await _response(ctx, background, response_id, caller), media_type=JSON)
         _, kept = await kept_by(ctx).find(response_id, caller.tenant)
         if not kept.streamed:
             message = "only a response that was made with background: true and stream: true can be streamed again"
             raise InvalidParams([Problem("stream", message)])
-        start = 0 if starting_after is None else max(0, starting_after + 1)
+        start = 0 if asked.starting_after is None else asked.starting_after + 1
         return EventStream(background.follow(response_id, caller.tenant, start), ctx.config.ping_interval_s)
 
 
@@ -92,24 +87,18 @@ def _add_delete(routes: APIRouter, ctx: GatewayContext, background: BackgroundRe
 
 def _add_input_items(routes: APIRouter, ctx: GatewayContext) -> None:
     @endpoint(routes, f"{ONE}/input_items", "What a response was asked, the conversation before it too", InputItems)
-    async def input_items(
-        request: Request, response_id: str, limit: int = 20, order: str = "desc", after: str | None = None
-    ) -> Response:
-        if not 1 <= limit <= MOST_ITEMS:
-            raise InvalidParams([Problem("limit", f"must be from 1 to {MOST_ITEMS}, got {limit}")])
-        if order not in ("asc", "desc"):
-            raise InvalidParams([Problem("order", f"must be asc or desc, got {order[:64]!a}")])
-        kept = kept_by(ctx)
+    async def input_items(request: Request, response_id: str) -> Response:
+        asked, kept = query_of(request, ItemsQuery), kept_by(ctx)
         await kept.find(response_id, caller_of(request).tenant)
         items = _listed(await kept.items(response_id))
-        items = items if order == "asc" else items[::-1]
+        items = items if asked.order == "asc" else items[::-1]
         names = [item["id"] for item in items]
-        if after is not None and after not in names:
-            raise InvalidParams([Problem("after", f"no item of this response is called {after[:64]!a}")])
-        start = 0 if after is None else names.index(after) + 1
-        page = items[start : start + limit]
+        if asked.after is not None and asked.after not in names:
+            raise InvalidParams([Problem("after", f"no item of this response is called {asked.after[:64]!a}")])
+        start = 0 if asked.after is None else names.index(asked.after) + 1
+        page = items[start : start + asked.limit]
         ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
-        return json_response({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
+        return json_response({"object": "list", "data": page, **ends, "has_more": start + asked.limit < len(items)})
 
 
 async def _response(ctx: GatewayContext, background: BackgroundResponses, name: str, caller: Caller) -> bytes:
@@ -126,10 +115,12 @@ async def _response(ctx: GatewayContext, background: BackgroundResponses, name: 
 
 
 def _listed(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every item has an id, by its place if it came with none, and its content in parts."""
-    found = []
+    """Every item has an id of its own, by its place if it came without, and its content in parts."""
+    found: dict[str, dict[str, Any]] = {}
     for i, item in enumerate(items):
         content = item.get("content")
         parts = {"content": [{"type": "input_text", "text": content}]} if isinstance(content, str) else {}
-        found.append({"id": f"item_{i}", **item, **parts})
-    return found
+        name = item.get("id", "")
+        name = f"item_{i}" if not name or name in found else name
+        found[name] = {**item, **parts, "id": name}
+    return list(found.values())

@@ -62,7 +62,7 @@ async def test_a_request_is_kept_for_its_own_tenant(engine: FakeEngineCore, clie
     requests = [owned("tenant-a"), owned("tenant-a", "salt"), owned("tenant-b"), record()]
     for request in requests:
         await collect(await client.submit(request))
-    await collect(await client.submit(record(), canary=True))
+    await collect(await client.submit(record(), counted=False))
     a1, a2, b, nobody = [request.request_id for request in requests]
     assert [each.id for each in client.recent.of("tenant-a")] == [a2, a1]
     assert [each.id for each in client.recent.of("tenant-b")] == [b]

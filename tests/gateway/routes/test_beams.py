@@ -13,6 +13,7 @@ from tests.gateway.fakes_engine import NUM_CACHED, Batch, Gateway, make_gateway
 from pagoda_gateway.api.schemas import CompletionRequest
 from pagoda_gateway.clients import NOBODY
 from pagoda_gateway.dialects.completions import completion_job
+from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.generation.beams import BeamSearch, Candidates
 from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, held_bytes
 from pagoda_gateway.routes.body import parse_body
@@ -64,6 +65,12 @@ async def post(gateway: Gateway, path: str, status: int = 200, **fields: Any) ->
     return response.json()
 
 
+def told(gateway: Gateway) -> list[WholeRequest]:
+    """What metrics and log know: of no step anything."""
+    assert gateway.engine.num_counted == 0
+    return gateway.engine.whole
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("penalty", [None, 0.0, 2.0])
 async def test_the_best_sequences_are_the_choices(tmp_path: Path, path: str, penalty: float | None) -> None:
@@ -83,6 +90,9 @@ async def test_the_best_sequences_are_the_choices(tmp_path: Path, path: str, pen
     ids = [generation.record.request_id for generation in gateway.engine.generations]
     assert len(set(ids)) == len(ids)
     assert all(generation.closed.is_set() for generation in gateway.engine.generations)
+    (whole,) = told(gateway)
+    assert whole.outcome is (FinishReason.STOP if set(reasons) == {"stop"} else FinishReason.LENGTH)
+    assert whole.usage.output_tokens == answer["usage"]["completion_tokens"]
 
 
 async def test_several_prompts_are_searched_at_once(tmp_path: Path) -> None:
@@ -103,6 +113,7 @@ async def test_a_step_that_fails_ends_the_search_and_all_of_its_steps(tmp_path: 
 
     gateway.engine.script = script
     assert (await post(gateway, "/v1/completions", 503))["error"]["code"] == "overloaded"
+    assert [(one.outcome, one.code) for one in told(gateway)] == [(FinishReason.ERROR, ErrorCode.OVERLOADED)]
     assert all(generation.closed.is_set() for generation in gateway.engine.generations)
 
 
@@ -121,6 +132,7 @@ async def test_a_client_that_leaves_ends_the_search(tmp_path: Path) -> None:
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     assert len(gateway.engine.generations) == 4
+    assert [one.outcome for one in told(gateway)] == [FinishReason.ABORT]
     assert all(generation.closed.is_set() for generation in gateway.engine.generations)
 
 

@@ -206,8 +206,34 @@ async def test_input_items_come_in_pages(tmp_path: Path) -> None:
     rest = await get(gateway, f"{name}/input_items", limit=9, after=page["last_id"])
     assert [item["content"][0]["text"] for item in rest["data"]] == ["2", "1", "0"]
     assert rest["has_more"] is False
-    for query, param in (({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "x"}, "after")):
+    wrong = ({"limit": 0}, "limit"), ({"order": "up"}, "order"), ({"after": "x"}, "after"), ({"before": "x"}, "before")
+    for query, param in wrong:
         assert (await refusal(gateway, 400, "GET", f"/{name}/input_items", **query))["param"] == param
+
+
+async def test_items_that_share_an_id_are_listed_one_after_another(tmp_path: Path) -> None:
+    gateway = saying(tmp_path, "hello")
+    turns = [{"type": "message", "role": "user", "content": str(i), "id": "msg_1"} for i in range(3)]
+    name, seen, after = (await post(gateway, input=turns))["id"], [], None
+    for _ in range(3):
+        page = await get(gateway, f"{name}/input_items", limit=1, order="asc", **({"after": after} if after else {}))
+        seen, after = [*seen, page["data"][0]["content"][0]["text"]], page["last_id"]
+    assert seen == ["0", "1", "2"]
+    assert page["has_more"] is False
+
+
+async def test_a_query_is_held_to_its_fields(tmp_path: Path) -> None:
+    gateway = saying(tmp_path, "hello")
+    name = (await post(gateway))["id"]
+    assert (await get(gateway, name, stream="false"))["id"] == name
+    for query, param in (
+        ({"stream": "maybe"}, "stream"),
+        ({"stream": "true", "starting_after": -1}, "starting_after"),
+        ({"starting_after": 3}, None),
+        ({"include": "x"}, "include"),
+        ({"include_obfuscation": "true"}, "include_obfuscation"),
+    ):
+        assert (await refusal(gateway, 400, "GET", f"/{name}", **query))["param"] == param
 
 
 @pytest.mark.parametrize(
