@@ -27,7 +27,7 @@ from pagoda_gateway.dialects.responses_items import items_of, template_tool, tur
 from pagoda_gateway.dialects.responses_tools import place_in, wanted_of
 from pagoda_gateway.generation.job import Job, Shown
 from pagoda_gateway.generation.prompts import ChatPrompt, Reader, at_most, work_size
-from pagoda_gateway.generation.requests import check_priority, named_as_in_body, new_job, new_record
+from pagoda_gateway.generation.requests import check_priority, check_products, named_as_in_body, new_job, new_record
 from pagoda_gateway.generation.run import Run
 from pagoda_gateway.store.responses import KeptResponses
 from pagoda_gateway.text.chat import thinking_switch
@@ -51,6 +51,7 @@ async def responses_job(ctx: GatewayContext, body: ResponsesRequest, caller: Cal
         wanted = wanted_of(body, model.text.formats)
         reader = Reader(ctx.pool, model, caller.key, "input", params.max_tokens)
         token_ids, thinking = await _prompt(reader, body, items)
+        check_products(ctx.config, model, params, [len(token_ids)], Shown())  # a stream ends with the whole, too
         plan = await reader.plan(work_size(body.tools), wanted, thinking, place_in(body))
         params = msgspec.structs.replace(params, grammar=plan.grammar)
         record = new_record(model, token_ids, params, salt_of(caller, body.cache_salt), body.priority)

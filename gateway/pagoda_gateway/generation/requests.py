@@ -43,7 +43,7 @@ def check_products(
         limit = config.max_logprob_values
         if values > limit:
             what = f"n {params.n} x {tokens} tokens of max_tokens x (1 + logprobs {params.logprobs})"
-            why = f"{what} are {values} values; at most {limit} are allowed without stream: true"
+            why = f"{what} are {values} values; at most {limit} are allowed in one object"
             raise InvalidParams([Problem("logprobs", why)])
 
 

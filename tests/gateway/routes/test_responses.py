@@ -129,6 +129,18 @@ async def test_a_stream_adds_up_to_the_whole_response(tmp_path: Path, batch: int
     assert anonymous[0] == anonymous[1]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_sec_15_log_probabilities_multiply_to_no_more_than_one_object_holds(tmp_path: Path, stream: bool) -> None:
+    gateway = saying(tmp_path, "hello", max_logprob_values=100)
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 20, "stream": stream}
+    error = await refusal(gateway, **asked, max_output_tokens=5)
+    assert error["param"] == "top_logprobs"
+    assert "105 values; at most 100" in error["message"]
+    assert (
+        await gateway.client.post(PATH, json={"input": "hello", **asked, "max_output_tokens": 4})
+    ).status_code == 200
+
+
 async def test_what_ended_too_early_is_incomplete(tmp_path: Path) -> None:
     gateway = saying(tmp_path, "hello", reason=FinishReason.LENGTH)
     answer = await post(gateway, max_output_tokens=3)
