@@ -7,7 +7,7 @@ server's to say (`appendonly`, `appendfsync`, replicas): see its settings. Expir
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -136,11 +136,8 @@ class RedisStore:
         self._redis = Redis.from_url(url, max_connections=MAX_CONNECTIONS, retry=never, protocol=2)
 
     async def _run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
-        return await self._asked(self._redis.register_script(script)(keys=keys, args=arguments))
-
-    async def _asked(self, call: Awaitable[Any]) -> Any:
         try:
-            return await call
+            return await self._redis.register_script(script)(keys=keys, args=arguments)
         except (RedisError, OSError) as error:
             with contextlib.suppress(RedisError, OSError):  # connections that are idle are to the server that was
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
