@@ -60,6 +60,11 @@ def unavailable(why: str, retry_after_s: float) -> PagodaError:
     return error
 
 
+def parts_of(data: bytes) -> list[bytes]:
+    """As few as may be, each of them a part that a log takes."""
+    return [data[i : i + MAX_PART_BYTES] for i in range(0, len(data), MAX_PART_BYTES)]
+
+
 class Store(Protocol):
     """All methods raise PagodaError UNAVAILABLE where the store cannot be asked, and ValueError for a size or a name
     beyond the limits above, which callers check before."""
