@@ -119,12 +119,6 @@ _RELEASE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
 """
-# KEYS: counter. ARGV: amount, expiry in ms or 0
-_ADD = """
-local count = redis.call('INCRBY', KEYS[1], ARGV[1])
-if ARGV[2] == '0' then redis.call('PERSIST', KEYS[1]) else redis.call('PEXPIREAT', KEYS[1], ARGV[2]) end
-return count
-"""
 
 
 class RedisStore:
@@ -210,10 +204,6 @@ class RedisStore:
 
     async def release(self, name: str, holder: str) -> None:
         await self._run(_RELEASE, [f"{PREFIX}claim:{name}"], holder)
-
-    async def add(self, counter: str, amount: int, *, expires_at: float | None = None) -> int:
-        interface.check_names(counter)
-        return int(await self._run(_ADD, [f"{PREFIX}counter:{counter}"], amount, _ms(expires_at)))
 
     async def aclose(self) -> None:
         await self._redis.aclose()
