@@ -35,7 +35,7 @@ def create_app(
     health: Health,
     metrics: GatewayMetrics,
     background: BackgroundResponses,
-    kept: Batches | None = None,
+    kept: Batches,
 ) -> ASGIApp:
     """The whole gateway as one ASGI app. It owns no task: whoever runs it starts the engine client, `health`,
     `background`, and what works on the batches, which learns of changes by the `kept` that it shares with the routes.
@@ -45,7 +45,7 @@ def create_app(
     errors.install(api)
     routers = [module.router(ctx) for module in (generating, models, tokenize, files, keys, usage)]
     routers.append(responses.router(ctx, background))
-    routers.append(batches.router(ctx, kept or Batches(ctx.store)))
+    routers.append(batches.router(ctx, kept))
     routers.append(ops.router(ctx, health, metrics))
     if ctx.config.page:
         routers.append(page.router())

@@ -25,16 +25,13 @@ Scope = MutableMapping[str, Any]  # of ASGI
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Made once per request, and handed on to whatever counts. `tenant` and `grant` are its API key's."""
+    """Made once per request, and handed on to whatever counts by caller, which it does under `key`: an address.
+    `tenant` and `grant` are its API key's.
+    """
 
-    address: str
+    key: str
     tenant: str = ""  # names the API key, and does not tell it
     grant: Grant = ANYBODY
-
-    @property
-    def key(self) -> str:
-        """What is counted by caller is counted under this."""
-        return self.address
 
 
 def salt_of(caller: Caller, asked: str | None) -> str:

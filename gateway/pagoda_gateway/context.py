@@ -75,7 +75,7 @@ class GatewayContext:
 
     def charge_for_batch(self, tenant: str, model: str) -> Charge:
         """It runs behind all that somebody waits for, so limits a minute are not its own."""
-        return Charge(self.quotas.none(), self.ledger, tenant, model)
+        return Charge(self.quotas.none, self.ledger, tenant, model)
 
 
 def gate_of(config: GatewayConfig, register: KeyRegister) -> Gate:

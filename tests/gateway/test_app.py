@@ -17,6 +17,7 @@ from tests.gateway.model_dir import write_model_dir
 from pagoda_gateway.api.answer_schemas import StackAnswer
 from pagoda_gateway.app import create_app
 from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.clients import OPEN_PATHS
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
@@ -41,7 +42,7 @@ class Gateway:
         self.engine = SessionClient(EngineAddress(config.engine), self.metrics)
         self.health = Health(self.engine, self.metrics)
         ctx = GatewayContext.new(config, ModelText.load(model), self.engine, served_model_name="m", created=1)
-        app: Any = create_app(ctx, self.health, self.metrics, BackgroundResponses(ctx))
+        app: Any = create_app(ctx, self.health, self.metrics, BackgroundResponses(ctx), Batches(ctx.store))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import suppress
 
+import msgspec
+
 from pagoda_gateway.batches.batch import Batch, results_log
 from pagoda_gateway.batches.files import BATCH_OUTPUT, FileInfo, keep
 from pagoda_gateway.batches.results import Results
@@ -38,14 +40,7 @@ class _FileWriter:
         if self._pending:
             await self._append()
         if self.num_bytes:
-            info = FileInfo(
-                id=self._info.id,
-                bytes=self.num_bytes,
-                created_at=self._info.created_at,
-                filename=self._info.filename,
-                purpose=BATCH_OUTPUT,
-                expires_at=self._info.expires_at,
-            )
+            info = msgspec.structs.replace(self._info, bytes=self.num_bytes)
             with suppress(Conflict):  # whoever was here first has read all results
                 await keep(self._store, owner, info, expect=ABSENT)
 

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from pagoda_gateway.batches.batch import Counts
-from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_PART_BYTES, Conflict, Store, unavailable
+from pagoda_gateway.store.interface import MAX_APPEND_BYTES, Conflict, Store, parts_of, unavailable
 
 ROOM_BYTES = 16 * 1024  # of an append, for what is around an answer
 AROUND_BYTES = 64  # of a result, around what is written
@@ -103,9 +103,8 @@ class Results:
     async def _append(self, group: Sequence[Result]) -> None:
         while new := [result for result in group if not self.has(result.line)]:
             data = b"".join(msgspec.json.encode(result) + b"\n" for result in new)
-            parts = [data[i : i + MAX_PART_BYTES] for i in range(0, len(data), MAX_PART_BYTES)]
             try:
-                self._length = await self._store.append(self._log, parts, index=self._length)
+                self._length = await self._store.append(self._log, parts_of(data), index=self._length)
             except Conflict:
                 known = self._length
                 await self.load()

@@ -79,21 +79,18 @@ class BatchWork:
         self._results: Results | None = None
 
     async def run(self) -> None:
-        again_s = times.BATCH_AGAIN_S
-        while True:
-            try:
-                batch = await self._known()
-                if batch is None or batch.has_ended():
-                    logger.info("batch %s is %s", self._id, "gone" if batch is None else batch.status)
-                    await self._batches.close(self._id)
-                    return
-                await self._step(batch)
-                again_s = times.BATCH_AGAIN_S
-            except PagodaError as error:
-                if error.code not in AGAIN:
-                    raise
-                await asyncio.sleep(max(error.retry_after_s, again_s))
-                again_s = min(2 * again_s, times.BATCH_AGAIN_MOST_S)
+        while not await _until_there(self._gone_on):
+            pass
+
+    async def _gone_on(self) -> bool:
+        """One step on; whether there was none left."""
+        batch = await self._known()
+        if batch is None or batch.has_ended():
+            logger.info("batch %s is %s", self._id, "gone" if batch is None else batch.status)
+            await self._batches.close(self._id)
+            return True
+        await self._step(batch)
+        return False
 
     async def _known(self) -> Batch | None:
         """None where the store has lost it."""

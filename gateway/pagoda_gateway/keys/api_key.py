@@ -7,7 +7,6 @@ by the id; whether it is that key is said by comparing digests in constant time.
 from __future__ import annotations
 
 import hashlib
-import hmac
 import re
 import secrets
 from collections.abc import Iterator
@@ -96,10 +95,6 @@ def digest_of(key: bytes) -> str:
 
 
 NO_DIGEST = digest_of(b"")  # what is compared where there is no record, so that this takes as long
-
-
-def is_digest_of(digest: str, key: bytes) -> bool:
-    return hmac.compare_digest(digest_of(key), digest)
 
 
 def id_of(key: bytes) -> str | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pagoda_gateway.keys.answers import Answers
-from pagoda_gateway.keys.api_key import NO_DIGEST, ApiKey, digest_of, id_of, is_digest_of, is_id
+from pagoda_gateway.keys.api_key import NO_DIGEST, ApiKey, digest_of, id_of, is_id
 from pagoda_gateway.keys.grants import ANYBODY, RIGHTS, Grant, Limits, Role
 from pagoda_gateway.keys.register import KeyRegister
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -103,12 +103,12 @@ class Gate:
         key = shown.pop()
         digest = digest_of(key)
         found = [holder for known, holder in self._options if hmac.compare_digest(digest, known)]
-        return found[0] if found else await self._holder_in_store(key)
+        return found[0] if found else await self._holder_in_store(key, digest)
 
-    async def _holder_in_store(self, shown: bytes) -> Holder:
+    async def _holder_in_store(self, shown: bytes, digest: str) -> Holder:
         key_id = id_of(shown)
         key = None if key_id is None else await self._keys.of(key_id)
-        is_it = is_digest_of(NO_DIGEST if key is None else key.digest, shown)
+        is_it = hmac.compare_digest(NO_DIGEST if key is None else key.digest, digest)
         if key is None or not is_it:
             raise PagodaError(ErrorCode.INVALID_API_KEY, "the API key is not one of this server's")
         return self._holder(key)

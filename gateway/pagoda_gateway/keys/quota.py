@@ -119,23 +119,22 @@ class Quotas:
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
+        self.none = Quota(NO_LIMITS, now)  # counts nothing, so it is everybody's who has no limits
         self._by_tenant: dict[str, Quota] = {}
         self._most = SWEPT_ABOVE
 
     def of(self, tenant: str, limits: Limits) -> Quota:
+        if limits == NO_LIMITS:
+            return self.none
         found = self._by_tenant.get(tenant)
         if found is None or found.limits != limits:
             found = Quota(limits, self._now)
-            if limits != NO_LIMITS:
-                self._keep(tenant, found)
+            self._keep(tenant, found)
         return found
 
     def known(self, tenant: str) -> Quota:
         """Of a tenant whose limits nobody tells; without any, where it has not asked here lately."""
-        return self._by_tenant.get(tenant) or self.none()
-
-    def none(self) -> Quota:
-        return Quota(NO_LIMITS, self._now)
+        return self._by_tenant.get(tenant, self.none)
 
     def _keep(self, tenant: str, quota: Quota) -> None:
         if len(self._by_tenant) >= self._most:

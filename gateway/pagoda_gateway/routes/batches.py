@@ -11,9 +11,9 @@ from pagoda_gateway.batches.files import BATCH, Files
 from pagoda_gateway.batches.schemas import BatchesQuery, BatchList, BatchObject, BatchRequest, NoBody
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.routes.batch_service import DIALECTS
-from pagoda_gateway.routes.body import caller_of, json_response, query_of, read_body
+from pagoda_gateway.routes.body import caller_of, json_response, listed, query_of, read_body
 from pagoda_gateway.routes.described import endpoint
-from pagoda_gateway.routes.files import KEPT_S, files_of, listed
+from pagoda_gateway.routes.files import KEPT_S, files_of
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 
 PATH = "/v1/batches"

@@ -108,5 +108,11 @@ def parse_body(schema: type[Model], body: dict[str, Any]) -> Model:
         raise invalid_fields(error, body) from error
 
 
+def listed(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
+    """A page of a list as OpenAI's API shows it; `more`: there are some after it."""
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
+
+
 def json_response(content: dict[str, Any]) -> Response:
     return Response(encoded(content), media_type="application/json")

@@ -15,7 +15,7 @@ from pagoda_gateway.batches.schemas import FileDeleted, FileForm, FileList, File
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.http.multipart import UploadForm
 from pagoda_gateway.http.sse import ClientGone
-from pagoda_gateway.routes.body import caller_of, hold_for, json_response, parse_body, query_of
+from pagoda_gateway.routes.body import caller_of, hold_for, json_response, listed, parse_body, query_of
 from pagoda_gateway.routes.described import endpoint
 from pagoda_gateway.store.interface import MAX_PART_BYTES
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
@@ -35,11 +35,6 @@ def router(ctx: GatewayContext) -> APIRouter:
 
 def files_of(ctx: GatewayContext) -> Files:
     return Files(ctx.store, FileLimits(ctx.config.max_file_bytes, ctx.config.max_files_bytes))
-
-
-def listed(data: list[dict[str, Any]], more: bool) -> dict[str, Any]:
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": more}
 
 
 def _add_upload(routes: APIRouter, files: Files) -> None:

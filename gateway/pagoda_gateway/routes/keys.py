@@ -14,7 +14,7 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.generation.requests import named_as_in_body
 from pagoda_gateway.keys.api_key import ApiKey, NewKey
 from pagoda_gateway.keys.grants import ADMIN_PATH, LIMITS, Limits, Role
-from pagoda_gateway.routes.body import json_response, query_of, read_body
+from pagoda_gateway.routes.body import json_response, listed, query_of, read_body
 from pagoda_gateway.routes.described import endpoint
 
 PATH = f"{ADMIN_PATH}/keys"
@@ -48,11 +48,7 @@ def _add_all(routes: APIRouter, ctx: GatewayContext) -> None:
     async def list_keys(request: Request) -> Response:
         asked = query_of(request, KeysQuery)
         page = await ctx.keys.page(limit=asked.limit, after=asked.after, newest_first=asked.order == "desc")
-        first, last = (page.keys[0].id, page.keys[-1].id) if page.keys else (None, None)
-        data = [_shown(key) for key in page.keys]
-        return json_response(
-            {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": page.more}
-        )
+        return json_response(listed([_shown(key) for key in page.keys], page.more))
 
 
 def _add_one(routes: APIRouter, ctx: GatewayContext) -> None:

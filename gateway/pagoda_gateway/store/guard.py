@@ -162,8 +162,5 @@ class GuardedStore:
     async def release(self, name: str, holder: str) -> None:
         await self._call(partial(self._store.release, name, holder))
 
-    async def add(self, counter: str, amount: int, *, expires_at: float | None = None) -> int:
-        return await self._call(partial(self._store.add, counter, amount, expires_at=expires_at))
-
     async def aclose(self) -> None:
         await self._store.aclose()

@@ -1,11 +1,10 @@
 """A store never decides: it keeps bytes, and says no to whoever wrote without having seen what is there now.
 
-Four things are in it, each under names of its own:
+Three things are in it, each under names of its own:
 
     record    a value under (collection, key), with an owner that never changes and a version that every write raises
     log       parts in the order in which they were appended; content of a file, events of an answer
     claim     a name that one holder has until its lease is over, for work that one process should do
-    counter   a whole number
 
 Two writers of the same thing are told apart by version, or by the index at which they append, never by a clock: a
 claim only spares work that would be done twice. What has expired is not there. A call that fails, or is cancelled, may
@@ -26,7 +25,6 @@ MAX_PART_BYTES = 1024 * 1024
 MAX_APPEND_BYTES = 4 * 1024 * 1024
 MAX_PAGE_BYTES = 1024 * 1024  # what is read in one go, or one record or part that is larger
 MAX_PAGE_RECORDS = 1000
-MAX_COUNT = 2**53
 ABSENT = 0  # the version of what is not there
 _COLLECTION = re.compile(r"[a-z][a-z_]{0,63}")
 
@@ -58,6 +56,11 @@ def unavailable(why: str, retry_after_s: float) -> PagodaError:
     error = PagodaError(ErrorCode.UNAVAILABLE, "what this server keeps cannot be reached now", None, retry_after_s)
     error.add_note(why)
     return error
+
+
+def parts_of(data: bytes) -> list[bytes]:
+    """As few as may be, each of them a part that a log takes."""
+    return [data[i : i + MAX_PART_BYTES] for i in range(0, len(data), MAX_PART_BYTES)]
 
 
 class Store(Protocol):
@@ -127,10 +130,6 @@ class Store(Protocol):
 
     async def release(self, name: str, holder: str) -> None:
         """Nothing happens to a claim of somebody else."""
-        ...
-
-    async def add(self, counter: str, amount: int, *, expires_at: float | None = None) -> int:
-        """Add to a counter, which begins at 0, and return what it is then; `expires_at` as of `put`."""
         ...
 
     async def aclose(self) -> None: ...

@@ -7,7 +7,7 @@ server's to say (`appendonly`, `appendfsync`, replicas): see its settings. Expir
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from redis.asyncio import Redis
@@ -119,12 +119,6 @@ _RELEASE = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
 return 0
 """
-# KEYS: counter. ARGV: amount, expiry in ms or 0
-_ADD = """
-local count = redis.call('INCRBY', KEYS[1], ARGV[1])
-if ARGV[2] == '0' then redis.call('PERSIST', KEYS[1]) else redis.call('PEXPIREAT', KEYS[1], ARGV[2]) end
-return count
-"""
 
 
 class RedisStore:
@@ -136,11 +130,8 @@ class RedisStore:
         self._redis = Redis.from_url(url, max_connections=MAX_CONNECTIONS, retry=never, protocol=2)
 
     async def _run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
-        return await self._asked(self._redis.register_script(script)(keys=keys, args=arguments))
-
-    async def _asked(self, call: Awaitable[Any]) -> Any:
         try:
-            return await call
+            return await self._redis.register_script(script)(keys=keys, args=arguments)
         except (RedisError, OSError) as error:
             with contextlib.suppress(RedisError, OSError):  # connections that are idle are to the server that was
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
@@ -213,10 +204,6 @@ class RedisStore:
 
     async def release(self, name: str, holder: str) -> None:
         await self._run(_RELEASE, [f"{PREFIX}claim:{name}"], holder)
-
-    async def add(self, counter: str, amount: int, *, expires_at: float | None = None) -> int:
-        interface.check_names(counter)
-        return int(await self._run(_ADD, [f"{PREFIX}counter:{counter}"], amount, _ms(expires_at)))
 
     async def aclose(self) -> None:
         await self._redis.aclose()

@@ -14,7 +14,15 @@ from typing import Any
 
 import msgspec
 
-from pagoda_gateway.store.interface import ABSENT, MAX_APPEND_BYTES, MAX_PART_BYTES, Conflict, Record, Store
+from pagoda_gateway.store.interface import (
+    ABSENT,
+    MAX_APPEND_BYTES,
+    MAX_PART_BYTES,
+    Conflict,
+    Record,
+    Store,
+    parts_of,
+)
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 RESPONSES = "responses"
@@ -136,8 +144,7 @@ class KeptResponses:
 
     async def _laid_aside(self, name: str, event: bytes) -> bytes:
         """What stands in its place: no event begins like it."""
-        pieces = [event[i : i + MAX_PART_BYTES] for i in range(0, len(event), MAX_PART_BYTES)]
-        ends = [await self._store.append(_log(name, LARGE), [piece]) for piece in pieces]
+        ends = [await self._store.append(_log(name, LARGE), [piece]) for piece in parts_of(event)]
         await self._store.keep_until(_log(name, LARGE), self._expiry())
         return msgspec.json.encode([end - 1 for end in ends])
 
@@ -182,7 +189,7 @@ class KeptResponses:
         return await self._store.put(RESPONSES, name, value, owner=owner, expect=expect, expires_at=self._expiry())
 
     async def _write(self, name: str, log: str, data: bytes) -> None:
-        parts = [data[i : i + MAX_PART_BYTES] for i in range(0, len(data), MAX_PART_BYTES)]
+        parts = parts_of(data)
         for i in range(0, len(parts), PARTS_PER_APPEND):
             await self._store.append(_log(name, log), parts[i : i + PARTS_PER_APPEND], index=i)
         await self._store.keep_until(_log(name, log), self._expiry())

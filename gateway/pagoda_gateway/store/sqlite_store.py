@@ -43,8 +43,6 @@ CREATE TABLE IF NOT EXISTS parts (id INTEGER PRIMARY KEY, log TEXT NOT NULL, at 
 CREATE UNIQUE INDEX IF NOT EXISTS parts_in_order ON parts (log, at);
 CREATE TABLE IF NOT EXISTS claims (name TEXT PRIMARY KEY, holder TEXT NOT NULL, until REAL NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS claims_by_expiry ON claims (until);
-CREATE TABLE IF NOT EXISTS counters (name TEXT PRIMARY KEY, count INTEGER NOT NULL, expires_at REAL) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS counters_by_expiry ON counters (expires_at) WHERE expires_at IS NOT NULL;
 """
 _ALIVE = "(expires_at IS NULL OR expires_at > :now)"
 _FIELDS = "key, owner, value, version, position, expires_at"
@@ -216,7 +214,7 @@ class SqliteStore:
     async def drop(self, log: str) -> None:
         await self._do(lambda connection, _: _forget(connection, log))
 
-    # Claims and counters
+    # Claims
 
     async def claim(self, name: str, holder: str, lease_s: float) -> bool:
         interface.check_names(name, holder)
@@ -236,22 +234,6 @@ class SqliteStore:
             connection.execute("DELETE FROM claims WHERE name = ? AND holder = ?", (name, holder))
 
         await self._do(work)
-
-    async def add(self, counter: str, amount: int, *, expires_at: float | None = None) -> int:
-        interface.check_names(counter)
-        query = (
-            "INSERT INTO counters VALUES (:name, :amount, :expires_at) ON CONFLICT (name) DO UPDATE SET"
-            f" count = excluded.count + CASE WHEN {_ALIVE} THEN count ELSE 0 END, expires_at = excluded.expires_at"
-            " RETURNING count"
-        )
-
-        def work(connection: sqlite3.Connection, now: float) -> int:
-            _sweep(connection, now)
-            given = {"name": counter, "amount": amount, "expires_at": expires_at, "now": now}
-            ((count,),) = connection.execute(query, given).fetchall()
-            return int(count)
-
-        return await self._do(work)
 
 
 def _open(path: str, *, scratch: bool) -> sqlite3.Connection:
@@ -318,9 +300,8 @@ def _forget(connection: sqlite3.Connection, log: str) -> None:
 
 def _sweep(connection: sqlite3.Connection, now: float) -> None:
     """A little of what has expired goes with every write, so that nothing has to go round."""
-    for table, column in (("counters", "expires_at"), ("claims", "until")):
-        few = f"SELECT name FROM {table} WHERE {column} <= ? LIMIT {SWEPT_AT_ONCE}"
-        connection.execute(f"DELETE FROM {table} WHERE name IN ({few})", (now,))
+    few = f"SELECT name FROM claims WHERE until <= ? LIMIT {SWEPT_AT_ONCE}"
+    connection.execute(f"DELETE FROM claims WHERE name IN ({few})", (now,))
     few = f"SELECT collection, key FROM records WHERE expires_at <= ? LIMIT {SWEPT_AT_ONCE}"
     connection.execute(f"DELETE FROM records WHERE (collection, key) IN ({few})", (now,))
     for (log,) in connection.execute("SELECT log FROM logs WHERE expires_at <= ? LIMIT 1", (now,)).fetchall():

@@ -24,6 +24,7 @@ from pagoda_gateway.keys.grants import LIMITS, Limits, Role
 from pagoda_gateway.keys.register import KeyRegister
 from pagoda_gateway.store.interface import MAX_PAGE_RECORDS, unavailable
 from pagoda_gateway.store.opening import SQLITE, open_store
+from pagoda_gateway.store.sqlite_store import MEMORY
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
 
@@ -69,7 +70,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _check_store(store: str, new: bool) -> None:
     """Raises ConfigError."""
-    if store in ("", ":memory:"):
+    if store in ("", MEMORY):
         raise ConfigError(["--store is needed, the one of the gateways (PAGODA_STORE or store in the settings file)"])
     path = Path(store.removeprefix(SQLITE)).expanduser()
     if store.startswith(SQLITE) and not new and not path.exists():

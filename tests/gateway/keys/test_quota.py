@@ -136,4 +136,5 @@ def test_only_what_has_something_to_remember_is_kept() -> None:
         assert quotas.of("busy", limits)._open == 1
     assert quotas.known("used") is used
     assert quotas.known("never seen").left() == []
-    assert quotas.of("free", NO_LIMITS) is not quotas.of("free", NO_LIMITS)
+    assert quotas.of("free", NO_LIMITS) is quotas.known("never seen") is quotas.none
+    assert "free" not in quotas._by_tenant

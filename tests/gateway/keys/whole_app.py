@@ -14,6 +14,7 @@ from tests.gateway.fakes_engine import Gateway, Script, make_gateway
 
 from pagoda_gateway.app import create_app
 from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.health import Health
@@ -31,7 +32,7 @@ class App:
         metrics = GatewayMetrics("m")
         health = Health(SessionClient(EngineAddress("unix:none"), metrics), metrics)
         background = BackgroundResponses(gateway.context)
-        self.asgi: Any = create_app(gateway.context, health, metrics, background)
+        self.asgi: Any = create_app(gateway.context, health, metrics, background, Batches(gateway.context.store))
         self.admin = self.client(ADMIN)
 
     def client(self, key: str = "") -> httpx.AsyncClient:

@@ -19,6 +19,7 @@ from tests.gateway.model_dir import CHAT_TEMPLATE, write_model_dir
 from pagoda_gateway.api.answer_schemas import MessagesErrorAnswer
 from pagoda_gateway.app import create_app
 from pagoda_gateway.background.runner import BackgroundResponses
+from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.health import Health
@@ -52,7 +53,7 @@ async def serving(gateway: Gateway) -> AsyncIterator[Running]:
     background = BackgroundResponses(gateway.context)
     background.start()
     try:
-        app = create_app(gateway.context, health, metrics, background)
+        app = create_app(gateway.context, health, metrics, background, Batches(gateway.context.store))
         async with running_http(app, gateway.context.config) as running:
             yield running
     finally:

@@ -215,15 +215,6 @@ async def test_a_claim_has_one_holder_until_its_lease_is_over(store: Store, name
     assert not await store.claim(name, "b", LONG_S)
 
 
-async def test_a_counter_counts_for_all(store: Store, name: str) -> None:
-    counts = await asyncio.gather(*(store.add(name, 2) for _ in range(5)))
-    assert sorted(counts) == [2, 4, 6, 8, 10]
-    assert await store.add(name, -10) == 0
-    assert await store.add(name, 7, expires_at=time.time() + LONG_S) == 7
-    await store.add(name, 0, expires_at=time.time() - SOON_S)
-    assert await store.add(name, 1) == 1
-
-
 @pytest.mark.parametrize(
     "odd", ["'; DROP TABLE records; --", '"', "*", "?[a-z]", "{a}:b", ":now", "é", "a b", "%s", "\\"]
 )
@@ -236,7 +227,6 @@ async def test_sec_23_names_are_never_code(store: Store, name: str, odd: str) ->
     assert await store.append(key, [b"p"]) == 1
     assert await store.read(key) == [b"p"]
     assert await store.claim(key, odd, LONG_S)
-    assert await store.add(key, 1) == 1
     assert await store.delete("things", key)
     kept = await store.get("things", name)
     assert kept is not None

@@ -55,6 +55,6 @@ async def test_an_address_says_which(address: str, kind: type) -> None:
 
 async def test_the_path_is_all_that_follows(tmp_path: Path) -> None:
     store = open_store(f"sqlite://{tmp_path}/a/b.db")
-    await store.add("n", 1)
+    await store.append("n", [b"."])
     assert (tmp_path / "a" / "b.db").exists()
     await store.aclose()
