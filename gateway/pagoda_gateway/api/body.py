@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -26,14 +25,13 @@ def _number(text: Any) -> Any:
 Number = BeforeValidator(_number)
 
 
-def only(known: Sequence[str], said: str, *, named: bool = False) -> BeforeValidator:
-    """Objects of other types are refused in one sentence, whatever else is in them: `said` of the type, `{}`, and what
-    is `known` behind it."""
+def only(*known: str, said: str = "is of type {kind}; supported here: {known}") -> BeforeValidator:
+    """Objects of other types are refused in one sentence, whatever else is in them."""
 
     def check(value: Any) -> Any:
         kind = value.get("type") if isinstance(value, dict) else None
         if isinstance(kind, str) and kind not in known:
-            raise ValueError(said.format(ascii(kind[:64])))
+            raise ValueError(said.format(kind=ascii(kind[:64]), known=", ".join(known)))
         return value
 
     return BeforeValidator(check)
