@@ -92,6 +92,12 @@ def test_only_the_settings_read_the_environment() -> None:
     assert not found
 
 
+def test_no_cancellation_is_lost() -> None:
+    """Before Python 3.12 wait_for swallows one that comes when what it waits for is done: asyncio.timeout does not."""
+    found = [name(path) for path in product_files() if "asyncio.wait_for" in path.read_text(encoding="utf-8")]
+    assert not found
+
+
 def test_nothing_is_left_for_later() -> None:
     later = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|raise NotImplementedError")
     found = [

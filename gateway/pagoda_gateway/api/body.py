@@ -32,6 +32,18 @@ def _flag(text: Any) -> Any:
 Flag = BeforeValidator(_flag)
 
 
+def only(*known: str, said: str = "is of type {kind}; supported here: {known}") -> BeforeValidator:
+    """Objects of other types are refused in one sentence, whatever else is in them."""
+
+    def check(value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in known:
+            raise ValueError(said.format(kind=ascii(kind[:64]), known=", ".join(known)))
+        return value
+
+    return BeforeValidator(check)
+
+
 class Query(BaseModel):
     """What stands behind the question mark of a list."""
 

@@ -6,25 +6,13 @@ refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from pagoda_gateway.api.body import Body, Text
+from pagoda_gateway.api.body import Body, Text, only
 from pagoda_gateway.api.schemas import Label, kind_of_content
-
-
-def _of_type(*known: str) -> Callable[[Any], Any]:
-    """Other types are refused in one sentence, whatever else is said there."""
-
-    def check(value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind not in known:
-            raise ValueError(f"is of type {kind[:64]!a}; supported here: {', '.join(known)}")
-        return value
-
-    return check
+from pagoda_gateway.api.tools import check_choice
 
 
 class CacheControl(Body):
@@ -63,7 +51,7 @@ class ToolUseBlock(Cacheable):
     toolset_name: None = None
 
 
-TextBlocks = Annotated[list[Annotated[TextBlock, BeforeValidator(_of_type("text"))]], Field(fail_fast=True)]
+TextBlocks = Annotated[list[Annotated[TextBlock, only("text")]], Field(fail_fast=True)]
 Texts = Annotated[Annotated[Text, Tag("text")] | Annotated[TextBlocks, Tag("parts")], Discriminator(kind_of_content)]
 
 
@@ -87,7 +75,7 @@ AnyBlock = Annotated[
     | Annotated[ToolUseBlock, Tag("a tool_use block")]
     | Annotated[ToolResultBlock, Tag("a tool_result block")],
     Discriminator(_kind_of_block),
-    BeforeValidator(_of_type("text", "thinking", "tool_use", "tool_result")),
+    only("text", "thinking", "tool_use", "tool_result"),
 ]
 _BLOCKS_OF_ONE_ROLE = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}
 
@@ -155,11 +143,11 @@ class CountTokensRequest(Body):
     model: Annotated[str, Field(max_length=512)]
     messages: Annotated[list[MessageParam], Field(fail_fast=True, min_length=1)]
     system: Texts | None = None
-    tools: Annotated[list[Annotated[ToolDefinition, BeforeValidator(_of_type("custom"))]], Field(fail_fast=True)] = (
-        Field(default_factory=list)
+    tools: Annotated[list[Annotated[ToolDefinition, only("custom")]], Field(fail_fast=True)] = Field(
+        default_factory=list
     )
-    tool_choice: Annotated[ToolChoice, BeforeValidator(_of_type("auto", "any", "tool", "none"))] | None = None
-    thinking: Annotated[Thinking, BeforeValidator(_of_type("enabled", "disabled", "adaptive"))] | None = None
+    tool_choice: Annotated[ToolChoice, only("auto", "any", "tool", "none")] | None = None
+    thinking: Annotated[Thinking, only("enabled", "disabled", "adaptive")] | None = None
     cache_control: CacheControl | None = Field(None, description="changes nothing: prefixes are cached in any case")
     speed: Literal["standard"] | None = None
 
@@ -172,13 +160,9 @@ class CountTokensRequest(Body):
     @model_validator(mode="after")
     def _choice_needs_tools(self) -> CountTokensRequest:
         choice = self.tool_choice
-        if choice is not None and choice.type != "none" and not self.tools:
-            raise ValueError("tool_choice needs tools")
-        names = {tool.name for tool in self.tools}
-        if len(names) < len(self.tools):
-            raise ValueError("tools must have names of their own")
-        if choice is not None and choice.name is not None and choice.name not in names:
-            raise ValueError(f"tool_choice names {choice.name[:64]!a}, which is not among the tools")
+        asked = choice is not None and choice.type != "none"
+        chosen = [] if choice is None or choice.name is None else [choice.name]
+        check_choice([tool.name for tool in self.tools], asked, chosen)
         return self
 
     @property

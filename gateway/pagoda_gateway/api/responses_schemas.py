@@ -10,26 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, TypeAdapter, model_validator
 
-from pagoda_gateway.api.body import Body, Flag, Number, Query, Text
+from pagoda_gateway.api.body import Body, Flag, Number, Query, Text, only
 from pagoda_gateway.api.forms.fields import Form, ObjectFormat, TextFormat
 from pagoda_gateway.api.schemas import Label, MetadataKey, Salt, kind_of_content, with_plain_parameters
-from pagoda_gateway.api.tools import is_choice, kind_of_choice
+from pagoda_gateway.api.tools import check_choice, is_choice, kind_of_choice
 from pagoda_proto import grammars
 from pagoda_proto.params import MAX_LOGPROBS
 
 MAX_INPUT_ITEMS = 20_000
 MAX_ITEMS_LISTED = 100
 State = Literal["in_progress", "completed", "incomplete"] | None
-_TEXT_PARTS = ("input_text", "output_text", "refusal")
-_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
-
-
-def _is_part(value: Any) -> Any:
-    """Other parts are refused in one sentence, whatever else is in them."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in _TEXT_PARTS:
-        raise ValueError(f"is a part of type {kind[:64]!a}; this model takes text: {', '.join(_TEXT_PARTS)}")
-    return value
 
 
 class InputText(Body):
@@ -54,7 +44,7 @@ class Refusal(Body):
 
 Part = Annotated[
     Annotated[InputText | OutputText | Refusal, Field(discriminator="type")],
-    BeforeValidator(_is_part),
+    only("input_text", "output_text", "refusal", said="is a part of type {kind}; this model takes text: {known}"),
 ]
 Parts = Annotated[list[Part], Field(fail_fast=True)]
 Content = Annotated[Annotated[Text, Tag("text")] | Annotated[Parts, Tag("parts")], Discriminator(kind_of_content)]
@@ -116,20 +106,19 @@ def _kind_of_item(value: Any) -> str:
     return f"a {kind} item" if isinstance(kind, str) else "a message item"
 
 
-def _is_item(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind not in _ITEMS:
-        raise ValueError(f"is an item of type {kind[:64]!a}; supported here: {', '.join(_ITEMS)}")
-    return value
-
-
 Item = Annotated[
     Annotated[MessageItem, Tag("a message item")]
     | Annotated[FunctionCallItem, Tag("a function_call item")]
     | Annotated[FunctionOutputItem, Tag("a function_call_output item")]
     | Annotated[ReasoningItem, Tag("a reasoning item")],
     Discriminator(_kind_of_item),
-    BeforeValidator(_is_item),
+    only(
+        "message",
+        "function_call",
+        "function_call_output",
+        "reasoning",
+        said="is an item of type {kind}; supported here: {known}",
+    ),
 ]
 Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_INPUT_ITEMS)]
 
@@ -195,12 +184,7 @@ ToolChoice = Annotated[
 ]
 
 
-def _is_function(value: Any) -> Any:
-    kind = value.get("type") if isinstance(value, dict) else None
-    if isinstance(kind, str) and kind != "function":
-        raise ValueError(f"is a tool of type {kind[:64]!a}; only functions are supported here")
-    return value
-
+OnlyFunctions = only("function", said="is a tool of type {kind}; only functions are supported here")
 
 if TYPE_CHECKING:
 
@@ -222,7 +206,7 @@ class ResponsesRequest(Plain):
     store: bool | None = Field(None, description="kept for later unless false; background needs it")
     background: bool | None = None
     metadata: Annotated[dict[MetadataKey, Label], Field(max_length=16)] | None = None
-    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_is_function)]], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[Annotated[FunctionTool, OnlyFunctions]], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     text: TextOptions | None = None
@@ -258,14 +242,8 @@ class ResponsesRequest(Plain):
             raise ValueError("input must have at least one item")
         if self.background and self.store is False:
             raise ValueError("background needs store: nobody waits for the answer")
-        if self.tool_choice not in (None, "none") and not self.tools:
-            raise ValueError("tool_choice needs tools")
-        names = {tool.name for tool in self.tools or ()}
-        if len(names) < len(self.tools or ()):
-            raise ValueError("tools must have names of their own")
-        for name in self.chosen_names or ():
-            if name not in names:
-                raise ValueError(f"tool_choice names {name[:64]!a}, which is not among the tools")
+        asked = self.tool_choice not in (None, "none")
+        check_choice([tool.name for tool in self.tools or ()], asked, self.chosen_names or ())
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
         if self.top_logprobs and not self.with_logprobs:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, field_validator, model_validator
 
-from pagoda_gateway.api.body import Body, Text
+from pagoda_gateway.api.body import Body, Text, only
 from pagoda_gateway.api.forms.fields import Form, Formed
 from pagoda_gateway.api.json_body import MAX_VALUES
-from pagoda_gateway.api.tools import ToolChoice, Tools, check_choice
+from pagoda_gateway.api.tools import NONE, ToolChoice, Tools, check_choice, chosen_names
 from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS, PARAMETERS, PLAIN, Parameter, SamplingParams
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}", re.ASCII)
@@ -42,14 +42,6 @@ WITHOUT_EFFECT: dict[str, tuple[float, ...]] = {
 }  # fmt: skip
 
 
-def _is_text_part(value: Any) -> Any:
-    """Other parts are refused in one sentence, whatever else is in them."""
-    kind = value.get("type") if isinstance(value, dict) else None
-    if kind != "text" and isinstance(kind, str):
-        raise ValueError(f"is a part of type {kind[:64]!a}; this model takes text parts only")
-    return value
-
-
 class TextPart(Body):
     type: Literal["text"]
     text: Text
@@ -71,7 +63,8 @@ def kind_of_content(value: Any) -> str:
     return "parts" if isinstance(value, list) else "text"
 
 
-TextParts = Annotated[list[Annotated[TextPart, BeforeValidator(_is_text_part)]], Field(fail_fast=True, min_length=1)]
+OnlyText = only("text", said="is a part of type {kind}; this model takes text parts only")
+TextParts = Annotated[list[Annotated[TextPart, OnlyText]], Field(fail_fast=True, min_length=1)]
 Content = Annotated[Annotated[Text, Tag("text")] | Annotated[TextParts, Tag("parts")], Discriminator(kind_of_content)]
 
 
@@ -262,10 +255,11 @@ class ChatRequest(Sampling):
             raise ValueError("max_tokens and max_completion_tokens differ")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        check_choice(self.tool_choice, self.tools)
+        names = [tool.function.name for tool in self.tools or ()]
+        check_choice(names, self.tool_choice not in (None, NONE), chosen_names(self.tool_choice) or ())
         if self.thinking_budget is not None and self.thinking_token_budget not in (None, self.thinking_budget):
             raise ValueError("thinking_budget and thinking_token_budget differ")
-        if self.form is not None and not self.form.is_json and self.tools and self.tool_choice != "none":
+        if self.form is not None and not self.form.is_json and self.tools and self.tool_choice != NONE:
             raise ValueError(f"{self.form.field} leaves no room for tools; give one of them, or tool_choice none")
         return self
 

@@ -97,13 +97,13 @@ def chosen_mode(choice: AnyChoice | None) -> str:
     return choice or AUTO
 
 
-def check_choice(choice: AnyChoice | None, tools: Sequence[Tool] | None) -> None:
-    """Raises ValueError for a choice among tools that there are not."""
-    if choice is not None and choice != NONE and not tools:
+def check_choice(tools: Sequence[str], asked: bool, chosen: Sequence[str]) -> None:
+    """Raises ValueError for a choice among tools that there are not. `asked`: something is to be called."""
+    if asked and not tools:
         raise ValueError("tool_choice needs tools")
-    known = {tool.function.name for tool in tools or ()}
-    if len(known) < len(tools or ()):
+    known = set(tools)
+    if len(known) < len(tools):
         raise ValueError("tools must have names of their own")
-    for name in chosen_names(choice) or ():
+    for name in chosen:
         if name not in known:
             raise ValueError(f"tool_choice names {name[:64]!a}, which is not among the tools")

@@ -10,7 +10,7 @@ import msgspec
 from pagoda_gateway.api.answer_schemas import ChatAnswer
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.error_body import OPENAI_ERRORS
-from pagoda_gateway.api.schemas import PLAIN_VERBOSITY, ChatRequest, TokenizeRequest
+from pagoda_gateway.api.schemas import ChatRequest, TokenizeRequest
 from pagoda_gateway.api.tools import NONE, chosen_mode
 from pagoda_gateway.clients import NOBODY, Caller, salt_of
 from pagoda_gateway.context import GatewayContext
@@ -29,10 +29,8 @@ from pagoda_gateway.generation.requests import (
     new_record,
 )
 from pagoda_gateway.generation.updates import Gathered, Update
-from pagoda_gateway.text.chat import thinking_switch
 from pagoda_gateway.text.conversation import Chat, turns_of
 from pagoda_gateway.text.events import CallArguments, CallBegun, Text, Thought
-from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.records import RequestRecord
 from pagoda_proto.steps import TopLogprobs
 
@@ -93,34 +91,15 @@ async def chat_prompt(
             tools=tools,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            options=template_options(body, reader.model.text.template(bool(tools)).variables),
+            options=openai.template_options(
+                body.chat_template_kwargs,
+                [(name, name, getattr(body, name, None)) for name in ("reasoning_effort", "verbosity")],
+                reader.model.text.template(bool(tools)).variables,
+            ),
         )
 
     size = work_size([body.messages, body.tools, body.chat_template_kwargs])
     return await reader.chat(size, read, add_special_tokens)
-
-
-def template_options(body: ChatRequest | TokenizeRequest, read: frozenset[str]) -> dict[str, Any]:
-    """What the template reads besides the messages. Some of it has fields of its own in OpenAI's API.
-
-    Raises:
-        InvalidParams: the same thing is said twice, or the template does not read it.
-    """
-    kwargs = dict(body.chat_template_kwargs or {})
-    for name in ("reasoning_effort", "verbosity"):
-        value = getattr(body, name, None)
-        if value is None or (name == "verbosity" and value == PLAIN_VERBOSITY and name not in read):
-            continue
-        switch = thinking_switch(read) if (name, value) == ("reasoning_effort", "none") else ""
-        if name not in read and switch and switch not in kwargs:
-            kwargs[switch] = False
-            continue
-        if name not in read:
-            raise InvalidParams([Problem(name, f"is {value[:64]!a}, but this model's chat template does not read it")])
-        if name in kwargs:
-            raise InvalidParams([Problem(name, "is also in chat_template_kwargs; give it once")])
-        kwargs[name] = value
-    return kwargs
 
 
 async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Job:

@@ -15,7 +15,7 @@ from pagoda_gateway.api.answer_schemas import MessagesAnswer
 from pagoda_gateway.api.encoding import encoded, event
 from pagoda_gateway.api.error_body import ANTHROPIC_ERRORS
 from pagoda_gateway.api.messages_schemas import CountTokensRequest, MessagesRequest
-from pagoda_gateway.clients import NOBODY, Caller, salt_of
+from pagoda_gateway.clients import Caller, salt_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.messages_tools import thinking_options, wanted_of
@@ -30,11 +30,6 @@ from pagoda_gateway.text.events import CallArguments, CallBegun, Event, Finish, 
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import FinishReason, RequestRecord
-
-
-async def message_record(ctx: GatewayContext, body: MessagesRequest, caller: Caller = NOBODY) -> RequestRecord:
-    """The record of a message. Raises as `message_job` does."""
-    return (await _planned(ctx, body, caller))[0]
 
 
 async def _planned(ctx: GatewayContext, body: MessagesRequest, caller: Caller) -> tuple[RequestRecord, Plan]:

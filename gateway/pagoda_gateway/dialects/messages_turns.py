@@ -19,7 +19,7 @@ from pagoda_gateway.api.messages_schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from pagoda_gateway.text.conversation import Call, Chat, Turn
+from pagoda_gateway.text.conversation import Call, Chat, Turn, content_of
 from pagoda_proto.errors import InvalidParams, Problem
 
 FAILED = "Error:"  # stands before what a tool said of its failure: templates have no other way to tell
@@ -74,7 +74,7 @@ def _turn(role: str, blocks: Sequence[AnyBlock]) -> Turn:
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock)]
     return Turn(
         role=role,
-        content="".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts],
+        content=content_of(texts),
         reasoning="\n".join(thoughts) or None,
         calls=tuple(
             Call(id=block.id, name=block.name, arguments=block.input)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import Any
 
 from pagoda_gateway.api.encoding import DONE, encoded, encoded_list, event
 from pagoda_gateway.api.forms.fields import Form
-from pagoda_gateway.api.schemas import Sampling
+from pagoda_gateway.api.schemas import PLAIN_VERBOSITY, Sampling
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.logprobs import prompt_logprobs
@@ -17,6 +17,7 @@ from pagoda_gateway.generation.prompts import Reader, num_kept
 from pagoda_gateway.generation.requests import named_as_in_body
 from pagoda_gateway.generation.run import Part, Run
 from pagoda_gateway.generation.updates import Gathered, Update
+from pagoda_gateway.text.chat import thinking_switch
 from pagoda_gateway.text.events import Finish
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import InvalidParams, Problem
@@ -69,6 +70,31 @@ def reader(ctx: GatewayContext, body: Sampling, caller: Caller, param: str, aske
         return Reader(ctx.pool, model, caller.key, param, asked)
     keep = num_kept(truncate, asked, model.limits.max_model_len)
     return Reader(ctx.pool, model, caller.key, param, asked, ctx.config.max_tokenize_chars, keep)
+
+
+def template_options(
+    kwargs: Mapping[str, Any] | None, said: Iterable[tuple[str, str, str | None]], known: frozenset[str]
+) -> dict[str, Any]:
+    """What the chat template reads besides the conversation: `kwargs`, and what is `said` in fields of OpenAI's own,
+    each with the name that a template has for it; `known` are the names that this one reads.
+
+    Raises:
+        InvalidParams: the same thing is said twice, or the template does not read it.
+    """
+    options = dict(kwargs or {})
+    for field, name, value in said:
+        if value is None or (name == "verbosity" and value == PLAIN_VERBOSITY and name not in known):
+            continue
+        switch = thinking_switch(known) if (name, value) == ("reasoning_effort", "none") else ""
+        if name not in known and switch and switch not in options:
+            options[switch] = False
+            continue
+        if name not in known:
+            raise InvalidParams([Problem(field, f"is {value[:64]!a}, but this model's chat template does not read it")])
+        if name in options:
+            raise InvalidParams([Problem(field, "is also in chat_template_kwargs; give it once")])
+        options[name] = value
+    return options
 
 
 def shown(body: Sampling, **more: Any) -> Shown:

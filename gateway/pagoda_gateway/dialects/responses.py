@@ -17,11 +17,11 @@ from pagoda_gateway.api.responses_schemas import (
     ResponsesRequest,
     read_items,
 )
-from pagoda_gateway.api.schemas import PLAIN_VERBOSITY
 from pagoda_gateway.clients import Caller, salt_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import chat_logprobs
+from pagoda_gateway.dialects.openai import template_options
 from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling, Told
 from pagoda_gateway.dialects.responses_items import items_of, template_tool, turns_of
 from pagoda_gateway.dialects.responses_tools import place_in, wanted_of
@@ -30,10 +30,9 @@ from pagoda_gateway.generation.prompts import ChatPrompt, Reader, at_most, work_
 from pagoda_gateway.generation.requests import check_priority, check_products, named_as_in_body, new_job, new_record
 from pagoda_gateway.generation.run import Run
 from pagoda_gateway.store.responses import KeptResponses
-from pagoda_gateway.text.chat import thinking_switch
 from pagoda_gateway.text.conversation import Chat
 from pagoda_gateway.text.model_text import ModelText
-from pagoda_proto.errors import InvalidParams, PagodaError, Problem
+from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import PLAIN, SamplingParams
 
 _FIELDS = {"prompt": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
@@ -101,24 +100,10 @@ async def _prompt(reader: Reader, body: ResponsesRequest, items: Sequence[Item])
 
 
 def _template_options(body: ResponsesRequest, known: frozenset[str]) -> dict[str, Any]:
-    """Raises InvalidParams where the chat template does not read what was said."""
-    said = {
-        "reasoning.effort": ("reasoning_effort", None if body.reasoning is None else body.reasoning.effort),
-        "text.verbosity": ("verbosity", None if body.text is None else body.text.verbosity),
-    }
-    options = dict(body.chat_template_kwargs or {})
-    for field, (name, value) in said.items():
-        plain = name == "verbosity" and value == PLAIN_VERBOSITY and name not in known
-        if value is not None and not plain:
-            switch = thinking_switch(known) if (name, value) == ("reasoning_effort", "none") else ""
-            if name not in known and switch:
-                options.setdefault(switch, False)
-                continue
-            if name not in known:
-                message = f"is {value[:64]!a}, but this model's chat template does not read it"
-                raise InvalidParams([Problem(field, message)])
-            options[name] = value
-    return options
+    effort = None if body.reasoning is None else body.reasoning.effort
+    verbosity = None if body.text is None else body.text.verbosity
+    said = [("reasoning.effort", "reasoning_effort", effort), ("text.verbosity", "verbosity", verbosity)]
+    return template_options(body.chat_template_kwargs, said, known)
 
 
 def _head(body: ResponsesRequest, job: Job, params: SamplingParams) -> dict[str, Any]:

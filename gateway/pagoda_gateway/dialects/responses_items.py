@@ -21,7 +21,7 @@ from pagoda_gateway.api.responses_schemas import (
     OutputText,
     ReasoningItem,
 )
-from pagoda_gateway.text.conversation import Call, Turn
+from pagoda_gateway.text.conversation import Call, Turn, content_of
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 
 ASSISTANT = "assistant"
@@ -62,7 +62,7 @@ def _turn_of_other(role: str, item: Item) -> Turn:
         case FunctionOutputItem():
             return Turn(role=role, content="\n".join(_texts(item.output)), call_id=item.call_id)
         case MessageItem():
-            return Turn(role=role, content=_content(_texts(item.content)))
+            return Turn(role=role, content=content_of(_texts(item.content)))
     raise AssertionError(item)
 
 
@@ -86,7 +86,7 @@ def _own_turns(said: Iterable[Item]) -> Iterator[Turn]:
 
 
 def _own_turn(texts: list[str], thoughts: list[str], calls: list[Call]) -> Turn:
-    return Turn(role=ASSISTANT, content=_content(texts), reasoning="\n".join(thoughts) or None, calls=tuple(calls))
+    return Turn(role=ASSISTANT, content=content_of(texts), reasoning="\n".join(thoughts) or None, calls=tuple(calls))
 
 
 def _arguments(call: FunctionCallItem) -> dict[str, Any]:
@@ -101,7 +101,3 @@ def _texts(content: Content) -> list[str]:
     if isinstance(content, str):
         return [content]
     return [part.text if isinstance(part, InputText | OutputText) else part.refusal for part in content]
-
-
-def _content(texts: Sequence[str]) -> str | list[dict[str, Any]]:
-    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]

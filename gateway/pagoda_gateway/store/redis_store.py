@@ -127,7 +127,8 @@ class RedisStore:
     def __init__(self, url: str) -> None:
         """Connects with the first call. Raises ValueError for a URL that is none."""
         never = Retry(NoBackoff(), 0)  # what is sent twice might be done twice
-        self._redis = Redis.from_url(url, max_connections=MAX_CONNECTIONS, retry=never, protocol=2)
+        # Whoever asks has a time budget. redis-py's own would wait by wait_for, which may lose a cancellation.
+        self._redis = Redis.from_url(url, max_connections=MAX_CONNECTIONS, retry=never, protocol=2, socket_timeout=None)
 
     async def _run(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
         try:

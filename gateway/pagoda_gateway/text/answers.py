@@ -113,8 +113,9 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     def grammar(self, formats: Formats, thinking: Thinking | None) -> str:
         """The grammar of the whole answer, "" where it may be anything. Raises NotEnforced."""
-        silenced = thinking in (Thinking.OPEN, Thinking.POSSIBLE) and (self.budget == 0 or self.thinks is False)
-        limited = thinking in (Thinking.OPEN, Thinking.POSSIBLE) and self.budget is not None
+        may_think = thinking in (Thinking.OPEN, Thinking.POSSIBLE)
+        silenced = may_think and (self.budget == 0 or self.thinks is False)
+        limited = may_think and self.budget is not None
         if not (self.calling or self.form or silenced or limited):
             return ""
         if self.form and not self.calling and thinking in (None, Thinking.OVER):
@@ -156,7 +157,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         answer: str,
         silenced: bool,
     ) -> str:
-        if reasoning is None or thinking is Thinking.OVER or thinking is None:
+        if reasoning is None or thinking is Thinking.OVER:
             return answer
         rest = rules.spell(reasoning.close)
         if not silenced:

@@ -49,6 +49,11 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     options: Mapping[str, Any] = {}
 
 
+def content_of(texts: Sequence[str]) -> str | list[dict[str, Any]]:
+    """A turn's content: parts where there are several."""
+    return "".join(texts) if len(texts) < 2 else [{"type": "text", "text": text} for text in texts]
+
+
 def turns_of(messages: Sequence[Message]) -> list[Turn]:
     """Of messages as OpenAI's chat has them. None is as good as absent."""
     return [_turn({name: value for name, value in message.items() if value is not None}) for message in messages]

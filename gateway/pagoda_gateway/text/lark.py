@@ -19,11 +19,6 @@ GAP = r"(/\s{1,4}/)?"
 MAX_PART_CHARS = 16 * MAX_GRAMMAR_CHARS  # equal parts are one, so there may be more of them than in a grammar
 
 
-def quoted(text: str) -> str:
-    """A text as it stands in a rule."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
 def escaped(text: str) -> str:
     """A text as it stands in a regular expression between slashes."""
     return _SPECIAL.sub(lambda found: "\\" + found[0], text).replace("\n", "\\n").replace("\r", "\\r")
@@ -51,11 +46,11 @@ class Rules:
         start = 0
         for found in self._pattern.finditer(text) if self._pattern else ():
             if found.start() > start:
-                pieces.append(quoted(text[start : found.start()]))
+                pieces.append(grammars.quoted(text[start : found.start()]))
             pieces.append(f"<[{self._tokens[found[0]]}]>")
             start = found.end()
         if start < len(text):
-            pieces.append(quoted(text[start:]))
+            pieces.append(grammars.quoted(text[start:]))
         return " ".join(pieces)
 
     def starts_with_token(self, marker: str) -> bool:
@@ -101,7 +96,7 @@ class Rules:
             return f"{self.rule(text, limit) if limit else text} {self.spell(marker)}"
         found = self._pattern.search(marker) if self._pattern else None
         end = len(marker) if found is None else found.start()
-        lazy = self.rule(f"{text} {quoted(marker[:end])}", "lazy")
+        lazy = self.rule(f"{text} {grammars.quoted(marker[:end])}", "lazy")
         return f"{lazy} {self.spell(marker[end:])}".rstrip()
 
     def schema(self, schema: Mapping[str, Any]) -> str:

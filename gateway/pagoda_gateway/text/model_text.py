@@ -238,7 +238,7 @@ def _build(
     text_config = files.config.get("text_config", {})
     config = {**text_config, **files.config} if isinstance(text_config, dict) else files.config
     add_bos = files.tokenizer_config.get("add_bos_token")
-    templates = _templates(files, template)
+    templates, tokens = _templates(files, template), SpecialTokens(tokenizer)
     return ModelText(
         tokenizer=tokenizer,
         vocab_size=max(_integer(config.get("vocab_size")), tokenizer.get_vocab_size()),
@@ -249,9 +249,9 @@ def _build(
         sampling_defaults=_sampling_defaults(files.generation),
         table=_table(tokenizer, definition),
         templates={name: ChatTemplate(source, special) for name, source in templates.items()},
-        formats=Formats.of(templates.get("tool_use", templates.get("default", "")), _marker_ids(tokenizer), *parsers),
+        formats=Formats.of(templates.get("tool_use", templates.get("default", "")), tokens.ids, *parsers),
         longest_token_bytes=_longest_token_bytes(definition, tokenizer),
-        special=SpecialTokens(tokenizer),
+        special=tokens,
     )
 
 
@@ -299,13 +299,6 @@ def _table(tokenizer: Tokenizer, definition: Mapping[str, Any]) -> TokenTable:
     added = tokenizer.get_added_tokens_decoder()
     special = frozenset(i for i, token in added.items() if token.special)
     return TokenTable(rules, tokens, special)
-
-
-def _marker_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """Tokens that grammars know by their ids only, by their text: the special ones, and what looks like a tag."""
-    added = tokenizer.get_added_tokens_decoder()
-    texts = {token.content: i for i, token in added.items() if token.content}
-    return {text: i for text, i in texts.items() if added[i].special or (text.startswith("<") and text.endswith(">"))}
 
 
 def _longest_token_bytes(definition: Mapping[str, Any], tokenizer: Tokenizer) -> int:

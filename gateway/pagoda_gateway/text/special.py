@@ -28,7 +28,8 @@ _STEPS = ("normalizer", "pre_tokenizer")
 class SpecialTokens:
     """Those of one tokenizer. Safe to share between threads.
 
-    `ids` are token ids by name, of all tokens that a grammar does not take for text.
+    `ids` are token ids by name, of all tokens that a grammar does not take for text: the special ones, and what
+    looks like a tag.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

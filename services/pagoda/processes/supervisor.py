@@ -206,7 +206,8 @@ class Supervisor:
         )
         self._observer.on_event(child.spec.name, {"event": "died", "code": code})
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), pause_s)
+            async with asyncio.timeout(pause_s):
+                await self._stopping.wait()
 
     def _give_up(self, code: int) -> None:
         self._verdict = code

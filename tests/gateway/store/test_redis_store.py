@@ -113,3 +113,19 @@ async def test_indices_lose_what_has_expired(server: RedisServer, store: RedisSt
         assert await admin.zcard(f"{PREFIX}expiring") == 0
     finally:
         await admin.aclose()
+
+
+@pytest.mark.e2e
+async def test_who_is_cancelled_ends_wherever_that_meets_a_call(store: RedisStore) -> None:
+    async def ask_for_ever() -> None:
+        while True:
+            await store.length("log")
+
+    for turns in range(60):  # of the loop, over several calls
+        task = asyncio.create_task(ask_for_ever())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert task.done(), f"after {turns} turns"

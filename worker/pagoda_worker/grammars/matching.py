@@ -49,6 +49,7 @@ class Matcher:
         self._ended = False
         self._num_consumed = 0
         self._mask: Mask | None = None
+        self._forced: Ids | None = None
         self.error = ""
 
     def mask(self) -> Mask:
@@ -60,10 +61,14 @@ class Matcher:
     def forced(self, limit: int) -> Ids:
         """The tokens that come next, up to `limit`, as far as the grammar leaves no choice. The mask is found first, so
         this finds out nothing that a row without drafts would not know."""
-        self.mask()
-        if self.error or self._ended or limit < 1:
+        if self._ended or limit < 1:
             return NOTHING
-        return np.array(self._state.compute_ff_tokens()[:limit], np.int64)
+        self.mask()
+        if self.error:
+            return NOTHING
+        if self._forced is None:
+            self._forced = np.array(self._state.compute_ff_tokens(), np.int64)
+        return self._forced[:limit]
 
     def may_begin(self, tokens: Ids) -> bool:
         """Whether the first of these tokens may come next. To look further, even on a copy, would find out what a row
@@ -79,7 +84,7 @@ class Matcher:
         elif not self._state.consume_token(token):
             self._fail(self._state.get_error())
         self._num_consumed += 1
-        self._mask = None
+        self._mask = self._forced = None
 
     def _allowed(self) -> Bits:
         tokens = self._tokens

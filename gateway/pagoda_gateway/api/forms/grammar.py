@@ -88,12 +88,7 @@ class _Writer:
 
     def grammar(self, whole: tags.Format) -> str:
         start = self._in_rule(self._row(_atoms(whole)))
-        main = "\n".join([f"start: {start}", *self._lines])
-        return json.dumps(
-            {"grammars": [{"name": "main", "lark_grammar": main}, *self._own]},
-            separators=(",", ":"),
-            ensure_ascii=False,
-        )
+        return grammars.composed("\n".join([f"start: {start}", *self._lines]), self._own)
 
     def _row(self, atoms: Sequence[Atom]) -> Part:
         parts = list(self._parts([atom for atom in atoms if atom != Literal(("",))]))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pagoda_gateway.text.lark import Rules, quoted
+from pagoda_gateway.text.lark import Rules
 from pagoda_gateway.text.source import NotACall, Reading, Source
 from pagoda_gateway.text.tool_formats.format import Calls
 from pagoda_gateway.text.tool_formats.functions import Function, Parameters
 from pagoda_gateway.text.tool_formats.literals import Literals
+from pagoda_proto.grammars import quoted
 
 
 @dataclass(frozen=True)

@@ -349,21 +349,16 @@ TOOL_FORMATS = (
         shape=PythonCall(),
         end="\n</function_calls>",
     ),
-    ToolFormat(
-        name="llama3_json",
-        marks=("<|python_tag|>", '"parameters"'),
-        begin="<|python_tag|>",
-        between="; ",
-        shape=JsonCall(arguments="parameters"),
-        bare=r'\s*\{\s*"name"',
-    ),
-    ToolFormat(
-        name="llama3_json",
-        marks=("<|start_header_id|>", '"parameters"'),
-        begin="<|python_tag|>",
-        between="; ",
-        shape=JsonCall(arguments="parameters"),
-        bare=r'\s*\{\s*"name"',
+    *(
+        ToolFormat(
+            name="llama3_json",
+            marks=(mark, '"parameters"'),
+            begin="<|python_tag|>",
+            between="; ",
+            shape=JsonCall(arguments="parameters"),
+            bare=r'\s*\{\s*"name"',
+        )
+        for mark in ("<|python_tag|>", "<|start_header_id|>")
     ),
     *(
         ToolFormat(

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pagoda_gateway.text.lark import ANY, Rules, quoted
-from pagoda_proto.grammars import NAMED_SCHEMAS, PLAIN_VALUES, UNSUPPORTED, WHITE_SPACE, places
+from pagoda_gateway.text.lark import ANY, Rules
+from pagoda_proto.grammars import NAMED_SCHEMAS, PLAIN_VALUES, UNSUPPORTED, WHITE_SPACE, places, quoted
 
 TYPES = frozenset({"string", "number", "integer", "boolean", "null", "object", "array"})
 ABOUT = frozenset({

@@ -7,11 +7,12 @@ import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pagoda_gateway.text.lark import Rules, quoted
+from pagoda_gateway.text.lark import Rules
 from pagoda_gateway.text.source import NotACall, Reading, Source
 from pagoda_gateway.text.tool_formats.format import Calls
 from pagoda_gateway.text.tool_formats.functions import Function
 from pagoda_gateway.text.tool_formats.words import parsed
+from pagoda_proto.grammars import quoted
 
 _ARGUMENTS = frozenset({"arguments", "parameters"})
 _NAMES = frozenset({"name", "tool_name"})

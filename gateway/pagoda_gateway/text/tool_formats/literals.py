@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda_gateway.text.lark import Rules, quoted
+from pagoda_gateway.text.lark import Rules
 from pagoda_gateway.text.source import Reading, Source, Tell
 from pagoda_gateway.text.tool_formats.functions import (
     NotEnforced,
@@ -23,6 +23,7 @@ from pagoda_gateway.text.tool_formats.functions import (
     types_of,
 )
 from pagoda_gateway.text.tool_formats.words import dumped, inside, parsed
+from pagoda_proto.grammars import quoted
 
 MAX_DEPTH = 64
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0", "\n": ""}
@@ -167,8 +168,7 @@ class Literals:
             refuse_others(schema, {"type", "items"}, pointer)
         items = schema.get("items")
         told = self.rule(rules, items if isinstance(items, dict) else {}, parameters, f"{pointer}/items")
-        item = rules.rule(told)
-        return f'"[" ({item} ({quoted(self.between)} {item})*)? "]"'
+        return f'"[" {self._several(rules.rule(told))} "]"'
 
     def _object(self, rules: Rules, schema: Schema, parameters: Parameters, pointer: str) -> str:
         properties = schema.get("properties")
@@ -182,16 +182,21 @@ class Literals:
         for name, value in properties.items():
             below = f"{pointer}/properties/{name}"
             inner = self.rule(rules, value if isinstance(value, dict) else {}, parameters, below)
-            told.append((f"{self._key_rule(rules, name)} {inner}", name in required))
+            told.append((f"{self._key_rule(name)} {inner}", name in required))
         return f'"{{" {in_order(rules, told, self.between)} "}}"'
 
     def _free_object(self, rules: Rules, parameters: Parameters, pointer: str) -> str:
-        any_value = self._any(rules, parameters, pointer)
-        key = _KEY if self.bare_keys else rules.schema({"type": "string"})
-        member = f"{key} {quoted(self.colon)} {any_value}"
-        return f'"{{" ({member} ({quoted(self.between)} {member})*)? "}}"'
+        return self._object_of(rules, self._any(rules, parameters, pointer))
 
-    def _key_rule(self, rules: Rules, name: str) -> str:
+    def _object_of(self, rules: Rules, value: str) -> str:
+        """Any keys, each with what this rule says."""
+        key = _KEY if self.bare_keys else rules.schema({"type": "string"})
+        return f'"{{" {self._several(f"{key} {quoted(self.colon)} {value}")} "}}"'
+
+    def _several(self, member: str) -> str:
+        return f"({member} ({quoted(self.between)} {member})*)?"
+
+    def _key_rule(self, name: str) -> str:
         return quoted((name if self.bare_keys else dumped(name)) + self.colon)
 
     def _any(self, rules: Rules, parameters: Parameters, pointer: str) -> str:
@@ -200,15 +205,10 @@ class Literals:
         return rules.recursive("any_value", lambda: self._any_body(rules, "any_value"))
 
     def _any_body(self, rules: Rules, name: str) -> str:
-        key = _KEY if self.bare_keys else rules.schema({"type": "string"})
-        string = (
-            f"{rules.spell(self.mark)} {rules.up_to([self.mark])}" if self.mark else rules.schema({"type": "string"})
-        )
-        member = f"{key} {quoted(self.colon)} {name}"
+        marked = self.mark and f"{rules.spell(self.mark)} {rules.up_to([self.mark])}"
+        string, number = marked or rules.schema({"type": "string"}), rules.schema({"type": "number"})
         words = " | ".join(map(quoted, self.words))
-        between = quoted(self.between)
-        body = f'{string} | {rules.schema({"type": "number"})} | {words} | "[" ({name} ({between} {name})*)? "]"'
-        return f'{body} | "{{" ({member} ({between} {member})*)? "}}"'
+        return f'{string} | {number} | {words} | "[" {self._several(name)} "]" | {self._object_of(rules, name)}'
 
     def _written(self, rules: Rules, value: Any) -> str:
         return rules.spell(self.text_of(value))

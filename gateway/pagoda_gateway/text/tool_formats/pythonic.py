@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pagoda_gateway.text.lark import Rules, quoted
+from pagoda_gateway.text.lark import Rules
 from pagoda_gateway.text.source import NotACall, Reading, Source
 from pagoda_gateway.text.tool_formats.format import Calls
 from pagoda_gateway.text.tool_formats.functions import Function, NotEnforced, Parameters
 from pagoda_gateway.text.tool_formats.literals import Literals, in_order
 from pagoda_gateway.text.tool_formats.words import dumped
+from pagoda_proto.grammars import quoted
 
 PYTHON = Literals(words={"True": "true", "False": "false", "None": "null"})
 

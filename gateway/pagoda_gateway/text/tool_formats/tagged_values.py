@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pagoda_gateway.text.lark import Rules, quoted
+from pagoda_gateway.text.lark import Rules
 from pagoda_gateway.text.source import NotACall, Reading, Source
 from pagoda_gateway.text.tool_formats.format import Calls
 from pagoda_gateway.text.tool_formats.functions import (
@@ -26,6 +26,7 @@ from pagoda_gateway.text.tool_formats.functions import (
     without_strings,
 )
 from pagoda_gateway.text.tool_formats.words import dumped, inside, parsed
+from pagoda_proto.grammars import quoted
 
 STRING = frozenset({"string"})
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
