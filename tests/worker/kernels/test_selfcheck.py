@@ -46,8 +46,8 @@ class Wrong(NativeOps):
     def gated_linear(self, x: torch.Tensor, packed: NativeLinear, activation: str) -> torch.Tensor:
         return super().gated_linear(x, packed, activation) * (1.5 if self.fault == "gated" else 1)
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> NativeLinear:
-        packed = super().pack_linear(weight, bias)
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None, segments: int = 1) -> NativeLinear:
+        packed = super().pack_linear(weight, bias, segments)
         if self.fault == "scales" and packed.form == (4, 16, 32, 1):
             packed.panels[0, 0] ^= 64
         return packed

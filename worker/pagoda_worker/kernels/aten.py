@@ -28,6 +28,7 @@ from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.kernels.reference import HostOps
+from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.rows.batch import Batch
 
 GRAIN = 32768  # elements of elementwise work per thread, at least
@@ -36,9 +37,9 @@ VECTOR = 64  # elements of the widest unrolled vector step
 
 
 class Packed(NamedTuple):
-    """A linear layer. `prepacked` weights are in oneDNN's own layout and only its operator may read them."""
+    """A linear layer, a weight per segment. `prepacked`: in oneDNN's own layout, which only its operator may read."""
 
-    weight: torch.Tensor
+    weights: tuple[torch.Tensor, ...]
     bias: torch.Tensor | None
     prepacked: bool
 
@@ -54,29 +55,37 @@ class AtenOps(HostOps):
         self._dtype = dtype
         self._prepackable = _prepackable(device)
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> Packed:
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None, segments: int = 1) -> Packed:
         if isinstance(weight, QuantizedWeight):
             weight = dequantize(weight).to(self._dtype)
-        if weight.dtype not in self._prepackable:
-            return Packed(weight.contiguous(), bias, False)
-        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias, True)
+        prepacked = weight.dtype in self._prepackable
+        weights = [part.contiguous() for part in weight.chunk(segments, 1)]
+        if prepacked:
+            weights = [torch.ops.mkldnn._reorder_linear_weight(part, None) for part in weights]
+        return Packed(tuple(weights), bias, prepacked)
 
     pack_gated = pack_linear
 
     def linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
-        if not packed.prepacked:
-            return F.linear(x, packed.weight, packed.bias)
-        if x.shape[0] == 1 and x.dtype == torch.float32:
-            return self.linear(x.expand(2, -1).contiguous(), packed)[:1]
-        y: torch.Tensor = _linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
-        return y
+        return self._linear(x, packed).to(x.dtype)
 
     def gated_linear(self, x: torch.Tensor, packed: Packed, activation: str) -> torch.Tensor:
         return act_mul(self.linear(x, packed), activation)
 
     def logits(self, hidden: torch.Tensor, packed: Packed) -> torch.Tensor:
-        """In the run dtype, then widened: oneDNN's float32 output for bfloat16 operands is not reachable from torch."""
-        return self.linear(hidden, packed).float()
+        """The sum of a segment is in the run dtype, then widened: oneDNN's float32 output for bfloat16 operands is not
+        reachable from torch.
+        """
+        return self._linear(hidden, packed).float()
+
+    def _linear(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """In the run dtype; in float32 where segments were added."""
+        if len(packed.weights) == 1:
+            return _product(x, packed.weights[0], packed.bias, packed.prepacked)
+        parts = x.view(len(x), len(packed.weights), -1).transpose(0, 1).contiguous()
+        sums = [_product(*part, None, packed.prepacked) for part in zip(parts, packed.weights, strict=True)]
+        total = tree_sum(torch.stack(sums).float())
+        return total if packed.bias is None else total.add_(packed.bias)
 
     def embed(self, token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
         x = table.index_select(0, token_ids)
@@ -130,6 +139,15 @@ class AtenOps(HostOps):
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return PagedAttention(shape, sinks).attend(query, layer, plan)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, prepacked: bool) -> torch.Tensor:
+    if not prepacked:
+        return F.linear(x, weight, bias)
+    if x.shape[0] == 1 and x.dtype == torch.float32:
+        return _product(x.expand(2, -1).contiguous(), weight, bias, prepacked)[:1]
+    y: torch.Tensor = _linear_pointwise(x, weight, bias, "none", [], "")
+    return y
 
 
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default

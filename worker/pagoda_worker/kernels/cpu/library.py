@@ -22,7 +22,7 @@ from pagoda_worker.kernels.quantized import QuantizedWeight
 
 # Raised, here and in csrc/pagoda.cpp, when a function or a struct of the library changes: one of another build is then
 # refused. What changes bits raises `numerics.NUMERICS_VERSION` instead.
-ABI = 6
+ABI = 7
 LEVELS = ("base", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16")
 PANEL = 32  # columns of a packed panel
 PAIR = 2  # inputs that are multiplied at once

@@ -6,11 +6,11 @@
 #include "ints.h"
 #include "kept.h"
 #include "program.h"
+#include "segments.h"
 #include "tile.h"
 
 namespace PAGODA_NS {
 
-constexpr int PANEL = 32;
 constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
 // Bytes between what is multiplied and what is fetched; may reach past the end. Where groups take turns, it is all of a turn.
 constexpr int FETCH_AHEAD = groups_of(MAX_ROWS, 2) == 2 ? 8192 : 16384;
@@ -170,21 +170,25 @@ constexpr int BLOCK = 256;  // rows of a block at most
 
 // Rows [first, last), a block, through one panel.
 static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
-  alignas(64) float sums[BLOCK][PANEL];
-  const int num_pairs = op.k / 2;
+  SegmentSums<BLOCK> sums;
+  const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments;
   const int rows = last - first, turns = 2 / groups_of(rows < MAX_ROWS ? rows : MAX_ROWS, 2);
   Ahead ahead(panel, (size_t)num_pairs * PANEL_ROW, rows, MAX_ROWS, turns);
-  for (int begin = 0; begin < num_pairs; begin += TURN, panel += (size_t)TURN * PANEL) {
-    const int size = num_pairs - begin < TURN ? num_pairs - begin : TURN;
+  for (int segment = 0, begin = 0, size; begin < num_pairs; begin += size, panel += (size_t)size * PANEL) {
+    const int start = segment * segment_pairs, left = start + segment_pairs - begin;
+    size = left < TURN ? left : TURN;
     in_tiles(first, last, [&](auto count, int from) {
       constexpr int ROWS = decltype(count)::value;
       const Rows<ROWS> tile_rows(x.row(from) + 2 * begin, x.stride());
-      float* to = sums[num_pairs <= TURN ? 0 : from - first];
-      if (begin == 0) memset(to, 0, ROWS * sizeof sums[0]);
+      const int at = size == num_pairs ? 0 : from - first;  // what is finished at once needs no place of its own
+      if (begin == start) sums.start(segment, at, ROWS);
+      float* to = sums.of(segment, at);
       if (ahead.past) add_both<Bf16, ROWS, Fetch::PAST>(tile_rows, panel, size, ahead, to);
       else add_both<Bf16, ROWS, Fetch::NEAR>(tile_rows, panel, size, ahead, to);
-      if (begin + size == num_pairs) finish_rows(to, ROWS, from, column, op);
+      if (size == left) sums.end(segment, at, ROWS);
+      if (begin + size == num_pairs) finish_rows(sums.total(at), ROWS, from, column, op);
     });
+    segment += size == left;
   }
 }
 
