@@ -174,21 +174,24 @@ static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int l
   const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments;
   const int rows = last - first, turns = 2 / groups_of(rows < MAX_ROWS ? rows : MAX_ROWS, 2);
   Ahead ahead(panel, (size_t)num_pairs * PANEL_ROW, rows, MAX_ROWS, turns);
-  for (int segment = 0, begin = 0, size; begin < num_pairs; begin += size, panel += (size_t)size * PANEL) {
-    const int start = segment * segment_pairs, left = start + segment_pairs - begin;
-    size = left < TURN ? left : TURN;
+  for (int begin = 0; begin < num_pairs; begin += TURN) {
+    const int end = num_pairs - begin < TURN ? num_pairs : begin + TURN;
     in_tiles(first, last, [&](auto count, int from) {
       constexpr int ROWS = decltype(count)::value;
-      const Rows<ROWS> tile_rows(x.row(from) + 2 * begin, x.stride());
-      const int at = size == num_pairs ? 0 : from - first;  // what is finished at once needs no place of its own
-      if (begin == start) sums.start(segment, at, ROWS);
-      float* to = sums.of(segment, at);
-      if (ahead.past) add_both<Bf16, ROWS, Fetch::PAST>(tile_rows, panel, size, ahead, to);
-      else add_both<Bf16, ROWS, Fetch::NEAR>(tile_rows, panel, size, ahead, to);
-      if (size == left) sums.end(segment, at, ROWS);
-      if (begin + size == num_pairs) finish_rows(sums.total(at), ROWS, from, column, op);
+      const int place = num_pairs <= TURN ? 0 : from - first;
+      for (int at = begin, to; at < end; at = to) {
+        const int segment = at / segment_pairs, border = (segment + 1) * segment_pairs;
+        to = border < end ? border : end;
+        if (at == border - segment_pairs) sums.start(segment, place, ROWS);
+        const Rows<ROWS> tile_rows(x.row(from) + 2 * at, x.stride());
+        const uint32_t* pairs_of_columns = panel + (size_t)at * PANEL;
+        float* sum = sums.of(segment, place);
+        if (ahead.past) add_both<Bf16, ROWS, Fetch::PAST>(tile_rows, pairs_of_columns, to - at, ahead, sum);
+        else add_both<Bf16, ROWS, Fetch::NEAR>(tile_rows, pairs_of_columns, to - at, ahead, sum);
+        if (to == border) sums.end(segment, place, ROWS);
+      }
+      if (end == num_pairs) finish_rows(sums.total(place), ROWS, from, column, op);
     });
-    segment += size == left;
   }
 }
 
