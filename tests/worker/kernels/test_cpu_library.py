@@ -53,7 +53,9 @@ def run(library: lib.Library, operation: Operation, **step: object) -> None:
 
 def product(x: torch.Tensor, packed: torch.Tensor, y: torch.Tensor, n: int, **changes: Any) -> Linear:
     """y = x W^T for a packed W of n rows."""
-    plain = Linear(x=x, panels=packed, y=y, bias=None, n=n, k=x.shape[1], activation=0, out_f32=0, form=BF16)
+    plain = Linear(
+        x=x, panels=packed, y=y, bias=None, n=n, k=x.shape[1], activation=0, out_f32=0, form=BF16, segments=1
+    )  # fmt: skip
     return plain._replace(**changes)
 
 

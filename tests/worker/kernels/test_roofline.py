@@ -49,6 +49,11 @@ def test_shapes_by_name_and_by_sizes() -> None:
     assert parse_shape("hidden=64,middle=96,heads=4,kv_heads=2,head_dim=32,vocab=128,head_norm=1").head_norm
 
 
+def test_layers_of_shards_are_measured_with_their_segments() -> None:
+    assert SHAPES["8b"].segments == {"qkv": 1, "out": 8, "gate_up": 1, "down": 8, "logits": 1}
+    assert set(SHAPES["b135m"].segments.values()) == {1}
+
+
 @pytest.mark.parametrize("text", ["b7", "hidden=64", "hidden=x,middle=1,heads=1,kv_heads=1,head_dim=1,vocab=1", ""])
 def test_another_shape_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"shape must be one of b135m.*got"):
@@ -118,7 +123,7 @@ def test_quantised_layers_are_packed_from_their_levels(name: str, monkeypatch: p
     given = []
     pack = roofline.ops.pack_linear
 
-    def pack_linear(weight: Any) -> Any:
+    def pack_linear(weight: Any, bias: None, segments: int) -> Any:
         given.append(weight)
         return pack(torch.zeros(weight.levels.shape, dtype=torch.bfloat16))
 

@@ -46,8 +46,8 @@ class Wrong(NativeOps):
     def gated_linear(self, x: torch.Tensor, packed: NativeLinear, activation: str) -> torch.Tensor:
         return super().gated_linear(x, packed, activation) * (1.5 if self.fault == "gated" else 1)
 
-    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None) -> NativeLinear:
-        packed = super().pack_linear(weight, bias)
+    def pack_linear(self, weight: Weight, bias: torch.Tensor | None = None, segments: int = 1) -> NativeLinear:
+        packed = super().pack_linear(weight, bias, 1 if self.fault == "segments" else segments)
         if self.fault == "scales" and packed.form == (4, 16, 32, 1):
             packed.panels[0, 0] ^= 64
         return packed
@@ -83,6 +83,7 @@ class Wrong(NativeOps):
     [
         ("linear", "linear", "linear layers are wrong"),
         ("neighbours", "linear", "depends on its neighbours"),
+        ("segments", "linear", "segments of a linear layer are added wrongly"),
         ("gated", "linear", "gated layers are wrong"),
         ("scales", "linear", "linear layers are wrong (4 bits, activations 16, zeros)"),
         ("norm", "pointwise", "norms are wrong"),

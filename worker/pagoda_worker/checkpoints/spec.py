@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.kernels.ops import AttentionShape
+from pagoda_worker.kernels.segments import num_segments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,15 @@ class DecoderSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def segments(self) -> int:
+        """Into how many fall the inputs of `OUT` and `DOWN`, of all layers alike; see `kernels.segments`."""
+        attention = [layer.attention for layer in self.layers]
+        attended = [one.num_heads * one.head_dim for one in attention]
+        return num_segments(
+            [*attended, *(layer.mlp.width for layer in self.layers)], [one.num_heads for one in attention]
+        )
 
     @property
     def ropes(self) -> tuple[RopeShape, ...]:

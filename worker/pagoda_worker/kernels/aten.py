@@ -31,6 +31,7 @@ from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.kernels.reference import HostOps
+from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.library_choice import bfloat16_is_native
 
 GRAIN = 32768  # elements of elementwise work per thread, at least
@@ -39,10 +40,10 @@ VECTOR = 64  # elements of the widest unrolled vector step
 
 
 class Packed(NamedTuple):
-    """A linear layer. `prepacked` weights are in oneDNN's own layout and only its operator may read them; `wide` ones
-    are float32 whatever the input is."""
+    """A linear layer, a weight per segment. `prepacked` ones are in oneDNN's own layout and only its operator may read
+    them; `wide` ones are float32 whatever the input is."""
 
-    weight: Tensor
+    weights: tuple[Tensor, ...]
     bias: Tensor | None
     prepacked: bool = False
     wide: bool = False
@@ -60,33 +61,37 @@ class AtenOps(HostOps):
         dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in self._native)
         self.numerics = f"attention {paged.TILE} {paged.SMALL_TILES} {paged.QUERY_SLICE}; linear {dtypes}"
 
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Packed:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Packed:
         if isinstance(weight, QuantizedWeight):
             weight = dequantize(weight).to(self._dtype)
-        if not self._native:
-            return Packed(weight.contiguous(), bias)
-        if wide := weight.dtype not in self._native:
+        if wide := bool(self._native) and weight.dtype not in self._native:
             weight, bias = weight.float(), None if bias is None else bias.float()
-        return Packed(torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None), bias, True, wide)
+        weights = [part.contiguous() for part in weight.chunk(segments, 1)]
+        if self._native:
+            weights = [torch.ops.mkldnn._reorder_linear_weight(part, None) for part in weights]
+        return Packed(tuple(weights), bias, bool(self._native), wide)
 
     pack_gated = pack_linear
 
     def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        if not packed.prepacked:
-            return F.linear(x, packed.weight, packed.bias)
-        if packed.wide:
-            return self.linear(x.float(), packed._replace(wide=False)).to(x.dtype)
-        if x.shape[0] == 1 and x.dtype == torch.float32:
-            return self.linear(x.expand(2, -1).contiguous(), packed)[:1]
-        y: Tensor = _linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
-        return y
+        return self._linear(x, packed).to(x.dtype)
 
     def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
         return act_mul(self.linear(x, packed), activation)
 
     def logits(self, hidden: Tensor, packed: Packed) -> Tensor:
-        """In the run dtype, then widened: oneDNN's float32 output for bfloat16 operands is not reachable from torch."""
-        return self.linear(hidden, packed).float()
+        """A product in the run dtype is then widened: oneDNN's float32 output for bfloat16 is not reachable from torch."""
+        return self._linear(hidden, packed).float()
+
+    def _linear(self, x: Tensor, packed: Packed) -> Tensor:
+        """In the run dtype; in float32 where weights are, or where segments were added."""
+        x = x.float() if packed.wide else x
+        if len(packed.weights) == 1:
+            return _product(x, packed.weights[0], packed.bias, packed.prepacked)
+        parts = x.view(len(x), len(packed.weights), -1).transpose(0, 1).contiguous()
+        sums = [_product(*part, None, packed.prepacked) for part in zip(parts, packed.weights, strict=True)]
+        total = tree_sum(torch.stack(sums).float())
+        return total if packed.bias is None else total.add_(packed.bias)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         x = table.index_select(0, token_ids)
@@ -120,6 +125,15 @@ class AtenOps(HostOps):
         self, query: Tensor, kv: KVCache, layer: int, plan: Plan, shape: AttentionShape, sinks: Tensor | None = None
     ) -> Tensor:
         return PagedAttention(shape, sinks).attend(query, layer, plan)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, prepacked: bool) -> Tensor:
+    if not prepacked:
+        return F.linear(x, weight, bias)
+    if x.shape[0] == 1 and x.dtype == torch.float32:
+        return _product(x.expand(2, -1).contiguous(), weight, bias, prepacked)[:1]
+    y: Tensor = _linear_pointwise(x, weight, bias, "none", [], "")
+    return y
 
 
 _linear_pointwise = torch.ops.mkldnn._linear_pointwise.default

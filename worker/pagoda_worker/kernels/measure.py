@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import FORMATS, Format, quantize
 from pagoda_worker.kernels.roofline import Limits, ModelShape, Point
+from pagoda_worker.kernels.segments import segmented
 from pagoda_worker.rows.batch import batch_of_spans
 from pagoda_worker.rows.rows import Ints, Row
 
@@ -134,8 +134,12 @@ class Roofline:
             if not wanted:
                 continue
             weight = self._random(n, k)
-            stored: Any = weight if form is None else quantize(weight, form)
-            packed = [self.ops.pack_linear(stored) for _ in range(self._num_copies(weight_bytes(n, k, form)))]
+            stored, segments = segmented(
+                weight if form is None else quantize(weight, form), self.shape.segments[matrix]
+            )
+            packed = [
+                self.ops.pack_linear(stored, None, segments) for _ in range(self._num_copies(weight_bytes(n, k, form)))
+            ]
             for rows in wanted:
                 yield self._linear(op, matrix, rows, packed, form)
 

@@ -114,8 +114,11 @@ class Ops(Protocol):
         The results are valid until the next call. None: this back end records nothing.
         """
 
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Any:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Any:
         """weight [N, K] and bias [N] in the run dtype -> a packed form; the arguments may be freed afterwards.
+
+        K is summed in `segments`, of whole groups each if the weight is quantised, and the bias added to their sum (see
+        `segments`); a back end that is not `batch_invariant` may do otherwise.
 
         A back end without kernels for a quantised weight computes with its values, and with inputs as they are.
         """

@@ -30,7 +30,7 @@ FAINTEST_SCALE = torch.finfo(torch.float16).tiny
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a matrix is stored. `group`: inputs that share a scale; 0 is all of them."""
+    """How a matrix is stored. `group`: inputs that share a scale; 0 is all of them, in segments all of one."""
 
     bits: int
     group: int

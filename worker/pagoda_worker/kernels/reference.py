@@ -12,6 +12,7 @@ from torch import Tensor
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
+from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling import logprobs, sampler
 from pagoda_worker.sampling.device_sampler import greedy_sampler
@@ -24,6 +25,7 @@ class Plain(NamedTuple):
     bias: Tensor | None
     quantized: bool = False
     group: int = 0
+    segments: int = 1
 
 
 class HostOps:
@@ -65,20 +67,21 @@ class ReferenceOps(HostOps):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Plain:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Plain:
         if isinstance(weight, Tensor):
-            return Plain(weight, bias)
-        return Plain(dequantize(weight), bias, True, weight.group if weight.activation_bits == 8 else 0)
+            return Plain(weight, bias, segments=segments)
+        return Plain(dequantize(weight), bias, True, weight.group if weight.activation_bits == 8 else 0, segments)
 
     pack_gated = pack_linear
 
     def linear(self, x: Tensor, packed: Plain) -> Tensor:
-        if not packed.quantized:
+        if not packed.quantized and packed.segments == 1:
             return F.linear(x, packed.weight, packed.bias)
         wide = _wide(x)
         seen = round_activations(wide, packed.group).to(wide.dtype) if packed.group else wide
-        bias = None if packed.bias is None else packed.bias.to(wide.dtype)
-        return F.linear(seen, packed.weight.to(wide.dtype), bias).to(x.dtype)
+        parts = (seen.chunk(packed.segments, 1), packed.weight.to(wide.dtype).chunk(packed.segments, 1))
+        total = tree_sum(torch.stack([F.linear(*part) for part in zip(*parts, strict=True)]))
+        return (total if packed.bias is None else total + packed.bias).to(x.dtype)
 
     def gated_linear(self, x: Tensor, packed: Plain, activation: str) -> Tensor:
         gate, up = self.linear(x, packed).chunk(2, dim=-1)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagoda_worker.kernels.segments import num_segments
+
 
 @dataclass(frozen=True)
 class Ceilings:
@@ -45,6 +47,12 @@ class ModelShape:
             "down": (self.hidden, self.middle),
             "logits": (self.vocab, self.hidden),
         }
+
+    @property
+    def segments(self) -> dict[str, int]:
+        """Of the inputs of each linear layer."""
+        segments = num_segments([self.heads * self.head_dim, self.middle], [self.heads])
+        return dict.fromkeys(self.matrices, 1) | {"out": segments, "down": segments}
 
 
 def _shape(name: str, sizes: tuple[int, ...], head_norm: bool = False) -> ModelShape:

@@ -145,10 +145,10 @@ def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> L
 
     return Layer(
         qkv=packer.pack(prefix, QKV, spec.qkv_bias),
-        out=packer.pack(prefix, OUT, spec.out_bias),
+        out=packer.pack(prefix, OUT, spec.out_bias, segments=spec.segments),
         mlp=Mlp(
             packer.pack(prefix, GATE_UP, layer.mlp.bias, layer.mlp.activation),
-            packer.pack(prefix, DOWN, layer.mlp.bias),
+            packer.pack(prefix, DOWN, layer.mlp.bias, segments=spec.segments),
         ),
         norms={role: norm(part) for role, part in norm_parts(spec).items()},
         head_norm=_head_norm(spec, layer.attention, norm) if spec.head_norms else None,

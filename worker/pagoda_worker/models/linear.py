@@ -11,6 +11,7 @@ import torch
 
 from pagoda_worker.checkpoints.source import Source, joined
 from pagoda_worker.kernels.ops import Ops
+from pagoda_worker.kernels.segments import segmented
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,14 @@ class Packer:
     source: Source
     dtype: torch.dtype
 
-    def pack(self, prefix: str, parts: Sequence[str], biased: bool, activation: str = "") -> Linear:
-        """The matrices `prefix` + part, below one another, with their biases; see `Linear`."""
+    def pack(self, prefix: str, parts: Sequence[str], biased: bool, activation: str = "", segments: int = 1) -> Linear:
+        """The matrices `prefix` + part, below one another, with their biases; see `Linear` and `kernels.segments`."""
         weights = [self.source.linear(prefix + part) for part in parts]
         bias = torch.cat([self.source.tensor(f"{prefix}{part}.bias") for part in parts]) if biased else None
         edges = pairwise(accumulate((weight.shape[0] for weight in weights), initial=0))
         columns = {part: slice(*edge) for part, edge in zip(parts, edges, strict=True)}
-        pack = self.ops.pack_gated if activation else self.ops.pack_linear
-        return Linear(pack(joined(weights, self.dtype), bias), columns, activation)
+        weight = joined(weights, self.dtype)
+        if activation:
+            return Linear(self.ops.pack_gated(weight, bias), columns, activation)
+        weight, segments = segmented(weight, segments)
+        return Linear(self.ops.pack_linear(weight, bias, segments), columns)

@@ -42,6 +42,7 @@ class NativeLinear(NamedTuple):
 
     bias: As long as the panels have columns.
     form: See `lib.quant_form`; weights of 16 bits are bfloat16.
+    segments: See `kernels.segments`.
     """
 
     panels: Tensor
@@ -49,6 +50,7 @@ class NativeLinear(NamedTuple):
     n: int
     k: int
     form: Form
+    segments: int
 
 
 class NativePlan(NamedTuple):
@@ -108,7 +110,7 @@ class NativeOps:
         """The same operations on another tape."""
         return NativeOps(self.library, tape)
 
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> NativeLinear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> NativeLinear:
         """A quantised weight that there is no kernel for is packed as bfloat16."""
         if isinstance(weight, QuantizedWeight) and not _has_kernel(weight):
             weight = dequantize(weight).bfloat16()
@@ -116,8 +118,8 @@ class NativeOps:
             bias = F.pad(bias, (0, -len(bias) % lib.PANEL))
         n, k = weight.shape
         if isinstance(weight, QuantizedWeight):
-            return NativeLinear(self.library.pack_quantized(weight), bias, n, k, lib.quant_form(weight))
-        return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k, BF16_FORM)
+            return NativeLinear(self.library.pack_quantized(weight), bias, n, k, lib.quant_form(weight), segments)
+        return NativeLinear(self.library.pack(weight.contiguous()), bias, n, k, BF16_FORM, segments)
 
     def pack_gated(self, weight: Weight, bias: Tensor | None = None) -> NativeLinear:
         """Gate and up side by side in every panel, so that both halves of an output meet in one tile's registers."""
@@ -140,6 +142,7 @@ class NativeOps:
         operation = Linear(
             x=x, panels=packed.panels, y=y, bias=packed.bias, n=packed.n, k=packed.k,
             activation=ACTIVATIONS[activation], out_f32=int(dtype == torch.float32), form=packed.form,
+            segments=packed.segments,
         )  # fmt: skip
         self._tape.take(operation, num_tokens=x.shape[0])
         return y

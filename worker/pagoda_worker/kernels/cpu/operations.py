@@ -42,6 +42,7 @@ class Linear(NamedTuple):
     activation: int
     out_f32: int
     form: Form
+    segments: int
 
 
 class LayerCache(NamedTuple):

@@ -17,7 +17,7 @@ from pagoda_worker.kernels.cpu.native import FORMS, GROUP, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.kv_cache import quantize as quantize_kv
 from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation
-from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, quantize
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, by_rows, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.rows.batch import batch_of_spans
 from pagoda_worker.rows.order import Ids
@@ -79,6 +79,10 @@ def _form_problem(ops: NativeOps, x: torch.Tensor, weight: Weight, bias: torch.T
         return "linear layers are wrong"
     if not torch.equal(torch.cat([ops.linear(row[None], packed) for row in x]), y):
         return "a row of a linear layer depends on its neighbours"
+    twice = by_rows(weight, lambda rows: rows.repeat(1, 2))  # the same inputs in each of two segments
+    sums = ops.logits(x.repeat(1, 2), ops.pack_linear(twice, None, 2))
+    if not torch.equal(sums, 2 * ops.logits(x, ops.pack_linear(weight))):
+        return "the segments of a linear layer are added wrongly"
     gated = ops.gated_linear(x, ops.pack_gated(weight, bias), "silu")
     if _differs(gated, reference.gated_linear(x.double(), expected, "silu")):
         return "gated layers are wrong"

@@ -87,7 +87,8 @@ class TritonOps:
         other.tiles, other.cuts_show = tiles, cuts_show
         return other
 
-    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Packed:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None, segments: int = 1) -> Packed:
+        """In one sum, whatever the `segments`: cuBLASLt has an order of its own for every size of a shard."""
         if isinstance(weight, QuantizedWeight):
             weight = dequantize(weight).to(self._dtype)
         return Packed(weight.contiguous(), bias)

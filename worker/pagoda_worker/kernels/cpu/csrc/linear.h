@@ -6,11 +6,11 @@
 #include "ints.h"
 #include "kept.h"
 #include "program.h"
+#include "segments.h"
 #include "tile.h"
 
 namespace PAGODA_NS {
 
-constexpr int PANEL = 32;
 constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
 // Bytes between what is multiplied and what is fetched; may reach past the end. Where groups take turns, it is all of a turn.
 constexpr int FETCH_AHEAD = groups_of(MAX_ROWS, 2) == 2 ? 8192 : 16384;
@@ -170,20 +170,27 @@ constexpr int BLOCK = 256;  // rows of a block at most
 
 // Rows [first, last), a block, through one panel.
 static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
-  alignas(64) float sums[BLOCK][PANEL];
-  const int num_pairs = op.k / 2;
+  SegmentSums<BLOCK> sums;
+  const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments;
   const int rows = last - first, turns = 2 / groups_of(rows < MAX_ROWS ? rows : MAX_ROWS, 2);
   Ahead ahead(panel, (size_t)num_pairs * PANEL_ROW, rows, MAX_ROWS, turns);
-  for (int begin = 0; begin < num_pairs; begin += TURN, panel += (size_t)TURN * PANEL) {
-    const int size = num_pairs - begin < TURN ? num_pairs - begin : TURN;
+  for (int begin = 0; begin < num_pairs; begin += TURN) {
+    const int end = num_pairs - begin < TURN ? num_pairs : begin + TURN;
     in_tiles(first, last, [&](auto count, int from) {
       constexpr int ROWS = decltype(count)::value;
-      const Rows<ROWS> tile_rows(x.row(from) + 2 * begin, x.stride());
-      float* to = sums[num_pairs <= TURN ? 0 : from - first];
-      if (begin == 0) memset(to, 0, ROWS * sizeof sums[0]);
-      if (ahead.past) add_both<Bf16, ROWS, Fetch::PAST>(tile_rows, panel, size, ahead, to);
-      else add_both<Bf16, ROWS, Fetch::NEAR>(tile_rows, panel, size, ahead, to);
-      if (begin + size == num_pairs) finish_rows(to, ROWS, from, column, op);
+      const int place = num_pairs <= TURN ? 0 : from - first;
+      for (int at = begin, to; at < end; at = to) {
+        const int segment = at / segment_pairs, border = (segment + 1) * segment_pairs;
+        to = border < end ? border : end;
+        if (at == border - segment_pairs) sums.start(segment, place, ROWS);
+        const Rows<ROWS> tile_rows(x.row(from) + 2 * at, x.stride());
+        const uint32_t* pairs_of_columns = panel + (size_t)at * PANEL;
+        float* sum = sums.of(segment, place);
+        if (ahead.past) add_both<Bf16, ROWS, Fetch::PAST>(tile_rows, pairs_of_columns, to - at, ahead, sum);
+        else add_both<Bf16, ROWS, Fetch::NEAR>(tile_rows, pairs_of_columns, to - at, ahead, sum);
+        if (to == border) sums.end(segment, place, ROWS);
+      }
+      if (end == num_pairs) finish_rows(sums.total(place), ROWS, from, column, op);
     });
   }
 }

@@ -43,6 +43,7 @@ struct LinearOp {
   int32_t activation;    // 0 none, 1 silu(gate) * up, 2 gelu_tanh(gate) * up: columns 0..15 of a panel gate, 16..31 up
   int32_t out_f32;       // y is float, else bf16
   QuantForm form;        // 16 bits: weights are bf16
+  int32_t segments;      // of k, a power of two up to 8; each has an even number of inputs and whole groups. See segments.h
 };
 
 // One layer's cache; see attention.h.

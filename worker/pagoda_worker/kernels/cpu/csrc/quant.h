@@ -8,8 +8,8 @@
 //            4 bits, input in bf16: [group/8][32] words, even inputs in the nibbles of the low half, odd in the high half
 //
 // Levels are unsigned, because the instruction multiplies unsigned with signed bytes. What zeros take away is one number per
-// row and group: sum((level - zero) * a) = sum(level * a) - zero * sum(a), exactly, in whole numbers. Groups are added in
-// order, in float32: one chain per output, so that a row's bits depend on nothing but the row.
+// row and group: sum((level - zero) * a) = sum(level * a) - zero * sum(a), exactly, in whole numbers. Groups of a segment
+// are added in order, in float32: one chain per output, so that a row's bits depend on nothing but the row.
 #pragma once
 
 #include "ints.h"
@@ -217,44 +217,50 @@ struct Inputs {  // as the form of the weights wants them
 template <int ROWS, typename FORM>
 static __attribute__((noinline)) void quant_tile(const LinearOp& op, const Inputs& in, int from,
                                                  const uint8_t* panel, int column, Ahead& ahead) {
-  const int group = op.form.group, groups = op.k / group;
-  f16 total[ROWS][2];
-  for (int r = 0; r < ROWS; ++r) total[r][0] = total[r][1] = zero();
-  for (int g = 0; g < groups; ++g, panel += group_bytes<FORM>(group)) {
-    ahead.skip(FORM::HEAD_BYTES);
-    if constexpr (FORM::ROUNDED) {
-      const float* scales = in.rounded.scales(from, g);
-      const int32_t* offsets = in.rounded.offsets(from, g);
-      ints acc[ROWS][2];
-      for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = set1(FORM::ZEROS ? 0 : offsets[r]);
-      const Rows<ROWS> levels(in.rounded.levels(from) + (size_t)g * group, in.rounded.stride());
-      group_sums<ROWS, FORM>(levels, panel + FORM::HEAD_BYTES, group, ahead, acc);
+  const int group = op.form.group, segment_groups = op.k / group / op.segments;
+  SegmentSums<ROWS> sums;
+  for (int segment = 0, g = 0; segment < op.segments; ++segment) {
+    f16 total[ROWS][2];
+    for (int r = 0; r < ROWS; ++r) total[r][0] = total[r][1] = zero();
+    for (const int end = g + segment_groups; g < end; ++g, panel += group_bytes<FORM>(group)) {
+      ahead.skip(FORM::HEAD_BYTES);
+      if constexpr (FORM::ROUNDED) {
+        const float* scales = in.rounded.scales(from, g);
+        const int32_t* offsets = in.rounded.offsets(from, g);
+        ints acc[ROWS][2];
+        for (int r = 0; r < ROWS; ++r) acc[r][0] = acc[r][1] = set1(FORM::ZEROS ? 0 : offsets[r]);
+        const Rows<ROWS> levels(in.rounded.levels(from) + (size_t)g * group, in.rounded.stride());
+        group_sums<ROWS, FORM>(levels, panel + FORM::HEAD_BYTES, group, ahead, acc);
 #pragma GCC unroll 2
-      for (int c = 0; c < 2; ++c) {
-        const f16 scale = load_scales<FORM>(panel, 16 * c);
+        for (int c = 0; c < 2; ++c) {
+          const f16 scale = load_scales<FORM>(panel, 16 * c);
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) {
-          if constexpr (FORM::ZEROS)
-            acc[r][c] = acc[r][c] + load_u8(panel + FORM::SCALE_BYTES + 16 * c) * set1(offsets[r]);
-          total[r][c] = fma(to_float(acc[r][c]), scale * set1(scales[r]), total[r][c]);
+          for (int r = 0; r < ROWS; ++r) {
+            if constexpr (FORM::ZEROS)
+              acc[r][c] = acc[r][c] + load_u8(panel + FORM::SCALE_BYTES + 16 * c) * set1(offsets[r]);
+            const f16 sum = fma(to_float(acc[r][c]), scale * set1(scales[r]), total[r][c]);
+            if (g + 1 == end) sums.put(segment, r, 16 * c, sum);
+            else total[r][c] = sum;
+          }
         }
-      }
-    } else {
-      f16 acc[ROWS][2];
-      const Rows<ROWS> x(in.left.row(from) + (size_t)g * group, in.left.stride());
-      group_sums<ROWS, FORM>(x, panel, group, ahead, acc);
+      } else {
+        f16 acc[ROWS][2];
+        const Rows<ROWS> x(in.left.row(from) + (size_t)g * group, in.left.stride());
+        group_sums<ROWS, FORM>(x, panel, group, ahead, acc);
 #pragma GCC unroll 2
-      for (int c = 0; c < 2; ++c) {
-        const f16 scale = load_scales<FORM>(panel, 16 * c);
+        for (int c = 0; c < 2; ++c) {
+          const f16 scale = load_scales<FORM>(panel, 16 * c);
 #pragma GCC unroll 16
-        for (int r = 0; r < ROWS; ++r) total[r][c] = fma(acc[r][c], scale, total[r][c]);
+          for (int r = 0; r < ROWS; ++r) {
+            const f16 sum = fma(acc[r][c], scale, total[r][c]);
+            if (g + 1 == end) sums.put(segment, r, 16 * c, sum);
+            else total[r][c] = sum;
+          }
+        }
       }
     }
   }
-  alignas(64) float sums[ROWS * PANEL];
-  for (int r = 0; r < ROWS; ++r)
-    for (int c = 0; c < 2; ++c) store(sums + r * PANEL + 16 * c, total[r][c]);
-  finish_rows(sums, ROWS, from, column, op);
+  finish_rows(sums.total(0), ROWS, from, column, op);
 }
 
 // Rows [first, last) through one panel, each group as it is met.

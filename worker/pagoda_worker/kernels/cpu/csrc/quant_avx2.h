@@ -114,7 +114,7 @@ PAGODA_INLINE void add_words(const uint8_t* levels, size_t stride, const uint32_
 
 template <typename FORM>
 static void word_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
-  const int group = op.form.group;
+  const int group = op.form.group, segment_groups = op.k / group / op.segments;
 #ifdef __AVXVNNI__
   const int turns = 2 / groups_of(last - first < MAX_ROWS ? last - first : MAX_ROWS, 2);
 #else
@@ -124,16 +124,20 @@ static void word_panel(const LinearOp& op, const Inputs& in, int first, int last
   in_tiles(first, last, [&](auto count, int from) {
     constexpr int ROWS = decltype(count)::value;
     alignas(64) int32_t sums[ROWS * PANEL];
-    alignas(64) float totals[ROWS * PANEL] = {};
+    SegmentSums<ROWS> totals;
     const uint8_t* at = panel;
-    for (int g = 0; g < op.k / group; ++g, at += group_bytes<FORM>(group)) {
-      ahead.skip(FORM::HEAD_BYTES);
-      begin_sums<ROWS, FORM>(in.rounded, from, g, sums);
-      const uint8_t* levels = in.rounded.levels(from) + (size_t)g * group;
-      add_words<ROWS, FORM>(levels, in.rounded.stride(), (const uint32_t*)(at + FORM::HEAD_BYTES), group, ahead, sums);
-      add_scaled<ROWS, FORM>(in.rounded, from, g, at, sums, totals);
+    for (int segment = 0, g = 0; segment < op.segments; ++segment) {
+      totals.start(segment, 0, ROWS);
+      for (const int end = g + segment_groups; g < end; ++g, at += group_bytes<FORM>(group)) {
+        ahead.skip(FORM::HEAD_BYTES);
+        begin_sums<ROWS, FORM>(in.rounded, from, g, sums);
+        const uint8_t* levels = in.rounded.levels(from) + (size_t)g * group;
+        add_words<ROWS, FORM>(levels, in.rounded.stride(), (const uint32_t*)(at + FORM::HEAD_BYTES), group, ahead, sums);
+        add_scaled<ROWS, FORM>(in.rounded, from, g, at, sums, totals.of(segment, 0));
+      }
+      totals.end(segment, 0, ROWS);
     }
-    finish_rows(totals, ROWS, from, column, op);
+    finish_rows(totals.total(0), ROWS, from, column, op);
   });
 }
 
@@ -174,30 +178,39 @@ static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32
   }
 }
 
+// Rows [first, last) through one group of a panel, to their totals.
 template <typename FORM>
-static void unpacked_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+PAGODA_INLINE void unpacked_group(const Inputs& in, int first, int last, const uint8_t* panel, int group, int g, float* totals) {
   typedef typename Unpacked<FORM>::Numbers Numbers;
   const auto& rows = Unpacked<FORM>::rows(in);
   alignas(64) uint32_t pairs_here[CHUNK / 2 * PANEL];
   alignas(64) typename Numbers::Value sums[BLOCK][PANEL];
-  alignas(64) float totals[BLOCK][PANEL];
-  memset(totals, 0, (size_t)(last - first) * sizeof totals[0]);
-  const int group = op.form.group;
   Ahead nothing(panel, 0, last - first);
-  for (int g = 0; g < op.k / group; ++g, panel += group_bytes<FORM>(group))
-    for (int begin = 0; begin < group; begin += CHUNK) {
-      const int inputs = group - begin < CHUNK ? group - begin : CHUNK;
-      unpack<FORM>(panel, panel + FORM::HEAD_BYTES + (size_t)begin / FORM::WORD * PANEL_ROW, inputs, pairs_here);
-      in_tiles(first, last, [&](auto count, int from) {
-        constexpr int ROWS = decltype(count)::value;
-        typename Numbers::Value* to = sums[from - first];
-        if (begin == 0) begin_sums<ROWS, FORM>(rows, from, g, to);
-        const Rows<ROWS> x(Unpacked<FORM>::row(in, from, g * group + begin), rows.stride());
-        add_both<Numbers, ROWS, Fetch::NOTHING>(x, pairs_here, inputs / 2, nothing, to);
-        if (begin + inputs == group) add_scaled<ROWS, FORM>(rows, from, g, panel, to, totals[from - first]);
-      });
-    }
-  finish_rows(totals[0], last - first, first, column, op);
+  for (int begin = 0; begin < group; begin += CHUNK) {
+    const int inputs = group - begin < CHUNK ? group - begin : CHUNK;
+    unpack<FORM>(panel, panel + FORM::HEAD_BYTES + (size_t)begin / FORM::WORD * PANEL_ROW, inputs, pairs_here);
+    in_tiles(first, last, [&](auto count, int from) {
+      constexpr int ROWS = decltype(count)::value;
+      typename Numbers::Value* to = sums[from - first];
+      if (begin == 0) begin_sums<ROWS, FORM>(rows, from, g, to);
+      const Rows<ROWS> x(Unpacked<FORM>::row(in, from, g * group + begin), rows.stride());
+      add_both<Numbers, ROWS, Fetch::NOTHING>(x, pairs_here, inputs / 2, nothing, to);
+      if (begin + inputs == group) add_scaled<ROWS, FORM>(rows, from, g, panel, to, totals + (from - first) * PANEL);
+    });
+  }
+}
+
+template <typename FORM>
+static void unpacked_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+  SegmentSums<BLOCK> totals;
+  const int group = op.form.group, segment_groups = op.k / group / op.segments;
+  for (int segment = 0, g = 0; segment < op.segments; ++segment) {
+    totals.start(segment, 0, last - first);
+    for (const int end = g + segment_groups; g < end; ++g, panel += group_bytes<FORM>(group))
+      unpacked_group<FORM>(in, first, last, panel, group, g, totals.of(segment, 0));
+    totals.end(segment, 0, last - first);
+  }
+  finish_rows(totals.total(0), last - first, first, column, op);
 }
 
 // A block of rows through one panel.
