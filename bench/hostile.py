@@ -101,6 +101,14 @@ ATTACKS: dict[str, tuple[int, Callable[[], Attack]]] = {  # at once, what each d
     "500,000 values": (
         8, lambda: attack("/v1/chat/completions", chat(tools=[tool(parameters={"a": [{}] * 500_000})]))
     ),
+    "130,000 values": (
+        8, lambda: attack("/v1/chat/completions", chat(tools=[tool(parameters={"a": [{}] * 130_000})]))
+    ),
+    "integers of 4000 digits": (
+        8, lambda: attack("/v1/chat/completions", chat(tools=[tool(parameters={"a": [int("9" * 4000)] * 600})]))
+    ),
+    "500,000 token ids": (8, lambda: attack("/detokenize", {"tokens": [1] * 500_000})),
+    "4 MB of emoji": (8, lambda: attack("/v1/chat/completions", chat({"role": "user", "content": "\U0001f600" * 330_000}))),
     "32 x 2000 x prompt_logprobs 20": (8, lambda: attack("/v1/completions", logprobs(32))),
     "128 x 2000 x prompt_logprobs 20": (8, lambda: attack("/v1/completions", logprobs(128))),
     "6 x 2000 x prompt_logprobs 20": (4, lambda: attack("/v1/completions", logprobs(6))),
