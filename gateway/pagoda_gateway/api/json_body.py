@@ -45,9 +45,9 @@ def check_content_type(header: str) -> None:
             raise PagodaError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "the body must be UTF-8")
 
 
-def parsed_bytes(body: bytes) -> int:
-    """About how much memory the parsed body will take, found before it is parsed."""
-    return len(body) + BYTES_PER_VALUE * body.count(b",")
+def parsed_bytes(body: bytes, max_values: int = MAX_VALUES) -> int:
+    """About how much memory the parsed body will take, found before it is parsed; one of more values never is."""
+    return len(body) + BYTES_PER_VALUE * min(body.count(b","), max_values)
 
 
 def parse_object(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
