@@ -109,7 +109,9 @@ ATTACKS: dict[str, tuple[int, Callable[[], Attack]]] = {  # at once, what each d
         8, lambda: attack("/v1/chat/completions", chat(tools=[tool(parameters={"a": [int("9" * 4000)] * 600})]))
     ),
     "500,000 token ids": (8, lambda: attack("/detokenize", {"tokens": [1] * 500_000})),
-    "4 MB of emoji": (8, lambda: attack("/v1/chat/completions", chat({"role": "user", "content": "\U0001f600" * 330_000}))),
+    "4 MB of emoji": (
+        8, lambda: attack("/v1/chat/completions", chat({"role": "user", "content": "\U0001f600" * 330_000}))
+    ),
     "32 x 2000 x prompt_logprobs 20": (8, lambda: attack("/v1/completions", logprobs(32))),
     "128 x 2000 x prompt_logprobs 20": (8, lambda: attack("/v1/completions", logprobs(128))),
     "6 x 2000 x prompt_logprobs 20": (4, lambda: attack("/v1/completions", logprobs(6))),
@@ -223,7 +225,8 @@ def run(url: str, names: list[str], seconds: float) -> bool:
         met &= fine
         print(
             f"{name:34}{percentile(seen.gaps_ms, 0.99):11.0f} ms{max(seen.gaps_ms):5.0f} ms"
-            f"{percentile(seen.probes_ms, 0.5):8.0f} ms{percentile(seen.probes_ms, 0.99):4.0f} ms{max(seen.probes_ms):5.0f} ms{seen.rss_mb:7.0f} MB"
+            f"{percentile(seen.probes_ms, 0.5):8.0f} ms{percentile(seen.probes_ms, 0.99):4.0f} ms"
+            f"{max(seen.probes_ms):5.0f} ms{seen.rss_mb:7.0f} MB"
             f"{'' if fine else '   bar missed'}",
             flush=True,
         )
