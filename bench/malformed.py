@@ -277,8 +277,7 @@ def uploads() -> Iterator[Case]:
         yield Case(f"form as {kind[:60]!r}", "/v1/files", purpose + file + b"--b--\r\n", kind)
 
 
-def cases() -> list[Case]:
-    return [*texts(), *odd_fields(), *schemas(), *grammars(), *uploads()]
+KINDS = {"texts": texts, "fields": odd_fields, "schemas": schemas, "grammars": grammars, "uploads": uploads}
 
 
 def fault_of(case: Case, status: int, content: bytes) -> str | None:
@@ -333,7 +332,7 @@ async def ask(client: httpx.AsyncClient, case: Case, headers: dict[str, str]) ->
 
 
 async def measure(
-    url: str, key: str, seconds: float, at_once: int
+    url: str, key: str, seconds: float, cases: list[Case], at_once: int
 ) -> tuple[list[float], list[float], Counter[int], list[str]]:
     """Gaps without and beside, statuses, faults."""
     seen: Counter[int] = Counter()
@@ -344,7 +343,7 @@ async def measure(
         streaming = asyncio.create_task(bystander.run())
         await asyncio.sleep(seconds)
         without = bystander.taken()
-        waiting = iter(cases())
+        waiting = iter(cases)
 
         async def work() -> None:
             for case in waiting:
@@ -373,9 +372,11 @@ def main() -> int:
     parser.add_argument("--log", type=Path, help="what the server says")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the chat alone")
     parser.add_argument("--at-once", type=int, default=4)
+    parser.add_argument("--only", nargs="*", choices=list(KINDS), default=list(KINDS))
     arguments = parser.parse_args()
+    cases = [case for kind in arguments.only for case in KINDS[kind]()]
     without, beside, seen, faults = asyncio.run(
-        measure(arguments.url, arguments.key, arguments.seconds, arguments.at_once)
+        measure(arguments.url, arguments.key, arguments.seconds, cases, arguments.at_once)
     )
     traces = arguments.log.read_text().count("Traceback") if arguments.log else 0
     print(
