@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import openai
 import psutil
 
@@ -29,6 +30,16 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def is_ready(url: str) -> bool:
+    """Asked many times a second, beside what starts: httpx would read every certificate of the machine each time."""
+    with (
+        contextlib.suppress(OSError, http.client.HTTPException),
+        urllib.request.urlopen(f"{url}/health/ready", timeout=30) as answer,
+    ):
+        return int(answer.status) == 200
+    return False
 
 
 @dataclass
@@ -83,14 +94,12 @@ class Stack:
         while not condition():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{condition} did not come true; log:\n{self.tail()}")
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def ready(self) -> bool:
         if self.process.poll() is not None:
             raise RuntimeError(f"the stack ended with {self.process.returncode}; log:\n{self.tail()}")
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health/ready", timeout=30).status_code == 200
-        return False
+        return is_ready(self.url)
 
     def tail(self) -> str:
         return self.log.read_text()[-6000:]
