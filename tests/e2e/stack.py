@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ from typing import Any
 import grpc
 import openai
 import psutil
+from bench.sides import is_ready
 
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc
@@ -30,16 +29,6 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
-
-
-def is_ready(url: str) -> bool:
-    """Asked many times a second, beside what starts: httpx would read every certificate of the machine each time."""
-    with (
-        contextlib.suppress(OSError, http.client.HTTPException),
-        urllib.request.urlopen(f"{url}/health/ready", timeout=30) as answer,
-    ):
-        return int(answer.status) == 200
-    return False
 
 
 @dataclass

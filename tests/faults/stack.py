@@ -12,7 +12,8 @@ from typing import Protocol
 
 import grpc
 import psutil
-from tests.e2e.stack import is_ready, running_stack
+from bench.sides import is_ready
+from tests.e2e.stack import running_stack
 from tests.e2e.tiers import Tiers, tiers_apart
 from tests.faults.proxy import ChaosProxy
 
