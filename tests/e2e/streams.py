@@ -13,7 +13,7 @@ from tests.e2e.stack import Stack
 
 MODEL = "demo"
 PLAIN_TOKENS = 390
-FORMED_TOKENS = 300
+FORMED_TOKENS = 320
 FLOWING = 10  # tokens after which a stream is under way
 LETTERS = "abcdefghij"
 
@@ -55,13 +55,13 @@ def _tools(*, required: bool) -> Callable[[int], dict[str, Any]]:
     """Calls that must be made: of any tool, or of one that is named."""
 
     def fields(size: int) -> dict[str, Any]:
-        parameters = {"type": "object", "properties": {"l": listed(size - 1)}, "required": ["l"]}
+        parameters = {"type": "object", "properties": {"l": listed(size - 3)}, "required": ["l"]}
         tools = [
             {"type": "function", "function": {"name": name, "parameters": parameters | {"additionalProperties": False}}}
             for name in ("put", "get")
         ]
         named = {"type": "function", "function": {"name": "get"}}
-        return {"tools": tools, "tool_choice": "required" if required else named, "parallel_tool_calls": size % 2 == 0}
+        return {"tools": tools, "tool_choice": "required" if required else named, "parallel_tool_calls": size % 2 == 1}
 
     return fields
 
@@ -77,7 +77,7 @@ def _guided(name: str, form: Callable[[int], Any]) -> Callable[[int], dict[str, 
 
 def _words(size: int) -> list[str]:
     """Long ones, of which any two begin alike."""
-    return [" ".join(LETTERS[: 1 + (i + k) % 10] for k in range(10 * size)) for i in range(8)]
+    return [" ".join(LETTERS[: 1 + (i + k) % 10] for k in range(4 * size)) for i in range(8)]
 
 
 # The form of an answer by its size, and whether a chat is asked for it.
