@@ -32,6 +32,7 @@ POPULATIONS: dict[str, Callable[[int], Request]] = {"plain": plain, "formed": fo
 NAME = ("--served-model-name", MODEL)
 TINY = ("--num-blocks", "32", "--max-model-len", "800")
 COMPANY = 32
+AGAIN = 4  # at a time: so few that their prefixes stay
 STREAMS_PER_KILL = 12
 SHOWN = 200
 
@@ -133,13 +134,13 @@ def main() -> None:
         verdicts = Verdicts(in_groups(pair, keys, 1))
         drafts = pair.stats().accepted_draft_tokens
         verdicts.show(f"in the company of {COMPANY - 1} others", in_groups(pair, keys, COMPANY))
-        verdicts.show("again, after a prefix hit", in_groups(pair, keys, 1))
+        verdicts.show("again, after a prefix hit", in_groups(pair, keys, AGAIN))
         for population in populations:
             own = [key for key in keys if key[0] == population]
             under_kills(pair, own, verdicts, kill_the_busiest, replayed)
             under_kills(pair, own, verdicts, kill_the_engine_core, resumed)
     with running_stack(scratch / "undrafted", *NAME, "--speculation-tokens", "0") as undrafted:
-        results = in_groups(undrafted, keys, 1)
+        results = in_groups(undrafted, keys, COMPANY)
         verdicts.show("without drafts", results, f" ({drafts} held with, {undrafted.stats().draft_tokens} without)")
     with running_stack(scratch / "tiny", *NAME, *TINY) as tiny:
         results = in_groups(tiny, keys, COMPANY)

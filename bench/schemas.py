@@ -138,9 +138,8 @@ class Calls:
         if answer.status_code != httpx.codes.OK:
             error = answer.json()["error"]
             raise PagodaError(error_code_from(error["code"]) or ErrorCode.INTERNAL, error["message"])
-        return [
-            output for choice in answer.json()["choices"] for output in _calls(choice, takes, named=number % 2 == 1)
-        ]
+        expected = {"f": takes["f"]} if number % 2 else takes
+        return [output for choice in answer.json()["choices"] for output in _calls(choice, expected)]
 
 
 def _calls(choice: dict[str, Any], takes: dict[str, Schema]) -> Iterator[Output]:
