@@ -26,7 +26,7 @@ def test_the_last_used_are_kept_and_no_more() -> None:
     assert len(compiled) == compiling.MAX_COMPILED
 
 
-def test_long_ones_are_kept_up_to_a_sum_of_characters() -> None:
+def test_sec_17_long_grammars_are_kept_up_to_a_sum_of_characters() -> None:
     compiled = small_grammars()
     size = compiling.MAX_COMPILED_CHARS // 8
     for i in range(24):
