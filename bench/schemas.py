@@ -143,16 +143,17 @@ class Calls:
 
 
 def _calls(choice: dict[str, Any], takes: dict[str, Schema]) -> Iterator[Output]:
-    """Calls and nothing else; what is none of those asked for, nothing admits."""
-    message, finish = choice["message"], choice["finish_reason"]
+    """Calls and nothing else; what is none of those asked for, nothing admits. Where an answer is cut before the name of
+    a call is whole, the call's beginning is told as text."""
+    message, is_cut = choice["message"], choice["finish_reason"] == "length"
     calls = message.get("tool_calls") or []
-    if message["content"] or finish not in ("tool_calls", "length") or (finish == "tool_calls" and not calls):
+    if is_cut and (message["content"] or not calls):
+        yield Output("", NOTHING, whole=False)
+    elif message["content"] or not (is_cut or (calls and choice["finish_reason"] == "tool_calls")):
         yield Output(json.dumps(message), NOTHING, whole=True)
     for place, call in enumerate(calls):
-        ended = finish == "tool_calls" or place < len(calls) - 1
+        ended = not is_cut or bool(message["content"]) or place < len(calls) - 1
         yield Output(call["function"]["arguments"], takes.get(call["function"]["name"], NOTHING), ended)
-    if finish == "length" and not calls:
-        yield Output("", NOTHING, whole=False)
 
 
 def bounded(schema: Any) -> Any:
