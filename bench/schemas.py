@@ -143,8 +143,8 @@ class Calls:
 
 
 def _calls(choice: dict[str, Any], takes: dict[str, Schema]) -> Iterator[Output]:
-    """Calls and nothing else; what is none of those asked for, nothing admits. Where an answer is cut within the name of
-    a call, its beginning is told as text."""
+    """Calls and nothing else; what is none of those asked for, nothing admits. Of an answer cut within the name of a
+    call, the beginning is told as text."""
     message, is_cut = choice["message"], choice["finish_reason"] == "length"
     calls = message.get("tool_calls") or []
     if is_cut and (message["content"] or not calls):
