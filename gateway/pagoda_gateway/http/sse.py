@@ -30,12 +30,12 @@ _HEADERS = [
 
 def keep_body_sender(scope: Scope, send: Send) -> None:
     """Whoever stands between `send` and a stream looks at the head of a response only; its body may go past them."""
-    scope["state"]["send_body"] = send
+    scope.setdefault("state", {})["send_body"] = send
 
 
 def body_sender(scope: Scope, send: Send) -> Send:
     """What was kept for this request, else `send`."""
-    kept: Send = scope["state"].get("send_body", send)
+    kept: Send = scope.get("state", {}).get("send_body", send)
     return kept
 
 
