@@ -43,6 +43,8 @@ struct LinearOp {
   int32_t activation;    // 0 none, 1 silu(gate) * up, 2 gelu_tanh(gate) * up: columns 0..15 of a panel gate, 16..31 up
   int32_t out_f32;       // y is float, else bf16
   QuantForm form;        // 16 bits: weights are bf16
+  float softcap;         // of float y: softcap * tanh(y / softcap), or 0
+  int32_t unused;
 };
 
 // One layer's cache; see attention.h.

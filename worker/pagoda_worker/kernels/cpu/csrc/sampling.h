@@ -186,10 +186,11 @@ constexpr int NEAR = 64, LAST = BUCKETS - 1;
 constexpr float PER_BUCKET = 0.125f;
 
 // How a row's tokens are weighed, and which of its buckets are filled: [0, edge). `whole`: its total mass is wanted.
+// `counted`: so are counts of tokens.
 struct Weighing {
   float top, scale;
   int edge;
-  bool whole;
+  bool whole, counted;
 };
 
 PAGODA_INLINE f16 height(f16 x, const Weighing& w) { return (x - set1(w.top)) * set1(w.scale); }
@@ -219,7 +220,7 @@ static Weighing weighing_of(const SampleCall& c, int r) {
   int slices = num_slices(c), k = tokens_kept(row, c.vocab);
   const float* maxima = c.maxima + (size_t)r * slices;
   double scale = 1.0 / row.temperature;
-  Weighing w{highest(maxima, slices), scale < -(double)LOWEST ? (float)scale : -LOWEST, NEAR, false};
+  Weighing w{highest(maxima, slices), scale < -(double)LOWEST ? (float)scale : -LOWEST, NEAR, false, k < c.vocab};
   if (!(w.top > -INF)) return w;
   w.whole = k == c.vocab && row.min_p <= 0.0;
   if (k <= slices && k < c.vocab) w.edge = edge_of(k, maxima, slices, w);
@@ -232,10 +233,11 @@ constexpr int WAYS = 4;
 struct Tally {
   Bucket ways[WAYS][BUCKETS];
 };
+template <bool COUNTED>
 PAGODA_INLINE void tally(Tally& t, unsigned lanes, const int32_t* places, const uint64_t* masses) {
   const auto add = [&](int lane) PAGODA_INLINE_MEMBER {
     Bucket& bucket = t.ways[lane % WAYS][places[lane]];
-    bucket.count++;
+    if constexpr (COUNTED) bucket.count++;
     bucket.mass += masses[lane];
   };
   if (lanes == 0xffffu) {
@@ -267,7 +269,8 @@ static uint64_t fill(const float* row, int vocab, const float* maxima, int first
       alignas(64) uint64_t masses[16];
       truncated(h * set1(-1.0f / PER_BUCKET), places);
       wholes(weights, masses);
-      tally(t, lanes, places, masses);
+      if (w.counted) tally<true>(t, lanes, places, masses);
+      else tally<false>(t, lanes, places, masses);
     });
   }
   for (auto& way : t.ways)
@@ -594,7 +597,7 @@ static void weigh(const SampleCall& c, int r, int first, int last) {
 
 static void weigh_raw(const SampleCall& c, int r, int first, int last) {
   const float *row = c.logits + (size_t)r * c.vocab, *maxima = c.raw_maxima + (size_t)r * num_slices(c);
-  const Weighing w{highest(maxima, num_slices(c)), 1.0f, 0, true};
+  const Weighing w{highest(maxima, num_slices(c)), 1.0f, 0, true, false};
   if (!(w.top > -INF)) return;
   share(c.raw_mass[r], fill(row, c.vocab, maxima, first, last, w, 0, 0, true, nullptr));
   if (!c.raw[r]) return;
