@@ -2,15 +2,17 @@
 """What a JSON schema costs, and what it gives back by forcing tokens, through the real stack.
 
     python bench/structured.py [MODEL] [--vocab 128000] [--clients 1,4,16] [--tokens 128] [--rounds 5]
+    python bench/structured.py MODEL --peer http://127.0.0.1:8100         # another server that serves MODEL
 
 Three sides take turns: `free` (no schema), `masked` (a schema, no drafts), `forced` (a schema as served by default,
 where tokens that the grammar leaves no choice about travel as drafts). `free` and `forced` are asked of one server,
-`masked` of another that allows no drafts. Every answer has exactly `--tokens` tokens, sampled: the schema is a list
-without an end. Figures are output tokens per second of all clients together, as ratios within a round: the median over
-rounds, and the smallest and largest.
+`masked` of another that allows no drafts. With `--peer` two more: `peer free` and `peer`, without and with the schema.
+Every answer has exactly `--tokens` tokens, sampled: the schema is a list without an end. Figures are output tokens per
+second of all clients together, as ratios within a round: the median over rounds, and the smallest and largest.
 
-Without MODEL it is one of random weights in the shape of a Llama of 135M with `--vocab` tokens, made for the run. What
-random weights write into a schema is noise: of their tokens fewer are forced than of a model that writes sense.
+Without MODEL it is one of random weights in the shape of a Llama of 135M with `--vocab` tokens, made for the run, or
+into the directory `--make` for a peer to read. What random weights write into a schema is noise: of their tokens fewer
+are forced than of a model that writes sense.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.e2e.stack import Stack, running_stack
+from tests.e2e.stack import running_stack
 
 LINE = {"type": "string", "maxLength": 24}
 SCHEMA = {
@@ -49,7 +51,14 @@ SCHEMA = {
         },
     },
 }  # fmt: skip
-SIDES = ("free", "masked", "forced")
+FREE = {"ignore_eos": True}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "people", "schema": SCHEMA}}}
+RATIOS = (("masked", "free"), ("forced", "masked"), ("forced", "free"), ("peer", "peer free"), ("forced", "peer"))
+
+
+class Side(NamedTuple):
+    url: str
+    form: dict[str, Any]
 
 
 def tokenizer_of(size: int) -> Any:
@@ -87,35 +96,36 @@ def make_model(path: Path, size: int) -> None:
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(path)
 
 
-async def rate(stack: Stack, clients: int, tokens: int, seed: int, form: dict[str, Any]) -> float:
+async def rate(side: Side, clients: int, tokens: int, seed: int) -> float:
     """Output tokens per second of so many requests at once."""
-    async with httpx.AsyncClient(base_url=stack.url, timeout=600) as client:
+    async with httpx.AsyncClient(base_url=side.url, timeout=600) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
 
         async def one(i: int) -> int:
-            body = {"prompt": [40 + (seed * 31 + i * 7 + k) % 150 for k in range(32)], "max_tokens": tokens}
-            response = await client.post(
-                "/v1/completions", json=body | {"seed": seed * 100 + i, "temperature": 1} | form
-            )
+            prompt = [40 + (seed * 31 + i * 7 + k) % 150 for k in range(32)]
+            body = {"model": model, "prompt": prompt, "max_tokens": tokens, "seed": seed * 100 + i, "temperature": 1}
+            response = await client.post("/v1/completions", json=body | side.form)
             response.raise_for_status()
             return int(response.json()["usage"]["completion_tokens"])
 
         began = time.perf_counter()
-        count = sum(await asyncio.gather(*map(one, range(clients))))
-        return count / (time.perf_counter() - began)
+        counts = await asyncio.gather(*map(one, range(clients)))
+        took_s = time.perf_counter() - began
+    if set(counts) != {tokens}:
+        raise SystemExit(f"{side.url} answered with {counts} tokens instead of {tokens} each")
+    return sum(counts) / took_s
 
 
-def measure(stacks: dict[str, Stack], clients: int, tokens: int, rounds: int) -> dict[str, list[float]]:
+def measure(sides: dict[str, Side], clients: int, tokens: int, rounds: int) -> dict[str, list[float]]:
     """Rates by side; the sides take turns in being first. The first round warms up."""
-    forms: dict[str, dict[str, Any]] = {
-        side: {"ignore_eos": True} if side == "free" else {"guided_json": SCHEMA} for side in SIDES
-    }
-    rates: dict[str, list[float]] = {side: [] for side in SIDES}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    names = list(sides)
     for number in range(rounds + 1):
-        for k in range(len(SIDES)):
-            side = SIDES[(number + k) % len(SIDES)]
-            found = asyncio.run(rate(stacks[side], clients, tokens, number, forms[side]))
+        for k in range(len(names)):
+            name = names[(number + k) % len(names)]
+            found = asyncio.run(rate(sides[name], clients, tokens, number))
             if number:
-                rates[side].append(found)
+                rates[name].append(found)
     return rates
 
 
@@ -124,11 +134,12 @@ def told(name: str, ratios: list[float]) -> str:
 
 
 def show(clients: int, rates: dict[str, list[float]]) -> None:
-    speeds = ", ".join(f"{side} {statistics.median(rates[side]):.1f}" for side in SIDES)
+    speeds = ", ".join(f"{side} {statistics.median(rates[side]):.1f}" for side in rates)
     print(f"{clients} clients: {speeds} tokens/s", flush=True)
-    for one, other in (("masked", "free"), ("forced", "masked"), ("forced", "free")):
-        ratios = [a / b for a, b in zip(rates[one], rates[other], strict=True)]
-        print("   " + told(f"{one} / {other}", ratios), flush=True)
+    for one, other in RATIOS:
+        if {one, other} <= rates.keys():
+            ratios = [a / b for a, b in zip(rates[one], rates[other], strict=True)]
+            print("   " + told(f"{one} / {other}", ratios), flush=True)
 
 
 def main() -> None:
@@ -139,7 +150,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--peer", default="", help="another server's address")
+    parser.add_argument("--make", type=Path, help="only make the model, in this directory")
     given = parser.parse_args()
+    if given.make:
+        given.make.mkdir(parents=True)
+        make_model(given.make, given.vocab)
+        return
+    if given.peer and not given.model:
+        parser.error("--peer needs the MODEL that it serves")
     with tempfile.TemporaryDirectory(prefix="pagoda-structured-") as name:
         scratch = Path(name)
         for part in ("model", "one", "two"):
@@ -152,10 +171,12 @@ def main() -> None:
             running_stack(scratch / "one", *flags, model=model) as one,
             running_stack(scratch / "two", *flags, "--speculation-tokens", "0", model=model) as two,
         ):
-            stacks = {"free": one, "masked": two, "forced": one}
+            sides = {"free": Side(one.url, FREE), "masked": Side(two.url, FORM), "forced": Side(one.url, FORM)}
+            if given.peer:
+                sides |= {"peer free": Side(given.peer, FREE), "peer": Side(given.peer, FORM)}
             found = {}
             for clients in map(int, given.clients.split(",")):
-                found[clients] = measure(stacks, clients, given.tokens, given.rounds)
+                found[clients] = measure(sides, clients, given.tokens, given.rounds)
                 show(clients, found[clients])
                 stats = one.stats()
                 print(f"   drafts so far: {stats.accepted_draft_tokens} of {stats.draft_tokens} held", flush=True)

@@ -234,6 +234,7 @@ class ChatRequest(Sampling):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Label | None = Field(None, description="for chat templates that read it")
+    include_reasoning: bool = Field(True, description="whether thoughts are shown; they are counted in any case")
     verbosity: Literal["low", "medium", "high"] | None = Field(
         None, description="for chat templates that read it; elsewhere there is only medium"
     )

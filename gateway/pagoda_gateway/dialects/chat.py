@@ -107,7 +107,12 @@ async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Jo
     record, plan = await _planned(ctx, body, caller)
     echoes = (echoed(body),) if body.echo else None
     shown = openai.shown(
-        body, form_field=form_field(body), how=plan.how, logprobs=record.task.params.logprobs, echoes=echoes
+        body,
+        form_field=form_field(body),
+        how=plan.how,
+        logprobs=record.task.params.logprobs,
+        echoes=echoes,
+        thoughts=body.include_reasoning,
     )
     more = {"length_penalty": body.beam_penalty, "loose_grammar": plan.loose_grammar}
     return new_job("chatcmpl-", ctx.catalogue.find(body.model, caller), [record], shown, body.request_id, **more)
@@ -138,7 +143,7 @@ class ChatWriter(openai.OpenAIWriter):
     async def _choice(self, index: int, gathered: Gathered) -> dict[str, Any]:
         text = self._echo + "".join(gathered.texts)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
-        if gathered.thoughts:
+        if gathered.thoughts and self.shown.thoughts:
             message |= _thought("".join(gathered.thoughts))
         if gathered.calls:
             message["content"] = text or None
@@ -165,7 +170,7 @@ class ChatWriter(openai.OpenAIWriter):
         if update.token_ids and self.shown.token_ids:
             extra["token_ids"] = update.token_ids
         deltas = list(self._deltas(update))
-        if extra and not update.events:
+        if extra and not deltas:
             deltas = [{"content": ""}]
         finish = update.finish
         if finish is not None:
@@ -181,7 +186,8 @@ class ChatWriter(openai.OpenAIWriter):
         for event in update.events:
             match event:
                 case Thought():
-                    yield _thought(event.text)
+                    if self.shown.thoughts:
+                        yield _thought(event.text)
                 case Text():
                     yield {"content": event.text}
                 case CallBegun():

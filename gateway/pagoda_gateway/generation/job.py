@@ -23,6 +23,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         usage: A stream tells its usage at its end; `running_usage`: in every chunk.
         logprobs: This many alternatives for every token; None shows nothing. `prompt_logprobs`: the same of prompts.
         token_ids: Token ids beside the text.
+        thoughts: Where dialects have a place for them.
         echoes: By prompt, the text that its choices begin with.
         prompt_only: Nothing of the output.
         form_field: What errors call the `grammar` of the records.
@@ -36,6 +37,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     token_ids: bool = False
+    thoughts: bool = True
     echoes: tuple[str, ...] | None = None
     prompt_only: bool = False
     form_field: str = ""

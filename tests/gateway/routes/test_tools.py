@@ -355,6 +355,23 @@ async def test_the_official_openai_client_streams_thoughts_and_calls(tmp_path: P
     assert told > 4  # arguments come as they are written
 
 
+async def test_thoughts_may_be_left_out_of_the_answer_but_not_of_the_count(tmp_path: Path) -> None:
+    gateway = thinking_model(tmp_path, THOUGHT)
+    fields = {"include_reasoning": False, "return_token_ids": True}
+    whole = await post(gateway, **fields)
+    message = whole["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Hello.", "refusal": None}
+    assert whole["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    told, ids = "", []
+    client = openai.AsyncOpenAI(api_key="x", base_url="http://gateway/v1", http_client=gateway.client)
+    async for chunk in await client.chat.completions.create(**ASK, stream=True, extra_body=fields):
+        (choice,) = chunk.choices
+        assert getattr(choice.delta, "reasoning", None) is None
+        told += choice.delta.content or ""
+        ids += getattr(choice, "token_ids", None) or []
+    assert (told, ids) == ("Hello.", whole["choices"][0]["token_ids"])
+
+
 async def test_reasoning_comes_back_under_either_name(tmp_path: Path) -> None:
     shows = "{% for message in messages %}{{ message.reasoning_content }}{% endfor %}"
     gateway = thinking_model(tmp_path, "x", template=shows)
