@@ -33,16 +33,19 @@ PAGODA_INLINE size_t item_floats(const AttentionArgs& a, int row) {
   return (size_t)count_of(row_splits(a, row)) * row_lines(a, row) * (a.kv.dim + 2);
 }
 
-// Items are shared if some thread would otherwise have more to do than two halves of what is a thread's: an item that is
-// larger than a half is cut. There are fewer than two of these per thread.
+// Items are cut if whole ones may keep some thread waiting for more than an eighth of the time: then those that are larger
+// than half of what is a thread's are. There are fewer than two of these per thread.
 static Cut attention_cut(const AttentionArgs& a, int rows, int threads) {
   Cut cut{0, 0, 0};
-  long work = 0;
+  long work = 0, largest = 0;
   for (int row = 0; row < rows; ++row) {
+    const int splits = count_of(row_splits(a, row));
     cut.pieces += row_items(a, row);
-    work += (long)row_items(a, row) * count_of(row_splits(a, row));
+    work += (long)row_items(a, row) * splits;
+    largest = splits > largest ? splits : largest;
   }
-  if (threads == 1 || cut.pieces >= BUSY * threads) return cut;
+  const long turns = (cut.pieces + threads - 1) / threads;  // of each thread, if all items were as the largest
+  if (threads == 1 || cut.pieces >= BUSY * threads || 8 * threads * turns * largest <= 9 * work) return cut;
   cut.splits = (int)((work + 2 * threads - 1) / (2 * threads));
   cut.pieces = 0;
   for (int row = 0; row < rows; ++row) {
