@@ -575,8 +575,6 @@ async def test_official_client_whole_answer(tmp_path: Path) -> None:
 async def test_official_client_stream_with_tools(tmp_path: Path) -> None:
     client = sdk(saying(tmp_path, f"ok {CALL}{CALL}", reason=FinishReason.STOP))
     async with client.chat.completions.stream(**ASK, tools=[TOOL]) as stream:
-        async for _event in stream:
-            pass
         final = await stream.get_final_completion()
     message = final.choices[0].message
     assert message.content == "ok"
