@@ -84,9 +84,10 @@ class AtenOps(HostOps):
     def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
         return act_mul(self.linear(x, packed), activation)
 
-    def logits(self, hidden: Tensor, packed: Packed) -> Tensor:
+    def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
         """In the run dtype, then widened: oneDNN's float32 output for bfloat16 operands is not reachable from torch."""
-        return self.linear(hidden, packed).float()
+        logits = self.linear(hidden, packed).float()
+        return logits if softcap is None else soft_cap(logits, softcap)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         x = table.index_select(0, token_ids)
@@ -136,6 +137,14 @@ def _native(device: torch.device) -> tuple[torch.dtype, ...]:
 def _normed(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight)
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), in place; on a CPU one row at a time, so that a row's bits are its own."""
+    logits.div_(cap)
+    for part in logits if logits.device.type == "cpu" else (logits,):
+        part.tanh_()
+    return logits.mul_(cap)
 
 
 def act_mul(gate_up: Tensor, activation: str) -> Tensor:

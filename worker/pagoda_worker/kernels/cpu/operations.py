@@ -42,6 +42,8 @@ class Linear(NamedTuple):
     activation: int
     out_f32: int
     form: Form
+    softcap: float = 0.0
+    unused: int = 0
 
 
 class LayerCache(NamedTuple):
