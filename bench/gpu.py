@@ -39,7 +39,7 @@ SECTIONS = {
     "ceilings": 20, "tokens": 45, "suite": 90, "decode": 45, "prefill": 20, "steps": 100, "busy": 35, "served": 105,
     "start": 80, "peer": 50,
 }  # fmt: skip
-SMOKE_MINUTES = 10.0
+SMOKE_MINUTES = 40.0  # a busy machine is no failure
 INTERPRETED = ("tokens", "decode", "steps")  # of a smoke test on a CPU; the other sections take torch's kernels there
 KILL_AFTER_S = 5.0
 

@@ -3,7 +3,8 @@
     pagoda serve &
     python bench/hostile.py http://127.0.0.1:8000
 
-The bar: no chat token later than 250 ms, /health/live within 100 ms, at most 300 MB in the gateway. Attack and
+The bar: no chat token later than 250 ms, /health/live within 100 ms at the 99th percentile, at most 300 MB in the
+gateway. Attack and
 measurement are processes of their own, so neither holds up the other; addresses are told apart by X-Forwarded-For,
 which a gateway believes from its own host. The exit status is 0 if every bar was met.
 """
@@ -101,6 +102,16 @@ ATTACKS: dict[str, tuple[int, Callable[[], Attack]]] = {  # at once, what each d
     "500,000 values": (
         8, lambda: attack("/v1/chat/completions", chat(tools=[tool(parameters={"a": [{}] * 500_000})]))
     ),
+    "130,000 values": (
+        8, lambda: attack("/v1/chat/completions", chat(tools=[tool(parameters={"a": [{}] * 130_000})]))
+    ),
+    "integers of 4000 digits": (
+        8, lambda: attack("/v1/chat/completions", chat(tools=[tool(parameters={"a": [int("9" * 4000)] * 600})]))
+    ),
+    "500,000 token ids": (8, lambda: attack("/detokenize", {"tokens": [1] * 500_000})),
+    "4 MB of emoji": (
+        8, lambda: attack("/v1/chat/completions", chat({"role": "user", "content": "\U0001f600" * 330_000}))
+    ),
     "32 x 2000 x prompt_logprobs 20": (8, lambda: attack("/v1/completions", logprobs(32))),
     "128 x 2000 x prompt_logprobs 20": (8, lambda: attack("/v1/completions", logprobs(128))),
     "6 x 2000 x prompt_logprobs 20": (4, lambda: attack("/v1/completions", logprobs(6))),
@@ -196,7 +207,7 @@ def percentile(values: list[float], share: float) -> float:
 def run(url: str, names: list[str], seconds: float) -> bool:
     place = (urlsplit(url).hostname or "127.0.0.1", urlsplit(url).port or 80)
     process = listener(place[1])
-    print(f"{'beside 8 chats':34}{'token gap p99':>14}{'worst':>8}{'live p99':>10}{'worst':>8}{'memory':>10}")
+    print(f"{'beside 8 chats':34}{'token gap p99':>14}{'worst':>8}{'live p50':>11}{'p99':>7}{'worst':>8}{'memory':>10}")
     met = True
     for name in names:
         command = [sys.executable, __file__, url, "--attack", name]
@@ -206,11 +217,16 @@ def run(url: str, names: list[str], seconds: float) -> bool:
         finally:
             attacker.kill()
             attacker.wait()
-        fine = max(seen.gaps_ms) <= MAX_GAP_MS and max(seen.probes_ms) <= MAX_PROBE_MS and seen.rss_mb <= MAX_RSS_MB
+        fine = (
+            max(seen.gaps_ms) <= MAX_GAP_MS
+            and percentile(seen.probes_ms, 0.99) <= MAX_PROBE_MS
+            and seen.rss_mb <= MAX_RSS_MB
+        )
         met &= fine
         print(
             f"{name:34}{percentile(seen.gaps_ms, 0.99):11.0f} ms{max(seen.gaps_ms):5.0f} ms"
-            f"{percentile(seen.probes_ms, 0.99):7.0f} ms{max(seen.probes_ms):5.0f} ms{seen.rss_mb:7.0f} MB"
+            f"{percentile(seen.probes_ms, 0.5):8.0f} ms{percentile(seen.probes_ms, 0.99):4.0f} ms"
+            f"{max(seen.probes_ms):5.0f} ms{seen.rss_mb:7.0f} MB"
             f"{'' if fine else '   bar missed'}",
             flush=True,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.examples import THOROUGH
 
 from pagoda_worker.kernels.cpu import build as building
 from pagoda_worker.library_choice import choose_libraries
@@ -24,6 +25,7 @@ settings.register_profile(
     derandomize=bool(os.environ.get("CI")),
     print_blob=True,
 )
+settings.register_profile(THOROUGH, settings.get_profile("pagoda"), max_examples=1000, derandomize=False)
 settings.load_profile("pagoda")
 choose_libraries()  # before any test, or process of one, computes
 

@@ -35,7 +35,7 @@ SMALL_STEPS = {"max_tokens_per_step": 512, "chunk_size": 192}  # prompts come in
 # about 4.5 spreads, so rounding alone moves it by 0.02; the layers' own rounding is of the same kind.
 TOLERANCE = 0.1
 SUITE = ("tests/worker/device/test_cuda.py", "tests/worker/kernels/triton")
-SMOKE_SUITE = ("tests/worker/device/test_cuda.py", "tests/worker/kernels/triton/test_pointwise.py")
+SMOKE_SUITE = ("tests/worker/device/test_cuda.py", "tests/worker/kernels/triton/test_interpreter.py")
 SUITE_PROCESSES = 8  # most of a test's time is compiling
 KILLED_BEFORE_S = 5.0  # the end of its time, so that it can still be said what ran
 # That of the repository names plug-ins which need not be here.

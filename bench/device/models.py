@@ -49,7 +49,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 _SMALL = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128,
 }  # fmt: skip
 # What a GPU's reference computes row by row in reasonable time: the 0.6B shape with fewer layers.

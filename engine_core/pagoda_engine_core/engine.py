@@ -157,15 +157,14 @@ class EngineCore:
         self.passed_at = now = self._clock()
         busy = self._inbox.drain(now)
         busy |= self._plan(now)
-        self._publish()
+        self._publish(busy or self.idle)
         events = self._executor.wait(timeout_s)
         for event in events:
             self._handle(event, self._clock())
         now = self._clock()
         self._forgive(self._guard.tick(now))
-        self._expire(now)
         self._audit(now)
-        self._publish(load_too=not all(isinstance(event, StepDone) for event in events))
+        self._publish(self._expire(now) or not all(isinstance(event, StepDone) for event in events))
         return busy or bool(events)
 
     def close(self) -> None:
@@ -287,9 +286,9 @@ class EngineCore:
             self._router.forgive(held_up_s)
             self._admission.forgive(held_up_s)
 
-    def _expire(self, now: float) -> None:
+    def _expire(self, now: float) -> bool:
         if now - self._expired_at < EXPIRY_INTERVAL_S:
-            return
+            return False
         self._expired_at = now
         if not self._router.workers:
             needed = self._router.needed_numerics or self._admission.needed_numerics
@@ -297,6 +296,7 @@ class EngineCore:
         self._answers.emit(self._router.expire(now), now)
         for submission, error in self._admission.expire(now):
             self._answers.reject(submission, error)
+        return True
 
     def _audit(self, now: float) -> None:
         """While nothing runs, have one worker's books checked that has worked since they were last."""
@@ -387,8 +387,8 @@ class EngineCore:
             self._answers.reject(held.submission, PagodaError(ErrorCode.UNAVAILABLE, reason))
         self._answers.migrate_all(reason)
 
-    def _publish(self, load_too: bool = True) -> None:
-        """Before anybody waits: answers, and the load."""
+    def _publish(self, load_too: bool) -> None:
+        """Before anybody waits: answers, and the load, which steps alone change too often to be told each time."""
         self._answers.publish()
         while self._answers.failed:
             self._abandon(self._answers.failed.pop(), self._clock())

@@ -23,6 +23,7 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.http.multipart import MAX_FORM_BYTES
+from pagoda_gateway.http.sse import keep_body_sender
 from pagoda_gateway.keys.quota_headers import all_names as quota_names
 from pagoda_gateway.metrics import OTHER, GatewayMetrics
 from pagoda_gateway.routes import batches, files, generating, keys, models, ops, page, responses, tokenize, usage
@@ -105,6 +106,7 @@ class Edge:
         request_id = request_id_of(scope)
         scope.setdefault("state", {})["request_id"] = request_id
         set_shape(scope, generating.ERROR_SHAPES)
+        keep_body_sender(scope, send)
 
         def marked_send(message: Message) -> object:
             nonlocal status

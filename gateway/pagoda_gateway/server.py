@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 import sys
@@ -64,6 +65,7 @@ async def serve(
         app = create_app(parts.ctx, parts.health, metrics, parts.background, parts.batches)
         server = HttpServer(uvicorn_config(app, config, guard))
         parts.start(lambda ready: report({"event": "ready" if ready else "unready"}))
+        keep_out_of_collections()
         telling = asyncio.create_task(tell_who_may_ask(parts.ctx, listener, report), name="who-may-ask")
         try:
             await _run(server, listener, config, report, stop, parts)
@@ -133,6 +135,12 @@ async def tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report:
         elif not is_private(listener):
             why = "there is no API key (`pagoda keys create NAME` makes one, --api-key names some)"
             logger.warning("listening on %s: whoever reaches it may use it, for %s", ctx.config.host, why)
+
+
+def keep_out_of_collections() -> None:
+    """What there is now stays, so no collection looks through it again: it would hold up all threads for that long."""
+    gc.collect()
+    gc.freeze()
 
 
 def served_name(config: GatewayConfig) -> str:

@@ -52,8 +52,11 @@ class WaitingDeltas:
 def count_numbers(delta: Delta) -> int:
     """Token ids and log-probabilities: about what a delta weighs."""
     tokens = delta.result
-    entries = (*(tokens.logprobs or ()), *(tokens.prompt_logprobs or ()))
-    return 1 + len(tokens.token_ids) + sum(2 + 2 * len(entry.top_ids) for entry in entries)
+    number = 1 + len(tokens.token_ids)
+    for entries in (tokens.logprobs, tokens.prompt_logprobs):
+        if entries:
+            number += sum(2 + 2 * len(entry.top_ids) for entry in entries)
+    return number
 
 
 def _extend(first: Delta, then: Delta) -> None:

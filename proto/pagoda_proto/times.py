@@ -4,7 +4,7 @@
     a call to the store is given up < a batch is taken over
     a locked file < a call to the store is given up < its next trial at the latest
     a key that was seen lately is not waited for < it is asked for again < a call to the store < it is no longer good
-    a grammar is checked < its process is given up
+    a grammar is computed < it is checked < its process is given up
     a report that is shown again < one that is waited for < a silent engine core
     a load report < a silent engine core; its loop is stuck < its supervisor replaces it < streams wait for it
     a restart < a new request waits for it < a begun one waits for it < one that is lost again and again is given up
@@ -63,7 +63,10 @@ KEY_STALE_S = 300.0  # .. and so long a key that was seen goes on to be good whi
 USAGE_FLUSH_S = 5.0  # what keys used is written this often, and as much of it is lost with a gateway that is killed
 USAGE_LAST_S = 2.0  # .. and at its end, if that takes no longer
 
-GRAMMAR_CHECK_S = 2.0  # a grammar that takes longer to compile is refused
+GRAMMAR_COMPUTE_S = (
+    0.1  # a grammar that takes more processor time to compile is refused, as a worker's rows wait for it
+)
+GRAMMAR_CHECK_S = 2.0  # .. and one that takes longer, whoever else computes
 GRAMMAR_SILENT_S = 5.0  # .. by a process that is killed when it neither answers nor ends
 
 # An engine core's way down

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import httpx
 import openai
 import psutil
+from bench.sides import is_ready
 
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc
@@ -83,14 +83,12 @@ class Stack:
         while not condition():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{condition} did not come true; log:\n{self.tail()}")
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def ready(self) -> bool:
         if self.process.poll() is not None:
             raise RuntimeError(f"the stack ended with {self.process.returncode}; log:\n{self.tail()}")
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health/ready", timeout=30).status_code == 200
-        return False
+        return is_ready(self.url)
 
     def tail(self) -> str:
         return self.log.read_text()[-6000:]

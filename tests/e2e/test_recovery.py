@@ -6,19 +6,16 @@ The undisturbed run is the oracle: text, tokens and log-probabilities must be eq
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import openai
 import pytest
 from tests.e2e.stack import Stack, kill, running_stack
+from tests.e2e.streams import MODEL, PLAIN_TOKENS, plain, run_all
 
 pytestmark = pytest.mark.e2e
-MODEL = "demo"
 NUM_STREAMS = 12
-MAX_TOKENS = 390
 
 
 @pytest.fixture(scope="module")
@@ -27,65 +24,20 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def make_request(index: int) -> dict[str, Any]:
-    """Half of the requests greedy, half sampled; some with penalties, some with two choices."""
-    rng = random.Random(index)
-    request: dict[str, Any] = {
-        "model": MODEL,
-        "prompt": [rng.randrange(30, 120) for _ in range(rng.randrange(5, 120))],
-        "max_tokens": MAX_TOKENS,
-        "logprobs": 2,
-        "stream": True,
-        "seed": index,
-        "temperature": 0.0 if index % 2 else 0.9,
-        "extra_body": {"ignore_eos": True},
-    }
-    if index % 4 == 0:
-        request |= {"top_p": 0.95, "frequency_penalty": 0.3, "n": 2}
-    return request
-
-
-async def collect(client: openai.AsyncOpenAI, request: dict[str, Any], started: asyncio.Semaphore) -> list[Any]:
-    """Per choice: text, tokens with log-probabilities, finish reason."""
-    choices: dict[int, list[Any]] = {}
-    announced = False
-    async for chunk in await client.completions.create(**request):
-        for choice in chunk.choices:
-            record = choices.setdefault(choice.index, ["", [], None])
-            record[0] += choice.text
-            if choice.logprobs is not None:
-                record[1] += zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, strict=True)
-            record[2] = choice.finish_reason or record[2]
-            if not announced and len(record[1]) > 10:
-                started.release()
-                announced = True
-    return [choices[index] for index in sorted(choices)]
-
-
-async def run_all(stack: Stack, requests: list[dict[str, Any]], when_flowing: Any = None) -> list[Any]:
-    started = asyncio.Semaphore(0)
-    async with stack.async_client() as client:
-        streams = [asyncio.create_task(collect(client, request, started)) for request in requests]
-        if when_flowing is not None:
-            await started.acquire()  # the rest follows at once, and an engine core is ahead of its clients
-            await asyncio.to_thread(when_flowing)
-        return await asyncio.gather(*streams)
-
-
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack) -> list[Any]:
     """Each request alone."""
-    return [asyncio.run(run_all(stack, [make_request(index)]))[0] for index in range(NUM_STREAMS)]
+    return [asyncio.run(run_all(stack, [plain(index)]))[0] for index in range(NUM_STREAMS)]
 
 
 def check(results: list[Any], undisturbed: list[Any]) -> None:
     for index, (result, expected) in enumerate(zip(results, undisturbed, strict=True)):
         assert result == expected, f"request {index} differs"
-        assert all(len(choice[1]) == MAX_TOKENS for choice in result)
+        assert all(len(choice.tokens) == PLAIN_TOKENS for choice in result)
 
 
 def requests() -> list[dict[str, Any]]:
-    return [make_request(index) for index in range(NUM_STREAMS)]
+    return [plain(index) for index in range(NUM_STREAMS)]
 
 
 def test_company_changes_nothing(stack: Stack, undisturbed: list[Any]) -> None:

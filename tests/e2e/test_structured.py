@@ -11,25 +11,9 @@ import jsonschema
 import openai
 import pytest
 from tests.e2e.stack import Stack, kill, running_stack
-from tests.e2e.test_recovery import run_all
+from tests.e2e.streams import FORMS, MODEL, Request, Seen, formed, run_all
 
 pytestmark = pytest.mark.e2e
-MODEL = "demo"
-SCHEMA = {
-    "type": "array", "minItems": 6, "maxItems": 7,
-    "items": {
-        "type": "object", "additionalProperties": False, "required": ["id", "tag"],
-        "properties": {
-            "id": {"type": "integer", "minimum": 0, "maximum": 999}, "tag": {"type": "string", "maxLength": 9},
-        },
-    },
-}  # fmt: skip
-FORMS: list[dict[str, Any]] = [
-    {"guided_json": SCHEMA},
-    {"structured_outputs": {"regex": "([a-z]{3} [0-9]{2},){30}"}},
-    {"guided_grammar": 'start: ("(" /[a-z]{2}/ ")"){40}'},
-    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
-]
 
 
 @pytest.fixture(scope="module")
@@ -38,23 +22,27 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield running
 
 
-def requests() -> list[dict[str, Any]]:
-    return [
-        {
-            "model": MODEL, "prompt": [30 + i, 40, 50], "max_tokens": 390, "logprobs": 1, "stream": True, "seed": i,
-            "temperature": 0.0 if i % 2 else 1.3, "n": 1 + i % 2, "extra_body": FORMS[i % len(FORMS)],
-        }
-        for i in range(8)
-    ]  # fmt: skip
+def requests() -> list[Request]:
+    return [formed(index) for index in range(len(FORMS))]
+
+
+def check_form(request: Request, choice: Seen) -> None:
+    if request.get("tools"):
+        assert choice.calls
+        for _, arguments in choice.calls.values():
+            jsonschema.validate(json.loads(arguments), request["tools"][0]["function"]["parameters"])
+    elif "guided_json" in request.get("extra_body", {}):
+        jsonschema.validate(json.loads(choice.text), request["extra_body"]["guided_json"])
+    elif "response_format" in request:
+        jsonschema.validate(json.loads(choice.text), request["response_format"]["json_schema"]["schema"])
 
 
 def test_a_worker_may_be_killed_under_it(stack: Stack) -> None:
     undisturbed = [asyncio.run(run_all(stack, [request]))[0] for request in requests()]
     for request, choices in zip(requests(), undisturbed, strict=True):
-        for text, _, reason in choices:
-            assert reason == "stop", text
-            if not {"guided_json", "response_format"}.isdisjoint(request["extra_body"]):
-                jsonschema.validate(json.loads(text), SCHEMA)
+        for choice in choices:
+            assert choice.finish in ("stop", "tool_calls"), choice.text
+            check_form(request, choice)
     deaths = stack.stats().worker_deaths
 
     def kill_a_busy_worker() -> None:

@@ -203,7 +203,10 @@ def stranger_takes_over_nothing(place: Apart, name: str, arguments: Sequence[str
         await asyncio.to_thread(place.wait_until, lambda: place.answers("stranger") > before, RECOVERY_S)
         place.start_worker("worker-0")
 
-    return _judge(place, report, requests, oracle, disturb, may_fail=True)
+    try:
+        return _judge(place, report, requests, oracle, disturb, may_fail=True)
+    finally:
+        kill(place.children("stranger"))
 
 
 def one_memory_error(place: Apart, order: Path, *, seed: int = 0) -> Report:

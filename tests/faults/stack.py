@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Protocol
 
 import grpc
-import httpx
 import psutil
+from bench.sides import is_ready
 from tests.e2e.stack import running_stack
-from tests.e2e.tiers import Tiers, healthy, tiers_apart
+from tests.e2e.tiers import Tiers, tiers_apart
 from tests.faults.proxy import ChaosProxy
 
+from pagoda.commands.ping import ping
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc
 
@@ -95,9 +96,7 @@ class Apart:
         return log.count(f"refused worker '{worker_id}'") + log.count(f"worker '{worker_id}' joined")
 
     def ready(self) -> bool:
-        with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health/ready", timeout=10).status_code == 200
-        return False
+        return is_ready(self.url)
 
     @contextlib.contextmanager
     def _admin(self) -> Iterator[engine_pb2_grpc.AdminStub]:
@@ -112,7 +111,7 @@ def apart(directory: Path, *, program: str = "pagoda.cli") -> Iterator[Apart]:
         place = Apart(tiers, gateway_link, worker_link)
         addresses = ("--listen", f"127.0.0.1:{tiers.grpc}", "--worker-endpoint", f"tcp://127.0.0.1:{tiers.zmq}")
         tiers.start("engine-core", "engine-core", *addresses, program=program)
-        tiers.wait_until(lambda: healthy(f"grpc://127.0.0.1:{tiers.grpc}"))
+        tiers.wait_until(lambda: ping(f"grpc://127.0.0.1:{tiers.grpc}") is None)
         place.start_worker("worker-0", program=program)
         link = f"127.0.0.1:{gateway_link.port}"
         arguments = ("--engine", link, "--port", str(tiers.http), *NAME)

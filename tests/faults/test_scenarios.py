@@ -56,15 +56,13 @@ def test_a_bad_link_costs_no_stream(tiers: Apart, link: str, fault: str) -> None
     check(scenarios.links(tiers, link, fault, times=1, hold_s=6.0))
 
 
-def test_other_weights_take_over_nothing(tmp_path: Path) -> None:
-    with apart(tmp_path) as place:
-        changed = scenarios.changed_weights(tmp_path)
-        check(scenarios.stranger_takes_over_nothing(place, "other weights", ["--model", str(changed)]))
+def test_other_weights_take_over_nothing(tiers: Apart, tmp_path: Path) -> None:
+    changed = scenarios.changed_weights(tmp_path)
+    check(scenarios.stranger_takes_over_nothing(tiers, "other weights", ["--model", str(changed)]))
 
 
-def test_other_kernels_take_over_nothing(tmp_path: Path) -> None:
-    with apart(tmp_path) as place:
-        check(scenarios.stranger_takes_over_nothing(place, "other kernels", ["--kernels", scenarios.other_kernels()]))
+def test_other_kernels_take_over_nothing(tiers: Apart) -> None:
+    check(scenarios.stranger_takes_over_nothing(tiers, "other kernels", ["--kernels", scenarios.other_kernels()]))
 
 
 def test_a_batch_goes_on(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def test_streams_outwait_a_worker_that_is_found_silent_replaced_and_started() ->
 
 
 def test_a_process_ends_over_a_grammar_before_it_is_given_up() -> None:
+    assert times.GRAMMAR_COMPUTE_S < times.GRAMMAR_CHECK_S
     assert times.GRAMMAR_CHECK_S + times.STALL_S < times.GRAMMAR_SILENT_S < times.SUBMIT_WAIT_S
 
 

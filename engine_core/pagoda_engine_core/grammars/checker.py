@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 from pagoda_engine_core.grammars.program import LENGTH, MEMORY_BYTES, READY, frame
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.times import GRAMMAR_CHECK_S, GRAMMAR_SILENT_S, START_S
+from pagoda_proto.times import GRAMMAR_CHECK_S, GRAMMAR_COMPUTE_S, GRAMMAR_SILENT_S, START_S
 
 log = logging.getLogger(__name__)
 
@@ -134,6 +134,8 @@ class _Process:
             self._popen.kill()
             self._popen.wait()
             code = -signal.SIGALRM  # which it was in no state to take
+        if code == -signal.SIGPROF:
+            return f"it takes more than {GRAMMAR_COMPUTE_S:g} s of processor time to compile"
         if code == -signal.SIGALRM:
             return f"it takes longer than {GRAMMAR_CHECK_S:g} s to compile"
         return f"it needs more than {MEMORY_BYTES >> 20} MB to be compiled, or breaks the compiler"

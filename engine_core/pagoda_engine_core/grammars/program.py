@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from pagoda_engine_core.grammars.pointing import located
 from pagoda_proto.grammars import LIMITS
-from pagoda_proto.times import GRAMMAR_CHECK_S
+from pagoda_proto.times import GRAMMAR_CHECK_S, GRAMMAR_COMPUTE_S
 
 MEMORY_BYTES = 512 * 2**20  # of address space
 MAX_TOLD_CHARS = 400
@@ -53,10 +53,12 @@ def main(asked: BinaryIO, answers: BinaryIO) -> None:
     answers.flush()
     while length := asked.read(LENGTH.size):
         grammar = asked.read(LENGTH.unpack(length)[0]).decode()
-        signal.setitimer(
-            signal.ITIMER_REAL, GRAMMAR_CHECK_S
-        )  # unhandled, its signal ends the process, whatever it does
-        problem = located(problem_of(grammar), grammar)
+        # Unhandled, the timers' signals end the process, whatever it does.
+        signal.setitimer(signal.ITIMER_REAL, GRAMMAR_CHECK_S)
+        signal.setitimer(signal.ITIMER_PROF, GRAMMAR_COMPUTE_S)
+        problem = problem_of(grammar)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        problem = located(problem, grammar)
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(frame(problem.replace(ELIDED, "").strip()[:MAX_TOLD_CHARS].encode()))
         answers.flush()

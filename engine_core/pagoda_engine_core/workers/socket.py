@@ -36,6 +36,8 @@ REFUSED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 WORKER_KEYS = "worker*.public"
+LAST, MORE, READABLE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.POLLIN)
+"""As plain integers: arithmetic with zmq's own costs more than sending a plan."""
 
 
 class _AllowedKeys:
@@ -85,16 +87,17 @@ class WorkerSocket:
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """The next frame and the route it came on; None when there is none."""
-        try:
-            route, *parts = self.socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+        if not _is_readable(self.socket):
             return None
+        route, *parts = self.socket.recv_multipart(LAST)
         return route, parts
 
     def send(self, route: bytes, parts: list[bytes]) -> bool:
         """False when nobody is there, or when a peer has not read for so long that its queue is full."""
         try:
-            self.socket.send_multipart([route, *parts], zmq.NOBLOCK)
+            for part in (route, *parts[:-1]):
+                self.socket.send(part, MORE)
+            self.socket.send(parts[-1], LAST)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -106,7 +109,7 @@ class WorkerSocket:
         not listed, or in another way. libzmq refuses them on its own; it tells a monitor, and nobody else would know.
         """
         count = 0
-        while self._monitor.poll(0):
+        while _is_readable(self._monitor):
             self._monitor.recv_multipart()
             count += 1
         return count
@@ -117,3 +120,8 @@ class WorkerSocket:
         self._context.destroy(linger=0)
         if self._path is not None:
             Path(self._path).unlink(missing_ok=True)
+
+
+def _is_readable(socket: zmq.Socket[Any]) -> bool:
+    """Whether a whole message is there."""
+    return bool(int(socket.get(zmq.EVENTS)) & READABLE)

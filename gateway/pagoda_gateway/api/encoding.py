@@ -21,6 +21,18 @@ def event(value: Mapping[str, Any], name: str | None = None) -> bytes:
     return head + b"data: " + encoded(value) + b"\n\n"
 
 
+class Events:
+    """Server-sent events that have all fields but one in common: `before` it, its name, and `after` it."""
+
+    def __init__(self, before: Mapping[str, Any], name: str, after: Mapping[str, Any]) -> None:
+        self._before = b"data: " + encoded(before)[:-1] + b"," + encoded(name) + b":"
+        self._after = (b"," + encoded(after)[1:] if after else b"}") + b"\n\n"
+
+    def event(self, value: Any) -> bytes:
+        """That of the mapping `{**before, name: value, **after}`."""
+        return self._before + encoded(value) + self._after
+
+
 def slices(items: Iterable[Any], values_each: int) -> Iterator[list[Any]]:
     """Lists of items that hold about `VALUES_PER_SLICE` values, if each item holds `values_each`."""
     rest = iter(items)

@@ -18,6 +18,7 @@ MAX_DEPTH = 64
 MAX_VALUES = 2**19  # in arrays and objects together; more would stall the event loop, however small the body
 BYTES_PER_VALUE = 100  # what a value takes as a Python object, in a container
 MAX_KEYS = 2048  # of one object
+MAX_INT_CHARS = 128  # reading and writing one takes the square of its length
 MAX_SHOWN_CHARS = 64
 CHUNK_BYTES = 256 * 1024  # looked at in one go: no longer than that is a thread in the way of the event loop
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
@@ -44,9 +45,9 @@ def check_content_type(header: str) -> None:
             raise PagodaError(ErrorCode.UNSUPPORTED_MEDIA_TYPE, "the body must be UTF-8")
 
 
-def parsed_bytes(body: bytes) -> int:
-    """About how much memory the parsed body will take, found before it is parsed."""
-    return len(body) + BYTES_PER_VALUE * body.count(b",")
+def parsed_bytes(body: bytes, max_values: int = MAX_VALUES) -> int:
+    """About how much memory the parsed body will take, found before it is parsed; one of more values never is."""
+    return len(body) + BYTES_PER_VALUE * min(body.count(b","), max_values)
 
 
 def parse_object(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
@@ -56,18 +57,22 @@ def parse_object(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
     _check_shape(body, max_values)
     try:
         value = json.loads(
-            body.decode(), object_pairs_hook=_unique_keys, parse_constant=_refuse_constant, parse_float=_finite_float
+            body.decode(),
+            object_pairs_hook=_unique_keys,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+            parse_int=_integer,
         )
         if _MAYBE_SURROGATE.search(body):
-            json.dumps(value, ensure_ascii=False).encode()
+            _check_encodable(value)
     except json.JSONDecodeError as error:
         raise _bad(f"the body is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}") from error
     except UnicodeDecodeError as error:
         raise _bad("the body is not valid UTF-8") from error
     except UnicodeEncodeError as error:
         raise _bad("the body has a lone surrogate; it is not valid Unicode") from error
-    except (ValueError, RecursionError) as error:  # Python refuses integers of thousands of digits
-        raise _bad("the body has a number that is too long") from error
+    except RecursionError as error:
+        raise _bad("the body is nested too deep") from error
     if not isinstance(value, dict):
         raise _bad("the body must be a JSON object")
     return value
@@ -114,8 +119,29 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
+def _check_encodable(value: Any) -> None:
+    """String by string, for a string is the longest for which other threads should wait. Raises UnicodeEncodeError."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            item.encode()
+        elif isinstance(item, dict):
+            waiting += item
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise _bad(f"{name} is not JSON")
+
+
+def _integer(text: str) -> int:
+    """In Python, so that between two of very many other threads may run."""
+    if len(text) > MAX_INT_CHARS:
+        raise _bad("the body has a number that is too long")
+    return int(text)
 
 
 def _finite_float(text: str) -> float:

@@ -183,7 +183,7 @@ class CompletionWriter(openai.OpenAIWriter):
             "logprobs": None,
             **openai.ending(update.finish),
         }
-        if token_ids or (begins and choice.echo is not None):
+        if self.shown.logprobs is not None and (token_ids or (begins and choice.echo is not None)):
             content["logprobs"] = await self._logprobs(choice.rows(token_ids, update.logprobs or [], begins))
         says_ids = self.shown.token_ids and (token_ids or begins)
         if not (text or content["logprobs"] or update.finish or says_ids):

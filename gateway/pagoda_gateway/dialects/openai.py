@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import Any
 
-from pagoda_gateway.api.encoding import DONE, encoded, encoded_list, event
+from pagoda_gateway.api.encoding import DONE, Events, encoded, encoded_list, event
 from pagoda_gateway.api.forms.fields import Form
 from pagoda_gateway.api.schemas import PLAIN_VERBOSITY, Sampling
 from pagoda_gateway.clients import Caller
@@ -174,23 +174,24 @@ class OpenAIWriter(ABC):
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Chunks of all choices that changed, as one piece of bytes per batch."""
         head = self._head(self.chunk_name)
-        opening = b"".join(self._chunk(head, choice) for choice in self.opening())
+        chunk = self._chunker(head)
+        opening = b"".join(chunk([choice]) for choice in self.opening())
         while updates := await self.run.next():
             data = b""
             for update in updates:
                 for choice in await self.chunks(self.seen(update)):
-                    data += self._chunk(head, choice)
+                    data += chunk([choice])
             if data:
                 yield opening + data
                 opening = b""
         closing = {"choices": [], "usage": self.usage()} if self.shown.usage else {}
         yield opening + (event(head | closing) if closing else b"") + DONE
 
-    def _chunk(self, head: dict[str, Any], choice: dict[str, Any]) -> bytes:
-        content = {**head, "choices": [choice]}
-        if self.shown.usage:
-            content["usage"] = self.usage() if self.shown.running_usage else None
-        return event(content)
+    def _chunker(self, head: dict[str, Any]) -> Callable[[list[dict[str, Any]]], bytes]:
+        """Makes the event that has these choices."""
+        if self.shown.usage and self.shown.running_usage:
+            return lambda choices: event({**head, "choices": choices, "usage": self.usage()})
+        return Events(head, "choices", {"usage": None} if self.shown.usage else {}).event
 
     def _head(self, object_name: str) -> dict[str, Any]:
         job = self.run.job

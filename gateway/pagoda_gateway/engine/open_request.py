@@ -120,6 +120,15 @@ class OpenRequest:
         tokens = Tokens(first_index=first_index, token_ids=[token_id])
         return Delta(request_id=self.record.request_id, attempt=self.attempt, choice=choice, result=tokens)
 
+    def take_next(self, choice: int, first_index: int, token_id: int) -> bool:
+        """`take` of a `next_token` that is news; nothing is changed, and False, when it is not."""
+        tokens = self._choices[choice].tokens
+        if self.ended or self._choices[choice].ended or first_index != len(tokens):
+            return False
+        tokens.append(token_id)
+        self._pending.add(self.next_token(choice, first_index, token_id))
+        return True
+
     def take(self, delta: Delta) -> Taken:
         """Queue what is new in `delta`, which is cut to that in place."""
         if self.ended or delta.attempt != self.attempt:

@@ -57,7 +57,7 @@ class PooledGeneration:
         self.counted = counted
         self.times = TokenTimes(now)
         self.admitted = asyncio.Event()
-        self.news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for news
         self._pool = pool
 
     async def next(self) -> list[Delta]:
@@ -66,8 +66,8 @@ class PooledGeneration:
             deltas = self.request.drain()
             if deltas or self.request.ended:
                 return deltas
-            self.news.clear()
-            await self.news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
 
     async def abort(self, choices: Sequence[int] = ()) -> None:
         """Ask the engine core to end these choices, or all; the ending still comes through `next`."""
@@ -80,4 +80,5 @@ class PooledGeneration:
     def wake(self) -> None:
         """There is news, or the ending."""
         self.admitted.set()
-        self.news.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -14,7 +14,7 @@ from pagoda_gateway.engine.recent import EndedRequest, RecentRequests
 from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import Delta, FinishReason, RequestRecord
+from pagoda_proto.records import FinishReason, RequestRecord
 
 logger = logging.getLogger("pagoda_gateway.generation.requests")
 
@@ -27,12 +27,11 @@ class RequestMeter:
         self._metrics = metrics
         self._log_requests = log_requests
 
-    def tokens(self, generation: PooledGeneration, delta: Delta, now: float) -> None:
-        num_tokens = len(delta.result.token_ids)
+    def tokens(self, generation: PooledGeneration, choice: int, num_tokens: int, now: float) -> None:
         if not (generation.counted and num_tokens):
             return
         is_first = generation.times.ttft_s is None
-        gap_s = generation.times.on_tokens(delta.choice, now)
+        gap_s = generation.times.on_tokens(choice, now)
         self._metrics.output_tokens.inc(num_tokens)
         if gap_s is not None:
             self._metrics.itl.observe(gap_s / num_tokens)

@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from pagoda_gateway.engine.model_view import ModelView, Obstacle
 from pagoda_gateway.engine.open_request import OpenRequest, Taken
@@ -221,39 +221,51 @@ class RequestPool:
         for number, first_index, token_id in zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True):
             stream = self._streams.get(number)
             if stream is not None:
-                read = partial(stream[0].generation.request.next_token, stream[1], first_index, token_id)
-                with_tokens |= self._deliver(stream[0], read, now)
+                with_tokens |= self._deliver(stream[0], self._on_next, stream[1], first_index, token_id, now)
         for message in outputs.deltas:
             pooled = self._current(message.request_id, message.attempt)
             if pooled is not None:
-                with_tokens |= self._deliver(pooled, partial(delta_from_pb, message), now)
+                with_tokens |= self._deliver(pooled, self._on_message, message, now)
         return with_tokens
 
-    def _deliver(self, pooled: PooledRequest, read: Callable[[], Delta], now: float) -> bool:
+    def _deliver(self, pooled: PooledRequest, take: Callable[..., bool], *news: Any) -> bool:
         try:
-            return self._on_delta(pooled, read(), now)
+            return take(pooled, *news)
         except Exception:  # about this request; the session carries others
             logger.exception("request %s cannot take what came for it", pooled.request.record.request_id)
             if self._pooled(pooled.generation) is pooled:
                 self._fail(pooled, "an internal error", ErrorCode.INTERNAL)
             return False
 
+    def _on_next(self, pooled: PooledRequest, choice: int, first_index: int, token_id: int, now: float) -> bool:
+        request = pooled.generation.request
+        if not request.take_next(choice, first_index, token_id):
+            return self._on_delta(pooled, request.next_token(choice, first_index, token_id), now)
+        pooled.losing_since = None
+        self._on_news(pooled, choice, 1, now)
+        return True
+
+    def _on_message(self, pooled: PooledRequest, message: pb.Delta, now: float) -> bool:
+        return self._on_delta(pooled, delta_from_pb(message), now)
+
     def _on_delta(self, pooled: PooledRequest, delta: Delta, now: float) -> bool:
-        num_tokens = len(delta.result.token_ids)
-        generation = pooled.generation
-        taken = generation.request.take(delta)
+        had_tokens = bool(delta.result.token_ids)
+        taken = pooled.request.take(delta)
         if taken is Taken.GAP:
             self._on_gap(pooled)
         if taken is not Taken.NEWS:
             return False
-        pooled.settled()
-        if num_tokens:
+        if had_tokens:
             pooled.losing_since = None
-        self._meter.tokens(generation, delta, now)
-        generation.wake()
-        if generation.request.ended:
+        self._on_news(pooled, delta.choice, len(delta.result.token_ids), now)
+        if pooled.request.ended:
             self._ended(pooled)
-        return num_tokens > 0
+        return had_tokens
+
+    def _on_news(self, pooled: PooledRequest, choice: int, num_tokens: int, now: float) -> None:
+        pooled.settled()
+        self._meter.tokens(pooled.generation, choice, num_tokens, now)
+        pooled.generation.wake()
 
     def _on_gap(self, pooled: PooledRequest) -> None:
         """Tokens are missing: this attempt cannot be trusted, the tokens so far can."""

@@ -77,7 +77,7 @@ class Reader:
         self.check_size(len(text))
         await self._count(text)
         encode = partial(model_text.encode_marked, text, add_special_tokens)
-        token_ids = await self.pool.run(self.client, len(text), encode)
+        token_ids = await self.pool.run(self.client, len(text), encode, native=True)
         return ChatPrompt(last(token_ids, self.keep), thinking)
 
     async def plan(self, size: int, wanted: Wanted, thinking: Thinking | None, place: Callable[[str], str]) -> Plan:
@@ -99,7 +99,7 @@ class Reader:
                 opening = [] if self.keep is None else encode("", add_special_tokens)
                 return [last(encode(text, add_special_tokens), self.keep, opening) for text in part]
 
-            found += await self.pool.run(self.client, sum(map(len, part)), work)
+            found += await self.pool.run(self.client, sum(map(len, part)), work, native=True)
         return found
 
     def check_size(self, num_chars: int) -> None:
@@ -122,7 +122,7 @@ class Reader:
         for start in range(0, len(text), SLICE_CHARS):
             part = text[start : start + SLICE_CHARS]
             encode = partial(self.model.text.encode, part, add_special_tokens=False)
-            count += len(await self.pool.run(self.client, len(part), encode))
+            count += len(await self.pool.run(self.client, len(part), encode, native=True))
             if count > CERTAIN * limit:
                 raise self._too_long(limit, count // CERTAIN)
 

@@ -46,12 +46,9 @@ class Part:
         self.prompt_logprobs: list[TopLogprobs] = []
         self.num_cached = 0
         self.over = False
+        self.finished = False
         self._submitted = False
         self._reading: asyncio.Task[list[Delta]] | None = None
-
-    @property
-    def finished(self) -> bool:
-        return all(choice.text.finished for choice in self.choices)
 
     async def submit(self, engine: Submitting) -> None:
         self._generation = await engine.submit(self.record)
@@ -77,7 +74,9 @@ class Part:
         if self.over and not self.finished:
             raise PagodaError(ErrorCode.STREAM_INTERRUPTED, "the generation ended early", retry_after_s=1.0)
         updates = [update for delta in deltas if (update := self._read(delta)) is not None]
-        await self._abort_stopped(deltas)
+        if any(update.finish for update in updates):
+            self.finished = all(choice.text.finished for choice in self.choices)
+            await self._abort_stopped(deltas)
         return updates
 
     def _read(self, delta: Delta) -> Update | None:

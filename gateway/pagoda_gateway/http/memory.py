@@ -26,6 +26,7 @@ class MemoryBudget:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self.max_bytes_of_one = max(COUNTED_ABOVE_BYTES, max_bytes // 2)
         self.held_bytes = 0
         self._by_client: Counter[str] = Counter()
 
@@ -37,7 +38,7 @@ class MemoryBudget:
         """Take bytes, or give them back with a negative number. Raises PagodaError OVERLOADED; then nothing moved."""
         if num_bytes > 0:
             own = self._by_client[client] + num_bytes
-            if own > self._max_bytes // 2 or self.held_bytes + num_bytes > self._max_bytes:
+            if own > self.max_bytes_of_one or self.held_bytes + num_bytes > self._max_bytes:
                 message = "the server holds as much of requests as it may; try again, or send less at once"
                 raise PagodaError(ErrorCode.OVERLOADED, message, retry_after_s=1.0)
         self.held_bytes += num_bytes
@@ -55,7 +56,11 @@ class Holding:
         self._num_bytes = 0
 
     def grow_to(self, num_bytes: int) -> None:
-        """Raises PagodaError OVERLOADED when that is more than there is."""
+        """Raises PagodaError OVERLOADED when that is more than there is, and another when it always will be."""
+        if num_bytes > self._budget.max_bytes_of_one:
+            raise PagodaError(
+                ErrorCode.REQUEST_TOO_LARGE, "the request takes more memory than one client may have here"
+            )
         if num_bytes > max(COUNTED_ABOVE_BYTES, self._num_bytes):
             self._budget.move(self._client, num_bytes - self._num_bytes)
             self._num_bytes = num_bytes

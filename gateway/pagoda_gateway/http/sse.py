@@ -28,6 +28,17 @@ _HEADERS = [
 ]
 
 
+def keep_body_sender(scope: Scope, send: Send) -> None:
+    """Whoever stands between `send` and a stream looks at the head of a response only; its body may go past them."""
+    scope.setdefault("state", {})["send_body"] = send
+
+
+def body_sender(scope: Scope, send: Send) -> Send:
+    """What was kept for this request, else `send`."""
+    kept: Send = scope.get("state", {}).get("send_body", send)
+    return kept
+
+
 class ClientGone(PagodaError):
     """The client disconnected; nobody reads an answer."""
 
@@ -74,7 +85,11 @@ class EventStream(Response):
         self._ping = ping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = _Writer(send, self._ping)
+        """In a task of its own, so that an event wakes this stream and not all that stand around its request."""
+        await asyncio.create_task(self._stream(scope, receive, send))
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = _Writer(send, body_sender(scope, send), self._ping)
         pinger = asyncio.create_task(writer.keep_pinging(self._ping_interval_s)) if self._ping_interval_s else None
         try:
             async with until_disconnect(receive), contextlib.aclosing(self._events) as events:
@@ -94,10 +109,11 @@ class EventStream(Response):
 
 
 class _Writer:
-    """Writes of the stream and of the pinger, one at a time."""
+    """Writes of the stream and of the pinger, one at a time. `send_body` is for all but the head."""
 
-    def __init__(self, send: Send, ping: bytes) -> None:
+    def __init__(self, send: Send, send_body: Send, ping: bytes) -> None:
         self._send = send
+        self._send_body = send_body
         self._ping = ping
         self._lock = asyncio.Lock()
         self._open = False
@@ -110,7 +126,7 @@ class _Writer:
             if not self._open:
                 self._open = True
                 await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
-            await self._send({"type": "http.response.body", "body": data, "more_body": more})
+            await self._send_body({"type": "http.response.body", "body": data, "more_body": more})
             self._ended = not more
 
     async def end(self) -> None:

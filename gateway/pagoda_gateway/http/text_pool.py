@@ -3,6 +3,9 @@
 Parsing, rendering, tokenising and their inverses run here unless they are shorter than waking a thread. The books
 belong to the event loop; threads only run pieces. A piece whose client is gone is dropped before it begins; one that
 runs is short, because whoever cuts the work bounds it. Large pieces leave one thread to the small ones.
+
+Who holds Python's lock is in the way of the event loop for as long as it takes him to get a processor. So only work
+that lets go of the lock gives way where processors are short.
 """
 
 from __future__ import annotations
@@ -30,24 +33,17 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Piece:
-    """`size` is what the work is proportional to."""
+    """`size` is what the work is proportional to. What is `native` computes without Python's lock."""
 
     client: str
     size: int
     work: Callable[[], Any]
     result: asyncio.Future[Any]
+    native: bool = False
 
     @property
     def large(self) -> bool:
         return self.size > LARGE_SIZE
-
-    def run(self) -> Any:
-        """In a thread."""
-        try:
-            return self.work()
-        finally:
-            if self.large:
-                give_back_freed()
 
 
 @dataclass
@@ -111,8 +107,8 @@ class FairQueue:
 
 
 def _yield_to_others() -> None:
-    """Where processors are short, who streams goes before who reads long texts. Linux knows priorities of threads; a
-    sandbox may forbid to set any, and then all are equal."""
+    """Where processors are short, who streams goes before who tokenises long texts. Linux knows priorities of threads;
+    a sandbox may forbid to set any, and then all are equal."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
@@ -127,10 +123,13 @@ class TextPool:
         self._most_large = max(1, num_threads - 1)
         self._num_running = 0
         self._num_large = 0
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text", initializer=_yield_to_others)
+        self._closed = False
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="text")
+        self._yielding = ThreadPoolExecutor(num_threads, thread_name_prefix="native", initializer=_yield_to_others)
 
-    async def run(self, client: str, size: int, work: Callable[[], T]) -> T:
-        """The result of `work`. Cancelling takes a waiting piece out of the queue.
+    async def run(self, client: str, size: int, work: Callable[[], T], *, native: bool = False) -> T:
+        """The result of `work`, which is `native` if it spends its time without Python's lock. Cancelling takes a
+        waiting piece out of the queue.
 
         Raises:
             PagodaError: OVERLOADED when too much is waiting; or what `work` raises.
@@ -138,7 +137,7 @@ class TextPool:
         if size <= INLINE_SIZE:
             return work()
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        piece = Piece(client, size, work, result)
+        piece = Piece(client, size, work, result, native)
         self._queue.add(piece)
         self._begin()
         try:
@@ -148,7 +147,9 @@ class TextPool:
 
     def close(self) -> None:
         """What waits is never run; what runs is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
+        for threads in (self._threads, self._yielding):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
         while self._num_running < self._num_threads:
@@ -157,7 +158,7 @@ class TextPool:
                 return
             self._num_running += 1
             self._num_large += piece.large
-            done = asyncio.wrap_future(self._threads.submit(piece.run))
+            done = asyncio.wrap_future((self._yielding if piece.native else self._threads).submit(piece.work))
             done.add_done_callback(partial(self._end, piece))
 
     def _end(self, piece: Piece, done: asyncio.Future[Any]) -> None:
@@ -171,4 +172,8 @@ class TextPool:
                 piece.result.set_exception(error)
             else:
                 piece.result.set_result(done.result())
+        if self._closed:
+            return
+        if piece.large:
+            self._threads.submit(give_back_freed)  # not by a thread that yields: others' memory is locked meanwhile
         self._begin()

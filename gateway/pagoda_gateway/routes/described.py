@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import cache
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
@@ -65,6 +66,8 @@ def _described(
     return found
 
 
+@cache
 def _content(schema: type[BaseModel], place: str, kind: str = JSON) -> dict[str, Any]:
+    """Made once: schemas are most of what it takes to make an app, and FastAPI copies what it is given."""
     where = place.replace("{", "{{").replace("}", "}}") + f"/content/{kind.replace('/', '~1')}/schema/$defs/{{model}}"
     return {"content": {kind: {"schema": schema.model_json_schema(ref_template=where)}}}

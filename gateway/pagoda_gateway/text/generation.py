@@ -60,6 +60,10 @@ class ChoiceText:
         """
         if self.finished:
             return TextDelta("", [])
+        if finish_reason is None and stop_token_id is None and not self._params.stop:  # nothing can end it here
+            self.num_tokens += len(token_ids)
+            known = None if logprobs is None else list(logprobs)
+            return TextDelta(self._detokenizer.push(token_ids), list(token_ids), known)
         shown = self._without_stop_token(token_ids, stop_token_id)
         text, num_taken = self._take(shown)
         if self._stop.stopped_by is None:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 
 from pagoda_engine_core.grammars import program
 
@@ -15,6 +16,8 @@ def obey(grammar: str) -> str:
         case "spin":
             while True:
                 pass
+        case "wait":
+            time.sleep(program.GRAMMAR_CHECK_S + 60)
         case "eat":
             return str(len(bytearray(program.MEMORY_BYTES)))
         case "crash":

@@ -86,7 +86,7 @@ HOSTILE: list[tuple[bytes, str]] = [
     (b'{"a": NaN}', "NaN"),
     (b'{"a": -Infinity}', "Infinity"),
     (b'{"a": 1e400}', "too large"),
-    (b'{"a": ' + b"1" * 5000 + b"}", "too long"),
+    (b'{"a": ' + b"1" * 129 + b"}", "too long"),
     (b"[1]", "must be a JSON object"),
     (b"null", "must be a JSON object"),
     (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "deeper"),

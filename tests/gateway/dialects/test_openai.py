@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import few
 from tests.gateway.fakes_engine import MODEL, FakeGeneration, Gateway, make_gateway, play
 from tests.gateway.routes.test_completions import PATH as COMPLETIONS
 
@@ -52,7 +53,7 @@ async def both(gateway: Gateway, path: str, **fields: Any) -> tuple[dict[str, An
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=few(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     texts=st.lists(st.text(alphabet="ab<é🙂", max_size=10), min_size=2, max_size=2),
     batch=st.integers(1, 5),

@@ -36,6 +36,32 @@ def test_duplicates_are_dropped_and_overlaps_cut() -> None:
     assert (merged.result.first_index, merged.result.token_ids, merged.result.logprobs) == (0, [5, 6, 7], entries)
 
 
+def test_the_next_token_is_taken_as_its_delta_is() -> None:
+    short, long = opened(2), opened(2)
+    for choice, index, token in ((0, 0, 5), (1, 0, 6), (0, 1, 7)):
+        assert short.take_next(choice, index, token)
+        assert long.take(long.next_token(choice, index, token)) is Taken.NEWS
+    assert short.resume() == long.resume()
+    assert short.drain() == long.drain()
+
+
+@pytest.mark.parametrize(("choice", "index"), [(0, 0), (0, 2), (1, 0)])
+def test_what_is_not_the_next_token_changes_nothing(choice: int, index: int) -> None:
+    request = opened(2)
+    request.take(delta(0, [5]))
+    request.take(delta(0, [], choice=1, finish_reason=FinishReason.STOP))
+    request.drain()
+    before = request.resume()
+    assert not request.take_next(choice, index, 9)
+    assert (request.resume(), request.drain()) == (before, [])
+
+
+def test_an_ended_request_takes_no_next_token() -> None:
+    request = opened()
+    request.drop()
+    assert not request.take_next(0, 0, 5)
+
+
 def test_an_ending_on_known_tokens_is_news() -> None:
     request = opened()
     request.take(delta(0, [5]))

@@ -32,6 +32,7 @@ SHOWN = st.builds(
     logprobs=st.none() | COUNT,
     prompt_logprobs=st.none() | COUNT,
     token_ids=st.booleans(),
+    thoughts=st.booleans(),
     echoes=st.none() | st.lists(TEXT, max_size=3).map(tuple),
     prompt_only=st.booleans(),
     form_field=TEXT,
@@ -55,8 +56,8 @@ def test_a_job_comes_back_as_it_was(form: type, job: Job) -> None:
 
 def test_every_option_is_tried() -> None:
     assert set(Shown.__struct_fields__) == {
-        "n", "how", "stream", "usage", "running_usage", "logprobs", "prompt_logprobs", "token_ids", "echoes",
-        "prompt_only", "form_field",
+        "n", "how", "stream", "usage", "running_usage", "logprobs", "prompt_logprobs", "token_ids", "thoughts",
+        "echoes", "prompt_only", "form_field",
     }  # fmt: skip
 
 

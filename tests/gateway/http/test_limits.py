@@ -263,7 +263,7 @@ async def test_what_is_counted_is_counted_by_caller(echo: Echo) -> None:
         writer.close()
         await echo.gone.wait()
         too_much = post(b"x" * 600_000, "content-length: 600000", "x-key: c", CLOSE)
-        assert (await talk(http.port, too_much))[0] == 503
+        assert (await talk(http.port, too_much))[0] == 413
 
 
 async def test_routes_know_who_asks() -> None:

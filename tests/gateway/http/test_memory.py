@@ -27,6 +27,15 @@ def test_one_client_has_half() -> None:
     budget.holding("c").grow_to(2 * UNIT)
 
 
+def test_who_never_finds_room_is_not_told_to_try_again() -> None:
+    holding = MemoryBudget(8 * UNIT).holding("a")
+    with pytest.raises(PagodaError) as caught:
+        holding.grow_to(4 * UNIT + 1)
+    assert caught.value.code is ErrorCode.REQUEST_TOO_LARGE
+    assert not caught.value.status.retryable
+    holding.grow_to(4 * UNIT)
+
+
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 6 * UNIT), st.booleans()), max_size=30))
 def test_the_books_balance(steps: list[tuple[str, int, bool]]) -> None:
     budget = MemoryBudget(8 * UNIT)

@@ -12,8 +12,8 @@ import pytest
 from tests.gateway.fakes_engine import make_gateway, play
 from tests.gateway.http_fakes import running_http
 
-from pagoda_gateway.api.encoding import DONE, event
-from pagoda_gateway.http.sse import ClientGone, EventStream, until_disconnect
+from pagoda_gateway.api.encoding import DONE, Events, event
+from pagoda_gateway.http.sse import ClientGone, EventStream, keep_body_sender, until_disconnect
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 
@@ -49,6 +49,28 @@ def test_an_event_is_one_line_of_json() -> None:
     assert data.endswith(b"\n\n")
     assert data.count(b"\n") == 2
     assert json.loads(data.removeprefix(b"data: ")) == {"text": 'a\n"é🙂'}
+
+
+@pytest.mark.parametrize("after", [{}, {"usage": None}])
+def test_events_with_fields_in_common_are_those_of_the_whole_mapping(after: dict[str, Any]) -> None:
+    before = {"id": 'a"b', "created": 1}
+    events = Events(before, "choices", after)
+    for value in ([], [{"text": 'é\n"', "logprobs": None}]):
+        assert events.event(value) == event({**before, "choices": value, **after})
+
+
+async def test_the_body_goes_past_what_stands_between() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"data: 1\n\n"
+
+    client, between = Client(), Client()
+    scope: dict[str, Any] = {"type": "http", "state": {}}
+    keep_body_sender(scope, client.send)
+    async with asyncio.timeout(10):
+        await EventStream(events(), 60.0)(scope, client.receive, between.send)
+    assert [message["type"] for message in between.messages] == ["http.response.start"]
+    assert client.body == b"data: 1\n\n"
+    assert client.messages[-1]["more_body"] is False
 
 
 async def test_it_opens_with_the_first_event_and_ends_the_response() -> None:

@@ -159,23 +159,31 @@ async def test_what_a_large_piece_took_goes_back_to_the_system() -> None:
         return [bytes(block) for _ in range(count)][::500]
 
     before = psutil.Process().memory_info().rss
-    pins = await TextPool(1, queue()).run("a", LARGE, work)
+    pool = TextPool(1, queue())
+    pins = await pool.run("a", LARGE, work)
+    await pool.run("a", SMALL, bool)  # after what follows the large one in the only thread
     assert psutil.Process().memory_info().rss - before < block * count // 2
     assert len(pins) == 100
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have priorities of their own on Linux only")
 @pytest.mark.parametrize("own", [5, 15])
-def test_threads_yield_to_whoever_made_the_pool_however_low_that_is(own: int) -> None:
+def test_only_work_without_pythons_lock_yields_to_whoever_made_the_pool(own: int) -> None:
+    """Who holds the lock and waits for a processor has the event loop wait, too."""
+
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, 0)
 
-    def low() -> int:
+    async def found() -> list[int]:
+        pool = TextPool(1, queue())
+        return [await pool.run("a", SMALL, niceness, native=native) for native in (True, False)]
+
+    def low() -> list[int]:
         os.setpriority(os.PRIO_PROCESS, 0, own)
-        return asyncio.run(TextPool(1, queue()).run("a", SMALL, niceness))
+        return asyncio.run(found())
 
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(low).result() == min(own + NICENESS, 19)
+        assert thread.submit(low).result() == [min(own + NICENESS, 19), own]
 
 
 async def test_errors_are_the_callers_and_the_thread_goes_on(gate: threading.Event) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import few
 from tests.gateway.fakes_engine import MODEL, Gateway, breaking, failing, make_gateway, play
 from tests.gateway.model_dir import MAX_MODEL_LEN
 
@@ -141,7 +142,7 @@ def added_up(events: list[dict[str, Any]]) -> dict[str, Any]:
     return message | delta["delta"] | {"usage": delta["usage"]}
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=few(15), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     pieces=st.lists(st.sampled_from(["a", " b", "\n", "é🙂", "<tool", CALL, CALL + CALL, "<tool_call>{"]), max_size=5),
     batch=st.integers(1, 7),

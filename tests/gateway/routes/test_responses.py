@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.examples import few
 from tests.gateway.fakes_engine import MODEL, Gateway, breaking, failing, make_gateway, play
 
 from pagoda_gateway.api.responses_answers import DeletedResponse, InputItems, ResponseAnswer
@@ -105,7 +106,7 @@ async def test_a_stream_tells_every_step_and_ends_with_the_whole(tmp_path: Path)
 
 
 @given(batch=st.integers(1, 30), text=st.sampled_from(["hello", "a 🙂 b", f"so {CALL} and {CALL}", CALL]))
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=few(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_a_stream_adds_up_to_the_whole_response(tmp_path: Path, batch: int, text: str) -> None:
     gateway = saying(tmp_path, text, batch=batch)
     tools = {"tools": [TOOL]} if "tool_call" in text else {}

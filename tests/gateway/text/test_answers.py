@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
+from tests.examples import few
 from tests.gateway.text.tool_formats.walks import Vocabulary, markers_in, vocabulary, walk
 
 from pagoda_gateway.text.answers import AnswerReader, Calling, Demand, Formats, HowRead, Wanted
@@ -103,7 +104,7 @@ def test_with_a_form_an_answer_is_calls_or_that(tools: str, reasoning: str) -> N
 
 
 @pytest.mark.parametrize(("tools", "reasoning"), BOTH)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=few(25), deadline=None)
 @given(data=st.data())
 def test_it_does_not_matter_how_an_answer_is_cut(tools: str, reasoning: str, data: st.DataObject) -> None:
     formats, _ = made(tools, reasoning)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import few
 
 from pagoda_gateway.text.events import Said, Text, Thought, merged
 from pagoda_gateway.text.reasoning import (
@@ -61,7 +62,7 @@ def test_channels_may_alternate() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "openai_gptoss", "mistral", "granite", "hunyuan_a13b"])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=few(40), deadline=None)
 @given(data=st.data())
 def test_it_does_not_matter_how_a_text_is_cut(name: str, data: st.DataObject) -> None:
     told = named(name)

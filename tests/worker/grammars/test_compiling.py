@@ -26,6 +26,16 @@ def test_the_last_used_are_kept_and_no_more() -> None:
     assert len(compiled) == compiling.MAX_COMPILED
 
 
+def test_sec_17_long_grammars_are_kept_up_to_a_sum_of_characters() -> None:
+    compiled = small_grammars()
+    size = compiling.MAX_COMPILED_CHARS // 8
+    for i in range(24):
+        started(grammars.lark(f"start: /h{{{i + 1}}}/" + " " * size), grammars=compiled)
+        assert len(compiled) == min(i + 1, 7)
+    started(grammars.regex("h"), grammars=compiled)
+    assert len(compiled) == 8
+
+
 @pytest.mark.slow
 def test_thousands_of_schemas_leave_memory_bounded() -> None:
     """The matchers go with their rows, and of what was compiled the last few stay."""

@@ -107,6 +107,19 @@ def test_linear_with_bias(library: lib.Library) -> None:
     torch.testing.assert_close(y.float(), expected, rtol=8e-3, atol=1e-3)
 
 
+def test_linear_with_a_softcap(library: lib.Library) -> None:
+    rows, n, k, cap = 9, 70, 64, 5.0
+    x, w = bf16(rows, k, seed=1), bf16(n, k, seed=2)
+    packed, y = library.pack(w), torch.empty(rows, n)
+    run(library, product(x, packed, y, n, out_f32=1, softcap=cap), num_tokens=rows)
+    plain = x.double() @ w.double().T
+    assert plain.abs().max() > 4 * cap
+    torch.testing.assert_close(y.double(), cap * torch.tanh(plain / cap), rtol=1e-4, atol=1e-5)
+    alone = torch.empty(1, n)
+    run(library, product(x[4:5], packed, alone, n, out_f32=1, softcap=cap), num_tokens=1)
+    assert torch.equal(alone[0], y[4])
+
+
 @pytest.mark.parametrize("activation", [1, 2])
 def test_linear_with_gated_activation(library: lib.Library, activation: int) -> None:
     """Gate and up columns are interleaved by groups of 16, so that a panel holds both halves of its outputs."""

@@ -11,6 +11,7 @@ from tests.worker.models.harness import make_batch
 from pagoda_worker.kernels import aten
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.choose import load_ops
+from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import FORMATS, dequantize, quantize
@@ -253,6 +254,19 @@ def test_quarantine_follows_copies() -> None:
     kv.quarantined = {1, 2}
     kv.copy_blocks([(1, 3), (0, 2)])
     assert kv.quarantined == {1, 3}
+
+
+def test_machines_without_kernels_of_their_own_are_served_by_torch() -> None:
+    needs = Needs(dtype=torch.bfloat16, hidden_size=64, head_dims=(16,))
+    ops, remarks = load_ops(CPU, "auto", needs, machine="aarch64")
+    assert isinstance(ops, AtenOps)
+    assert remarks == ["torch serves: kernels: native has no vector instructions of aarch64, torch's libraries do"]
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here; the torch back end serves")
+def test_named_kernels_serve_on_any_machine() -> None:
+    needs = Needs(dtype=torch.bfloat16, hidden_size=64, head_dims=(16,))
+    assert load_ops(CPU, "native", needs, machine="aarch64")[0].name == "native"
 
 
 def test_choice_of_a_back_end() -> None:

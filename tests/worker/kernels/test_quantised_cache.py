@@ -120,9 +120,11 @@ def test_keys_are_rounded_after_norm_and_rotation(ops: Ops, normed: bool) -> Non
 class Case:
     """Rows of (new tokens, context) over a cache full of garbage, in which their blocks lie anywhere."""
 
-    def __init__(self, ops: Ops, rows: list[tuple[int, int]], shape: AttentionShape, block: int) -> None:
+    def __init__(
+        self, ops: Ops, rows: list[tuple[int, int]], shape: AttentionShape, block: int, quantized: bool = True
+    ) -> None:
         self.ops, self.rows, self.shape, self.block = ops, rows, shape, block
-        self.kv = ops.new_kv_cache(kv_shape(shape.num_kv_heads, shape.head_dim), BLOCKS, block)
+        self.kv = ops.new_kv_cache(kv_shape(shape.num_kv_heads, shape.head_dim, quantized), BLOCKS, block)
         fill_with_garbage(self.kv)
         order = torch.randperm(BLOCKS).tolist()
         self.tables, self.q, self.k, self.v = [], [], [], []
@@ -237,6 +239,38 @@ def test_threads_change_nothing(quantized: bool) -> None:
         native.library.close()
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+SHARED = {
+    "one-kv-head": (attention(4, 1, 64), [(1, 1500)]),
+    "beside-short-ones": (attention(4, 2, 64), [(1, 20), (1, 1500), (3, 3), (1, 257)]),
+    "verified-drafts": (attention(3, 1, 64), [(5, 1026), (2, 700)]),
+    "prefill-beside": (attention(2, 1, 64), [(30, 300), (1, 1200)]),
+    "window": (attention(6, 1, 64, window=300), [(3, 1030), (1, 900)]),
+    "softcap-sinks": (attention(2, 1, 80, softcap=10.0), [(1, 1100)]),
+}
+
+
+@pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("name", SHARED)
+def test_it_changes_nothing_how_threads_share_the_keys_of_a_row(name: str, quantized: bool) -> None:
+    """One thread shares nothing, and so it is with a row among many; two and five cut a row differently."""
+    (shape, rows), outputs = SHARED[name], []
+    sinks = torch.randn(shape.num_heads) if "sinks" in name else None
+    for threads in (1, 2, 5):
+        torch.manual_seed(3)
+        native = NativeOps(Library([-1] * threads))
+        case = Case(native, rows, shape, 16, quantized)
+        queries = [(row, new) for row, (new, _) in enumerate(rows)]
+        outputs.append(torch.cat(case.attend(*queries, sinks=sinks)))
+        again = torch.cat(
+            case.attend(*queries, sinks=sinks)
+        )  # what an operation leaves behind is no burden for the next
+        assert torch.equal(again, outputs[0])
+        many = case.attend(*queries * 20, sinks=sinks)
+        assert torch.equal(torch.cat(many[: len(rows)]), outputs[0])
+        native.library.close()
 
 
 @pytest.mark.skipif(not levels(), reason="no C++ compiler on this machine; the torch back end serves")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -157,22 +158,37 @@ MANNERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_agrees_with_the_oracle_on_vocabularies_of_any_size(library: Library, size: int) -> None:
+@cache
+def of_any_size(size: int) -> tuple[list[Row], list[tuple[str, int]], list[set[int]]]:
+    """Rows of every manner, what makes the logits of each, and what each may choose: the same for every level."""
     made = [(kind, manner) for kind in ("normal", "peaked", "ties") for manner in MANNERS]
     rows = [row([], prompt=[0], seed=size + i, **manner) for i, (_, manner) in enumerate(made)]
-    logits = np.stack([some_logits(kind, size, size + i) for i, (kind, _) in enumerate(made)])
-    got = tokens(run(library, logits, rows))
-    for one, values, r in zip(got, logits, rows, strict=True):
-        assert one in acceptable(values, r)
+    logits = [(kind, size + i) for i, (kind, _) in enumerate(made)]
+    chosen = [acceptable(some_logits(kind, size, seed), r) for (kind, seed), r in zip(logits, rows, strict=True)]
+    return rows, logits, chosen
 
 
-@pytest.mark.parametrize("manner", MANNERS)
-def test_differs_from_the_oracle_only_at_borders(library: Library, manner: dict[str, Any]) -> None:
-    """2000 draws: were one in a thousand off, this would see it; borders take a few in a million."""
+@pytest.mark.parametrize("size", SIZES)
+def test_agrees_with_the_oracle_on_vocabularies_of_any_size(library: Library, size: int) -> None:
+    rows, made, expected = of_any_size(size)
+    got = tokens(run(library, np.stack([some_logits(kind, size, seed) for kind, seed in made]), rows))
+    for one, chosen in zip(got, expected, strict=True):
+        assert one in chosen
+
+
+@cache
+def many_draws(manner: int) -> tuple[np.ndarray, list[Row], list[int]]:
+    """Logits, rows, and what the oracle draws: the same for every level."""
     logits = np.tile(some_logits("normal", 500, 3), (2000, 1))
-    rows = [row([], prompt=[0], seed=seed, **manner) for seed in range(len(logits))]
-    assert tokens(run(library, logits, rows)) == tokens(sampler.sample(torch.from_numpy(logits.copy()), rows))
+    rows = [row([], prompt=[0], seed=seed, **MANNERS[manner]) for seed in range(len(logits))]
+    return logits, rows, tokens(sampler.sample(torch.from_numpy(logits.copy()), rows))
+
+
+@pytest.mark.parametrize("manner", range(len(MANNERS)), ids=str)
+def test_differs_from_the_oracle_only_at_borders(library: Library, manner: int) -> None:
+    """2000 draws: were one in a thousand off, this would see it; borders take a few in a million."""
+    logits, rows, expected = many_draws(manner)
+    assert tokens(run(library, logits, rows)) == expected
 
 
 # --- exact where weights are ------------------------------------------------------------------------------------------
@@ -231,13 +247,21 @@ def test_the_two_zeros_are_one_logit(library: Library) -> None:
     assert (got.logprobs.rank, got.logprobs.top_ids) == (1, [0, 1, 2, 3, 4])
 
 
-@pytest.mark.parametrize(
-    "params", [{}, {"temperature": 0.6}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1, "top_p": 0.95}]
-)
-def test_sampling_follows_the_distribution(library: Library, params: dict[str, Any]) -> None:
-    logits, draws = some_logits("normal", 16, 8) / 2, 4000
-    ids, probabilities = oracle_survivors(logits.astype(np.float64), SamplingParams(**params))
-    rows = [row([0] * (i % 7), prompt=[0], seed=i * 7919, **params) for i in range(draws)]
+DISTRIBUTIONS: list[dict[str, Any]] = [
+    {}, {"temperature": 0.6}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1, "top_p": 0.95},
+]  # fmt: skip
+
+
+@cache
+def rows_to_count(manner: int) -> list[Row]:
+    return [row([0] * (i % 7), prompt=[0], seed=i * 7919, **DISTRIBUTIONS[manner]) for i in range(4000)]
+
+
+@pytest.mark.parametrize("manner", range(len(DISTRIBUTIONS)), ids=str)
+def test_sampling_follows_the_distribution(library: Library, manner: int) -> None:
+    logits, rows = some_logits("normal", 16, 8) / 2, rows_to_count(manner)
+    draws = len(rows)
+    ids, probabilities = oracle_survivors(logits.astype(np.float64), SamplingParams(**DISTRIBUTIONS[manner]))
     counts = Counter(tokens(run(library, np.tile(logits, (draws, 1)), rows)))
     assert set(counts) <= set(ids)
     expected, observed = probabilities * draws, np.array([counts[t] for t in ids])
@@ -341,14 +365,21 @@ def test_changes_that_overflow_are_a_fault(library: Library) -> None:
 # --- log-probabilities ------------------------------------------------------------------------------------------------
 
 
+@cache
+def reported(kind: str, size: int) -> tuple[torch.Tensor, list[int], dict[int, list[Any]]]:
+    """Logits, targets, and the oracle's reports by the number of likely tokens: the same for every level."""
+    logits = torch.from_numpy(np.stack([some_logits(kind, size, seed) for seed in range(3)]))
+    targets = [0, size - 1, int(logits[2].argmax())]
+    return logits, targets, {num_top: logprobs.report(logits, targets, num_top) for num_top in (0, 20)}
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["normal", "ties", "equal", "ascending", "holes", "peaked"])
 def test_reports_are_the_oracle_s(library: Library, kind: str, size: int) -> None:
-    logits = torch.from_numpy(np.stack([some_logits(kind, size, seed) for seed in range(3)]))
-    targets = [0, size - 1, int(logits[2].argmax())]
-    for num_top in (0, 20):
+    logits, targets, expected = reported(kind, size)
+    for num_top, reports in expected.items():
         got = sampling.report(library, logits.clone(), targets, num_top)
-        for ours, theirs in zip(got, logprobs.report(logits, targets, num_top), strict=True):
+        for ours, theirs in zip(got, reports, strict=True):
             assert_same_report(ours, theirs)
 
 

@@ -20,6 +20,7 @@ from pagoda_worker.grammars.masks import Ids
 from pagoda_worker.grammars.matching import GrammarTokens, Matcher
 
 MAX_COMPILED = 64
+MAX_COMPILED_CHARS = 2**20  # of their texts together; what is compiled takes some 70 bytes for each
 MAX_TOKENIZER_BYTES = 100 * 1024 * 1024
 
 
@@ -53,6 +54,7 @@ class CompiledGrammars:
         self._tokens = GrammarTokens(tokenizer, vocab_size)
         self._limits = LLParserLimits(**LIMITS)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._num_chars = 0
 
     def __len__(self) -> int:
         """How many are kept."""
@@ -75,9 +77,10 @@ class CompiledGrammars:
             found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
             if found.is_error():
                 raise GrammarError(found.get_error())
+            self._num_chars += len(grammar)
         self._compiled[grammar] = found
-        if len(self._compiled) > MAX_COMPILED:
-            self._compiled.popitem(last=False)
+        while len(self._compiled) > MAX_COMPILED or self._num_chars > MAX_COMPILED_CHARS:
+            self._num_chars -= len(self._compiled.popitem(last=False)[0])
         return found
 
 

@@ -79,9 +79,10 @@ class AtenOps(HostOps):
     def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
         return act_mul(self.linear(x, packed), activation)
 
-    def logits(self, hidden: Tensor, packed: Packed) -> Tensor:
-        """A product in the run dtype is then widened: oneDNN's float32 output for bfloat16 is not reachable from torch."""
-        return self._linear(hidden, packed).float()
+    def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
+        """A product in the run dtype is then widened: oneDNN's float32 output is not reachable from torch."""
+        logits = self._linear(hidden, packed).float()
+        return logits if softcap is None else soft_cap(logits, softcap)
 
     def _linear(self, x: Tensor, packed: Packed) -> Tensor:
         """In the run dtype; in float32 where weights are, or where segments were added."""
@@ -150,6 +151,14 @@ def _native(device: torch.device) -> tuple[torch.dtype, ...]:
 def _normed(wide: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight)
+
+
+def soft_cap(logits: Tensor, cap: float) -> Tensor:
+    """cap * tanh(logits / cap), in place; on a CPU one row at a time, so that a row's bits are its own."""
+    logits.div_(cap)
+    for part in logits if logits.device.type == "cpu" else (logits,):
+        part.tanh_()
+    return logits.mul_(cap)
 
 
 def act_mul(gate_up: Tensor, activation: str) -> Tensor:

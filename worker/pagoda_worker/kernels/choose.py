@@ -7,6 +7,7 @@ loaded and checked means one thing, that it cannot serve here, and leaves this m
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Callable, Collection
 
 import torch
@@ -23,11 +24,12 @@ log = logging.getLogger(__name__)
 Load = Callable[[torch.device, Needs], tuple[Ops, dict[str, str]]]
 """Gives a back end, and by family of operations what keeps it from serving that one here."""
 
+VECTORISED = ("x86_64", "AMD64")  # machines that the native kernels have more than a plain level for
 MARGIN = 0.9  # flash-attention must take less than this share of Triton's time: starts are to choose alike
 
 
 def load_ops(
-    device: torch.device, choice: str, needs: Needs, clock: trial.Clock = device_seconds
+    device: torch.device, choice: str, needs: Needs, clock: trial.Clock = device_seconds, machine: str = ""
 ) -> tuple[Ops, list[str]]:
     """The operations for `device`, and what there is to say about the choice (for the log).
 
@@ -36,6 +38,7 @@ def load_ops(
         choice: See `kernel_choice`.
         needs: What they must be able to do.
         clock: For `auto`, where it measures.
+        machine: The processor's family, as `platform.machine` names it; "" is this machine's.
 
     Raises:
         BackendError: `choice` is not known, or something that was named cannot run here.
@@ -46,7 +49,7 @@ def load_ops(
         raise BackendError(str(error)) from error
     loader, left = _Loader(device, needs), [family for family in FAMILIES if family not in chosen.overrides]
     if chosen.base == AUTO:
-        parts, remarks = _automatic(loader, left)
+        parts, remarks = _automatic(loader, left, machine or platform.machine())
         if "attention" in left:
             parts["attention"] = _faster_attention(parts["attention"], needs, clock)
     else:
@@ -86,10 +89,12 @@ class _Loader:
         return flash.load_flash(self.named("triton", ["attention"]), self.needs), {}
 
 
-def _automatic(loader: _Loader, families: Collection[str]) -> tuple[dict[str, Ops], list[str]]:
+def _automatic(loader: _Loader, families: Collection[str], machine: str) -> tuple[dict[str, Ops], list[str]]:
     """The fastest that works: what it cannot do here is left to torch."""
     name = "native" if loader.device.type == "cpu" else "triton"
     try:
+        if name == "native" and machine not in VECTORISED:
+            raise BackendError(f"kernels: native has no vector instructions of {machine}, torch's libraries do")
         ops, unfit = loader.load(name)
     except BackendError as error:
         return dict.fromkeys(FAMILIES, loader.named("torch", families)), [f"torch serves: {error}"]

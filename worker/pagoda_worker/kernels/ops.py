@@ -135,8 +135,11 @@ class Ops(Protocol):
         Gate, up and act(gate) are rounded to the dtype of x where separate operations would round them.
         """
 
-    def logits(self, hidden: Tensor, packed: Any) -> Tensor:
-        """hidden [R, H] -> [R, V] float32; or in the run dtype, where the hardware accumulates into it."""
+    def logits(self, hidden: Tensor, packed: Any, softcap: float | None = None) -> Tensor:
+        """hidden [R, H] -> [R, V] float32, or softcap * tanh(logit / softcap) of it.
+
+        Without a cap they may be in the run dtype, where the hardware accumulates into it.
+        """
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         """token_ids [T] int64, table [V, H] -> [T, H] in the table's dtype, times `scale` if given."""

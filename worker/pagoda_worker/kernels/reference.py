@@ -87,8 +87,9 @@ class ReferenceOps(HostOps):
         gate, up = self.linear(x, packed).chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
-    def logits(self, hidden: Tensor, packed: Plain) -> Tensor:
-        return self.linear(hidden, packed).float()
+    def logits(self, hidden: Tensor, packed: Plain, softcap: float | None = None) -> Tensor:
+        logits = self.linear(hidden, packed).float()
+        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         x = F.embedding(token_ids, table)

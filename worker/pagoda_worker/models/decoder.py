@@ -85,10 +85,8 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """hidden [R, H] -> [R, V] float32, in `out` if that is given."""
-        logits = self.ops.logits(hidden, self._head)
-        logits = logits.float() if out is None else out.copy_(logits)
-        cap = self.spec.final_softcap
-        return logits if cap is None else soft_cap(logits, cap)
+        logits = self.ops.logits(hidden, self._head, self.spec.final_softcap)
+        return logits.float() if out is None else out.copy_(logits)
 
     def _run(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
         """Every branch is normed on its way in, with Gemma again on its way out, and added to the stream."""
@@ -127,14 +125,6 @@ class _Step:
     kv: Sequence[Cache]  # of each group, as is `plan`
     plan: list[Any]
     rotations: list[Rotation]
-
-
-def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap * tanh(logits / cap), in place; on a CPU one row at a time, so that a row's bits are its own."""
-    logits.div_(cap)
-    for part in logits if logits.device.type == "cpu" else (logits,):
-        part.tanh_()
-    return logits.mul_(cap)
 
 
 def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> Layer:

@@ -60,5 +60,4 @@ class Recorded:
 
         self._kv = kv
         self._forward = record(forward, kv, self._max_tokens)
-        # A cap on logits is no operation of a back end.
-        self._decode = record(decode, kv, self._max_rows) if decoder.spec.final_softcap is None else None
+        self._decode = record(decode, kv, self._max_rows)

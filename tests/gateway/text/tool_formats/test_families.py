@@ -9,6 +9,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.examples import few
 from tests.gateway.text.tool_formats.walks import Vocabulary, markers_in, vocabulary, walk
 
 from pagoda_gateway.text.events import CallArguments, CallBegun, CallEnded, Said, Text, merged
@@ -184,7 +185,7 @@ def test_text_around_calls_stays_and_arguments_stream(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DISTINCT)
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=few(20), deadline=None)
 @given(data=st.data())
 def test_it_does_not_matter_how_a_text_is_cut(name: str, data: st.DataObject) -> None:
     """Also one that breaks off, that has text between its calls, or that is broken."""

@@ -132,17 +132,24 @@ class NativeOps:
     def gated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
         return self._linear(x, packed, torch.bfloat16, activation)
 
-    def logits(self, hidden: Tensor, packed: NativeLinear) -> Tensor:
+    def logits(self, hidden: Tensor, packed: NativeLinear, softcap: float | None = None) -> Tensor:
         """float32 straight from the accumulators."""
-        return self._linear(hidden, packed, torch.float32)
+        return self._linear(hidden, packed, torch.float32, softcap=softcap)
 
-    def _linear(self, x: Tensor, packed: NativeLinear, dtype: torch.dtype, activation: str | None = None) -> Tensor:
+    def _linear(
+        self,
+        x: Tensor,
+        packed: NativeLinear,
+        dtype: torch.dtype,
+        activation: str | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], packed.n if activation is None else packed.n // 2, dtype)
         operation = Linear(
             x=x, panels=packed.panels, y=y, bias=packed.bias, n=packed.n, k=packed.k,
             activation=ACTIVATIONS[activation], out_f32=int(dtype == torch.float32), form=packed.form,
-            segments=packed.segments,
+             segments=packed.segments, softcap=softcap or 0.0,
         )  # fmt: skip
         self._tape.take(operation, num_tokens=x.shape[0])
         return y

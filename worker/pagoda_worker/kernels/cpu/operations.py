@@ -42,7 +42,8 @@ class Linear(NamedTuple):
     activation: int
     out_f32: int
     form: Form
-    segments: int
+    softcap: float = 0.0
+    segments: int = 1
 
 
 class LayerCache(NamedTuple):

@@ -101,7 +101,9 @@ class TritonOps:
     def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
         return pointwise.act_mul(self.linear(x, packed), activation)
 
-    logits = linear
+    def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
+        logits = self.linear(hidden, packed)
+        return logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
 
     embed = staticmethod(pointwise.embed)
     rms_norm = staticmethod(pointwise.rms_norm)

@@ -2,7 +2,9 @@
 //
 // Keys are attended to in splits of 256 tokens at absolute positions. Each split yields (max, sum, weighted values) from
 // scratch and the splits are merged left to right. Nothing in this depends on how a prompt was chunked or what else is in
-// the batch, so a row's bits are the same in prefill, in decode and after a prefix hit.
+// the batch, so a row's bits are the same in prefill, in decode and after a prefix hit. Nor does it depend on who computes
+// a split: where there is little else to do, threads share a row's splits, and the last to be done merges them, in the
+// same order by the same arithmetic (see shares.h).
 //
 // Cache layout, readable by the micro-kernel without repacking (tokens of a block and kv head lie together, 16 to a group):
 //   keys    [block][kv head][block_size/16][head_dim/2][16]   pairs of neighbouring dims
@@ -252,10 +254,22 @@ static void split_softmax(const AttentionArgs& a, const View& v, int r, Attentio
   for (int n = 0; n < N; ++n) sum_out[n] = sum(total[n]);
 }
 
-// Probabilities of a split times its values, for GROUPS x 16 dims from `dim_first` on, into the running accumulators.
+// What lines make of one split, apart from what they make of others.
+struct Part {
+  float *top, *sum;  // [lines]
+  float* values;     // [lines, dim]
+};
+
+// A split's values beside the running ones, of line r of a tile; the same wherever they are merged.
+PAGODA_INLINE void merge_values(float* run, f16 split, float scale_old, float scale_new) {
+  store(run, load(run) * set1(scale_old) + split * set1(scale_new));
+}
+
+// Probabilities of a split times its values, for GROUPS x 16 dims from `dim_first` on, into the running accumulators, or
+// into `part` as they are.
 template <int ROWS, int GROUPS>
 static void split_values(const AttentionArgs& a, const View& v, int dim_first, const float* scale_old, const float* scale_new,
-                         AttentionScratch& s) {
+                         const Part* part, AttentionScratch& s) {
   f16 acc[ROWS][GROUPS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
@@ -284,35 +298,59 @@ static void split_values(const AttentionArgs& a, const View& v, int dim_first, c
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; ++g)
-      if (dim_first + 16 * g < a.kv.dim) {
-        float* run = &s.acc[v.line + r][dim_first + 16 * g];
-        store(run, load(run) * set1(scale_old[r]) + acc[r][g] * set1(scale_new[r]));
+      if (const int d = dim_first + 16 * g; d < a.kv.dim) {
+        if (part) store(part->values + (size_t)(v.line + r) * a.kv.dim + d, acc[r][g]);
+        else merge_values(&s.acc[v.line + r][d], acc[r][g], scale_old[r], scale_new[r]);
       }
 }
 
-template <int ROWS>
-static void attend_tile(const AttentionArgs& a, const View& v, AttentionScratch& s) {
-  split_scores<ROWS>(a, v, s);
-  float top[16] = {}, total[16] = {}, old_top[16] = {}, scale_old[16], scale_new[16];
-  for (int r = 0; r + 1 < ROWS; r += 2) split_softmax<2>(a, v, r, s, top + r, total + r);
-  if (ROWS % 2) split_softmax<1>(a, v, ROWS - 1, s, top + ROWS - 1, total + ROWS - 1);
-  memcpy(old_top, s.top + v.line, sizeof(float) * ROWS);
+// Largest scores and sums of a split beside the running ones of `rows` lines from `line` on; by what values are scaled then.
+PAGODA_INLINE void merge_sums(AttentionScratch& s, int line, int rows, float (&top)[16], const float (&total)[16],
+                              float (&scale_old)[16], float (&scale_new)[16]) {
+  float old_top[16] = {};
+  memcpy(old_top, s.top + line, sizeof(float) * (size_t)rows);
   const f16 merged = max(load(old_top), load(top));
   store(scale_old, exp(load(old_top) - merged));
   store(scale_new, exp(load(top) - merged));
   store(top, merged);
-  for (int r = 0; r < ROWS; ++r) {
-    s.top[v.line + r] = top[r];
-    s.sum[v.line + r] = s.sum[v.line + r] * scale_old[r] + total[r] * scale_new[r];
+  for (int r = 0; r < rows; ++r) {
+    s.top[line + r] = top[r];
+    s.sum[line + r] = s.sum[line + r] * scale_old[r] + total[r] * scale_new[r];
+  }
+}
+
+// What a tile of lines made of a split, beside what they made of those before it.
+static void merge_tile(const AttentionArgs& a, int line, int rows, const Part& part, AttentionScratch& s) {
+  float top[16] = {}, total[16] = {}, scale_old[16], scale_new[16];
+  memcpy(top, part.top + line, sizeof(float) * (size_t)rows);
+  memcpy(total, part.sum + line, sizeof(float) * (size_t)rows);
+  merge_sums(s, line, rows, top, total, scale_old, scale_new);
+  for (int r = 0; r < rows; ++r)
+    for (int d = 0; d < a.kv.dim; d += 16)
+      merge_values(&s.acc[line + r][d], load(part.values + (size_t)(line + r) * a.kv.dim + d), scale_old[r], scale_new[r]);
+}
+
+// A tile of lines over a split, into the running accumulators or into `part`.
+template <int ROWS>
+static void attend_tile(const AttentionArgs& a, const View& v, const Part* part, AttentionScratch& s) {
+  split_scores<ROWS>(a, v, s);
+  float top[16] = {}, total[16] = {}, scale_old[16], scale_new[16];
+  for (int r = 0; r + 1 < ROWS; r += 2) split_softmax<2>(a, v, r, s, top + r, total + r);
+  if (ROWS % 2) split_softmax<1>(a, v, ROWS - 1, s, top + ROWS - 1, total + ROWS - 1);
+  if (part) {
+    memcpy(part->top + v.line, top, sizeof(float) * ROWS);
+    memcpy(part->sum + v.line, total, sizeof(float) * ROWS);
+  } else {
+    merge_sums(s, v.line, ROWS, top, total, scale_old, scale_new);
   }
   // Few rows leave registers for wide tiles, which read values as one stream instead of in several passes.
   int d = 0;
   if constexpr (ROWS * 8 <= ACCUMULATORS)
-    for (; d + 128 <= a.kv.dim; d += 128) split_values<ROWS, 8>(a, v, d, scale_old, scale_new, s);
+    for (; d + 128 <= a.kv.dim; d += 128) split_values<ROWS, 8>(a, v, d, scale_old, scale_new, part, s);
   if constexpr (ROWS * 4 <= ACCUMULATORS)
-    for (; d + 64 <= a.kv.dim; d += 64) split_values<ROWS, 4>(a, v, d, scale_old, scale_new, s);
+    for (; d + 64 <= a.kv.dim; d += 64) split_values<ROWS, 4>(a, v, d, scale_old, scale_new, part, s);
   constexpr int GROUPS = groups_of(ROWS, 2);
-  for (; d < a.kv.dim; d += 16 * GROUPS) split_values<ROWS, GROUPS>(a, v, d, scale_old, scale_new, s);
+  for (; d < a.kv.dim; d += 16 * GROUPS) split_values<ROWS, GROUPS>(a, v, d, scale_old, scale_new, part, s);
 }
 
 // The first token that somebody from `position` on sees, down to where a tile of scores may begin.
@@ -320,22 +358,36 @@ PAGODA_INLINE int first_seen(const AttentionArgs& a, int position) {
   return a.window && position >= a.window ? (position - a.window + 1) / 32 * 32 : 0;
 }
 
-// The gathered lines over the whole context they see. Positions ascend, so a tile sees no less of the end than the one
-// before it, and no more of the beginning.
-static void attend_lines(const AttentionArgs& a, int count, const int32_t* table, int head, AttentionScratch& s) {
-  const int begin = first_seen(a, s.position[0]), end = s.position[count - 1] + 1;
+// The splits that lines see something of: [first, last).
+struct Splits {
+  int first, last;
+};
+PAGODA_INLINE Splits splits_between(const AttentionArgs& a, int first_position, int last_position) {
+  return {first_seen(a, first_position) / SPLIT, last_position / SPLIT + 1};
+}
+
+// Calls f(view, rows) for the tiles of `count` gathered lines that see something of the split that begins at `from`.
+// Positions ascend, so a tile sees no less of the end than the one before it, and no more of the beginning.
+template <typename F>
+PAGODA_INLINE void each_tile(const AttentionArgs& a, const AttentionScratch& s, int count, int from, F&& f) {
   const int tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
-  for (int from = begin / SPLIT * SPLIT; from < end; from += SPLIT) {
-    const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
-    locate(a, table, head, from, low / 16, (high + 15) / 16, end, count, s.keys, s.values);
-    for (int t = 0; t < tiles; ++t) {
-      const int line = count * t / tiles, next = count * (t + 1) / tiles;
-      const int seen = first_seen(a, s.position[line]), after = s.position[next - 1] + 1;
-      const View v{line, from, seen > from ? seen : from, after < from + SPLIT ? after : from + SPLIT};
-      if (v.first >= v.last) continue;
-      with_rows<MAX_ROWS>(next - line, [&](auto rows) { attend_tile<decltype(rows)::value>(a, v, s); });
-    }
+  for (int t = 0; t < tiles; ++t) {
+    const int line = count * t / tiles, next = count * (t + 1) / tiles;
+    const int seen = first_seen(a, s.position[line]), after = s.position[next - 1] + 1;
+    const View v{line, from, seen > from ? seen : from, after < from + SPLIT ? after : from + SPLIT};
+    if (v.first < v.last) f(v, next - line);
   }
+}
+
+// The gathered lines over one split.
+static void attend_split(const AttentionArgs& a, int count, const int32_t* table, int head, int split, const Part* part,
+                         AttentionScratch& s) {
+  const int begin = first_seen(a, s.position[0]), end = s.position[count - 1] + 1, from = split * SPLIT;
+  const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
+  locate(a, table, head, from, low / 16, (high + 15) / 16, end, count, s.keys, s.values);
+  each_tile(a, s, count, from, [&](const View& v, int rows) {
+    with_rows<MAX_ROWS>(rows, [&](auto rows) { attend_tile<decltype(rows)::value>(a, v, part, s); });
+  });
 }
 
 // Items of one row and kv head: its lines, token by token, by LINES.
@@ -344,26 +396,46 @@ PAGODA_INLINE int items_per_head(const AttentionArgs& a, int row) {
   return (lines + LINES - 1) / LINES;
 }
 
-// item = part of the row's lines * kv_heads + kv head
-static void attention_item(const AttentionArgs& a, int row, int item, AttentionScratch& s) {
-  const int group = a.heads / a.kv.heads, head = item % a.kv.heads, begin = a.query_starts[row];
-  const int length = a.query_starts[row + 1] - begin, lines = length * group;
-  const int from = item / a.kv.heads * LINES, count = lines - from < LINES ? lines - from : LINES;
-  const auto place = [&](int i) {  // of line i in q and out
+// The lines of one item: of `row`, of those that share the kv head `head`, `count` from `from` on.
+struct Lines {
+  int row, head, from, count, begin, group;
+
+  // Of line i in q and out.
+  PAGODA_INLINE_MEMBER size_t at(const AttentionArgs& a, int i) const {
     return ((size_t)(begin + (from + i) / group) * a.heads + head * group + (from + i) % group) * a.kv.dim;
-  };
-  for (int i = 0; i < count; ++i) {
-    for (int d = 0; d < a.kv.dim; d += 16) store_left(&s.q[i][d], load_bf16(a.q + place(i) + d));
-    s.position[i] = a.context_lens[row] - length + (from + i) / group;
+  }
+};
+
+// item = part of the row's lines * kv_heads + kv head
+PAGODA_INLINE Lines lines_of(const AttentionArgs& a, int row, int item) {
+  const int group = a.heads / a.kv.heads, begin = a.query_starts[row], from = item / a.kv.heads * LINES;
+  const int lines = (a.query_starts[row + 1] - begin) * group, count = lines - from < LINES ? lines - from : LINES;
+  return {row, item % a.kv.heads, from, count, begin, group};
+}
+
+static void gather(const AttentionArgs& a, const Lines& lines, AttentionScratch& s) {
+  const int length = a.query_starts[lines.row + 1] - lines.begin;
+  for (int i = 0; i < lines.count; ++i) {
+    for (int d = 0; d < a.kv.dim; d += 16) store_left(&s.q[i][d], load_bf16(a.q + lines.at(a, i) + d));
+    s.position[i] = a.context_lens[lines.row] - length + (lines.from + i) / lines.group;
+  }
+}
+
+// Nothing is seen yet.
+static void clear(const AttentionArgs& a, const Lines& lines, AttentionScratch& s) {
+  for (int i = 0; i < lines.count; ++i) {
     s.top[i] = MASKED;
     s.sum[i] = 0.0f;
-    memset(s.acc[i], 0, sizeof(float) * a.kv.dim);
+    memset(s.acc[i], 0, sizeof(float) * (size_t)a.kv.dim);
   }
-  attend_lines(a, count, a.block_tables + (size_t)row * a.max_blocks, head, s);
-  for (int i = 0; i < count; ++i) {
+}
+
+// All is seen.
+static void finish(const AttentionArgs& a, const Lines& lines, const AttentionScratch& s) {
+  for (int i = 0; i < lines.count; ++i) {
     float total = s.sum[i], rescale = 1.0f;
     if (a.sinks) {  // one more column that has a weight but no value
-      float sink = a.sinks[head * group + (from + i) % group];
+      float sink = a.sinks[lines.head * lines.group + (lines.from + i) % lines.group];
       float top = s.top[i] > sink ? s.top[i] : sink;
       float both[16] = {s.top[i] - top, sink - top};
       store(both, exp(load(both)));
@@ -371,8 +443,17 @@ static void attention_item(const AttentionArgs& a, int row, int item, AttentionS
       total = total * both[0] + both[1];
     }
     f16 factor = set1(rescale / total);
-    for (int d = 0; d < a.kv.dim; d += 16) store_bf16(a.out + place(i) + d, load(&s.acc[i][d]) * factor);
+    for (int d = 0; d < a.kv.dim; d += 16) store_bf16(a.out + lines.at(a, i) + d, load(&s.acc[i][d]) * factor);
   }
+}
+
+static void attend(const AttentionArgs& a, const Lines& lines, AttentionScratch& s) {
+  gather(a, lines, s);
+  clear(a, lines, s);
+  const Splits seen = splits_between(a, s.position[0], s.position[lines.count - 1]);
+  const int32_t* table = a.block_tables + (size_t)lines.row * a.max_blocks;
+  for (int split = seen.first; split < seen.last; ++split) attend_split(a, lines.count, table, lines.head, split, nullptr, s);
+  finish(a, lines, s);
 }
 
 }  // namespace PAGODA_NS

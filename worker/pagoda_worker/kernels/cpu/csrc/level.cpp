@@ -3,11 +3,11 @@
 
 #include <type_traits>
 
-#include "attention.h"
 #include "ceilings.h"
 #include "pointwise.h"
 #include "quant.h"
 #include "sampling.h"
+#include "shares.h"
 
 namespace PAGODA_NS {
 
@@ -52,22 +52,14 @@ static void run_linear(const LinearOp& op, const Step& s, uint64_t use, int firs
 static AttentionArgs attention_args(const Op& op, const Step& s) {
   return {op.attention, s.block_tables, s.query_starts, s.context_lens, s.max_blocks};
 }
-static int row_items(const AttentionArgs& a, int row) {
-  return items_per_head(a, row) * a.kv.heads;
-}
 // Too much for what every thread would have to have, so a thread takes it when it first attends.
 struct OwnScratch {
   AttentionScratch* scratch = (AttentionScratch*)aligned_alloc(64, sizeof(AttentionScratch));
   ~OwnScratch() { free(scratch); }
 };
-static void run_attention(const Op& op, const Step& s, int first, int last) {
+static void run_attention(const Op& op, const Step& s, const Work& work, int first, int last) {
   static thread_local OwnScratch own;
-  const AttentionArgs a = attention_args(op, s);
-  int row = 0, before = 0;
-  for (int item = first; item < last; ++item) {
-    while (item >= before + row_items(a, row)) before += row_items(a, row++);
-    attention_item(a, row, item - before, *own.scratch);
-  }
+  attend_pieces(attention_args(op, s), work, first, last, *own.scratch);
 }
 
 static void run_rope(const Op& op, const Step& s, int first, int last) {
@@ -75,24 +67,19 @@ static void run_rope(const Op& op, const Step& s, int first, int last) {
   for (int t = first; t < last; ++t) rope_token(a, t);
 }
 
-static int items(const Op& op, const Step& s) {
-  if (op.kind == LINEAR) return num_blocks(op.linear, s) * num_panels(op.linear);
-  if (op.kind == ATTENTION) {
-    const AttentionArgs a = attention_args(op, s);
-    int total = 0;
-    for (int row = 0; row < s.num_rows; ++row) total += row_items(a, row);
-    return total;
-  }
-  return s.num_tokens;
+static Cut cut(const Op& op, const Step& s, int threads) {
+  if (op.kind == LINEAR) return {num_blocks(op.linear, s) * num_panels(op.linear), 0, 0};
+  if (op.kind == ATTENTION) return attention_cut(attention_args(op, s), s.num_rows, threads);
+  return {s.num_tokens, 0, 0};
 }
 
-static void run(const Op& op, const Step& s, uint64_t use, int first, int last) {
+static void run(const Op& op, const Step& s, const Work& work, int first, int last) {
   switch (op.kind) {
     case EMBED: for (int t = first; t < last; ++t) embed_row(op.embed, s.token_ids[t], t); break;
     case RMS_NORM: for (int t = first; t < last; ++t) rms_norm_row(op.rms_norm, t); break;
-    case LINEAR: run_linear(op.linear, s, use, first, last); break;
+    case LINEAR: run_linear(op.linear, s, work.use, first, last); break;
     case ROPE_KV: run_rope(op, s, first, last); break;
-    case ATTENTION: run_attention(op, s, first, last); break;
+    case ATTENTION: run_attention(op, s, work, first, last); break;
     default: break;
   }
 }
@@ -101,6 +88,6 @@ static void run(const Op& op, const Step& s, uint64_t use, int first, int last) 
 
 #define PAGODA_TABLE_(name) pagoda_level_##name
 #define PAGODA_TABLE(name) PAGODA_TABLE_(name)
-extern const Level PAGODA_TABLE(PAGODA_NS) = {PAGODA_NS::items, PAGODA_NS::run, PAGODA_NS::pack_panel,
+extern const Level PAGODA_TABLE(PAGODA_NS) = {PAGODA_NS::cut, PAGODA_NS::run, PAGODA_NS::pack_panel,
                                               PAGODA_NS::quant_panel_bytes, PAGODA_NS::pack_quant_panel,
                                               PAGODA_NS::sample, PAGODA_NS::peak, PAGODA_NS::read_all};

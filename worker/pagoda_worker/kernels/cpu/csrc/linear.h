@@ -62,6 +62,10 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const Line
     return;
   }
   if (op.out_f32) {
+    if (op.softcap != 0.0f) {
+      c0 = tanh(c0 * set1(1.0f / op.softcap)) * set1(op.softcap);
+      c1 = tanh(c1 * set1(1.0f / op.softcap)) * set1(op.softcap);
+    }
     float* out = (float*)op.y + row * n + column;
     if (n - column >= 32) {
       store(out, c0);

@@ -70,18 +70,33 @@ void take_pieces(const Pool& pool, Counter& counter, int total, F work) {
   }
 }
 
-void run_program(Pool& pool, const Level& level, const Op* ops, int num_ops, const Step& step, Counter* counters) {
+// A pool, and the memory that its threads share within an operation. It only grows.
+struct Crew : Pool {
+  explicit Crew(const std::vector<int>& cpus) : Pool(cpus), done(2 * cpus.size()) {}
+  std::vector<float> floats;
+  std::vector<int32_t> done;
+};
+
+void run_program(Crew& crew, const Level& level, const Op* ops, int num_ops, const Step& step) {
   static std::atomic<uint64_t> uses{1};
   const uint64_t use = uses.fetch_add((uint64_t)num_ops, std::memory_order_relaxed);
+  std::unique_ptr<Counter[]> counters(new Counter[num_ops]);
+  std::vector<Work> works((size_t)num_ops);
+  size_t floats = 0;
+  for (int o = 0; o < num_ops; ++o) {
+    works[o] = {use + (uint64_t)o, level.cut(ops[o], step, crew.size()), nullptr, crew.done.data()};
+    floats = std::max(floats, works[o].cut.floats);
+  }
+  if (floats > crew.floats.size()) crew.floats.resize(floats);
   auto body = [&](int) {
     for (int o = 0; o < num_ops; ++o) {
-      const Op& op = ops[o];
-      take_pieces(pool, counters[o], level.items(op, step),
-                  [&](int first, int last) { level.run(op, step, use + (uint64_t)o, first, last); });
-      if (o + 1 < num_ops) pool.barrier();
+      Work work = works[o];
+      work.floats = crew.floats.data();
+      take_pieces(crew, counters[o], work.cut.pieces, [&](int first, int last) { level.run(ops[o], step, work, first, last); });
+      if (o + 1 < num_ops) crew.barrier();
     }
   };
-  pool.run(body);
+  crew.run(body);
 }
 
 // So many logits are looked at sooner than another thread is woken.
@@ -105,7 +120,7 @@ void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
 extern "C" {
 
 // See ABI in library.py, which says when to raise both.
-int pagoda_abi() { return 7; }
+int pagoda_abi() { return 8; }
 
 void pagoda_sizes(int* sizes) {
   for (size_t size : {sizeof(EmbedOp), sizeof(RmsNormOp), sizeof(LinearOp), sizeof(RopeKvOp), sizeof(AttentionOp), sizeof(Op),
@@ -123,13 +138,13 @@ int pagoda_runs_with(int level, unsigned features) {
 int pagoda_supports(int level) { return pagoda_runs_with(level, features()) && LEVELS[level].level != nullptr; }
 
 // One thread per entry of cpus, pinned to it unless it is -1; entry 0 is for the calling thread, while it computes.
-void* pagoda_pool_new(const int* cpus, int count) { return new Pool(std::vector<int>(cpus, cpus + count)); }
+void* pagoda_pool_new(const int* cpus, int count) { return new Crew(std::vector<int>(cpus, cpus + count)); }
 
-void pagoda_pool_free(void* pool) { delete (Pool*)pool; }
+void pagoda_pool_free(void* pool) { delete (Crew*)pool; }
 
 // w: [n, k] bf16 row major, k even -> ceil(n/32) panels of [k/2][32] pairs.
 void pagoda_pack(void* pool_, int level, const uint16_t* w, int n, int k, uint32_t* out) {
-  Pool& pool = *(Pool*)pool_;
+  Pool& pool = *(Crew*)pool_;
   int panels = (n + 31) / 32;
   auto body = [&](int thread) {
     for (int p = thread; p < panels; p += pool.size()) LEVELS[level].level->pack_panel(w, n, k, p, out + (size_t)p * (k / 2) * 32);
@@ -141,7 +156,7 @@ size_t pagoda_quant_panel_bytes(const QuantForm* form, int k) { return pagoda_le
 
 // -> ceil(n/32) panels of pagoda_quant_panel_bytes each.
 void pagoda_pack_quantized(void* pool_, int level, const QuantSource* w, uint8_t* out) {
-  Pool& pool = *(Pool*)pool_;
+  Pool& pool = *(Crew*)pool_;
   int panels = (w->n + 31) / 32;
   size_t bytes = pagoda_quant_panel_bytes(&w->form, w->k);
   auto body = [&](int thread) {
@@ -151,8 +166,7 @@ void pagoda_pack_quantized(void* pool_, int level, const QuantSource* w, uint8_t
 }
 
 void pagoda_run(void* pool, int level, const Op* ops, int num_ops, const Step* step) {
-  std::unique_ptr<Counter[]> counters(new Counter[num_ops]);
-  run_program(*(Pool*)pool, *LEVELS[level].level, ops, num_ops, *step, counters.get());
+  run_program(*(Crew*)pool, *LEVELS[level].level, ops, num_ops, *step);
 }
 
 // Choose the next token of each row of logits [num_rows, vocab], vocab < 2^20. The logits are overwritten.
@@ -177,12 +191,12 @@ void pagoda_sample(void* pool, int level, float* logits, int num_rows, int vocab
   call.buckets = buckets.data();
   call.raw = raw.data();
   static Pool alone({-1});
-  run_sampling(count * (size_t)vocab <= FEW_LOGITS ? alone : *(Pool*)pool, *LEVELS[level].level, call);
+  run_sampling(count * (size_t)vocab <= FEW_LOGITS ? alone : *(Crew*)pool, *LEVELS[level].level, call);
 }
 
 // Operations that each thread does in `rounds` of a level's multiplication (kind 0: bf16, 1: int8); see ceilings.h.
 double pagoda_peak(void* pool_, int level, int kind, long rounds) {
-  Pool& pool = *(Pool*)pool_;
+  Pool& pool = *(Crew*)pool_;
   std::atomic<double> done{0.0};
   auto body = [&](int) { done.store(LEVELS[level].level->peak(kind, rounds), std::memory_order_relaxed); };
   pool.run(body);
@@ -192,7 +206,7 @@ double pagoda_peak(void* pool_, int level, int kind, long rounds) {
 // Reads a buffer once with all threads, in pieces as they come. `bytes` is a multiple of 512.
 uint64_t pagoda_read(void* pool_, int level, const char* data, size_t bytes) {
   constexpr size_t PIECE = 1 << 20;
-  Pool& pool = *(Pool*)pool_;
+  Pool& pool = *(Crew*)pool_;
   std::atomic<size_t> next{0};
   std::atomic<uint64_t> seen{0};
   auto body = [&](int) {
@@ -210,7 +224,7 @@ uint64_t pagoda_read(void* pool_, int level, const char* data, size_t bytes) {
 // before any destination is written: what another pair overwrites is put aside first.
 void pagoda_copy_blocks(void* pool_, char* const* tensors, const int64_t* block_bytes, int num_tensors, const int64_t* pairs,
                         int count) {
-  Pool& pool = *(Pool*)pool_;
+  Pool& pool = *(Crew*)pool_;
   std::vector<int64_t> written;
   for (int i = 0; i < count; ++i) written.push_back(pairs[2 * i + 1]);
   std::sort(written.begin(), written.end());

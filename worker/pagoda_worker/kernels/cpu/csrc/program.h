@@ -43,6 +43,7 @@ struct LinearOp {
   int32_t activation;    // 0 none, 1 silu(gate) * up, 2 gelu_tanh(gate) * up: columns 0..15 of a panel gate, 16..31 up
   int32_t out_f32;       // y is float, else bf16
   QuantForm form;        // 16 bits: weights are bf16
+  float softcap;         // of float y: softcap * tanh(y / softcap), or 0
   int32_t segments;      // of k, a power of two up to 8; each has an even number of inputs and whole groups. See segments.h
 };
 
@@ -107,12 +108,27 @@ struct QuantSource {
   const uint8_t* zeros;   // [n, k / group], or null
 };
 
-// One instruction set level. `items` says into how many independent pieces an operation falls for this step; `run` does
-// pieces [first, last) and may be called from any thread. `use` stands for this operation in this call and is never used
-// again: what a thread keeps from one of its pieces for the next goes by it. `sample` does pieces of one phase of sampling.
+// Into how many independent pieces an operation falls for a step. Of attention also: how many splits of an item's keys a
+// piece has at most (0: items are not cut), and how much memory the pieces of cut items need in common.
+struct Cut {
+  int pieces, splits;
+  size_t floats;
+};
+
+// An operation in one call of a program. `use` stands for it and is never used again: what a thread keeps from one of its
+// pieces for the next goes by it.
+struct Work {
+  uint64_t use;
+  Cut cut;
+  float* floats;  // [cut.floats]
+  int32_t* done;  // [2 * threads] zeros, before and after
+};
+
+// One instruction set level. `run` does pieces [first, last) and may be called from any thread. `sample` does pieces of one
+// phase of sampling.
 struct Level {
-  int (*items)(const Op&, const Step&);
-  void (*run)(const Op&, const Step&, uint64_t use, int first, int last);
+  Cut (*cut)(const Op&, const Step&, int threads);
+  void (*run)(const Op&, const Step&, const Work&, int first, int last);
   void (*pack_panel)(const uint16_t* w, int n, int k, int panel, uint32_t* out);
   size_t (*quant_panel_bytes)(const QuantForm&, int k);
   void (*pack_quant_panel)(const QuantSource&, int panel, uint8_t* out);

@@ -7,7 +7,7 @@
 //
 // The order of tokens is found as far as it is needed. A row's tokens fall into buckets by depth, (top - logit) /
 // temperature in eighths, with a count and a mass each; the bucket in which a threshold is crossed is the only one whose
-// tokens are fetched and sorted. Most rows end within the first 8 temperatures, so only those are counted at first.
+// tokens are fetched, and of these the same is done again until few are left to sort. Most rows end within the first 8 temperatures, so only those are counted at first.
 #pragma once
 
 #include <cstdlib>
@@ -59,6 +59,14 @@ PAGODA_INLINE void add(Mass& m, f16 w) {
   m.v = _mm512_add_epi64(m.v, _mm512_castpd_si512(_mm512_add_pd(hi, unit)));
   m.vectors++;
 }
+PAGODA_INLINE void wholes(f16 w, uint64_t* to) {
+  const __m512d unit = _mm512_set1_pd(WHOLE);
+  const __m512i off = _mm512_set1_epi64((long long)WHOLE_BITS);
+  const __m512d lo = _mm512_cvtps_pd(_mm512_castps512_ps256(w.v)), hi = _mm512_cvtps_pd(_mm512_extractf32x8_ps(w.v, 1));
+  _mm512_storeu_si512(to, _mm512_sub_epi64(_mm512_castpd_si512(_mm512_add_pd(lo, unit)), off));
+  _mm512_storeu_si512(to + 8, _mm512_sub_epi64(_mm512_castpd_si512(_mm512_add_pd(hi, unit)), off));
+}
+PAGODA_INLINE void truncated(f16 x, int32_t* to) { _mm512_storeu_si512(to, _mm512_cvttps_epi32(x.v)); }
 PAGODA_INLINE unsigned above(f16 x, f16 limit) { return _mm512_cmp_ps_mask(x.v, limit.v, _CMP_GT_OQ); }
 PAGODA_INLINE unsigned equal(f16 x, f16 y) { return _mm512_cmp_ps_mask(x.v, y.v, _CMP_EQ_OQ); }
 #elif PAGODA_LEVEL == 1
@@ -75,6 +83,20 @@ PAGODA_INLINE void add(Mass& m, f16 w) {
   add_quarter(m, _mm256_extractf128_ps(w.hi, 1));
   m.vectors++;
 }
+PAGODA_INLINE void wholes_quarter(__m128 w, uint64_t* to) {
+  const __m256i x = _mm256_castpd_si256(_mm256_add_pd(_mm256_cvtps_pd(w), _mm256_set1_pd(WHOLE)));
+  _mm256_storeu_si256((__m256i*)to, _mm256_sub_epi64(x, _mm256_set1_epi64x((long long)WHOLE_BITS)));
+}
+PAGODA_INLINE void wholes(f16 w, uint64_t* to) {
+  wholes_quarter(_mm256_castps256_ps128(w.lo), to);
+  wholes_quarter(_mm256_extractf128_ps(w.lo, 1), to + 4);
+  wholes_quarter(_mm256_castps256_ps128(w.hi), to + 8);
+  wholes_quarter(_mm256_extractf128_ps(w.hi, 1), to + 12);
+}
+PAGODA_INLINE void truncated(f16 x, int32_t* to) {
+  _mm256_storeu_si256((__m256i*)to, _mm256_cvttps_epi32(x.lo));
+  _mm256_storeu_si256((__m256i*)(to + 8), _mm256_cvttps_epi32(x.hi));
+}
 #define PAGODA_BITS(x, y, how) \
   (unsigned)(_mm256_movemask_ps(_mm256_cmp_ps(x.lo, y.lo, how)) | _mm256_movemask_ps(_mm256_cmp_ps(x.hi, y.hi, how)) << 8)
 PAGODA_INLINE unsigned above(f16 x, f16 limit) { return PAGODA_BITS(x, limit, _CMP_GT_OQ); }
@@ -86,6 +108,12 @@ PAGODA_INLINE Mass no_mass() { return {}; }
 PAGODA_INLINE void add(Mass& m, f16 w) {
   for (int i = 0; i < 16; ++i) m.v[i] += bits((double)w.v[i] + WHOLE);
   m.vectors++;
+}
+PAGODA_INLINE void wholes(f16 w, uint64_t* to) {
+  for (int i = 0; i < 16; ++i) to[i] = whole(w.v[i]);
+}
+PAGODA_INLINE void truncated(f16 x, int32_t* to) {  // of what is no int, anything
+  for (int i = 0; i < 16; ++i) to[i] = x.v[i] > -1e9f && x.v[i] < 1e9f ? (int32_t)x.v[i] : 0;
 }
 PAGODA_INLINE unsigned above(f16 x, f16 limit) {
   unsigned r = 0;
@@ -158,10 +186,11 @@ constexpr int NEAR = 64, LAST = BUCKETS - 1;
 constexpr float PER_BUCKET = 0.125f;
 
 // How a row's tokens are weighed, and which of its buckets are filled: [0, edge). `whole`: its total mass is wanted.
+// `counted`: so are counts of tokens.
 struct Weighing {
   float top, scale;
   int edge;
-  bool whole;
+  bool whole, counted;
 };
 
 PAGODA_INLINE f16 height(f16 x, const Weighing& w) { return (x - set1(w.top)) * set1(w.scale); }
@@ -191,7 +220,7 @@ static Weighing weighing_of(const SampleCall& c, int r) {
   int slices = num_slices(c), k = tokens_kept(row, c.vocab);
   const float* maxima = c.maxima + (size_t)r * slices;
   double scale = 1.0 / row.temperature;
-  Weighing w{highest(maxima, slices), scale < -(double)LOWEST ? (float)scale : -LOWEST, NEAR, false};
+  Weighing w{highest(maxima, slices), scale < -(double)LOWEST ? (float)scale : -LOWEST, NEAR, false, k < c.vocab};
   if (!(w.top > -INF)) return w;
   w.whole = k == c.vocab && row.min_p <= 0.0;
   if (k <= slices && k < c.vocab) w.edge = edge_of(k, maxima, slices, w);
@@ -199,32 +228,56 @@ static Weighing weighing_of(const SampleCall& c, int r) {
   return w;
 }
 
+// Buckets that neighbouring lanes fill each for themselves: one that all tokens fall into would have each wait for the last.
+constexpr int WAYS = 4;
+struct Tally {
+  Bucket ways[WAYS][BUCKETS];
+};
+template <bool COUNTED>
+PAGODA_INLINE void tally(Tally& t, unsigned lanes, const int32_t* places, const uint64_t* masses) {
+  const auto add = [&](int lane) PAGODA_INLINE_MEMBER {
+    Bucket& bucket = t.ways[lane % WAYS][places[lane]];
+    if constexpr (COUNTED) bucket.count++;
+    bucket.mass += masses[lane];
+  };
+  if (lanes == 0xffffu) {
+#pragma GCC unroll 16
+    for (int lane = 0; lane < 16; ++lane) add(lane);
+    return;
+  }
+  for (; lanes; lanes &= lanes - 1) add(__builtin_ctz(lanes));
+}
+
 // Counts tokens of slices [first, last) into buckets [from, to); returns the mass of all of them if that is wanted.
 static uint64_t fill(const float* row, int vocab, const float* maxima, int first, int last, const Weighing& w, int from,
                      int to, bool all, Bucket* buckets) {
+  Tally t;
+  for (auto& way : t.ways) memset(way + from, 0, (size_t)(to - from) * sizeof(Bucket));
   f16 high = set1(-PER_BUCKET * from), low = set1(-PER_BUCKET * to);
   float reach = -PER_BUCKET * (all ? LAST : to);
   Mass mass = no_mass();
   for (int s = first; s < last; ++s) {
     if (!(height(maxima[s], w) > reach)) continue;
-    each_in_slice(row, vocab, s, [&](int, f16 x) {
+    each_in_slice(row, vocab, s, [&](int, f16 x) PAGODA_INLINE_MEMBER {
       f16 h = height(x, w);
       unsigned lanes = above(h, low) & ~above(h, high);
       if (!all && !lanes) return;
       f16 weights = weight(h);
       if (all) add(mass, weights);
       if (!lanes) return;
-      float heights[16], each[16];
-      store(heights, h);
-      store(each, weights);
-      for (; lanes; lanes &= lanes - 1) {
-        int lane = __builtin_ctz(lanes);
-        Bucket& bucket = buckets[bucket_of(heights[lane])];
-        bucket.count++;
-        bucket.mass += whole(each[lane]);
-      }
+      alignas(64) int32_t places[16];
+      alignas(64) uint64_t masses[16];
+      truncated(h * set1(-1.0f / PER_BUCKET), places);
+      wholes(weights, masses);
+      if (w.counted) tally<true>(t, lanes, places, masses);
+      else tally<false>(t, lanes, places, masses);
     });
   }
+  for (auto& way : t.ways)
+    for (int b = from; b < to; ++b) {
+      buckets[b].count += way[b].count;
+      buckets[b].mass += way[b].mass;
+    }
   return total(mass);
 }
 
@@ -240,7 +293,12 @@ struct Candidate {
   uint64_t mass;
 };
 
-// The tokens of a bucket. Two arrays, because sorting moves them from one to the other and back.
+struct Found {
+  int id;
+  uint64_t mass;  // of the tokens up to it and its own
+};
+
+// The tokens of a bucket, in the order of ids. Two arrays, because a selection moves what it keeps from one to the other.
 struct Candidates {
   Candidate* items = nullptr;
   Candidate* other = nullptr;
@@ -251,32 +309,62 @@ struct Candidates {
     free(other);
   }
 
-  void push(const Candidate& one) {
-    if (count == room) {
-      room = room ? 2 * room : 1024;
-      items = (Candidate*)realloc(items, (size_t)room * sizeof(Candidate));
-      other = (Candidate*)realloc(other, (size_t)room * sizeof(Candidate));
-      if (!items || !other) abort();
-    }
-    items[count++] = one;
+  // For 16 more.
+  void make_room() {
+    if (count + 16 <= room) return;
+    room = room ? 2 * room : 1024;
+    items = (Candidate*)realloc(items, (size_t)room * sizeof(Candidate));
+    other = (Candidate*)realloc(other, (size_t)room * sizeof(Candidate));
+    if (!items || !other) abort();
   }
 
-  // By key; equal keys stay in the order of ids in which they came.
-  void sort() {
-    if (count <= 48) return sort_few();
-    for (int shift = 0; shift < 32; shift += 8) {
-      int starts[257] = {};
-      for (int i = 0; i < count; ++i) starts[1 + (items[i].key >> shift & 255)]++;
-      if (starts[1 + (items[0].key >> shift & 255)] == count) continue;
-      for (int b = 0; b < 256; ++b) starts[b + 1] += starts[b];
-      for (int i = 0; i < count; ++i) other[starts[items[i].key >> shift & 255]++] = items[i];
-      Candidate* sorted = other;
-      other = items;
-      items = sorted;
+  // In the order of keys, of equal ones in that of ids: the first token with which the tokens up to it are `wanted`, or
+  // with which their mass is, if that is how they are counted. There are as many. What is not near it is not sorted.
+  Found reach(uint64_t wanted, bool by_mass) {
+    uint64_t mass = 0, seen = 0;  // of the tokens that come before all of these
+    while (count > FEW) {
+      uint32_t lowest = items[0].key, highest = lowest;
+      for (int i = 1; i < count; ++i) {
+        lowest = items[i].key < lowest ? items[i].key : lowest;
+        highest = items[i].key > highest ? items[i].key : highest;
+      }
+      if (lowest == highest) break;
+      const int shift = 24 - (__builtin_clz(highest - lowest) < 24 ? __builtin_clz(highest - lowest) : 24);
+      Bucket bins[256] = {};
+      for (int i = 0; i < count; ++i) {
+        Bucket& bin = bins[(items[i].key - lowest) >> shift];
+        bin.count++;
+        bin.mass += items[i].mass;
+      }
+      uint32_t b = 0;
+      for (; (by_mass ? mass + bins[b].mass : seen + bins[b].count) < wanted; ++b) {
+        mass += bins[b].mass;
+        seen += bins[b].count;
+      }
+      keep(lowest, b, shift);
+    }
+    sort_few();
+    for (int i = 0;; ++i) {
+      mass += items[i].mass;
+      if ((by_mass ? mass : ++seen) >= wanted) return {items[i].id, mass};
     }
   }
 
  private:
+  static constexpr int FEW = 32;
+
+  void keep(uint32_t lowest, uint32_t bin, int shift) {
+    int kept = 0;
+    for (int i = 0; i < count; ++i) {
+      other[kept] = items[i];
+      kept += (items[i].key - lowest) >> shift == bin;
+    }
+    Candidate* rest = other;
+    other = items;
+    items = rest;
+    count = kept;
+  }
+
   void sort_few() {
     for (int i = 1; i < count; ++i) {
       Candidate one = items[i];
@@ -293,11 +381,6 @@ PAGODA_INLINE uint32_t order_key(float logit) {
   memcpy(&u, &x, 4);
   return u & 0x80000000u ? ~u : u | 0x80000000u;
 }
-
-struct Found {
-  int id;
-  uint64_t mass;  // of the tokens up to it and its own
-};
 
 // Questions about the order of one row. Buckets beyond `edge` are filled when a question goes that far.
 struct Search {
@@ -317,25 +400,26 @@ struct Search {
     return true;
   }
 
-  // Fetches the tokens of heights in (low, high], in order.
+  // Fetches the tokens of heights in (low, high].
   void fetch(float low, float high) {
     candidates.count = 0;
     for (int s = 0; s < slices; ++s) {
       if (!(height(maxima[s], w) > low)) continue;
-      each_in_slice(row, vocab, s, [&](int first, f16 x) {
+      each_in_slice(row, vocab, s, [&](int first, f16 x) PAGODA_INLINE_MEMBER {
         f16 h = height(x, w);
         unsigned lanes = above(h, set1(low)) & ~above(h, set1(high));
         if (!lanes) return;
-        float logits[16], each[16];
+        float logits[16];
+        uint64_t masses[16];
         store(logits, x);
-        store(each, weight(h));
+        wholes(weight(h), masses);
+        candidates.make_room();
         for (; lanes; lanes &= lanes - 1) {
           int lane = __builtin_ctz(lanes);
-          candidates.push({order_key(logits[lane]), first + lane, whole(each[lane])});
+          candidates.items[candidates.count++] = {order_key(logits[lane]), first + lane, masses[lane]};
         }
       });
     }
-    candidates.sort();
   }
   void fetch(int b) { fetch(-PER_BUCKET * (b + 1), -PER_BUCKET * b); }
 
@@ -345,8 +429,7 @@ struct Search {
     for (int b = 0; known(b); ++b) {
       if (buckets[b].count > k) {
         fetch(b);
-        for (uint64_t i = 0; i < k; ++i) mass += candidates.items[i].mass;
-        return mass;
+        return mass + candidates.reach(k, false).mass;
       }
       k -= buckets[b].count;
       mass += buckets[b].mass;
@@ -376,9 +459,8 @@ struct Search {
     int b = 0;
     for (; known(b) && mass + buckets[b].mass < wanted; ++b) mass += buckets[b].mass;
     fetch(b);
-    int i = 0;
-    while ((mass += candidates.items[i].mass) < wanted) ++i;
-    return {candidates.items[i].id, mass};
+    Found found = candidates.reach(wanted - mass, true);
+    return {found.id, mass + found.mass};
   }
 };
 
@@ -515,7 +597,7 @@ static void weigh(const SampleCall& c, int r, int first, int last) {
 
 static void weigh_raw(const SampleCall& c, int r, int first, int last) {
   const float *row = c.logits + (size_t)r * c.vocab, *maxima = c.raw_maxima + (size_t)r * num_slices(c);
-  const Weighing w{highest(maxima, num_slices(c)), 1.0f, 0, true};
+  const Weighing w{highest(maxima, num_slices(c)), 1.0f, 0, true, false};
   if (!(w.top > -INF)) return;
   share(c.raw_mass[r], fill(row, c.vocab, maxima, first, last, w, 0, 0, true, nullptr));
   if (!c.raw[r]) return;
