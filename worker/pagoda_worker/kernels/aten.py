@@ -85,11 +85,11 @@ class AtenOps(HostOps):
         return logits if softcap is None else soft_cap(logits, softcap)
 
     def _linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """In the run dtype; in float32 where weights are, or where segments were added."""
-        x = x.float() if packed.wide else x
+        """In the run dtype; in float32 where segments were added."""
+        seen = x.float() if packed.wide else x
         if len(packed.weights) == 1:
-            return _product(x, packed.weights[0], packed.bias, packed.prepacked)
-        parts = x.view(len(x), len(packed.weights), -1).transpose(0, 1).contiguous()
+            return _product(seen, packed.weights[0], packed.bias, packed.prepacked).to(x.dtype)
+        parts = seen.view(len(x), len(packed.weights), -1).transpose(0, 1).contiguous()
         sums = [_product(*part, None, packed.prepacked) for part in zip(parts, packed.weights, strict=True)]
         total = tree_sum(torch.stack(sums).float())
         return total if packed.bias is None else total.add_(packed.bias)
