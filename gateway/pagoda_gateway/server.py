@@ -26,6 +26,7 @@ from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Waits
 from pagoda_gateway.health import Health, HealthTimes
+from pagoda_gateway.http.memory import return_large_blocks
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, is_private, url_of, uvicorn_config
 from pagoda_gateway.metrics import GatewayMetrics
@@ -66,6 +67,7 @@ async def serve(
         server = HttpServer(uvicorn_config(app, config, guard))
         parts.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         keep_out_of_collections()
+        return_large_blocks()
         telling = asyncio.create_task(tell_who_may_ask(parts.ctx, listener, report), name="who-may-ask")
         try:
             await _run(server, listener, config, report, stop, parts)
@@ -141,6 +143,7 @@ def keep_out_of_collections() -> None:
     """What there is now stays, so no collection looks through it again: it would hold up all threads for that long."""
     gc.collect()
     gc.freeze()
+    gc.collect()  # of the rest, by whose size the next full collection is put off
 
 
 def served_name(config: GatewayConfig) -> str:

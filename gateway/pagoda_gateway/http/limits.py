@@ -274,6 +274,6 @@ async def _linger(upload: Upload) -> None:
         async with asyncio.timeout(LINGER_S):
             while more and upload.num_bytes < most_bytes:
                 await asyncio.sleep(upload.owed_s)
-                more = (await upload.next()).get("more_body", False)
+                more = (await upload.read()).get("more_body", False)
     except TimeoutError:
         return

@@ -11,7 +11,17 @@ from collections import Counter
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 COUNTED_ABOVE_BYTES = 64 * 1024
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+LARGE_BYTES = 128 * 1024  # of a block; glibc's own threshold, until the first such block is freed
+_M_MMAP_THRESHOLD = -3
+_libc = ctypes.CDLL(None)
+_malloc_trim = getattr(_libc, "malloc_trim", None)  # glibc's
+_mallopt = getattr(_libc, "mallopt", None)
+
+
+def return_large_blocks() -> None:
+    """Bodies go back to the system one by one when they are freed, whatever lies above them. For a whole process."""
+    if _mallopt is not None:
+        _mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def give_back_freed() -> None:

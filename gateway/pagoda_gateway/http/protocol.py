@@ -89,6 +89,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._entered = False
             self._guard.leave(self._client_address)
         super().connection_lost(exc)
+        if self.cycle is not None:
+            self.cycle.body = b""  # nobody reads it now, and the two refer to each other: collecting them may take long
 
     @property
     def _client_address(self) -> str:

@@ -163,7 +163,6 @@ class TextPool:
 
     def _end(self, piece: Piece, done: asyncio.Future[Any]) -> None:
         self._num_running -= 1
-        self._num_large -= piece.large
         error = None if done.cancelled() else done.exception()
         if not piece.result.done():
             if done.cancelled():
@@ -175,5 +174,11 @@ class TextPool:
         if self._closed:
             return
         if piece.large:
-            self._threads.submit(give_back_freed)  # not by a thread that yields: others' memory is locked meanwhile
+            # By no thread that yields, as others' memory is locked meanwhile; then the next large one may take its own.
+            asyncio.wrap_future(self._threads.submit(give_back_freed)).add_done_callback(self._end_large)
         self._begin()
+
+    def _end_large(self, _: asyncio.Future[None]) -> None:
+        self._num_large -= 1
+        if not self._closed:
+            self._begin()

@@ -15,7 +15,7 @@ from tests.gateway.http_fakes import Running, error_code, limited, parse, runnin
 
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.http.limits import LimitsMiddleware
-from pagoda_gateway.http.upload_rate import BURST_S, FREE_BYTES, UploadRate
+from pagoda_gateway.http.upload_rate import BURST_S, FREE_BYTES, MAX_WAIT_S, UploadRate
 
 RATE = 1000.0
 
@@ -99,6 +99,38 @@ async def test_only_large_uploads_of_one_address_wait() -> None:
         assert int((await talk(http.port, upload("1.1.1.1", FREE_BYTES)))[2]) == FREE_BYTES
         assert not greedy.done()
         greedy.cancel()
+
+
+async def test_sec_20_who_sends_too_much_at_once_is_refused_and_one_upload_never_is() -> None:
+    async with serving(max_upload_bytes_per_second=FREE_BYTES) as (http, _):
+        answers = await asyncio.gather(*(talk(http.port, upload("1.1.1.1", 2 * FREE_BYTES + 1)) for _ in range(8)))
+        statuses = [status for status, _, _ in answers]
+        assert set(statuses) == {200, 503}
+        late = next(headers for status, headers, _ in answers if status == 503)
+        assert int(late["retry-after"]) >= MAX_WAIT_S
+        assert (await talk(http.port, upload("2.2.2.2", 4 * FREE_BYTES)))[0] == 200
+
+
+async def test_sec_20_what_a_client_left_behind_is_not_kept() -> None:
+    """The protocol and its request refer to each other, and may lie about until they are collected."""
+    came = asyncio.Event()
+    bodies: list[bytes] = []
+
+    async def never(scope: Scope, receive: Receive, send: Send) -> None:
+        cycle = receive.__self__  # type: ignore[attr-defined]
+        await until(lambda: len(cycle.body) > 1000)
+        came.set()
+        await until(lambda: cycle.disconnected)
+        bodies.append(cycle.body)
+
+    config = GatewayConfig(engine="unix:/x")
+    async with running_http(never, config) as http:
+        _, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        writer.write(upload("1.1.1.1", 4000)[:-1000])
+        await came.wait()
+        writer.transport.abort()
+        await until(lambda: bool(bodies))
+    assert bodies == [b""]
 
 
 async def test_what_is_read_after_a_refusal_counts() -> None:
