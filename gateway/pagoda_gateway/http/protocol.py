@@ -90,7 +90,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._guard.leave(self._client_address)
         super().connection_lost(exc)
         if self.cycle is not None:
-            self.cycle.body = b""  # nobody reads it now, and the two refer to each other: collecting them may take long
+            self.cycle.body = bytearray()  # nobody reads it now, and the two, referring to each other, may lie about
 
     @property
     def _client_address(self) -> str:
