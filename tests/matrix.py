@@ -30,9 +30,12 @@ LEVELS = {
     "base": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "avx512": {"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
-    "avx512bf16": {},
+    "avx512bf16": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
+    "amx": {},
 }
-FLAGS_OF = {"base": "fxsr", "avx2": "avx2", "avx512": "avx512dq", "avx512bf16": "avx512_bf16"}  # in /proc/cpuinfo
+FLAGS_OF = {  # in /proc/cpuinfo
+    "base": "fxsr", "avx2": "avx2", "avx512": "avx512dq", "avx512bf16": "avx512_bf16", "amx": "amx_tile",
+}  # fmt: skip
 
 
 @dataclass

@@ -15,7 +15,7 @@ from pagoda_worker.kernel_choice import parse_choice
 AUTO_SWAP_SPACE = -1.0
 QUANTIZATIONS = ("", "int8", "int4", "int4a16")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-INSTRUCTION_SETS = ("", "base", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16")
+INSTRUCTION_SETS = ("", "base", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx")
 SPECULATIONS = ("", "ngram", "draft-model")
 BLOCK_SIZES = {"cpu": 32, "cuda": 64}
 
@@ -43,7 +43,7 @@ class WorkerConfig:
     )
     instruction_set: str = option(
         "",
-        "level of the native kernels: base, avx2, avxvnni, avx512, avx512vnni, avx512bf16; empty: the best",
+        "level of the native kernels: base, avx2, avxvnni, avx512, avx512vnni, avx512bf16, amx; empty: the best",
         words=INSTRUCTION_SETS,
     )
     threads: int = option(0, "compute threads; 0 takes one per core this process may use", most=4096)

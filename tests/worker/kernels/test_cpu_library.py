@@ -350,7 +350,9 @@ def test_odd_outputs(library: lib.Library, n: int, k: int) -> None:
     torch.testing.assert_close(linear(library, x, w).double(), x.double() @ w.double().T, rtol=1e-4, atol=1e-5)
 
 
-FEATURES = {"avx2": 1, "fma": 2, "f16c": 4, "avx_vnni": 8, "avx512": 16, "avx512_vnni": 32, "avx512_bf16": 64}
+FEATURES = {
+    "avx2": 1, "fma": 2, "f16c": 4, "avx_vnni": 8, "avx512": 16, "avx512_vnni": 32, "avx512_bf16": 64, "amx": 128,
+}  # fmt: skip
 PROCESSORS = {  # features -> levels it runs
     (): ["base"],
     ("avx2", "fma"): ["base"],
@@ -359,6 +361,7 @@ PROCESSORS = {  # features -> levels it runs
     ("avx2", "fma", "f16c", "avx512"): ["base", "avx2", "avx512"],
     ("avx2", "fma", "f16c", "avx512", "avx512_bf16"): ["base", "avx2", "avx512"],
     ("avx2", "fma", "f16c", "avx512", "avx512_vnni"): ["base", "avx2", "avx512", "avx512vnni"],
+    ("avx2", "fma", "f16c", "avx512", "avx512_vnni", "amx"): ["base", "avx2", "avx512", "avx512vnni"],
     tuple(FEATURES): list(lib.LEVELS),
 }
 

@@ -23,10 +23,11 @@ WARN = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-unin
 FLAGS = [*OPTIMISE, *WARN]
 AVX2 = "-mavx2 -mfma -mf16c"
 AVX512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma"
+AVX512_BF16 = AVX512 + " -mavx512bf16 -mavx512vnni"
 
 
 class Level(NamedTuple):
-    """One instruction set. `kind` is what PAGODA_LEVEL says of registers and floats; of VNNI the compiler tells."""
+    """One instruction set. `kind` is what PAGODA_LEVEL says of registers; of VNNI and AMX the compiler tells."""
 
     name: str
     kind: int
@@ -39,7 +40,8 @@ LEVELS = (
     Level("avxvnni", 1, AVX2 + " -mavxvnni"),
     Level("avx512", 2, AVX512),
     Level("avx512vnni", 2, AVX512 + " -mavx512vnni"),
-    Level("avx512bf16", 3, AVX512 + " -mavx512bf16 -mavx512vnni"),
+    Level("avx512bf16", 3, AVX512_BF16),
+    Level("amx", 3, AVX512_BF16 + " -mamx-tile -mamx-bf16 -mamx-int8"),
 )
 
 

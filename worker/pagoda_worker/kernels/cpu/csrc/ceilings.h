@@ -5,6 +5,7 @@
 // store port. Hence so many chains as cover the instruction's latency, unrolled by the compiler, and no memory operand.
 #pragma once
 
+#include "amx.h"
 #include "simd.h"
 
 namespace PAGODA_NS {
@@ -58,7 +59,7 @@ PAGODA_INLINE Floats multiply_add(Floats acc, Floats a, Floats b) { return acc *
 }
 
 // Without an instruction for bf16 a kernel widens to float and multiplies that, so the peak of floats is its ceiling.
-static double peak_bf16(long rounds) {
+[[maybe_unused]] static double peak_bf16(long rounds) {
 #if PAGODA_LEVEL >= 3
   __m512 acc[CHAINS];
   __m512i a = unknown(lanes(0x3f803f80)), b = unknown(lanes(0x3a003a00));
@@ -91,7 +92,7 @@ PAGODA_INLINE Ints dot4(Ints acc, Ints a, Ints b) {
 #endif
 
 // Products of bytes summed by fours: one instruction with VNNI, three without. The base level multiplies floats.
-static double peak_int8(long rounds) {
+[[maybe_unused]] static double peak_int8(long rounds) {
 #if PAGODA_LEVEL >= 1
   Ints acc[CHAINS], a = unknown(lanes(0x01020304)), b = unknown(lanes(0x01010101));
 #pragma GCC unroll 16
@@ -108,7 +109,26 @@ static double peak_int8(long rounds) {
 #endif
 }
 
+#ifdef __AMX_BF16__
+// Six tiles of sums and two that are multiplied, each sum of 16 x 16 x 16 words. What they hold makes no difference.
+template <bool BYTES>
+static double peak_tiles(long rounds) {
+  const Tiles tiles(TILE_BLOCK);
+  for (long round = 0; round < rounds; ++round) {
+    PAGODA_TILE_PRODUCT(BYTES, 0, 6, 7);
+    PAGODA_TILE_PRODUCT(BYTES, 1, 6, 7);
+    PAGODA_TILE_PRODUCT(BYTES, 2, 6, 7);
+    PAGODA_TILE_PRODUCT(BYTES, 3, 6, 7);
+    PAGODA_TILE_PRODUCT(BYTES, 4, 6, 7);
+    PAGODA_TILE_PRODUCT(BYTES, 5, 6, 7);
+  }
+  return 2.0 * 6 * TILE_ROWS * TILE_ROWS * TILE_WORDS * (BYTES ? 4 : 2) * (double)rounds;
+}
+
+static double peak(int kind, long rounds) { return kind == 0 ? peak_tiles<false>(rounds) : peak_tiles<true>(rounds); }
+#else
 static double peak(int kind, long rounds) { return kind == 0 ? peak_bf16(rounds) : peak_int8(rounds); }
+#endif
 
 // The exclusive or of what it reads, so that every byte is needed.
 static uint64_t read_all(const char* data, size_t bytes) {

@@ -39,6 +39,7 @@ PAGODA_INLINE ints operator+(ints a, ints b) { return {a.v + b.v}; }
 PAGODA_INLINE ints operator*(ints a, ints b) { return {a.v * b.v}; }
 PAGODA_INLINE int32_t sum(ints a) { return _mm512_reduce_add_epi32((__m512i)a.v); }
 PAGODA_INLINE f16 to_float(ints a) { return {_mm512_cvtepi32_ps((__m512i)a.v)}; }
+PAGODA_INLINE ints load(const int32_t* p) { return {(i32x16)_mm512_loadu_si512(p)}; }
 PAGODA_INLINE ints load_u8(const uint8_t* p) { return {(i32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
 PAGODA_INLINE f16 load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 PAGODA_INLINE quads load_quads(const void* p) { return {_mm512_loadu_si512(p)}; }

@@ -11,11 +11,16 @@
 
 namespace PAGODA_NS {
 
+#ifdef __AMX_BF16__
+constexpr int ROWS_AT_ONCE = TILE_BLOCK;
+#else
+constexpr int ROWS_AT_ONCE = MAX_ROWS;
+#endif
 // Rows of x, as the tiles read them, that stay in half of a 1 MiB L2 while all panels pass.
 static int block_rows(const LinearOp& op) {
   int row_bytes = op.k * (int)(op.form.bits != 16 && op.form.input_bits == 8 ? LEVEL_BYTES : sizeof(Bf16::Left));
   int rows = (512 << 10) / row_bytes < BLOCK ? (512 << 10) / row_bytes : BLOCK;
-  return rows < 4 * MAX_ROWS ? 4 * MAX_ROWS : rows / MAX_ROWS * MAX_ROWS;
+  return rows < 4 * ROWS_AT_ONCE ? 4 * ROWS_AT_ONCE : rows / ROWS_AT_ONCE * ROWS_AT_ONCE;
 }
 static int num_panels(const LinearOp& op) { return (op.n + PANEL - 1) / PANEL; }
 static int num_blocks(const LinearOp& op, const Step& s) {

@@ -3,6 +3,7 @@
 // Weights are packed once into panels of 32 columns, [N/32][K/2][32] pairs, so that a panel is one forward stream of memory.
 #pragma once
 
+#include "amx.h"
 #include "ints.h"
 #include "kept.h"
 #include "program.h"
@@ -172,6 +173,49 @@ PAGODA_INLINE void add_both(Rows<ROWS> x, const uint32_t* panel, int num_pairs, 
 constexpr int TURN = groups_of(MAX_ROWS, 2) == 2 ? 1 << 30 : 128;
 constexpr int BLOCK = 256;  // rows of a block at most
 
+#ifdef __AMX_BF16__
+// Calls f(tiles, rows, from, ahead) for what the tiles take of [first, last) at a time. A single one fetches its own panel, a
+// little ahead; several share in the next.
+template <typename F>
+PAGODA_INLINE void in_tile_blocks(int first, int last, const void* panel, size_t bytes, F&& f) {
+  const int blocks = (last - first + TILE_BLOCK - 1) / TILE_BLOCK;
+  const size_t step = TILE_WORDS * PANEL_ROW / blocks / 64 * 64;
+  TileAhead ahead{(const char*)panel + (blocks == 1 ? FETCH_AHEAD : bytes), step};
+  for (int from = first; from < last; from += TILE_BLOCK) {
+    const int rows = last - from < TILE_BLOCK ? last - from : TILE_BLOCK;
+    const Tiles tiles(rows);
+    f(tiles, rows, from, ahead);
+  }
+}
+
+// Adds what is left of a segment, less than the words of one product.
+static void add_rest(const LeftRows& x, int from, int rows, int at, int num_pairs, const uint32_t* panel, float* sums) {
+  Ahead nothing(panel, 0, rows);
+  in_tiles(0, rows, [&](auto count, int row) {
+    constexpr int ROWS = decltype(count)::value;
+    const Rows<ROWS> tile_rows(x.row(from + row) + 2 * at, x.stride());
+    add_both<Bf16, ROWS, Fetch::NOTHING>(tile_rows, panel, num_pairs, nothing, sums + row * PANEL);
+  });
+}
+
+// Rows [first, last), a block, through one panel.
+static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
+  SegmentSums<TILE_BLOCK> sums;
+  const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments;
+  const int products = segment_pairs / TILE_WORDS, rest = segment_pairs % TILE_WORDS;
+  in_tile_blocks(first, last, panel, (size_t)num_pairs * PANEL_ROW, [&](const Tiles& tiles, int rows, int from, TileAhead& ahead) {
+    for (int segment = 0, at = 0; segment < op.segments; ++segment, at += segment_pairs) {
+      const uint32_t* words = panel + (size_t)at * PANEL;
+      float* sum = sums.of(segment, 0);
+      tile_sums<false>(tiles, x.row(from) + 2 * at, x.stride(), words, products, ahead, sum);
+      const int done = products * TILE_WORDS;
+      if (rest) add_rest(x, from, rows, at + done, rest, words + (size_t)done * PANEL, sum);
+      sums.end(segment, 0, rows);
+    }
+    finish_rows(sums.total(0), rows, from, column, op);
+  });
+}
+#else
 // Rows [first, last), a block, through one panel.
 static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
   SegmentSums<BLOCK> sums;
@@ -198,5 +242,6 @@ static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int l
     });
   }
 }
+#endif
 
 }  // namespace PAGODA_NS

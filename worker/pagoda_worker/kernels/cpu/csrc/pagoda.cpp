@@ -8,6 +8,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "pool.h"
 #include "program.h"
@@ -15,7 +19,7 @@
 namespace {
 
 // What a level needs of the processor and of the operating system.
-enum Feature : unsigned { AVX2 = 1, FMA = 2, F16C = 4, AVX_VNNI = 8, AVX512 = 16, AVX512_VNNI = 32, AVX512_BF16 = 64 };
+enum Feature : unsigned { AVX2 = 1, FMA = 2, F16C = 4, AVX_VNNI = 8, AVX512 = 16, AVX512_VNNI = 32, AVX512_BF16 = 64, AMX = 128 };
 
 struct Entry {
   const Level* level;  // null: the compiler could not make it
@@ -31,8 +35,24 @@ const Entry LEVELS[] = {
     {PAGODA_BUILT(3, avx512), AVX512},
     {PAGODA_BUILT(4, avx512vnni), AVX512 | AVX512_VNNI},
     {PAGODA_BUILT(5, avx512bf16), AVX512 | AVX512_VNNI | AVX512_BF16},
+    {PAGODA_BUILT(6, amx), AVX512 | AVX512_VNNI | AVX512_BF16 | AMX},
 };
 constexpr int NUM_LEVELS = sizeof LEVELS / sizeof LEVELS[0];
+
+#if defined(__x86_64__)
+// Tiles of bf16 and of bytes, and the system's leave to use them: a process has to ask for the room they take in switches.
+bool amx() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24, INT8 = 1u << 25;
+  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || ~d & (BF16 | TILES | INT8)) return false;
+  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+  return false;
+#endif
+}
+#endif
 
 unsigned features() {
   unsigned found = 0;
@@ -48,6 +68,7 @@ unsigned features() {
   unsigned a, b, c, d;  // not every compiler's __builtin_cpu_supports knows these
   if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C)) found |= F16C;
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4)) found |= AVX_VNNI;
+  if (amx()) found |= AMX;
 #endif
   return found;
 }
@@ -134,7 +155,7 @@ int pagoda_runs_with(int level, unsigned features) {
 }
 
 // Whether this library has the level and this processor and operating system can run it. Levels in order: base, AVX2,
-// AVX2 with VNNI, AVX-512, AVX-512 with VNNI, AVX-512 with VNNI and BF16.
+// AVX2 with VNNI, AVX-512, AVX-512 with VNNI, AVX-512 with VNNI and BF16, the same with AMX.
 int pagoda_supports(int level) { return pagoda_runs_with(level, features()) && LEVELS[level].level != nullptr; }
 
 // One thread per entry of cpus, pinned to it unless it is -1; entry 0 is for the calling thread, while it computes.

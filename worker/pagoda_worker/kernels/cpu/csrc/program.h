@@ -138,4 +138,4 @@ struct Level {
 };
 
 extern const Level pagoda_level_base, pagoda_level_avx2, pagoda_level_avxvnni, pagoda_level_avx512, pagoda_level_avx512vnni,
-    pagoda_level_avx512bf16;
+    pagoda_level_avx512bf16, pagoda_level_amx;

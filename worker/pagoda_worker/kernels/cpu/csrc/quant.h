@@ -288,8 +288,65 @@ static void quant_take(Inputs& in, int first, int last, const LinearOp& op, uint
   else in.left.take(op.x, first, last, op.k, use);
 }
 
+#ifdef __AMX_INT8__
+// From here on tiles are quicker; sums of whole numbers are the same either way.
+constexpr int LEAST_TILE_ROWS = 4;
+
+// totals [rows][32] += sums of a group, scaled. Of so many rows from `from` on.
+template <typename FORM>
+static void add_scaled(const RoundedRows& in, int from, int rows, int g, const uint8_t* head, const int32_t* sums,
+                       float* totals) {
+  const float* scales = in.scales(from, g);
+  const int32_t* offsets = in.offsets(from, g);
+  for (int c = 0; c < PANEL; c += 16) {
+    const f16 scale = load_scales<FORM>(head, c);
+    for (int r = 0; r < rows; ++r) {
+      const ints offset = FORM::ZEROS ? load_u8(head + FORM::SCALE_BYTES + c) * set1(offsets[r]) : set1(offsets[r]);
+      const ints sum = load(sums + r * PANEL + c) + offset;
+      float* total = totals + r * PANEL + c;
+      store(total, fma(to_float(sum), scale * set1(scales[r]), load(total)));
+    }
+  }
+}
+
+// Rows [first, last), a block, through one panel of bytes whose groups are whole products.
+template <typename FORM>
+static void byte_panel(const LinearOp& op, const RoundedRows& in, int first, int last, const uint8_t* panel, int column) {
+  alignas(64) int32_t sums[TILE_BLOCK * PANEL];
+  SegmentSums<TILE_BLOCK> totals;
+  const int group = op.form.group, segment_groups = op.k / group / op.segments;
+  const size_t bytes = group_bytes<FORM>(group);
+  in_tile_blocks(first, last, panel, op.k / group * bytes, [&](const Tiles& tiles, int rows, int from, TileAhead& ahead) {
+    const uint8_t* at = panel;
+    for (int segment = 0, g = 0; segment < op.segments; ++segment) {
+      totals.start(segment, 0, rows);
+      for (const int end = g + segment_groups; g < end; ++g, at += bytes) {
+        const uint8_t* levels = in.levels(from) + (size_t)g * group;
+        tile_sums<true>(tiles, levels, in.stride(), at + FORM::HEAD_BYTES, group / (4 * TILE_WORDS), ahead, sums);
+        add_scaled<FORM>(in, from, rows, g, at, sums, totals.of(segment, 0));
+      }
+      totals.end(segment, 0, rows);
+    }
+    finish_rows(totals.total(0), rows, from, column, op);
+  });
+}
+
+static bool tiles_take(const QuantForm& form, int rows) {
+  return form.bits == 8 && form.input_bits == 8 && form.group % (4 * TILE_WORDS) == 0 && rows >= LEAST_TILE_ROWS;
+}
+#endif
+
 // A block of rows through one panel.
 static void quant_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
+#ifdef __AMX_INT8__
+  if (tiles_take(op.form, last - first)) {
+    with_form(op.form, [&](auto form) {
+      using FORM = decltype(form);
+      if constexpr (FORM::BITS == 8 && FORM::ROUNDED) byte_panel<FORM>(op, in.rounded, first, last, panel, column);
+    });
+    return;
+  }
+#endif
   quant_panel_directly(op, in, first, last, panel, column);
 }
 

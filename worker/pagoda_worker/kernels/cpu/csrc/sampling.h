@@ -39,7 +39,7 @@ static double log(double x) {
   uint64_t u = bits(x);
   if (u < (uint64_t)1 << 52) e = -54, u = bits(x * 18014398509481984.0);  // subnormal: 2^54 times as much
   e += (int)(u >> 52) - 1023;
-  u = (u & ((uint64_t)1 << 52) - 1) | (uint64_t)1023 << 52;
+  u = (u & (((uint64_t)1 << 52) - 1)) | (uint64_t)1023 << 52;
   double m, series = 0.0;
   memcpy(&m, &u, 8);
   if (m > 1.4142135623730951) m *= 0.5, ++e;
