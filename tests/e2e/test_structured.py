@@ -70,9 +70,10 @@ DATE = {
         "unit": {"enum": ["c", "f"]},
     },
 }  # fmt: skip
-TOOLS: Any = [
+WORD = {"type": "object", "properties": {"word": {"type": "string", "maxLength": 16}}, "additionalProperties": False}
+TOOLS: Any = [  # whose arguments end, whatever is sampled
     {"type": "function", "function": {"name": "forecast", "parameters": DATE, "strict": True}},
-    {"type": "function", "function": {"name": "other", "parameters": {"type": "object", "properties": {}}}},
+    {"type": "function", "function": {"name": "other", "parameters": WORD, "strict": True}},
 ]
 CHOICES: list[Any] = ["required", {"type": "function", "function": {"name": "forecast"}}]
 
@@ -88,7 +89,7 @@ def test_a_model_that_would_not_call_calls_with_valid_arguments(stack: Stack, ch
     (call,) = whole.message.tool_calls or ()
     assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
     assert choice == "required" or call.function.name == "forecast"
-    jsonschema.validate(json.loads(call.function.arguments), DATE if call.function.name == "forecast" else {})
+    jsonschema.validate(json.loads(call.function.arguments), DATE if call.function.name == "forecast" else WORD)
     with client.chat.completions.stream(**asked) as stream:
         streamed = stream.get_final_completion().choices[0].message.tool_calls or ()
     assert [(each.function.name, each.function.arguments) for each in streamed] == [
