@@ -85,12 +85,12 @@ class AtenOps(HostOps):
         return logits if softcap is None else soft_cap(logits, softcap)
 
     def _linear(self, x: Tensor, packed: Packed) -> Tensor:
-        """In the run dtype; in float32 where segments were added."""
+        """In the run dtype, as each segment is; in float32 where segments were added."""
         seen = x.float() if packed.wide else x
         if len(packed.weights) == 1:
             return _product(seen, packed.weights[0], packed.bias, packed.prepacked).to(x.dtype)
         parts = seen.view(len(x), len(packed.weights), -1).transpose(0, 1).contiguous()
-        sums = [_product(*part, None, packed.prepacked) for part in zip(parts, packed.weights, strict=True)]
+        sums = [_product(*part, None, packed.prepacked).to(x.dtype) for part in zip(parts, packed.weights, strict=True)]
         total = tree_sum(torch.stack(sums).float())
         return total if packed.bias is None else total.add_(packed.bias)
 
