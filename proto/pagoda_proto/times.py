@@ -63,9 +63,7 @@ KEY_STALE_S = 300.0  # .. and so long a key that was seen goes on to be good whi
 USAGE_FLUSH_S = 5.0  # what keys used is written this often, and as much of it is lost with a gateway that is killed
 USAGE_LAST_S = 2.0  # .. and at its end, if that takes no longer
 
-GRAMMAR_COMPUTE_S = (
-    0.1  # a grammar that takes more processor time to compile is refused, as a worker's rows wait for it
-)
+GRAMMAR_COMPUTE_S = 0.1  # a grammar that takes more processor time is refused: a worker's rows wait for it
 GRAMMAR_CHECK_S = 2.0  # .. and one that takes longer, whoever else computes
 GRAMMAR_SILENT_S = 5.0  # .. by a process that is killed when it neither answers nor ends
 

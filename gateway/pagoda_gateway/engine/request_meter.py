@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 from pagoda_gateway.clients import tenant_of
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
@@ -14,7 +15,7 @@ from pagoda_gateway.engine.recent import EndedRequest, RecentRequests
 from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import FinishReason, RequestRecord
+from pagoda_proto.records import FinishReason, RequestRecord, Usage
 
 logger = logging.getLogger("pagoda_gateway.generation.requests")
 
@@ -42,11 +43,18 @@ class RequestMeter:
         """Once per request. Prompt tokens count where the model saw them, that is, where tokens came back."""
         if not generation.counted:
             return
-        request = generation.request
-        begun = request.num_output_tokens > 0
-        ended = self._summary(generation, now - generation.times.submitted_at)
-        self._metrics.ended(request.outcome, request.usage() if begun else None, ended.total_s)
-        self._tell(request.record, ended)
+        request, times, usage = generation.request, generation.times, generation.request.usage()
+        self._tell(
+            request.record,
+            _end(request.outcome, request.error_code),
+            usage,
+            ttft_s=times.ttft_s,
+            tpot_s=times.tpot_s(usage.output_tokens),
+            total_s=now - times.submitted_at,
+            attempts=request.attempt + 1,
+            waits_s={entry.cause: entry.seconds for entry in request.ledger},
+        )
+        self._metrics.ended(request.outcome, usage if request.num_output_tokens else None, now - times.submitted_at)
 
     def whole(self, whole: WholeRequest) -> None:
         """One that was made of others."""
@@ -54,44 +62,25 @@ class RequestMeter:
         if begun:
             self._metrics.output_tokens.inc(usage.output_tokens)
             self._metrics.ttft.observe(whole.total_s)
+        ttft_s = whole.total_s if begun else None
+        end = _end(whole.outcome, whole.code)
+        self._tell(whole.record, end, usage, ttft_s=ttft_s, tpot_s=None, total_s=whole.total_s, attempts=1)
         self._metrics.ended(whole.outcome, usage if begun else None, whole.total_s)
+
+    def _tell(self, record: RequestRecord, end: str, usage: Usage, **measured: Any) -> None:
         ended = EndedRequest(
-            id=whole.record.request_id,
+            id=record.request_id,
             model=self._metrics.model_name,
             ended_at=time.time(),
-            end=_end(whole.outcome, whole.code),
+            end=end,
             prompt_tokens=usage.prompt_tokens,
             cached_prompt_tokens=usage.cached_prompt_tokens,
             output_tokens=usage.output_tokens,
-            ttft_s=whole.total_s if begun else None,
-            tpot_s=None,
-            total_s=whole.total_s,
-            attempts=1,
+            **measured,
         )
-        self._tell(whole.record, ended)
-
-    def _tell(self, record: RequestRecord, ended: EndedRequest) -> None:
         self.recent.add(tenant_of(record.cache_salt), ended)
         if self._log_requests:
             logger.info("%s", _line(ended))
-
-    def _summary(self, generation: PooledGeneration, total_s: float) -> EndedRequest:
-        request, times = generation.request, generation.times
-        usage = request.usage()
-        return EndedRequest(
-            id=request.record.request_id,
-            model=self._metrics.model_name,
-            ended_at=time.time(),
-            end=_end(request.outcome, request.error_code),
-            prompt_tokens=usage.prompt_tokens,
-            cached_prompt_tokens=usage.cached_prompt_tokens,
-            output_tokens=usage.output_tokens,
-            ttft_s=times.ttft_s,
-            tpot_s=times.tpot_s(usage.output_tokens),
-            total_s=total_s,
-            attempts=request.attempt + 1,
-            waits_s={entry.cause: entry.seconds for entry in request.ledger},
-        )
 
 
 def _end(outcome: FinishReason, code: ErrorCode | None) -> str:

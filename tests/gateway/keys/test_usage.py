@@ -107,15 +107,21 @@ async def test_a_store_that_is_gone_costs_nothing_but_time(store: FlakyStore) ->
     assert await used(one, "a") == [("2079-07-08", "m", 12)]
 
 
-async def test_what_is_counted_while_it_is_written_is_written_next(store: FlakyStore) -> None:
-    one = UsageLedger(store, Clock())
-    one.count("a", "m", ONE)
-    await one.flush()
-    one.count("a", "m", ONE)
+async def held_up(store: FlakyStore, ledger: UsageLedger) -> asyncio.Task[None]:
+    """A count is written; another is being written, and the store has not answered."""
+    ledger.count("a", "m", ONE)
+    await ledger.flush()
+    ledger.count("a", "m", ONE)
     store.answers.clear()
     store.asked.clear()
-    writing = asyncio.create_task(one.flush())
+    writing = asyncio.create_task(ledger.flush())
     await store.asked.wait()
+    return writing
+
+
+async def test_what_is_counted_while_it_is_written_is_written_next(store: FlakyStore) -> None:
+    one = UsageLedger(store, Clock())
+    writing = await held_up(store, one)
     one.count("a", "m", ONE)
     store.answers.set()
     await writing
@@ -126,13 +132,7 @@ async def test_what_is_counted_while_it_is_written_is_written_next(store: FlakyS
 async def test_who_asks_while_an_old_day_is_written_takes_nothing_from_it(store: FlakyStore) -> None:
     clock = Clock()
     one = UsageLedger(store, clock)
-    one.count("a", "m", ONE)
-    await one.flush()
-    one.count("a", "m", ONE)
-    store.answers.clear()
-    store.asked.clear()
-    writing = asyncio.create_task(one.flush())
-    await store.asked.wait()
+    writing = await held_up(store, one)
     clock.now += DAY_S
     asking = asyncio.create_task(one.tenants())
     await asyncio.sleep(0)

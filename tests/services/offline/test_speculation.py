@@ -115,11 +115,11 @@ class Crashing:
 
 
 def run(runner: ModelRunner, records: list[RequestRecord], crashes: tuple[int, ...] = (), **config: Any) -> Answers:
-    """All records at once."""
+    """All records at once. How prompts are cut up is not measured, so that steps can be counted."""
     runner.reset()
     hello = Identity.of_this_process("w").hello(runner.facts)
     executor = InprocExecutor(Crashing(runner, crashes), hello)
-    engine = EngineCore(EngineConfig(**({"max_attempts": 9} | config)), executor)
+    engine = EngineCore(EngineConfig(**({"max_attempts": 9, "prompt_step_s": 0.0} | config)), executor)
     answers = Answers()
     for record in records:
         engine.submit(record, answers)

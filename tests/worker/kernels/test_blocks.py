@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.worker.kernels.test_cpu_library import levels
+from tests.worker.kernels.levels import levels
 from tests.worker.models.harness import make_batch
 
 from pagoda_worker.kernels.aten import AtenOps
@@ -16,6 +16,8 @@ from pagoda_worker.kernels.cpu.native import NativeOps
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Ops
 from pagoda_worker.kernels.reference import ReferenceOps
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 CPU = torch.device("cpu")
 LAYERS, KV_HEADS, DIM, BLOCK, NUM_BLOCKS = 3, 2, 32, 16, 8
@@ -32,13 +34,6 @@ def back_ends() -> Iterator[dict[str, Ops]]:
         native.library.close()
     else:
         yield found
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode() -> object:
-    torch.manual_seed(1)
-    with torch.inference_mode():
-        yield
 
 
 def shape(quantized: bool) -> KVShape:

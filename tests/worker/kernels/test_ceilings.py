@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.worker.kernels.test_cpu_library import levels
+from tests.worker.kernels.levels import levels
 
 from pagoda_worker.kernels.cpu import build as building
 from pagoda_worker.kernels.cpu import library as lib

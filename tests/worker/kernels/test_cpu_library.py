@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.worker.kernels.levels import levels
 
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.build import LIBRARY, CompileError, build
@@ -30,13 +31,6 @@ from pagoda_worker.kernels.ops import BackendError
 
 BF16_NAN = 0x7FC0
 BF16 = (16, 16, 0, 0)  # the form of weights that are not quantised
-
-
-def levels() -> list[str]:
-    if not LIBRARY.exists():
-        return []
-    handle = ctypes.CDLL(str(LIBRARY))
-    return [name for index, name in enumerate(lib.LEVELS) if handle.pagoda_supports(index)]
 
 
 @pytest.fixture(scope="module", params=levels())

@@ -17,6 +17,8 @@ from pagoda_worker.kernels.ops import AttentionShape, BackendError, HeadNorm, Ne
 from pagoda_worker.kernels.quantized import FORMATS, dequantize, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 CPU = torch.device("cpu")
 BLOCK = 16
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -25,13 +27,6 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TOLERANCE = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 5e-6}
 
 tuned, reference = AtenOps(CPU), ReferenceOps(CPU)
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode() -> object:
-    torch.manual_seed(1)
-    with torch.inference_mode():
-        yield
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:

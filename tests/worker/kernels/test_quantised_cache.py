@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worker.kernels.test_cpu_library import levels
+from tests.worker.kernels.levels import levels
 from tests.worker.models.harness import make_batch
 
 from pagoda_worker.kernels.aten import AtenOps
@@ -18,6 +18,8 @@ from pagoda_worker.kernels.cpu.native import NativeOps
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape, dequantize, quantize
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Ops, Rotation
 from pagoda_worker.kernels.reference import ReferenceOps
+
+pytestmark = pytest.mark.usefixtures("inference")
 
 CPU = torch.device("cpu")
 BLOCKS = 160
@@ -32,13 +34,6 @@ def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     native = NativeOps(Library([-1, -1], request.param))
     yield native
     native.library.close()
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode() -> object:
-    torch.manual_seed(1)
-    with torch.inference_mode():
-        yield
 
 
 def kv_shape(kv_heads: int, dim: int, quantized: bool = True, layers: int = 1) -> KVShape:

@@ -6,12 +6,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.worker.kernels.test_cpu_library import levels
+from tests.worker.kernels.levels import levels
 
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import FORMS, NativeOps
@@ -21,26 +20,14 @@ from pagoda_worker.kernels.quantized import QuantizedWeight, round_activations
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.rows.batch import Batch, batch_of_spans
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 ROWS = (1, 2, 5, 13, 64, 200)
 SHAPES = ((80, 64, 32), (96, 192, 64), (528, 256, 256), (96, 512, 128), (80, 576, 576), (80, 4096, 64))  # n, k, group
 VARIANTS = list(itertools.product(FORMS, (False, True)))  # (weight bits, activation bits), zeros
 FLOAT32 = 2e-6  # of the largest output: sums of groups in float32, against float64
 
 reference = ReferenceOps(torch.device("cpu"))
-
-
-@pytest.fixture(scope="module", params=levels())
-def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
-    library = Library([-1, -1], request.param)
-    yield NativeOps(library)
-    library.close()
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode() -> Iterator[None]:
-    torch.manual_seed(1)
-    with torch.inference_mode():
-        yield
 
 
 def make(n: int, k: int, group: int, form: tuple[int, int], zeros: bool) -> QuantizedWeight:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worker.kernels.test_cpu_library import levels
+from tests.worker.kernels.levels import levels
 
 from pagoda_worker.kernels import measure
 from pagoda_worker.kernels.kv_cache import KVShape

@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.worker.kernels.test_cpu_library import levels
+from tests.worker.kernels.levels import levels
 from tests.worker.sampling.test_sampler import oracle_survivors, params_st, row
 
 from pagoda_proto.params import SamplingParams

@@ -4,11 +4,9 @@ gives alone, bit for bit, so shards of every width add up to the whole."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
-from tests.worker.kernels.test_cpu_library import levels
 from tests.worker.kernels.test_quantized_kernels import FLOAT32, PLAIN_OR_FORM, assert_near, inputs, make
 
 from pagoda_worker.kernels.aten import AtenOps
@@ -19,25 +17,13 @@ from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.segments import MOST, num_segments, segmented, tree_sum
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 CPU = torch.device("cpu")
 # k, group: the only group of a segment of 8, one of several, two, and one of more inputs than AVX2 unpacks at a time.
 SHAPES = ((512, 512), (1536, 64), (1024, 64), (4864, 4864))
 N = 80
 DTYPES = [torch.bfloat16, torch.float32]
-
-
-@pytest.fixture(scope="module", params=levels())
-def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
-    library = Library([-1, -1], request.param)
-    yield NativeOps(library)
-    library.close()
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode() -> Iterator[None]:
-    torch.manual_seed(1)
-    with torch.inference_mode():
-        yield
 
 
 def weight_of(form: tuple[int, int] | None, zeros: bool, k: int, group: int) -> Weight:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worker.kernels.test_cpu_library import levels
+from tests.worker.kernels.levels import levels
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.kernel_choice import FAMILIES

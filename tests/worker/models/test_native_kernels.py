@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.worker.kernels.test_cpu_library import levels
+from tests.worker.kernels.levels import levels
 from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
 from tests.worker.models.harness import Harness, Row, logits_of, make_batch
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from tests.worker.checkpoints.formats.sources import WeightSource
 from tests.worker.fakes_spec import spec_of
-from tests.worker.kernels.test_cpu_library import levels
+from tests.worker.kernels.levels import levels
 from tests.worker.kernels.test_segments import columns
 from tests.worker.models.harness import make_batch
 

@@ -275,6 +275,26 @@ static void quant_panel_directly(const LinearOp& op, const Inputs& in, int first
   });
 }
 
+#if PAGODA_LEVEL >= 1
+// totals [rows][PANEL] += a group's sums, scaled. Sums that were BEGUN hold the rows' offsets where the form has no zeros.
+template <typename FORM, bool BEGUN>
+PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int rows, int group, const uint8_t* head,
+                              const int32_t* sums, float* totals) {
+  const float* scales = in.scales(from, group);
+  const int32_t* offsets = in.offsets(from, group);
+  for (int c = 0; c < PANEL; c += 16) {
+    const f16 scale = load_scales<FORM>(head, c);
+    for (int r = 0; r < rows; ++r) {
+      ints sum = load(sums + r * PANEL + c);
+      if constexpr (FORM::ZEROS) sum = sum + load_u8(head + FORM::SCALE_BYTES + c) * set1(offsets[r]);
+      else if constexpr (!BEGUN) sum = sum + set1(offsets[r]);
+      float* total = totals + r * PANEL + c;
+      store(total, fma(to_float(sum), scale * set1(scales[r]), load(total)));
+    }
+  }
+}
+#endif
+
 }  // namespace PAGODA_NS
 
 #if PAGODA_LEVEL == 1
@@ -292,23 +312,6 @@ static void quant_take(Inputs& in, int first, int last, const LinearOp& op, uint
 // From here on tiles are quicker; sums of whole numbers are the same either way.
 constexpr int LEAST_TILE_ROWS = 4;
 
-// totals [rows][32] += sums of a group, scaled. Of so many rows from `from` on.
-template <typename FORM>
-static void add_scaled(const RoundedRows& in, int from, int rows, int g, const uint8_t* head, const int32_t* sums,
-                       float* totals) {
-  const float* scales = in.scales(from, g);
-  const int32_t* offsets = in.offsets(from, g);
-  for (int c = 0; c < PANEL; c += 16) {
-    const f16 scale = load_scales<FORM>(head, c);
-    for (int r = 0; r < rows; ++r) {
-      const ints offset = FORM::ZEROS ? load_u8(head + FORM::SCALE_BYTES + c) * set1(offsets[r]) : set1(offsets[r]);
-      const ints sum = load(sums + r * PANEL + c) + offset;
-      float* total = totals + r * PANEL + c;
-      store(total, fma(to_float(sum), scale * set1(scales[r]), load(total)));
-    }
-  }
-}
-
 // Rows [first, last), a block, through one panel of bytes whose groups are whole products.
 template <typename FORM>
 static void byte_panel(const LinearOp& op, const RoundedRows& in, int first, int last, const uint8_t* panel, int column) {
@@ -323,7 +326,7 @@ static void byte_panel(const LinearOp& op, const RoundedRows& in, int first, int
       for (const int end = g + segment_groups; g < end; ++g, at += bytes) {
         const uint8_t* levels = in.levels(from) + (size_t)g * group;
         tile_sums<true>(tiles, levels, in.stride(), at + FORM::HEAD_BYTES, group / (4 * TILE_WORDS), ahead, sums);
-        add_scaled<FORM>(in, from, rows, g, at, sums, totals.of(segment, 0));
+        add_scaled<FORM, false>(in, from, rows, g, at, sums, totals.of(segment, 0));
       }
       totals.end(segment, 0, rows);
     }

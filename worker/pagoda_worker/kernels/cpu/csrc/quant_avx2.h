@@ -45,27 +45,12 @@ PAGODA_INLINE void begin_sums(const LeftRows&, int, int, float* sums) {
   memset(sums, 0, ROWS * PANEL * sizeof(float));
 }
 
-// A group's sums, times its scales, to the totals [ROWS][PANEL].
-template <int ROWS, typename FORM>
-PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int group, const uint8_t* head, const int32_t* sums,
-                              float* totals) {
-  const float* scales = in.scales(from, group);
-  const int32_t* offsets = in.offsets(from, group);
+// What add_scaled in quant.h is to rounded rows.
+template <typename FORM, bool>
+PAGODA_INLINE void add_scaled(const LeftRows&, int, int rows, int, const uint8_t* head, const float* sums, float* totals) {
   for (int c = 0; c < PANEL; c += 16) {
     const f16 scale = load_scales<FORM>(head, c);
-    for (int r = 0; r < ROWS; ++r) {
-      ints sum = load(sums + r * PANEL + c);
-      if constexpr (FORM::ZEROS) sum = sum + load_u8(head + FORM::SCALE_BYTES + c) * set1(offsets[r]);
-      float* total = totals + r * PANEL + c;
-      store(total, fma(to_float(sum), scale * set1(scales[r]), load(total)));
-    }
-  }
-}
-template <int ROWS, typename FORM>
-PAGODA_INLINE void add_scaled(const LeftRows&, int, int, const uint8_t* head, const float* sums, float* totals) {
-  for (int c = 0; c < PANEL; c += 16) {
-    const f16 scale = load_scales<FORM>(head, c);
-    for (int r = 0; r < ROWS; ++r) {
+    for (int r = 0; r < rows; ++r) {
       float* total = totals + r * PANEL + c;
       store(total, fma(load(sums + r * PANEL + c), scale, load(total)));
     }
@@ -133,7 +118,7 @@ static void word_panel(const LinearOp& op, const Inputs& in, int first, int last
         begin_sums<ROWS, FORM>(in.rounded, from, g, sums);
         const uint8_t* levels = in.rounded.levels(from) + (size_t)g * group;
         add_words<ROWS, FORM>(levels, in.rounded.stride(), (const uint32_t*)(at + FORM::HEAD_BYTES), group, ahead, sums);
-        add_scaled<ROWS, FORM>(in.rounded, from, g, at, sums, totals.of(segment, 0));
+        add_scaled<FORM, true>(in.rounded, from, ROWS, g, at, sums, totals.of(segment, 0));
       }
       totals.end(segment, 0, ROWS);
     }
@@ -195,7 +180,7 @@ PAGODA_INLINE void unpacked_group(const Inputs& in, int first, int last, const u
       if (begin == 0) begin_sums<ROWS, FORM>(rows, from, g, to);
       const Rows<ROWS> x(Unpacked<FORM>::row(in, from, g * group + begin), rows.stride());
       add_both<Numbers, ROWS, Fetch::NOTHING>(x, pairs_here, inputs / 2, nothing, to);
-      if (begin + inputs == group) add_scaled<ROWS, FORM>(rows, from, g, panel, to, totals + (from - first) * PANEL);
+      if (begin + inputs == group) add_scaled<FORM, true>(rows, from, ROWS, g, panel, to, totals + (from - first) * PANEL);
     });
   }
 }

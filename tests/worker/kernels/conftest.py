@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.worker.kernels.levels import levels
+
+from pagoda_worker.kernels.cpu.library import Library
+from pagoda_worker.kernels.cpu.native import NativeOps
+
+
+@pytest.fixture(scope="module", params=levels())
+def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
+    """The C++ back end at every level."""
+    library = Library([-1, -1], request.param)
+    yield NativeOps(library)
+    library.close()
+
+
+@pytest.fixture
+def inference() -> Iterator[None]:
+    """The same random numbers for each test, and no gradients."""
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        yield
