@@ -66,6 +66,7 @@ class RopeKv(NamedTuple):
     norm: Tensor | None
     heads: int
     eps: float
+    whole: int = 0
 
 
 class Attention(NamedTuple):
@@ -79,8 +80,25 @@ class Attention(NamedTuple):
     softcap: float
 
 
-Operation = Embed | RmsNorm | Linear | RopeKv | Attention
-KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention)  # in the order of `Kind`
+class LayerNorm(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    y: Tensor
+    dim: int
+    eps: float
+
+
+class Add(NamedTuple):
+    x: Tensor
+    y: Tensor
+    dim: int
+    by_position: int = 0
+
+
+Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add
+KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention, LayerNorm, Add)  # in the order of `Kind`
 
 
 def _struct(kind: type[tuple[Any, ...]]) -> type[ctypes.Structure]:

@@ -8,6 +8,7 @@
 #include "quant.h"
 #include "sampling.h"
 #include "shares.h"
+#include "stream.h"
 
 namespace PAGODA_NS {
 
@@ -85,6 +86,8 @@ static void run(const Op& op, const Step& s, const Work& work, int first, int la
     case LINEAR: run_linear(op.linear, s, work.use, first, last); break;
     case ROPE_KV: run_rope(op, s, first, last); break;
     case ATTENTION: run_attention(op, s, work, first, last); break;
+    case LAYER_NORM: for (int t = first; t < last; ++t) layer_norm_row(op.layer_norm, t); break;
+    case ADD: for (int t = first; t < last; ++t) add_row(op.add, t, op.add.by_position ? (size_t)s.positions[t] : t); break;
     default: break;
   }
 }

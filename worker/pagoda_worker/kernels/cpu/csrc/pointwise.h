@@ -7,15 +7,24 @@
 
 namespace PAGODA_NS {
 
-// y = x / rms(x) * w; dim is a multiple of 16.
-PAGODA_INLINE void normalise(const uint16_t* x, const float* w, uint16_t* y, int dim, float eps) {
+// 1 / rms(x); dim is a multiple of 16.
+PAGODA_INLINE float inverse_rms(const uint16_t* x, int dim, float eps) {
   f16 squares = zero();
   for (int d = 0; d < dim; d += 16) {
     f16 v = load_bf16(x + d);
     squares = fma(v, v, squares);
   }
-  f16 inverse = set1(1.0f / __builtin_sqrtf(sum(squares) / (float)dim + eps));
+  return 1.0f / __builtin_sqrtf(sum(squares) / (float)dim + eps);
+}
+
+// y = x * factor * w
+PAGODA_INLINE void weighted(const uint16_t* x, float factor, const float* w, uint16_t* y, int dim) {
+  f16 inverse = set1(factor);
   for (int d = 0; d < dim; d += 16) store_bf16(y + d, load_bf16(x + d) * inverse * load(w + d));
+}
+
+PAGODA_INLINE void normalise(const uint16_t* x, const float* w, uint16_t* y, int dim, float eps) {
+  weighted(x, inverse_rms(x, dim, eps), w, y, dim);
 }
 
 // The norm is of x, or of x + residual, which then becomes the residual.
@@ -108,10 +117,13 @@ static void write_value(const RopeArgs& a, int token, int head, const uint16_t* 
 static void rope_token(const RopeArgs& a, int token) {
   const uint16_t* row = a.qkv + (size_t)token * (a.heads + 2 * a.kv.heads) * a.kv.dim;
   uint16_t normed[256], turned[256];
+  float whole = 0.0f;  // of all query heads, then of all key heads
   for (int h = 0; h < a.heads + a.kv.heads; ++h, row += a.kv.dim) {
     const uint16_t* x = row;
     if (a.norm) {
-      normalise(x, a.norm + (size_t)h * a.kv.dim, normed, a.kv.dim, a.eps);
+      if (a.whole && (h == 0 || h == a.heads)) whole = inverse_rms(x, (h == 0 ? a.heads : a.kv.heads) * a.kv.dim, a.eps);
+      const float inverse = a.whole ? whole : inverse_rms(x, a.kv.dim, a.eps);
+      weighted(x, inverse, a.norm + (size_t)h * a.kv.dim, normed, a.kv.dim);
       x = normed;
     }
     uint16_t* y = h < a.heads ? a.q + ((size_t)token * a.heads + h) * a.kv.dim : turned;
