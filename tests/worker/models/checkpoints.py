@@ -75,8 +75,8 @@ NATIVE |= {
     "falcon": ("falcon", {**_NO_WIDTH, "num_kv_heads": 2, "new_decoder_architecture": True}),
     "falcon7b": ("falcon", {**_NO_WIDTH, "multi_query": True, "bias": True}),
 }  # fmt: skip
-# What kernels meet in none of the others, for tests that are too dear for all.
-BESIDES_LLAMA = ["olmo3", "granite", "cohere2", "gpt_neox", "opt"]
+# These ask kernels for everything that the others do, too: for tests that are too dear for all.
+KERNEL_FAMILIES = ["llama", "qwen2", "gemma2", "gemma3", "olmo3", "cohere2", "gpt_neox", "opt"]
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_scaled": (

@@ -81,7 +81,7 @@ def edited(saved: Saved, name: str, target: Path, **changes: Any) -> WorkerConfi
         ("olmo", {"is_encoder_decoder": True}, "is_encoder_decoder"),
         ("olmo", {"quantization_config": {"quant_method": "awq"}}, "awq"),
         ("olmo", {"num_hidden_layers": 4}, "the checkpoint lacks"),
-        ("cohere2", {"layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+        ("cohere2", {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
     ],
 )
 def test_refusals(saved: Saved, tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
