@@ -27,5 +27,10 @@ _READERS = {
     "GPT2LMHeadModel": "gpt:read_gpt2",
     "OPTForCausalLM": "gpt:read_opt",
     "FalconForCausalLM": "gpt:read_falcon",
+    "MixtralForCausalLM": "moe:read_mixtral",
+    "Qwen2MoeForCausalLM": "moe:read_qwen2_moe",
+    "Qwen3MoeForCausalLM": "moe:read_qwen3_moe",
+    "OlmoeForCausalLM": "moe:read_olmoe",
+    "GraniteMoeForCausalLM": "moe:read_granite_moe",
 }
 ARCHITECTURES = {name: f"pagoda_worker.models.families.{reader}" for name, reader in _READERS.items()}

@@ -7,7 +7,7 @@ the same code either way, so both paths compute the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.cores import placement
-from pagoda_worker.kernels.cpu import cache, sampling
+from pagoda_worker.kernels.cpu import cache, experts, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.operations import (
@@ -34,6 +34,7 @@ from pagoda_worker.kernels.cpu.operations import (
 from pagoda_worker.kernels.cpu.program import Program, Recording
 from pagoda_worker.kernels.ops import ACTIVATIONS, AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
+from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.rows.batch import Batch, batch_of_spans
 from pagoda_worker.sampling.device_sampler import greedy_sampler
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
@@ -145,6 +146,23 @@ class NativeOps:
 
     def activated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
         return self._linear(x, packed, torch.bfloat16, -1 - ACTIVATIONS.index(activation))
+
+    def pack_experts(self, weights: Iterable[tuple[Weight, Weight]], count: int) -> experts.NativeExperts:
+        pairs = ((self.pack_gated(gate_up), self.pack_linear(down)) for gate_up, down in weights)
+        return experts.stacked(pairs, count)
+
+    def moe(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        packed: experts.NativeExperts,
+        routing: Routing,
+        activation: str,
+        beside: Beside | None = None,
+    ) -> Tensor:
+        if beside is not None:
+            beside = Beside(beside.product.contiguous(), beside.gate)
+        return experts.run(self._tape, x.contiguous(), logits, packed, routing, GATED[activation], beside)
 
     def logits(self, hidden: Tensor, packed: NativeLinear, softcap: float | None = None) -> Tensor:
         """float32 straight from the accumulators."""

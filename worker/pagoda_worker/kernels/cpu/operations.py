@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -97,8 +97,62 @@ class Add(NamedTuple):
     by_position: int = 0
 
 
-Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add
-KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention, LayerNorm, Add)  # in the order of `Kind`
+class Route(NamedTuple):
+    logits: Tensor
+    ids: Tensor
+    weights: Tensor
+    experts: int
+    chosen: int
+    renormalised: int
+    unused: int = 0
+
+
+class Sort(NamedTuple):
+    ids: Tensor
+    order: Tensor
+    experts: int
+    chosen: int
+
+
+class Gather(NamedTuple):
+    x: Tensor
+    order: Tensor
+    y: Tensor
+    dim: int
+    experts: int
+    chosen: int
+    unused: int = 0
+
+
+class Experts(NamedTuple):
+    x: Tensor
+    panels: Tensor
+    y: Tensor
+    order: Tensor
+    n: int
+    k: int
+    activation: int
+    experts: int
+    chosen: int
+    unused: int
+    form: Form
+
+
+class Combine(NamedTuple):
+    products: Tensor
+    order: Tensor
+    weights: Tensor
+    beside: Tensor | None
+    gate: Tensor | None
+    y: Tensor
+    dim: int
+    experts: int
+    chosen: int
+    unused: int = 0
+
+
+Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add | Route | Sort | Gather | Experts | Combine
+KINDS: tuple[type[Operation], ...] = get_args(Operation)  # in the order of `Kind`
 
 
 def _struct(kind: type[tuple[Any, ...]]) -> type[ctypes.Structure]:

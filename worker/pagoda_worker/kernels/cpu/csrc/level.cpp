@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "ceilings.h"
+#include "experts.h"
 #include "pointwise.h"
 #include "quant.h"
 #include "sampling.h"
@@ -39,20 +40,48 @@ static void each_linear_item(const LinearOp& op, const Step& s, int first, int l
   }
 }
 
-static void run_linear(const LinearOp& op, const Step& s, uint64_t use, int first, int last) {
+// Rows [from, to) through a panel; `first` is the first panel of the matrix.
+static void run_panel(const LinearOp& op, const uint8_t* first, uint64_t use, int from, int to, int index) {
   static thread_local Inputs in;
-  const bool plain = op.form.bits == 16;
-  const size_t bytes = plain ? (size_t)(op.k / 2) * PANEL_ROW : quant_panel_bytes(op.form, op.k);
+  if (op.form.bits == 16) {
+    const uint8_t* panel = first + index * ((size_t)(op.k / 2) * PANEL_ROW);
+    in.left.take(op.x, from, to, op.k, use);
+    linear_panel(op, in.left, from, to, (const uint32_t*)panel, index * PANEL);
+  } else {
+    quant_take(in, from, to, op, use);
+    quant_panel(op, in, from, to, first + index * quant_panel_bytes(op.form, op.k), index * PANEL);
+  }
+}
+
+static void run_linear(const LinearOp& op, const Step& s, uint64_t use, int first, int last) {
   each_linear_item(op, s, first, last, [&](int from, int to, int index) {
-    const uint8_t* panel = (const uint8_t*)op.panels + index * bytes;
-    if (plain) {
-      in.left.take(op.x, from, to, op.k, use);
-      linear_panel(op, in.left, from, to, (const uint32_t*)panel, index * PANEL);
-    } else {
-      quant_take(in, from, to, op, use);
-      quant_panel(op, in, from, to, panel, index * PANEL);
-    }
+    run_panel(op, (const uint8_t*)op.panels, use, from, to, index);
   });
+}
+
+static LinearOp linear_of(const ExpertsOp& op) {
+  return {op.x, op.panels, op.y, nullptr, op.n, op.k, op.activation, 0, op.form, 0.0f, 1};
+}
+
+// As many pieces as the experts with rows have panels, and more: which these are is not known when work is cut up.
+static int expert_pieces(const ExpertsOp& op, const Step& s) {
+  const long rows = (long)s.num_tokens * op.chosen;
+  return (int)(rows < op.experts ? rows : op.experts) * num_panels(linear_of(op));
+}
+
+static void run_experts(const ExpertsOp& op, uint64_t use, int first, int last) {
+  const LinearOp linear = linear_of(op);
+  const Order order(op.order, op.experts);
+  const int panels = num_panels(linear), size = block_rows(linear);
+  const size_t panel_bytes = op.form.bits == 16 ? (size_t)(op.k / 2) * PANEL_ROW : quant_panel_bytes(op.form, op.k);
+  for (int item = first; item < last && item / panels < order.busy; ++item) {
+    const int expert = item / panels, start = order.starts[expert], rows = order.starts[expert + 1] - start;
+    const uint8_t* matrix = (const uint8_t*)op.panels + (size_t)order.experts[expert] * panels * panel_bytes;
+    const int blocks = (rows + size - 1) / size;
+    for (int b = 0; b < blocks; ++b)
+      run_panel(linear, matrix, use, start + (int)((long)rows * b / blocks), start + (int)((long)rows * (b + 1) / blocks),
+                item % panels);
+  }
 }
 
 static AttentionArgs attention_args(const Op& op, const Step& s) {
@@ -75,6 +104,8 @@ static void run_rope(const Op& op, const Step& s, int first, int last) {
 
 static Cut cut(const Op& op, const Step& s, int threads) {
   if (op.kind == LINEAR) return {num_blocks(op.linear, s) * num_panels(op.linear), 0, 0};
+  if (op.kind == EXPERTS) return {expert_pieces(op.experts, s), 0, 0};
+  if (op.kind == SORT) return {1, 0, 0};
   if (op.kind == ATTENTION) return attention_cut(attention_args(op, s), s.num_rows, threads);
   return {s.num_tokens, 0, 0};
 }
@@ -88,6 +119,11 @@ static void run(const Op& op, const Step& s, const Work& work, int first, int la
     case ATTENTION: run_attention(op, s, work, first, last); break;
     case LAYER_NORM: for (int t = first; t < last; ++t) layer_norm_row(op.layer_norm, t); break;
     case ADD: for (int t = first; t < last; ++t) add_row(op.add, t, op.add.by_position ? (size_t)s.positions[t] : t); break;
+    case ROUTE: for (int t = first; t < last; ++t) route_row(op.route, t); break;
+    case SORT: sort_tokens(op.sort, s.num_tokens); break;
+    case GATHER: for (int t = first; t < last; ++t) gather_row(op.gather, t); break;
+    case EXPERTS: run_experts(op.experts, work.use, first, last); break;
+    case COMBINE: for (int t = first; t < last; ++t) combine_row(op.combine, t); break;
     default: break;
   }
 }

@@ -145,7 +145,8 @@ int pagoda_abi() { return 9; }
 
 void pagoda_sizes(int* sizes) {
   for (size_t size : {sizeof(EmbedOp), sizeof(RmsNormOp), sizeof(LinearOp), sizeof(RopeKvOp), sizeof(AttentionOp),
-                      sizeof(LayerNormOp), sizeof(AddOp), sizeof(Op), sizeof(Step), sizeof(QuantSource), sizeof(SampleRow), sizeof(SampleResult)})
+                      sizeof(LayerNormOp), sizeof(AddOp), sizeof(RouteOp), sizeof(SortOp), sizeof(GatherOp), sizeof(ExpertsOp),
+                      sizeof(CombineOp), sizeof(Op), sizeof(Step), sizeof(QuantSource), sizeof(SampleRow), sizeof(SampleResult)})
     *sizes++ = (int)size;
 }
 
