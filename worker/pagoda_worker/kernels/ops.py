@@ -59,7 +59,7 @@ class HeadNorm:
         if not self.whole:
             return rms_norm(heads, self.weight, self.eps)
         sizes = [heads.shape[1] - kv_heads, kv_heads]
-        parts = zip(heads.split(sizes, 1), self.weight.split(sizes), strict=True)
+        parts = zip(torch.split(heads, sizes, 1), torch.split(self.weight, sizes), strict=True)
         flat = [rms_norm(part.flatten(1), weight.flatten(), self.eps) for part, weight in parts]
         return torch.cat(flat, 1).view(heads.shape)
 

@@ -58,7 +58,7 @@ def by_expert(x: Tensor, ids: Tensor, experts: int, run: Callable[[int, Tensor],
     flat = ids.flatten()
     order, counts = flat.argsort(stable=True), flat.bincount(minlength=experts).tolist()
     products = x.new_empty(len(flat), x.shape[1])
-    for expert, places in enumerate(order.split(counts)):
+    for expert, places in enumerate(torch.split(order, counts)):
         if len(places):
             products[places] = run(expert, x[places // ids.shape[1]])
     return products.view(*ids.shape, -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -85,11 +85,12 @@ class Packer:
 
     def pack_experts(self, prefix: str, names: Names, count: int) -> Any:
         """Gate and up, and down, of all experts of a layer."""
+        weights: Iterable[tuple[Weight, Weight]]
         if "{}" in names.expert_down:
             weights = (self._expert(prefix, names, expert) for expert in range(count))
         else:
-            stacked = (self.source.experts(prefix + part) for part in (*names.expert_up, names.expert_down))
-            weights = zip(*stacked, strict=True)
+            up, down = (self.source.experts(prefix + part) for part in (names.expert_up[0], names.expert_down))
+            weights = zip(up, down, strict=True)
         return self.ops.pack_experts(weights, count)
 
     def _expert(self, prefix: str, names: Names, expert: int) -> tuple[Weight, Weight]:
