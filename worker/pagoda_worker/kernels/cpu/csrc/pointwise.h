@@ -50,13 +50,7 @@ PAGODA_INLINE void rotate(const uint16_t* x, uint16_t* y, const float* cos, cons
 
 // x [dim] -> whole numbers of at most 127 and their scale, by the definition in kernels/kv_cache.py.
 static float quantise(const uint16_t* x, int8_t* levels, int dim) {
-  f16 top = zero(), poison = zero();
-  for (int d = 0; d < dim; d += 16) {
-    f16 v = load_bf16(x + d);
-    top = max(top, max(v, zero() - v));
-    poison = poison + v * zero();  // NaN if x has anything that is not a number
-  }
-  const float scale = max_lane(top) / 127.0f + sum(poison);
+  const float scale = largest_finite(x, dim) / 127.0f;
   float whole[256] = {};
   if (scale > 0.0f)
     for (int d = 0; d < dim; d += 16)
@@ -73,32 +67,31 @@ PAGODA_INLINE size_t place(const RopeArgs& a, int token, int head) {
 
 static void write_key(const RopeArgs& a, int token, int head, const uint16_t* x) {
   const size_t at = place(a, token, head), lane = at % 16;
-  const size_t group = (at - lane) * (a.kv.dim / 2);  // pairs before this group of 16 tokens
   if (a.kv.k_scales) {
     int8_t levels[256];
     a.kv.k_scales[at] = quantise(x, levels, a.kv.dim);
-    int8_t* k = (int8_t*)a.kv.keys + 2 * group + lane;
-    for (int d = 0; d < a.kv.dim; ++d) k[16 * (size_t)d] = levels[d];
+    uint32_t* k = (uint32_t*)a.kv.keys + (at - lane) * (a.kv.dim / 4) + lane;
+    for (int d = 0; d < a.kv.dim / 4; ++d) memcpy(k + (size_t)d * 16, levels + 4 * d, 4);
     return;
   }
-  uint32_t* k = (uint32_t*)a.kv.keys + group + lane;
+  uint32_t* k = (uint32_t*)a.kv.keys + (at - lane) * (a.kv.dim / 2) + lane;
   for (int d = 0; d < a.kv.dim / 2; ++d) memcpy(k + (size_t)d * 16, x + 2 * d, 4);
 }
 
 static void write_value(const RopeArgs& a, int token, int head, const uint16_t* x) {
-  const size_t at = place(a, token, head), half = at % 2;
-  const size_t pairs = (at - half) / 2 * a.kv.dim;  // before the pair of tokens this one is half of
+  const size_t at = place(a, token, head);
   if (a.kv.v_scales) {
     int8_t levels[256];
     a.kv.v_scales[at] = quantise(x, levels, a.kv.dim);
-    int8_t* v = (int8_t*)a.kv.values + 2 * pairs + 16 * half;
-    for (int d = 0; d < a.kv.dim; d += 16) memcpy(v + 2 * (size_t)d, levels + d, 16);
+    int8_t* v = (int8_t*)a.kv.values + at / 4 * 4 * a.kv.dim + at % 4;
+    for (int d = 0; d < a.kv.dim; ++d) v[4 * (size_t)d] = levels[d];
     return;
   }
   // If the second of a pair is not written in this step, its half is cleared: what an earlier user left there must not
   // meet a probability of 0 as NaN.
+  const size_t half = at % 2;
   const bool alone = token + 1 == a.num_tokens || a.kv_indices[token + 1] != a.kv_indices[token] + 1;
-  uint16_t* v = (uint16_t*)a.kv.values + 2 * pairs;
+  uint16_t* v = (uint16_t*)a.kv.values + (at - half) * a.kv.dim;
   for (int d = 0; d < a.kv.dim; ++d) {
     v[2 * d + half] = x[d];
     if (half == 0 && alone) v[2 * d + 1] = 0;

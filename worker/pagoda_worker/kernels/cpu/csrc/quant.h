@@ -85,9 +85,6 @@ static void pack_quant_panel(const QuantSource& w, int panel, uint8_t* out) {
 
 // --- the input, rounded to 8 bits -------------------------------------------------------------------------------------
 
-// Below this a group counts as zeros; 127 / magnitude is finite above.
-constexpr float FAINT = 0x1p-100f;
-
 // Rows of x [rows, k] as level * scale. A row's numbers are a function of that row alone.
 #if PAGODA_LEVEL == 1 && !defined(__AVXVNNI__)
 constexpr int LEVEL_BYTES = 2;  // of a rounded input, at most
