@@ -18,17 +18,43 @@ PAGODA_INLINE void normalise(const uint16_t* x, const float* w, uint16_t* y, int
   for (int d = 0; d < dim; d += 16) store_bf16(y + d, load_bf16(x + d) * inverse * load(w + d));
 }
 
-// The norm is of x, or of x + residual, which then becomes the residual.
-static void rms_norm_row(const RmsNormOp& op, size_t row) {
-  const int dim = op.dim;
-  const uint16_t* x = op.x + row * dim;
+// The norm is of x, or of x + residual, which then goes to `sum`.
+PAGODA_INLINE void rms_norm_row(const RmsNormOp& op, int row, uint16_t* sum, uint16_t* y) {
+  const size_t at = (size_t)row * op.dim;
+  const uint16_t* x = op.x + at;
   if (op.residual) {
-    uint16_t* residual = op.residual + row * dim;
-    for (int d = 0; d < dim; d += 16) store_bf16(residual + d, load_bf16(x + d) + load_bf16(residual + d));
-    x = residual;
+    const uint16_t* residual = op.residual + at;
+    for (int d = 0; d < op.dim; d += 16) store_bf16(sum + d, load_bf16(x + d) + load_bf16(residual + d));
+    x = sum;
   }
-  normalise(x, op.weight, op.y + row * dim, dim, op.eps);
+  normalise(x, op.weight, y, op.dim, op.eps);
 }
+static void rms_norm_row(const RmsNormOp& op, int row) {
+  const size_t at = (size_t)row * op.dim;
+  rms_norm_row(op, row, op.sum + at, op.y + at);
+}
+
+// Rows that a linear layer takes as they come out of its norm, by each thread for itself.
+class NormedRows : public Kept {
+ public:
+  // Rows [first, last). `shared`: they go to where the norm has its results too, which one of the threads has to do.
+  const uint16_t* take(const RmsNormOp& op, int first, int last, uint64_t use, bool shared) {
+    if (holds(first, use)) return rows_;
+    const size_t dim = (size_t)op.dim;
+    rows_ = (uint16_t*)reserve((size_t)(last - first + 1) * dim * sizeof *rows_);
+    uint16_t *y = rows_, *spare = rows_ + (size_t)(last - first) * dim;
+    for (int row = first; row < last; ++row, y += dim) {
+      const size_t at = (size_t)row * dim;
+      rms_norm_row(op, row, shared ? op.sum + at : spare, y);
+      if (shared) memcpy(op.y + at, y, dim * sizeof *y);
+    }
+    hold(first, use);
+    return rows_;
+  }
+
+ private:
+  uint16_t* rows_ = nullptr;
+};
 
 struct RopeArgs : RopeKvOp {
   const int64_t* positions;   // [tokens]
@@ -98,25 +124,26 @@ static void write_value(const RopeArgs& a, int token, int head, const uint16_t* 
   }
 }
 
-static void rope_token(const RopeArgs& a, int token) {
-  const uint16_t* row = a.qkv + (size_t)token * (a.heads + 2 * a.kv.heads) * a.kv.dim;
+PAGODA_INLINE int all_heads(const RopeKvOp& op) { return op.heads + 2 * op.kv.heads; }
+
+// A head of a token: of queries, of keys or of values, in this order.
+static void rope_head(const RopeArgs& a, int token, int head) {
+  const size_t dim = (size_t)a.kv.dim;
+  const uint16_t* x = a.qkv + ((size_t)token * all_heads(a) + head) * dim;
+  if (head >= a.heads + a.kv.heads) return write_value(a, token, head - a.heads - a.kv.heads, x);
   uint16_t normed[256], turned[256];
-  for (int h = 0; h < a.heads + a.kv.heads; ++h, row += a.kv.dim) {
-    const uint16_t* x = row;
-    if (a.norm) {
-      normalise(x, a.norm + (size_t)h * a.kv.dim, normed, a.kv.dim, a.eps);
-      x = normed;
-    }
-    uint16_t* y = h < a.heads ? a.q + ((size_t)token * a.heads + h) * a.kv.dim : turned;
-    if (a.cos) {
-      size_t line = (size_t)a.positions[token] * (a.kv.dim / 2);
-      rotate(x, y, a.cos + line, a.sin + line, a.kv.dim);
-    } else {
-      memcpy(y, x, 2 * (size_t)a.kv.dim);
-    }
-    if (h >= a.heads) write_key(a, token, h - a.heads, turned);
+  if (a.norm) {
+    normalise(x, a.norm + head * dim, normed, a.kv.dim, a.eps);
+    x = normed;
   }
-  for (int h = 0; h < a.kv.heads; ++h, row += a.kv.dim) write_value(a, token, h, row);
+  uint16_t* y = head < a.heads ? a.q + ((size_t)token * a.heads + head) * dim : turned;
+  if (a.cos) {
+    const size_t line = (size_t)a.positions[token] * (dim / 2);
+    rotate(x, y, a.cos + line, a.sin + line, a.kv.dim);
+  } else {
+    memcpy(y, x, 2 * dim);
+  }
+  if (head >= a.heads) write_key(a, token, head - a.heads, turned);
 }
 
 static void embed_row(const EmbedOp& op, int64_t token_id, size_t row) {
