@@ -80,7 +80,7 @@ class Immediate:
         return torch.empty(num_rows, width, dtype=dtype)
 
     def take(self, operation: Operation, **step: object) -> None:
-        self._library.run(program_of([operation]), lib.make_step(**step))
+        self._library.run(program_of([[operation]]), lib.make_step(**step))
 
 
 class NativeOps:
@@ -163,16 +163,16 @@ class NativeOps:
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, None, weight, eps)
+        return self._norm(x, None, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum is written over `residual`."""
-        return self._norm(x, residual, weight, eps), residual
+        total = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
+        return self._norm(x, residual, total, weight, eps), total
 
-    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def _norm(self, x: Tensor, residual: Tensor | None, total: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
-        operation = RmsNorm(x=x, residual=residual, weight=weight, y=y, dim=x.shape[1], eps=eps)
+        operation = RmsNorm(x=x, residual=residual, sum=total, weight=weight, y=y, dim=x.shape[1], eps=eps)
         self._tape.take(operation, num_tokens=x.shape[0])
         return y
 

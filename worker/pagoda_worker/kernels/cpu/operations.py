@@ -26,6 +26,7 @@ class Embed(NamedTuple):
 class RmsNorm(NamedTuple):
     x: Tensor
     residual: Tensor | None
+    sum: Tensor | None
     weight: Tensor
     y: Tensor
     dim: int
@@ -98,19 +99,29 @@ class _Operands(ctypes.Union):
 
 
 class Op(ctypes.Structure):
-    _fields_: ClassVar = [("kind", ctypes.c_int32), ("unused", ctypes.c_int32), ("operands", _Operands)]
+    _fields_: ClassVar = [("kind", ctypes.c_int32), ("joined", ctypes.c_int32), ("operands", _Operands)]
 
 
-def program_of(operations: Sequence[Operation], address: Callable[[Tensor], int] = Tensor.data_ptr) -> ctypes.Array[Op]:
-    """The operations as the library takes them; `address` tells where a tensor is."""
+def joins(before: Operation, after: Operation) -> bool:
+    """Whether they may be done as one; see `Op` in csrc/program.h, which says on what condition."""
+    if isinstance(before, RmsNorm) and isinstance(after, Linear):
+        return after.x is before.y
+    return isinstance(before, Linear) and isinstance(after, RopeKv) and after.qkv is before.y
+
+
+def program_of(
+    stages: Sequence[Sequence[Operation]], address: Callable[[Tensor], int] = Tensor.data_ptr
+) -> ctypes.Array[Op]:
+    """The operations as the library takes them, those of a stage joined; `address` tells where a tensor is."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, LayerCache):
             return TYPES[LayerCache](*map(plain, value))
         return address(value) if isinstance(value, Tensor) else value
 
-    def op(operation: Operation) -> Op:
+    def op(operation: Operation, joined: bool) -> Op:
         kind = type(operation)
-        return Op(KINDS.index(kind), 0, _Operands(**{kind.__name__: STRUCTS[kind](*map(plain, operation))}))
+        return Op(KINDS.index(kind), joined, _Operands(**{kind.__name__: STRUCTS[kind](*map(plain, operation))}))
 
-    return (Op * len(operations))(*map(op, operations))
+    ops = [op(operation, index > 0) for stage in stages for index, operation in enumerate(stage)]
+    return (Op * len(ops))(*ops)
