@@ -83,7 +83,7 @@ NATIVE |= {
     "granite_moe": ("granitemoe", {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }  # fmt: skip
 # These ask kernels for everything that the others do, too: for tests that are too dear for all.
-KERNEL_FAMILIES = ["llama", "qwen2", "gemma2", "gemma3", "olmo3", "cohere2", "gpt_neox", "opt", "qwen2_moe"]
+KERNEL_FAMILIES = ["llama", "gemma2", "gemma3", "olmo3", "cohere2", "opt", "qwen2_moe"]
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_scaled": (
         "gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024, "scale_attn_by_inverse_layer_idx": True}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pagoda_worker.kernels.cpu.library import pages
-from pagoda_worker.kernels.cpu.operations import Combine, Experts, Form, Gather, Route, Sort
+from pagoda_worker.kernels.cpu.operations import Combine, Experts, Form, Gather, NativeLinear, Route, Sort, Tape
 from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.kernels.routing import Beside, Routing
-
-if TYPE_CHECKING:
-    from pagoda_worker.kernels.cpu.native import NativeLinear, Tape
 
 MOST_EXPERTS, MOST_CHOSEN = 1024, 64  # see csrc/experts.h
 

@@ -8,7 +8,7 @@ the same code either way, so both paths compute the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,12 +23,13 @@ from pagoda_worker.kernels.cpu.operations import (
     Add,
     Attention,
     Embed,
-    Form,
     LayerNorm,
     Linear,
+    NativeLinear,
     Operation,
     RmsNorm,
     RopeKv,
+    Tape,
     program_of,
 )
 from pagoda_worker.kernels.cpu.program import Program, Recording
@@ -49,37 +50,12 @@ MAX_GROUP = 65536  # whole numbers of 8 times 8 bits that can be added up in 32
 BF16_FORM = (16, 16, 0, 0)
 
 
-class NativeLinear(NamedTuple):
-    """A matrix of n rows and k columns in panels, as `Library.pack` or `pack_quantized` makes them.
-
-    bias: As long as the panels have columns.
-    form: See `lib.quant_form`; weights of 16 bits are bfloat16.
-    segments: See `kernels.segments`.
-    """
-
-    panels: Tensor
-    bias: Tensor | None
-    n: int
-    k: int
-    form: Form
-    segments: int
-
-
 class NativePlan(NamedTuple):
     """What attention reads of a step. The tensors must live as long as its pointers are used."""
 
     block_tables: Tensor  # [B, max_blocks] int32
     query_starts: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32
-
-
-class Tape(Protocol):
-    """What happens to an operation, and where its result goes."""
-
-    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor: ...
-
-    def take(self, operation: Operation, **step: object) -> None:
-        """`step`: the fields of `lib.Step` that the operation reads."""
 
 
 class Immediate:
@@ -92,7 +68,7 @@ class Immediate:
         return torch.empty(num_rows, width, dtype=dtype)
 
     def take(self, operation: Operation, **step: object) -> None:
-        self._library.run(program_of([operation]), lib.make_step(**step))
+        self._library.run(program_of([[operation]]), lib.make_step(**step))
 
 
 class NativeOps:
@@ -203,16 +179,16 @@ class NativeOps:
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, None, weight, eps)
+        return self._norm(x, None, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum is written over `residual`."""
-        return self._norm(x, residual, weight, eps), residual
+        total = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
+        return self._norm(x, residual, total, weight, eps), total
 
-    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def _norm(self, x: Tensor, residual: Tensor | None, total: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
-        operation = RmsNorm(x=x, residual=residual, weight=weight, y=y, dim=x.shape[1], eps=eps)
+        operation = RmsNorm(x=x, residual=residual, sum=total, weight=weight, y=y, dim=x.shape[1], eps=eps)
         self._tape.take(operation, num_tokens=x.shape[0])
         return y
 

@@ -8,12 +8,29 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Protocol, get_args, get_type_hints
 
+import torch
 from torch import Tensor
 
 Form = tuple[int, int, int, int]
 """The fields of a `QuantForm`."""
+
+
+class NativeLinear(NamedTuple):
+    """A matrix of n rows and k columns in panels, as `Library.pack` or `pack_quantized` makes them.
+
+    bias: As long as the panels have columns.
+    form: See `library.quant_form`; weights of 16 bits are bfloat16.
+    segments: See `kernels.segments`.
+    """
+
+    panels: Tensor
+    bias: Tensor | None
+    n: int
+    k: int
+    form: Form
+    segments: int
 
 
 class Embed(NamedTuple):
@@ -26,6 +43,7 @@ class Embed(NamedTuple):
 class RmsNorm(NamedTuple):
     x: Tensor
     residual: Tensor | None
+    sum: Tensor | None
     weight: Tensor
     y: Tensor
     dim: int
@@ -155,6 +173,15 @@ Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add | Ro
 KINDS: tuple[type[Operation], ...] = get_args(Operation)  # in the order of `Kind`
 
 
+class Tape(Protocol):
+    """What happens to an operation, and where its result goes."""
+
+    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor: ...
+
+    def take(self, operation: Operation, **step: object) -> None:
+        """`step`: the fields of `library.Step` that the operation reads."""
+
+
 def _struct(kind: type[tuple[Any, ...]]) -> type[ctypes.Structure]:
     fields = [(name, TYPES.get(hint, ctypes.c_void_p)) for name, hint in get_type_hints(kind).items()]
     return type(kind.__name__, (ctypes.Structure,), {"_fields_": fields})
@@ -170,19 +197,31 @@ class _Operands(ctypes.Union):
 
 
 class Op(ctypes.Structure):
-    _fields_: ClassVar = [("kind", ctypes.c_int32), ("unused", ctypes.c_int32), ("operands", _Operands)]
+    _fields_: ClassVar = [("kind", ctypes.c_int32), ("joined", ctypes.c_int32), ("operands", _Operands)]
 
 
-def program_of(operations: Sequence[Operation], address: Callable[[Tensor], int] = Tensor.data_ptr) -> ctypes.Array[Op]:
-    """The operations as the library takes them; `address` tells where a tensor is."""
+def joins(before: Operation, after: Operation) -> bool:
+    """Whether they may be done as one; see `Op` in csrc/program.h, which says on what condition."""
+    if isinstance(before, RmsNorm) and isinstance(after, Linear):
+        return after.x is before.y
+    if isinstance(before, Linear) and isinstance(after, RopeKv):
+        return after.qkv is before.y and not after.whole  # a head has to wait for no other
+    return False
+
+
+def program_of(
+    stages: Sequence[Sequence[Operation]], address: Callable[[Tensor], int] = Tensor.data_ptr
+) -> ctypes.Array[Op]:
+    """The operations as the library takes them, those of a stage joined; `address` tells where a tensor is."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, LayerCache):
             return TYPES[LayerCache](*map(plain, value))
         return address(value) if isinstance(value, Tensor) else value
 
-    def op(operation: Operation) -> Op:
+    def op(operation: Operation, joined: bool) -> Op:
         kind = type(operation)
-        return Op(KINDS.index(kind), 0, _Operands(**{kind.__name__: STRUCTS[kind](*map(plain, operation))}))
+        return Op(KINDS.index(kind), joined, _Operands(**{kind.__name__: STRUCTS[kind](*map(plain, operation))}))
 
-    return (Op * len(operations))(*map(op, operations))
+    ops = [op(operation, index > 0) for stage in stages for index, operation in enumerate(stage)]
+    return (Op * len(ops))(*ops)

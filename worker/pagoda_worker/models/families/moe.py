@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from pagoda_worker.checkpoints.config_reader import ConfigReader, UnsupportedConfig, in_range, shown
+from pagoda_worker.checkpoints.config_reader import ConfigReader, UnsupportedConfig, in_range, invalid, shown
 from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.rope_fields import read_rope
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, MoeShape
@@ -16,6 +16,7 @@ from pagoda_worker.models.families.llama import attention_of, common_fields, lay
 from pagoda_worker.models.families.qwen import read_qwen2, read_qwen3
 
 MOST_EXPERTS = 1024
+MOST_IN_ALL = 2**16  # in all layers: each has names of its own, which are listed before a checkpoint is looked at
 FUSED: dict[str, Any] = {"expert_up": ("mlp.experts.gate_up_proj",), "expert_down": "mlp.experts.down_proj"}
 QWEN = Names()
 MIXTRAL = Names(
@@ -42,6 +43,8 @@ def _routing(config: ConfigReader, renormalised: bool) -> Routing:
     """The number of experts has one of two names, whatever the family, by who wrote the file."""
     experts = "num_experts" if config.maybe_size("num_experts") is not None else "num_local_experts"
     count = in_range("config.json", experts, config.size(experts), 1, MOST_EXPERTS)
+    if count * config.size("num_hidden_layers") > MOST_IN_ALL:
+        raise invalid("config.json", f"{experts!r}={count} in each layer are more than {MOST_IN_ALL} in all")
     name = "num_experts_per_tok"
     return Routing(
         experts=count,

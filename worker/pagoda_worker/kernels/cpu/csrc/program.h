@@ -26,9 +26,10 @@ struct EmbedOp {
 };
 
 struct RmsNormOp {
-  const uint16_t* x;    // [tokens, dim]
-  uint16_t* residual;   // null, or added to x and overwritten with the sum
-  const float* weight;  // [dim]
+  const uint16_t* x;         // [tokens, dim]
+  const uint16_t* residual;  // null, or added to x
+  uint16_t* sum;             // what that comes to, if there is a residual
+  const float* weight;       // [dim]
   uint16_t* y;
   int32_t dim;
   float eps;
@@ -137,8 +138,11 @@ struct CombineOp {
 
 enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, LAYER_NORM, ADD, ROUTE, SORT, GATHER, EXPERTS, COMBINE };
 
+// `joined`: this operation and the one before it may be done as one, by threads that do not wait for each other in between.
+// What it takes from that one it then takes as soon as it is there; otherwise neither writes what the other reads or writes.
+// A linear layer can be joined to the norm of its inputs, and the rotation of heads to the layer that makes them.
 struct Op {
-  int32_t kind, unused;  // keeps the pointers aligned
+  int32_t kind, joined;
   union {
     EmbedOp embed;
     RmsNormOp rms_norm;
@@ -174,27 +178,29 @@ struct QuantSource {
   const uint8_t* zeros;   // [n, k / group], or null
 };
 
-// Into how many independent pieces an operation falls for a step. Of attention also: how many splits of an item's keys a
-// piece has at most (0: items are not cut), and how much memory the pieces of cut items need in common.
+// Into how many independent pieces operations fall for a step, and what memory the pieces need in common. Of attention
+// also: how many splits of an item's keys a piece has at most (0: items are not cut).
 struct Cut {
   int pieces, splits;
-  size_t floats;
+  size_t floats, counters;
 };
 
-// An operation in one call of a program. `use` stands for it and is never used again: what a thread keeps from one of its
-// pieces for the next goes by it.
+// Operations that are done as one in one call of a program. `use` stands for them and is never used again: what a thread
+// keeps from one of its pieces for the next goes by it.
 struct Work {
+  const Op* ops;
+  int count;
   uint64_t use;
   Cut cut;
   float* floats;  // [cut.floats]
-  int32_t* done;  // [2 * threads] zeros, before and after
+  int32_t* done;  // [cut.counters] zeros, before and after
 };
 
 // One instruction set level. `run` does pieces [first, last) and may be called from any thread. `sample` does pieces of one
 // phase of sampling.
 struct Level {
-  Cut (*cut)(const Op&, const Step&, int threads);
-  void (*run)(const Op&, const Step&, const Work&, int first, int last);
+  Cut (*cut)(const Op* ops, int count, const Step&, int threads);
+  void (*run)(const Step&, const Work&, int first, int last);
   void (*pack_panel)(const uint16_t* w, int n, int k, int panel, uint32_t* out);
   size_t (*quant_panel_bytes)(const QuantForm&, int k);
   void (*pack_quant_panel)(const QuantSource&, int panel, uint8_t* out);
