@@ -66,6 +66,9 @@ NATIVE |= {
     "glm": ("glm", {"head_dim": 32}),
     "glm4": ("glm4", {"head_dim": 16}),
     "starcoder2": ("starcoder2", {"sliding_window": 40}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "stablelm": ("stablelm", {"head_dim": 16, "use_qkv_bias": True}),
+    "stablelm2": ("stablelm", {"use_parallel_residual": True, "num_attention_heads": 2}),
     "cohere": ("cohere", {"logit_scale": 0.5}),
     "cohere2": ("cohere2", {"sliding_window": 40, "num_hidden_layers": 4, "logit_scale": 0.5}),
     "gpt_neox": ("gpt_neox", {**_NO_KV_HEADS, "rope_parameters": {
@@ -89,7 +92,6 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
         "gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024, "scale_attn_by_inverse_layer_idx": True}
     ),
     "phi": ("phi", {}),
-    "stablelm": ("stablelm", {}),
     "olmo": ("olmo", {}),
     "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 40, "rope_parameters": _LLAMA3}),

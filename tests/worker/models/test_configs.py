@@ -30,7 +30,7 @@ BASE: dict[str, Any] = {
 }
 KINDS = [
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Olmo3", "Granite", "SmolLM3", "Glm",
-    "Glm4", "Starcoder2", "Cohere", "Cohere2", "GPTNeoX", "OPT", "Falcon",
+    "Glm4", "Starcoder2", "Cohere", "Cohere2", "GPTNeoX", "OPT", "Falcon", "Gemma", "StableLm",
 ]  # fmt: skip
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 
@@ -38,6 +38,7 @@ _LAYER_NORM = {"rms_norm_eps": None}
 _GPT = {**_LAYER_NORM, "num_key_value_heads": None}
 OWN: dict[str, dict[str, Any]] = {
     "Starcoder2": _LAYER_NORM,
+    "StableLm": _LAYER_NORM,
     "Cohere": _LAYER_NORM,
     "Cohere2": _LAYER_NORM,
     "GPTNeoX": _GPT,
@@ -179,7 +180,7 @@ def test_what_no_model_can_mean_is_no_matter_for_the_fallback(kind: str, changes
 
 def test_heads_without_a_size_have_that_of_their_family() -> None:
     sizes = {kind: {layer.attention.head_dim for layer in read(kind).layers} for kind in KINDS}
-    assert sizes["Gemma2"] == sizes["Gemma3"] == {256}
+    assert sizes["Gemma"] == sizes["Gemma2"] == sizes["Gemma3"] == {256}
     assert sizes["Qwen3"] == sizes["Glm"] == sizes["Glm4"] == {128}
     assert sizes["Qwen2"] == sizes["Llama"] == {16}
 

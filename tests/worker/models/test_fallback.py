@@ -25,7 +25,7 @@ from pagoda_worker.models.fallback import TransformersModel
 from pagoda_worker.rows.batch import Batch
 
 CLEAR = 0.25  # of logits that are rounded to bfloat16 at magnitudes of about 8
-DENSE = ["gpt2_scaled", "phi", "stablelm", "olmo"]
+DENSE = ["gpt2_scaled", "phi", "olmo"]
 
 
 @pytest.mark.parametrize("name", FALLBACK)
