@@ -138,7 +138,7 @@ def test_what_is_said(paths: dict[str, Path], caplog: pytest.LogCaptureFixture) 
 
 def test_models_that_transformers_runs_are_not_quantised(tmp_path: Path) -> None:
     path = save(make_model(*FALLBACK["olmo"]), tmp_path / "olmo")
-    with pytest.raises(UnsupportedConfig, match=r"quantization='int4': only models with a native.*Olmo2"):
+    with pytest.raises(UnsupportedConfig, match=r"quantization='int4': only models with a native.*OlmoFor"):
         loaded(path, quantization="int4", fallback=True)
 
 
