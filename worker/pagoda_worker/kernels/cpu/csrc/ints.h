@@ -71,6 +71,8 @@ PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm512_srli_epi3
 
 PAGODA_INLINE quads bytes_apart(quads a, int i) { return {_mm512_srai_epi16(i ? a.v : _mm512_slli_epi16(a.v, 8), 8)}; }
 
+PAGODA_INLINE void store_quads(uint32_t* p, quads a) { _mm512_storeu_si512(p, a.v); }
+
 #ifdef __AVX512VNNI__
 PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
   return {(i32x16)_mm512_dpwssd_epi32((__m512i)acc.v, w.v, _mm512_set1_epi32((int)a))};

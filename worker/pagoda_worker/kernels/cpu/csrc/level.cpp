@@ -75,7 +75,7 @@ static void run_linear(const Step& s, const Work& work, int first, int last) {
     const uint16_t* x = norm ? in.normed.take(*norm, p.from, p.to, work.use, p.panel == 0) : op.x + (size_t)p.from * op.k;
     const uint8_t* panel = (const uint8_t*)op.panels + p.panel * bytes;
     if (plain) {
-      in.left.take(x, p.from, p.to, op.k, work.use);
+      linear_take(in.left, x, p.from, p.to, op, work.use);
       linear_panel(op, in.left, p.from, p.to, (const uint32_t*)panel, p.panel * PANEL);
     } else {
       quant_take(in, x, p.from, p.to, op, work.use);
