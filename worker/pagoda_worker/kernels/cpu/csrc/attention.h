@@ -24,6 +24,11 @@ namespace PAGODA_NS {
 constexpr int SPLIT = 256;
 constexpr int SPLIT_GROUPS = SPLIT / 16;
 constexpr int LINES = 48;  // of a work item, at most: one read of keys and values from memory serves them all
+#ifdef __AMX_BF16__
+constexpr int TILE_LINES = TILE_ROWS;  // at most of what is computed together
+#else
+constexpr int TILE_LINES = MAX_ROWS;
+#endif
 constexpr int AHEAD = 4;   // groups of keys between the one computed with and the one prefetched
 constexpr float MASKED = -1e30f;
 constexpr float LARGEST_SHORT = 32767.0f;
@@ -48,18 +53,32 @@ struct Cells {
 // What meets keys and values, as tiles of NUMBERS read it.
 template <typename NUMBERS>
 struct Operands {
-  typename NUMBERS::Number q[LINES][256], probs[MAX_ROWS][SPLIT];
+  typename NUMBERS::Number q[LINES][256], probs[TILE_LINES][SPLIT];
 };
+
+#ifdef __AMX_BF16__
+constexpr int CHUNK_TOKENS = 32;  // of the values that tiles multiply at a time
+constexpr int SPLIT_CHUNKS = SPLIT / CHUNK_TOKENS;
+
+// Where the values of a split lie in chunks, [CHUNK_TOKENS / 2][dim] pairs.
+struct Chunks {
+  const uint32_t* words[SPLIT_CHUNKS];
+  alignas(64) uint32_t copies[SPLIT_CHUNKS][CHUNK_TOKENS / 2 * 256];  // of those that do not lie so
+};
+#endif
 
 // A line is one (token, head of the group). Its queries lie `lda` apart only within a token, so lines are gathered.
 struct AttentionScratch {
   Operands<Bf16> pairs;
   Operands<Int16Bytes> fours;
   int position[LINES];
-  float query_scales[LINES], prob_scales[MAX_ROWS];  // of fours
-  float scores[MAX_ROWS][SPLIT], peaks[MAX_ROWS][16];
+  float query_scales[LINES], prob_scales[TILE_LINES];  // of fours
+  float scores[TILE_LINES][SPLIT], peaks[TILE_LINES][16];
   float acc[LINES][256], top[LINES], sum[LINES];  // running, of each line
   Cells keys, values;
+#ifdef __AMX_BF16__
+  Chunks chunks;
+#endif
 };
 PAGODA_INLINE Operands<Bf16>& operands(AttentionScratch& s, Bf16) { return s.pairs; }
 PAGODA_INLINE Operands<Int16Bytes>& operands(AttentionScratch& s, Int16Bytes) { return s.fours; }
@@ -324,19 +343,27 @@ static void merge_tile(const AttentionArgs& a, int line, int rows, const Part& p
       merge_values(&s.acc[line + r][d], load(part.values + (size_t)(line + r) * a.kv.dim + d), scale_old[r], scale_new[r]);
 }
 
+// Scores of a tile of lines -> probabilities, and their sums to `part` or beside the running ones.
+template <typename NUMBERS>
+PAGODA_INLINE void tile_softmax(const View& v, int rows, const Part* part, AttentionScratch& s, float (&scale_old)[16],
+                                float (&scale_new)[16]) {
+  float top[16] = {}, total[16] = {};
+  for (int r = 0; r + 1 < rows; r += 2) split_softmax<NUMBERS, 2>(v, r, s, top + r, total + r);
+  if (rows % 2) split_softmax<NUMBERS, 1>(v, rows - 1, s, top + rows - 1, total + rows - 1);
+  if (part) {
+    memcpy(part->top + v.line, top, sizeof(float) * (size_t)rows);
+    memcpy(part->sum + v.line, total, sizeof(float) * (size_t)rows);
+  } else {
+    merge_sums(s, v.line, rows, top, total, scale_old, scale_new);
+  }
+}
+
 // A tile of lines over a split, into the running accumulators or into `part`.
 template <typename NUMBERS, int ROWS>
 static void attend_tile(const AttentionArgs& a, const View& v, const Part* part, AttentionScratch& s) {
+  float scale_old[16], scale_new[16];
   split_scores<NUMBERS, ROWS>(a, v, s);
-  float top[16] = {}, total[16] = {}, scale_old[16], scale_new[16];
-  for (int r = 0; r + 1 < ROWS; r += 2) split_softmax<NUMBERS, 2>(v, r, s, top + r, total + r);
-  if (ROWS % 2) split_softmax<NUMBERS, 1>(v, ROWS - 1, s, top + ROWS - 1, total + ROWS - 1);
-  if (part) {
-    memcpy(part->top + v.line, top, sizeof(float) * ROWS);
-    memcpy(part->sum + v.line, total, sizeof(float) * ROWS);
-  } else {
-    merge_sums(s, v.line, ROWS, top, total, scale_old, scale_new);
-  }
+  tile_softmax<NUMBERS>(v, ROWS, part, s, scale_old, scale_new);
   // Few rows leave registers for wide tiles, which read values as one stream instead of in several passes.
   int d = 0;
   if constexpr (ROWS * 8 <= ACCUMULATORS)
@@ -346,6 +373,10 @@ static void attend_tile(const AttentionArgs& a, const View& v, const Part* part,
   constexpr int GROUPS = groups_of(ROWS, 2);
   for (; d < a.kv.dim; d += 16 * GROUPS) split_values<NUMBERS, ROWS, GROUPS>(a, v, d, scale_old, scale_new, part, s);
 }
+
+}  // namespace PAGODA_NS
+#include "attention_tiles.h"
+namespace PAGODA_NS {
 
 // The first token that somebody from `position` on sees, down to where a tile of scores may begin.
 PAGODA_INLINE int first_seen(const AttentionArgs& a, int position) {
@@ -364,7 +395,7 @@ PAGODA_INLINE Splits splits_between(const AttentionArgs& a, int first_position, 
 // Positions ascend, so a tile sees no less of the end than the one before it, and no more of the beginning.
 template <typename F>
 PAGODA_INLINE void each_tile(const AttentionArgs& a, const AttentionScratch& s, int count, int from, F&& f) {
-  const int tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
+  const int most = by_tiles(a) ? TILE_LINES : MAX_ROWS, tiles = (count + most - 1) / most;
   for (int t = 0; t < tiles; ++t) {
     const int line = count * t / tiles, next = count * (t + 1) / tiles;
     const int seen = first_seen(a, s.position[line]), after = s.position[next - 1] + 1;
@@ -379,6 +410,12 @@ static void attend_split(const AttentionArgs& a, int count, const int32_t* table
   const int begin = first_seen(a, s.position[0]), end = s.position[count - 1] + 1, from = split * SPLIT;
   const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
   locate(a, table, head, from, low / 16, (high + 15) / 16, end, s.keys, s.values);
+#ifdef __AMX_BF16__
+  if (by_tiles(a)) {
+    gather_chunks(a, from, low / 16, (high + 15) / 16, end, s);
+    return each_tile(a, s, count, from, [&](const View& v, int rows) { attend_by_tiles(a, v, rows, part, s); });
+  }
+#endif
   each_tile(a, s, count, from, [&](const View& v, int rows) {
     with_rows<MAX_ROWS>(rows, [&](auto rows) {
       if (a.kv.k_scales) attend_tile<Int16Bytes, decltype(rows)::value>(a, v, part, s);
