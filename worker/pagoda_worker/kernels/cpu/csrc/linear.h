@@ -174,6 +174,14 @@ constexpr int TURN = groups_of(MAX_ROWS, 2) == 2 ? 1 << 30 : 128;
 constexpr int BLOCK = 256;  // rows of a block at most
 
 #ifdef __AMX_BF16__
+// What a panel makes is a line or two of each row of y, far from each other: they are on their way while it is computed, else
+// it takes about as long to write them.
+static void expect_rows(int first, int last, int column, const LinearOp& op) {
+  const size_t at = (size_t)(op.activation ? column / 2 : column), width = (size_t)(op.activation ? op.n / 2 : op.n);
+  const size_t size = op.out_f32 ? 4 : 2;
+  for (int row = first; row < last; ++row) __builtin_prefetch((char*)op.y + (row * width + at) * size, 1);
+}
+
 constexpr int TILE_CHUNK = 8;  // products: so much of a panel stays in the nearest cache while all rows of a block meet it
 
 // Calls f(rows, from) for what the tiles take of [first, last) at a time.
@@ -208,6 +216,7 @@ static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int l
       const int count = products - done < TILE_CHUNK ? products - done : TILE_CHUNK;
       const uint32_t* words = panel + (size_t)done * TILE_WORDS * PANEL;
       in_tile_blocks(first, last, [&](int rows, int from) {
+        if (segment == 0 && done == 0) expect_rows(from, from + rows, column, op);
         tile_sums<false>(rows, done == 0, x.tile(from, segment, done), words, count, ahead, sums.of(segment, from - first));
       });
       done += count;

@@ -363,6 +363,7 @@ static void byte_panel(const LinearOp& op, const RoundedRows& in, int first, int
         }
         in_tile_blocks(first, last, [&](int rows, int from) {
           int32_t* sum = sums + (from - first) * PANEL;
+          if (g == 0 && done == 0) expect_rows(from, from + rows, column, op);
           tile_sums<true>(rows, done == 0, in.tile(from, g * products + done), words, count, ahead, sum);
           if (done + count == products)
             add_scaled<FORM, false>(in, from, rows, g, panel, sum, totals.of(segment, from - first));
