@@ -67,6 +67,7 @@ class RopeKv(NamedTuple):
     norm: Tensor | None
     heads: int
     eps: float
+    whole: int = 0
 
 
 class Attention(NamedTuple):
@@ -80,8 +81,25 @@ class Attention(NamedTuple):
     softcap: float
 
 
-Operation = Embed | RmsNorm | Linear | RopeKv | Attention
-KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention)  # in the order of `Kind`
+class LayerNorm(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    y: Tensor
+    dim: int
+    eps: float
+
+
+class Add(NamedTuple):
+    x: Tensor
+    y: Tensor
+    dim: int
+    by_position: int = 0
+
+
+Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add
+KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention, LayerNorm, Add)  # in the order of `Kind`
 
 
 def _struct(kind: type[tuple[Any, ...]]) -> type[ctypes.Structure]:
@@ -106,7 +124,9 @@ def joins(before: Operation, after: Operation) -> bool:
     """Whether they may be done as one; see `Op` in csrc/program.h, which says on what condition."""
     if isinstance(before, RmsNorm) and isinstance(after, Linear):
         return after.x is before.y
-    return isinstance(before, Linear) and isinstance(after, RopeKv) and after.qkv is before.y
+    if isinstance(before, Linear) and isinstance(after, RopeKv):
+        return after.qkv is before.y and not after.whole  # a head has to wait for no other
+    return False
 
 
 def program_of(

@@ -8,6 +8,7 @@
 #include "quant.h"
 #include "sampling.h"
 #include "shares.h"
+#include "stream.h"
 
 namespace PAGODA_NS {
 
@@ -105,8 +106,7 @@ static void run_attention(const Op& op, const Step& s, const Work& work, int fir
 
 static void run_rope(const Op& op, const Step& s, int first, int last) {
   const RopeArgs a = rope_args(op.rope_kv, s);
-  for (int t = first; t < last; ++t)
-    for (int head = 0; head < all_heads(a); ++head) rope_head(a, t, head);
+  for (int t = first; t < last; ++t) rope_token(a, t);
 }
 
 // What is done as one with a linear layer is done as a linear layer.
@@ -129,6 +129,8 @@ static void run(const Step& s, const Work& work, int first, int last) {
     case LINEAR: run_linear(s, work, first, last); break;
     case ROPE_KV: run_rope(op, s, first, last); break;
     case ATTENTION: run_attention(op, s, work, first, last); break;
+    case LAYER_NORM: for (int t = first; t < last; ++t) layer_norm_row(op.layer_norm, t); break;
+    case ADD: for (int t = first; t < last; ++t) add_row(op.add, t, op.add.by_position ? (size_t)s.positions[t] : t); break;
     default: break;
   }
 }

@@ -7,15 +7,24 @@
 
 namespace PAGODA_NS {
 
-// y = x / rms(x) * w; dim is a multiple of 16.
-PAGODA_INLINE void normalise(const uint16_t* x, const float* w, uint16_t* y, int dim, float eps) {
+// 1 / rms(x); dim is a multiple of 16.
+PAGODA_INLINE float inverse_rms(const uint16_t* x, int dim, float eps) {
   f16 squares = zero();
   for (int d = 0; d < dim; d += 16) {
     f16 v = load_bf16(x + d);
     squares = fma(v, v, squares);
   }
-  f16 inverse = set1(1.0f / __builtin_sqrtf(sum(squares) / (float)dim + eps));
+  return 1.0f / __builtin_sqrtf(sum(squares) / (float)dim + eps);
+}
+
+// y = x * factor * w
+PAGODA_INLINE void weighted(const uint16_t* x, float factor, const float* w, uint16_t* y, int dim) {
+  f16 inverse = set1(factor);
   for (int d = 0; d < dim; d += 16) store_bf16(y + d, load_bf16(x + d) * inverse * load(w + d));
+}
+
+PAGODA_INLINE void normalise(const uint16_t* x, const float* w, uint16_t* y, int dim, float eps) {
+  weighted(x, inverse_rms(x, dim, eps), w, y, dim);
 }
 
 // The norm is of x, or of x + residual, which then goes to `sum`.
@@ -126,14 +135,16 @@ static void write_value(const RopeArgs& a, int token, int head, const uint16_t* 
 
 PAGODA_INLINE int all_heads(const RopeKvOp& op) { return op.heads + 2 * op.kv.heads; }
 
-// A head of a token: of queries, of keys or of values, in this order.
-static void rope_head(const RopeArgs& a, int token, int head) {
+// A head of a token: of queries, of keys or of values, in this order. `whole`: the inverse rms of all query heads and that
+// of all key heads, where these are normed together.
+static void rope_head(const RopeArgs& a, int token, int head, const float* whole = nullptr) {
   const size_t dim = (size_t)a.kv.dim;
   const uint16_t* x = a.qkv + ((size_t)token * all_heads(a) + head) * dim;
   if (head >= a.heads + a.kv.heads) return write_value(a, token, head - a.heads - a.kv.heads, x);
   uint16_t normed[256], turned[256];
   if (a.norm) {
-    normalise(x, a.norm + head * dim, normed, a.kv.dim, a.eps);
+    const float inverse = whole ? whole[head >= a.heads] : inverse_rms(x, a.kv.dim, a.eps);
+    weighted(x, inverse, a.norm + head * dim, normed, a.kv.dim);
     x = normed;
   }
   uint16_t* y = head < a.heads ? a.q + ((size_t)token * a.heads + head) * dim : turned;
@@ -144,6 +155,16 @@ static void rope_head(const RopeArgs& a, int token, int head) {
     memcpy(y, x, 2 * dim);
   }
   if (head >= a.heads) write_key(a, token, head - a.heads, turned);
+}
+
+static void rope_token(const RopeArgs& a, int token) {
+  float whole[2];
+  if (a.whole) {
+    const uint16_t* queries = a.qkv + (size_t)token * all_heads(a) * a.kv.dim;
+    whole[0] = inverse_rms(queries, a.heads * a.kv.dim, a.eps);
+    whole[1] = inverse_rms(queries + (size_t)a.heads * a.kv.dim, a.kv.heads * a.kv.dim, a.eps);
+  }
+  for (int head = 0; head < all_heads(a); ++head) rope_head(a, token, head, a.whole ? whole : nullptr);
 }
 
 static void embed_row(const EmbedOp& op, int64_t token_id, size_t row) {

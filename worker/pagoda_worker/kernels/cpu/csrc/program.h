@@ -41,7 +41,8 @@ struct LinearOp {
   void* y;               // [tokens, n], or [tokens, n / 2] with an activation
   const uint16_t* bias;  // as long as the panels have columns, or null
   int32_t n, k;          // panels may have more columns than n
-  int32_t activation;    // 0 none, 1 silu(gate) * up, 2 gelu_tanh(gate) * up: columns 0..15 of a panel gate, 16..31 up
+  int32_t activation;    // 0 none; act of every output: -1 silu, -2 gelu_tanh, -3 gelu, -4 relu; 1 and 2: act(gate) * up,
+                         // columns 0..15 of a panel gate, 16..31 up
   int32_t out_f32;       // y is float, else bf16
   QuantForm form;        // 16 bits: weights are bf16
   float softcap;         // of float y: softcap * tanh(y / softcap), or 0
@@ -66,6 +67,7 @@ struct RopeKvOp {
   const float* norm;    // [heads + kv.heads, dim] or null
   int32_t heads;
   float eps;
+  int32_t whole;        // the norm is over all query heads together, and over all key heads
 };
 
 struct AttentionOp {
@@ -77,7 +79,24 @@ struct AttentionOp {
   float scale, softcap;   // softcap 0: none
 };
 
-enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION };
+struct LayerNormOp {
+  const uint16_t* x;    // [tokens, dim]
+  uint16_t* residual;   // null, or added to x and overwritten with the sum
+  const float* weight;  // [dim]
+  const float* bias;    // [dim] or null
+  uint16_t* y;
+  int32_t dim;
+  float eps;
+};
+
+struct AddOp {
+  const uint16_t* x;  // [tokens, dim], or of positions a line each
+  uint16_t* y;        // [tokens, dim], overwritten with the sum
+  int32_t dim;
+  int32_t by_position;
+};
+
+enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, LAYER_NORM, ADD };
 
 // `joined`: this operation and the one before it may be done as one, by threads that do not wait for each other in between.
 // What it takes from that one it then takes as soon as it is there; otherwise neither writes what the other reads or writes.
@@ -90,6 +109,8 @@ struct Op {
     LinearOp linear;
     RopeKvOp rope_kv;
     AttentionOp attention;
+    LayerNormOp layer_norm;
+    AddOp add;
   };
 };
 
