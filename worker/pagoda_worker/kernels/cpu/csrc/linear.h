@@ -190,7 +190,8 @@ constexpr int BLOCK = 256;  // rows of a block at most
 // What a panel makes is a line or two of each row of y, far from each other: they are on their way while it is computed, else
 // it takes about as long to write them.
 static void expect_rows(int first, int last, int column, const LinearOp& op) {
-  const size_t at = (size_t)(op.activation ? column / 2 : column), width = (size_t)(op.activation ? op.n / 2 : op.n);
+  const bool gated = op.activation > 0;
+  const size_t at = (size_t)(gated ? column / 2 : column), width = (size_t)(gated ? op.n / 2 : op.n);
   const size_t size = op.out_f32 ? 4 : 2;
   for (int row = first; row < last; ++row) __builtin_prefetch((char*)op.y + (row * width + at) * size, 1);
 }
