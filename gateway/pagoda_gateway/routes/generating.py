@@ -60,7 +60,7 @@ async def writing(
         with named_as_in_body({"grammar": job.shown.form_field}):
             await run.start(model.engine)
         charge.taken()
-        yield dialect.writer(ctx, run)
+        yield dialect.writer(ctx, run, None)
 
 
 def _answering(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request], Awaitable[Response]]:

@@ -57,7 +57,12 @@ class KeptResponses:
         return record, msgspec.json.decode(record.value, type=Kept)
 
     async def finished(self, name: str, owner: str, items: bytes, response: bytes) -> None:
-        """Keep one that has ended."""
+        """Keep one that has ended, unless it is kept. One that was told again may find half of what was written by a
+        gateway that died of it; Conflict says that another one is at it now."""
+        if await self._store.get(RESPONSES, name) is not None:
+            return
+        for log in (ITEMS, OUTPUT):
+            await self._store.drop(_log(name, log))
         await self._write(name, ITEMS, items)
         await self._write(name, OUTPUT, response)
         await self._put(name, owner, Kept(ended=True), ABSENT)

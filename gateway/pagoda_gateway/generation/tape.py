@@ -1,0 +1,197 @@
+"""What is generated of a job is kept as it comes, as tokens; whoever comes later reads it from the first one.
+
+Text is no part of it: every reader makes it anew, with the code that would have made it live. So a reader that comes
+late, one that was there, and one that is given a tape out of the store see the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+
+from pagoda_gateway.engine.interface import Generation, Submitting
+from pagoda_proto.deltas import WaitingDeltas
+from pagoda_proto.errors import PagodaError
+from pagoda_proto.records import Begun, Delta, RequestRecord
+
+
+class Tape:
+    """Implements `Submitting` for its readers: what they submit is what is on it. One writer, through `recording`.
+
+    `start`, then `end` or `fail`; a tape that failed has no more readers.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        self._job_id = job_id
+        self._whole: dict[str, WaitingDeltas] = {}
+        self._readings: dict[str, list[_Reading]] = {}
+        self._begun: Begun | None = None
+        self._started = asyncio.Event()
+        self._ended = False
+        self._error: PagodaError | None = None
+        self.fingerprint = ""
+
+    @classmethod
+    def of(cls, job_id: str, kept: bytes) -> Tape:
+        """One that has ended, from its `dump`. Raises msgspec.DecodeError, ValidationError."""
+        tape = cls(job_id)
+        fingerprint, deltas = msgspec.msgpack.decode(kept, type=tuple[str, list[Delta]])
+        for delta in deltas:
+            tape.add(delta)
+        tape.start(fingerprint)
+        tape.end()
+        return tape
+
+    def dump(self) -> bytes:
+        deltas = [delta for whole in self._whole.values() for delta in _copies(whole)]
+        return msgspec.msgpack.encode((self.fingerprint, deltas))
+
+    @property
+    def ended(self) -> bool:
+        """Nothing comes any more."""
+        return self._ended or self._error is not None
+
+    @property
+    def begun(self) -> bool:
+        return self._begun is not None
+
+    def tag(self) -> str:
+        """Of what it is made; of weights and numerics from its first tokens on, where these say it."""
+        begun = self._begun
+        made_of = [self._job_id] + ([] if begun is None else [begun.model_fingerprint, begun.numerics_id])
+        return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:8]
+
+    def start(self, fingerprint: str) -> None:
+        """An engine core has taken all of the job."""
+        self.fingerprint = fingerprint
+        self._started.set()
+
+    async def started(self) -> None:
+        """Raises PagodaError where the job was refused."""
+        await self._started.wait()
+        self.check()
+
+    def check(self) -> None:
+        """Raises PagodaError where it has failed."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+
+    def recording(self, engine: Submitting) -> Submitting:
+        """The engine, for the one whose reading writes this tape."""
+        return _Recorder(self, engine)
+
+    def begin(self, request_id: str) -> None:
+        """What there was of it before was refused."""
+        self._whole[request_id] = WaitingDeltas()
+
+    def add(self, delta: Delta) -> None:
+        """It stays the giver's."""
+        self._begun = self._begun or delta.result.begun
+        self._whole.setdefault(delta.request_id, WaitingDeltas()).add(_copy(delta))
+        for reading in self._readings.get(delta.request_id, ()):
+            reading.add(_copy(delta))
+
+    def end(self) -> None:
+        self._ended = True
+        self._wake()
+
+    def fail(self, error: PagodaError) -> None:
+        self._error = error
+        self._started.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        for readings in self._readings.values():
+            for reading in readings:
+                reading.news.set()
+
+    async def submit(self, record: RequestRecord, *, counted: bool = True) -> Generation:
+        reading = _Reading(self)
+        for delta in _copies(self._whole.get(record.request_id, WaitingDeltas())):
+            reading.add(delta)
+        self._readings.setdefault(record.request_id, []).append(reading)
+        return reading
+
+    def leave(self, reading: _Reading) -> None:
+        for readings in self._readings.values():
+            if reading in readings:
+                readings.remove(reading)
+
+
+class _Reading:
+    """Implements `Generation`: what others have of it does not end with this one."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._waiting = WaitingDeltas()
+        self.news = asyncio.Event()
+
+    def add(self, delta: Delta) -> None:
+        self._waiting.add(delta)
+        self.news.set()
+
+    async def next(self) -> list[Delta]:
+        while not self._waiting:
+            self._tape.check()
+            if self._tape.ended:
+                return []
+            self.news.clear()
+            await self.news.wait()
+        return self._waiting.take()
+
+    async def abort(self, choices: Sequence[int] = ()) -> None:
+        pass
+
+    async def aclose(self) -> None:
+        self._tape.leave(self)
+
+
+class _Recorder:
+    """Implements `Submitting`."""
+
+    def __init__(self, tape: Tape, engine: Submitting) -> None:
+        self._tape = tape
+        self._engine = engine
+
+    async def submit(self, record: RequestRecord, *, counted: bool = True) -> Generation:
+        generation = await self._engine.submit(record, counted=counted)
+        self._tape.begin(record.request_id)
+        return _Recorded(self._tape, generation)
+
+
+class _Recorded:
+    """Implements `Generation` by another one."""
+
+    def __init__(self, tape: Tape, generation: Generation) -> None:
+        self._tape = tape
+        self._generation = generation
+
+    async def next(self) -> list[Delta]:
+        deltas = await self._generation.next()
+        for delta in deltas:
+            self._tape.add(delta)
+        return deltas
+
+    async def abort(self, choices: Sequence[int] = ()) -> None:
+        await self._generation.abort(choices)
+
+    async def aclose(self) -> None:
+        await self._generation.aclose()
+
+
+def _copies(whole: WaitingDeltas) -> list[Delta]:
+    return [_copy(delta) for delta in whole.all()]
+
+
+def _copy(delta: Delta) -> Delta:
+    """With lists of its own: who gets it may extend them."""
+    tokens = delta.result
+    lists = {
+        name: None if value is None else list(value)
+        for name in ("token_ids", "logprobs", "prompt_logprobs")
+        for value in (getattr(tokens, name),)
+    }
+    return msgspec.structs.replace(delta, result=msgspec.structs.replace(tokens, **lists))
