@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pagoda_gateway.api.encoding import DONE, Events, encoded, encoded_list, event
@@ -154,8 +154,8 @@ class OpenAIWriter(ABC):
         """Choices of the chunks that a stream begins with, for each of its choices or for none."""
         return []
 
-    def pass_over(self, update: Update) -> None:
-        """The reader has this already; only for what is counted along the way."""
+    def pass_over(self, update: Update) -> None:  # noqa: B027 - most count nothing along the way
+        """The reader has this already."""
 
     def seen(self, update: Update) -> Update:
         """What the client is to know of it."""
@@ -190,21 +190,19 @@ class OpenAIWriter(ABC):
         """Chunks of all choices that changed, as one piece of bytes per batch."""
         head = self._head(self.chunk_name)
         chunk = self._chunker(head)
+        openings = [chunk([choice]) for choice in self.opening()]
         opening: bytes | None = None  # its ids say what it is made of, which is known with the first updates
         while updates := await self.run.next():
-            opening = self._opening(chunk) if opening is None else opening
+            opening = self._opening(openings) if opening is None else opening
             data = b"".join([await self._told(chunk, self.seen(update)) for update in updates])
             if data:
                 yield opening + data
                 opening = b""
-        yield (self._opening(chunk) if opening is None else opening) + self._closing(head) + DONE
+        yield (self._opening(openings) if opening is None else opening) + self._closing(head) + DONE
 
-    def _opening(self, chunk: Chunker) -> bytes:
-        data = b""
-        for i, choice in enumerate(self.opening()):
-            if not self.known_to_begin[i]:
-                data += self._id(i, 0, BEGINNING) + chunk([choice])
-        return data
+    def _opening(self, events: Sequence[bytes]) -> bytes:
+        left = [(i, each) for i, each in enumerate(events) if not self.known_to_begin[i]]
+        return b"".join([self._id(i, 0, BEGINNING) + each for i, each in left])
 
     async def _told(self, chunk: Chunker, update: Update) -> bytes:
         if self._marks is None:

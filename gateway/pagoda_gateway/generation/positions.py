@@ -16,6 +16,7 @@ import msgspec
 
 from pagoda_gateway.generation.updates import Update
 from pagoda_gateway.text.events import CallArguments, Event, Text, Thought
+from pagoda_proto.errors import ErrorCode, PagodaError
 
 MAX_POSITION_CHARS = 4096
 MAX_CHOICES = 128  # of a stream that can be resumed: every id tells of all
@@ -30,8 +31,8 @@ class Place(NamedTuple):
 
 
 class Position(NamedTuple):
-    """`tag` stands for what the stream was made of: its job, weights and numerics; `besides` counts what is no choice's,
-    as the dialect has it."""
+    """`tag` stands for what the stream was made of: its job, weights and numerics; `besides` counts what is of no
+    choice, as the dialect has it."""
 
     stream: str
     tag: str
@@ -74,6 +75,7 @@ class Marks:
             raise ValueError("it is of another stream")
         self._stream = stream
         self._tag = tag
+        self._known_tag = None if known is None else known.tag
         self._places = [Place()] * num_choices
         self._known = [Place()] * num_choices if known is None else list(known.places)
         self.besides = 0 if known is None else known.besides
@@ -90,8 +92,16 @@ class Marks:
         self._places[choice] = place
 
     def line(self) -> bytes:
-        """The id of an event with which the reader comes to be where it is now."""
-        return b"id: " + str(Position(self._stream, self._tag(), self.besides, tuple(self._places))).encode() + b"\n"
+        """The id of an event with which the reader comes to be where it is now.
+
+        Raises:
+            PagodaError: STREAM_INTERRUPTED: what the reader has was made of something else.
+        """
+        tag = self._tag()
+        if self._known_tag not in (None, tag):
+            message = "weights or numerics are not those with which this stream began, so nothing goes on with it"
+            raise PagodaError(ErrorCode.STREAM_INTERRUPTED, message)
+        return b"id: " + str(Position(self._stream, tag, self.besides, tuple(self._places))).encode() + b"\n"
 
     def skip(self, choice: int, units: int) -> int:
         """How many of the next units the reader has; they are behind it then."""

@@ -32,6 +32,7 @@ class Outcome(StrEnum):
     ABANDONED = "abandoned"  # closed before its end: whoever read it left, or was cancelled
 
 
+Through = Callable[[Submitting], Submitting]
 OnEnd = Callable[[Usage, Outcome], None]
 
 
@@ -111,8 +112,7 @@ class Part:
 
 
 class Run:
-    """`start` or `attach` it, read `next` until it gives [], and `aclose` it in any case: then `on_end` is told, exactly
-    once."""
+    """`start` or `attach` it, read `next` until it gives [], and `aclose` it in any case: `on_end` is told, once."""
 
     def __init__(self, job: Job, text: ModelText, on_end: OnEnd) -> None:
         self.job = job
@@ -124,7 +124,7 @@ class Run:
         self._outcome = Outcome.ABANDONED
         self._closed = False
 
-    async def start(self, engine: EngineClient, through: Callable[[Submitting], Submitting] = lambda taker: taker) -> None:
+    async def start(self, engine: EngineClient, through: Through = lambda taker: taker) -> None:
         """Submit all records; `through` is what may stand between.
 
         Raises:

@@ -55,8 +55,8 @@ class Tape:
         return self._ended or self._error is not None
 
     @property
-    def begun(self) -> bool:
-        return self._begun is not None
+    def was_started(self) -> bool:
+        return self._started.is_set()
 
     def tag(self) -> str:
         """Of what it is made; of weights and numerics from its first tokens on, where these say it."""

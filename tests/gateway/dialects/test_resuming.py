@@ -1,4 +1,4 @@
-"""Wherever a stream breaks off, and however its tokens come the next time, what follows its last id is what was missing."""
+"""Wherever a stream breaks off, and however its tokens come again, what follows its last id is what was missing."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from pagoda_gateway.clients import NOBODY
 from pagoda_gateway.dialects.chat import CHAT
 from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.dialects.dialect import Dialect
+from pagoda_gateway.dialects.logprobs import COLUMNS
 from pagoda_gateway.dialects.messages import MESSAGES
 from pagoda_gateway.dialects.responses import RESPONSES
 from pagoda_gateway.generation.job import Job
@@ -139,7 +140,7 @@ def id_of(event: bytes) -> Position | None:
 
 
 STREAMED = {"content", "text", "reasoning", "reasoning_content", "arguments", "delta", "thinking", "partial_json"}
-LISTED = {"content", "token_ids", "prompt_token_ids", "tokens", "token_logprobs", "top_logprobs", "text_offset", "logprobs"}
+LISTED = {"content", "token_ids", "prompt_token_ids", "logprobs"} | set(COLUMNS)
 Leaf = tuple[str, Any]
 
 
