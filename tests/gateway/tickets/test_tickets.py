@@ -35,6 +35,15 @@ async def running(root: Path, kept_in: Store | None = None, batch: int = 1, **co
         yield gateway
     finally:
         await gateway.tickets.aclose()
+        if kept_in is None:
+            await gateway.context.store.aclose()
+
+
+@asynccontextmanager
+async def shared() -> AsyncIterator[Store]:
+    store = SqliteStore(MEMORY)
+    yield store
+    await store.aclose()
 
 
 def held_up(gateway: Gateway, num_batches: int = 3) -> asyncio.Event:
@@ -111,8 +120,7 @@ async def test_a_stream_is_gone_on_with_behind_any_of_its_ids(tmp_path: Path) ->
 
 
 async def test_another_gateway_makes_what_the_first_one_did_not_tell(tmp_path: Path) -> None:
-    store = SqliteStore(MEMORY)
-    async with running(tmp_path, store) as first, running(tmp_path, store, batch=4) as second:
+    async with shared() as store, running(tmp_path, store) as first, running(tmp_path, store, batch=4) as second:
         whole = await post(second, ASK, key="other")
         held_up(first)
         seen = ""
@@ -169,8 +177,7 @@ async def test_another_request_under_the_same_key_is_refused(tmp_path: Path) -> 
 
 
 async def test_what_is_answered_elsewhere_and_is_no_stream_is_asked_for_later(tmp_path: Path) -> None:
-    store = SqliteStore(MEMORY)
-    async with running(tmp_path, store) as first, running(tmp_path, store) as second:
+    async with shared() as store, running(tmp_path, store) as first, running(tmp_path, store) as second:
         go = held_up(first)
         asking = asyncio.create_task(post(first, WHOLE))
         await first.engine.submitted.wait()
@@ -180,7 +187,9 @@ async def test_what_is_answered_elsewhere_and_is_no_stream_is_asked_for_later(tm
         assert refused.headers["x-should-retry"] == "true"
         go.set()
         answer = await asking
-        assert (await post(second, WHOLE)).content == answer.content
+        while (again := await post(second, WHOLE)).status_code == 409:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # the first one is writing it down
+        assert again.content == answer.content
         assert not second.engine.generations
 
 
@@ -247,7 +256,7 @@ async def test_a_store_that_is_gone_stands_in_nobodys_way(tmp_path: Path, stream
         response = await post(gateway, ASK | {"stream": stream})
         assert (response.status_code, response.headers["idempotency-status"]) == (200, "unavailable")
         assert ids_of(response.text) == []
-        assert "three" in response.text
+        assert (text_of(response.text) if stream else response.json()["choices"][0]["message"]["content"]) == TEXT
 
 
 async def test_what_is_kept_of_a_tenant_is_bounded(tmp_path: Path) -> None:
@@ -257,7 +266,6 @@ async def test_what_is_kept_of_a_tenant_is_bounded(tmp_path: Path) -> None:
     async with running(tmp_path, max_tickets_bytes=100) as gateway:
         assert code_of(await post(gateway, WHOLE)) == (429, "rate_limit_exceeded")
     async with running(tmp_path) as gateway:
-        gateway.engine.load = gateway.engine.load.__replace__(max_model_len=4096) if False else gateway.engine.load
         prompts = {"model": MODEL, "prompt": ["hi"] * 100, "n": 2, "stream": True}
         response = await gateway.client.post(COMPLETIONS, json=prompts, headers={"Idempotency-Key": "k"})
         assert (code_of(response), response.json()["error"]["param"]) == ((400, "invalid_argument"), "n")
@@ -289,10 +297,9 @@ async def test_what_was_refused_for_now_is_run_the_next_time(tmp_path: Path) -> 
 
 
 async def test_nothing_goes_on_with_what_other_weights_began(tmp_path: Path) -> None:
-    store = SqliteStore(MEMORY)
-    async with running(tmp_path, store) as first, running(tmp_path, store) as second:
-        begun = await post(first, ASK, key="other")
-        seen = ids_of(begun.text)
+    async with shared() as store, running(tmp_path, store) as first, running(tmp_path, store) as second:
+        ids = ids_of((await post(first, ASK)).text)
+        await dropped_answers(store)
         whole = second.engine.script
 
         def changed(record: RequestRecord) -> list[Batch]:
@@ -302,13 +309,14 @@ async def test_nothing_goes_on_with_what_other_weights_began(tmp_path: Path) -> 
             return batches
 
         second.engine.script = changed
-        held_up(first)
-        await left(first, ASK)
-        other = (await post(second, ASK)).text
-        last = ids_of(other)[1].split(":")
-        last[1] = seen[1].split(":")[1]
-        answer = await post(second, ASK, last=":".join(last))
-        assert answer.json()["error"]["code"] == "stream_interrupted"
+        assert code_of(await post(second, ASK, last=ids[0])) == (503, "stream_interrupted")
+        assert text_of((await post(second, ASK)).text) == TEXT, "from its beginning it may be made anew"
+
+
+async def dropped_answers(store: Store) -> None:
+    """As if they had been too large to be kept."""
+    for record in (await store.page(TICKETS, "", limit=10)).records:
+        await store.drop(f"ticket/{json.loads(record.value)['job_id']}/answer")
 
 
 async def test_a_background_response_is_begun_once(tmp_path: Path) -> None:
