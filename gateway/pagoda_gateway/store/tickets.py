@@ -60,7 +60,7 @@ class Found(NamedTuple):
 class Held(NamedTuple):
     """What an owner has of them together."""
 
-    count: int
+    number: int
     num_bytes: int
 
 

@@ -252,7 +252,7 @@ class Tickets:
         """Where it cannot be kept, it is generated again when it is asked for."""
         answer = live.tape.dump()
         with suppress(PagodaError, Conflict):
-            await self._room.take(live.found.owner, len(answer), count=0)
+            await self._room.take(live.found.owner, len(answer), number=0)
             await self._kept.keep_answer(live.found, answer)
 
     async def _give_up(self, live: Live) -> None:
