@@ -21,11 +21,13 @@ from pagoda_proto.records import Begun, Delta, RequestRecord
 class Tape:
     """Implements `Submitting` for its readers: what they submit is what is on it. One writer, through `recording`.
 
-    `start`, then `end` or `fail`; a tape that failed has no more readers.
+    `start`, then `end` or `fail`; a tape that failed has no more readers. `life` tells its requests from those of an
+    earlier gateway, of which an engine core may not know yet that nobody wants them.
     """
 
-    def __init__(self, job_id: str) -> None:
+    def __init__(self, job_id: str, life: str = "") -> None:
         self._job_id = job_id
+        self._life = life
         self._whole: dict[str, WaitingDeltas] = {}
         self._readings: dict[str, list[_Reading]] = {}
         self._begun: Begun | None = None
@@ -81,7 +83,7 @@ class Tape:
 
     def recording(self, engine: Submitting) -> Submitting:
         """The engine, for the one whose reading writes this tape."""
-        return _Recorder(self, engine)
+        return _Recorder(self, engine, self._life)
 
     def begin(self, request_id: str) -> None:
         """What there was of it before was refused."""
@@ -152,27 +154,32 @@ class _Reading:
 class _Recorder:
     """Implements `Submitting`."""
 
-    def __init__(self, tape: Tape, engine: Submitting) -> None:
+    def __init__(self, tape: Tape, engine: Submitting, life: str) -> None:
         self._tape = tape
         self._engine = engine
+        self._life = life
 
     async def submit(self, record: RequestRecord, *, counted: bool = True) -> Generation:
-        generation = await self._engine.submit(record, counted=counted)
+        """Its id is no part of what is generated; what a client called it stays at its end."""
+        head, dot, name = record.request_id.partition(".")
+        request_id = f"{head}-{self._life}{dot}{name}" if self._life else record.request_id
+        generation = await self._engine.submit(msgspec.structs.replace(record, request_id=request_id), counted=counted)
         self._tape.begin(record.request_id)
-        return _Recorded(self._tape, generation)
+        return _Recorded(self._tape, record.request_id, generation)
 
 
 class _Recorded:
     """Implements `Generation` by another one."""
 
-    def __init__(self, tape: Tape, generation: Generation) -> None:
+    def __init__(self, tape: Tape, request_id: str, generation: Generation) -> None:
         self._tape = tape
+        self._request_id = request_id
         self._generation = generation
 
     async def next(self) -> list[Delta]:
         deltas = await self._generation.next()
         for delta in deltas:
-            self._tape.add(delta)
+            self._tape.add(msgspec.structs.replace(delta, request_id=self._request_id))
         return deltas
 
     async def abort(self, choices: Sequence[int] = ()) -> None:

@@ -18,13 +18,13 @@ def abandoned() -> PagodaError:
 
 
 class Live:
-    """`grace_s`: after so long without a reader it ends; 0 ends it at once."""
+    """`life` as in `Tape`. `grace_s`: after so long without a reader it ends; 0 ends it at once."""
 
-    def __init__(self, found: Found, job: Job, holding: Holding, grace_s: float) -> None:
+    def __init__(self, found: Found, job: Job, life: str, holding: Holding, grace_s: float) -> None:
         self.found = found
         self.job = job
         self.holding = holding
-        self.tape = Tape(job.id)
+        self.tape = Tape(job.id, life)
         self.task: asyncio.Task[None] | None = None
         self.num_readers = 0
         self.why: PagodaError | None = None  # it was stopped

@@ -164,12 +164,13 @@ class Tickets:
                 async with self._read(found, live.job, live.tape, dialect, at) as writer:
                     yield writer
             return
+        life = "" if job is not None else secrets.token_hex(4)
         job = job or msgspec.json.decode(await self._kept.job(found), type=Job)
         if (tape := await self._answered(found)) is not None:
             async with self._read(found, job, tape, dialect, at) as writer:
                 yield writer
             return
-        live = await self._begun(found, job, charge(job.model))
+        live = await self._begun(found, job, life, charge(job.model))
         with live.reader():
             async with self._read(found, live.job, live.tape, dialect, at) as writer:
                 yield writer
@@ -202,7 +203,7 @@ class Tickets:
 
     # What runs here
 
-    async def _begun(self, found: Found, job: Job, charge: Charge) -> Live:
+    async def _begun(self, found: Found, job: Job, life: str, charge: Charge) -> Live:
         """Raises PagodaError IN_PROGRESS, OVERLOADED."""
         mine = found.ticket.runner == self._holder
         with suppress(Conflict):
@@ -216,7 +217,7 @@ class Tickets:
             return known  # somebody was quicker
         holding = self._ctx.memory.holding(f"ticket {found.owner}")
         holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
-        live = self._live[found.name] = Live(found, job, holding, self._grace_s)
+        live = self._live[found.name] = Live(found, job, life, holding, self._grace_s)
         live.task = asyncio.create_task(self._to_its_end(live, charge), name=found.name)
         return live
 

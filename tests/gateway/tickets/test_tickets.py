@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from tests.gateway.fakes_engine import MODEL, Batch, Gateway, failing, make_gateway, play
 from tests.gateway.keys.flaky_store import FlakyStore
@@ -129,6 +130,9 @@ async def test_another_gateway_makes_what_the_first_one_did_not_tell(tmp_path: P
         await first.engine.generations[-1].waiting.wait()
         response = await post(second, ASK)  # from the beginning, while the first one is at it
         assert (response.headers["idempotent-replayed"], text_of(response.text)) == ("true", TEXT)
+        one, other = (gateway.engine.generations[-1].record for gateway in (first, second))
+        assert other.request_id != one.request_id, "an engine core that has both would refuse the second"
+        assert msgspec.structs.replace(other, request_id=one.request_id) == one
         for last in ids_of(response.text):
             seen = response.text[: response.text.index(after(response.text, last) or "\0")]
             rest = (await post(second, ASK, last=last)).text
