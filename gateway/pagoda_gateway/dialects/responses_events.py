@@ -189,11 +189,11 @@ class Telling:
             done = {"type": "response.function_call_arguments.done", **self._place(), "arguments": text}
             yield done | {"name": self._item["name"]}
         else:
-            part = self._item["content"][0]
-            part["text"] = text
-            logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-            yield {"type": f"response.{part['type']}.done", **self._place(), "text": text} | logprobs
-            yield {"type": "response.content_part.done", **self._place(), "part": part}
+            for part in self._item["content"]:  # the only one, or none where it was broken off before that
+                part["text"] = text
+                logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+                yield {"type": f"response.{part['type']}.done", **self._place(), "text": text} | logprobs
+                yield {"type": "response.content_part.done", **self._place(), "part": part}
         self._item["status"] = status
         yield {"type": "response.output_item.done", "output_index": self._index, "item": self._item}
         self._item = {}

@@ -9,8 +9,7 @@ the position covers.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -58,23 +57,33 @@ def units_of(event: Event) -> int:
     return len(event.text) if isinstance(event, Text | Thought | CallArguments) else 1
 
 
+class MadeOf(Protocol):
+    def tag(self) -> str:
+        """Of what is known of it now: eight digits."""
+        ...
+
+    def fits(self, tag: str) -> bool:
+        """Whether what was told under this tag may have been of it, too."""
+        ...
+
+
 class Marks:
     """Where a stream's reader is while it is written. Its writer asks what the reader has already, says by how much an
     event moves it on, and gets the event's id.
 
     Args:
         stream: Its name.
-        tag: Of what it is made, known from the first event on.
+        made_of: What its tags stand for.
         num_choices: All of them.
         known: What the reader came with.
     """
 
-    def __init__(self, stream: str, tag: Callable[[], str], num_choices: int, known: Position | None = None) -> None:
+    def __init__(self, stream: str, made_of: MadeOf, num_choices: int, known: Position | None = None) -> None:
         """Raises ValueError where `known` is not of a stream of so many choices."""
         if known is not None and (known.stream, len(known.places)) != (stream, num_choices):
             raise ValueError("it is of another stream")
         self._stream = stream
-        self._tag = tag
+        self._made_of = made_of
         self._known_tag = None if known is None else known.tag
         self._places = [Place()] * num_choices
         self._known = [Place()] * num_choices if known is None else list(known.places)
@@ -97,11 +106,13 @@ class Marks:
         Raises:
             PagodaError: STREAM_INTERRUPTED: what the reader has was made of something else.
         """
-        tag = self._tag()
-        if self._known_tag not in (None, tag):
+        if self._known_tag is not None and not self._made_of.fits(self._known_tag):
             message = "weights or numerics are not those with which this stream began, so nothing goes on with it"
             raise PagodaError(ErrorCode.STREAM_INTERRUPTED, message)
-        return b"id: " + str(Position(self._stream, tag, self.besides, tuple(self._places))).encode() + b"\n"
+        return b"id: " + str(self._position()).encode() + b"\n"
+
+    def _position(self) -> Position:
+        return Position(self._stream, self._made_of.tag(), self.besides, tuple(self._places))
 
     def skip(self, choice: int, units: int) -> int:
         """How many of the next units the reader has; they are behind it then."""

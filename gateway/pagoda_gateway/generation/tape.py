@@ -19,7 +19,7 @@ from pagoda_proto.records import Begun, Delta, RequestRecord
 
 
 class Tape:
-    """Implements `Submitting` for its readers: what they submit is what is on it. One writer, through `recording`.
+    """Implements `MadeOf`, and `Submitting` for its readers: what they submit is on it. One writes it, by `recording`.
 
     `start`, then `end` or `fail`; a tape that failed has no more readers. `life` tells its requests from those of an
     earlier gateway, of which an engine core may not know yet that nobody wants them.
@@ -61,8 +61,13 @@ class Tape:
         return self._started.is_set()
 
     def tag(self) -> str:
-        """Of what it is made; of weights and numerics from its first tokens on, where these say it."""
-        begun = self._begun
+        """Of what it is made: of weights and numerics, too, from its first tokens on, where these say it."""
+        return self._tag(self._begun)
+
+    def fits(self, tag: str) -> bool:
+        return tag == self._tag(None) or self._begun is None or tag == self.tag()
+
+    def _tag(self, begun: Begun | None) -> str:
         made_of = [self._job_id] + ([] if begun is None else [begun.model_fingerprint, begun.numerics_id])
         return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:8]
 

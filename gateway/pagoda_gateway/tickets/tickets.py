@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -58,6 +58,13 @@ class Opened(NamedTuple):
     found: Found | None
     job: Job | None
     repeated: bool = False
+
+
+class Ended(NamedTuple):
+    """What was generated of a job, out of the store."""
+
+    job: Job
+    tape: Tape
 
 
 NewJob = Callable[[], Awaitable[Job]]
@@ -158,22 +165,37 @@ class Tickets:
         Raises:
             PagodaError: IN_PROGRESS where it is no stream and is answered elsewhere; as a run does.
         """
-        live = self._live.get(found.name)
-        if live is not None and live.job.id == found.ticket.job_id and live.why is None:
-            with live.reader():
-                async with self._read(found, live.job, live.tape, dialect, at) as writer:
-                    yield writer
-            return
+        source = await self._source(found, job, charge)
+        with source.reader() if isinstance(source, Live) else nullcontext():
+            async with self._read(found, source.job, source.tape, dialect, at) as writer:
+                yield writer
+
+    async def _source(self, found: Found, job: Job | None, charge: Callable[[str], Charge]) -> Live | Ended:
+        """What runs here, or has ended; else it is run. Whoever else changed the ticket meanwhile may have answered."""
         life = "" if job is not None else secrets.token_hex(4)
-        job = job or msgspec.json.decode(await self._kept.job(found), type=Job)
-        if (tape := await self._answered(found)) is not None:
-            async with self._read(found, job, tape, dialect, at) as writer:
-                yield writer
-            return
-        live = await self._begun(found, job, life, charge(job.model))
-        with live.reader():
-            async with self._read(found, live.job, live.tape, dialect, at) as writer:
-                yield writer
+        while True:
+            if (live := self._running(found)) is not None:
+                return live
+            if job is None:
+                found = await self._there(found)
+            job = job or msgspec.json.decode(await self._kept.job(found), type=Job)
+            if (tape := await self._answered(found)) is not None:
+                return Ended(job, tape)
+            try:
+                return await self._begun(found, job, life, charge(job.model))
+            except Conflict:
+                job = None
+
+    async def _there(self, found: Found) -> Found:
+        """As it is now. Raises PagodaError NOT_FOUND where it was deleted."""
+        now = await self._kept.find(found.name, found.owner)
+        if now is None or now.ticket.job_id != found.ticket.job_id:
+            raise not_found(found.name)
+        return now
+
+    def _running(self, found: Found) -> Live | None:
+        live = self._live.get(found.name)
+        return live if live is not None and live.job.id == found.ticket.job_id and live.why is None else None
 
     @asynccontextmanager
     async def _read(
@@ -187,7 +209,7 @@ class Tickets:
             if found.ticket.stream:
                 num_choices = sum(len(part.choices) for part in run.parts)
                 try:
-                    marks = Marks(found.name, tape.tag, num_choices, at)
+                    marks = Marks(found.name, tape, num_choices, at)
                 except ValueError as error:
                     raise InvalidParams([Problem("Last-Event-ID", str(error))]) from error
             yield dialect.writer(self._ctx, run, marks)
@@ -204,17 +226,15 @@ class Tickets:
     # What runs here
 
     async def _begun(self, found: Found, job: Job, life: str, charge: Charge) -> Live:
-        """Raises PagodaError IN_PROGRESS, OVERLOADED."""
-        mine = found.ticket.runner == self._holder
-        with suppress(Conflict):
-            claimed = mine or await self._kept.claim(found.name, self._holder, times.TICKET_LEASE_S)
+        """Raises PagodaError IN_PROGRESS, OVERLOADED, and Conflict where the ticket is not as it was found."""
+        if found.ticket.runner != self._holder:
+            claimed = await self._kept.claim(found.name, self._holder, times.TICKET_LEASE_S)
             if not claimed and not found.ticket.stream:
                 message = "the request with this Idempotency-Key is being answered by another gateway"
                 raise PagodaError(ErrorCode.IN_PROGRESS, message, retry_after_s=times.RESPONSE_SWEEP_S)
-            found = found if mine else await self._kept.change(found, runner=self._holder)
-        known = self._live.get(found.name)
-        if known is not None and known.job.id == job.id and known.why is None:
-            return known  # somebody was quicker
+            found = await self._kept.change(found, runner=self._holder)
+        if (live := self._running(found)) is not None:
+            return live  # somebody was quicker
         holding = self._ctx.memory.holding(f"ticket {found.owner}")
         holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
         live = self._live[found.name] = Live(found, job, life, holding, self._grace_s)

@@ -128,7 +128,7 @@ class Streams:
         data = b""
         async with aclosing(Run(self.job, self.gateway.text, lambda usage, outcome: None)) as run:
             await run.start(self.gateway.engine, tape.recording)
-            marks = Marks("stream_1", tape.tag, sum(len(part.choices) for part in run.parts), known)
+            marks = Marks("stream_1", tape, sum(len(part.choices) for part in run.parts), known)
             async for piece in self.dialect.writer(self.gateway.context, run, marks).events():
                 data += piece
         return [event + b"\n\n" for event in data.split(b"\n\n")[:-1]]

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagoda_gateway.generation.positions import MAX_POSITION_CHARS, Marks, Place, Position
+from pagoda_gateway.generation.tape import Tape
 from pagoda_gateway.generation.updates import Update
 from pagoda_gateway.text.events import CallBegun, Finish, Text
 from pagoda_proto.records import FinishReason
@@ -36,17 +37,17 @@ def test_what_is_none_is_refused(text: str) -> None:
 def test_one_of_another_stream_is_refused() -> None:
     for known in (Position("other", "0123abcd", 0, (Place(),)), Position("mine", "0123abcd", 0, (Place(), Place()))):
         with pytest.raises(ValueError, match="another stream"):
-            Marks("mine", lambda: "0123abcd", 1, known)
+            Marks("mine", Tape("j"), 1, known)
 
 
 @given(tokens=st.integers(0, 6), units=st.integers(0, 12))
 def test_an_update_is_cut_where_its_reader_is(tokens: int, units: int) -> None:
     events = [Text("ab🙂d"), CallBegun(0, "f"), Text("gh"), Finish(FinishReason.STOP)]
-    known = Position("s", "0" * 8, 0, (Place(tokens, units),))
-    marks = Marks("s", lambda: "0" * 8, 1, known)
+    tape = Tape("j")
+    marks = Marks("s", tape, 1, Position("s", tape.tag(), 0, (Place(tokens, units),)))
     had, left = marks.cut(Update(0, [1, 2, 3], None, [*events]))
     assert had.token_ids + left.token_ids == [1, 2, 3]
     assert had.text + left.text == "ab🙂dgh"
     assert [len(had.token_ids), len(had.text)] == [min(tokens, 3), [0, 1, 2, 3, 4, 4, 5, 6, 6, 6, 6, 6, 6][units]]
     assert (left.finish is None) == (units >= 8)
-    assert marks.line() == f"id: s:00000000:0:{min(tokens, 3)}.{min(units, 8)}\n".encode()
+    assert marks.line() == f"id: s:{tape.tag()}:0:{min(tokens, 3)}.{min(units, 8)}\n".encode()
