@@ -197,7 +197,7 @@ async def test_what_is_answered_elsewhere_and_is_no_stream_is_asked_for_later(tm
         assert not second.engine.generations
 
 
-async def test_nobody_else_has_it(tmp_path: Path) -> None:
+async def test_sec_08_a_stream_is_its_keys_own(tmp_path: Path) -> None:
     async with running_app(tmp_path) as app:
         app.gateway.engine.script = play(app.gateway.ids(TEXT))
         (_, mine), (_, other) = await app.new_key(), await app.new_key()
