@@ -109,7 +109,10 @@ class GatewayConfig:
         most=1e9,
     )
     ticket_grace_s: float = option(
-        times.TICKET_GRACE_S, "how long such a request goes on when its client has left; 0: not at all", most=86_400.0
+        times.TICKET_GRACE_S,
+        "how long such a request goes on when its client has left, while fewer run here than max_background_responses;"
+        " 0: not at all",
+        most=86_400.0,
     )
     max_tickets: int = option(
         1000, "most requests with an Idempotency-Key that are kept of an API key; of everybody where there is none",

@@ -23,6 +23,7 @@ class Live:
     def __init__(self, found: Found, job: Job, life: str, holding: Holding, grace_s: float) -> None:
         self.found = found
         self.job = job
+        self.is_new = not life
         self.holding = holding
         self.tape = Tape(job.id, life)
         self.task: asyncio.Task[None] | None = None

@@ -237,7 +237,8 @@ class Tickets:
             return live  # somebody was quicker
         holding = self._ctx.memory.holding(f"ticket {found.owner}")
         holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
-        live = self._live[found.name] = Live(found, job, life, holding, self._grace_s)
+        crowded = len(self._live) >= self._ctx.config.max_background_responses
+        live = self._live[found.name] = Live(found, job, life, holding, 0.0 if crowded else self._grace_s)
         live.task = asyncio.create_task(self._to_its_end(live, charge), name=found.name)
         return live
 
@@ -255,9 +256,9 @@ class Tickets:
             if live.why is None:
                 raise
         except PagodaError as error:
-            refused = not live.tape.was_started
+            refused = live.is_new and not live.tape.was_started and not error.status.retryable
             live.tape.fail(error)
-            if refused and not error.status.retryable:
+            if refused:
                 await self._give_up(live)
         except Exception as error:  # noqa: BLE001 - readers wait for an ending
             live.tape.fail(internal(error, {"state": {"request_id": live.job.id}}))

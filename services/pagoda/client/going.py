@@ -12,7 +12,7 @@ from pagoda_proto import times
 
 GENERATING = ("/chat/completions", "/completions", "/responses", "/messages")
 KEY, LAST_ID = "Idempotency-Key", "Last-Event-ID"
-TRIED_AGAIN = frozenset((409, 502, 503, 504, 529))  # of them 409 only where the server says so
+TRIED_AGAIN = frozenset((502, 503, 504, 529))  # and 409 where the server says so
 MAX_FAILURES = 12  # in a row
 
 
@@ -44,6 +44,7 @@ class Going:
         self._key = request.headers.get(KEY) or str(uuid.uuid4())
         self._got_to = ""
         self.begun = False  # the caller has an answer, so there is no way back to its own retries
+        self._in_progress = False  # a gateway is at it, or was and is gone, which others see in some seconds
 
     def request(self) -> httpx.Request:
         """For the next connection."""
@@ -77,10 +78,11 @@ class Going:
 
     def pause_s(self) -> float | None:
         """After a failure: how long to wait before the next connection, to the next origin; None where it is enough. A
-        request of which nothing has come yet is tried once at each."""
+        request of which nothing has come yet, and nobody is at it, is tried once at each."""
         self._num_failed += 1
         self._at += 1
-        if self._num_failed > self._max_failures or (not self.begun and self._num_failed >= len(self._origins)):
+        once = not self.begun and not self._in_progress
+        if self._num_failed > self._max_failures or (once and self._num_failed >= len(self._origins)):
             return None
         if self._num_failed < len(self._origins):
             return 0.0
@@ -88,7 +90,8 @@ class Going:
 
     def may_try_again(self, response: httpx.Response) -> bool:
         said = response.headers.get("x-should-retry")
-        return response.status_code in TRIED_AGAIN and said != "false" and (response.status_code != 409 or bool(said))
+        self._in_progress = response.status_code == 409 and said == "true"
+        return self._in_progress or (response.status_code in TRIED_AGAIN and said != "false")
 
 
 def is_stream(response: httpx.Response) -> bool:

@@ -103,7 +103,9 @@ def test_a_gateway_that_says_it_cannot_go_on_is_left(ask: Ask) -> None:
 def test_the_first_connection_is_tried_at_every_gateway(ask: Ask) -> None:
     assert ask(Gateways(GONE, 10**6)) == WHOLE
     assert ask(Gateways(httpx.Response(503), 10**6)) == WHOLE
-    assert ask(Gateways(httpx.Response(409, headers={"x-should-retry": "true"}), httpx.Response(200, text="x"))) == b"x"
+    in_progress = [httpx.Response(409, headers={"x-should-retry": "true"}) for _ in range(4)]
+    assert ask(Gateways(*in_progress, httpx.Response(200, text="x"))) == b"x"
+    assert ask(Gateways(httpx.Response(409, text="no"))) == b"no"
     assert ask(Gateways(httpx.Response(400, text="no"))) == b"no"
     with pytest.raises(httpx.ConnectError):
         ask(Gateways(GONE, GONE))
