@@ -34,7 +34,7 @@ from pagoda_gateway.routes.batch_service import batch_runner
 from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
 from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.text.model_text import ModelText
-from pagoda_gateway.tickets.tickets import Tickets
+from pagoda_gateway.tickets.tickets import WAYS, Tickets
 from pagoda_proto.errors import PagodaError
 
 Report = Callable[[dict[str, object]], None]
@@ -108,7 +108,7 @@ class _Parts:
             engine=engine,
             health=Health(engine, metrics, health_times),
             background=BackgroundResponses(ctx),
-            tickets=Tickets(ctx),
+            tickets=Tickets(ctx, metrics.watch_tickets(WAYS)),
             batches=batches,
             runner=batch_runner(ctx, batches, metrics.batch_line),
         )

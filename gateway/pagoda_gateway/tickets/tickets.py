@@ -67,14 +67,17 @@ class Ended(NamedTuple):
     tape: Tape
 
 
+WAYS = ("begun", "joined", "repeated", "run again")
 NewJob = Callable[[], Awaitable[Job]]
 
 
 class Tickets:
-    """`leave` before the gateway drains, and `aclose` it before the engine client."""
+    """`leave` before the gateway drains, and `aclose` it before the engine client. `on_read` is told one of WAYS of
+    every request that is read."""
 
-    def __init__(self, ctx: GatewayContext) -> None:
+    def __init__(self, ctx: GatewayContext, on_read: Callable[[str], None] = lambda way: None) -> None:
         self._ctx = ctx
+        self._on_read = on_read
         self._kept = KeptTickets(ctx.store, ctx.config.keep_tickets_s)
         self._room = TicketRoom(self._kept, ctx.config.max_tickets, ctx.config.max_tickets_bytes)
         self._holder = secrets.token_hex(8)
@@ -175,16 +178,21 @@ class Tickets:
         life = "" if job is not None else secrets.token_hex(4)
         while True:
             if (live := self._running(found)) is not None:
+                self._on_read("joined")
                 return live
             if job is None:
                 found = await self._there(found)
             job = job or msgspec.json.decode(await self._kept.job(found), type=Job)
             if (tape := await self._answered(found)) is not None:
+                self._on_read("repeated")
                 return Ended(job, tape)
             try:
-                return await self._begun(found, job, life, charge(job.model))
+                live = await self._begun(found, job, life, charge(job.model))
             except Conflict:
                 job = None
+            else:
+                self._on_read("run again" if life else "begun")
+                return live
 
     async def _there(self, found: Found) -> Found:
         """As it is now. Raises PagodaError NOT_FOUND where it was deleted."""

@@ -16,9 +16,12 @@ from tests.gateway.fakes_engine import MODEL, Batch, Gateway, failing, make_gate
 from tests.gateway.keys.flaky_store import FlakyStore
 from tests.gateway.keys.whole_app import running_app
 
+from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_gateway.routes import generating
 from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_gateway.store.tickets import TICKETS, ticket_name
+from pagoda_gateway.tickets.tickets import WAYS, Tickets
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Begun, RequestRecord
 
@@ -118,6 +121,26 @@ async def test_a_stream_is_gone_on_with_behind_any_of_its_ids(tmp_path: Path) ->
             assert followed.text == again.text
         assert (await gateway.client.get(place)).text == first.text
         assert len(gateway.engine.generations) == 1, "what has ended is kept"
+
+
+async def test_how_a_request_was_answered_is_counted(tmp_path: Path) -> None:
+    metrics = GatewayMetrics("m")
+    async with running(tmp_path) as gateway:
+        tickets = Tickets(gateway.context, metrics.watch_tickets(WAYS))
+        gateway.app.routes.clear()
+        gateway.app.include_router(generating.router(gateway.context, tickets))
+        for _ in range(2):
+            await post(gateway, WHOLE)
+        await tickets.aclose()
+        await post(gateway, WHOLE)
+        await dropped_answers(gateway.context.store)
+        await post(gateway, WHOLE)
+        await tickets.aclose()
+    counted = {
+        way: metrics.registry.get_sample_value("pagoda_tickets_total", {"model_name": "m", "way": way}) for way in WAYS
+    }
+    assert counted["begun"] == counted["run again"] == 1
+    assert sum(value or 0 for value in counted.values()) == 4
 
 
 async def test_another_gateway_makes_what_the_first_one_did_not_tell(tmp_path: Path) -> None:
