@@ -184,6 +184,8 @@ class ResponsesWriter:
                     yield self._event(said)
             last = self._telling.finish(self._run.usage(), int(time.time()), self._run.num_reasoning_tokens())
         except PagodaError as error:
+            if self._marks is not None and error.status.retryable:
+                raise  # it is no end of what can be gone on with
             last = self._telling.fail(error, self._run.usage())
         for said in last:
             await self._keep()

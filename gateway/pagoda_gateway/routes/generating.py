@@ -26,8 +26,9 @@ from pagoda_gateway.http.sse import EventStream, until_disconnect
 from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.routes.body import caller_of, hold_for, read_body, while_connected
 from pagoda_gateway.routes.described import JSON, endpoint
+from pagoda_gateway.store.tickets import Found
 from pagoda_gateway.tickets.naming import Naming, headers_of, position_of
-from pagoda_gateway.tickets.tickets import Asked, NewJob, Opened, Tickets
+from pagoda_gateway.tickets.tickets import Named, NewJob, Opened, Tickets
 
 DIALECTS: Sequence[Dialect[Any]] = (CHAT, COMPLETIONS, MESSAGES)
 ERROR_SHAPES = {dialect.path: dialect.error for dialect in DIALECTS}
@@ -58,7 +59,7 @@ def _answering(
     async def answer(request: Request) -> Response:
         naming = Naming(request)
         bodies = [await read_body(ctx, request, dialect.body, naming.seen)]
-        return await respond(ctx, tickets, dialect, request, bodies, naming.asked(bodies[0], caller_of(request).tenant))
+        return await respond(ctx, tickets, dialect, request, bodies, naming.named(bodies[0], caller_of(request).tenant))
 
     return answer
 
@@ -69,33 +70,41 @@ async def respond(
     dialect: Dialect[Any],
     request: Request,
     bodies: list[Any],
-    asked: Asked | None,
+    named: Named | None,
 ) -> Response:
     """The answer to the body in `bodies`, which is taken from there, so that nobody keeps it while its job runs."""
-    caller, stream = caller_of(request), bodies[0].stream
-    new_job = job_maker(ctx, dialect, request, bodies)
-    opened = Opened(None, None) if asked is None else await while_connected(request, tickets.open(asked, new_job))
-    found, headers = opened.found, headers_of(asked, opened)
-
-    def charge(model: str) -> Charge:
-        return ctx.charge_for(caller, model)
-
-    @asynccontextmanager
-    async def plainly() -> AsyncIterator[Writer]:
-        job = opened.job or await new_job()
-        async with writing(ctx, dialect, job, caller, charge(job.model)) as writer:
-            yield writer
-
-    if found is None:
-        reading: Writing = plainly
+    stream, new_job = bodies[0].stream, job_maker(ctx, dialect, request, bodies)
+    opened = Opened(None, None) if named is None else await while_connected(request, tickets.open(named, new_job))
+    if opened.found is None:
+        reading: Writing = partial(_plainly, ctx, dialect, caller_of(request), opened.job or new_job)
     else:
         bodies.clear()
-        hold_for(request, 0, instead=True)  # its job is held by whoever runs it
-        reading = partial(tickets.reading, found, opened.job, dialect, charge, position_of(request))
+        reading = _by_ticket(ctx, tickets, dialect, request, opened.found, opened.job)
+    headers = headers_of(named, opened)
     if stream:
         return EventStream(_events(reading), ctx.config.ping_interval_s, dialect.ping, headers)
     async with until_disconnect(request.receive), reading() as writer:
         return Response(await writer.whole(), media_type=JSON, headers=dict(headers))
+
+
+@asynccontextmanager
+async def _plainly(
+    ctx: GatewayContext, dialect: Dialect[Any], caller: Caller, job: Job | NewJob
+) -> AsyncIterator[Writer]:
+    job = job if isinstance(job, Job) else await job()
+    async with writing(ctx, dialect, job, caller, ctx.charge_for(caller, job.model)) as writer:
+        yield writer
+
+
+def _by_ticket(
+    ctx: GatewayContext, tickets: Tickets, dialect: Dialect[Any], request: Request, found: Found, job: Job | None
+) -> Writing:
+    """Its job is held by whoever runs it, and not by the request."""
+    hold_for(request, 0, instead=True)
+    caller = caller_of(request)
+    return partial(
+        tickets.reading, found, job, dialect, lambda model: ctx.charge_for(caller, model), position_of(request)
+    )
 
 
 async def _events(writing: Writing) -> AsyncGenerator[bytes, None]:

@@ -21,7 +21,7 @@ from pagoda_gateway.routes.described import JSON, endpoint
 from pagoda_gateway.routes.generating import DIALECTS, job_maker, respond
 from pagoda_gateway.store.responses import not_found
 from pagoda_gateway.tickets.naming import Naming, headers_of
-from pagoda_gateway.tickets.tickets import Asked, NewJob, Opened, Tickets
+from pagoda_gateway.tickets.tickets import Named, NewJob, Opened, Tickets
 from pagoda_proto.errors import InvalidParams, Problem
 
 PATH = RESPONSES.path
@@ -44,10 +44,10 @@ def _add_create(routes: APIRouter, ctx: GatewayContext, background: BackgroundRe
     async def create(request: Request) -> Response:
         naming, caller = Naming(request), caller_of(request)
         bodies = [await read_body(ctx, request, ResponsesRequest, naming.seen)]
-        asked, stream = naming.asked(bodies[0], caller.tenant), bodies[0].stream
+        named, stream = naming.named(bodies[0], caller.tenant), bodies[0].stream
         if not bodies[0].background:
-            return await respond(ctx, tickets, RESPONSES, request, bodies, asked)
-        begin = _begin_once(background, tickets, asked, job_maker(ctx, RESPONSES, request, bodies))
+            return await respond(ctx, tickets, RESPONSES, request, bodies, named)
+        begin = _begin_once(background, tickets, named, job_maker(ctx, RESPONSES, request, bodies))
         name, response, headers = await while_connected(request, begin)
         if stream:
             follow = background.follow(name, caller.tenant, 0)
@@ -57,13 +57,13 @@ def _add_create(routes: APIRouter, ctx: GatewayContext, background: BackgroundRe
 
 
 async def _begin_once(
-    background: BackgroundResponses, tickets: Tickets, asked: Asked | None, new_job: NewJob
+    background: BackgroundResponses, tickets: Tickets, named: Named | None, new_job: NewJob
 ) -> tuple[str, bytes, Mapping[str, str]]:
     """The name of the response in the background, what it is as it begins, b"" where it began before, and what is to be
     said of its ticket."""
-    opened = Opened(None, None) if asked is None else await tickets.open(asked, new_job)
+    opened = Opened(None, None) if named is None else await tickets.open(named, new_job)
     if opened.repeated and opened.found is not None:
-        return opened.found.ticket.job_id, b"", headers_of(asked, opened)
+        return opened.found.ticket.job_id, b"", headers_of(named, opened)
     job = opened.job or await new_job()
     try:
         response = await background.begin(job)
@@ -71,7 +71,7 @@ async def _begin_once(
         if opened.found is not None:
             await tickets.forget(opened.found)
         raise
-    return job.id, response, headers_of(asked, opened)
+    return job.id, response, headers_of(named, opened)
 
 
 def _add_retrieve(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:

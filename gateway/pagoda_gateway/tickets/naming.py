@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 from starlette.requests import Request
 
-from pagoda_gateway.dialects.dialect import Asked as AskedBody
+from pagoda_gateway.dialects.dialect import Asked
 from pagoda_gateway.generation.positions import Position
 from pagoda_gateway.http.sse import NO_HEADERS
-from pagoda_gateway.tickets.tickets import Asked, Opened
+from pagoda_gateway.tickets.tickets import Named, Opened
 from pagoda_proto.errors import InvalidParams, Problem
 
 KEY, LAST_ID = "Idempotency-Key", "Last-Event-ID"
@@ -37,7 +37,7 @@ class Naming:
         if self.key is not None:
             self._digest.update(body)
 
-    def asked(self, body: AskedBody, owner: str) -> Asked | None:
+    def named(self, body: Asked, owner: str) -> Named | None:
         """None where it has no key. Raises InvalidParams."""
         if self.key is None:
             return None
@@ -45,7 +45,7 @@ class Naming:
         if _one(self._request, LAST_ID) is not None and (background or not body.stream):
             rule = "one in the background is gone on with by starting_after" if background else "this is no stream"
             raise InvalidParams([Problem(LAST_ID, rule)])
-        return Asked(
+        return Named(
             owner=owner,
             key=self.key,
             path=self._request.url.path,
@@ -66,13 +66,13 @@ def position_of(request: Request) -> Position | None:
         raise InvalidParams([Problem(LAST_ID, str(error))]) from error
 
 
-def headers_of(asked: Asked | None, opened: Opened) -> Mapping[str, str]:
+def headers_of(named: Named | None, opened: Opened) -> Mapping[str, str]:
     """What an answer says of its ticket."""
-    if asked is None:
+    if named is None:
         return NO_HEADERS
     if opened.found is None:
         return {"idempotency-status": "unavailable"}
-    place = {"content-location": f"{STREAMS}/{opened.found.name}"} if asked.stream and not asked.background else {}
+    place = {"content-location": f"{STREAMS}/{opened.found.name}"} if named.stream and not named.background else {}
     return place | ({"idempotent-replayed": "true"} if opened.repeated else {})
 
 

@@ -36,7 +36,7 @@ from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 logger = logging.getLogger(__name__)
 
 
-class Asked(NamedTuple):
+class Named(NamedTuple):
     """A request whose client gave it a `key`; `digest` is that of all it said."""
 
     owner: str
@@ -98,7 +98,7 @@ class Tickets:
 
     # Who asks
 
-    async def open(self, asked: Asked, new_job: NewJob) -> Opened:
+    async def open(self, named: Named, new_job: NewJob) -> Opened:
         """The ticket of what is asked, old or new.
 
         Raises:
@@ -107,11 +107,11 @@ class Tickets:
         job: Job | None = None
         try:
             while True:
-                if (found := await self._kept.find(asked.name, asked.owner)) is not None:
-                    return Opened(_same(found, asked), None, repeated=True)
+                if (found := await self._kept.find(named.name, named.owner)) is not None:
+                    return Opened(_same(found, named), None, repeated=True)
                 job = job or await _outside(new_job())
                 with suppress(Conflict):
-                    return Opened(await self._begin(asked, job), job)
+                    return Opened(await self._begin(named, job), job)
         except _Outside as failure:
             raise failure.error from None
         except PagodaError as error:
@@ -119,21 +119,21 @@ class Tickets:
                 raise
             return Opened(None, job)
 
-    async def _begin(self, asked: Asked, job: Job) -> Found:
-        if asked.stream:
+    async def _begin(self, named: Named, job: Job) -> Found:
+        if named.stream:
             self._check_stream(job)
-        data = b"" if asked.background else msgspec.json.encode(job)
+        data = b"" if named.background else msgspec.json.encode(job)
         ticket = Ticket(
-            digest=asked.digest,
-            path=asked.path,
+            digest=named.digest,
+            path=named.path,
             job_id=job.id,
             num_bytes=len(data),
-            stream=asked.stream,
-            background=asked.background,
+            stream=named.stream,
+            background=named.background,
             runner=self._holder,
         )
-        await self._room.take(asked.owner, len(data))
-        return await self._kept.begin(asked.name, asked.owner, ticket, data)
+        await self._room.take(named.owner, len(data))
+        return await self._kept.begin(named.name, named.owner, ticket, data)
 
     def _check_stream(self, job: Job) -> None:
         """Raises InvalidParams where it is more than is kept of a stream that may be read again."""
@@ -303,9 +303,9 @@ class Tickets:
             await asyncio.sleep(times.TICKET_LEASE_S / 3)
 
 
-def _same(found: Found, asked: Asked) -> Found:
+def _same(found: Found, named: Named) -> Found:
     """Raises PagodaError KEY_REUSED."""
-    if found.ticket.digest != asked.digest:
+    if found.ticket.digest != named.digest:
         message = "this Idempotency-Key was used with another request; a repeated one has the same path and body"
         raise PagodaError(ErrorCode.KEY_REUSED, message, "Idempotency-Key")
     return found

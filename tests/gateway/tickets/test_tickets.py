@@ -323,6 +323,19 @@ async def test_what_was_refused_for_now_is_run_the_next_time(tmp_path: Path) -> 
         assert text_of((await post(gateway, ASK)).text) == TEXT
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_two_gateways_that_are_asked_at_once_have_one_ticket(tmp_path: Path, stream: bool) -> None:
+    body = ASK | {"stream": stream, "temperature": 1.0}
+    async with shared() as store, running(tmp_path, store) as first, running(tmp_path, store) as second:
+        answers = await asyncio.gather(*(post(gateway, body) for gateway in (first, second, first, second)))
+        assert len((await store.page(TICKETS, "", limit=10)).records) == 1
+        told = {answer.text for answer in answers if answer.status_code == 200}
+        assert {answer.status_code for answer in answers} <= ({200} if stream else {200, 409})
+        ids = {json.loads(text.split("data: ")[1].split("\n")[0] if stream else text)["id"] for text in told}
+        seeds = {generation.record.task.seed for one in (first, second) for generation in one.engine.generations}
+        assert len(ids) == len(seeds) == 1
+
+
 async def test_nothing_goes_on_with_what_other_weights_began(tmp_path: Path) -> None:
     async with shared() as store, running(tmp_path, store) as first, running(tmp_path, store) as second:
         ids = ids_of((await post(first, ASK)).text)
