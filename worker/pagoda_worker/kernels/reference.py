@@ -85,7 +85,10 @@ class ReferenceOps(HostOps):
 
     def gated_linear(self, x: Tensor, packed: Plain, activation: str) -> Tensor:
         gate, up = self.linear(x, packed).chunk(2, dim=-1)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return activated(gate, activation) * up
+
+    def activated_linear(self, x: Tensor, packed: Plain, activation: str) -> Tensor:
+        return activated(self.linear(x, packed), activation)
 
     def logits(self, hidden: Tensor, packed: Plain, softcap: float | None = None) -> Tensor:
         logits = self.linear(hidden, packed).float()
@@ -93,7 +96,13 @@ class ReferenceOps(HostOps):
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         x = F.embedding(token_ids, table)
-        return x if scale is None else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+        return x if scale is None else (_wide(x) * scale).to(x.dtype)
+
+    def add_positions(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        return x + F.embedding(positions, table)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = _wide(x)
@@ -103,15 +112,28 @@ class ReferenceOps(HostOps):
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        centred = _wide(x) - _wide(x).mean(-1, keepdim=True)
+        normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight
+        return (normed if bias is None else normed + bias).to(x.dtype)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.layer_norm(total, weight, bias, eps), total
+
     def rope_write(
-        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: KVCache, layer: int, kv_indices: Tensor
+        self, qkv: Tensor, rotation: Rotation | None, norm: HeadNorm | None, kv: KVCache, layer: int, kv_indices: Tensor
     ) -> Tensor:
         heads = qkv.view(qkv.shape[0], -1, kv.shape.head_dim)
         turning, value = heads[:, : -kv.shape.num_kv_heads], heads[:, -kv.shape.num_kv_heads :]
         if norm is not None:
-            turning = self.rms_norm(turning, norm.weight, norm.eps)
+            turning = norm.of(turning, kv.shape.num_kv_heads, self.rms_norm)
         wide = _wide(turning)
-        turned = (wide * rotation.cos + wide.roll(wide.shape[-1] // 2, -1) * rotation.sin).to(qkv.dtype)
+        if rotation is not None:
+            wide = wide * rotation.cos + wide.roll(wide.shape[-1] // 2, -1) * rotation.sin
+        turned = wide.to(qkv.dtype)
         self.write_kv(turned[:, -kv.shape.num_kv_heads :], value, kv, layer, kv_indices)
         return turned[:, : -kv.shape.num_kv_heads]
 
@@ -142,6 +164,16 @@ class ReferenceOps(HostOps):
             weights = scores.softmax(-1)[..., :length]
             rows.append(torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype))
         return torch.cat(rows)
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """One of `ops.ACTIVATIONS`."""
+    match activation:
+        case "silu":
+            return F.silu(x)
+        case "relu":
+            return F.relu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -19,9 +19,20 @@ from pagoda_worker.cores import placement
 from pagoda_worker.kernels.cpu import cache, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
-from pagoda_worker.kernels.cpu.operations import Attention, Embed, Form, Linear, Operation, RmsNorm, RopeKv, program_of
+from pagoda_worker.kernels.cpu.operations import (
+    Add,
+    Attention,
+    Embed,
+    Form,
+    LayerNorm,
+    Linear,
+    Operation,
+    RmsNorm,
+    RopeKv,
+    program_of,
+)
 from pagoda_worker.kernels.cpu.program import Program, Recording
-from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.ops import ACTIVATIONS, AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
 from pagoda_worker.rows.batch import Batch, batch_of_spans
 from pagoda_worker.sampling.device_sampler import greedy_sampler
@@ -30,7 +41,7 @@ from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
 MAX_HEAD_DIM = 256
 ATTENTION_SPLIT = 256  # keys that are summed up at a time; see SPLIT in csrc/attention.h
-ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
+GATED = {"silu": 1, "gelu_tanh": 2}
 FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) that there are kernels for
 GROUP = 32  # inputs that share a scale are a multiple of so many
 MAX_GROUP = 65536  # whole numbers of 8 times 8 bits that can be added up in 32
@@ -80,7 +91,7 @@ class Immediate:
         return torch.empty(num_rows, width, dtype=dtype)
 
     def take(self, operation: Operation, **step: object) -> None:
-        self._library.run(program_of([operation]), lib.make_step(**step))
+        self._library.run(program_of([[operation]]), lib.make_step(**step))
 
 
 class NativeOps:
@@ -130,7 +141,10 @@ class NativeOps:
         return self._linear(x, packed, torch.bfloat16)
 
     def gated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
-        return self._linear(x, packed, torch.bfloat16, activation)
+        return self._linear(x, packed, torch.bfloat16, GATED[activation])
+
+    def activated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
+        return self._linear(x, packed, torch.bfloat16, -1 - ACTIVATIONS.index(activation))
 
     def logits(self, hidden: Tensor, packed: NativeLinear, softcap: float | None = None) -> Tensor:
         """float32 straight from the accumulators."""
@@ -141,14 +155,15 @@ class NativeOps:
         x: Tensor,
         packed: NativeLinear,
         dtype: torch.dtype,
-        activation: str | None = None,
+        activation: int = 0,
         softcap: float | None = None,
     ) -> Tensor:
+        """`activation`: see `LinearOp` in csrc/program.h."""
         x = x.contiguous()
-        y = self._tape.buffer(x.shape[0], packed.n if activation is None else packed.n // 2, dtype)
+        y = self._tape.buffer(x.shape[0], packed.n if activation <= 0 else packed.n // 2, dtype)
         operation = Linear(
             x=x, panels=packed.panels, y=y, bias=packed.bias, n=packed.n, k=packed.k,
-            activation=ACTIVATIONS[activation], out_f32=int(dtype == torch.float32), form=packed.form,
+            activation=activation, out_f32=int(dtype == torch.float32), form=packed.form,
              segments=packed.segments, softcap=softcap or 0.0,
         )  # fmt: skip
         self._tape.take(operation, num_tokens=x.shape[0])
@@ -156,29 +171,62 @@ class NativeOps:
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         y = self._tape.buffer(token_ids.shape[0], table.shape[1], torch.bfloat16)
-        # The scale is rounded to bfloat16 first, as the published models do.
-        factor = 1.0 if scale is None else torch.tensor(scale, dtype=torch.bfloat16).item()
-        operation = Embed(table=table, y=y, dim=table.shape[1], scale=factor)
+        operation = Embed(table=table, y=y, dim=table.shape[1], scale=1.0 if scale is None else scale)
         self._tape.take(operation, num_tokens=token_ids.shape[0], token_ids=token_ids)
         return y
 
+    def add_positions(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        operation = Add(x=table, y=x, dim=table.shape[1], by_position=1)
+        self._tape.take(operation, num_tokens=x.shape[0], positions=positions)
+        return x
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        self._tape.take(Add(x=x.contiguous(), y=y, dim=x.shape[1]), num_tokens=x.shape[0])
+        return y
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, None, weight, eps)
+        return self._norm(x, None, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum is written over `residual`."""
-        return self._norm(x, residual, weight, eps), residual
+        total = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
+        return self._norm(x, residual, total, weight, eps), total
 
-    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def _norm(self, x: Tensor, residual: Tensor | None, total: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
-        operation = RmsNorm(x=x, residual=residual, weight=weight, y=y, dim=x.shape[1], eps=eps)
+        operation = RmsNorm(x=x, residual=residual, sum=total, weight=weight, y=y, dim=x.shape[1], eps=eps)
+        self._tape.take(operation, num_tokens=x.shape[0])
+        return y
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._layer_norm(x, None, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The sum is written over `residual`."""
+        return self._layer_norm(x, residual, weight, bias, eps), residual
+
+    def _layer_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        x = x.contiguous()
+        y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
+        operation = LayerNorm(x=x, residual=residual, weight=weight, bias=bias, y=y, dim=x.shape[1], eps=eps)
         self._tape.take(operation, num_tokens=x.shape[0])
         return y
 
     def rope_write(
-        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: NativeKVCache, layer: int, kv_indices: Tensor
+        self,
+        qkv: Tensor,
+        rotation: Rotation | None,
+        norm: HeadNorm | None,
+        kv: NativeKVCache,
+        layer: int,
+        kv_indices: Tensor,
     ) -> Tensor:
+        if rotation is None:
+            return self._write(qkv, kv, layer, kv_indices, norm)
         tables = (rotation.cos_table, rotation.sin_table)
         return self._write(qkv, kv, layer, kv_indices, norm, tables, positions=rotation.positions)
 
@@ -198,9 +246,11 @@ class NativeOps:
         head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16)
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        weight, eps, whole = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.whole)
         cos, sin = tables
-        operation = RopeKv(qkv=qkv, q=q, kv=kv.layer(layer), cos=cos, sin=sin, norm=weight, heads=num_heads, eps=eps)
+        operation = RopeKv(
+            qkv=qkv, q=q, kv=kv.layer(layer), cos=cos, sin=sin, norm=weight, heads=num_heads, eps=eps, whole=int(whole)
+        )
         self._tape.take(operation, num_tokens=qkv.shape[0], positions=positions, kv_indices=kv_indices)
         return q.view(len(q), num_heads, head_dim)
 

@@ -26,6 +26,7 @@ class Embed(NamedTuple):
 class RmsNorm(NamedTuple):
     x: Tensor
     residual: Tensor | None
+    sum: Tensor | None
     weight: Tensor
     y: Tensor
     dim: int
@@ -66,6 +67,7 @@ class RopeKv(NamedTuple):
     norm: Tensor | None
     heads: int
     eps: float
+    whole: int = 0
 
 
 class Attention(NamedTuple):
@@ -79,8 +81,25 @@ class Attention(NamedTuple):
     softcap: float
 
 
-Operation = Embed | RmsNorm | Linear | RopeKv | Attention
-KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention)  # in the order of `Kind`
+class LayerNorm(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    y: Tensor
+    dim: int
+    eps: float
+
+
+class Add(NamedTuple):
+    x: Tensor
+    y: Tensor
+    dim: int
+    by_position: int = 0
+
+
+Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add
+KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention, LayerNorm, Add)  # in the order of `Kind`
 
 
 def _struct(kind: type[tuple[Any, ...]]) -> type[ctypes.Structure]:
@@ -98,19 +117,31 @@ class _Operands(ctypes.Union):
 
 
 class Op(ctypes.Structure):
-    _fields_: ClassVar = [("kind", ctypes.c_int32), ("unused", ctypes.c_int32), ("operands", _Operands)]
+    _fields_: ClassVar = [("kind", ctypes.c_int32), ("joined", ctypes.c_int32), ("operands", _Operands)]
 
 
-def program_of(operations: Sequence[Operation], address: Callable[[Tensor], int] = Tensor.data_ptr) -> ctypes.Array[Op]:
-    """The operations as the library takes them; `address` tells where a tensor is."""
+def joins(before: Operation, after: Operation) -> bool:
+    """Whether they may be done as one; see `Op` in csrc/program.h, which says on what condition."""
+    if isinstance(before, RmsNorm) and isinstance(after, Linear):
+        return after.x is before.y
+    if isinstance(before, Linear) and isinstance(after, RopeKv):
+        return after.qkv is before.y and not after.whole  # a head has to wait for no other
+    return False
+
+
+def program_of(
+    stages: Sequence[Sequence[Operation]], address: Callable[[Tensor], int] = Tensor.data_ptr
+) -> ctypes.Array[Op]:
+    """The operations as the library takes them, those of a stage joined; `address` tells where a tensor is."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, LayerCache):
             return TYPES[LayerCache](*map(plain, value))
         return address(value) if isinstance(value, Tensor) else value
 
-    def op(operation: Operation) -> Op:
+    def op(operation: Operation, joined: bool) -> Op:
         kind = type(operation)
-        return Op(KINDS.index(kind), 0, _Operands(**{kind.__name__: STRUCTS[kind](*map(plain, operation))}))
+        return Op(KINDS.index(kind), joined, _Operands(**{kind.__name__: STRUCTS[kind](*map(plain, operation))}))
 
-    return (Op * len(operations))(*map(op, operations))
+    ops = [op(operation, index > 0) for stage in stages for index, operation in enumerate(stage)]
+    return (Op * len(ops))(*ops)

@@ -22,6 +22,7 @@ from torch import Tensor
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.kernels.reference import activated
 from pagoda_worker.kernels.triton import pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
@@ -101,6 +102,9 @@ class TritonOps:
     def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
         return pointwise.act_mul(self.linear(x, packed), activation)
 
+    def activated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
+        return activated(self.linear(x, packed), activation)
+
     def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
         logits = self.linear(hidden, packed)
         return logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
@@ -108,9 +112,23 @@ class TritonOps:
     embed = staticmethod(pointwise.embed)
     rms_norm = staticmethod(pointwise.rms_norm)
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
+    layer_norm = staticmethod(pointwise.layer_norm)
+    add_layer_norm = staticmethod(pointwise.add_layer_norm)
+
+    def add_positions(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        return x.add_(table.index_select(0, positions))
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return y.add_(x)
 
     def rope_write(
-        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: TritonKVCache, layer: int, kv_indices: Tensor
+        self,
+        qkv: Tensor,
+        rotation: Rotation | None,
+        norm: HeadNorm | None,
+        kv: TritonKVCache,
+        layer: int,
+        kv_indices: Tensor,
     ) -> Tensor:
         return pointwise.rope_write(qkv, rotation, norm, kv.layer(layer), kv_indices)
 
