@@ -47,6 +47,11 @@ class Tape:
         tape.end()
         return tape
 
+    @property
+    def num_numbers(self) -> int:
+        """Token ids and log-probabilities: in a dump each takes a byte at least."""
+        return sum(whole.num_numbers for whole in self._whole.values())
+
     def dump(self) -> bytes:
         deltas = [delta for whole in self._whole.values() for delta in _copies(whole)]
         return msgspec.msgpack.encode((self.fingerprint, deltas))

@@ -18,6 +18,7 @@ from pagoda_gateway.store.interface import (
     MAX_APPEND_BYTES,
     MAX_PAGE_RECORDS,
     MAX_VALUE_BYTES,
+    Conflict,
     Record,
     Store,
     parts_of,
@@ -94,7 +95,11 @@ class KeptTickets:
         if job:
             await self._store.put(JOBS, ticket.job_id, job, owner=owner, expires_at=expires_at)
         value = msgspec.json.encode(ticket)
-        version = await self._store.put(TICKETS, name, value, owner=owner, expect=ABSENT, expires_at=expires_at)
+        try:
+            version = await self._store.put(TICKETS, name, value, owner=owner, expect=ABSENT, expires_at=expires_at)
+        except Conflict:
+            await self._store.delete(JOBS, ticket.job_id)
+            raise
         return Found(Record(name, owner, value, version, version, expires_at), ticket)
 
     async def change(self, found: Found, **fields: object) -> Found:

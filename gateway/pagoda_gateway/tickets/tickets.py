@@ -26,7 +26,7 @@ from pagoda_gateway.generation.run import Run
 from pagoda_gateway.generation.running import running
 from pagoda_gateway.generation.tape import Tape
 from pagoda_gateway.keys.charge import Charge
-from pagoda_gateway.store.interface import Conflict
+from pagoda_gateway.store.interface import MAX_APPEND_BYTES, Conflict
 from pagoda_gateway.store.tickets import Found, KeptTickets, Ticket, not_found, ticket_name
 from pagoda_gateway.tickets.live import Live
 from pagoda_gateway.tickets.room import TicketRoom
@@ -280,6 +280,8 @@ class Tickets:
 
     async def _keep_answer(self, live: Live) -> None:
         """Where it cannot be kept, it is generated again when it is asked for."""
+        if live.tape.num_numbers > MAX_APPEND_BYTES:
+            return
         answer = live.tape.dump()
         with suppress(PagodaError, Conflict):
             await self._room.take(live.found.owner, len(answer), number=0)

@@ -190,7 +190,7 @@ def streams(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Streams(tmp_path_factory.mktemp("model"), *CASES[request.param])
 
 
-@settings(max_examples=few(12), deadline=None)
+@settings(max_examples=few(8), deadline=None)
 @given(first=CUTS, again=CUTS, at=st.integers(0, 400))
 def test_a_stream_goes_on_behind_its_last_id(streams: Streams, first: list[int], again: list[int], at: int) -> None:
     undisturbed = streams.told(first)

@@ -20,7 +20,7 @@ from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes import generating
 from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
-from pagoda_gateway.store.tickets import TICKETS, ticket_name
+from pagoda_gateway.store.tickets import JOBS, TICKETS, ticket_name
 from pagoda_gateway.tickets.tickets import WAYS, Tickets
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import Begun, RequestRecord
@@ -328,7 +328,8 @@ async def test_two_gateways_that_are_asked_at_once_have_one_ticket(tmp_path: Pat
     body = ASK | {"stream": stream, "temperature": 1.0}
     async with shared() as store, running(tmp_path, store) as first, running(tmp_path, store) as second:
         answers = await asyncio.gather(*(post(gateway, body) for gateway in (first, second, first, second)))
-        assert len((await store.page(TICKETS, "", limit=10)).records) == 1
+        for collection in (TICKETS, JOBS):
+            assert len((await store.page(collection, "", limit=10)).records) == 1
         told = {answer.text for answer in answers if answer.status_code == 200}
         assert {answer.status_code for answer in answers} <= ({200} if stream else {200, 409})
         ids = {json.loads(text.split("data: ")[1].split("\n")[0] if stream else text)["id"] for text in told}
