@@ -57,8 +57,8 @@ class KeptResponses:
         return record, msgspec.json.decode(record.value, type=Kept)
 
     async def finished(self, name: str, owner: str, items: bytes, response: bytes) -> None:
-        """Keep one that has ended, unless it is kept. One that is told again may find what a gateway had written when it
-        died. Conflict says that somebody else is at it."""
+        """Keep one that has ended, unless it is kept. One that is told again may find what a gateway had written when
+        it died. Conflict says that somebody else is at it."""
         try:
             await self._write_ended(name, owner, items, response)
         except Conflict:
