@@ -26,7 +26,21 @@ from pagoda_gateway.http.multipart import MAX_FORM_BYTES
 from pagoda_gateway.http.sse import keep_body_sender
 from pagoda_gateway.keys.quota_headers import all_names as quota_names
 from pagoda_gateway.metrics import OTHER, GatewayMetrics
-from pagoda_gateway.routes import batches, files, generating, keys, models, ops, page, responses, tokenize, usage
+from pagoda_gateway.routes import (  # the order is that of their names
+    batches,
+    files,
+    generating,
+    keys,
+    models,
+    ops,
+    page,
+    responses,
+    streams,
+    tokenize,
+    usage,
+)  # fmt: skip
+from pagoda_gateway.tickets.naming import HEADERS as REPEATED_HEADERS
+from pagoda_gateway.tickets.tickets import Tickets
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -37,6 +51,7 @@ def create_app(
     metrics: GatewayMetrics,
     background: BackgroundResponses,
     kept: Batches,
+    tickets: Tickets,
 ) -> ASGIApp:
     """The whole gateway as one ASGI app. It owns no task: whoever runs it starts the engine client, `health`,
     `background`, and what works on the batches, which learns of changes by the `kept` that it shares with the routes.
@@ -44,8 +59,10 @@ def create_app(
     # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing.
     api = FastAPI(title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(api)
-    routers = [module.router(ctx) for module in (generating, models, tokenize, files, keys, usage)]
-    routers.append(responses.router(ctx, background))
+    routers = [module.router(ctx) for module in (models, tokenize, files, keys, usage)]
+    routers.append(generating.router(ctx, tickets))
+    routers.append(responses.router(ctx, background, tickets))
+    routers.append(streams.router(ctx, tickets, responses.STREAMING))
     routers.append(batches.router(ctx, kept))
     routers.append(ops.router(ctx, health, metrics))
     if ctx.config.page:
@@ -69,6 +86,7 @@ def _for_pages(app: ASGIApp, allowed_origins: str) -> ASGIApp:
         "retry-after",
         "retry-after-ms",
         "x-should-retry",
+        *REPEATED_HEADERS,
         *quota_names(),
     )
     origins, methods = allowed_origins.split(","), ("GET", "HEAD", "POST", "DELETE")

@@ -68,7 +68,7 @@ static void finish_heads(const RopeArgs& a, const LinearOp& op, const Piece& p, 
 PAGODA_INLINE void run_panel(Inputs& in, const LinearOp& op, const void* matrix, const uint16_t* x, const Piece& p, uint64_t use) {
   if (op.form.bits == 16) {
     const uint8_t* panel = (const uint8_t*)matrix + p.panel * ((size_t)(op.k / 2) * PANEL_ROW);
-    in.left.take(x, p.from, p.to, op.k, use);
+    linear_take(in.left, x, p.from, p.to, op, use);
     linear_panel(op, in.left, p.from, p.to, (const uint32_t*)panel, p.panel * PANEL);
   } else {
     const uint8_t* panel = (const uint8_t*)matrix + p.panel * quant_panel_bytes(op.form, op.k);
