@@ -238,7 +238,7 @@ class _Collector:
             request = self._open.get(delta.request_id)
             if request is None:
                 continue
-            self.num_output_tokens += len(delta.result.token_ids)
+            self.num_output_tokens += len(delta.tokens.token_ids)
             stopped = request.take(delta)
             if stopped is not None:
                 self._engine.abort(delta.request_id, (stopped,))

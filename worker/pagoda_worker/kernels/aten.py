@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda_worker.kernels import paged
+from pagoda_worker.kernels import encoding, paged
 from pagoda_worker.kernels.kv_cache import KVCache
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
@@ -79,6 +79,9 @@ class AtenOps(HostOps):
     def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
         return act_mul(self.linear(x, packed), activation)
 
+    def activated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
+        return encoding.activated(self.linear(x, packed), activation)
+
     def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
         """A product in the run dtype is then widened: oneDNN's float32 output is not reachable from torch."""
         logits = self._linear(hidden, packed).float()
@@ -105,8 +108,17 @@ class AtenOps(HostOps):
         total = x.add_(residual)
         return self.rms_norm(total, weight, eps), total
 
+    embed_at = staticmethod(encoding.embed_at)
+    layer_norm = staticmethod(encoding.layer_norm)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x.add_(residual)
+        return self.layer_norm(total, weight, bias, eps), total
+
     def rope_write(
-        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: KVCache, layer: int, kv_indices: Tensor
+        self, qkv: Tensor, rotation: Rotation | None, norm: HeadNorm | None, kv: KVCache, layer: int, kv_indices: Tensor
     ) -> Tensor:
         num_kv_heads, head_dim = kv.shape.num_kv_heads, kv.shape.head_dim
         heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -114,18 +126,26 @@ class AtenOps(HostOps):
         wide = turning.float()
         if norm is not None:
             wide = _normed(wide, norm.weight, norm.eps)
-        turned = (wide * rotation.cos).add_(wide.roll(head_dim // 2, -1).mul_(rotation.sin))
-        turning.copy_(turned)
+        if rotation is not None:
+            wide = (wide * rotation.cos).add_(wide.roll(head_dim // 2, -1).mul_(rotation.sin))
+        turning.copy_(wide)
         num_query = heads.shape[1] - 2 * num_kv_heads
         kv.write(layer, kv_indices, qkv[:, num_query * head_dim :])
         return heads[:, :num_query]
 
     plan = staticmethod(make_plan)
 
-    def attend(
-        self, query: Tensor, kv: KVCache, layer: int, plan: Plan, shape: AttentionShape, sinks: Tensor | None = None
+    def attend(  # noqa: PLR0913 - see Ops.attend
+        self,
+        query: Tensor,
+        kv: KVCache,
+        layer: int,
+        plan: Plan,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        return PagedAttention(shape, sinks).attend(query, layer, plan)
+        return PagedAttention(shape, sinks, bias).attend(query, layer, plan)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, prepacked: bool) -> Tensor:
@@ -172,7 +192,7 @@ def act_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 def _act_mul(gate_up: Tensor, width: int, activation: str) -> Tensor:
     gate, up = gate_up[:, :width], gate_up[:, width:]
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")).mul_(up)
+    return encoding.ACTIVATIONS[activation](gate).mul_(up)
 
 
 def _slabs(num_rows: int, width: int, activation: str) -> Iterator[int]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagoda_worker.kernels.encoding import ACTIVATIONS
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
@@ -85,7 +86,10 @@ class ReferenceOps(HostOps):
 
     def gated_linear(self, x: Tensor, packed: Plain, activation: str) -> Tensor:
         gate, up = self.linear(x, packed).chunk(2, dim=-1)
-        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return ACTIVATIONS[activation](gate) * up
+
+    def activated_linear(self, x: Tensor, packed: Plain, activation: str) -> Tensor:
+        return ACTIVATIONS[activation](_wide(self.linear(x, packed))).to(x.dtype)
 
     def logits(self, hidden: Tensor, packed: Plain, softcap: float | None = None) -> Tensor:
         logits = self.linear(hidden, packed).float()
@@ -103,23 +107,46 @@ class ReferenceOps(HostOps):
         total = x + residual
         return self.rms_norm(total, weight, eps), total
 
+    def embed_at(self, token_ids: Tensor, table: Tensor, positions: Tensor, places: Tensor) -> Tensor:
+        return (_wide(F.embedding(token_ids, table)) + _wide(F.embedding(positions, places))).to(table.dtype)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        centred = _wide(x) - _wide(x).mean(-1, keepdim=True)
+        normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight
+        return (normed if bias is None else normed + bias).to(x.dtype)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.layer_norm(total, weight, bias, eps), total
+
     def rope_write(
-        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: KVCache, layer: int, kv_indices: Tensor
+        self, qkv: Tensor, rotation: Rotation | None, norm: HeadNorm | None, kv: KVCache, layer: int, kv_indices: Tensor
     ) -> Tensor:
         heads = qkv.view(qkv.shape[0], -1, kv.shape.head_dim)
         turning, value = heads[:, : -kv.shape.num_kv_heads], heads[:, -kv.shape.num_kv_heads :]
         if norm is not None:
             turning = self.rms_norm(turning, norm.weight, norm.eps)
         wide = _wide(turning)
-        turned = (wide * rotation.cos + wide.roll(wide.shape[-1] // 2, -1) * rotation.sin).to(qkv.dtype)
+        if rotation is not None:
+            wide = wide * rotation.cos + wide.roll(wide.shape[-1] // 2, -1) * rotation.sin
+        turned = wide.to(qkv.dtype)
         self.write_kv(turned[:, -kv.shape.num_kv_heads :], value, kv, layer, kv_indices)
         return turned[:, : -kv.shape.num_kv_heads]
 
     def plan(self, batch: Batch, kv: KVCache) -> Batch:
         return batch
 
-    def attend(
-        self, query: Tensor, kv: KVCache, layer: int, plan: Batch, shape: AttentionShape, sinks: Tensor | None = None
+    def attend(  # noqa: PLR0913 - see Ops.attend
+        self,
+        query: Tensor,
+        kv: KVCache,
+        layer: int,
+        plan: Batch,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attend. Online softmax is not used: this is softmax(q K^T) V, row by row."""
         rows = []
@@ -134,7 +161,10 @@ class ReferenceOps(HostOps):
                 scores = shape.softcap * torch.tanh(scores / shape.softcap)
             at = torch.arange(length, device=query.device)
             position = at[length - plan.query_lens[i] :, None]
-            hidden = (at > position) | (at <= position - (shape.window or length))
+            reach = shape.window or length
+            hidden = (at >= position + (1 if shape.causal else reach)) | (at <= position - reach)
+            if bias is not None:
+                scores = scores + bias[:, at - position + bias.shape[1] // 2].to(scores.dtype)
             scores = scores.masked_fill(hidden, -torch.inf)
             if sinks is not None:
                 extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)

@@ -46,7 +46,16 @@ class Layer:
 class Decoder:
     """A model as the runner sees it."""
 
-    def __init__(self, spec: DecoderSpec, ops: Ops, source: Source, dtype: torch.dtype, max_positions: int) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        ops: Ops,
+        source: Source,
+        dtype: torch.dtype,
+        max_positions: int,
+        head: bool = True,
+    ) -> None:
+        """Without a `head` there are hidden states, and no logits."""
         self.spec = spec
         self.ops = ops
         kept = [
@@ -59,7 +68,9 @@ class Decoder:
         self._layers = [_load_layer(spec, packer, index, kv) for index, kv in enumerate(kv_layers)]
         self._final_norm = source.tensor(FINAL_NORM).float() + spec.norm_offset
         self._embed = source.tensor(EMBED)
-        self._head = ops.pack_linear(source.tied(self._embed) if spec.tied else source.linear(HEAD))
+        self._head = None
+        if head:
+            self._head = ops.pack_linear(source.tied(self._embed) if spec.tied else source.linear(HEAD))
 
     def on(self, ops: Ops) -> Decoder:
         """The same weights, computed by `ops`, which must be of the back end that packed them."""

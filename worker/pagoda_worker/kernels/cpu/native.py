@@ -19,7 +19,17 @@ from pagoda_worker.cores import placement
 from pagoda_worker.kernels.cpu import cache, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
-from pagoda_worker.kernels.cpu.operations import Attention, Embed, Form, Linear, Operation, RmsNorm, RopeKv, program_of
+from pagoda_worker.kernels.cpu.operations import (
+    Attention,
+    Embed,
+    Form,
+    LayerNorm,
+    Linear,
+    Operation,
+    RmsNorm,
+    RopeKv,
+    program_of,
+)
 from pagoda_worker.kernels.cpu.program import Program, Recording
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
@@ -30,7 +40,9 @@ from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
 MAX_HEAD_DIM = 256
 ATTENTION_SPLIT = 256  # keys that are summed up at a time; see SPLIT in csrc/attention.h
-ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2}
+ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
+GATED = 8  # what is added to the number of an activation of gate and up
+BIAS_MARGIN = 64  # keys that attention reads a bias for beyond the last
 FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) that there are kernels for
 GROUP = 32  # inputs that share a scale are a multiple of so many
 MAX_GROUP = 65536  # whole numbers of 8 times 8 bits that can be added up in 32
@@ -97,6 +109,7 @@ class NativeOps:
         self.library = library
         self.numerics = f"{library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
         self._tape = tape or Immediate(library)
+        self._biases: dict[int, tuple[Tensor, Tensor]] = {}
 
     def record(
         self, forward: Forward, kv: Sequence[NativeKVCache], max_tokens: int
@@ -130,7 +143,10 @@ class NativeOps:
         return self._linear(x, packed, torch.bfloat16)
 
     def gated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
-        return self._linear(x, packed, torch.bfloat16, activation)
+        return self._linear(x, packed, torch.bfloat16, ACTIVATIONS[activation] + GATED)
+
+    def activated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
+        return self._linear(x, packed, torch.bfloat16, ACTIVATIONS[activation])
 
     def logits(self, hidden: Tensor, packed: NativeLinear, softcap: float | None = None) -> Tensor:
         """float32 straight from the accumulators."""
@@ -141,14 +157,14 @@ class NativeOps:
         x: Tensor,
         packed: NativeLinear,
         dtype: torch.dtype,
-        activation: str | None = None,
+        activation: int = 0,
         softcap: float | None = None,
     ) -> Tensor:
         x = x.contiguous()
-        y = self._tape.buffer(x.shape[0], packed.n if activation is None else packed.n // 2, dtype)
+        y = self._tape.buffer(x.shape[0], packed.n // 2 if activation >= GATED else packed.n, dtype)
         operation = Linear(
             x=x, panels=packed.panels, y=y, bias=packed.bias, n=packed.n, k=packed.k,
-            activation=ACTIVATIONS[activation], out_f32=int(dtype == torch.float32), form=packed.form,
+            activation=activation, out_f32=int(dtype == torch.float32), form=packed.form,
              segments=packed.segments, softcap=softcap or 0.0,
         )  # fmt: skip
         self._tape.take(operation, num_tokens=x.shape[0])
@@ -158,8 +174,14 @@ class NativeOps:
         y = self._tape.buffer(token_ids.shape[0], table.shape[1], torch.bfloat16)
         # The scale is rounded to bfloat16 first, as the published models do.
         factor = 1.0 if scale is None else torch.tensor(scale, dtype=torch.bfloat16).item()
-        operation = Embed(table=table, y=y, dim=table.shape[1], scale=factor)
+        operation = Embed(table=table, places=None, y=y, dim=table.shape[1], scale=factor)
         self._tape.take(operation, num_tokens=token_ids.shape[0], token_ids=token_ids)
+        return y
+
+    def embed_at(self, token_ids: Tensor, table: Tensor, positions: Tensor, places: Tensor) -> Tensor:
+        y = self._tape.buffer(token_ids.shape[0], table.shape[1], torch.bfloat16)
+        operation = Embed(table=table, places=places, y=y, dim=table.shape[1], scale=1.0)
+        self._tape.take(operation, num_tokens=token_ids.shape[0], token_ids=token_ids, positions=positions)
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -176,9 +198,35 @@ class NativeOps:
         self._tape.take(operation, num_tokens=x.shape[0])
         return y
 
-    def rope_write(
-        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: NativeKVCache, layer: int, kv_indices: Tensor
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return self._layer_norm(x, None, weight, bias, eps)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """The sum is written over `residual`."""
+        return self._layer_norm(x, residual, weight, bias, eps), residual
+
+    def _layer_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
     ) -> Tensor:
+        x = x.contiguous()
+        y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
+        operation = LayerNorm(x=x, residual=residual, weight=weight, bias=bias, y=y, dim=x.shape[1], eps=eps)
+        self._tape.take(operation, num_tokens=x.shape[0])
+        return y
+
+    def rope_write(
+        self,
+        qkv: Tensor,
+        rotation: Rotation | None,
+        norm: HeadNorm | None,
+        kv: NativeKVCache,
+        layer: int,
+        kv_indices: Tensor,
+    ) -> Tensor:
+        if rotation is None:
+            return self._write(qkv, kv, layer, kv_indices, norm)
         tables = (rotation.cos_table, rotation.sin_table)
         return self._write(qkv, kv, layer, kv_indices, norm, tables, positions=rotation.positions)
 
@@ -211,7 +259,7 @@ class NativeOps:
             torch.tensor(batch.context_lens, dtype=torch.int32),
         )
 
-    def attend(
+    def attend(  # noqa: PLR0913 - see Ops.attend
         self,
         query: Tensor,
         kv: NativeKVCache,
@@ -219,18 +267,30 @@ class NativeOps:
         plan: NativePlan,
         shape: AttentionShape,
         sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         query = query.contiguous()
         out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
         operation = Attention(
             q=query, out=out, kv=kv.layer(layer), sinks=sinks, heads=shape.num_heads, window=shape.window or 0,
-            scale=shape.scale, softcap=shape.softcap or 0.0,
+            scale=shape.scale, softcap=shape.softcap or 0.0, bias=self._padded(bias),
+            stride=0 if bias is None else bias.shape[1] + BIAS_MARGIN, zero=0 if bias is None else bias.shape[1] // 2,
+            causal=int(shape.causal),
         )  # fmt: skip
         num_rows, max_blocks = plan.block_tables.shape
         self._tape.take(
             operation, num_tokens=query.shape[0], num_rows=num_rows, max_blocks=max_blocks, **plan._asdict()
         )
         return out
+
+    def _padded(self, bias: Tensor | None) -> Tensor | None:
+        """With room behind each head's line for what is read there and masked; made once of each."""
+        if bias is None:
+            return None
+        kept = self._biases.get(bias.data_ptr())
+        if kept is None or kept[0] is not bias:
+            kept = self._biases[bias.data_ptr()] = bias, F.pad(bias.float(), (0, BIAS_MARGIN)).contiguous()
+        return kept[1]
 
     new_kv_cache = staticmethod(cache.new_native_cache)
     export_blocks = staticmethod(cache.export_blocks)

@@ -18,6 +18,7 @@ Form = tuple[int, int, int, int]
 
 class Embed(NamedTuple):
     table: Tensor
+    places: Tensor | None
     y: Tensor
     dim: int
     scale: float
@@ -77,10 +78,25 @@ class Attention(NamedTuple):
     window: int
     scale: float
     softcap: float
+    bias: Tensor | None
+    stride: int
+    zero: int
+    causal: int
+    unused: int = 0
 
 
-Operation = Embed | RmsNorm | Linear | RopeKv | Attention
-KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention)  # in the order of `Kind`
+class LayerNorm(NamedTuple):
+    x: Tensor
+    residual: Tensor | None
+    weight: Tensor
+    bias: Tensor | None
+    y: Tensor
+    dim: int
+    eps: float
+
+
+Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm
+KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention, LayerNorm)  # in the order of `Kind`
 
 
 def _struct(kind: type[tuple[Any, ...]]) -> type[ctypes.Structure]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from pagoda_worker.kernels import encoding
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
@@ -30,6 +31,7 @@ from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling import logprobs, sampler
 from pagoda_worker.sampling.device_sampler import Upload
 
+BIDIRECTIONAL = "triton attends to what came before, and not to what comes after"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -99,7 +101,13 @@ class TritonOps:
         return F.linear(x, packed.weight, packed.bias)
 
     def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
+        if activation == "gelu":
+            gate, up = self.linear(x, packed).chunk(2, dim=-1)
+            return encoding.activated(gate, activation).mul_(up)
         return pointwise.act_mul(self.linear(x, packed), activation)
+
+    def activated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
+        return encoding.activated(self.linear(x, packed), activation)
 
     def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
         logits = self.linear(hidden, packed)
@@ -108,10 +116,27 @@ class TritonOps:
     embed = staticmethod(pointwise.embed)
     rms_norm = staticmethod(pointwise.rms_norm)
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
+    embed_at = staticmethod(encoding.embed_at)
+    layer_norm = staticmethod(encoding.layer_norm)
+
+    def add_layer_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.layer_norm(total, weight, bias, eps), total
 
     def rope_write(
-        self, qkv: Tensor, rotation: Rotation, norm: HeadNorm | None, kv: TritonKVCache, layer: int, kv_indices: Tensor
+        self,
+        qkv: Tensor,
+        rotation: Rotation | None,
+        norm: HeadNorm | None,
+        kv: TritonKVCache,
+        layer: int,
+        kv_indices: Tensor,
     ) -> Tensor:
+        """Raises BackendError without a rotation, which only encoders lack."""
+        if rotation is None:
+            raise BackendError(f"kernels: {BIDIRECTIONAL}")
         return pointwise.rope_write(qkv, rotation, norm, kv.layer(layer), kv_indices)
 
     def write_kv(self, key: Tensor, value: Tensor, kv: TritonKVCache, layer: int, kv_indices: Tensor) -> None:
@@ -130,7 +155,11 @@ class TritonOps:
         plan: Plan,
         shape: AttentionShape,
         sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
+        """Raises BackendError for what only encoders ask for."""
+        if bias is not None or not shape.causal:
+            raise BackendError(f"kernels: {BIDIRECTIONAL}")
         return attend(query, kv.layer(layer), plan, shape, sinks)
 
     def record(self, forward: Forward, kv: Sequence[TritonKVCache], max_tokens: int) -> None:

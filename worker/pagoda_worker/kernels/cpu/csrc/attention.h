@@ -47,6 +47,8 @@ struct Cells {
 struct AttentionScratch {
   Bf16::Left q[LINES][256];
   int position[LINES];
+  int length;         // of the row, in tokens
+  const float* bias;  // of the head, at the key that is the query itself; or null
   float scores[MAX_ROWS][SPLIT], peaks[MAX_ROWS][16];
   Bf16::Left probs[MAX_ROWS][SPLIT];
   float acc[LINES][256], top[LINES], sum[LINES];  // running, of each line
@@ -57,6 +59,12 @@ struct AttentionScratch {
 struct View {
   int line, from, first, last;
 };
+
+// After the last token that somebody at `position` in a row of `length` tokens sees.
+PAGODA_INLINE int end_seen(const AttentionArgs& a, int position, int length) {
+  if (a.causal) return position + 1;
+  return a.window && position + a.window < length ? position + a.window : length;
+}
 
 // Where the 16 tokens from `token` on lie in one layer's cache, in tokens.
 PAGODA_INLINE size_t place(const AttentionArgs& a, const int32_t* table, int head, int token) {
@@ -125,9 +133,10 @@ PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows,
       float* at = &s.scores[r][first - v.from];
       f16 x = load(at) * set1(a.scale);
       if (a.softcap != 0.0f) x = tanh(x * set1(1.0f / a.softcap)) * set1(a.softcap);
+      const int position = s.position[v.line + r];
+      if (s.bias) x = x + load(s.bias + first - position);
       if (!seen_by_all) {
-        const int position = s.position[v.line + r];
-        x = keep_below(x, first, position + 1, set1(MASKED));
+        x = keep_below(x, first, end_seen(a, position, s.length), set1(MASKED));
         if (a.window) x = keep_below(set1(MASKED), first, position - a.window + 1, x);
       }
       store(at, x);
@@ -194,8 +203,8 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
   else
     multiply<ROWS, GROUPS, true>(s.q[v.line], keys, ahead, a.kv.dim / 2, acc);
   const bool seen_by_all =
-      t + 16 * GROUPS <= position[0] + 1 && (!a.window || t > position[ROWS - 1] - a.window);
-  const bool plain = seen_by_all && a.softcap == 0.0f;
+      t + 16 * GROUPS <= end_seen(a, position[0], s.length) && (!a.window || t > position[ROWS - 1] - a.window);
+  const bool plain = seen_by_all && a.softcap == 0.0f && !s.bias;
 #pragma GCC unroll 8
   for (int g = 0; g < GROUPS; ++g) {
     const f16 key_scale = a.kv.k_scales ? load(s.keys.scales[group[g]]) : set1(1.0f), scale = set1(plain ? a.scale : 1.0f);
@@ -362,8 +371,8 @@ PAGODA_INLINE int first_seen(const AttentionArgs& a, int position) {
 struct Splits {
   int first, last;
 };
-PAGODA_INLINE Splits splits_between(const AttentionArgs& a, int first_position, int last_position) {
-  return {first_seen(a, first_position) / SPLIT, last_position / SPLIT + 1};
+PAGODA_INLINE Splits splits_between(const AttentionArgs& a, int first_position, int last_position, int length) {
+  return {first_seen(a, first_position) / SPLIT, (end_seen(a, last_position, length) - 1) / SPLIT + 1};
 }
 
 // Calls f(view, rows) for the tiles of `count` gathered lines that see something of the split that begins at `from`.
@@ -373,7 +382,7 @@ PAGODA_INLINE void each_tile(const AttentionArgs& a, const AttentionScratch& s, 
   const int tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
   for (int t = 0; t < tiles; ++t) {
     const int line = count * t / tiles, next = count * (t + 1) / tiles;
-    const int seen = first_seen(a, s.position[line]), after = s.position[next - 1] + 1;
+    const int seen = first_seen(a, s.position[line]), after = end_seen(a, s.position[next - 1], s.length);
     const View v{line, from, seen > from ? seen : from, after < from + SPLIT ? after : from + SPLIT};
     if (v.first < v.last) f(v, next - line);
   }
@@ -382,7 +391,7 @@ PAGODA_INLINE void each_tile(const AttentionArgs& a, const AttentionScratch& s, 
 // The gathered lines over one split.
 static void attend_split(const AttentionArgs& a, int count, const int32_t* table, int head, int split, const Part* part,
                          AttentionScratch& s) {
-  const int begin = first_seen(a, s.position[0]), end = s.position[count - 1] + 1, from = split * SPLIT;
+  const int begin = first_seen(a, s.position[0]), end = end_seen(a, s.position[count - 1], s.length), from = split * SPLIT;
   const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
   locate(a, table, head, from, low / 16, (high + 15) / 16, end, count, s.keys, s.values);
   each_tile(a, s, count, from, [&](const View& v, int rows) {
@@ -415,6 +424,8 @@ PAGODA_INLINE Lines lines_of(const AttentionArgs& a, int row, int item) {
 
 static void gather(const AttentionArgs& a, const Lines& lines, AttentionScratch& s) {
   const int length = a.query_starts[lines.row + 1] - lines.begin;
+  s.length = a.context_lens[lines.row];
+  s.bias = a.bias ? a.bias + (size_t)lines.head * a.stride + a.zero : nullptr;
   for (int i = 0; i < lines.count; ++i) {
     for (int d = 0; d < a.kv.dim; d += 16) store_left(&s.q[i][d], load_bf16(a.q + lines.at(a, i) + d));
     s.position[i] = a.context_lens[lines.row] - length + (lines.from + i) / lines.group;
@@ -450,7 +461,7 @@ static void finish(const AttentionArgs& a, const Lines& lines, const AttentionSc
 static void attend(const AttentionArgs& a, const Lines& lines, AttentionScratch& s) {
   gather(a, lines, s);
   clear(a, lines, s);
-  const Splits seen = splits_between(a, s.position[0], s.position[lines.count - 1]);
+  const Splits seen = splits_between(a, s.position[0], s.position[lines.count - 1], s.length);
   const int32_t* table = a.block_tables + (size_t)lines.row * a.max_blocks;
   for (int split = seen.first; split < seen.last; ++split) attend_split(a, lines.count, table, lines.head, split, nullptr, s);
   finish(a, lines, s);

@@ -80,8 +80,9 @@ static Cut cut(const Op& op, const Step& s, int threads) {
 
 static void run(const Op& op, const Step& s, const Work& work, int first, int last) {
   switch (op.kind) {
-    case EMBED: for (int t = first; t < last; ++t) embed_row(op.embed, s.token_ids[t], t); break;
+    case EMBED: for (int t = first; t < last; ++t) embed_row(op.embed, s.token_ids[t], s.positions, t); break;
     case RMS_NORM: for (int t = first; t < last; ++t) rms_norm_row(op.rms_norm, t); break;
+    case LAYER_NORM: for (int t = first; t < last; ++t) layer_norm_row(op.layer_norm, t); break;
     case LINEAR: run_linear(op.linear, s, work.use, first, last); break;
     case ROPE_KV: run_rope(op, s, first, last); break;
     case ATTENTION: run_attention(op, s, work, first, last); break;

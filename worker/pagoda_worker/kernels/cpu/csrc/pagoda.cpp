@@ -141,10 +141,11 @@ void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
 extern "C" {
 
 // See ABI in library.py, which says when to raise both.
-int pagoda_abi() { return 8; }
+int pagoda_abi() { return 9; }
 
 void pagoda_sizes(int* sizes) {
-  for (size_t size : {sizeof(EmbedOp), sizeof(RmsNormOp), sizeof(LinearOp), sizeof(RopeKvOp), sizeof(AttentionOp), sizeof(Op),
+  for (size_t size : {sizeof(EmbedOp), sizeof(RmsNormOp), sizeof(LinearOp), sizeof(RopeKvOp), sizeof(AttentionOp),
+                      sizeof(LayerNormOp), sizeof(Op),
                       sizeof(Step), sizeof(QuantSource), sizeof(SampleRow), sizeof(SampleResult)})
     *sizes++ = (int)size;
 }

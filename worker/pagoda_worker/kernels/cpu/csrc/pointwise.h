@@ -30,6 +30,30 @@ static void rms_norm_row(const RmsNormOp& op, size_t row) {
   normalise(x, op.weight, op.y + row * dim, dim, op.eps);
 }
 
+// The mean is taken off before squares are summed, as a small variance beside a large mean needs.
+static void layer_norm_row(const LayerNormOp& op, size_t row) {
+  const int dim = op.dim;
+  const uint16_t* x = op.x + row * dim;
+  if (op.residual) {
+    uint16_t* residual = op.residual + row * dim;
+    for (int d = 0; d < dim; d += 16) store_bf16(residual + d, load_bf16(x + d) + load_bf16(residual + d));
+    x = residual;
+  }
+  f16 total = zero(), squares = zero();
+  for (int d = 0; d < dim; d += 16) total = total + load_bf16(x + d);
+  const f16 mean = set1(sum(total) / (float)dim);
+  for (int d = 0; d < dim; d += 16) {
+    const f16 v = load_bf16(x + d) - mean;
+    squares = fma(v, v, squares);
+  }
+  const f16 inverse = set1(1.0f / __builtin_sqrtf(sum(squares) / (float)dim + op.eps));
+  uint16_t* y = op.y + row * dim;
+  for (int d = 0; d < dim; d += 16) {
+    const f16 v = (load_bf16(x + d) - mean) * inverse * load(op.weight + d);
+    store_bf16(y + d, op.bias ? v + load(op.bias + d) : v);
+  }
+}
+
 struct RopeArgs : RopeKvOp {
   const int64_t* positions;   // [tokens]
   const int64_t* kv_indices;  // [tokens]
@@ -126,10 +150,15 @@ static void rope_token(const RopeArgs& a, int token) {
   for (int h = 0; h < a.kv.heads; ++h, row += a.kv.dim) write_value(a, token, h, row);
 }
 
-static void embed_row(const EmbedOp& op, int64_t token_id, size_t row) {
+static void embed_row(const EmbedOp& op, int64_t token_id, const int64_t* positions, size_t row) {
   const int dim = op.dim;
   const uint16_t* x = op.table + token_id * dim;
   uint16_t* y = op.y + row * dim;
+  if (op.places) {
+    const uint16_t* place = op.places + (size_t)positions[row] * dim;
+    for (int d = 0; d < dim; d += 16) store_bf16(y + d, load_bf16(x + d) * set1(op.scale) + load_bf16(place + d));
+    return;
+  }
   if (op.scale == 1.0f) {
     memcpy(y, x, 2 * (size_t)dim);
     return;

@@ -19,8 +19,9 @@ struct QuantForm {
 
 // What each operation reads and writes of a step's tokens. Pointers are never null unless that is said.
 struct EmbedOp {
-  const uint16_t* table;  // [vocab, dim]
-  uint16_t* y;            // [tokens, dim]
+  const uint16_t* table;   // [vocab, dim]
+  const uint16_t* places;  // [positions, dim], added by a token's position, or null
+  uint16_t* y;             // [tokens, dim]
   int32_t dim;
   float scale;
 };
@@ -34,13 +35,25 @@ struct RmsNormOp {
   float eps;
 };
 
+// y = (x - mean) / sqrt(variance + eps) * weight + bias.
+struct LayerNormOp {
+  const uint16_t* x;    // [tokens, dim]
+  uint16_t* residual;   // null, or added to x and overwritten with the sum
+  const float* weight;  // [dim]
+  const float* bias;    // [dim] or null
+  uint16_t* y;
+  int32_t dim;
+  float eps;
+};
+
 struct LinearOp {
   const uint16_t* x;     // [tokens, k]
   const void* panels;    // see `pagoda_pack` and `pagoda_pack_quantized`
-  void* y;               // [tokens, n], or [tokens, n / 2] with an activation
+  void* y;               // [tokens, n], or [tokens, n / 2] of gate and up
   const uint16_t* bias;  // as long as the panels have columns, or null
   int32_t n, k;          // panels may have more columns than n
-  int32_t activation;    // 0 none, 1 silu(gate) * up, 2 gelu_tanh(gate) * up: columns 0..15 of a panel gate, 16..31 up
+  int32_t activation;    // 0 none; 1 silu, 2 gelu_tanh, 3 gelu, 4 relu: of y; from GATED on the same of gate, times up, where
+                         // columns 0..15 of a panel are gate and 16..31 up
   int32_t out_f32;       // y is float, else bf16
   QuantForm form;        // 16 bits: weights are bf16
   float softcap;         // of float y: softcap * tanh(y / softcap), or 0
@@ -74,9 +87,14 @@ struct AttentionOp {
   const float* sinks;    // [heads] or null
   int32_t heads, window;  // window 0: none
   float scale, softcap;   // softcap 0: none
+  const float* bias;      // [heads, stride], added to a score by how far its key is from the query (entry `zero`: not at
+                          // all), or null; read up to 64 places behind the last key. As many kv heads as heads then
+  int32_t stride, zero;
+  int32_t causal, unused;  // 0: tokens see what comes after them, too, as far as what comes before
 };
 
-enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION };
+enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, LAYER_NORM };
+constexpr int32_t GATED = 8;
 
 struct Op {
   int32_t kind, unused;  // keeps the pointers aligned
@@ -86,6 +104,7 @@ struct Op {
     LinearOp linear;
     RopeKvOp rope_kv;
     AttentionOp attention;
+    LayerNormOp layer_norm;
   };
 };
 

@@ -347,5 +347,19 @@ PAGODA_INLINE f16 gelu_tanh(f16 x) {
   f16 inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
   return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
 }
+// x * (1 + erf(x / sqrt 2)) / 2, erf(z) = 1 - p(t) e^-z^2 with t = 1 / (1 + 0.3275911 z) for z >= 0 (Abramowitz and Stegun
+// 7.1.26, error at most 1.5e-7). Written as max(x, 0) - |x| p(t) e^-z^2 / 2, which keeps its digits where 1 + erf would lose
+// them, and a NaN.
+PAGODA_INLINE f16 gelu(f16 x) {
+  const f16 size = max(x, zero() - x), z = size * set1(0.7071067811865476f);
+  const f16 t = set1(1.0f) / fma(set1(0.3275911f), z, set1(1.0f));
+  f16 p = set1(1.061405429f);
+  p = fma(p, t, set1(-1.453152027f));
+  p = fma(p, t, set1(1.421413741f));
+  p = fma(p, t, set1(-0.284496736f));
+  p = fma(p, t, set1(0.254829592f));
+  const f16 tail = p * t * exp(zero() - z * z) * set1(0.5f);
+  return max(zero(), x) - size * tail;
+}
 
 }  // namespace PAGODA_NS
