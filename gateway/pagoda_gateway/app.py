@@ -27,6 +27,7 @@ from pagoda_gateway.http.sse import keep_body_sender
 from pagoda_gateway.keys.quota_headers import all_names as quota_names
 from pagoda_gateway.metrics import OTHER, GatewayMetrics
 from pagoda_gateway.routes import batches, files, generating, keys, models, ops, page, responses, tokenize, usage
+from pagoda_gateway.routes.pooling import embeddings, ranking
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -44,7 +45,7 @@ def create_app(
     # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing.
     api = FastAPI(title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(api)
-    routers = [module.router(ctx) for module in (generating, models, tokenize, files, keys, usage)]
+    routers = [module.router(ctx) for module in (generating, embeddings, ranking, models, tokenize, files, keys, usage)]
     routers.append(responses.router(ctx, background))
     routers.append(batches.router(ctx, kept))
     routers.append(ops.router(ctx, health, metrics))

@@ -25,7 +25,7 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Waits
-from pagoda_gateway.health import Health, HealthTimes
+from pagoda_gateway.health import Health, HealthTimes, canary_of
 from pagoda_gateway.http.memory import return_large_blocks
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, is_private, url_of, uvicorn_config
@@ -103,7 +103,7 @@ class _Parts:
         return cls(
             ctx=ctx,
             engine=engine,
-            health=Health(engine, metrics, health_times),
+            health=Health(engine, metrics, health_times, canary_of(text.reading.kind)),
             background=BackgroundResponses(ctx),
             batches=batches,
             runner=batch_runner(ctx, batches, metrics.batch_line),
@@ -159,7 +159,7 @@ def load_text(config: GatewayConfig) -> ModelText:
         except OSError as error:
             raise ValueError(f"chat_template: {error}") from error
     parsers = {"tool_parser": config.tool_call_parser, "reasoning_parser": config.reasoning_parser}
-    return ModelText.load(config.model, template, **parsers)
+    return ModelText.load(config.model, template, task=config.task, **parsers)
 
 
 async def _run(

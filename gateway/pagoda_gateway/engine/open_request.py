@@ -73,6 +73,7 @@ class OpenRequest:
         self.error_code: ErrorCode | None = None  # of the last choice that failed
         self.begun: Begun | None = None
         self.ledger: list[LedgerEntry] = []
+        self.was_read = False  # the model has seen its prompt
         self._usage: Usage | None = None  # as the engine core told it
         self._choices = [_Choice() for _ in range(record.task.params.n)]
         self._pending = WaitingDeltas()
@@ -154,6 +155,7 @@ class OpenRequest:
     def _book(self, choice: _Choice, delta: Delta) -> None:
         tokens = delta.tokens
         choice.tokens.extend(tokens.token_ids)
+        self.was_read |= delta.has_output
         choice.prompt_logprobs_seen |= tokens.prompt_logprobs is not None
         choice.reason = choice.reason or delta.finish_reason
         self.error_code = delta.error_code or self.error_code

@@ -20,7 +20,7 @@ from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.dialects.dialect import Dialect, Writer
 from pagoda_gateway.dialects.messages import MESSAGES
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.requests import held_bytes, named_as_in_body
+from pagoda_gateway.generation.requests import check_generates, held_bytes, named_as_in_body
 from pagoda_gateway.generation.run import Outcome, Run
 from pagoda_gateway.http.sse import EventStream, until_disconnect
 from pagoda_gateway.keys.charge import Charge
@@ -76,6 +76,7 @@ async def respond(ctx: GatewayContext, dialect: Dialect[Any], request: Request, 
 
     @asynccontextmanager
     async def running() -> AsyncIterator[Writer]:
+        check_generates(ctx.catalogue.find(bodies[0].model, caller))
         job = await dialect.job(ctx, bodies.pop(), caller)  # which is all that is left of the body
         hold_for(request, held_bytes(job), instead=True)
         charge = ctx.charge_for(caller, job.model)

@@ -192,6 +192,8 @@ def act_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 def _act_mul(gate_up: Tensor, width: int, activation: str) -> Tensor:
     gate, up = gate_up[:, :width], gate_up[:, width:]
+    if activation == "gelu":  # which is scalar code where lines lie apart, and other bits
+        gate = gate.contiguous()
     return encoding.ACTIVATIONS[activation](gate).mul_(up)
 
 
