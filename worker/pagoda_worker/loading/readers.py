@@ -197,10 +197,10 @@ def _decoder_pooler(reading: _Reading, hidden_size: int) -> Pooler:
 def _answers(path: Path) -> tuple[int, int]:
     """The ids of "yes" and "no"."""
     vocab = read_json(path / "tokenizer.json").get("model", {}).get("vocab", {})
-    ids = [vocab.get(word) if isinstance(vocab, dict) else None for word in ("yes", "no")]
-    if not all(isinstance(one, int) for one in ids):
+    yes, no = (vocab.get(word) if isinstance(vocab, dict) else None for word in ("yes", "no"))
+    if not (isinstance(yes, int) and isinstance(no, int)):
         raise UnsupportedConfig("tokenizer.json: a reranker that answers yes or no must have tokens for both")
-    return ids[0], ids[1]
+    return yes, no
 
 
 def _fingerprint(fields: Mapping[str, Any], harmless: set[str], checkpoint: Checkpoint, pooler: Pooler) -> str:

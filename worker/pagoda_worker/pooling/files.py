@@ -69,7 +69,8 @@ def embedder(path: Path, hidden_size: int, default_way: str, whole: bool) -> Poo
         UnsupportedConfig: a module or a way to pool that is not known.
     """
     modules = read_modules(path)
-    ways, skips, normalizes = (default_way,), False, not modules
+    ways: tuple[str, ...] = (default_way,)
+    skips, normalizes = False, not modules
     stages: list[Stage] = []
     for module in modules[1:]:
         kind, place = module["type"].rpartition(".")[2], path / module["path"]

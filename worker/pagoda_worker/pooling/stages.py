@@ -22,11 +22,13 @@ Stage = Callable[[Floats], Floats]
 
 def cls(states: Floats) -> Floats:
     """states [T, H] -> [H], as all ways to pool."""
-    return states[0]
+    found: Floats = states[0]
+    return found
 
 
 def last(states: Floats) -> Floats:
-    return states[-1]
+    found: Floats = states[-1]
+    return found
 
 
 def mean(states: Floats) -> Floats:
@@ -40,7 +42,8 @@ def mean_sqrt_len(states: Floats) -> Floats:
 def weighted_mean(states: Floats) -> Floats:
     """By position, from 1 (arXiv 2202.08904)."""
     weights = np.arange(1, len(states) + 1, dtype=np.float32)
-    return _sum(states * weights[:, None]) / weights.sum()
+    found: Floats = _sum(states * weights[:, None]) / weights.sum()
+    return found
 
 
 def largest(states: Floats) -> Floats:
@@ -99,7 +102,7 @@ class LayerNorm:
     def __call__(self, vectors: Floats) -> Floats:
         centred = vectors - vectors.mean(-1, keepdims=True)
         spread = np.sqrt(np.square(centred).mean(-1, keepdims=True) + np.float32(self.eps))
-        found: Floats = centred / spread * self.weight
+        found: Floats = (centred / spread * self.weight).astype(np.float32)
         return found if self.bias is None else found + self.bias
 
 

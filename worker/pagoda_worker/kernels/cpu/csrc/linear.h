@@ -71,8 +71,8 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const Line
     return;
   }
   if (op.activation) {
-    c0 = activated(rounded(c0), op.activation);
-    c1 = activated(rounded(c1), op.activation);
+    c0 = activated(c0, op.activation);
+    c1 = activated(c1, op.activation);
   }
   if (op.out_f32) {
     if (op.softcap != 0.0f) {
