@@ -13,7 +13,7 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.generation.prompts import SLICE_CHARS, Reader, at_most
 from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, check_priority
 from pagoda_gateway.text import reading
-from pagoda_gateway.text.reading import Tokens
+from pagoda_gateway.text.reading import Pair, Tokens
 from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.model_kinds import CLASSIFY, EMBED, GENERATE
 from pagoda_proto.params import ModelLimits, too_long
@@ -23,7 +23,6 @@ from pagoda_proto.records import Pool, RequestRecord
 BYTES_PER_NUMBER = 24  # of a vector, as it came and as JSON
 WHAT = {EMBED: "makes embeddings", CLASSIFY: "gives scores", GENERATE: "generates text"}
 
-Pair = tuple[str, str]
 Given = str | Pair | list[int]
 
 
@@ -108,18 +107,11 @@ class Inputs:
         return await self.ctx.pool.run(self.caller.key, size, lambda: [read(one) for one in batch], native=True)
 
     def _reader(self, keep: int | None) -> Callable[[str | Pair], Tokens]:
-        text, asked, own = self.model.text, self.asked, self.model.text.reading
-        plain = partial(reading.encode, text.tokenizer, keep=keep, left=asked.left, special=asked.special)
-
-        def read(one: str | Pair) -> Tokens:
-            if isinstance(one, str):
-                return plain(one, None)
-            if own.template is None:
-                return plain(*one)
-            instruction = own.template.instruction if asked.instruction is None else asked.instruction
-            return reading.templated(text.tokenizer, text.special, own.template, (instruction, *one), keep)
-
-        return read
+        text, asked = self.model.text, self.asked
+        return partial(
+            reading.tokens_of, text.reading, text.tokenizer, text.special,
+            keep=keep, left=asked.left, add_special=asked.special, instruction=asked.instruction,
+        )  # fmt: skip
 
     def _keep(self, limits: ModelLimits) -> int | None:
         keep = self.asked.keep

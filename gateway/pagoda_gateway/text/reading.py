@@ -100,6 +100,29 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(f"LABEL_{i}" for i in range(count))
 
 
+Pair = tuple[str, str]
+
+
+def tokens_of(  # noqa: PLR0913 - what a request may say
+    own: ReadingText,
+    tokenizer: Tokenizer,
+    special: SpecialTokens,
+    given: str | Pair,
+    *,
+    keep: int | None = None,
+    left: bool = False,
+    add_special: bool = True,
+    instruction: str | None = None,
+) -> Tokens:
+    """Of a text, or of a pair as this model is asked about one; see `encode`."""
+    if isinstance(given, str):
+        return encode(tokenizer, given, None, keep=keep, left=left, special=add_special)
+    if own.template is None:
+        return encode(tokenizer, *given, keep=keep, left=left, special=add_special)
+    asked = own.template.instruction if instruction is None else instruction
+    return templated(tokenizer, special, own.template, (asked, *given), keep)
+
+
 def encode(
     tokenizer: Tokenizer, first: str, second: str | None, *, keep: int | None, left: bool = False, special: bool = True
 ) -> Tokens:
