@@ -35,7 +35,7 @@ def save(path: Path, family: str, head: str = "Model", **more: Any) -> Any:
     """A model of this family at `path`, and the same by transformers, in float32."""
     name, fields = CONFIGS[family]
     torch.manual_seed(7)
-    config = getattr(transformers, f"{name}Config")(**fields, **more)
+    config = getattr(transformers, f"{name}Config")(**fields | more)
     kind = getattr(transformers, f"{name}{head}")
     arguments = {"add_pooling_layer": False} if head == "Model" and family in ("bert", "roberta", "xlm-roberta") else {}
     model = kind._from_config(config, **arguments) if not arguments else kind(config, **arguments)
