@@ -27,7 +27,7 @@ import msgspec
 from pagoda_proto.decodes import DecodeList, packed
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.pooling import PoolingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import Delta, FinishReason, Generate, Pool, RequestRecord, Tokens
 from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult, TopLogprobs
 

@@ -13,9 +13,9 @@ from pagoda_gateway.text.reasoning import REASONING_FORMAT_NAMES
 from pagoda_gateway.text.tool_formats.choosing import TOOL_FORMAT_NAMES
 from pagoda_proto import times
 from pagoda_proto.errors import Problem
-from pagoda_proto.model_kinds import AUTO, KINDS
 from pagoda_proto.options import check, option
 from pagoda_proto.params import MAX_PRIORITY, MIN_PRIORITY
+from pagoda_proto.pooling.kinds import AUTO, KINDS
 
 LEAST_PING_S = 0.1
 ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")

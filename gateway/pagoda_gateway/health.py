@@ -21,9 +21,9 @@ from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
-from pagoda_proto.model_kinds import GENERATE
 from pagoda_proto.params import MAX_PRIORITY, SamplingParams
-from pagoda_proto.pooling import PoolingParams
+from pagoda_proto.pooling.kinds import GENERATE
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import FinishReason, Generate, Pool, RequestRecord, Task
 
 logger = logging.getLogger(__name__)

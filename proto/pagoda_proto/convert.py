@@ -10,7 +10,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, InvalidParams, Problem, error_code_from
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.pooling import PoolingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import (
     Begun,
     Delta,

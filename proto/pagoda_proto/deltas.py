@@ -6,7 +6,7 @@ carries it is the last of its request, and a receiver may stop reading a request
 
 from __future__ import annotations
 
-from pagoda_proto.pooling import FLOAT_BYTES
+from pagoda_proto.pooling.params import FLOAT_BYTES
 from pagoda_proto.records import Delta, Result, Stream, Tokens
 from pagoda_proto.steps import TopLogprobs
 

@@ -13,7 +13,7 @@ import msgspec
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.pooling import PoolingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.steps import TopLogprobs
 
 SESSION_PROTOCOL = 4

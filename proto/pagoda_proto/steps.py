@@ -29,7 +29,7 @@ from __future__ import annotations
 import msgspec
 
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP, SamplingParams
-from pagoda_proto.pooling import PoolingParams
+from pagoda_proto.pooling.params import PoolingParams
 
 PROTOCOL_VERSION = 7
 NO_TOKEN = -1

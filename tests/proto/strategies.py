@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
-from pagoda_proto.pooling import CLASSIFY, EMBED, TOKEN_EMBED, PoolingParams
+from pagoda_proto.pooling.params import CLASSIFY, EMBED, TOKEN_EMBED, PoolingParams
 from pagoda_proto.records import (
     Begun,
     Delta,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pagoda_proto.errors import Problem
-from pagoda_proto.model_kinds import AUTO, KINDS
 from pagoda_proto.options import check, option
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
+from pagoda_proto.pooling.kinds import AUTO, KINDS
 from pagoda_worker.cores import available_cores
 from pagoda_worker.device_choice import parse_device
 from pagoda_worker.kernel_choice import parse_choice

@@ -16,7 +16,7 @@ from pagoda_engine_core.workers.pace import Throughput
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import MAX_PRIORITY, MAX_SEED, MIN_PRIORITY, ModelLimits, check_for_model
-from pagoda_proto.pooling import Readings, check_pooling
+from pagoda_proto.pooling.params import Readings, check_pooling
 from pagoda_proto.records import Pool, PriorOutput, RequestRecord
 from pagoda_proto.steps import Hello
 from pagoda_proto.times import NO_WORKER_WAIT_S

@@ -17,7 +17,7 @@ from pagoda_engine_core.scheduling.kv_cache import Growth, KvCache
 from pagoda_engine_core.scheduling.request import Choice
 from pagoda_proto.decodes import changes
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.pooling import FLOAT_BYTES, MAX_POOLED_BYTES
+from pagoda_proto.pooling.params import FLOAT_BYTES, MAX_POOLED_BYTES
 from pagoda_proto.records import Pool
 from pagoda_proto.steps import NO_TOKEN, AppendBlocks, Chunk, NewRow, ReplaceBlock, RowOutput, StepPlan, StepResult
 

@@ -16,7 +16,7 @@ from math import inf
 
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.params import ModelLimits
-from pagoda_proto.pooling import OUTPUTS
+from pagoda_proto.pooling.params import OUTPUTS
 from pagoda_proto.steps import PROTOCOL_VERSION, Hello, Refused
 
 MAX_COUNT = 2**31 - 1

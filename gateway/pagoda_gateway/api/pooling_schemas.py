@@ -9,7 +9,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from pagoda_gateway.api.body import Body, Text
 from pagoda_gateway.api.json_body import MAX_VALUES
 from pagoda_gateway.api.schemas import Label, Salt, TokenIds
-from pagoda_proto.pooling import OUTPUTS
+from pagoda_proto.pooling.params import OUTPUTS
 
 Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1)]
 Kept = Annotated[int, Field(ge=-1)]

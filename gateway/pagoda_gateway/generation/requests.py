@@ -13,8 +13,8 @@ from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.generation.job import Job, Shown
 from pagoda_gateway.text.conversation import text_size
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
-from pagoda_proto.model_kinds import EMBED, GENERATE
 from pagoda_proto.params import SamplingParams, check_for_model
+from pagoda_proto.pooling.kinds import EMBED, GENERATE
 from pagoda_proto.records import Generate, RequestRecord
 
 FCFS = "fcfs"

@@ -15,9 +15,9 @@ from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, check_priority
 from pagoda_gateway.text import reading
 from pagoda_gateway.text.reading import Pair, Tokens
 from pagoda_proto.errors import InvalidParams, Problem
-from pagoda_proto.model_kinds import CLASSIFY, EMBED, GENERATE
 from pagoda_proto.params import ModelLimits, too_long
-from pagoda_proto.pooling import PoolingParams
+from pagoda_proto.pooling.kinds import CLASSIFY, EMBED, GENERATE
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import Pool, RequestRecord
 
 BYTES_PER_NUMBER = 24  # of a vector, as it came and as JSON

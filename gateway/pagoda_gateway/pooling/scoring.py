@@ -11,8 +11,8 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.pooling.inputs import Asked, Inputs
 from pagoda_gateway.pooling.vectors import cosine, floats
 from pagoda_proto.errors import InvalidParams, Problem
-from pagoda_proto.model_kinds import CLASSIFY
-from pagoda_proto.pooling import EMBED, PoolingParams
+from pagoda_proto.pooling.kinds import CLASSIFY
+from pagoda_proto.pooling.params import EMBED, PoolingParams
 from pagoda_proto.records import RequestRecord
 
 

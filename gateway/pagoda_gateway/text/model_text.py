@@ -22,8 +22,8 @@ from pagoda_gateway.text.reading import ReadingText, read_files
 from pagoda_gateway.text.special import MARK, SpecialTokens
 from pagoda_gateway.text.vocabulary import TokenTable, byte_level_alphabet, read_rules
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
-from pagoda_proto.model_kinds import AUTO, CLASSIFY, GENERATE, MODULES, is_yes_no_reranker, kind_of
 from pagoda_proto.params import SamplingParams
+from pagoda_proto.pooling.kinds import AUTO, CLASSIFY, GENERATE, MODULES, is_yes_no_reranker, kind_of
 
 log = logging.getLogger(__name__)
 

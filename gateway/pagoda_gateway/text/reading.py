@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tokenizers import Encoding, Tokenizer
 
 from pagoda_gateway.text.special import SpecialTokens
-from pagoda_proto.model_kinds import GENERATE, architecture_of
+from pagoda_proto.pooling.kinds import GENERATE, architecture_of
 
 MAX_LABELS = 100_000
 MAX_PROMPTS = 1024
@@ -49,7 +49,7 @@ class ReadingText:
     """What a model is for, and what its files say of reading.
 
     Attributes:
-        kind: See `pagoda_proto.model_kinds`.
+        kind: See `pagoda_proto.pooling.kinds`.
         width: Numbers of a vector, about: a hint for how large an answer gets.
         prompts: Texts that go before others, by name; `default_prompt` is the name of the one that does unasked.
         dimensions: Which a request may ask for: None, none; empty, any.

@@ -31,7 +31,7 @@ from pagoda.offline.reading import (
 )
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.pooling import PoolingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import Delta, NextTokens
 from pagoda_worker.rows.processors import Processor, with_processor
 

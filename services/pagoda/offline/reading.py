@@ -11,8 +11,8 @@ from pagoda.offline.local import Local, Prompt, as_list, failure
 from pagoda_gateway.pooling.vectors import cosine, floats
 from pagoda_gateway.text.reading import Pair, Tokens, tokens_of
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
-from pagoda_proto.model_kinds import CLASSIFY
-from pagoda_proto.pooling import EMBED, TOKEN_EMBED, PoolingParams, check_pooling
+from pagoda_proto.pooling.kinds import CLASSIFY
+from pagoda_proto.pooling.params import EMBED, TOKEN_EMBED, PoolingParams, check_pooling
 from pagoda_proto.records import Delta, FinishReason, Pool, RequestRecord
 
 T = TypeVar("T")

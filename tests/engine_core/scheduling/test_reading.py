@@ -16,7 +16,7 @@ from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_proto.errors import PagodaError
-from pagoda_proto.pooling import EMBED
+from pagoda_proto.pooling.params import EMBED
 from pagoda_proto.records import Delta, FinishReason
 from pagoda_proto.steps import RowOutput, StepPlan, StepResult
 

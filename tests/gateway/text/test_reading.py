@@ -10,7 +10,7 @@ from tests.gateway.model_dir import word_tokenizer, write_model_dir, write_reade
 
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_gateway.text.reading import QWEN3_RERANKER, Tokens, encode, read_files, templated
-from pagoda_proto.model_kinds import CLASSIFY, EMBED, GENERATE
+from pagoda_proto.pooling.kinds import CLASSIFY, EMBED, GENERATE
 
 TOKENIZER = word_tokenizer()
 CLS, SEP, A, B, C = 2, 3, 4, 5, 6

@@ -14,7 +14,7 @@ from tests.worker.encoders.checkpoints import VOCAB, save, texts
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.pooling import CLASSIFY, EMBED, PoolingParams
+from pagoda_proto.pooling.params import CLASSIFY, EMBED, PoolingParams
 from pagoda_proto.steps import Chunk, NewRow, StepPlan, StepResult
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.config import WorkerConfig

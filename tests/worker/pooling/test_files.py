@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pagoda_proto.pooling import EMBED, TOKEN_EMBED
+from pagoda_proto.pooling.params import EMBED, TOKEN_EMBED
 from pagoda_worker.checkpoints.checkpoint import CheckpointError
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.pooling.files import embedder, longest

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.pooling import CLASSIFY, EMBED, MAX_POOLED_BYTES, TOKEN_EMBED, PoolingParams
+from pagoda_proto.pooling.params import CLASSIFY, EMBED, MAX_POOLED_BYTES, TOKEN_EMBED, PoolingParams
 from pagoda_worker.pooling.pooler import Pooler
 from pagoda_worker.pooling.stages import Dense, Floats
 from pagoda_worker.sampling.sampler import Fault

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pagoda_proto.model_kinds import CLASSIFY, GENERATE, MODULES, architecture_of, is_yes_no_reranker, kind_of
+from pagoda_proto.pooling.kinds import CLASSIFY, GENERATE, MODULES, architecture_of, is_yes_no_reranker, kind_of
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint, read_json
 from pagoda_worker.checkpoints.config_reader import HARMLESS, UnsupportedConfig, check_sizes
 from pagoda_worker.checkpoints.fingerprint import fingerprint

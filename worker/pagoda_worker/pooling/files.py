@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pagoda_proto.pooling import EMBED, TOKEN_EMBED
+from pagoda_proto.pooling.params import EMBED, TOKEN_EMBED
 from pagoda_worker.checkpoints.checkpoint import CheckpointError, open_checkpoint, read_json
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.pooling.heads import dense, optional, tensor

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagoda_proto.pooling import CLASSIFY
+from pagoda_proto.pooling.params import CLASSIFY
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, CheckpointError
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.pooling.pooler import Pooler, widest

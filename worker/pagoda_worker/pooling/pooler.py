@@ -9,7 +9,7 @@ from hashlib import sha256
 import numpy as np
 
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.pooling import CLASSIFY, EMBED, MAX_POOLED_BYTES, TOKEN_EMBED, PoolingParams, Readings
+from pagoda_proto.pooling.params import CLASSIFY, EMBED, MAX_POOLED_BYTES, TOKEN_EMBED, PoolingParams, Readings
 from pagoda_worker.pooling.stages import ACTIVATIONS, WAYS, Floats, Stage, normalized
 from pagoda_worker.sampling.sampler import NOT_A_NUMBER, Fault
 
@@ -21,7 +21,7 @@ class Pooler:
 
     Attributes:
         width: Numbers of a vector, or labels.
-        outputs: What it gives; see `pagoda_proto.pooling`.
+        outputs: What it gives; see `pagoda_proto.pooling.params`.
         normalizes: Whether vectors have length 1 where the request does not say.
         skips: Whether a mean leaves out an instruction at the front.
         activation: Of scores.

@@ -109,5 +109,5 @@ class LayerNorm:
 def normalized(vectors: Floats) -> Floats:
     """Of length 1; zeros stay."""
     lengths = np.sqrt(np.add.reduce(np.square(vectors), axis=-1, keepdims=True))
-    found: Floats = vectors / np.maximum(lengths, np.float32(1e-12))
+    found: Floats = (vectors / np.maximum(lengths, np.float32(1e-12))).astype(np.float32)
     return found

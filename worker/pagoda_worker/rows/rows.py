@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.pooling import PoolingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.steps import NewRow
 from pagoda_worker.grammars.matching import Matcher
 from pagoda_worker.rows.drafts import RowDrafts

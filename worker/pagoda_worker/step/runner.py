@@ -22,7 +22,7 @@ import torch
 from pagoda_proto.decodes import DecodeList, packed
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.pooling import PoolingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator

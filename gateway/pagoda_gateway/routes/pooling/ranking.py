@@ -18,8 +18,8 @@ from pagoda_gateway.pooling.scoring import Scoring, ranked
 from pagoda_gateway.routes.body import json_response, read_body
 from pagoda_gateway.routes.described import endpoint
 from pagoda_gateway.routes.pooling.answering import Place, as_list, listed, place_of, usage_of
-from pagoda_proto.model_kinds import CLASSIFY, EMBED
-from pagoda_proto.pooling import PoolingParams
+from pagoda_proto.pooling.kinds import CLASSIFY, EMBED
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import RequestRecord
 
 COHERE = "/v2/rerank"

@@ -16,7 +16,7 @@ from tests.gateway.model_dir import write_reader_dir
 
 from pagoda_gateway.api.pooling_answers import ClassifyAnswer, EmbeddingsAnswer, PoolingAnswer, Vectors
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.pooling import PoolingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import Pool
 
 X, Y = [1.0, 0.5, -2.0], [0.25, 0.0, 4.0]

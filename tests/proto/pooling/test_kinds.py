@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda_proto.model_kinds import CLASSIFY, EMBED, GENERATE, is_yes_no_reranker, kind_of
+from pagoda_proto.pooling.kinds import CLASSIFY, EMBED, GENERATE, is_yes_no_reranker, kind_of
 
 
 @pytest.mark.parametrize(

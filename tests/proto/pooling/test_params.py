@@ -6,7 +6,7 @@ import pytest
 
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
 from pagoda_proto.params import ModelLimits
-from pagoda_proto.pooling import CLASSIFY, EMBED, TOKEN_EMBED, PoolingParams, Readings, check_pooling
+from pagoda_proto.pooling.params import CLASSIFY, EMBED, TOKEN_EMBED, PoolingParams, Readings, check_pooling
 
 LIMITS = ModelLimits(100, 8)
 EMBEDS = Readings((EMBED, TOKEN_EMBED), 32)
