@@ -49,8 +49,8 @@ async def serve(
 ) -> None:
     """Run a gateway until `stop` is set and its requests are done or `drain_timeout_s` is over.
 
-    Reports {"event": "listening", "url": ..}, then "ready" and "unready" as /health/ready changes; and "locked" if
-    clients must show API keys.
+    Reports {"event": "listening", "url": .., "kind": what the model is for}, then "ready" and "unready" as
+    /health/ready changes; and "locked" if clients must show API keys.
 
     Raises:
         ValueError: the engine address, the store's or the model's files cannot be used.
@@ -176,7 +176,8 @@ async def _run(
     try:
         await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
-            report({"event": "listening", "url": url_of(listener)})
+            kind = next(iter(parts.ctx.catalogue)).text.reading.kind
+            report({"event": "listening", "url": url_of(listener), "kind": kind})
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             handing_over = asyncio.create_task(parts.hand_over())
