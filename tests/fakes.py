@@ -364,6 +364,8 @@ def make_record(
     cache_salt: str = "",
     priority: int = 0,
     queue_timeout_s: float = 0.0,
+    tenant: str = "",
+    weight: int = 1,
     **params: Any,
 ) -> RequestRecord:
     """A record with a fresh id; further keywords are SamplingParams (max_tokens is 8 unless given)."""
@@ -374,6 +376,8 @@ def make_record(
         cache_salt=cache_salt,
         priority=priority,
         queue_timeout_s=queue_timeout_s,
+        tenant=tenant,
+        weight=weight,
     )
 
 

@@ -34,7 +34,11 @@ class EngineConfig:
         16, "steps are filled with drafts up to this many tokens; 0 allows no drafts", most=65536
     )
     prefix_cache: bool = option(True, "reuse the KV blocks of equal prefixes")
-    policy: str = option("fcfs", "order of waiting requests: fcfs or priority", words=("fcfs", "priority"))
+    policy: str = option(
+        "fcfs",
+        "order of waiting requests: fcfs, priority, or fair: of the tenant who was served least",
+        words=("fcfs", "priority", "fair"),
+    )
     preemption: str = option(
         "auto",
         "where KV blocks run out: recompute, swap while there is room, auto: the quicker",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagoda_gateway.keys.gate import Gate
 from pagoda_gateway.keys.grants import ANYBODY, Grant
@@ -34,9 +34,19 @@ class Caller:
     grant: Grant = ANYBODY
 
 
-def salt_of(caller: Caller, asked: str | None) -> str:
-    """The salt of a caller's record: a tenant's own salts are told apart from equal ones of others."""
-    return f"{caller.tenant}.{asked or ''}" if caller.tenant else asked or ""
+class Origin(NamedTuple):
+    """What a record says of who asks; see `RequestRecord`."""
+
+    cache_salt: str
+    tenant: str
+    weight: int
+
+
+def origin_of(caller: Caller, asked_salt: str | None = None) -> Origin:
+    """A tenant's own salts are told apart from equal ones of others. Whoever shows no key is told by the address."""
+    asked = asked_salt or ""
+    salt = f"{caller.tenant}.{asked}" if caller.tenant else asked
+    return Origin(salt, caller.tenant or caller.key, caller.grant.weight)
 
 
 def tenant_of(salt: str) -> str:

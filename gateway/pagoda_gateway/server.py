@@ -40,6 +40,7 @@ Report = Callable[[dict[str, object]], None]
 
 
 SWITCH_INTERVAL_S = 0.001  # how long the event loop waits for a text thread that computes in Python
+COLLECTED_AFTER = (20_000, 5, 100)  # new objects, and times: what a large body is made of is looked through but once
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +145,7 @@ def keep_out_of_collections() -> None:
     gc.collect()
     gc.freeze()
     gc.collect()  # of the rest, by whose size the next full collection is put off
+    gc.set_threshold(*COLLECTED_AFTER)
 
 
 def served_name(config: GatewayConfig) -> str:

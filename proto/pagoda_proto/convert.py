@@ -108,6 +108,8 @@ def record_to_pb(record: RequestRecord) -> pb.RequestRecord:
         cache_salt=record.cache_salt,
         priority=record.priority,
         queue_timeout_s=record.queue_timeout_s,
+        tenant=record.tenant,
+        weight=record.weight,
         generate=_generate_to_pb(task) if isinstance(task, Generate) else None,
         pool=_pool_to_pb(task) if isinstance(task, Pool) else None,
     )
@@ -121,6 +123,8 @@ def record_from_pb(message: pb.RequestRecord) -> RequestRecord:
         cache_salt=message.cache_salt,
         priority=message.priority,
         queue_timeout_s=message.queue_timeout_s,
+        tenant=message.tenant,
+        weight=message.weight or 1,
         task=_task_from_pb(message),
     )
 

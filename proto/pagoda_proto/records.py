@@ -62,10 +62,14 @@ Task = Generate | Pool
 """What may be asked: one struct per arm of `task` in engine.proto."""
 
 
+MAX_WEIGHT = 1000
+
+
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an answer depends on besides weights and numerics. Written once, never changed.
 
-    `cache_salt` is the prefix-cache domain (tenant). `priority`: lower runs earlier under the priority policy.
+    `cache_salt` is the prefix-cache domain. `priority`: lower runs earlier under the priority policy. `tenant` is who
+    asks, as far as the gateway can tell; under the fair policy those who wait are served in proportion to `weight`.
     `queue_timeout_s` 0 means the engine core's own.
     """
 
@@ -75,6 +79,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     priority: int = 0
     queue_timeout_s: float = 0.0
+    tenant: str = ""
+    weight: int = 1
 
 
 class PriorOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -82,6 +82,8 @@ def test_a_sink_hears_once_per_pass_of_all_its_requests(bench: Bench) -> None:
         (make_record(priority=-101), 0, ErrorCode.INVALID_ARGUMENT, "priority"),
         (make_record(seed=2**64), 0, ErrorCode.INVALID_ARGUMENT, "seed"),
         (make_record(queue_timeout_s=-1.0), 0, ErrorCode.INVALID_ARGUMENT, "queue_timeout_s"),
+        (make_record(weight=0), 0, ErrorCode.INVALID_ARGUMENT, "weight"),
+        (make_record(tenant="x" * 257), 0, ErrorCode.INVALID_ARGUMENT, "tenant"),
         (make_record(), -1, ErrorCode.INVALID_ARGUMENT, "attempt"),
     ],
 )  # fmt: skip

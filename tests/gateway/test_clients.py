@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_gateway.clients import Caller, TrustedProxies, client_key, salt_of, tenant_of
+from pagoda_gateway.clients import Caller, TrustedProxies, client_key, origin_of, tenant_of
 from pagoda_gateway.config import GatewayConfig
+from pagoda_gateway.keys.grants import ANYBODY
 
 
 @pytest.mark.parametrize(
@@ -35,15 +38,15 @@ def test_whose_word_is_taken(peer: str, forwarded: list[bytes], client: str) -> 
 
 
 def test_sec_10_equal_salts_of_two_tenants_differ() -> None:
-    salts = [salt_of(Caller("", tenant), asked) for tenant in ("", "a", "b") for asked in (None, "s", "a")]
+    salts = [origin_of(Caller("", tenant), asked).cache_salt for tenant in ("", "a", "b") for asked in (None, "s", "a")]
     assert len(set(salts)) == len(salts)
-    assert salt_of(Caller(""), "s") == "s"
+    assert origin_of(Caller(""), "s").cache_salt == "s"
 
 
 @pytest.mark.parametrize("tenant", ["", "0123456789abcdef"])
 @pytest.mark.parametrize("asked", [None, "s", "a-b_c", "0123456789abcdef"])
 def test_a_salt_tells_whose_it_is(tenant: str, asked: str | None) -> None:
-    assert tenant_of(salt_of(Caller("", tenant), asked)) == tenant
+    assert tenant_of(origin_of(Caller("", tenant), asked).cache_salt) == tenant
 
 
 @pytest.mark.parametrize("keys", ["short", "good-key-1,", "a b c d e f g", "k\u00e9y-of-eight", "x" * 257])
@@ -72,3 +75,8 @@ def test_any_header_gives_a_client(peer: str, forwarded: list[bytes]) -> None:
 def test_what_is_no_address_is_refused_at_start(text: str) -> None:
     with pytest.raises(ValueError, match="forwarded_allow_ips"):
         GatewayConfig(forwarded_allow_ips=text)
+
+
+def test_whoever_shows_no_key_is_told_by_the_address() -> None:
+    assert origin_of(Caller("10.0.0.1"))[1:] == ("10.0.0.1", 1)
+    assert origin_of(Caller("10.0.0.1", "key_a", replace(ANYBODY, weight=3)))[1:] == ("key_a", 3)

@@ -88,6 +88,8 @@ RECORDS = st.builds(
     cache_salt=TEXT,
     priority=st.integers(-(2**31), 2**31 - 1),
     queue_timeout_s=F64,
+    tenant=TEXT,
+    weight=st.integers(1, 2**32 - 1),
 )
 PRIORS = st.builds(PriorOutput, choice=U32, token_ids=TOKENS, finished=st.booleans())
 LOGPROBS = st.builds(TopLogprobs, F32, U32, TOKENS, st.lists(F32, max_size=3))

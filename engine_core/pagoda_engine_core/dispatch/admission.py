@@ -17,10 +17,11 @@ from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import MAX_PRIORITY, MAX_SEED, MIN_PRIORITY, ModelLimits, check_for_model
 from pagoda_proto.pooling.params import Readings, check_pooling
-from pagoda_proto.records import Pool, PriorOutput, RequestRecord
+from pagoda_proto.records import MAX_WEIGHT, Pool, PriorOutput, RequestRecord
 from pagoda_proto.steps import Hello
 from pagoda_proto.times import NO_WORKER_WAIT_S
 
+MAX_TENANT_BYTES = 256
 MAX_ATTEMPT = 2**31 - 1
 MAX_RETRY_AFTER_S = 300.0
 FIRST_EXPECTED_OUTPUT = 128
@@ -301,6 +302,10 @@ def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
         yield Problem("seed", f"the seed in force ({seed}) is not the one asked for ({asked})")
     if not MIN_PRIORITY <= record.priority <= MAX_PRIORITY:
         yield Problem("priority", f"must be between {MIN_PRIORITY} and {MAX_PRIORITY}, got {record.priority}")
+    if not 1 <= record.weight <= MAX_WEIGHT:
+        yield Problem("weight", f"must be between 1 and {MAX_WEIGHT}, got {record.weight}")
+    if len(record.tenant.encode(errors="replace")) > MAX_TENANT_BYTES:
+        yield Problem("tenant", f"must have at most {MAX_TENANT_BYTES} bytes")
     if not (math.isfinite(record.queue_timeout_s) and record.queue_timeout_s >= 0):
         yield Problem("queue_timeout_s", f"must be 0 or a number of seconds, got {record.queue_timeout_s}")
 

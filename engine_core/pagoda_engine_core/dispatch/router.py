@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.dispatch.fairness import Fairness
 from pagoda_engine_core.dispatch.waiting import QueuedRequest, Rank, WaitingQueue
 from pagoda_engine_core.dispatch.worker import Worker
 from pagoda_engine_core.scheduling.ledger import Cause
@@ -44,7 +45,8 @@ class Router:
         self._config = config
         self._policy = POLICIES[config.policy]
         self._row_ids: Iterator[int] = itertools.count(1)
-        self._queue = WaitingQueue(self._policy)
+        self._fairness = Fairness(counting=config.policy == "fair")
+        self._queue = WaitingQueue(self._policy, self._fairness)
         self._totals: Counter[str] = Counter()  # less what is counted by the workers that are here
         self._fleet = Pace()
         self.workers: dict[int, Worker] = {}
@@ -129,7 +131,7 @@ class Router:
         """Note which of a worker's requests the deltas end, or acquit, and pass them on."""
         for delta in deltas:
             if delta.ends_request:
-                worker.requests.pop(delta.request_id, None)
+                self._fairness.charge(filter(None, [worker.requests.pop(delta.request_id, None)]))
             if delta.request_id == worker.suspect and (delta.has_output or delta.ends_request):
                 worker.suspect = ""
         return deltas
@@ -187,6 +189,8 @@ class Router:
         """Give waiting requests, in order, to workers that can begin them in the step that is planned next. `rooms`, by
         epoch, are what those have left; what is taken goes off them."""
         deltas: list[Delta] = []
+        if self.anybody_waits:
+            self._fairness.charge(itertools.chain.from_iterable(w.requests.values() for w in self.workers.values()))
         for queued in self._queue:
             if not rooms:
                 break
@@ -218,6 +222,7 @@ class Router:
 
     def _place(self, request: Request, worker: Worker, now: float) -> list[Delta]:
         worker.requests[request.request_id] = request
+        self._fairness.charge([request])
         if request.suspect:
             worker.suspect = request.request_id
         return self.ended(worker, worker.scheduler.add(request, now))

@@ -1,15 +1,21 @@
-"""The requests that no worker holds, sorted by who goes next."""
+"""The requests that no worker holds, and who of them goes next.
+
+Each tenant has a line, sorted by rank and policy; the heads of the lines are compared by rank, by what the policy puts
+first of all, and by how much their tenants have been served. Unless turns are to be fair, there is one line.
+"""
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from operator import attrgetter
 from typing import NamedTuple
 
+from pagoda_engine_core.dispatch.fairness import Fairness
+from pagoda_engine_core.scheduling.policy import Policy
 from pagoda_engine_core.scheduling.request import Request
 
 
@@ -46,25 +52,40 @@ _place = attrgetter("place")
 
 
 class WaitingQueue:
-    """`key` is the policy's. `num_tokens` counts prompt tokens."""
+    """`num_tokens` counts prompt tokens."""
 
-    def __init__(self, key: Callable[[Request], tuple[float, ...]]) -> None:
-        self._key = key
+    def __init__(self, policy: Policy, fairness: Fairness) -> None:
+        self._policy = policy
+        self._fairness = fairness
         self._arrivals = itertools.count()
-        self._sorted: list[QueuedRequest] = []
+        self._lines: dict[str, list[QueuedRequest]] = {}  # none is empty
         self._by_id: dict[str, QueuedRequest] = {}
         self.num_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._sorted)
+        return len(self._by_id)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """In order; entries may be removed meanwhile."""
-        return iter(tuple(self._sorted))
+        """In order; entries may be removed meanwhile, and tenants be served."""
+        lines = {tenant: iter(tuple(line)) for tenant, line in self._lines.items()}
+        heads = {tenant: next(line) for tenant, line in lines.items()}
+        while heads:
+            tenant = min(heads, key=lambda tenant: self._turn(tenant, heads[tenant]))
+            queued, follower = heads.pop(tenant), next(lines[tenant], None)
+            if follower is not None:
+                heads[tenant] = follower
+            if queued.request.request_id in self._by_id:
+                yield queued
+
+    def _turn(self, tenant: str, head: QueuedRequest) -> tuple[Rank, float, float, _Place]:
+        return head.place.rank, head.place.order[0], self._fairness.served(tenant), head.place
 
     def add(self, request: Request, rank: Rank, now: float) -> None:
-        queued = QueuedRequest(_Place(rank, self._key(request), next(self._arrivals)), request, now)
-        bisect.insort(self._sorted, queued, key=_place)
+        queued = QueuedRequest(_Place(rank, self._policy(request), next(self._arrivals)), request, now)
+        tenant = self._fairness.tenant(request)
+        if tenant not in self._lines:
+            self._fairness.comes(tenant, self._lines.keys())
+        bisect.insort(self._lines.setdefault(tenant, []), queued, key=_place)
         self._by_id[request.request_id] = queued
         self.num_tokens += request.num_prompt_tokens
 
@@ -75,17 +96,22 @@ class WaitingQueue:
     def remove(self, request_id: str) -> None:
         """Raises KeyError when it is not here."""
         queued = self._by_id.pop(request_id)
-        del self._sorted[bisect.bisect_left(self._sorted, queued.place, key=_place)]
+        tenant = self._fairness.tenant(queued.request)
+        line = self._lines[tenant]
+        del line[bisect.bisect_left(line, queued.place, key=_place)]
+        if not line:
+            del self._lines[tenant]
+            self._fairness.goes(tenant)
         self.num_tokens -= queued.request.num_prompt_tokens
 
     def forgive(self, seconds: float) -> None:
         """So much time has passed that nobody is to be blamed for."""
-        for queued in self._sorted:
+        for queued in self._by_id.values():
             queued.since += seconds
 
     def take_all(self) -> list[Request]:
-        requests = [queued.request for queued in self._sorted]
-        self._sorted.clear()
+        requests = [queued.request for queued in self]
+        self._lines.clear()
         self._by_id.clear()
         self.num_tokens = 0
         return requests

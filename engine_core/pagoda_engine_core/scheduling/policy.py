@@ -30,7 +30,8 @@ def priority(request: Request) -> tuple[float, ...]:
     return (request.arrived_at + request.record.priority * PRIORITY_LEVEL_S, request.record.priority)
 
 
-POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority}
+POLICIES: dict[str, Policy] = {"fcfs": fcfs, "priority": priority, "fair": fcfs}
+"""Under `fair`, the order of a tenant's own requests and of rows; whose turn it is, says `dispatch/fairness.py`."""
 
 _order = attrgetter("order")
 

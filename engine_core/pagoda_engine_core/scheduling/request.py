@@ -181,6 +181,7 @@ class Request:
         self.eos_token_ids = () if self.params.ignore_eos else record.task.eos_token_ids
         self.deaths = self.lost_lives = 0
         self.replays = attempt
+        self.charged = 0.0  # to its tenant, so far
         self.preemptions = 0
         self.cached_prompt_tokens = begun.cached_prompt_tokens if begun else 0
         self.started = False  # has had a row
@@ -193,6 +194,10 @@ class Request:
     @property
     def live_choices(self) -> list[Choice]:
         return [choice for choice in self.choices if choice.live]
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(choice.output_ids) for choice in self.choices)
 
     @property
     def ended(self) -> bool:

@@ -12,7 +12,7 @@ from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.api.schemas import ChatRequest, TokenizeRequest
 from pagoda_gateway.api.tools import NONE, chosen_mode
-from pagoda_gateway.clients import NOBODY, Caller, salt_of
+from pagoda_gateway.clients import NOBODY, Caller, origin_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.chat_tools import place_in, wanted_of
@@ -61,8 +61,8 @@ async def _planned(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> tu
     plan = await reader.plan(work_size(body.tools), wanted, thinking, place_in(body))
     with named_as_in_body({"prompt": "messages", "max_tokens": name, "grammar": form_field(body)}):
         params = msgspec.structs.replace(params, grammar=plan.grammar)
-        salt = salt_of(caller, body.cache_salt)
-        return new_record(model, token_ids, params, salt, body.priority, body.request_id), plan
+        origin = origin_of(caller, body.cache_salt)
+        return new_record(model, token_ids, params, origin, body.priority, body.request_id), plan
 
 
 def form_field(body: ChatRequest) -> str:

@@ -11,7 +11,7 @@ from pagoda_gateway.api.answer_schemas import CompletionAnswer
 from pagoda_gateway.api.encoding import encoded_columns
 from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.api.schemas import CompletionRequest
-from pagoda_gateway.clients import NOBODY, Caller, salt_of
+from pagoda_gateway.clients import NOBODY, Caller, origin_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
@@ -54,8 +54,8 @@ async def completion_records(
     if reader.keep is not None:
         found = [(None, ids) for _, ids in found]  # what is kept of a text is known by its tokens
     check_products(ctx.config, model, params, [len(token_ids) for _, token_ids in found], shown)
-    salt = salt_of(caller, body.cache_salt)
-    return [(text, new_record(model, ids, params, salt, body.priority, body.request_id)) for text, ids in found]
+    origin = origin_of(caller, body.cache_salt)
+    return [(text, new_record(model, ids, params, origin, body.priority, body.request_id)) for text, ids in found]
 
 
 def completion_params(text: ModelText, body: CompletionRequest) -> SamplingParams:

@@ -15,7 +15,7 @@ from pagoda_gateway.api.answer_schemas import MessagesAnswer
 from pagoda_gateway.api.encoding import encoded, event
 from pagoda_gateway.api.error_body import ANTHROPIC_ERRORS
 from pagoda_gateway.api.messages_schemas import CountTokensRequest, MessagesRequest
-from pagoda_gateway.clients import Caller, salt_of
+from pagoda_gateway.clients import Caller, origin_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.messages_tools import thinking_options, wanted_of
@@ -52,7 +52,7 @@ async def _planned(ctx: GatewayContext, body: MessagesRequest, caller: Caller) -
     )
     with named_as_in_body({"prompt": "messages", "stop": "stop_sequences", "grammar": _form_field(body)}):
         params = msgspec.structs.replace(params, grammar=plan.grammar)
-        return new_record(model, token_ids, params, salt_of(caller, None), 0), plan
+        return new_record(model, token_ids, params, origin_of(caller), 0), plan
 
 
 def _form_field(body: MessagesRequest) -> str:

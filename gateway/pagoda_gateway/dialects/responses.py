@@ -17,7 +17,7 @@ from pagoda_gateway.api.responses_schemas import (
     ResponsesRequest,
     read_items,
 )
-from pagoda_gateway.clients import Caller, salt_of
+from pagoda_gateway.clients import Caller, origin_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import chat_logprobs
@@ -53,7 +53,7 @@ async def responses_job(ctx: GatewayContext, body: ResponsesRequest, caller: Cal
         check_products(ctx.config, model, params, [len(token_ids)], Shown())  # a stream ends with the whole, too
         plan = await reader.plan(work_size(body.tools), wanted, thinking, place_in(body))
         params = msgspec.structs.replace(params, grammar=plan.grammar)
-        record = new_record(model, token_ids, params, salt_of(caller, body.cache_salt), body.priority)
+        record = new_record(model, token_ids, params, origin_of(caller, body.cache_salt), body.priority)
     shown = Shown(stream=bool(body.stream), how=plan.how, logprobs=params.logprobs, form_field=field)
     job = new_job("resp_", model, [record], shown, loose_grammar=plan.loose_grammar)
     kept = b"" if body.store is False else encoded([item.model_dump(exclude_none=True) for item in items])

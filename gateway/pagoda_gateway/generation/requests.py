@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.clients import Origin
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.generation.job import Job, Shown
 from pagoda_gateway.text.conversation import text_size
@@ -71,7 +72,7 @@ def new_record(
     model: ServedModel,
     token_ids: list[int],
     params: SamplingParams,
-    cache_salt: str,
+    origin: Origin,
     priority: int,
     name: str | None = None,
 ) -> RequestRecord:
@@ -90,8 +91,8 @@ def new_record(
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             eos_token_ids=model.text.eos_token_ids,
         ),
-        cache_salt=cache_salt,
         priority=priority,
+        **origin._asdict(),
     )
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from pagoda_gateway.keys.grants import LIMITS, Limits, Role
 from pagoda_proto.errors import InvalidParams, Problem
+from pagoda_proto.records import MAX_WEIGHT
 
 PREFIX = "sk-pagoda-"
 ID_BYTES, SECRET_BYTES = 8, 32
@@ -38,6 +39,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     role: Role = Role.CLIENT
     models: tuple[str, ...] | None = None
     limits: Limits = Limits()
+    weight: int = 1
     expires_at: int | None = None
     revoked_at: int | None = None
 
@@ -60,6 +62,7 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True):
     role: Role = Role.CLIENT
     models: tuple[str, ...] | None = None
     limits: Limits = Limits()
+    weight: int = 1
     expires_at: int | None = None
 
     def __post_init__(self) -> None:
@@ -79,6 +82,9 @@ class NewKey(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self.limits, name)
             if value is not None and not 0 <= value <= MAX_LIMIT:
                 yield Problem(name, f"must be between 0 (no limit) and {MAX_LIMIT}, got {value}")
+
+        if not 1 <= self.weight <= MAX_WEIGHT:
+            yield Problem("weight", f"must be between 1 and {MAX_WEIGHT}, got {self.weight}")
 
     def made(self, now: float) -> tuple[ApiKey, str]:
         """The record, and the key itself, which is never seen again. Raises InvalidParams."""

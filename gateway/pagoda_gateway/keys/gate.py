@@ -118,7 +118,7 @@ class Gate:
         if state != "active":
             raise PagodaError(ErrorCode.INVALID_API_KEY, f"the API key is {state}")
         limits = key.limits.or_else(self._defaults)
-        return Holder(key.id, Grant(rights=RIGHTS[key.role], models=key.models, limits=limits))
+        return Holder(key.id, Grant(rights=RIGHTS[key.role], models=key.models, limits=limits, weight=key.weight))
 
     async def grant_of(self, tenant: str) -> Grant:
         """What a tenant's key allows now, for what was begun with it before. Raises PagodaError as `holder_of`."""

@@ -60,11 +60,13 @@ NO_LIMITS = Limits(**dict.fromkeys(LIMITS, 0))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grant:
-    """`models`: names that requests may use, those of adapters too; None for all."""
+    """`models`: names that requests may use, those of adapters too; None for all. `weight`: its share where
+    tenants take turns."""
 
     rights: frozenset[Right]
     models: tuple[str, ...] | None = None
     limits: Limits = NO_LIMITS
+    weight: int = 1
 
     def allows_model(self, name: str) -> bool:
         return self.models is None or name in self.models

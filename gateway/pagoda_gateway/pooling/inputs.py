@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pagoda_gateway.catalogue import ServedModel
-from pagoda_gateway.clients import Caller, salt_of
+from pagoda_gateway.clients import Caller, origin_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.generation.prompts import SLICE_CHARS, Reader, at_most
 from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, check_priority
@@ -154,8 +154,8 @@ class Inputs:
             request_id=secrets.token_hex(16),
             prompt_token_ids=tokens.token_ids,
             task=Pool(pooling=PoolingParams(**fields | {"second_start": tokens.second_start, "skip": skip})),
-            cache_salt=salt_of(self.caller, self.asked.cache_salt),
             priority=self.asked.priority,
+            **origin_of(self.caller, self.asked.cache_salt)._asdict(),
         )
 
 

@@ -37,6 +37,7 @@ def _add_all(routes: APIRouter, ctx: GatewayContext) -> None:
                 role=Role(body.role),
                 models=None if body.models is None else tuple(body.models),
                 limits=Limits(**{name: getattr(body.limits, name) for name in LIMITS}),
+                weight=body.weight,
                 expires_at=body.expires_at,
             )
             key, value = await ctx.keys.create(asked)

@@ -27,6 +27,7 @@ from pagoda_gateway.store.opening import SQLITE, open_store
 from pagoda_gateway.store.sqlite_store import MEMORY
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import MAX_WEIGHT
 
 DAY_S = 86400
 
@@ -43,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     create.add_argument(
         "--valid-days", type=whole(1, 36500), metavar="N", help="after so many days the key is no longer good"
     )
+    share = "its share where --policy is fair: 2 is served twice as much as 1 while both wait [%(default)s]"
+    create.add_argument("--weight", type=whole(1, MAX_WEIGHT), default=1, metavar="N", help=share)
     for name in LIMITS:
         flag, what = "--" + name.replace("_", "-"), "0 for any number; the gateway's own default when left out"
         create.add_argument(flag, type=whole(0, MAX_LIMIT), metavar="N", help=f"of each gateway; {what}")
@@ -99,6 +102,7 @@ async def _create(register: KeyRegister, arguments: argparse.Namespace) -> int:
         role=Role(arguments.role),
         models=None if arguments.model is None else tuple(arguments.model),
         limits=Limits(**{name: getattr(arguments, name) for name in LIMITS}),
+        weight=arguments.weight,
         expires_at=None if days is None else int(time.time()) + days * DAY_S,
     )
     key, text = await register.create(asked)

@@ -9,7 +9,7 @@ import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, until
 from tests.gateway.streams import collect, record, sample
 
-from pagoda_gateway.clients import Caller, salt_of
+from pagoda_gateway.clients import Caller, origin_of
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.recent import MOST_PER_TENANT, MOST_TENANTS, EndedRequest, RecentRequests
 from pagoda_proto.engine.v1 import engine_pb2 as pb
@@ -47,7 +47,7 @@ def test_of_many_tenants_those_who_asked_last_are_kept() -> None:
 
 
 def owned(tenant: str, asked: str | None = None) -> RequestRecord:
-    return msgspec.structs.replace(record(), cache_salt=salt_of(Caller("", tenant), asked))
+    return msgspec.structs.replace(record(), cache_salt=origin_of(Caller("", tenant), asked).cache_salt)
 
 
 async def test_a_request_is_kept_for_its_own_tenant(engine: FakeEngineCore, client: SessionClient) -> None:

@@ -77,11 +77,17 @@ async def test_nobody_makes_the_first_key_of_an_open_server(tmp_path: Path) -> N
 
 async def test_an_admin_makes_keys_lists_them_and_takes_them_back(tmp_path: Path) -> None:
     async with running_app(tmp_path) as app:
-        asked = {"name": "Ann", "models": [MODEL], "limits": {"requests_per_minute": 9}, "expires_at": 2**35}
+        asked = {
+            "name": "Ann",
+            "models": [MODEL],
+            "limits": {"requests_per_minute": 9},
+            "weight": 5,
+            "expires_at": 2**35,
+        }
         answer = await app.admin.post(PATH, json=asked)
         assert answer.headers["cache-control"] == "no-store"
         made = NewKeyObject.model_validate(answer.json())
-        assert (made.name, made.models, made.role, made.state) == ("Ann", [MODEL], "client", "active")
+        assert (made.name, made.models, made.role, made.state, made.weight) == ("Ann", [MODEL], "client", "active", 5)
         secret = made.value.rpartition("-")[2]
         client = app.client(made.value)
         answer = await client.get("/v1/models")
@@ -108,6 +114,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"name": "a", "models": []}, "models"),
     ({"name": "a", "limits": {"tokens_per_minute": -1}}, "limits.tokens_per_minute"),
     ({"name": "a", "limits": {"tokens_per_hour": 1}}, "limits.tokens_per_hour"),
+    ({"name": "a", "weight": 0}, "weight"),
     ({"name": "a", "expires_at": 1}, "expires_at"),
     ({"name": "a", "adapters": []}, "adapters"),
     ({"name": "a", "id": "key_0123456789abcdef"}, "id"),

@@ -28,6 +28,7 @@ class CreateKeyRequest(Body):
     role: Literal["client", "monitor", "admin"] = "client"
     models: Annotated[list[str] | None, Field(description="names that requests may use; null: all")] = None
     limits: LimitsAsked = LimitsAsked()
+    weight: Annotated[int, Field(description="its share, where the scheduling policy is fair")] = 1
     expires_at: Annotated[int | None, Field(ge=0, le=MAX_TIME, description="in Unix seconds")] = None
 
 
@@ -45,6 +46,7 @@ class KeyObject(Answered):
     state: Literal["active", "expired", "revoked"]
     models: list[str] | None
     limits: LimitsShown
+    weight: int
     created_at: int
     expires_at: int | None
     revoked_at: int | None

@@ -76,7 +76,7 @@ class TokenSequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "cache_salt", "priority", "queue_timeout_s", "generate", "pool")
+    __slots__ = ("request_id", "prompt_token_ids", "cache_salt", "priority", "queue_timeout_s", "generate", "pool", "tenant", "weight")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -84,6 +84,8 @@ class RequestRecord(_message.Message):
     QUEUE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
@@ -91,7 +93,9 @@ class RequestRecord(_message.Message):
     queue_timeout_s: float
     generate: Generate
     pool: Pool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., queue_timeout_s: _Optional[float] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ...) -> None: ...
+    tenant: str
+    weight: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., queue_timeout_s: _Optional[float] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class Generate(_message.Message):
     __slots__ = ("params", "seed", "eos_token_ids")
