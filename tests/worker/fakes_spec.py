@@ -12,18 +12,21 @@ ATTENTION = ("num_heads", "num_kv_heads", "head_dim")
 
 
 def spec_of(**fields: Any) -> DecoderSpec:
-    """`windows` and `rope_of_layer`, an index into `ropes`, are one per layer; other fields go where they belong."""
+    """`windows` and `rope_of_layer`, of `ropes` or None, are one per layer; other fields go where they belong."""
     numbers = {name: fields.pop(name) for name in ATTENTION}
     scale, softcap = fields.pop("attention_scale"), fields.pop("attention_softcap", None)
     mlp = MlpShape(
         width=fields.pop("intermediate_size"),
         activation=fields.pop("activation", "silu"),
         bias=fields.pop("mlp_bias", False),
+        gated=fields.pop("gated", True),
     )
     ropes: tuple[RopeShape, ...] = fields.pop("ropes")
     layers = tuple(
         LayerSpec(
-            attention=AttentionShape(**numbers, scale=scale, softcap=softcap, window=window), rope=ropes[rope], mlp=mlp
+            attention=AttentionShape(**numbers, scale=scale, softcap=softcap, window=window),
+            rope=None if rope is None else ropes[rope],
+            mlp=mlp,
         )
         for window, rope in zip(fields.pop("windows"), fields.pop("rope_of_layer"), strict=True)
     )

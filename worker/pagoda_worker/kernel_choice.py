@@ -17,7 +17,7 @@ BACKENDS = ("reference", "torch", "native", "triton")
 FLASH = "flash"
 FAMILIES = {
     "linear": ("pack_linear", "pack_gated", "linear", "gated_linear", "activated_linear", "logits"),
-    "pointwise": ("embed", "embed_at", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"),
+    "pointwise": ("embed", "add_positions", "add", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"),
     "attention": (
         "new_kv_cache", "copy_blocks", "export_blocks", "import_blocks", "rope_write", "write_kv", "plan", "attend",
     ),

@@ -42,7 +42,7 @@ def library(request: pytest.FixtureRequest) -> Iterator[lib.Library]:
 
 def run(library: lib.Library, operation: Operation, **step: object) -> None:
     tensors = {name: value.data_ptr() if isinstance(value, torch.Tensor) else value for name, value in step.items()}
-    library.run(program_of([operation]), lib.Step(**tensors))
+    library.run(program_of([[operation]]), lib.Step(**tensors))
 
 
 def product(x: torch.Tensor, packed: torch.Tensor, y: torch.Tensor, n: int, **changes: Any) -> Linear:
@@ -246,11 +246,10 @@ def test_attention_bits_depend_neither_on_company_nor_on_chunking(library: lib.L
 
 def test_rms_norm_of_a_sum(library: lib.Library) -> None:
     x, residual, w = bf16(5, 96, seed=1), bf16(5, 96, seed=2), bf16(96, seed=3).float()
-    y, carried = torch.empty_like(x), residual.clone()
-    run(library, RmsNorm(x=x, residual=carried, weight=w, y=y, dim=96, eps=1e-5), num_tokens=5)
-    total = x + residual
+    y, total = torch.empty_like(x), torch.empty_like(x)
+    run(library, RmsNorm(x=x, residual=residual, sum=total, weight=w, y=y, dim=96, eps=1e-5), num_tokens=5)
     expected = total.float() * torch.rsqrt(total.float().pow(2).mean(-1, keepdim=True) + 1e-5) * w
-    assert torch.equal(carried, total)
+    assert torch.equal(total, x + residual)
     torch.testing.assert_close(y.float(), expected, rtol=1e-2, atol=1e-2)
 
 

@@ -145,18 +145,25 @@ class Case:
 
     def expected(self, row: int, sinks: torch.Tensor | None) -> torch.Tensor:
         """Plain float64 over the numbers that come back out of the cache."""
-        shape, (new, context) = self.shape, self.rows[row]
-        group = shape.num_heads // shape.num_kv_heads
-        k, v = (dequantize(*quantize(t[row])).double().repeat_interleave(group, 1) for t in (self.k, self.v))
-        scores = torch.einsum("qhd,khd->hqk", self.q[row].double(), k) * shape.scale
-        if shape.softcap:
-            scores = torch.tanh(scores / shape.softcap) * shape.softcap
-        at, key = torch.arange(context - new, context)[:, None], torch.arange(context)[None]
-        seen = (key <= at) & (key > at - (shape.window or context + 1))
-        scores = scores.masked_fill(~seen, -math.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, new, 1)], -1)
-        return torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1)[..., :context], v).flatten(1)
+        k, v = (dequantize(*quantize(t[row])) for t in (self.k, self.v))
+        return plainly(self.shape, self.q[row], k, v, sinks)
+
+
+def plainly(
+    shape: AttentionShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The last tokens' q [new, Hq, D] over k and v [context, Hkv, D], in float64."""
+    new, context = len(q), len(k)
+    k, v = (t.double().repeat_interleave(shape.num_heads // shape.num_kv_heads, 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * shape.scale
+    if shape.softcap:
+        scores = torch.tanh(scores / shape.softcap) * shape.softcap
+    at, key = torch.arange(context - new, context)[:, None], torch.arange(context)[None]
+    seen = (key <= at) & (key > at - (shape.window or context + 1))
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, new, 1)], -1)
+    return torch.einsum("hqk,khd->qhd", torch.softmax(scores, -1)[..., :context], v).flatten(1)
 
 
 def fill_with_garbage(kv: Any) -> None:
@@ -202,6 +209,41 @@ def test_attention(ops: Ops, name: str) -> None:
     outputs = case.attend(*[(row, new) for row, (new, _) in enumerate(case.rows)], sinks=sinks)
     for row, output in enumerate(outputs):
         torch.testing.assert_close(output.double(), case.expected(row, sinks), rtol=2e-2, atol=1.5e-2)
+
+
+def outliers(kind: str, count: int, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Factors of the channels of queries [dim], of those of keys [dim], and of the tokens' values [count]."""
+    query, key, value = torch.ones(dim), torch.ones(dim), torch.ones(count)
+    if kind in ("queries", "both"):
+        query[3::29] = 60.0
+    if kind in ("keys", "both"):
+        key[5::31] = 40.0
+    if kind == "values":
+        value[::37] = 100.0
+    return query, key, value
+
+
+@pytest.mark.parametrize("ops", levels(), indirect=True)  # torch rounds keys to bfloat16 once more
+@pytest.mark.parametrize("kind", ["none", "queries", "keys", "both", "values"])
+def test_the_error_of_attention_is_that_of_the_cache(ops: Ops, kind: str) -> None:
+    """Against float64 over the numbers before they were rounded for the cache: what meets them is rounded too, but the
+    error that adds is lost beside that of the cache and of the result in bfloat16."""
+    shape, context = attention(4, 2, 64), 500
+    query, key, value = outliers(kind, context, 64)
+    q = torch.randn(20, 4, 64) * query
+    q = (q / (q @ (torch.randn(64) * key)).std() * 24).bfloat16()  # so that scores spread by 3
+    k, v = (
+        (torch.randn(context, 2, 64) * key).bfloat16(),
+        (torch.randn(context, 2, 64) * value[:, None, None]).bfloat16(),
+    )
+    kv = ops.new_kv_cache(kv_shape(2, 64), 32, 16)
+    batch = make_batch([([0] * 20, context - 20, list(range(32)))], 16)
+    ops.write_kv(k, v, kv, 0, torch.arange(context))
+    got = ops.attend(q, kv, 0, ops.plan(batch, kv), shape).double()
+    exact, rounded = (plainly(shape, q, *pair) for pair in ((k, v), (dequantize(*quantize(t)) for t in (k, v))))
+    allowed = (rounded - exact).square().mean().sqrt() + exact.square().mean().sqrt() * 2**-8
+    assert (got - exact).square().mean().sqrt() < allowed
+    assert (got - rounded).square().mean().sqrt() < exact.square().mean().sqrt() * 2**-7
 
 
 @pytest.mark.parametrize("name", CASES)

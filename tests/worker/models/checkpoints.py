@@ -42,17 +42,53 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "sliding_window": 40, "query_pre_attn_scalar": 24, "num_hidden_layers": 6},
     ),
 }
+_FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0]}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, **_FACTORS}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_NO_KV_HEADS = {"num_key_value_heads": None}
+_NO_WIDTH = {**_NO_KV_HEADS, "intermediate_size": None}
+_GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 4.0,
+}
+NATIVE |= {
+    "phi3": ("phi3", {"sliding_window": 40}),
+    "phi4": ("phi3", {"partial_rotary_factor": 0.75, "rope_parameters": _LONGROPE, "tie_word_embeddings": True,
+                      "original_max_position_embeddings": 1024}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {"sliding_window": 40, "num_hidden_layers": 4, "rope_parameters": {
+        "full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+    "granite": ("granite", _GRANITE),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 40}),
+    "glm": ("glm", {"head_dim": 32}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "starcoder2": ("starcoder2", {"sliding_window": 40}),
+    "cohere": ("cohere", {"logit_scale": 0.5}),
+    "cohere2": ("cohere2", {"sliding_window": 40, "num_hidden_layers": 4, "logit_scale": 0.5}),
+    "gpt_neox": ("gpt_neox", {**_NO_KV_HEADS, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}}),
+    "pythia": ("gpt_neox", {**_NO_KV_HEADS, "use_parallel_residual": False}),
+    "gpt2": ("gpt2", {**_NO_WIDTH, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024}),
+    "opt": ("opt", {**_NO_WIDTH, "ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "falcon": ("falcon", {**_NO_WIDTH, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    "falcon7b": ("falcon", {**_NO_WIDTH, "multi_query": True, "bias": True}),
+}  # fmt: skip
+# These ask kernels for everything that the others do, too: for tests that are too dear for all.
+KERNEL_FAMILIES = ["llama", "qwen2", "gemma2", "gemma3", "olmo3", "cohere2", "gpt_neox", "opt"]
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024}),
-    "gpt_neox": ("gpt_neox", {}),
+    "gpt2_scaled": (
+        "gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024, "scale_attn_by_inverse_layer_idx": True}
+    ),
+    "phi": ("phi", {}),
     "stablelm": ("stablelm", {}),
-    "olmo2": ("olmo2", {}),
-    "cohere2": ("cohere2", {"sliding_window": 40}),
+    "olmo": ("olmo", {}),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3_moe": ("qwen3_moe", {**_MOE, "num_experts": 4}),
     "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 40, "rope_parameters": _LLAMA3}),
-}
+}  # fmt: skip
 
 
 def make_model(model_type: str, changes: dict[str, Any], seed: int = 7) -> Any:

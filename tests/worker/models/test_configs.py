@@ -13,7 +13,7 @@ from tests.worker.fakes_spec import windows_of
 
 from pagoda_worker.checkpoints.checkpoint import CheckpointError
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
-from pagoda_worker.checkpoints.rope import RopeShape, inverse_frequencies
+from pagoda_worker.checkpoints.rope import inverse_frequencies
 from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
 from pagoda_worker.loading.model import native_spec
 
@@ -28,12 +28,26 @@ BASE: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
 }
-KINDS = ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3"]
+KINDS = [
+    "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Olmo3", "Granite", "SmolLM3", "Glm",
+    "Glm4", "Starcoder2", "Cohere", "Cohere2", "GPTNeoX", "OPT", "Falcon",
+]  # fmt: skip
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+
+_LAYER_NORM = {"rms_norm_eps": None}
+_GPT = {**_LAYER_NORM, "num_key_value_heads": None}
+OWN: dict[str, dict[str, Any]] = {
+    "Starcoder2": _LAYER_NORM,
+    "Cohere": _LAYER_NORM,
+    "Cohere2": _LAYER_NORM,
+    "GPTNeoX": _GPT,
+    "OPT": {**_GPT, "hidden_act": None, "intermediate_size": None, "ffn_dim": 96},
+    "Falcon": {**_GPT, "hidden_act": None, "intermediate_size": None},
+}
 
 
 def read(kind: str = "Llama", **changes: Any) -> DecoderSpec:
-    return native_spec(f"{kind}ForCausalLM", BASE | changes)
+    return native_spec(f"{kind}ForCausalLM", BASE | OWN.get(kind, {}) | changes)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +72,17 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("Llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-        ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ("Llama", {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope type 'ntk'"),
+        ("Llama", {"rope_parameters": {"rope_type": "yarn"}}, "'yarn' needs factor"),
+        ("Llama", {"rope_scaling": {"type": "su", "factor": 2.0}}, "rope type 'su'"),
+        ("SmolLM3", {"no_rope_layers": [1, 0, 2, 1]}, "'no_rope_layers' must have 0 or 1 for each of 4 layers"),
+        ("Cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
+        ("Cohere2", {"use_parallel_block": False}, "use_parallel_block=False"),
+        ("OPT", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
+        ("OPT", {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32"),
+        ("Falcon", {"alibi": True}, "not supported natively: alibi"),
+        ("Falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "is no Falcon"),
+        ("Phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 8}}, "'longrope' needs long_factor"),
         ("Llama", {"rope_scaling": {"type": "linear"}}, "'linear' needs factor"),
         (
             "Llama",
@@ -122,6 +145,20 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma2", {"head_dim": 16, "attn_logit_softcapping": -1.0}, "'attn_logit_softcapping' .* got -1"),
     ("Gemma2", {"head_dim": 16, "final_logit_softcapping": 0.0}, "'final_logit_softcapping' .* got 0"),
     ("Gemma3", {"head_dim": 16, "sliding_window_pattern": -6}, "'sliding_window_pattern' .* got -6"),
+    ("Granite", {"residual_multiplier": 0.0}, "'residual_multiplier' must be from .* got 0"),
+    ("Glm4", {"partial_rotary_factor": 0.01}, "turns 1 of 128 dimensions of a head"),
+    ("GPTNeoX", {"rotary_pct": 2.0}, "turns 32 of 16 dimensions of a head"),
+    ("Llama", {"rope_scaling": {"type": "yarn", "factor": 2.0, "rope_theta": 0.5}}, "'rope_theta' must be above 1"),
+    (
+        "Phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        "'short_factor' must have 8 numbers",
+    ),
+    (
+        "Phi3",
+        {"rope_scaling": {"type": "longrope", "short_factor": [0.0] * 8, "long_factor": [1.0] * 8}},
+        r"'short_factor\[0\]' must be from .* got 0",
+    ),
 ]
 
 
@@ -134,22 +171,25 @@ def test_what_no_model_can_mean_is_no_matter_for_the_fallback(kind: str, changes
 def test_heads_without_a_size_have_that_of_their_family() -> None:
     sizes = {kind: {layer.attention.head_dim for layer in read(kind).layers} for kind in KINDS}
     assert sizes["Gemma2"] == sizes["Gemma3"] == {256}
-    assert sizes["Qwen3"] == {128}
+    assert sizes["Qwen3"] == sizes["Glm"] == sizes["Glm4"] == {128}
     assert sizes["Qwen2"] == sizes["Llama"] == {16}
 
 
+KINDS_OF_ROPE = ["linear", "llama3", "yarn", "longrope", "dynamic"]
 NUMBERS = st.one_of(st.integers(), st.floats(), st.sampled_from([0, -1, 1, 2**63, 10**400, 1e308, 0.0]))
 VALUES = st.one_of(
     NUMBERS, st.none(), st.booleans(), st.text(max_size=5), st.lists(NUMBERS, max_size=3),
     st.dictionaries(st.sampled_from(["rope_type", "type", "factor", "rope_theta", "sliding_attention"]), NUMBERS),
-    st.builds(lambda kind, rest: {"rope_type": kind} | rest, st.sampled_from(["linear", "llama3", "default", 3, []]),
-              st.dictionaries(st.sampled_from([*LLAMA3, "rope_theta"]), st.one_of(NUMBERS, st.text(max_size=3)))),
+    st.builds(lambda kind, rest: {"rope_type": kind} | rest, st.sampled_from([*KINDS_OF_ROPE, "default", 3, []]),
+              st.dictionaries(st.sampled_from([*LLAMA3, "rope_theta", "beta_fast", "short_factor", "attention_factor"]),
+                              st.one_of(NUMBERS, st.text(max_size=3)))),
 )  # fmt: skip
 NAMES = [
     *BASE, "head_dim", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "layer_types",
     "max_window_layers", "use_sliding_window", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "sliding_window_pattern", "rope_local_base_freq", "hidden_activation", "attention_bias",
-    "tie_word_embeddings", "pretraining_tp", "unheard_of",
+    "tie_word_embeddings", "pretraining_tp", "unheard_of", "partial_rotary_factor", "original_max_position_embeddings",
+    "residual_multiplier", "no_rope_layers", "num_kv_heads", "rotary_pct", "logit_scale", "ffn_hidden_size",
 ]  # fmt: skip
 
 
@@ -169,7 +209,8 @@ def check(spec: DecoderSpec) -> None:
     assert all(layer.attention.num_heads % layer.attention.num_kv_heads == 0 for layer in spec.layers)
     assert all(one.theta > 0 and one.factor > 0 for one in spec.ropes)
     assert all(window is None or window > 0 for window in windows_of(spec))
-    frequencies = [inverse_frequencies(replace(one, head_dim=min(one.head_dim, 512))) for one in spec.ropes]
+    small = [replace(one, head_dim=min(one.head_dim, 512), turning=min(one.turning, 512)) for one in spec.ropes]
+    frequencies = [inverse_frequencies(one, spec.max_positions) for one in small if one.kind != "longrope"]
     assert all(torch.isfinite(one).all() for one in frequencies)
 
 
@@ -203,14 +244,3 @@ def test_tensors_of_a_checkpoint() -> None:
     assert shapes["model.layers.0.self_attn.o_proj.bias"] == (64,)
     assert "lm_head.weight" not in shapes
     assert len(shapes) == 2 + 4 * (7 + 4 + 2)
-
-
-def test_llama3_blends_between_the_two_wavelengths() -> None:
-    plain = inverse_frequencies(RopeShape(theta=1e4, head_dim=64))
-    shape = RopeShape(theta=1e4, head_dim=64, kind="llama3", factor=8.0, original_max_position=512)
-    ratio = inverse_frequencies(shape) / plain
-    wavelength = 2 * torch.pi / plain
-    assert torch.equal(ratio[wavelength < 128], torch.ones_like(ratio[wavelength < 128]))
-    assert torch.allclose(ratio[wavelength > 512], torch.tensor(1 / 8))
-    middle = ratio[(wavelength > 128) & (wavelength < 512)]
-    assert ((middle > 1 / 8) & (middle < 1)).all()

@@ -11,7 +11,7 @@ from tests.worker.models.checkpoints import prompts
 from tests.worker.models.harness import make_batch
 
 from pagoda_worker.checkpoints.rope import RopeShape
-from pagoda_worker.checkpoints.spec import GATE_UP, QKV, DecoderSpec, expected_tensors, layer_name
+from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import Ops
@@ -85,10 +85,11 @@ def test_unlike_layers_compute_what_the_reference_does_however_a_prompt_is_cut()
 
 def test_the_columns_of_a_merged_matrix_are_those_of_its_parts() -> None:
     spec, ops = unlike_spec(), ReferenceOps(CPU)
-    source, prefix = weights_of(spec), layer_name(2, "")
+    source, names = weights_of(spec), spec.names
+    prefix = names.in_layer(2, "")
     packer = Packer(ops, source, torch.float32)
     x = torch.randn(5, spec.hidden_size)
-    for parts in (QKV, GATE_UP):
+    for parts in (names.qkv, names.up):
         merged = packer.pack(prefix, parts, biased=False)
         y = merged.linear(x, ops)
         assert sum(columns.stop - columns.start for columns in merged.columns.values()) == y.shape[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.worker.kernels.levels import levels
-from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
+from tests.worker.models.checkpoints import KERNEL_FAMILIES, NATIVE, make_model, prompts, save
 from tests.worker.models.harness import Harness, Row, logits_of, make_batch
 
 from pagoda_worker.config import WorkerConfig
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler he
 TOLERANCE = 0.35  # of log-probabilities, bfloat16 against the reference in float32; see test_log_probabilities
 
 
-@pytest.fixture(scope="module", params=NATIVE)
+@pytest.fixture(scope="module", params=KERNEL_FAMILIES)
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model_type, changes = NATIVE[request.param]
     return save(make_model(model_type, changes), tmp_path_factory.mktemp(request.param), torch.bfloat16)

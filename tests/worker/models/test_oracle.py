@@ -14,7 +14,7 @@ from tests.worker.models.checkpoints import NATIVE, prompts
 from tests.worker.models.conftest import Loaded, Saved
 from tests.worker.models.harness import Harness, logits_of
 
-NEW_TOKENS = 64
+NEW_TOKENS = 24
 # Mean and largest difference of bfloat16 log-probabilities from float32 ones, in nats; logits here have a standard
 # deviation of 1 to 2. transformers in bfloat16 differs by as much.
 BF16_MEAN, BF16_MOST = 0.06, 0.6
@@ -47,8 +47,7 @@ def test_alone_and_in_chunks_the_tokens_are_the_same(name: str, loaded: Loaded) 
         assert harness.greedy(prompts(), 8, chunk) == together
 
 
-@pytest.mark.parametrize("name", NATIVE)
-@pytest.mark.parametrize("kernels", ["torch", "reference"])
+@pytest.mark.parametrize(("name", "kernels"), [*((name, "torch") for name in NATIVE), ("gemma3", "reference")])
 def test_bfloat16_log_probabilities_are_close(name: str, kernels: str, saved: Saved, loaded: Loaded) -> None:
     tokens = prompts()[-1]
     with torch.no_grad():

@@ -20,17 +20,9 @@ from tests.worker.kernels.levels import levels
 from tests.worker.kernels.test_segments import columns
 from tests.worker.models.harness import make_batch
 
+from pagoda_worker.checkpoints.names import LLAMA
 from pagoda_worker.checkpoints.rope import RopeShape
-from pagoda_worker.checkpoints.spec import (
-    DOWN,
-    HEAD,
-    OUT,
-    DecoderSpec,
-    LayerSpec,
-    expected_tensors,
-    layer_name,
-    linear_layers,
-)
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, expected_tensors, linear_layers
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.cpu.library import Library
 from pagoda_worker.kernels.cpu.native import NativeOps
@@ -47,6 +39,7 @@ SPEC = spec_of(
     ropes=(RopeShape(theta=10_000.0, head_dim=64),), num_heads=INPUTS // 64, num_kv_heads=8, head_dim=64,
     attention_scale=0.125, intermediate_size=INPUTS, qkv_bias=True, out_bias=True, mlp_bias=True,
 )  # fmt: skip
+SUMMED = (LLAMA.out, LLAMA.down)
 STEPS = (
     [(list(range(3, 40)), 0, [0, 1, 2]), ([7, 9], 0, [3])],
     [([5], 37, [0, 1, 2]), ([8], 2, [3])],
@@ -105,14 +98,14 @@ def source_of(quantization: str, dtype: torch.dtype) -> WeightSource:
 
 def shard_of(source: WeightSource, rank: int, width: int) -> WeightSource:
     def part(name: str, weight: Weight) -> Weight:
-        if name.endswith((*OUT, *DOWN)):
+        if name.endswith(SUMMED):
             return columns(weight, rank, width)
-        return weight if name == HEAD else by_rows(weight, lambda rows: rows.chunk(width)[rank])
+        return weight if name == LLAMA.head else by_rows(weight, lambda rows: rows.chunk(width)[rank])
 
     def bias(name: str, value: torch.Tensor) -> torch.Tensor:
         if not name.endswith(".bias"):
             return value
-        return value * 0 if name.removesuffix(".bias").endswith((*OUT, *DOWN)) else value.chunk(width)[rank]
+        return value * 0 if name.removesuffix(".bias").endswith(SUMMED) else value.chunk(width)[rank]
 
     return WeightSource(
         {name: bias(name, value) for name, value in source.tensors.items()},
@@ -133,8 +126,8 @@ def decoder_of_shard(source: WeightSource, ops: Ops, dtype: torch.dtype, rank: i
     decoder = Decoder(spec_of_shard(width), ops, shard_of(source, rank, width), dtype, 64)
     for index, layer in enumerate(decoder._layers):
         out, down = (
-            replace(one, packed=Cut(one.packed, source.tensors[f"{layer_name(index, part)}.bias"]))
-            for one, (part,) in ((layer.out, OUT), (layer.mlp.down, DOWN))
+            replace(one, packed=Cut(one.packed, source.tensors[f"{LLAMA.in_layer(index, part)}.bias"]))
+            for one, part in ((layer.out, LLAMA.out), (layer.mlp.down, LLAMA.down))
         )
         decoder._layers[index] = replace(layer, out=out, mlp=replace(layer.mlp, down=down))
     return decoder

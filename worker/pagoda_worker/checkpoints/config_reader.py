@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pagoda_worker.checkpoints.checkpoint import CheckpointError
-from pagoda_worker.checkpoints.rope import RopeShape
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
 TINY, HUGE = 2.0**-100, 2.0**100  # between which products of a few numbers stay in float32
 SHOWN = 60  # characters
-ROPE = "config.json: rope"
 
 # Bookkeeping, training and generation settings: none of them changes a logit.
 HARMLESS = {
@@ -31,7 +29,9 @@ HARMLESS = {
     "label2id", "output_attentions", "output_hidden_states", "return_dict", "cache_implementation",
     "max_sequence_length", "task_specific_params", "unsloth_fixed", "unsloth_version", "name_or_path",
     "is_llama_config", "transformers.js_config", "_attn_implementation_autoset", "neftune_noise_alpha",
-    "use_reentrant_checkpointing",
+    "use_reentrant_checkpointing", "resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "classifier_dropout",
+    "residual_dropout", "embedding_dropout", "layerdrop", "init_std", "output_router_logits", "router_aux_loss_coef",
+    "router_jitter_noise",
 }  # fmt: skip
 LARGEST = 2**24  # of any size: beyond it a number is damage, and what is as long as it says takes all memory
 MOST_LAYERS = 2**12
@@ -42,6 +42,9 @@ MOST = {
         ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
          "max_position_embeddings", "sliding_window", "n_embd", "n_head", "n_positions"), LARGEST),
 }  # fmt: skip
+# Activations by the names that transformers gives them; what a gate may have.
+GATED = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+UNGATED = GATED | {"gelu_fast": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 # Fields that are known and must have the one value that means "off" or "the usual".
 REQUIRED_VALUES = {"pretraining_tp": (1, None), "rope_interleaved": (False, None), "is_encoder_decoder": (False, None)}
 
@@ -117,11 +120,14 @@ class ConfigReader:
                 return one
         raise UnsupportedConfig(f"{self._where}: {name}={shown(value)} is not one of {', '.join(map(str, allowed))}")
 
-    def activation(self, *names: str) -> str:
-        """The activation under the first of `names` that is given."""
-        known = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+    def ignore(self, name: str) -> None:
+        """A field that means nothing here."""
+        self._taken.add(name)
+
+    def activation(self, *names: str, known: Mapping[str, str] = GATED, default: str = "silu") -> str:
+        """The activation under the first of `names` that is given, as `known` calls it."""
         given = [name for name in names if self.maybe(name, str) is not None]
-        value = self.take(given[0], str) if given else "silu"
+        value = self.take(given[0], str) if given else default
         if value not in known:
             raise UnsupportedConfig(f"config.json: {given[0]}={shown(value)} is not one of {', '.join(known)}")
         return known[value]
@@ -138,12 +144,6 @@ class ConfigReader:
         if window is None and "sliding_attention" in kinds:
             raise UnsupportedConfig("config.json: 'layer_types' has sliding layers, but 'sliding_window' is not set")
         return tuple(known[kind] for kind in kinds)
-
-    def rope(self, head_dim: int, default_theta: float = 10_000.0) -> RopeShape:
-        """The one rotary embedding of a model, in either spelling."""
-        theta = self.positive("rope_theta", default_theta)
-        scaling, parameters = self.maybe("rope_scaling", dict), self.maybe("rope_parameters", dict)
-        return rope_shape(parameters or scaling or {}, head_dim, theta)
 
     def finish(self) -> None:
         """Raises UnsupportedConfig when fields with a meaning are left."""
@@ -181,39 +181,3 @@ def check_sizes(fields: Mapping[str, Any]) -> None:
         value = fields[name]
         if isinstance(value, int | float) and not isinstance(value, bool):
             in_range("config.json", name, value, 1, MOST[name])
-
-
-def _rope_numbers(numbers: ConfigReader, theta: float, names: Iterable[str]) -> tuple[float, dict[str, Any]]:
-    """theta, and these fields of a scaling as `RopeShape` calls them."""
-    values: dict[str, Any] = {}
-    for name in names:
-        short = name.removesuffix("_embeddings")
-        values[short] = numbers.positive(name, 1.0) if short == name else numbers.size(name)
-    low, high = values.get("low_freq_factor", 1.0), values.get("high_freq_factor", 4.0)
-    if not low < high:
-        raise invalid(ROPE, f"'high_freq_factor' must be above low_freq_factor={low:g}, got {high:g}")
-    return numbers.positive("rope_theta", theta), values
-
-
-def rope_shape(parameters: Mapping[str, Any], head_dim: int, theta: float) -> RopeShape:
-    """`rope_parameters` or `rope_scaling` of config.json.
-
-    Raises:
-        UnsupportedConfig: a kind of scaling, or a field of it, that is not implemented.
-        CheckpointError: a number that makes no rotation.
-    """
-    kind = parameters.get("rope_type") or parameters.get("type") or "default"
-    wanted = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    if not isinstance(kind, str) or kind not in wanted:
-        raise UnsupportedConfig(f"config.json: rope type {shown(kind)} is not one of {', '.join(wanted)}")
-    missing = [name for name in wanted[kind] if parameters.get(name) is None]
-    if missing:
-        raise UnsupportedConfig(f"config.json: rope type {kind!r} needs {', '.join(missing)}")
-    reader = ConfigReader(parameters, ROPE, ("rope_type", "type"), {"partial_rotary_factor": (None, 1.0)})
-    theta, values = _rope_numbers(reader, theta, wanted[kind])
-    reader.finish()
-    return RopeShape(theta=theta, head_dim=head_dim, kind=kind, **values)

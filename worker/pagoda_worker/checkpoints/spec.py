@@ -6,8 +6,10 @@ shapes it implies, so a checkpoint can be judged before a byte of it is loaded.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 
+from pagoda_worker.checkpoints.names import LLAMA, Names
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.kernels.segments import num_segments
@@ -15,35 +17,59 @@ from pagoda_worker.kernels.segments import num_segments
 
 @dataclass(frozen=True, kw_only=True)
 class MlpShape:
-    """act(gate) * up [I], then down. `activation` is "silu" or "gelu_tanh"."""
+    """act(gate) * up [I], or act(up) without a gate; then down. `activation`: see `Ops.gated_linear`."""
 
     width: int  # I
     activation: str = "silu"
     bias: bool = False
+    gated: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """In which layers of one model may differ: how they attend, by which angles, and what their MLP is."""
+    """In which layers of one model may differ: how they attend, by which angles (if any), and what their MLP is."""
 
     attention: AttentionShape
-    rope: RopeShape
+    rope: RopeShape | None
     mlp: MlpShape
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
+    """See `Names.norms` for where the norms stand.
+
+    Attributes:
+        max_positions: Tokens of a request where nobody says how many may be; `reach` is the most.
+        head_norms: RMS norm of every query and key head, before it is turned.
+        width_norms: RMS norm of all query heads together, and of all key heads.
+        norm_kind: "rms", or "layer" for what also takes the mean away; `norm_bias` is added after it.
+        norm_offset: Gemma stores norm weights minus one.
+        parallel: The MLP reads what attention reads, not what comes of it.
+        embed_scale: Of embeddings, rounded to the run dtype as the published models do.
+        residual_scale: Of what each branch adds.
+        spellings: Further ways in which checkpoints of the family are named.
+    """
+
     vocab_size: int
     hidden_size: int
     norm_eps: float
     max_positions: int
     layers: tuple[LayerSpec, ...]
+    names: Names = LLAMA
+    spellings: tuple[Names, ...] = ()
     qkv_bias: bool = False
     out_bias: bool = False
-    head_norms: bool = False  # RMS norm of every query and key head
-    branch_norms: bool = False  # Gemma: a norm also after attention and after the MLP
-    norm_offset: float = 0.0  # Gemma stores norm weights minus one
+    head_norms: bool = False
+    width_norms: bool = False
+    norm_kind: str = "rms"
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    parallel: bool = False
+    learned_positions: bool = False
+    position_offset: int = 0  # lines before that of the first position
     embed_scale: float | None = None
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
     final_softcap: float | None = None
     tied: bool = False
 
@@ -53,7 +79,7 @@ class DecoderSpec:
 
     @property
     def segments(self) -> int:
-        """Into how many fall the inputs of `OUT` and `DOWN`, of all layers alike; see `kernels.segments`."""
+        """Into how many fall the inputs of `out` and `down`, of all layers alike; see `kernels.segments`."""
         attention = [layer.attention for layer in self.layers]
         attended = [one.num_heads * one.head_dim for one in attention]
         return num_segments(
@@ -63,69 +89,82 @@ class DecoderSpec:
     @property
     def ropes(self) -> tuple[RopeShape, ...]:
         """All that layers turn by, each once."""
-        return tuple(dict.fromkeys(layer.rope for layer in self.layers))
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+
+    @property
+    def reach(self) -> int:
+        """The longest row that the rotary embeddings are made for."""
+        return max(self.max_positions, *(rope.reach for rope in self.ropes), 0)
 
 
-# Parts that one matrix is made of, in order; the names within a layer in the published checkpoints.
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-OUT = ("self_attn.o_proj",)
-GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-DOWN = ("mlp.down_proj",)
-EMBED, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head"
 # Buffers that older exports carry along; they hold nothing that config.json does not say.
-IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_attn.bias")
+IGNORED_SUFFIXES = (
+    ".rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_attn.bias", ".attention.masked_bias", ".attention.bias",
+    ".attn.masked_bias", ".attn.bias",
+)  # fmt: skip
 
 
-def layer_name(layer: int, part: str) -> str:
-    return f"model.layers.{layer}.{part}"
+def as_spelled(spec: DecoderSpec, found: Container[str]) -> DecoderSpec:
+    """The spec by those of its names that fit a checkpoint with these tensors best."""
 
+    def missing(names: Names) -> int:
+        return sum(name not in found for name in expected_tensors(replace(spec, names=names)))
 
-def norm_parts(spec: DecoderSpec) -> dict[str, str]:
-    """Role of a norm -> its name within a layer. `mlp` stands before the MLP, whatever the family calls it."""
-    names = {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
-    if spec.branch_norms:
-        names |= {
-            "mlp": "pre_feedforward_layernorm",
-            "after_attention": "post_attention_layernorm",
-            "after_mlp": "post_feedforward_layernorm",
-        }
-    return {role: f"{name}.weight" for role, name in names.items()}
+    return replace(spec, names=min((spec.names, *spec.spellings), key=missing)) if spec.spellings else spec
 
 
 def expected_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor a checkpoint of this spec has."""
-    shapes: dict[str, tuple[int, ...]] = {EMBED: (spec.vocab_size, spec.hidden_size), FINAL_NORM: (spec.hidden_size,)}
+    names, hidden = spec.names, spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {f"{names.top(names.embed)}.weight": (spec.vocab_size, hidden)}
+    shapes |= dict.fromkeys(norm_tensors(spec, names.top(names.final_norm)), (hidden,))
+    if spec.learned_positions:
+        shapes[f"{names.top(names.positions)}.weight"] = (spec.max_positions + spec.position_offset, hidden)
     if not spec.tied:
-        shapes[f"{HEAD}.weight"] = (spec.vocab_size, spec.hidden_size)
+        shapes[f"{names.head}.weight"] = (spec.vocab_size, hidden)
     for index, layer in enumerate(spec.layers):
-        shapes |= {layer_name(index, part): shape for part, shape in _layer_tensors(spec, layer).items()}
+        shapes |= {names.in_layer(index, part): shape for part, shape in _layer_tensors(spec, layer).items()}
     return shapes
+
+
+def norm_tensors(spec: DecoderSpec, norm: str) -> list[str]:
+    """The names of a norm's tensors."""
+    return [f"{norm}.weight", *([f"{norm}.bias"] if spec.norm_bias else [])]
 
 
 def linear_layers(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
     """Name -> (outputs, inputs) of every matrix that may be quantised; a tied head is none of its own."""
     shapes = {
-        layer_name(index, part): shape
+        spec.names.in_layer(index, part): shape
         for index, layer in enumerate(spec.layers)
         for part, shape in _layer_matrices(spec, layer).items()
     }
-    return shapes if spec.tied else shapes | {HEAD: (spec.vocab_size, spec.hidden_size)}
+    return shapes if spec.tied else shapes | {spec.names.head: (spec.vocab_size, spec.hidden_size)}
 
 
 def _layer_matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
-    hidden, middle, attention = spec.hidden_size, layer.mlp.width, layer.attention
+    names, hidden, middle, attention = spec.names, spec.hidden_size, layer.mlp.width, layer.attention
     attended, kept = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
-    matrices = {part: (outputs, hidden) for part, outputs in zip(QKV, (attended, kept, kept), strict=True)}
-    return matrices | {OUT[0]: (hidden, attended), DOWN[0]: (hidden, middle)} | dict.fromkeys(GATE_UP, (middle, hidden))
+    outputs = dict(zip(names.qkv, (attended, kept, kept), strict=True)) if len(names.qkv) == 3 else {}
+    outputs = outputs or {names.qkv[0]: attended + 2 * kept}
+    outputs |= dict.fromkeys(names.up, (2 if layer.mlp.gated else 1) * middle // len(names.up))
+    matrices = {part: (count, hidden) for part, count in outputs.items()}
+    return matrices | {names.out: (hidden, attended), names.down: (hidden, middle)}
 
 
 def _layer_tensors(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
-    hidden, matrices = spec.hidden_size, _layer_matrices(spec, layer)
-    biased = (QKV if spec.qkv_bias else ()) + (OUT if spec.out_bias else ())
-    biased += GATE_UP + DOWN if layer.mlp.bias else ()
-    shapes: dict[str, tuple[int, ...]] = {f"{part}.weight": shape for part, shape in matrices.items()}
+    names, hidden, matrices = spec.names, spec.hidden_size, _layer_matrices(spec, layer)
+    biased = (names.qkv if spec.qkv_bias else ()) + ((names.out,) if spec.out_bias else ())
+    biased += (*names.up, names.down) if layer.mlp.bias else ()
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{part}.weight": shape[::-1] if names.transposed else shape for part, shape in matrices.items()
+    }
     shapes |= {f"{part}.bias": (matrices[part][0],) for part in biased}
-    shapes |= dict.fromkeys(norm_parts(spec).values(), (hidden,))
-    if spec.head_norms:
-        shapes |= {f"self_attn.{name}.weight": (layer.attention.head_dim,) for name in ("q_norm", "k_norm")}
+    for norm in names.norms.values():
+        shapes |= dict.fromkeys(norm_tensors(spec, norm), (hidden,))
+    heads = layer.attention.num_heads, layer.attention.num_kv_heads
+    if spec.head_norms or spec.width_norms:
+        counts = heads if spec.width_norms else (1, 1)
+        for norm, count in zip((names.query_norm, names.key_norm), counts, strict=True):
+            shapes[f"{norm}.weight"] = (count * layer.attention.head_dim,)
     return shapes

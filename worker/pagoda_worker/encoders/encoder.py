@@ -16,10 +16,11 @@ import torch
 
 from pagoda_worker.checkpoints.rope import RotaryTable
 from pagoda_worker.checkpoints.source import Source
+from pagoda_worker.checkpoints.spec import MlpShape
 from pagoda_worker.encoders.spec import EncoderLayer, EncoderSpec, biased
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Cache, Ops, Rotation
-from pagoda_worker.models.linear import Linear, Packer
+from pagoda_worker.models.linear import Linear, Mlp, Packer
 from pagoda_worker.rows.batch import Batch
 
 FARTHEST = 128  # tokens apart, beyond which MPNet's bias is the same
@@ -36,8 +37,7 @@ class Layer:
     spec: EncoderLayer
     qkv: Linear
     out: Linear
-    up: Linear
-    down: Linear
+    mlp: Mlp
     attention_norm: Norm | None
     mlp_norm: Norm
     rope: int  # of the encoder's; -1: none
@@ -53,11 +53,10 @@ class Encoder:
         self.scratch = KVShape(
             num_layers=1, num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, dtype=dtype
         )
-        shapes = list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
-        self._ropes = [RotaryTable(shape, max_len, ops.device) for shape in shapes]
+        self._ropes = [RotaryTable(shape, max_len, ops.device) for shape in spec.ropes]
         packer = Packer(ops, source, dtype)
         self._layers = [
-            _load_layer(spec, packer, index, -1 if layer.rope is None else shapes.index(layer.rope))
+            _load_layer(spec, packer, index, -1 if layer.rope is None else spec.ropes.index(layer.rope))
             for index, layer in enumerate(spec.layers)
         ]
         self._embed_norm = _norm(spec, source, spec.names.embed_norm)
@@ -83,10 +82,9 @@ class Encoder:
         cache.admit(batch)
         plan = self.ops.plan(batch, cache)
         rotations = [table.at(batch.positions) for table in self._ropes]
-        if self._places is None:
-            words = self.ops.embed(batch.token_ids, self._words, None)
-        else:
-            words = self.ops.embed_at(batch.token_ids, self._words, batch.positions, self._places)
+        words = self.ops.embed(batch.token_ids, self._words, None)
+        if self._places is not None:
+            words = self.ops.add_positions(words, self._places, batch.positions)
         stream = self._normed(words, self._embed_norm)
         step = _Step(batch, cache, plan, rotations)
         hidden = self._before(stream, step) if self.spec.pre_norm else self._after(stream, step)
@@ -100,7 +98,7 @@ class Encoder:
             branch = self._attend(stream, layer, step)
             if layer.attention_norm is not None:
                 stream = self.ops.add_layer_norm(branch, stream, *_of(layer.attention_norm), eps)[0]
-            branch = self._mlp(stream, layer)
+            branch = layer.mlp.run(stream, self.ops)
             stream = self.ops.add_layer_norm(branch, stream, *_of(layer.mlp_norm), eps)[0]
         return stream
 
@@ -113,7 +111,7 @@ class Encoder:
                 x, stream = self.ops.add_layer_norm(branch, stream, *_of(layer.attention_norm), eps)
             branch = self._attend(x, layer, step)
             x, stream = self.ops.add_layer_norm(branch, stream, *_of(layer.mlp_norm), eps)
-            branch = self._mlp(x, layer)
+            branch = layer.mlp.run(x, self.ops)
         if branch is None or self._final_norm is None:
             return stream
         return self.ops.add_layer_norm(branch, stream, *_of(self._final_norm), eps)[0]
@@ -127,13 +125,6 @@ class Encoder:
         query = ops.rope_write(layer.qkv.linear(x, ops), rotation, None, step.cache, 0, step.batch.kv_indices)
         attended = ops.attend(query, step.cache, 0, step.plan, layer.spec.attention, bias=self._bias)
         return layer.out.linear(attended, ops)
-
-    def _mlp(self, x: torch.Tensor, layer: Layer) -> torch.Tensor:
-        if layer.up.activation:
-            middle = layer.up.linear(x, self.ops)
-        else:
-            middle = self.ops.activated_linear(x, layer.up.packed, self.spec.activation)
-        return layer.down.linear(middle, self.ops)
 
 
 @dataclass(frozen=True)
@@ -158,18 +149,19 @@ def _norm(spec: EncoderSpec, source: Source, name: str) -> Norm:
 def _load_layer(spec: EncoderSpec, packer: Packer, index: int, rope: int) -> Layer:
     layer, names, with_bias = spec.layers[index], spec.names, biased(spec)
 
-    def pack(parts: tuple[str, ...], activation: str = "") -> Linear:
-        return packer.pack(spec.in_layer(index, ""), parts, parts[0] in with_bias, activation)
+    def pack(*parts: str) -> Linear:
+        return packer.pack(spec.in_layer(index, ""), parts, parts[0] in with_bias)
+
+    shape = MlpShape(width=spec.width, activation=spec.activation, bias=spec.up_bias, gated=spec.gated)
 
     def norm(name: str) -> Norm:
         return _norm(spec, packer.source, spec.in_layer(index, name))
 
     return Layer(
         spec=layer,
-        qkv=pack(names.qkv),
-        out=pack((names.out,)),
-        up=pack(names.up, spec.activation if spec.gated else ""),
-        down=pack((names.down,)),
+        qkv=pack(*names.qkv),
+        out=pack(names.out),
+        mlp=Mlp(packer.pack_up(spec.in_layer(index, ""), names.up, shape), pack(names.down)),
         attention_norm=norm(names.attention_norm) if layer.attention_norm else None,
         mlp_norm=norm(names.mlp_norm),
         rope=rope,

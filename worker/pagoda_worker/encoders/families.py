@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, invalid, rope_shape
+from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, invalid
 from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.rope_fields import RopeDefaults, rope_shape
 from pagoda_worker.encoders.spec import EncoderLayer, EncoderSpec, Names
 from pagoda_worker.kernels.ops import AttentionShape
 
@@ -131,13 +132,15 @@ def read_distilbert(config: ConfigReader) -> EncoderSpec:
     )
 
 
-def _rotary(config: ConfigReader, head_dim: int, default_theta: float) -> RopeShape:
+def _rotary(config: ConfigReader, head_dim: int, default_theta: float, longest: int) -> RopeShape:
     parameters = config.maybe("rope_parameters", dict) or config.maybe("rope_scaling", dict) or {}
-    theta = config.positive("rope_theta", default_theta)
-    if not isinstance(given := parameters.get("rope_theta", theta), int | float):
-        raise invalid("config.json", f"'rope_theta' must be a number, got {given!r}")
-    plain = {name: value for name, value in parameters.items() if name != "rope_theta"}
-    return rope_shape(plain, head_dim, float(given))
+    return _turned(parameters, head_dim, config.positive("rope_theta", default_theta), longest)
+
+
+def _turned(parameters: Mapping[str, Any], head_dim: int, theta: float, longest: int) -> RopeShape:
+    """By `rope_parameters`, of a model of so many positions, however its family spells that."""
+    beside = ConfigReader({"max_position_embeddings": longest})
+    return rope_shape(beside, parameters, head_dim, RopeDefaults(theta=theta))
 
 
 def read_nomic(config: ConfigReader) -> EncoderSpec:
@@ -151,7 +154,8 @@ def read_nomic(config: ConfigReader) -> EncoderSpec:
     theta, bias = (_nomic_old(config), config.take("qkv_proj_bias", bool, False)) if old else (1000.0, False)
     up_bias = config.take("mlp_fc1_bias", bool, False) if old else False
     down_bias = config.take("mlp_fc2_bias", bool, False) if old else False
-    rope = _rotary(config, hidden // heads, theta)
+    positions = config.size("n_positions" if old else "max_position_embeddings", 2048)
+    rope = _rotary(config, hidden // heads, theta, positions)
     config.choice("head_dim", hidden // heads)
     return EncoderSpec(
         names=NOMIC_NAMES,
@@ -160,7 +164,7 @@ def read_nomic(config: ConfigReader) -> EncoderSpec:
         width=config.size("n_inner" if old else "intermediate_size"),
         activation=_activation(config, "activation_function" if old else "hidden_act", "silu"),
         norm_eps=config.positive("layer_norm_epsilon" if old else "layer_norm_eps", 1e-12),
-        max_positions=config.size("n_positions" if old else "max_position_embeddings", 2048),
+        max_positions=positions,
         layers=(EncoderLayer(attention=_attention(hidden, heads), rope=rope),) * layers,
         gated=True,
         qkv_bias=bias,
@@ -206,7 +210,8 @@ def read_gte(config: ConfigReader) -> EncoderSpec:
         config.choice(name, value)
     config.choice("logn_attention_scale", False)
     config.maybe("logn_attention_clip1", bool)
-    rope = _rotary(config, hidden // heads, 160_000.0)
+    positions = config.size("max_position_embeddings", 8192)
+    rope = _rotary(config, hidden // heads, 160_000.0, positions)
     names = Names(
         qkv=("attention.qkv_proj",), out="attention.o_proj", attention_norm="attn_ln",
         up=("mlp.up_gate_proj",), up_first=True, down="mlp.down_proj", mlp_norm="mlp_ln",
@@ -218,7 +223,7 @@ def read_gte(config: ConfigReader) -> EncoderSpec:
         width=config.size("intermediate_size"),
         activation=_activation(config, "hidden_act"),
         norm_eps=config.positive("layer_norm_eps", 1e-12),
-        max_positions=config.size("max_position_embeddings", 8192),
+        max_positions=positions,
         layers=(EncoderLayer(attention=_attention(hidden, heads), rope=rope),) * layers,
         gated=True,
         up_bias=False,
@@ -233,7 +238,8 @@ def read_modernbert(config: ConfigReader) -> EncoderSpec:
     window = config.size("local_attention", 128) // 2 + 1
     kinds = ["sliding_attention" if i % every else "full_attention" for i in range(count)]
     windows = config.layer_windows(window, kinds)
-    ropes = _modern_ropes(config, hidden // heads)
+    positions = config.size("max_position_embeddings", 8192)
+    ropes = _modern_ropes(config, hidden // heads, positions)
     bias, attention_bias = config.take("mlp_bias", bool, False), config.take("attention_bias", bool, False)
     names = Names(
         words="embeddings.tok_embeddings", embed_norm="embeddings.norm", layer="layers.", qkv=("attn.Wqkv",),
@@ -247,7 +253,7 @@ def read_modernbert(config: ConfigReader) -> EncoderSpec:
         width=config.size("intermediate_size"),
         activation=_activation(config, "hidden_activation"),
         norm_eps=_agreed(config, "norm_eps", "layer_norm_eps"),
-        max_positions=config.size("max_position_embeddings", 8192),
+        max_positions=positions,
         layers=tuple(
             EncoderLayer(attention=_attention(hidden, heads, one), rope=ropes[one is not None], attention_norm=i > 0)
             for i, one in enumerate(windows)
@@ -268,17 +274,16 @@ def _agreed(config: ConfigReader, name: str, older: str) -> float:
     return config.positive(name, 1e-5)
 
 
-def _modern_ropes(config: ConfigReader, head_dim: int) -> tuple[RopeShape, RopeShape]:
+def _modern_ropes(config: ConfigReader, head_dim: int, longest: int) -> tuple[RopeShape, RopeShape]:
     """Of layers that see all, and of those that slide."""
     config.choice("position_embedding_type", "absolute", "sans_pos")  # of its ancestors: it is not read
     given: Mapping[str, Any] = config.maybe("rope_parameters", dict) or {}
     older = config.positive("global_rope_theta", 160_000.0), config.positive("local_rope_theta", 10_000.0)
-    shapes = []
-    for kind, theta in zip(("full_attention", "sliding_attention"), older, strict=True):
-        one = given.get(kind) or {}
-        plain = {name: value for name, value in one.items() if name != "rope_theta"}
-        shapes.append(rope_shape(plain, head_dim, float(one.get("rope_theta") or theta)))
-    return shapes[0], shapes[1]
+    whole, local = (
+        _turned(given.get(kind) or {}, head_dim, theta, longest)
+        for kind, theta in zip(("full_attention", "sliding_attention"), older, strict=True)
+    )
+    return whole, local
 
 
 FAMILIES: dict[str, Callable[[ConfigReader], EncoderSpec]] = {

@@ -81,6 +81,14 @@ def open_encoder_source(
     checkpoint.check(wanted, beside, tied=False)
     formats = Formats(layers=FORMATS[quantization] if quantization else None)
     shapes = linear_layers(spec)
-    plain = CheckpointSource(checkpoint=checkpoint, shapes=shapes, formats=formats, dtype=dtype, device=device)
+    plain = CheckpointSource(
+        checkpoint=checkpoint,
+        head="",
+        transposed=frozenset(),
+        shapes=shapes,
+        formats=formats,
+        dtype=dtype,
+        device=device,
+    )
     up = {spec.in_layer(index, spec.names.up[0]) for index in range(len(spec.layers))}
     return EncoderSource(plain, frozenset(up if spec.names.up_first else ()))

@@ -67,6 +67,11 @@ class EncoderSpec:
     num_buckets: int = 0  # of MPNet's bias by distance; 0: there is none
 
     @property
+    def ropes(self) -> tuple[RopeShape, ...]:
+        """All that layers turn by, each once."""
+        return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+
+    @property
     def norms(self) -> list[str]:
         """All there are."""
         names = [self.names.embed_norm, *filter(None, [self.names.final_norm])]

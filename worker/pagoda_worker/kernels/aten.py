@@ -18,19 +18,19 @@ What keeps a row's bits its own, measured bit for bit by the tests:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda_worker.kernels import encoding, paged
+from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import KVCache
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.kernels.reference import HostOps
+from pagoda_worker.kernels.reference import HostOps, activated
 from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.library_choice import bfloat16_is_native
 
@@ -80,7 +80,14 @@ class AtenOps(HostOps):
         return act_mul(self.linear(x, packed), activation)
 
     def activated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
-        return encoding.activated(self.linear(x, packed), activation)
+        y = self.linear(x, packed)
+        width = y.shape[1]
+        if activation == "gelu":  # erf has no other code for ends
+            wide = y.float()
+            return (wide * torch.erf(wide * 2**-0.5).add_(1.0)).mul_(0.5).to(y.dtype)
+        if width % VECTOR:  # rows are apart, so that vectors end where they do
+            y = F.pad(y, (0, 1))[:, :width]
+        return _by_slabs(y, width, activation, lambda part: activated(part, activation))
 
     def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
         """A product in the run dtype is then widened: oneDNN's float32 output is not reachable from torch."""
@@ -99,7 +106,13 @@ class AtenOps(HostOps):
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         x = table.index_select(0, token_ids)
-        return x if scale is None else x.mul_(torch.tensor(scale, dtype=x.dtype, device=x.device))
+        return x if scale is None else x.float().mul_(scale).to(x.dtype)
+
+    def add_positions(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        return x.add_(table.index_select(0, positions))
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return y.add_(x)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return _normed(x.float(), weight, eps).to(x.dtype)
@@ -108,8 +121,8 @@ class AtenOps(HostOps):
         total = x.add_(residual)
         return self.rms_norm(total, weight, eps), total
 
-    embed_at = staticmethod(encoding.embed_at)
-    layer_norm = staticmethod(encoding.layer_norm)
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return F.layer_norm(x.float(), weight.shape, weight, bias, eps).to(x.dtype)
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
@@ -125,7 +138,7 @@ class AtenOps(HostOps):
         turning = heads[:, :-num_kv_heads]
         wide = turning.float()
         if norm is not None:
-            wide = _normed(wide, norm.weight, norm.eps)
+            wide = norm.of(wide, num_kv_heads, _normed)
         if rotation is not None:
             wide = (wide * rotation.cos).add_(wide.roll(head_dim // 2, -1).mul_(rotation.sin))
         turning.copy_(wide)
@@ -183,18 +196,21 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 
 def act_mul(gate_up: Tensor, activation: str) -> Tensor:
     """gate_up [T, 2 I] -> act(gate) * up [T, I]"""
-    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    slabs = list(_slabs(num_rows, width, activation)) if gate_up.device.type == "cpu" else [num_rows]
-    if len(slabs) == 1:
-        return _act_mul(gate_up, width, activation)
-    return torch.cat([_act_mul(slab, width, activation) for slab in torch.split(gate_up, slabs)])
+    width = gate_up.shape[1] // 2
+
+    def multiplied(part: Tensor) -> Tensor:
+        gate = part[:, :width]
+        if activation == "gelu":  # which is scalar code, and other bits, where lines lie apart
+            gate = gate.contiguous()
+        return activated(gate, activation).mul_(part[:, width:])
+
+    return _by_slabs(gate_up, width, activation, multiplied)
 
 
-def _act_mul(gate_up: Tensor, width: int, activation: str) -> Tensor:
-    gate, up = gate_up[:, :width], gate_up[:, width:]
-    if activation == "gelu":  # which is scalar code where lines lie apart, and other bits
-        gate = gate.contiguous()
-    return encoding.ACTIVATIONS[activation](gate).mul_(up)
+def _by_slabs(x: Tensor, width: int, activation: str, work: Callable[[Tensor], Tensor]) -> Tensor:
+    """work(x), in slabs of rows where threads would cut it elsewhere; `width`: elements of a row that are activated."""
+    slabs = list(_slabs(x.shape[0], width, activation)) if x.device.type == "cpu" else [x.shape[0]]
+    return work(x) if len(slabs) == 1 else torch.cat([work(slab) for slab in torch.split(x, slabs)])
 
 
 def _slabs(num_rows: int, width: int, activation: str) -> Iterator[int]:

@@ -9,7 +9,8 @@ A token's K and V are one contiguous line, so a step writes both with one indexe
 one indexed read as [tokens, 2, Hkv, D]. The last block is nobody's: it stays zero and pads the block tables.
 
 Quantised, K and V are whole numbers with one scale per token and head (`quantize`), and attention computes with the
-numbers that come back out (`dequantize`). That is the definition for every back end.
+numbers that come back out (`dequantize`). That is the definition for every back end. One may round what meets them, no
+coarser than bfloat16 would where it counts.
 
     scales[l]   [num_blocks + 1, block_size, 2, Hkv]        float32
 

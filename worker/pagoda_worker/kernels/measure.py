@@ -119,7 +119,7 @@ class Roofline:
         tape = _Copies()
         for copy in range(copies):
             record(self.ops.on(tape), copy)
-        program, step = program_of(tape.operations), lib.make_step(**tape.step)
+        program, step = program_of([[one] for one in tape.operations]), lib.make_step(**tape.step)
         return median_s(lambda: self.ops.library.run(program, step), self.limits.repeats) / copies
 
     # --- linear layers ------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from pagoda_worker.sampling.device_sampler import DeviceSampler, Upload
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
 T = TypeVar("T")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 Forward = Callable[["Ops", Batch, Any], tuple[Tensor, ...]]
 """What a model computes of all tokens of a batch, by the given back end: (ops, batch, caches) -> results [T, ..]."""
 
@@ -45,10 +46,23 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadNorm:
-    """RMS norm over each query and key head before rotation: weight [Hq + Hkv, D] float32, one line per head."""
+    """RMS norm over each query and key head before rotation: weight [Hq + Hkv, D] float32, one line per head.
+
+    `whole`: over all query heads together, and over all key heads, with the same weights.
+    """
 
     weight: Tensor
     eps: float
+    whole: bool = False
+
+    def of(self, heads: Tensor, kv_heads: int, rms_norm: Callable[[Tensor, Tensor, float], Tensor]) -> Tensor:
+        """heads [T, Hq + Hkv, D], normed by `rms_norm`."""
+        if not self.whole:
+            return rms_norm(heads, self.weight, self.eps)
+        sizes = [heads.shape[1] - kv_heads, kv_heads]
+        parts = zip(heads.split(sizes, 1), self.weight.split(sizes), strict=True)
+        flat = [rms_norm(part.flatten(1), weight.flatten(), self.eps) for part, weight in parts]
+        return torch.cat(flat, 1).view(heads.shape)
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,10 @@ class Ops(Protocol):
         """
 
     def activated_linear(self, x: Tensor, packed: Any, activation: str) -> Tensor:
-        """x [T, K] -> act(x W^T + bias) [T, N]; activation is one of `encoding.ACTIVATIONS`."""
+        """x [T, K] -> act(x W^T) [T, N], `packed` by `pack_linear`; activation is one of ACTIVATIONS.
+
+        What is activated is rounded to the dtype of x, where a separate operation would round it.
+        """
 
     def logits(self, hidden: Tensor, packed: Any, softcap: float | None = None) -> Tensor:
         """hidden [R, H] -> [R, V] float32, or softcap * tanh(logit / softcap) of it.
@@ -149,27 +166,30 @@ class Ops(Protocol):
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         """token_ids [T] int64, table [V, H] -> [T, H] in the table's dtype, times `scale` if given."""
 
+    def add_positions(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        """x [T, H], which may be overwritten, plus the lines `positions` [T] int64 of table [P, H]."""
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x + y [T, H], rounded once; y may be overwritten."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., H], weight float32 [H] or broadcastable -> x / rms(x) * weight, computed in float32."""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual), both new to the caller: x and residual [T, H] may be overwritten."""
 
-    def embed_at(self, token_ids: Tensor, table: Tensor, positions: Tensor, places: Tensor) -> Tensor:
-        """token_ids and positions [T] int64, table [V, H], places [P, H] -> table[id] + places[position] [T, H]."""
-
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-        """x [T, H], weight and bias [H] float32 -> (x - mean) / sqrt(variance + eps) * weight + bias, in float32."""
+        """(x - mean(x)) / deviation(x) * weight + bias, computed in float32: x [T, H], weight and bias [H] float32."""
 
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """(layer_norm(x + residual), x + residual), both new to the caller: x and residual may be overwritten."""
+        """(layer_norm(x + residual), x + residual); see `add_rms_norm`."""
 
     def rope_write(
         self, qkv: Tensor, rotation: Rotation | None, norm: HeadNorm | None, kv: Any, layer: int, kv_indices: Tensor
     ) -> Tensor:
-        """Norm and rotate (if so) the query and key heads of qkv [T, (Hq + 2 Hkv) D], put K and V into the cache.
+        """Norm and rotate (if at all) the query and key heads of qkv [T, (Hq + 2 Hkv) D], put K and V into the cache.
 
         Returns the query heads [T, Hq, D]. `qkv` may be overwritten.
         """

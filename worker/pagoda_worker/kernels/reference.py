@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagoda_worker.kernels.encoding import ACTIVATIONS
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
@@ -86,10 +85,10 @@ class ReferenceOps(HostOps):
 
     def gated_linear(self, x: Tensor, packed: Plain, activation: str) -> Tensor:
         gate, up = self.linear(x, packed).chunk(2, dim=-1)
-        return ACTIVATIONS[activation](gate) * up
+        return activated(gate, activation) * up
 
     def activated_linear(self, x: Tensor, packed: Plain, activation: str) -> Tensor:
-        return ACTIVATIONS[activation](_wide(self.linear(x, packed))).to(x.dtype)
+        return activated(self.linear(x, packed), activation)
 
     def logits(self, hidden: Tensor, packed: Plain, softcap: float | None = None) -> Tensor:
         logits = self.linear(hidden, packed).float()
@@ -97,7 +96,13 @@ class ReferenceOps(HostOps):
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         x = F.embedding(token_ids, table)
-        return x if scale is None else x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+        return x if scale is None else (_wide(x) * scale).to(x.dtype)
+
+    def add_positions(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        return x + F.embedding(positions, table)
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = _wide(x)
@@ -106,9 +111,6 @@ class ReferenceOps(HostOps):
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x + residual
         return self.rms_norm(total, weight, eps), total
-
-    def embed_at(self, token_ids: Tensor, table: Tensor, positions: Tensor, places: Tensor) -> Tensor:
-        return (_wide(F.embedding(token_ids, table)) + _wide(F.embedding(positions, places))).to(table.dtype)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         centred = _wide(x) - _wide(x).mean(-1, keepdim=True)
@@ -127,7 +129,7 @@ class ReferenceOps(HostOps):
         heads = qkv.view(qkv.shape[0], -1, kv.shape.head_dim)
         turning, value = heads[:, : -kv.shape.num_kv_heads], heads[:, -kv.shape.num_kv_heads :]
         if norm is not None:
-            turning = self.rms_norm(turning, norm.weight, norm.eps)
+            turning = norm.of(turning, kv.shape.num_kv_heads, self.rms_norm)
         wide = _wide(turning)
         if rotation is not None:
             wide = wide * rotation.cos + wide.roll(wide.shape[-1] // 2, -1) * rotation.sin
@@ -172,6 +174,16 @@ class ReferenceOps(HostOps):
             weights = scores.softmax(-1)[..., :length]
             rows.append(torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype))
         return torch.cat(rows)
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """One of `ops.ACTIVATIONS`."""
+    match activation:
+        case "silu":
+            return F.silu(x)
+        case "relu":
+            return F.relu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -15,8 +15,9 @@ from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress, open_chec
 from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, check_sizes
 from pagoda_worker.checkpoints.fingerprint import fingerprint
 from pagoda_worker.checkpoints.formats import FIELD, read_layout
+from pagoda_worker.checkpoints.formats.layout import Layout
 from pagoda_worker.checkpoints.formats.source import Formats, choose_formats, left_alone, open_source
-from pagoda_worker.checkpoints.spec import DecoderSpec, linear_layers
+from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled, linear_layers
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.devices import choose_device
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, Grammars
@@ -99,41 +100,74 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
     torch.set_num_threads(config.threads)
-    spec, formats = _what_to_load(config, fields)
+    spec, layout = _what_to_load(config, fields)
     with open_weights(path, progress) as checkpoint:
         dtype = run_dtype(config.dtype, fields, checkpoint.dtype(), device)
         ops = _load_ops(config, device, dtype, spec)
         if spec is None:
-            _refuse_quantised_cache(config)
-            from pagoda_worker.models.fallback import TransformersModel
-
-            fallback = TransformersModel(path, ops, dtype, checkpoint)
-            if not fallback.batch_invariant:
-                log.warning("%s: tokens may depend on how a request is batched; bfloat16 may avoid that", dtype)
-            max_len, vocab = model_len(config.max_model_len, fallback.max_positions), fallback.vocab_size
-            model: Model = fallback
+            made = _through_transformers(config, checkpoint, ops, dtype)
         else:
-            source = open_source(checkpoint, spec, formats, dtype, device)
-            _tell_formats(ops, dtype, spec, formats)
-            max_len, vocab = model_len(config.max_model_len, spec.max_positions), spec.vocab_size
-            with torch.inference_mode():
-                decoder = Decoder(spec, ops, source, dtype, max_len)
-                model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
-    kv_groups = tuple(replace(group, quantized=config.kv_cache_dtype == "int8") for group in model.kv_groups)
+            made = _natively(config, as_spelled(spec, checkpoint.entries), layout, checkpoint, ops, dtype)
+    kv_groups = tuple(replace(group, quantized=config.kv_cache_dtype == "int8") for group in made.model.kv_groups)
     return LoadedModel(
-        model=model,
+        model=made.model,
         kv_groups=kv_groups,
         ops=ops,
         dtype=dtype,
         device=device,
-        vocab_size=vocab,
-        max_model_len=max_len,
+        vocab_size=made.vocab_size,
+        max_model_len=made.max_model_len,
         fingerprint=fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint.digest),
-        numerics_id=numerics_id(
-            ops, kv_groups[0], "native" if spec is not None else fallback.implementation, formats.description
-        ),
-        batch_invariant=ops.batch_invariant and (spec is not None or fallback.batch_invariant),
+        numerics_id=numerics_id(ops, kv_groups[0], made.implementation, made.formats.description),
+        batch_invariant=ops.batch_invariant and made.batch_invariant,
     )
+
+
+class _Made(NamedTuple):
+    """A model, and what only its making tells. `implementation`: see `numerics_id`."""
+
+    model: Model
+    vocab_size: int
+    max_model_len: int
+    implementation: str
+    formats: Formats = Formats()
+    batch_invariant: bool = True
+
+
+def _natively(
+    config: WorkerConfig,
+    spec: DecoderSpec,
+    layout: Layout | None,
+    checkpoint: Checkpoint,
+    ops: Ops,
+    dtype: torch.dtype,
+) -> _Made:
+    formats = choose_formats(spec, layout, config.quantization)
+    source = open_source(checkpoint, spec, formats, dtype, ops.device)
+    _tell_formats(ops, dtype, spec, formats)
+    max_len = model_len(config.max_model_len, spec.reach, spec.max_positions)
+    with torch.inference_mode():
+        decoder = Decoder(spec, ops, source, dtype, max_len)
+        model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
+    fixed = sorted({found for rope in spec.ropes if (found := rope.fixed_at(max_len))})
+    for found in fixed:
+        log.info("rotary embedding: %s, for all requests alike, because max_model_len is %d", found, max_len)
+    return _Made(model, spec.vocab_size, max_len, " ".join(("native", *fixed)), formats)
+
+
+def _through_transformers(config: WorkerConfig, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> _Made:
+    _refuse_quantised_cache(config)
+    from pagoda_worker.models.fallback import TransformersModel
+
+    model = TransformersModel(checkpoint.path, ops, dtype, checkpoint)
+    log.warning(
+        "a step of one token takes %.1f ms through transformers, so a request gets at most %.0f tokens a second here",
+        1e3 * model.step_seconds, 1 / model.step_seconds,
+    )  # fmt: skip
+    if not model.batch_invariant:
+        log.warning("%s: tokens may depend on how a request is batched; bfloat16 may avoid that", dtype)
+    max_len = model_len(config.max_model_len, model.max_positions, model.max_positions)
+    return _Made(model, model.vocab_size, max_len, model.implementation, batch_invariant=model.batch_invariant)
 
 
 def decoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: DecoderSpec | None) -> Needs:
@@ -176,8 +210,8 @@ def _refuse_hopeless(fields: dict[str, Any]) -> None:
         raise UnsupportedConfig("config.json: 'is_encoder_decoder': only decoder-only models are served")
 
 
-def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Formats]:
-    """The spec of a natively supported model, or None if transformers is to run it, and the formats of its matrices.
+def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[DecoderSpec | None, Layout | None]:
+    """The spec of a natively supported model, or None if transformers is to run it, and how its matrices are quantised.
 
     Raises:
         UnsupportedConfig: there is no native implementation for it, and the fallback is off or would not do.
@@ -198,9 +232,9 @@ def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[Decoder
             ) from error
         if not config.fallback:
             raise
-        log.info("%s runs through transformers, several times slower: %s", name or "the model", error)
-        return None, Formats()
-    return spec, choose_formats(spec, layout, config.quantization)
+        log.warning("%s runs through transformers' code, not natively: %s", name or "the model", error)
+        return None, None
+    return spec, layout
 
 
 def _tell_formats(ops: Ops, dtype: torch.dtype, spec: DecoderSpec, formats: Formats) -> None:
@@ -239,8 +273,8 @@ def run_dtype(choice: str, fields: dict[str, Any], stored: torch.dtype | None, d
     return torch.bfloat16 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 
-def model_len(configured: int, limit: int) -> int:
-    """The longest prompt and output together. Raises ValueError when more is configured than the model can have."""
+def model_len(configured: int, limit: int, default: int) -> int:
+    """Of `configured` and `default`, the former if it is set. Raises ValueError when it is beyond `limit`."""
     if configured > limit:
         raise ValueError(f"max_model_len={configured} is beyond the model's own limit of {limit} tokens")
-    return configured or limit
+    return configured or default

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -16,11 +16,14 @@ from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress, open_chec
 from pagoda_worker.checkpoints.config_reader import HARMLESS, UnsupportedConfig, check_sizes
 from pagoda_worker.checkpoints.fingerprint import fingerprint
 from pagoda_worker.checkpoints.formats.source import choose_formats, open_source
+from pagoda_worker.checkpoints.names import Names
+from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.devices import choose_device
 from pagoda_worker.encoders.encoder import Encoder
 from pagoda_worker.encoders.families import ENCODER_HARMLESS, encoder_spec, family_of
-from pagoda_worker.encoders.source import open_encoder_source, stripped
+from pagoda_worker.encoders.source import open_encoder_source
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.ops import Needs
 from pagoda_worker.loading.model import (
@@ -45,7 +48,6 @@ BESIDE_THE_DECODER = {
     "problem_type", "num_labels", "sentence_transformers", "matryoshka_dimensions", "is_matryoshka", "score_bias",
     "classifier_from_token", "method",
 }  # fmt: skip
-EMBEDDING = "model.embed_tokens.weight"
 
 
 def load_any_model(config: WorkerConfig, progress: Progress | None = None) -> LoadedModel:
@@ -103,7 +105,7 @@ def _encoder(reading: _Reading) -> LoadedModel:
     for remark in remarks:
         log.warning(remark)
     log.info("kernels: %s", ops.name)
-    max_len = model_len(config.max_model_len, spec.max_positions)
+    max_len = model_len(config.max_model_len, spec.max_positions, spec.max_positions)
     if not config.max_model_len:
         max_len = min(max_len, files.longest(reading.path) or max_len)
     source = open_encoder_source(checkpoint, spec, config.quantization, dtype, reading.device)
@@ -123,7 +125,7 @@ def _encoder(reading: _Reading) -> LoadedModel:
         vocab_size=spec.vocab_size,
         max_model_len=max_len,
         fingerprint=_fingerprint(fields, ENCODER_HARMLESS, checkpoint, pooler),
-        numerics_id=numerics_id(ops, encoder.scratch, "native", weights),
+        numerics_id=numerics_id(ops, encoder.scratch, _implementation(spec.ropes, max_len), weights),
         batch_invariant=ops.batch_invariant,
         pooler=pooler,
         scratch=encoder.scratch,
@@ -137,23 +139,20 @@ def _decoder(reading: _Reading) -> LoadedModel:
     fields = {name: value for name, value in reading.fields.items() if name not in BESIDE_THE_DECODER}
     name = architecture_of(fields)
     spec = native_spec(_generating(name), fields)
+    _with_root(checkpoint, (spec.names, *spec.spellings))
+    spec = as_spelled(spec, checkpoint.entries)
     dtype = run_dtype(config.dtype, fields, checkpoint.dtype(), reading.device)
     ops, remarks = load_ops(reading.device, config.kernels, decoder_needs(config, dtype, spec))
     for remark in remarks:
         log.warning(remark)
     log.info("kernels: %s", ops.name)
-    stripped(checkpoint, EMBEDDING.removeprefix("model."))
-    checkpoint.entries = {
-        key if key.startswith(("score.", "lm_head.")) else f"model.{key}": entry
-        for key, entry in checkpoint.entries.items()
-    }
-    pooler = _decoder_pooler(reading, spec.hidden_size)
+    pooler = _decoder_pooler(reading, spec)
     for key in [key for key in checkpoint.entries if key.startswith("score.")]:
         del checkpoint.entries[key]
-    spec = replace(spec, tied=True)  # whatever makes logits of states is not loaded
+    spec = replace(spec, tied=True, logit_scale=1.0)  # whatever makes logits of states is not loaded
     formats = choose_formats(spec, None, config.quantization)
     source = open_source(checkpoint, spec, formats, dtype, reading.device)
-    max_len = model_len(config.max_model_len, spec.max_positions)
+    max_len = model_len(config.max_model_len, spec.reach, spec.max_positions)
     if not config.max_model_len:
         max_len = min(max_len, files.longest(reading.path) or max_len)
     decoder = Decoder(spec, ops, source, dtype, max_len, head=False)
@@ -167,10 +166,15 @@ def _decoder(reading: _Reading) -> LoadedModel:
         vocab_size=spec.vocab_size,
         max_model_len=max_len,
         fingerprint=_fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint, pooler),
-        numerics_id=numerics_id(ops, groups[0], "native", formats.description),
+        numerics_id=numerics_id(ops, groups[0], _implementation(spec.ropes, max_len), formats.description),
         batch_invariant=ops.batch_invariant,
         pooler=pooler,
     )
+
+
+def _implementation(ropes: Iterable[RopeShape], max_len: int) -> str:
+    """As `loading.model` names it: angles that the longest row has a say in are other numbers."""
+    return " ".join(("native", *sorted({found for rope in ropes if (found := rope.fixed_at(max_len))})))
 
 
 def _generating(name: str) -> str:
@@ -181,8 +185,20 @@ def _generating(name: str) -> str:
     return name
 
 
-def _decoder_pooler(reading: _Reading, hidden_size: int) -> Pooler:
-    checkpoint, fields = reading.checkpoint, reading.fields
+def _with_root(checkpoint: Checkpoint, spellings: Iterable[Names]) -> None:
+    """Have a decoder that was saved without what makes logits call its tensors as one that was saved with it."""
+    for names in spellings:
+        embedding = f"{names.top(names.embed)}.weight"
+        if embedding not in checkpoint.entries and embedding.removeprefix(names.root) in checkpoint.entries:
+            beside = ("score.", f"{names.head}.")
+            checkpoint.entries = {
+                key if key.startswith(beside) else names.top(key): entry for key, entry in checkpoint.entries.items()
+            }
+            return
+
+
+def _decoder_pooler(reading: _Reading, spec: DecoderSpec) -> Pooler:
+    checkpoint, fields, names, hidden_size = reading.checkpoint, reading.fields, spec.names, spec.hidden_size
     if reading.kind != CLASSIFY:
         return files.embedder(reading.path, hidden_size, "last", whole=False)
     if any(name.startswith("score.") for name in checkpoint.entries):
@@ -190,8 +206,8 @@ def _decoder_pooler(reading: _Reading, hidden_size: int) -> Pooler:
     if not is_yes_no_reranker(fields, reading.config.model):
         raise UnsupportedConfig("there is no head that gives scores: no tensor is called score.weight")
     yes, no = _answers(reading.path)
-    tied = "lm_head.weight" not in checkpoint.entries
-    return heads.difference(checkpoint, EMBEDDING if tied else "lm_head.weight", yes, no)
+    matrix, embedding = f"{names.head}.weight", f"{names.top(names.embed)}.weight"
+    return heads.difference(checkpoint, matrix if matrix in checkpoint.entries else embedding, yes, no)
 
 
 def _answers(path: Path) -> tuple[int, int]:

@@ -1,16 +1,31 @@
 """Architectures with a native implementation: what config.json says -> the function that reads it, loaded when needed.
 
-To add one: a function `read(ConfigReader) -> DecoderSpec` and a line here. What a spec cannot say needs a decoder of
-its own or runs through `fallback`.
+To add one: a function `read(ConfigReader) -> DecoderSpec` in `families/` and a line here. What a spec cannot say needs
+a decoder of its own or runs through `fallback`.
 """
 
 from __future__ import annotations
 
-ARCHITECTURES = {
-    "LlamaForCausalLM": "pagoda_worker.models.llama:read_llama",
-    "MistralForCausalLM": "pagoda_worker.models.llama:read_mistral",
-    "Qwen2ForCausalLM": "pagoda_worker.models.qwen:read_qwen2",
-    "Qwen3ForCausalLM": "pagoda_worker.models.qwen:read_qwen3",
-    "Gemma2ForCausalLM": "pagoda_worker.models.gemma:read_gemma2",
-    "Gemma3ForCausalLM": "pagoda_worker.models.gemma:read_gemma3",
+_READERS = {
+    "LlamaForCausalLM": "llama:read_llama",
+    "MistralForCausalLM": "llama:read_mistral",
+    "Qwen2ForCausalLM": "qwen:read_qwen2",
+    "Qwen3ForCausalLM": "qwen:read_qwen3",
+    "Gemma2ForCausalLM": "gemma:read_gemma2",
+    "Gemma3ForCausalLM": "gemma:read_gemma3",
+    "Phi3ForCausalLM": "phi:read_phi3",
+    "Olmo2ForCausalLM": "olmo:read_olmo2",
+    "Olmo3ForCausalLM": "olmo:read_olmo3",
+    "GraniteForCausalLM": "granite:read_granite",
+    "SmolLM3ForCausalLM": "smollm:read_smollm3",
+    "GlmForCausalLM": "glm:read_glm",
+    "Glm4ForCausalLM": "glm:read_glm4",
+    "Starcoder2ForCausalLM": "starcoder:read_starcoder2",
+    "CohereForCausalLM": "cohere:read_cohere",
+    "Cohere2ForCausalLM": "cohere:read_cohere2",
+    "GPTNeoXForCausalLM": "gpt:read_gpt_neox",
+    "GPT2LMHeadModel": "gpt:read_gpt2",
+    "OPTForCausalLM": "gpt:read_opt",
+    "FalconForCausalLM": "gpt:read_falcon",
 }
+ARCHITECTURES = {name: f"pagoda_worker.models.families.{reader}" for name, reader in _READERS.items()}

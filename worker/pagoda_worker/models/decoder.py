@@ -1,9 +1,9 @@
-"""The decoder of a DecoderSpec: norm, attend, norm, MLP, over a residual stream. One forward for prefill and decode."""
+"""The decoder of a DecoderSpec: branches over a residual stream. One forward for prefill and decode."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,35 +11,26 @@ import torch
 
 from pagoda_worker.checkpoints.rope import RotaryTable
 from pagoda_worker.checkpoints.source import Source
-from pagoda_worker.checkpoints.spec import (
-    DOWN,
-    EMBED,
-    FINAL_NORM,
-    GATE_UP,
-    HEAD,
-    OUT,
-    QKV,
-    DecoderSpec,
-    layer_name,
-    norm_parts,
-)
+from pagoda_worker.checkpoints.spec import DecoderSpec
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation
 from pagoda_worker.models.linear import Linear, Mlp, Packer
+from pagoda_worker.models.norms import Norm, load_head_norm, load_norm
+from pagoda_worker.models.order import qkv_order
 from pagoda_worker.rows.batch import Batch
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: its matrices, its norms in float32, and where its K and V are."""
+    """One layer: its matrices, its norms by their roles (see `Names`), and where its K and V are."""
 
     qkv: Linear
     out: Linear
     mlp: Mlp
-    norms: dict[str, torch.Tensor]
+    norms: dict[str, Norm]
     head_norm: HeadNorm | None
     attention: AttentionShape
-    rope: int  # of the spec's
+    rope: int | None  # of the spec's
     kv: KVLayer
 
 
@@ -53,6 +44,7 @@ class Decoder:
         source: Source,
         dtype: torch.dtype,
         max_positions: int,
+        *,
         head: bool = True,
     ) -> None:
         """Without a `head` there are hidden states, and no logits."""
@@ -66,11 +58,16 @@ class Decoder:
         self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
         packer = Packer(ops, source, dtype)
         self._layers = [_load_layer(spec, packer, index, kv) for index, kv in enumerate(kv_layers)]
-        self._final_norm = source.tensor(FINAL_NORM).float() + spec.norm_offset
-        self._embed = source.tensor(EMBED)
+        names = spec.names
+        self._final_norm = load_norm(spec, source.tensor, names.top(names.final_norm), True, spec.logit_scale)
+        self._embed = source.tensor(f"{names.top(names.embed)}.weight")
+        self._embed_scale = _embed_scale(spec, dtype)
+        self._positions: torch.Tensor | None = None
+        if spec.learned_positions:
+            self._positions = source.tensor(f"{names.top(names.positions)}.weight")[spec.position_offset :]
         self._head = None
         if head:
-            self._head = ops.pack_linear(source.tied(self._embed) if spec.tied else source.linear(HEAD))
+            self._head = ops.pack_linear(source.tied(self._embed) if spec.tied else source.linear(names.head))
 
     def on(self, ops: Ops) -> Decoder:
         """The same weights, computed by `ops`, which must be of the back end that packed them."""
@@ -88,7 +85,9 @@ class Decoder:
             group.admit(batch)
         plan = self.plan(batch, kv) if plan is None else plan
         rotations = [table.at(batch.positions) for table in self._ropes]
-        stream = self.ops.embed(batch.token_ids, self._embed, self.spec.embed_scale)
+        stream = self.ops.embed(batch.token_ids, self._embed, self._embed_scale)
+        if self._positions is not None:
+            stream = self.ops.add_positions(stream, self._positions, batch.positions)
         hidden = self._run(stream, _Step(batch, kv, plan, rotations))
         for group in kv:
             group.inspect(batch, hidden)
@@ -100,30 +99,37 @@ class Decoder:
         return logits.float() if out is None else out.copy_(logits)
 
     def _run(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
-        """Every branch is normed on its way in, with Gemma again on its way out, and added to the stream."""
-        branch: torch.Tensor | None = None
+        """Branches leave the stream and are added to it; which of the norms on their ways there are is data."""
+        ops, branch = self.ops, None
         for layer in self._layers:
-            x, stream = self._norm_in(branch, stream, layer.norms["attention"])
-            branch = self._norm_out(self._attend(x, layer, step), layer.norms.get("after_attention"))
-            x, stream = self._norm_in(branch, stream, layer.norms["mlp"])
-            branch = self._norm_out(layer.mlp.run(x, self.ops), layer.norms.get("after_mlp"))
-        return self._norm_in(branch, stream, self._final_norm)[0]
+            x, stream = self._leave(stream, branch, layer.norms.get("attention"))
+            branch = self._come_back(self._attend(x, layer, step), layer.norms.get("after_attention"))
+            if self.spec.parallel:
+                own = layer.norms.get("mlp")
+                branch = ops.add(layer.mlp.run(x if own is None else own.run(stream, ops), ops), branch)
+            else:
+                x, stream = self._leave(stream, branch, layer.norms.get("mlp"))
+                branch = self._come_back(layer.mlp.run(x, ops), layer.norms.get("after_mlp"))
+        return self._leave(stream, branch, self._final_norm)[0]
 
-    def _norm_in(
-        self, branch: torch.Tensor | None, stream: torch.Tensor, weight: torch.Tensor
+    def _leave(
+        self, stream: torch.Tensor, branch: torch.Tensor | None, norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream with the last branch added (none before the first layer): normed, and as it is."""
+        if norm is None:
+            total = stream if branch is None else self.ops.add(branch, stream)
+            return total, total
         if branch is None:
-            return self.ops.rms_norm(stream, weight, self.spec.norm_eps), stream
-        return self.ops.add_rms_norm(branch, stream, weight, self.spec.norm_eps)
+            return norm.run(stream, self.ops), stream
+        return norm.add(branch, stream, self.ops)
 
-    def _norm_out(self, branch: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        return branch if weight is None else self.ops.rms_norm(branch, weight, self.spec.norm_eps)
+    def _come_back(self, branch: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        return branch if norm is None else norm.run(branch, self.ops)
 
     def _attend(self, x: torch.Tensor, layer: Layer, step: _Step) -> torch.Tensor:
         ops, (group, index) = self.ops, layer.kv
         kv, plan = step.kv[group], step.plan[group]
-        qkv, rotation = layer.qkv.linear(x, ops), step.rotations[layer.rope]
+        qkv, rotation = layer.qkv.linear(x, ops), None if layer.rope is None else step.rotations[layer.rope]
         query = ops.rope_write(qkv, rotation, layer.head_norm, kv, index, step.batch.kv_indices)
         return layer.out.linear(ops.attend(query, kv, index, plan, layer.attention), ops)
 
@@ -138,28 +144,30 @@ class _Step:
     rotations: list[Rotation]
 
 
+def _embed_scale(spec: DecoderSpec, dtype: torch.dtype) -> float | None:
+    """The published scale, and what the stream is divided by; see `load_norm`."""
+    if spec.embed_scale is None and spec.residual_scale == 1.0:
+        return None
+    published = 1.0 if spec.embed_scale is None else torch.tensor(spec.embed_scale, dtype=dtype).item()
+    return published / spec.residual_scale
+
+
 def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> Layer:
-    layer, prefix = spec.layers[index], layer_name(index, "")
-
-    def norm(part: str) -> torch.Tensor:
-        return packer.source.tensor(prefix + part).float() + spec.norm_offset
-
+    layer, names, take = spec.layers[index], spec.names, packer.source.tensor
+    prefix = names.in_layer(index, "")
+    norms = {
+        role: load_norm(spec, take, prefix + norm, not role.startswith("after")) for role, norm in names.norms.items()
+    }
     return Layer(
-        qkv=packer.pack(prefix, QKV, spec.qkv_bias),
-        out=packer.pack(prefix, OUT, spec.out_bias, segments=spec.segments),
+        qkv=packer.pack(prefix, names.qkv, spec.qkv_bias, order=qkv_order(layer, names.grouped)),
+        out=packer.pack(prefix, [names.out], spec.out_bias, segments=spec.segments),
         mlp=Mlp(
-            packer.pack(prefix, GATE_UP, layer.mlp.bias, layer.mlp.activation),
-            packer.pack(prefix, DOWN, layer.mlp.bias, segments=spec.segments),
+            packer.pack_up(prefix, names.up, layer.mlp),
+            packer.pack(prefix, [names.down], layer.mlp.bias, segments=spec.segments),
         ),
-        norms={role: norm(part) for role, part in norm_parts(spec).items()},
-        head_norm=_head_norm(spec, layer.attention, norm) if spec.head_norms else None,
+        norms=norms,
+        head_norm=load_head_norm(spec, layer, take, index),
         attention=layer.attention,
-        rope=spec.ropes.index(layer.rope),
+        rope=None if layer.rope is None else spec.ropes.index(layer.rope),
         kv=kv,
     )
-
-
-def _head_norm(spec: DecoderSpec, attention: AttentionShape, norm: Callable[[str], torch.Tensor]) -> HeadNorm:
-    query, key = norm("self_attn.q_norm.weight"), norm("self_attn.k_norm.weight")
-    weight = torch.cat((query.expand(attention.num_heads, -1), key.expand(attention.num_kv_heads, -1)))
-    return HeadNorm(weight=weight, eps=spec.norm_eps)

@@ -13,6 +13,7 @@ Whether bits stay when a prompt is cut is found out on the way.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ from pagoda_worker.rows.batch import Batch, batch_of_spans
 ATTENTION = "pagoda_paged"
 PROBE_TOKENS = 12
 CUT = [7, 4, 1]
+TIMED_STEPS = 3
 AGREEMENT = 1e-3  # of the largest logit, in float32
 # Of a layer's output, in shares of the sum of the magnitudes that it adds up: the rounding of its result and some more.
 PACKED_AGREEMENT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9, torch.float32: 2.0**-16}
@@ -84,6 +86,8 @@ class TransformersModel:
             raise UnsupportedConfig(reason) from error
         # Without batch invariance no other life of this worker gives the same bits, so its numerics are nobody else's.
         unique = "" if self.batch_invariant else f" {uuid4().hex}"
+        with torch.inference_mode():
+            self.step_seconds = self._measured()
         self.implementation = f"transformers {transformers.__version__}{unique}"
 
     def forward(self, batch: Batch, kv: Sequence[Cache]) -> torch.Tensor:
@@ -150,6 +154,16 @@ class TransformersModel:
             logits.append(self.logits(self.forward(_batch(chunk, start), kv)))
             start += len(chunk)
         return torch.cat(logits)
+
+    def _measured(self) -> float:
+        """Seconds of a step of one token, the least of a few."""
+        kv = [self._context.ops.new_kv_cache(group, 1, 16) for group in self.kv_groups]
+        batch, times = _batch(torch.zeros(1, dtype=torch.int64, device=self.ops.device), 0), []
+        for _ in range(TIMED_STEPS):
+            started = time.perf_counter()
+            int(self.logits(self.forward(batch, kv)).argmax())  # waits for the device
+            times.append(time.perf_counter() - started)
+        return min(times)
 
     def _probe_groups(self, config: Any, ids: torch.Tensor, dtype: torch.dtype) -> tuple[KVShape, ...]:
         """The groups of layers; the context is told which layer is where."""

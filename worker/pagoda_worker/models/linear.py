@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from pagoda_worker.checkpoints.source import Source, joined
+from pagoda_worker.checkpoints.spec import MlpShape
 from pagoda_worker.kernels.ops import Ops
+from pagoda_worker.kernels.quantized import Weight, by_rows
 from pagoda_worker.kernels.segments import segmented
 
 
@@ -21,28 +23,32 @@ class Linear:
     Attributes:
         packed: What it computes with.
         columns: Which of the outputs are whose, by the names of the parts.
-        activation: Of gate and up, of which comes act(gate) * up; "" leaves the outputs as they are.
+        activation: Of gate and up, of which comes act(gate) * up, or of all outputs where nothing is `gated`; "" leaves
+            them as they are.
     """
 
     packed: Any
     columns: Mapping[str, slice]
     activation: str = ""
+    gated: bool = True
 
     def linear(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         """x [T, K] -> [T, N], or [T, N / 2] of gate and up; `ops` are of the back end that packed it."""
-        if self.activation:
+        if not self.activation:
+            return ops.linear(x, self.packed)
+        if self.gated:
             return ops.gated_linear(x, self.packed, self.activation)
-        return ops.linear(x, self.packed)
+        return ops.activated_linear(x, self.packed, self.activation)
 
 
 @dataclass(frozen=True)
 class Mlp:
-    gate_up: Linear
+    up: Linear  # and gate, if there is one
     down: Linear
 
     def run(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
         """x [T, H] -> [T, H]"""
-        return self.down.linear(self.gate_up.linear(x, ops), ops)
+        return self.down.linear(self.up.linear(x, ops), ops)
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,39 @@ class Packer:
     source: Source
     dtype: torch.dtype
 
-    def pack(self, prefix: str, parts: Sequence[str], biased: bool, activation: str = "", segments: int = 1) -> Linear:
-        """The matrices `prefix` + part, below one another, with their biases; see `Linear` and `kernels.segments`."""
+    def pack(
+        self,
+        prefix: str,
+        parts: Sequence[str],
+        biased: bool,
+        *,
+        order: Sequence[int] | None = None,
+        segments: int = 1,
+    ) -> Linear:
+        """The matrices `prefix` + part, below one another, with their biases; see `kernels.segments`.
+
+        `order`: which of the outputs stands at each place; None leaves them as they are stored.
+        """
+        weight, bias, columns = self._joined(prefix, parts, biased, order)
+        weight, segments = segmented(weight, segments)
+        return Linear(self.ops.pack_linear(weight, bias, segments), columns)
+
+    def pack_up(self, prefix: str, parts: Sequence[str], mlp: MlpShape) -> Linear:
+        """Gate and up, or up alone."""
+        weight, bias, columns = self._joined(prefix, parts, mlp.bias, None)
+        pack = self.ops.pack_gated if mlp.gated else self.ops.pack_linear
+        return Linear(pack(weight, bias), columns, mlp.activation, mlp.gated)
+
+    def _joined(
+        self, prefix: str, parts: Sequence[str], biased: bool, order: Sequence[int] | None
+    ) -> tuple[Weight, torch.Tensor | None, dict[str, slice]]:
         weights = [self.source.linear(prefix + part) for part in parts]
         bias = torch.cat([self.source.tensor(f"{prefix}{part}.bias") for part in parts]) if biased else None
         edges = pairwise(accumulate((weight.shape[0] for weight in weights), initial=0))
         columns = {part: slice(*edge) for part, edge in zip(parts, edges, strict=True)}
         weight = joined(weights, self.dtype)
-        if activation:
-            return Linear(self.ops.pack_gated(weight, bias), columns, activation)
-        weight, segments = segmented(weight, segments)
-        return Linear(self.ops.pack_linear(weight, bias, segments), columns)
+        if order is not None:
+            places = torch.tensor(order, device=self.ops.device)
+            weight = by_rows(weight, lambda rows: rows.index_select(0, places))
+            bias = None if bias is None else bias.index_select(0, places)
+        return weight, bias, columns

@@ -137,7 +137,7 @@ def test_what_is_said(paths: dict[str, Path], caplog: pytest.LogCaptureFixture) 
 
 
 def test_models_that_transformers_runs_are_not_quantised(tmp_path: Path) -> None:
-    path = save(make_model(*FALLBACK["olmo2"]), tmp_path / "olmo2")
+    path = save(make_model(*FALLBACK["olmo"]), tmp_path / "olmo")
     with pytest.raises(UnsupportedConfig, match=r"quantization='int4': only models with a native.*Olmo2"):
         loaded(path, quantization="int4", fallback=True)
 

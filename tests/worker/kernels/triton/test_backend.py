@@ -15,6 +15,7 @@ from tests.worker.checkpoints.formats.sources import PlainSource
 from tests.worker.kernels.triton.support import CPU, DEVICE, batch_of, moved, reference, walking
 from triton.runtime.errors import OutOfResources
 
+from pagoda_worker.checkpoints.names import LLAMA
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
 from pagoda_worker.config import WorkerConfig
@@ -28,6 +29,8 @@ from pagoda_worker.kernels.triton.load import HEIGHTS, load_triton
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.kernels.triton.selfcheck import Verdict
 from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.models.families.gemma import NAMES as GEMMA_NAMES
+from pagoda_worker.models.families.olmo import NAMES as OLMO_NAMES
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.rows.rows import Row
 from pagoda_worker.sampling.device_sampler import Chosen, GreedySampler
@@ -338,8 +341,19 @@ def greedy(spec: DecoderSpec, ops: Ops, weights: dict[str, torch.Tensor], prompt
 FAMILIES: dict[str, dict[str, Any]] = {
     "plain": {"qkv_bias": True},
     "head norms": {"head_norms": True, "tied": True},
+    "whole norms": {"width_norms": True, "names": OLMO_NAMES},
+    "layer norms": {
+        "norm_kind": "layer",
+        "norm_bias": True,
+        "parallel": True,
+        "gated": False,
+        "activation": "gelu",
+        "names": replace(LLAMA, up=("mlp.up_proj",)),
+        "learned_positions": True,
+        "rope_of_layer": (0, None),
+    },
     "branch norms": {
-        "branch_norms": True,
+        "names": GEMMA_NAMES,
         "norm_offset": 1.0,
         "embed_scale": 48**0.5,
         "attention_softcap": 5.0,

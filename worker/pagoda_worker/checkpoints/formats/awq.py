@@ -24,7 +24,7 @@ from pagoda_worker.checkpoints.formats.layout import (
     unpacked,
     zeros_or_none,
 )
-from pagoda_worker.checkpoints.spec import HEAD
+from pagoda_worker.checkpoints.names import HEADS
 from pagoda_worker.kernels.quantized import Format, QuantizedWeight
 
 BITS, PER_WORD = 4, WORD_BITS // 4
@@ -95,6 +95,6 @@ def read_awq(fields: dict[str, Any], where: str) -> Layout:
     packing = AwqPacking(where, Format(bits=BITS, group=max(group, 0), activation_bits=16))
 
     def packing_of(linear: str) -> Packing | None:
-        return None if linear == HEAD or any(name in linear for name in plain) else packing
+        return None if linear in HEADS or any(name in linear for name in plain) else packing
 
     return Layout("awq", packing_of)

@@ -28,7 +28,7 @@ from pagoda_worker.checkpoints.formats.layout import (
     unpacked,
     zeros_or_none,
 )
-from pagoda_worker.checkpoints.spec import HEAD
+from pagoda_worker.checkpoints.names import HEADS
 from pagoda_worker.kernels.quantized import Format, QuantizedWeight
 
 # How the weights were found; nothing that says how they are stored.
@@ -107,7 +107,7 @@ def read_gptq(fields: dict[str, Any], where: str) -> Layout:
     reader.finish()
 
     def packing_of(linear: str) -> Packing | None:
-        if linear == HEAD:
+        if linear in HEADS:
             return packing if head else None
         return packing if parts is None or linear.endswith(parts) else None
 

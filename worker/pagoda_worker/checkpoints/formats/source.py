@@ -11,7 +11,7 @@ from pagoda_worker.checkpoints.checkpoint import Checkpoint, CheckpointError, Wa
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.checkpoints.formats.layout import Layout, Packing, Stored
 from pagoda_worker.checkpoints.source import joined
-from pagoda_worker.checkpoints.spec import HEAD, IGNORED_SUFFIXES, DecoderSpec, expected_tensors, linear_layers
+from pagoda_worker.checkpoints.spec import IGNORED_SUFFIXES, DecoderSpec, expected_tensors, linear_layers
 from pagoda_worker.kernels.quantized import FORMATS, Format, Weight, quantize
 
 # At 4 bits the output matrix costs more accuracy than its bytes are worth: its errors go straight into the logits.
@@ -68,9 +68,16 @@ def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSource:
-    """See models.source.Source. Made by `open_source`, which has checked everything first."""
+    """See models.source.Source. Made by `open_source`, which has checked everything first.
+
+    Attributes:
+        head: The output matrix.
+        transposed: Matrices that are stored [inputs, outputs].
+    """
 
     checkpoint: Checkpoint
+    head: str
+    transposed: frozenset[str]
     shapes: Mapping[str, tuple[int, int]]
     formats: Formats
     dtype: torch.dtype
@@ -86,10 +93,12 @@ class CheckpointSource:
             bits = self.formats.activation_bits
             return weight if bits is None else replace(weight, activation_bits=bits)
         layers = self.formats.layers
-        form = HEAD_FORMAT if layers is not None and name == HEAD else layers
+        form = HEAD_FORMAT if layers is not None and name == self.head else layers
+        stored = self.checkpoint.stored(f"{name}.weight")
+        plain = stored.t().contiguous() if name in self.transposed else stored
         if form is None or not divides(form, self.shapes[name]):
-            return self.tensor(f"{name}.weight")
-        return quantized(self.checkpoint.stored(f"{name}.weight").to(self.device), form)
+            return plain.to(device=self.device, dtype=self.dtype)
+        return quantized(plain.to(self.device), form)
 
     def tied(self, embedding: torch.Tensor) -> Weight:
         return embedding if self.formats.layers is None else quantized(embedding, HEAD_FORMAT)
@@ -119,7 +128,15 @@ def open_source(
             problems.append(f"{linear}.bias is not zero, but the architecture has no such bias")
     if problems:
         raise CheckpointError(checkpoint.path, problems)
-    return CheckpointSource(checkpoint=checkpoint, shapes=shapes, formats=formats, dtype=dtype, device=device)
+    return CheckpointSource(
+        checkpoint=checkpoint,
+        head=spec.names.head,
+        transposed=frozenset(shapes) - {spec.names.head} if spec.names.transposed else frozenset(),
+        shapes=shapes,
+        formats=formats,
+        dtype=dtype,
+        device=device,
+    )
 
 
 def stored_layer(checkpoint: Checkpoint, linear: str, shape: tuple[int, int], device: torch.device) -> Stored:
@@ -131,7 +148,7 @@ def left_alone(spec: DecoderSpec, formats: Formats) -> list[str]:
     form = formats.layers
     if form is None:
         return []
-    return [name for name, shape in linear_layers(spec).items() if name != HEAD and not divides(form, shape)]
+    return [name for name, shape in linear_layers(spec).items() if name != spec.names.head and not divides(form, shape)]
 
 
 def divides(form: Format, shape: tuple[int, int]) -> bool:

@@ -12,7 +12,8 @@ from pagoda_worker.kernels.cpu.operations import LayerCache
 from pagoda_worker.kernels.kv_cache import SCALE_DTYPE, Blocks, KVShape
 from pagoda_worker.rows.batch import Batch
 
-GROUP = 16  # tokens, or dimensions, that lie side by side; see csrc/attention.h
+GROUP = 16  # tokens that lie side by side; see csrc/attention.h
+WORD_BYTES = 4  # of neighbouring dimensions of a key, or tokens of a value
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,9 @@ class _Layout:
 
 
 def _layouts(shape: KVShape, block_size: int) -> tuple[_Layout, _Layout]:
-    """Of keys and of values. Quantised, of 16 pairs the first halves come before the second ones."""
-    heads, dim = shape.num_kv_heads, shape.head_dim
-    if shape.quantized:
-        return (
-            _Layout((heads, block_size // GROUP, dim // 2, 2, GROUP), (0, 1, 4, 2, 3)),
-            _Layout((heads, block_size // 2, dim // GROUP, 2, GROUP), (0, 1, 3, 2, 4)),
-        )
+    """Of keys and of values."""
+    heads, dim, word = shape.num_kv_heads, shape.head_dim, WORD_BYTES // shape.stored_dtype.itemsize
     return (
-        _Layout((heads, block_size // GROUP, dim // 2, GROUP, 2), (0, 1, 3, 2, 4)),
-        _Layout((heads, block_size // 2, dim, 2), (0, 1, 3, 2)),
+        _Layout((heads, block_size // GROUP, dim // word, GROUP, word), (0, 1, 3, 2, 4)),
+        _Layout((heads, block_size // word, dim, word), (0, 1, 3, 2)),
     )

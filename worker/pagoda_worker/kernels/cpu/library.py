@@ -23,7 +23,7 @@ from pagoda_worker.kernels.quantized import QuantizedWeight
 
 # Raised, here and in csrc/pagoda.cpp, when a function or a struct of the library changes: one of another build is then
 # refused. What changes bits raises `numerics.NUMERICS_VERSION` instead.
-ABI = 9
+ABI = 11
 LEVELS = tuple(level.name for level in build.LEVELS)
 PANEL = 32  # columns of a packed panel
 PAIR = 2  # inputs that are multiplied at once
@@ -147,6 +147,12 @@ class Library:
         self._pool = self._library.pagoda_pool_new((ctypes.c_int * len(cpus))(*cpus), len(cpus))
         self.close = weakref.finalize(self, self._library.pagoda_pool_free, self._pool)
 
+    @property
+    def meetings(self) -> int:
+        """How often the threads, if they are several, have waited for each other."""
+        count: int = self._library.pagoda_pool_meetings(self._pool)
+        return count
+
     def run(self, ops: ctypes.Array[Op], step: Step) -> None:
         """Run a program of operations in order. One call at a time."""
         self._library.pagoda_run(self._pool, self._level, ops, len(ops), ctypes.byref(step))
@@ -246,6 +252,8 @@ def _open(path: Path) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.pagoda_pool_new.restype = pointer
     library.pagoda_pool_free.argtypes = [pointer]
+    library.pagoda_pool_meetings.argtypes = [pointer]
+    library.pagoda_pool_meetings.restype = ctypes.c_uint
     library.pagoda_run.argtypes = [pointer, number, pointer, number, pointer]
     library.pagoda_pack.argtypes = [pointer, number, pointer, number, number, pointer]
     library.pagoda_quant_panel_bytes.argtypes = [pointer, number]

@@ -20,6 +20,7 @@ from pagoda_worker.kernels.cpu import cache, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.operations import (
+    Add,
     Attention,
     Embed,
     Form,
@@ -31,7 +32,7 @@ from pagoda_worker.kernels.cpu.operations import (
     program_of,
 )
 from pagoda_worker.kernels.cpu.program import Program, Recording
-from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.ops import ACTIVATIONS, AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
 from pagoda_worker.rows.batch import Batch, batch_of_spans
 from pagoda_worker.sampling.device_sampler import greedy_sampler
@@ -40,8 +41,6 @@ from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
 MAX_HEAD_DIM = 256
 ATTENTION_SPLIT = 256  # keys that are summed up at a time; see SPLIT in csrc/attention.h
-ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "relu": 4}
-GATED = 8  # what is added to the number of an activation of gate and up
 BIAS_MARGIN = 64  # keys that attention reads a bias for beyond the last
 FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) that there are kernels for
 GROUP = 32  # inputs that share a scale are a multiple of so many
@@ -92,7 +91,7 @@ class Immediate:
         return torch.empty(num_rows, width, dtype=dtype)
 
     def take(self, operation: Operation, **step: object) -> None:
-        self._library.run(program_of([operation]), lib.make_step(**step))
+        self._library.run(program_of([[operation]]), lib.make_step(**step))
 
 
 class NativeOps:
@@ -143,10 +142,10 @@ class NativeOps:
         return self._linear(x, packed, torch.bfloat16)
 
     def gated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
-        return self._linear(x, packed, torch.bfloat16, ACTIVATIONS[activation] + GATED)
+        return self._linear(x, packed, torch.bfloat16, 1 + ACTIVATIONS.index(activation))
 
     def activated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
-        return self._linear(x, packed, torch.bfloat16, ACTIVATIONS[activation])
+        return self._linear(x, packed, torch.bfloat16, -1 - ACTIVATIONS.index(activation))
 
     def logits(self, hidden: Tensor, packed: NativeLinear, softcap: float | None = None) -> Tensor:
         """float32 straight from the accumulators."""
@@ -160,8 +159,9 @@ class NativeOps:
         activation: int = 0,
         softcap: float | None = None,
     ) -> Tensor:
+        """`activation`: see `LinearOp` in csrc/program.h."""
         x = x.contiguous()
-        y = self._tape.buffer(x.shape[0], packed.n // 2 if activation >= GATED else packed.n, dtype)
+        y = self._tape.buffer(x.shape[0], packed.n if activation <= 0 else packed.n // 2, dtype)
         operation = Linear(
             x=x, panels=packed.panels, y=y, bias=packed.bias, n=packed.n, k=packed.k,
             activation=activation, out_f32=int(dtype == torch.float32), form=packed.form,
@@ -172,29 +172,30 @@ class NativeOps:
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
         y = self._tape.buffer(token_ids.shape[0], table.shape[1], torch.bfloat16)
-        # The scale is rounded to bfloat16 first, as the published models do.
-        factor = 1.0 if scale is None else torch.tensor(scale, dtype=torch.bfloat16).item()
-        operation = Embed(table=table, places=None, y=y, dim=table.shape[1], scale=factor)
+        operation = Embed(table=table, y=y, dim=table.shape[1], scale=1.0 if scale is None else scale)
         self._tape.take(operation, num_tokens=token_ids.shape[0], token_ids=token_ids)
         return y
 
-    def embed_at(self, token_ids: Tensor, table: Tensor, positions: Tensor, places: Tensor) -> Tensor:
-        y = self._tape.buffer(token_ids.shape[0], table.shape[1], torch.bfloat16)
-        operation = Embed(table=table, places=places, y=y, dim=table.shape[1], scale=1.0)
-        self._tape.take(operation, num_tokens=token_ids.shape[0], token_ids=token_ids, positions=positions)
+    def add_positions(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        operation = Add(x=table, y=x, dim=table.shape[1], by_position=1)
+        self._tape.take(operation, num_tokens=x.shape[0], positions=positions)
+        return x
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        self._tape.take(Add(x=x.contiguous(), y=y, dim=x.shape[1]), num_tokens=x.shape[0])
         return y
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return self._norm(x, None, weight, eps)
+        return self._norm(x, None, None, weight, eps)
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """The sum is written over `residual`."""
-        return self._norm(x, residual, weight, eps), residual
+        total = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
+        return self._norm(x, residual, total, weight, eps), total
 
-    def _norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    def _norm(self, x: Tensor, residual: Tensor | None, total: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         y = self._tape.buffer(x.shape[0], x.shape[1], torch.bfloat16)
-        operation = RmsNorm(x=x, residual=residual, weight=weight, y=y, dim=x.shape[1], eps=eps)
+        operation = RmsNorm(x=x, residual=residual, sum=total, weight=weight, y=y, dim=x.shape[1], eps=eps)
         self._tape.take(operation, num_tokens=x.shape[0])
         return y
 
@@ -246,9 +247,11 @@ class NativeOps:
         head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
         num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
         q = self._tape.buffer(qkv.shape[0], num_heads * head_dim, torch.bfloat16)
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        weight, eps, whole = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.whole)
         cos, sin = tables
-        operation = RopeKv(qkv=qkv, q=q, kv=kv.layer(layer), cos=cos, sin=sin, norm=weight, heads=num_heads, eps=eps)
+        operation = RopeKv(
+            qkv=qkv, q=q, kv=kv.layer(layer), cos=cos, sin=sin, norm=weight, heads=num_heads, eps=eps, whole=int(whole)
+        )
         self._tape.take(operation, num_tokens=qkv.shape[0], positions=positions, kv_indices=kv_indices)
         return q.view(len(q), num_heads, head_dim)
 

@@ -18,7 +18,6 @@ Form = tuple[int, int, int, int]
 
 class Embed(NamedTuple):
     table: Tensor
-    places: Tensor | None
     y: Tensor
     dim: int
     scale: float
@@ -27,6 +26,7 @@ class Embed(NamedTuple):
 class RmsNorm(NamedTuple):
     x: Tensor
     residual: Tensor | None
+    sum: Tensor | None
     weight: Tensor
     y: Tensor
     dim: int
@@ -67,6 +67,7 @@ class RopeKv(NamedTuple):
     norm: Tensor | None
     heads: int
     eps: float
+    whole: int = 0
 
 
 class Attention(NamedTuple):
@@ -95,8 +96,15 @@ class LayerNorm(NamedTuple):
     eps: float
 
 
-Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm
-KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention, LayerNorm)  # in the order of `Kind`
+class Add(NamedTuple):
+    x: Tensor
+    y: Tensor
+    dim: int
+    by_position: int = 0
+
+
+Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add
+KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention, LayerNorm, Add)  # in the order of `Kind`
 
 
 def _struct(kind: type[tuple[Any, ...]]) -> type[ctypes.Structure]:
@@ -114,19 +122,31 @@ class _Operands(ctypes.Union):
 
 
 class Op(ctypes.Structure):
-    _fields_: ClassVar = [("kind", ctypes.c_int32), ("unused", ctypes.c_int32), ("operands", _Operands)]
+    _fields_: ClassVar = [("kind", ctypes.c_int32), ("joined", ctypes.c_int32), ("operands", _Operands)]
 
 
-def program_of(operations: Sequence[Operation], address: Callable[[Tensor], int] = Tensor.data_ptr) -> ctypes.Array[Op]:
-    """The operations as the library takes them; `address` tells where a tensor is."""
+def joins(before: Operation, after: Operation) -> bool:
+    """Whether they may be done as one; see `Op` in csrc/program.h, which says on what condition."""
+    if isinstance(before, RmsNorm) and isinstance(after, Linear):
+        return after.x is before.y
+    if isinstance(before, Linear) and isinstance(after, RopeKv):
+        return after.qkv is before.y and not after.whole  # a head has to wait for no other
+    return False
+
+
+def program_of(
+    stages: Sequence[Sequence[Operation]], address: Callable[[Tensor], int] = Tensor.data_ptr
+) -> ctypes.Array[Op]:
+    """The operations as the library takes them, those of a stage joined; `address` tells where a tensor is."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, LayerCache):
             return TYPES[LayerCache](*map(plain, value))
         return address(value) if isinstance(value, Tensor) else value
 
-    def op(operation: Operation) -> Op:
+    def op(operation: Operation, joined: bool) -> Op:
         kind = type(operation)
-        return Op(KINDS.index(kind), 0, _Operands(**{kind.__name__: STRUCTS[kind](*map(plain, operation))}))
+        return Op(KINDS.index(kind), joined, _Operands(**{kind.__name__: STRUCTS[kind](*map(plain, operation))}))
 
-    return (Op * len(operations))(*map(op, operations))
+    ops = [op(operation, index > 0) for stage in stages for index, operation in enumerate(stage)]
+    return (Op * len(ops))(*ops)

@@ -14,15 +14,19 @@ from typing import TypeGuard
 import torch
 
 from pagoda_worker.kernels.cpu import library as lib
-from pagoda_worker.kernels.cpu.operations import Operation, program_of
+from pagoda_worker.kernels.cpu.operations import Operation, joins, program_of
 from pagoda_worker.rows.batch import Batch
 
 
 class Recording:
-    """A tape. Its buffers, of `max_tokens` rows, have no memory until `laid_out` knows how long each is needed."""
+    """A tape. Its buffers, of `max_tokens` rows, have no memory until `laid_out` knows how long each is needed.
+
+    Attributes:
+        stages: What was written down, in order; the operations of a stage may be done as one.
+    """
 
     def __init__(self, max_tokens: int) -> None:
-        self.operations: list[Operation] = []
+        self.stages: list[list[Operation]] = []
         self._max_tokens = max_tokens
         self._buffers: dict[int, torch.Tensor] = {}  # by their storage
 
@@ -32,15 +36,20 @@ class Recording:
         return buffer
 
     def take(self, operation: Operation, **step: object) -> None:
-        self.operations.append(operation)
+        if self.stages and joins(self.stages[-1][-1], operation):
+            self.stages[-1].append(operation)
+        else:
+            self.stages.append([operation])
 
     def laid_out(self, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The memory of every buffer, by its storage.
 
-        Operations run in the order in which they were written down, so after the last one that names a buffer its
-        memory is another's; but that of `results` is theirs to the end.
+        Stages run in the order in which they were written down, so after the last one that names a buffer its memory is
+        another's; but that of `results` is theirs to the end.
         """
-        named = [{_storage(one) for one in operation if _is_buffer(one)} for operation in self.operations]
+        named = [
+            {_storage(one) for operation in stage for one in operation if _is_buffer(one)} for stage in self.stages
+        ]
         last = {storage: index for index, storages in enumerate(named) for storage in storages}
         last |= dict.fromkeys(map(_storage, results), len(named))
         memory: dict[int, torch.Tensor] = {}
@@ -89,10 +98,8 @@ class Program:
         self._plan = plan
         memory = tape.laid_out(results)
         self._results = [memory[_storage(result)] for result in results]
-        self._kept = (tape.operations, memory, owner)
-        self._ops = program_of(
-            tape.operations, lambda one: (memory[_storage(one)] if _is_buffer(one) else one).data_ptr()
-        )
+        self._kept = (tape.stages, memory, owner)
+        self._ops = program_of(tape.stages, lambda one: (memory[_storage(one)] if _is_buffer(one) else one).data_ptr())
 
     def run(self, batch: Batch) -> tuple[torch.Tensor, ...]:
         """Results [T, ..] for the batch; valid until the next run."""

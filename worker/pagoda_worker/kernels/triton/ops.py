@@ -19,10 +19,10 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from pagoda_worker.kernels import encoding
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
+from pagoda_worker.kernels.reference import activated
 from pagoda_worker.kernels.triton import pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
@@ -103,11 +103,11 @@ class TritonOps:
     def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
         if activation == "gelu":
             gate, up = self.linear(x, packed).chunk(2, dim=-1)
-            return encoding.activated(gate, activation).mul_(up)
+            return activated(gate, activation).mul_(up)
         return pointwise.act_mul(self.linear(x, packed), activation)
 
     def activated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
-        return encoding.activated(self.linear(x, packed), activation)
+        return activated(self.linear(x, packed), activation)
 
     def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
         logits = self.linear(hidden, packed)
@@ -116,14 +116,14 @@ class TritonOps:
     embed = staticmethod(pointwise.embed)
     rms_norm = staticmethod(pointwise.rms_norm)
     add_rms_norm = staticmethod(pointwise.add_rms_norm)
-    embed_at = staticmethod(encoding.embed_at)
-    layer_norm = staticmethod(encoding.layer_norm)
+    layer_norm = staticmethod(pointwise.layer_norm)
+    add_layer_norm = staticmethod(pointwise.add_layer_norm)
 
-    def add_layer_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return self.layer_norm(total, weight, bias, eps), total
+    def add_positions(self, x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        return x.add_(table.index_select(0, positions))
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return y.add_(x)
 
     def rope_write(
         self,

@@ -5,8 +5,6 @@ All arithmetic is float32, rounded once to the dtype of the result.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -19,9 +17,10 @@ HEADS_PER_PROGRAM = 8
 
 @triton.jit
 def norm_kernel(
-    out, total_out, x, residual, weight, eps, width, weight_rows, ADD: tl.constexpr, BLOCK: tl.constexpr
+    out, total_out, x, residual, weight, bias, eps, width, weight_rows,
+    ADD: tl.constexpr, CENTRED: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """out = rms_norm(x) * weight of one row; with ADD, of x + residual, which goes to total_out."""
+    """out = norm(x) * weight + bias of one row; with ADD, of x + residual, which goes to total_out."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     here = at < width
@@ -31,9 +30,14 @@ def norm_kernel(
         value = added.to(total_out.dtype.element_ty)
         tl.store(total_out + row * width + at, value, mask=here)
     wide = value.to(tl.float32)
+    if CENTRED:
+        wide = tl.where(here, wide - tl.sum(wide, 0) / width, 0.0)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     factor = tl.load(weight + (row % weight_rows) * width + at, mask=here, other=0.0)
-    tl.store(out + row * width + at, (wide * scale * factor).to(out.dtype.element_ty), mask=here)
+    normed = wide * scale * factor
+    if BIAS:
+        normed += tl.load(bias + at, mask=here, other=0.0)
+    tl.store(out + row * width + at, normed.to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -65,7 +69,7 @@ def embed_kernel(out, ids, table, width, scale, SCALED: tl.constexpr, PIECE: tl.
 def rope_write_kernel(
     qkv, cos_table, sin_table, positions, weight, keys, values, kv_indices, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    NORM: tl.constexpr, GROUP: tl.constexpr,
+    NORM: tl.constexpr, TURN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """GROUP heads of one token: query heads are turned in place, keys and values go to the cache."""
     token = tl.program_id(0).to(tl.int64)
@@ -82,10 +86,12 @@ def rope_write_kernel(
         factor = weight + head * D + at
         x = x * scale * tl.load(factor, mask=inside & turning, other=0.0)
         y = y * scale * tl.load(factor + half, mask=inside & turning, other=0.0)
-    angle = tl.load(positions + token) * half + at
-    cos = tl.load(cos_table + angle, mask=at < half, other=0.0)
-    sin = tl.load(sin_table + angle, mask=at < half, other=0.0)
-    turned, turned_second = (x * cos - y * sin).to(first.dtype), (y * cos + x * sin).to(first.dtype)
+    if TURN:
+        angle = tl.load(positions + token) * half + at
+        cos = tl.load(cos_table + angle, mask=at < half, other=0.0)
+        sin = tl.load(sin_table + angle, mask=at < half, other=0.0)
+        x, y = x * cos - y * sin, y * cos + x * sin
+    turned, turned_second = x.to(first.dtype), y.to(first.dtype)
     is_query = inside & (head < HEADS)
     tl.store(source, turned, mask=is_query)
     tl.store(source + half, turned_second, mask=is_query)
@@ -105,7 +111,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., H], weight float32 [H] or the last dimensions of x; see Ops.rms_norm."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _norm(out, out, x, x, weight, eps, add=False)
+    _norm(out, out, x, x, (weight, None, eps), add=False)
     return out
 
 
@@ -115,7 +121,25 @@ def add_rms_norm(
     """See Ops.add_rms_norm; the sum is left in x."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _norm(out, x, x, residual.contiguous(), weight, eps, add=True)
+    _norm(out, x, x, residual.contiguous(), (weight, None, eps), add=True)
+    return out, x
+
+
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """See Ops.layer_norm."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _norm(out, out, x, x, (weight, bias, eps), add=False, centred=True)
+    return out
+
+
+def add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See Ops.add_layer_norm; the sum is left in x."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _norm(out, x, x, residual.contiguous(), (weight, bias, eps), add=True, centred=True)
     return out, x
 
 
@@ -124,18 +148,19 @@ def _norm(
     total: torch.Tensor,
     x: torch.Tensor,
     residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
+    norm: tuple[torch.Tensor, torch.Tensor | None, float],
     *,
     add: bool,
+    centred: bool = False,
 ) -> None:
-    width = x.shape[-1]
+    (weight, bias, eps), width = norm, x.shape[-1]
     block = triton.next_power_of_2(width)
     rows, weight_rows = x.numel() // width, weight.numel() // width
+    weight = weight.contiguous()
     if rows:
         norm_kernel[(rows,)](
-            out, total, x, residual, weight.contiguous(), eps, width, weight_rows,
-            ADD=add, BLOCK=block, num_warps=min(16, max(1, block // 512)),
+            out, total, x, residual, weight, weight if bias is None else bias, eps, width, weight_rows, ADD=add,
+            CENTRED=centred, BIAS=bias is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
         )  # fmt: skip
 
 
@@ -151,24 +176,19 @@ def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def embed(token_ids: torch.Tensor, table: torch.Tensor, scale: float | None) -> torch.Tensor:
-    """See Ops.embed; the scale is rounded to the table's dtype, as the reference does."""
+    """See Ops.embed."""
     rows, width = token_ids.shape[0], table.shape[1]
     out = table.new_empty((rows, width))
-    rounded = 1.0 if scale is None else _rounded(scale, table.dtype)
+    factor = 1.0 if scale is None else scale
     if rows:
         grid = (rows, triton.cdiv(width, PIECE))
-        embed_kernel[grid](out, token_ids, table, width, rounded, SCALED=scale is not None, PIECE=PIECE)
+        embed_kernel[grid](out, token_ids, table, width, factor, SCALED=scale is not None, PIECE=PIECE)
     return out
-
-
-@cache
-def _rounded(value: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(value, dtype=dtype))
 
 
 def rope_write(
     qkv: torch.Tensor,
-    rotation: Rotation,
+    rotation: Rotation | None,
     norm: HeadNorm | None,
     cache: tuple[torch.Tensor, torch.Tensor],
     kv_indices: torch.Tensor,
@@ -178,12 +198,16 @@ def rope_write(
     qkv = qkv.contiguous()
     tokens, all_heads = qkv.shape[0], qkv.shape[1] // dim
     heads = all_heads - 2 * kv_heads
-    weight = rotation.cos_table if norm is None else norm.weight.contiguous()
+    if norm is not None and norm.whole:
+        turning = qkv.view(tokens, all_heads, dim)[:, :-kv_heads]
+        turning.copy_(norm.of(turning, kv_heads, rms_norm))
+        norm = None
+    weight = cache[0] if norm is None else norm.weight.contiguous()
+    tables = (kv_indices,) * 3 if rotation is None else (rotation.cos_table, rotation.sin_table, rotation.positions)
     if tokens:
         rope_write_kernel[(tokens, triton.cdiv(all_heads, HEADS_PER_PROGRAM))](
-            qkv, rotation.cos_table, rotation.sin_table, rotation.positions, weight, *cache, kv_indices,
-            0.0 if norm is None else norm.eps, HEADS=heads, KV_HEADS=kv_heads, D=dim,
-            HALF=triton.next_power_of_2(dim // 2), BLOCK_SIZE=block_size, NORM=norm is not None,
-            GROUP=HEADS_PER_PROGRAM,
+            qkv, *tables, weight, *cache, kv_indices, 0.0 if norm is None else norm.eps, HEADS=heads,
+            KV_HEADS=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK_SIZE=block_size,
+            NORM=norm is not None, TURN=rotation is not None, GROUP=HEADS_PER_PROGRAM,
         )  # fmt: skip
     return qkv.view(tokens, all_heads, dim)[:, :heads]

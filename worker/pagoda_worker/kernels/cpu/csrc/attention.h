@@ -9,8 +9,12 @@
 // Cache layout, readable by the micro-kernel without repacking (tokens of a block and kv head lie together, 16 to a group):
 //   keys    [block][kv head][block_size/16][head_dim/2][16]   pairs of neighbouring dims
 //   values  [block][kv head][block_size/2][head_dim]          pairs of neighbouring tokens
-// In int8 the same, but of 16 pairs the 16 first halves come before the 16 second ones, and every token has a scale:
+// In int8 the same with fours instead of pairs, and every token has a scale:
 //   scales  [block][kv head][block_size]
+//
+// Keys and values in int8 are multiplied in whole numbers. What they meet is rounded to 16 bits, a query by its largest
+// number and the probabilities of a split, times the scales of the values, by the largest of these: finer than bf16 is
+// where it counts. Their sums are exact (a split or a head has at most 256 products of 127 * 32767).
 #pragma once
 
 #include "linear.h"
@@ -21,8 +25,11 @@ constexpr int SPLIT = 256;
 constexpr int SPLIT_GROUPS = SPLIT / 16;
 constexpr int LINES = 48;  // of a work item, at most: one read of keys and values from memory serves them all
 constexpr int AHEAD = 4;   // groups of keys between the one computed with and the one prefetched
-constexpr int RING = 4;    // groups that a tile reads at once, at most
 constexpr float MASKED = -1e30f;
+constexpr float LARGEST_SHORT = 32767.0f;
+
+// By what numbers up to `largest` become whole ones of 16 bits; nothing, if there is none or one that is no number.
+PAGODA_INLINE f16 short_factor(float largest) { return set1(largest >= FAINT ? LARGEST_SHORT / largest : 0.0f); }
 
 struct AttentionArgs : AttentionOp {
   const int32_t* block_tables;  // [rows, max_blocks]
@@ -31,29 +38,33 @@ struct AttentionArgs : AttentionOp {
   int max_blocks;
 };
 
-// The keys, or the values, of one kv head in one split, by groups of 16 tokens. Tiles read bf16: that is the cache itself,
-// or what `bring` has widened of it, which is exact.
+// The keys, or the values, of one kv head in one split, by groups of 16 tokens.
 struct Cells {
-  const uint32_t* stored[SPLIT_GROUPS];
+  const uint32_t* words[SPLIT_GROUPS];
   const uint32_t* ahead[SPLIT_GROUPS];  // what is read a little later. Blocks lie anywhere: the hardware cannot foresee it
-  const uint32_t* pairs[SPLIT_GROUPS];
   const float* scales[SPLIT_GROUPS];
-  int brought;  // groups before this one can be read
-  bool once;    // by one tile alone; values are then widened as they are read
-  alignas(64) uint32_t widened[SPLIT / 2 * 256];
+};
+
+// What meets keys and values, as tiles of NUMBERS read it.
+template <typename NUMBERS>
+struct Operands {
+  typename NUMBERS::Number q[LINES][256], probs[MAX_ROWS][SPLIT];
 };
 
 // A line is one (token, head of the group). Its queries lie `lda` apart only within a token, so lines are gathered.
 struct AttentionScratch {
-  Bf16::Left q[LINES][256];
+  Operands<Bf16> pairs;
+  Operands<Int16Bytes> fours;
   int position[LINES];
   int length;         // of the row, in tokens
   const float* bias;  // of the head, at the key that is the query itself; or null
+  float query_scales[LINES], prob_scales[MAX_ROWS];  // of fours
   float scores[MAX_ROWS][SPLIT], peaks[MAX_ROWS][16];
-  Bf16::Left probs[MAX_ROWS][SPLIT];
   float acc[LINES][256], top[LINES], sum[LINES];  // running, of each line
   Cells keys, values;
 };
+PAGODA_INLINE Operands<Bf16>& operands(AttentionScratch& s, Bf16) { return s.pairs; }
+PAGODA_INLINE Operands<Int16Bytes>& operands(AttentionScratch& s, Int16Bytes) { return s.fours; }
 
 // Tokens [first, last) of the split that begins at `from`: what the lines [line, line + rows) of a tile see of it.
 struct View {
@@ -74,54 +85,23 @@ PAGODA_INLINE const uint32_t* stored(const AttentionArgs& a, const void* cache, 
   return (const uint32_t*)((const char*)cache + place * a.kv.dim * (a.kv.k_scales ? 1 : 2));
 }
 
-// Finds groups [first, last) of the split that begins at `from`, of a context of `end` tokens. What a single tile of lines
-// reads is widened into the same few places again and again, which stay near.
-static void locate(const AttentionArgs& a, const int32_t* table, int head, int from, int first, int last, int end, int lines,
+// Finds groups [first, last) of the split that begins at `from`, of a context of `end` tokens.
+static void locate(const AttentionArgs& a, const int32_t* table, int head, int from, int first, int last, int end,
                    Cells& keys, Cells& values) {
-  const int places = lines <= MAX_ROWS ? RING : SPLIT_GROUPS;
-  keys.once = values.once = lines <= MAX_ROWS;
   for (int g = first; g < last; ++g) {
     const size_t at = place(a, table, head, from + 16 * g);
-    keys.stored[g] = keys.pairs[g] = stored(a, a.kv.keys, at);
-    values.stored[g] = values.pairs[g] = stored(a, a.kv.values, at);
+    keys.words[g] = stored(a, a.kv.keys, at);
+    values.words[g] = stored(a, a.kv.values, at);
     if (!a.kv.k_scales) continue;
-    keys.pairs[g] = keys.widened + (size_t)(g % places) * 8 * a.kv.dim;
-    values.pairs[g] = values.widened + (size_t)(g % places) * 8 * a.kv.dim;
     keys.scales[g] = a.kv.k_scales + at;
     values.scales[g] = a.kv.v_scales + at;
   }
-  keys.brought = values.brought = first;
   for (int g = first; g < last; ++g) {  // after the keys come the values, and then the keys of the next split
     const int over = g + AHEAD - last, token = from + SPLIT + 16 * over;
     const bool inside = over < 0, more = token < end;
-    keys.ahead[g] = inside ? keys.stored[g + AHEAD] : values.stored[first + over < last ? first + over : first];
-    values.ahead[g] = inside ? values.stored[g + AHEAD] : more ? stored(a, a.kv.keys, place(a, table, head, token)) : values.stored[g];
+    keys.ahead[g] = inside ? keys.words[g + AHEAD] : values.words[first + over < last ? first + over : first];
+    values.ahead[g] = inside ? values.words[g + AHEAD] : more ? stored(a, a.kv.keys, place(a, table, head, token)) : values.words[g];
   }
-}
-
-// Words [first, last) of each of a group's `rows` rows of `width` words, to where tiles read them.
-PAGODA_INLINE void widen(const Cells& c, int group, int rows, int width, int first, int last) {
-  const int8_t* from = (const int8_t*)c.stored[group];
-  const int8_t* ahead = (const int8_t*)c.ahead[group];
-  uint32_t* to = (uint32_t*)c.pairs[group];
-  if (last - first == width) {
-    last *= rows;
-    rows = 1;
-  }
-  for (int row = 0; row < rows; ++row, from += 2 * width, ahead += 2 * width, to += width) {
-    int i = first;
-    for (; i + 32 <= last; i += 32) {
-      prefetch_once(ahead + 2 * i);
-      store_pairs(to + i, widen_pairs(from + 2 * i));
-      store_pairs(to + i + 16, widen_pairs(from + 2 * i + 32));
-    }
-    if (i < last) store_pairs(to + i, widen_pairs(from + 2 * i));
-  }
-}
-
-// So that groups up to `last` can be read.
-PAGODA_INLINE void bring(Cells& c, const AttentionArgs& a, int last) {
-  for (; c.brought < last; ++c.brought) widen(c, c.brought, 1, 8 * a.kv.dim, 0, 8 * a.kv.dim);
 }
 
 // Products -> scores of lines [0, rows) and tokens [begin, end), masked unless all are seen by all, and each line's maxima
@@ -151,40 +131,41 @@ PAGODA_INLINE void fetch(const uint32_t* const* ahead, size_t words) {
   for (int g = 0; g < GROUPS; ++g) prefetch_once(ahead[g] + words);
 }
 
-// Queries times keys. With few registers this is a function of its own, to have all of them.
-template <int ROWS, int GROUPS, bool FETCH>
-PAGODA_INLINE void multiply_inline(const Bf16::Left* q, const uint32_t* const* keys, const uint32_t* const* ahead, int num_pairs,
-                                   f16 (&acc)[ROWS][GROUPS]) {
+// Queries times keys, so many words of each. With few registers this is a function of its own, to have all of them.
+template <typename NUMBERS, int ROWS, int GROUPS>
+PAGODA_INLINE void multiply_inline(const void* q, const uint32_t* const* keys, const uint32_t* const* ahead, int words,
+                                   typename NUMBERS::Sum (&acc)[ROWS][GROUPS]) {
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
-  tile<Bf16>(Rows<ROWS, sizeof(AttentionScratch::q[0])>(q), keys, 16, num_pairs, acc, [&](int k) PAGODA_INLINE_MEMBER {
-    if constexpr (FETCH) fetch<GROUPS>(ahead, (size_t)k * 16);
-  });
+    for (int g = 0; g < GROUPS; ++g) acc[r][g] = typename NUMBERS::Sum{};
+  tile<NUMBERS>(Rows<ROWS, sizeof(Operands<NUMBERS>::q[0])>(q), keys, 16, words, acc,
+                [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * 16); });
 }
-template <int ROWS, bool FETCH>
-static __attribute__((noinline)) void multiply_apart(const Bf16::Left* q, const uint32_t* keys, const uint32_t* ahead,
-                                                     int num_pairs, float* products) {
-  f16 acc[ROWS][1];
-  multiply_inline<ROWS, 1, FETCH>(q, &keys, &ahead, num_pairs, acc);
+template <typename NUMBERS, int ROWS>
+static __attribute__((noinline)) void multiply_apart(const void* q, const uint32_t* keys, const uint32_t* ahead, int words,
+                                                     typename NUMBERS::Value* products) {
+  typename NUMBERS::Sum acc[ROWS][1];
+  multiply_inline<NUMBERS>(q, &keys, &ahead, words, acc);
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) store(products + 16 * r, acc[r][0]);
 }
-template <int ROWS, int GROUPS, bool FETCH>
-PAGODA_INLINE void multiply(const Bf16::Left* q, const uint32_t* const* keys, const uint32_t* const* ahead, int num_pairs,
-                            f16 (&acc)[ROWS][GROUPS]) {
+template <typename NUMBERS, int ROWS, int GROUPS>
+PAGODA_INLINE void multiply(const void* q, const uint32_t* const* keys, const uint32_t* const* ahead, int words,
+                            typename NUMBERS::Sum (&acc)[ROWS][GROUPS]) {
   if constexpr (GROUPS == 1) {
-    alignas(64) float products[16 * ROWS];
-    multiply_apart<ROWS, FETCH>(q, keys[0], ahead[0], num_pairs, products);
+    alignas(64) typename NUMBERS::Value products[16 * ROWS];
+    multiply_apart<NUMBERS, ROWS>(q, keys[0], ahead[0], words, products);
     for (int r = 0; r < ROWS; ++r) acc[r][0] = load(products + 16 * r);
   } else {
-    multiply_inline<ROWS, GROUPS, FETCH>(q, keys, ahead, num_pairs, acc);
+    multiply_inline<NUMBERS>(q, keys, ahead, words, acc);
   }
 }
 
+PAGODA_INLINE f16 to_float(f16 a) { return a; }
+
 // Scores of ROWS lines and 16 x GROUPS tokens from t on.
-template <int ROWS, int GROUPS>
+template <typename NUMBERS, int ROWS, int GROUPS>
 static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionScratch& s) {
   const int* position = s.position + v.line;
   const int end = (v.last - v.from + 15) / 16;
@@ -193,24 +174,23 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
   const uint32_t* ahead[GROUPS];
   for (int g = 0; g < GROUPS; ++g) {  // past the end: any readable group, masked below
     group[g] = (t - v.from) / 16 + g < end ? (t - v.from) / 16 + g : end - 1;
-    keys[g] = s.keys.pairs[group[g]];
+    keys[g] = s.keys.words[group[g]];
     ahead[g] = s.keys.ahead[group[g]];
   }
-  if (a.kv.k_scales) bring(s.keys, a, group[GROUPS - 1] + 1);
-  f16 acc[ROWS][GROUPS];
-  if (a.kv.k_scales)  // fetched when they are widened
-    multiply<ROWS, GROUPS, false>(s.q[v.line], keys, ahead, a.kv.dim / 2, acc);
-  else
-    multiply<ROWS, GROUPS, true>(s.q[v.line], keys, ahead, a.kv.dim / 2, acc);
+  typename NUMBERS::Sum acc[ROWS][GROUPS];
+  multiply<NUMBERS>(operands(s, NUMBERS()).q[v.line], keys, ahead, a.kv.dim / NUMBERS::IN_WORD, acc);
   const bool seen_by_all =
       t + 16 * GROUPS <= end_seen(a, position[0], s.length) && (!a.window || t > position[ROWS - 1] - a.window);
   const bool plain = seen_by_all && a.softcap == 0.0f && !s.bias;
+  const f16 scale = set1(plain ? a.scale : 1.0f);
 #pragma GCC unroll 8
   for (int g = 0; g < GROUPS; ++g) {
-    const f16 key_scale = a.kv.k_scales ? load(s.keys.scales[group[g]]) : set1(1.0f), scale = set1(plain ? a.scale : 1.0f);
+    const f16 key_scale = NUMBERS::WHOLE ? load(s.keys.scales[group[g]]) : zero();
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; ++r) {
-      const f16 x = acc[r][g] * key_scale * scale;
+      f16 x = to_float(acc[r][g]);
+      if constexpr (NUMBERS::WHOLE) x = x * (key_scale * set1(s.query_scales[v.line + r]));
+      x = x * scale;
       store(&s.scores[r][t - v.from + 16 * g], x);
       if (plain) store(s.peaks[r], max(load(s.peaks[r]), x));
     }
@@ -218,48 +198,65 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
   if (!plain) shape_scores(a, v, ROWS, t, t + 16 * GROUPS, seen_by_all, s);
 }
 
-template <int ROWS>
+template <typename NUMBERS, int ROWS>
 static void split_scores(const AttentionArgs& a, const View& v, AttentionScratch& s) {
   for (int r = 0; r < ROWS; ++r) store(s.peaks[r], set1(MASKED));
   int t = v.first;
   constexpr int GROUPS = groups_of(ROWS, 2);
   if constexpr (ROWS * 4 <= ACCUMULATORS)  // few rows need more columns to have enough chains of arithmetic
-    for (; t + 32 < v.last; t += 64) score_tile<ROWS, 4>(a, v, t, s);
-  for (; t < v.last; t += 16 * GROUPS) score_tile<ROWS, GROUPS>(a, v, t, s);
+    for (; t + 32 < v.last; t += 64) score_tile<NUMBERS, ROWS, 4>(a, v, t, s);
+  for (; t < v.last; t += 16 * GROUPS) score_tile<NUMBERS, ROWS, GROUPS>(a, v, t, s);
 }
 
-// Scores of N lines -> bf16 probabilities relative to the split's own maximum, times the scales of the values they will
-// meet. The sum is of what meets the values: of the rounded probabilities, unless scales come between. A line that sees
-// nothing of the split has the sum 0. Two lines at once, because one alone waits for its own chain of arithmetic.
+// Scores of N lines -> bf16 probabilities relative to the split's own maximum, and the sum of these as they are rounded. A
+// line that sees nothing of the split has the sum 0. Two lines at once, because one alone waits for its own chain of
+// arithmetic.
 template <int N>
-static void split_softmax(const AttentionArgs& a, const View& v, int r, AttentionScratch& s, float* top, float* sum_out) {
-  const int begin = v.first - v.from, end = (v.last - v.from + 15) / 16 * 16;
+PAGODA_INLINE void probabilities(const View& v, int r, AttentionScratch& s, const f16 (&shift)[N], f16 (&total)[N], Bf16) {
+  for (int i = v.first - v.from; i < v.last - v.from; i += 16)
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      Bf16::Number* probs = &s.pairs.probs[r + n][i];
+      store_left(probs, exp(load(&s.scores[r + n][i]) - shift[n]));
+      total[n] = total[n] + load_left(probs);
+    }
+}
+
+// The same times the scales of the values they will meet, as whole numbers; the sum is of what they were before.
+template <int N>
+PAGODA_INLINE void probabilities(const View& v, int r, AttentionScratch& s, const f16 (&shift)[N], f16 (&total)[N], Int16Bytes) {
+  const int begin = v.first - v.from, end = v.last - v.from;
+  f16 most[N], poison[N];
+  for (int n = 0; n < N; ++n) most[n] = poison[n] = zero();
+  for (int i = begin; i < end; i += 16) {
+    // Nobody has written a scale for the tokens after the last: what lies there must not meet a probability of 0 as NaN.
+    const f16 scale = keep_below(load(s.values.scales[i / 16]), v.from + i, v.last, zero());
+#pragma GCC unroll 2
+    for (int n = 0; n < N; ++n) {
+      const f16 p = exp(load(&s.scores[r + n][i]) - shift[n]), scaled = p * scale;
+      store(&s.scores[r + n][i], scaled);
+      total[n] = total[n] + p;
+      most[n] = max(most[n], scaled);
+      poison[n] = poison[n] + scaled * zero();  // NaN if a scale is no number
+    }
+  }
+  for (int n = 0; n < N; ++n) {
+    const float largest = max_lane(most[n]) + sum(poison[n]);
+    const f16 factor = short_factor(largest);
+    s.prob_scales[r + n] = largest / LARGEST_SHORT;
+    for (int i = begin; i < end; i += 16) store_shorts(&s.fours.probs[r + n][i], load(&s.scores[r + n][i]) * factor);
+  }
+}
+
+template <typename NUMBERS, int N>
+static void split_softmax(const View& v, int r, AttentionScratch& s, float* top, float* sum_out) {
   f16 total[N], shift[N];
   for (int n = 0; n < N; ++n) {
     top[n] = max_lane(load(s.peaks[r + n]));
     shift[n] = set1(top[n] <= MASKED ? 0.0f : top[n]);
     total[n] = zero();
   }
-  if (!a.kv.v_scales) {
-    for (int i = begin; i < end; i += 16)
-#pragma GCC unroll 2
-      for (int n = 0; n < N; ++n) {
-        Bf16::Left* probs = &s.probs[r + n][i];
-        store_left(probs, exp(load(&s.scores[r + n][i]) - shift[n]));
-        total[n] = total[n] + load_left(probs);
-      }
-  } else {
-    for (int i = begin; i < end; i += 16) {
-      // Nobody has written a scale for the tokens after the last: what lies there must not meet a probability of 0 as NaN.
-      const f16 scale = keep_below(load(s.values.scales[i / 16]), v.from + i, v.last, zero());
-#pragma GCC unroll 2
-      for (int n = 0; n < N; ++n) {
-        const f16 p = exp(load(&s.scores[r + n][i]) - shift[n]);
-        store_left(&s.probs[r + n][i], p * scale);
-        total[n] = total[n] + p;
-      }
-    }
-  }
+  probabilities(v, r, s, shift, total, NUMBERS());
   for (int n = 0; n < N; ++n) sum_out[n] = sum(total[n]);
 }
 
@@ -276,40 +273,37 @@ PAGODA_INLINE void merge_values(float* run, f16 split, float scale_old, float sc
 
 // Probabilities of a split times its values, for GROUPS x 16 dims from `dim_first` on, into the running accumulators, or
 // into `part` as they are.
-template <int ROWS, int GROUPS>
+template <typename NUMBERS, int ROWS, int GROUPS>
 static void split_values(const AttentionArgs& a, const View& v, int dim_first, const float* scale_old, const float* scale_new,
                          const Part* part, AttentionScratch& s) {
-  f16 acc[ROWS][GROUPS];
+  constexpr int IN_WORD = NUMBERS::IN_WORD;
+  typename NUMBERS::Sum acc[ROWS][GROUPS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
-    for (int g = 0; g < GROUPS; ++g) acc[r][g] = zero();
+    for (int g = 0; g < GROUPS; ++g) acc[r][g] = typename NUMBERS::Sum{};
+  auto& probs = operands(s, NUMBERS()).probs;
   for (int t = v.first; t < v.last; t += 16) {
-    const int group = (t - v.from) / 16, pairs_here = v.last - t < 16 ? (v.last - t + 1) / 2 : 8;
-    const int end = dim_first + 16 * GROUPS < a.kv.dim ? dim_first + 16 * GROUPS : a.kv.dim;
-    if (a.kv.k_scales && s.values.once) widen(s.values, group, 8, a.kv.dim, dim_first, end);
-    if (a.kv.k_scales && !s.values.once) bring(s.values, a, group + 1);
+    const int group = (t - v.from) / 16, words = v.last - t < 16 ? (v.last - t + IN_WORD - 1) / IN_WORD : 16 / IN_WORD;
     const uint32_t* groups[GROUPS];
     const uint32_t* ahead[GROUPS];
     for (int g = 0; g < GROUPS; ++g) {
       const int d = dim_first + (dim_first + 16 * g < a.kv.dim ? 16 * g : 0);
-      groups[g] = s.values.pairs[group] + d;
+      groups[g] = s.values.words[group] + d;
       ahead[g] = s.values.ahead[group] + d;
     }
-    const Rows<ROWS, sizeof s.probs[0]> probs(&s.probs[0][t - v.from]);
-    if (a.kv.k_scales)
-      tile<Bf16>(probs, groups, (size_t)a.kv.dim, pairs_here, acc, [](int) {});
-    else
-      tile<Bf16>(probs, groups, (size_t)a.kv.dim, pairs_here, acc,
-           [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * a.kv.dim); });
+    tile<NUMBERS>(Rows<ROWS, sizeof probs[0]>(&probs[0][t - v.from]), groups, (size_t)a.kv.dim, words, acc,
+                  [&](int k) PAGODA_INLINE_MEMBER { fetch<GROUPS>(ahead, (size_t)k * a.kv.dim); });
   }
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; ++g)
       if (const int d = dim_first + 16 * g; d < a.kv.dim) {
-        if (part) store(part->values + (size_t)(v.line + r) * a.kv.dim + d, acc[r][g]);
-        else merge_values(&s.acc[v.line + r][d], acc[r][g], scale_old[r], scale_new[r]);
+        f16 x = to_float(acc[r][g]);
+        if constexpr (NUMBERS::WHOLE) x = x * set1(s.prob_scales[r]);
+        if (part) store(part->values + (size_t)(v.line + r) * a.kv.dim + d, x);
+        else merge_values(&s.acc[v.line + r][d], x, scale_old[r], scale_new[r]);
       }
 }
 
@@ -340,12 +334,12 @@ static void merge_tile(const AttentionArgs& a, int line, int rows, const Part& p
 }
 
 // A tile of lines over a split, into the running accumulators or into `part`.
-template <int ROWS>
+template <typename NUMBERS, int ROWS>
 static void attend_tile(const AttentionArgs& a, const View& v, const Part* part, AttentionScratch& s) {
-  split_scores<ROWS>(a, v, s);
+  split_scores<NUMBERS, ROWS>(a, v, s);
   float top[16] = {}, total[16] = {}, scale_old[16], scale_new[16];
-  for (int r = 0; r + 1 < ROWS; r += 2) split_softmax<2>(a, v, r, s, top + r, total + r);
-  if (ROWS % 2) split_softmax<1>(a, v, ROWS - 1, s, top + ROWS - 1, total + ROWS - 1);
+  for (int r = 0; r + 1 < ROWS; r += 2) split_softmax<NUMBERS, 2>(v, r, s, top + r, total + r);
+  if (ROWS % 2) split_softmax<NUMBERS, 1>(v, ROWS - 1, s, top + ROWS - 1, total + ROWS - 1);
   if (part) {
     memcpy(part->top + v.line, top, sizeof(float) * ROWS);
     memcpy(part->sum + v.line, total, sizeof(float) * ROWS);
@@ -355,11 +349,11 @@ static void attend_tile(const AttentionArgs& a, const View& v, const Part* part,
   // Few rows leave registers for wide tiles, which read values as one stream instead of in several passes.
   int d = 0;
   if constexpr (ROWS * 8 <= ACCUMULATORS)
-    for (; d + 128 <= a.kv.dim; d += 128) split_values<ROWS, 8>(a, v, d, scale_old, scale_new, part, s);
+    for (; d + 128 <= a.kv.dim; d += 128) split_values<NUMBERS, ROWS, 8>(a, v, d, scale_old, scale_new, part, s);
   if constexpr (ROWS * 4 <= ACCUMULATORS)
-    for (; d + 64 <= a.kv.dim; d += 64) split_values<ROWS, 4>(a, v, d, scale_old, scale_new, part, s);
+    for (; d + 64 <= a.kv.dim; d += 64) split_values<NUMBERS, ROWS, 4>(a, v, d, scale_old, scale_new, part, s);
   constexpr int GROUPS = groups_of(ROWS, 2);
-  for (; d < a.kv.dim; d += 16 * GROUPS) split_values<ROWS, GROUPS>(a, v, d, scale_old, scale_new, part, s);
+  for (; d < a.kv.dim; d += 16 * GROUPS) split_values<NUMBERS, ROWS, GROUPS>(a, v, d, scale_old, scale_new, part, s);
 }
 
 // The first token that somebody from `position` on sees, down to where a tile of scores may begin.
@@ -393,9 +387,12 @@ static void attend_split(const AttentionArgs& a, int count, const int32_t* table
                          AttentionScratch& s) {
   const int begin = first_seen(a, s.position[0]), end = end_seen(a, s.position[count - 1], s.length), from = split * SPLIT;
   const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
-  locate(a, table, head, from, low / 16, (high + 15) / 16, end, count, s.keys, s.values);
+  locate(a, table, head, from, low / 16, (high + 15) / 16, end, s.keys, s.values);
   each_tile(a, s, count, from, [&](const View& v, int rows) {
-    with_rows<MAX_ROWS>(rows, [&](auto rows) { attend_tile<decltype(rows)::value>(a, v, part, s); });
+    with_rows<MAX_ROWS>(rows, [&](auto rows) {
+      if (a.kv.k_scales) attend_tile<Int16Bytes, decltype(rows)::value>(a, v, part, s);
+      else attend_tile<Bf16, decltype(rows)::value>(a, v, part, s);
+    });
   });
 }
 
@@ -422,12 +419,22 @@ PAGODA_INLINE Lines lines_of(const AttentionArgs& a, int row, int item) {
   return {row, item % a.kv.heads, from, count, begin, group};
 }
 
+// A query as whole numbers of 16 bits; returns their scale, NaN if it has anything that is no number.
+static float round_query(const uint16_t* q, int16_t* levels, int dim) {
+  const float largest = largest_finite(q, dim);
+  const f16 factor = short_factor(largest);
+  for (int d = 0; d < dim; d += 16) store_shorts(levels + d, load_bf16(q + d) * factor);
+  return largest / LARGEST_SHORT;
+}
+
 static void gather(const AttentionArgs& a, const Lines& lines, AttentionScratch& s) {
   const int length = a.query_starts[lines.row + 1] - lines.begin;
   s.length = a.context_lens[lines.row];
   s.bias = a.bias ? a.bias + (size_t)lines.head * a.stride + a.zero : nullptr;
   for (int i = 0; i < lines.count; ++i) {
-    for (int d = 0; d < a.kv.dim; d += 16) store_left(&s.q[i][d], load_bf16(a.q + lines.at(a, i) + d));
+    const uint16_t* q = a.q + lines.at(a, i);
+    if (a.kv.k_scales) s.query_scales[i] = round_query(q, s.fours.q[i], a.kv.dim);
+    else for (int d = 0; d < a.kv.dim; d += 16) store_left(&s.pairs.q[i][d], load_bf16(q + d));
     s.position[i] = a.context_lens[lines.row] - length + (lines.from + i) / lines.group;
   }
 }

@@ -5,6 +5,9 @@
 //   pair_of(w, s[, z])       nibbles s and s + 4 of each lane less z (or 8), by `right` what Bf16 multiplies
 //   largest_magnitude(x, n)  the bits of the largest |x| of n bf16, NaN above all; n is a multiple of 32
 //   store_rounded(p, a)      a to nearest, ties to even, as 16 int8 (at AVX2 also int16); |a| <= 127
+//   dot2(acc, w, a)          acc + the two signed numbers of 16 bits of each lane of w times those of a
+//   bytes_apart(w, i)        bytes i and i + 2 of each lane, which are signed, as two numbers of 16 bits
+//   store_shorts(p, a)       a to nearest, as 16 int16, of each four in the order 0, 2, 1, 3; |a| <= 32767
 #pragma once
 
 #include "simd.h"
@@ -17,10 +20,29 @@ PAGODA_INLINE float as_float(uint32_t bits) {
   return f;
 }
 
+// Below this numbers that are rounded together count as zeros; 127 or 32767 by what is above is finite.
+constexpr float FAINT = 0x1p-100f;
+
+// The largest |x| of n bf16, NaN if one is no finite number; n is a multiple of 16.
+PAGODA_INLINE float largest_finite(const uint16_t* x, int n) {
+  f16 most = zero(), poison = zero();
+  for (int i = 0; i < n; i += 16) {
+    const f16 v = load_bf16(x + i);
+    most = max(most, max(v, zero() - v));
+    poison = poison + v * zero();
+  }
+  return max_lane(most) + sum(poison);
+}
+
 #if PAGODA_LEVEL >= 1
 PAGODA_INLINE uint32_t largest_u16(__m256i a) {  // there is an instruction for the least of eight
   __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
   return 0xffffu & ~(uint32_t)_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi32(-1))));
+}
+PAGODA_INLINE void store_fours(int16_t* p, __m256i a) {
+  const __m256i order = _mm256_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15,
+                                         0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15);
+  _mm256_storeu_si256((__m256i*)p, _mm256_shuffle_epi8(a, order));
 }
 #endif
 
@@ -40,18 +62,27 @@ PAGODA_INLINE ints operator*(ints a, ints b) { return {a.v * b.v}; }
 PAGODA_INLINE int32_t sum(ints a) { return _mm512_reduce_add_epi32((__m512i)a.v); }
 PAGODA_INLINE f16 to_float(ints a) { return {_mm512_cvtepi32_ps((__m512i)a.v)}; }
 PAGODA_INLINE ints load(const int32_t* p) { return {(i32x16)_mm512_loadu_si512(p)}; }
+PAGODA_INLINE void store(int32_t* p, ints a) { _mm512_storeu_si512(p, (__m512i)a.v); }
 PAGODA_INLINE ints load_u8(const uint8_t* p) { return {(i32x16)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p))}; }
 PAGODA_INLINE f16 load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 PAGODA_INLINE quads load_quads(const void* p) { return {_mm512_loadu_si512(p)}; }
 PAGODA_INLINE quads low_nibbles(quads a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }
 PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm512_srli_epi32(a.v, 4)}); }
 
+PAGODA_INLINE quads bytes_apart(quads a, int i) { return {_mm512_srai_epi16(i ? a.v : _mm512_slli_epi16(a.v, 8), 8)}; }
+
 #ifdef __AVX512VNNI__
+PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
+  return {(i32x16)_mm512_dpwssd_epi32((__m512i)acc.v, w.v, _mm512_set1_epi32((int)a))};
+}
 PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
   return {(i32x16)_mm512_dpbusd_epi32((__m512i)acc.v, w.v, _mm512_set1_epi32((int)a))};
 }
 PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) { return dot4(acc, w, a); }
 #else
+PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
+  return {acc.v + (i32x16)_mm512_madd_epi16(w.v, _mm512_set1_epi32((int)a))};
+}
 // Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: the instruction for bytes would saturate.
 PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
   __m512i x = _mm512_set1_epi32((int)a);
@@ -107,6 +138,7 @@ PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
   _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(whole));
   return {(i32x16)whole};
 }
+PAGODA_INLINE void store_shorts(int16_t* p, f16 a) { store_fours(p, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(a.v))); }
 
 #elif PAGODA_LEVEL == 1  // AVX2 + F16C: two registers
 
@@ -139,12 +171,23 @@ PAGODA_INLINE quads low_nibbles(quads a) {
 }
 PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm256_srli_epi32(a.lo, 4), _mm256_srli_epi32(a.hi, 4)}); }
 
+PAGODA_INLINE __m256i bytes_apart(__m256i a, int i) { return _mm256_srai_epi16(i ? a : _mm256_slli_epi16(a, 8), 8); }
+PAGODA_INLINE quads bytes_apart(quads a, int i) { return {bytes_apart(a.lo, i), bytes_apart(a.hi, i)}; }
+
 #ifdef __AVXVNNI__
+PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
+  const __m256i x = _mm256_set1_epi32((int)a);
+  return {(i32x8)_mm256_dpwssd_avx_epi32((__m256i)acc.lo, w.lo, x), (i32x8)_mm256_dpwssd_avx_epi32((__m256i)acc.hi, w.hi, x)};
+}
 PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
   const __m256i x = _mm256_set1_epi32((int)a);
   return {(i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.lo, w.lo, x), (i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.hi, w.hi, x)};
 }
 #else
+PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
+  const __m256i x = _mm256_set1_epi32((int)a);
+  return {acc.lo + (i32x8)_mm256_madd_epi16(w.lo, x), acc.hi + (i32x8)_mm256_madd_epi16(w.hi, x)};
+}
 // Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: the instruction for bytes would saturate.
 PAGODA_INLINE i32x8 dot4_half(i32x8 acc, __m256i w, __m256i a_even, __m256i a_odd) {
   __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), a_even);
@@ -200,10 +243,9 @@ struct Int16 {
   static constexpr int PASSES = 1;
   PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int) { return load_quads(b); }
   PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int, Right b) {
-    int32_t pair;
+    uint32_t pair;
     memcpy(&pair, a, 4);
-    const __m256i x = _mm256_set1_epi32(pair);
-    return {acc.lo + (i32x8)_mm256_madd_epi16(b.lo, x), acc.hi + (i32x8)_mm256_madd_epi16(b.hi, x)};
+    return dot2(acc, b, pair);
   }
 };
 #ifdef __AVXVNNI__
@@ -280,11 +322,16 @@ PAGODA_INLINE ints store_rounded(int16_t* p, f16 a) {
   _mm256_storeu_si256((__m256i*)p, _mm256_cvtepi8_epi16(bytes));
   return whole;
 }
+PAGODA_INLINE void store_shorts(int16_t* p, f16 a) {
+  const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
+  store_fours(p, _mm256_permute4x64_epi64(packed, 0xd8));
+}
 
 #else  // plain C++: what the compiler makes of it
 
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef int16_t i16x32 __attribute__((vector_size(64)));
 struct ints { i32x16 v; };
 struct quads { u32x16 v; };
 #define PAGODA_EACH for (int i = 0; i < 16; ++i)
@@ -310,6 +357,28 @@ PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
   return acc;
 }
 PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) { return dot4(acc, w, a); }
+PAGODA_INLINE ints load(const int32_t* p) { ints r; memcpy(&r.v, p, 64); return r; }
+PAGODA_INLINE void store(int32_t* p, ints a) { memcpy(p, &a.v, 64); }
+PAGODA_INLINE quads bytes_apart(quads a, int i) {
+  const i16x32 w = (i16x32)a.v;
+  return {(u32x16)((i ? w : w << 8) >> 8)};
+}
+#ifdef __SSE2__  // which every x86-64 has: it multiplies 32-bit numbers slowly, and compilers do not see that these are short
+PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
+  const __m128i x = _mm_set1_epi32((int)a);
+  __m128i part[4], sums[4];
+  memcpy(part, &w.v, 64);
+  memcpy(sums, &acc.v, 64);
+  for (int i = 0; i < 4; ++i) sums[i] = _mm_add_epi32(sums[i], _mm_madd_epi16(part[i], x));
+  memcpy(&acc.v, sums, 64);
+  return acc;
+}
+#else
+PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
+  acc.v += ((i32x16)(w.v << 16) >> 16) * (int32_t)(int16_t)a + ((i32x16)w.v >> 16) * ((int32_t)a >> 16);
+  return acc;
+}
+#endif
 
 PAGODA_INLINE uint32_t largest_magnitude(const uint16_t* x, int n) {
   uint32_t most = 0;
@@ -323,9 +392,31 @@ PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
   PAGODA_EACH p[i] = (int8_t)r.v[i];
   return r;
 }
+PAGODA_INLINE void store_shorts(int16_t* p, f16 a) {
+  a = round(min(max(a, set1(-32767.0f)), set1(32767.0f)));
+  PAGODA_EACH p[(i & ~3) | (i & 1) << 1 | (i >> 1 & 1)] = (int16_t)a.v[i];
+}
 #undef PAGODA_EACH
 
 #endif
+
+// How the micro-kernel multiplies whole numbers of 16 bits with signed bytes, four instead of a pair: see Bf16. In a row
+// they lie as `store_shorts` leaves them, because a pass takes every other byte of a word.
+struct Int16Bytes {
+  typedef int32_t Value;
+  typedef ints Sum;
+  typedef int16_t Number;
+  typedef uint32_t Left;  // two of a row
+  typedef quads Right;
+  static constexpr bool WHOLE = true;
+  static constexpr int IN_WORD = 4, PASSES = 2;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return bytes_apart(load_quads(b), pass); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) {
+    uint32_t two;
+    memcpy(&two, a + pass, 4);
+    return dot2(acc, b, two);
+  }
+};
 
 #if PAGODA_LEVEL < 2  // a pair is two floats, because that is what Bf16 would make of it
 struct zero_points { f16 v; };

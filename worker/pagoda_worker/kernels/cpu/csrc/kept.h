@@ -47,10 +47,9 @@ class Kept {
 // Rows of bf16 as Bf16::Left.
 class LeftRows : public Kept {
  public:
-  // Rows [first, last) of x [rows, k].
+  // Rows [first, last); `x` [last - first, k] are these.
   void take(const uint16_t* x, int first, int last, int k, uint64_t use) {
     if (holds(first, use)) return;
-    x += (size_t)first * k;
     if constexpr (sizeof(Bf16::Left) == 2) {
       rows_ = (const char*)x;
       stride_ = 2 * (size_t)k;

@@ -8,6 +8,7 @@
 #include "quant.h"
 #include "sampling.h"
 #include "shares.h"
+#include "stream.h"
 
 namespace PAGODA_NS {
 
@@ -28,30 +29,66 @@ static int num_blocks(const LinearOp& op, const Step& s) {
   return (s.num_tokens + size - 1) / size;
 }
 
-// Calls f(first row, last row, panel) for each piece.
-template <typename F>
-static void each_linear_item(const LinearOp& op, const Step& s, int first, int last, F&& f) {
-  int panels = num_panels(op), rows = s.num_tokens, blocks = num_blocks(op, s);
-  for (int item = first; item < last; ++item) {
-    int block = item / panels;
-    f((int)((long)rows * block / blocks), (int)((long)rows * (block + 1) / blocks), item % panels);
+
+// A piece of a linear layer: rows [from, to), the block-th of their blocks, by a panel.
+struct Piece {
+  int block, from, to, panel;
+};
+PAGODA_INLINE Piece piece_of(const LinearOp& op, const Step& s, int item) {
+  const int panels = num_panels(op), blocks = num_blocks(op, s), block = item / panels;
+  return {block, (int)((long)s.num_tokens * block / blocks), (int)((long)s.num_tokens * (block + 1) / blocks), item % panels};
+}
+
+// What a linear layer is done with as one.
+struct Around {
+  const RmsNormOp* norm;   // of its inputs, or null
+  const RopeKvOp* rope;    // of its outputs, or null
+};
+static Around around(const Work& w) {
+  const Op &first = w.ops[0], &last = w.ops[w.count - 1];
+  return {first.kind == RMS_NORM ? &first.rms_norm : nullptr, last.kind == ROPE_KV ? &last.rope_kv : nullptr};
+}
+static const LinearOp& linear_of(const Work& w) { return w.ops[w.ops[0].kind == RMS_NORM].linear; }
+
+static RopeArgs rope_args(const RopeKvOp& op, const Step& s) { return {op, s.positions, s.kv_indices, s.num_tokens}; }
+
+// After a piece: a head that it was the last to make a part of is turned or written, for the rows of the block.
+static void finish_heads(const RopeArgs& a, const LinearOp& op, const Piece& p, int32_t* done) {
+  const int dim = a.kv.dim, begin = p.panel * PANEL, end = begin + PANEL < op.n ? begin + PANEL : op.n;
+  for (int head = begin / dim; head * dim < end; ++head) {
+    const int panels = ((head + 1) * dim - 1) / PANEL - head * dim / PANEL + 1;
+    int32_t* parts = done + (size_t)p.block * all_heads(a) + head;
+    if (__atomic_add_fetch(parts, 1, __ATOMIC_ACQ_REL) < panels) continue;
+    *parts = 0;  // for the next operation
+    for (int t = p.from; t < p.to; ++t) rope_head(a, t, head);
   }
 }
 
-static void run_linear(const LinearOp& op, const Step& s, uint64_t use, int first, int last) {
+// A thread takes the pieces of a block in order, so the one that has the first panel has it first.
+static void run_linear(const Step& s, const Work& work, int first, int last) {
   static thread_local Inputs in;
+  const LinearOp& op = linear_of(work);
+  const auto [norm, rope] = around(work);
   const bool plain = op.form.bits == 16;
   const size_t bytes = plain ? (size_t)(op.k / 2) * PANEL_ROW : quant_panel_bytes(op.form, op.k);
-  each_linear_item(op, s, first, last, [&](int from, int to, int index) {
-    const uint8_t* panel = (const uint8_t*)op.panels + index * bytes;
+  for (int item = first; item < last; ++item) {
+    const Piece p = piece_of(op, s, item);
+    const uint16_t* x = norm ? in.normed.take(*norm, p.from, p.to, work.use, p.panel == 0) : op.x + (size_t)p.from * op.k;
+    const uint8_t* panel = (const uint8_t*)op.panels + p.panel * bytes;
     if (plain) {
-      in.left.take(op.x, from, to, op.k, use);
-      linear_panel(op, in.left, from, to, (const uint32_t*)panel, index * PANEL);
+      in.left.take(x, p.from, p.to, op.k, work.use);
+      linear_panel(op, in.left, p.from, p.to, (const uint32_t*)panel, p.panel * PANEL);
     } else {
-      quant_take(in, from, to, op, use);
-      quant_panel(op, in, from, to, panel, index * PANEL);
+      quant_take(in, x, p.from, p.to, op, work.use);
+      quant_panel(op, in, p.from, p.to, panel, p.panel * PANEL);
     }
-  });
+    if (rope) finish_heads(rope_args(*rope, s), op, p, work.done);
+  }
+}
+
+static Cut linear_cut(const LinearOp& op, const RopeKvOp* rope, const Step& s) {
+  const size_t blocks = (size_t)num_blocks(op, s);
+  return {(int)blocks * num_panels(op), 0, 0, rope ? blocks * all_heads(*rope) : 0};
 }
 
 static AttentionArgs attention_args(const Op& op, const Step& s) {
@@ -68,24 +105,32 @@ static void run_attention(const Op& op, const Step& s, const Work& work, int fir
 }
 
 static void run_rope(const Op& op, const Step& s, int first, int last) {
-  const RopeArgs a{op.rope_kv, s.positions, s.kv_indices, s.num_tokens};
+  const RopeArgs a = rope_args(op.rope_kv, s);
   for (int t = first; t < last; ++t) rope_token(a, t);
 }
 
-static Cut cut(const Op& op, const Step& s, int threads) {
-  if (op.kind == LINEAR) return {num_blocks(op.linear, s) * num_panels(op.linear), 0, 0};
-  if (op.kind == ATTENTION) return attention_cut(attention_args(op, s), s.num_rows, threads);
-  return {s.num_tokens, 0, 0};
+// What is done as one with a linear layer is done as a linear layer.
+static Kind kind_of(const Op* ops, int count) { return count > 1 ? LINEAR : (Kind)ops->kind; }
+
+static Cut cut(const Op* ops, int count, const Step& s, int threads) {
+  const Work work{ops, count, 0, {}, nullptr, nullptr};
+  switch (kind_of(ops, count)) {
+    case LINEAR: return linear_cut(linear_of(work), around(work).rope, s);
+    case ATTENTION: return attention_cut(attention_args(*ops, s), s.num_rows, threads);
+    default: return {s.num_tokens, 0, 0, 0};
+  }
 }
 
-static void run(const Op& op, const Step& s, const Work& work, int first, int last) {
-  switch (op.kind) {
-    case EMBED: for (int t = first; t < last; ++t) embed_row(op.embed, s.token_ids[t], s.positions, t); break;
+static void run(const Step& s, const Work& work, int first, int last) {
+  const Op& op = *work.ops;
+  switch (kind_of(&op, work.count)) {
+    case EMBED: for (int t = first; t < last; ++t) embed_row(op.embed, s.token_ids[t], t); break;
     case RMS_NORM: for (int t = first; t < last; ++t) rms_norm_row(op.rms_norm, t); break;
-    case LAYER_NORM: for (int t = first; t < last; ++t) layer_norm_row(op.layer_norm, t); break;
-    case LINEAR: run_linear(op.linear, s, work.use, first, last); break;
+    case LINEAR: run_linear(s, work, first, last); break;
     case ROPE_KV: run_rope(op, s, first, last); break;
     case ATTENTION: run_attention(op, s, work, first, last); break;
+    case LAYER_NORM: for (int t = first; t < last; ++t) layer_norm_row(op.layer_norm, t); break;
+    case ADD: for (int t = first; t < last; ++t) add_row(op.add, t, op.add.by_position ? (size_t)s.positions[t] : t); break;
     default: break;
   }
 }

@@ -55,7 +55,7 @@ PAGODA_INLINE f16 activated(f16 x, int activation) {
     case 1: return silu(x);
     case 2: return gelu_tanh(x);
     case 3: return gelu(x);
-    default: return max(zero(), x);  // in this order a NaN stays
+    default: return max(zero(), x);  // in this order NaN stays
   }
 }
 
@@ -65,14 +65,14 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const Line
     c0 = c0 + load_bf16(op.bias + column);
     c1 = c1 + load_bf16(op.bias + column + 16);
   }
-  if (op.activation >= GATED) {
+  if (op.activation > 0) {
     f16 gate = rounded(c0), up = rounded(c1);
-    store_some((uint16_t*)op.y + row * (n / 2) + column / 2, rounded(activated(gate, op.activation - GATED)) * up, (n - column) / 2);
+    store_some((uint16_t*)op.y + row * (n / 2) + column / 2, rounded(activated(gate, op.activation)) * up, (n - column) / 2);
     return;
   }
-  if (op.activation) {
-    c0 = activated(c0, op.activation);
-    c1 = activated(c1, op.activation);
+  if (op.activation < 0) {
+    c0 = activated(rounded(c0), -op.activation);
+    c1 = activated(rounded(c1), -op.activation);
   }
   if (op.out_f32) {
     if (op.softcap != 0.0f) {

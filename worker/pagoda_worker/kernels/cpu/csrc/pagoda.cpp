@@ -93,28 +93,42 @@ void take_pieces(const Pool& pool, Counter& counter, int total, F work) {
 
 // A pool, and the memory that its threads share within an operation. It only grows.
 struct Crew : Pool {
-  explicit Crew(const std::vector<int>& cpus) : Pool(cpus), done(2 * cpus.size()) {}
+  explicit Crew(const std::vector<int>& cpus) : Pool(cpus) {}
   std::vector<float> floats;
   std::vector<int32_t> done;
 };
 
-void run_program(Crew& crew, const Level& level, const Op* ops, int num_ops, const Step& step) {
+// So many rows are normed by every thread sooner than threads have waited for each other.
+constexpr int FEW_ROWS = 8;
+
+bool done_as_one(const Op& op, const Step& step) { return op.joined && (op.kind != LINEAR || step.num_tokens <= FEW_ROWS); }
+
+// The operations as they are done in this step; threads meet after each of these.
+std::vector<Work> works_of(Crew& crew, const Level& level, const Op* ops, int num_ops, const Step& step) {
   static std::atomic<uint64_t> uses{1};
   const uint64_t use = uses.fetch_add((uint64_t)num_ops, std::memory_order_relaxed);
-  std::unique_ptr<Counter[]> counters(new Counter[num_ops]);
-  std::vector<Work> works((size_t)num_ops);
-  size_t floats = 0;
-  for (int o = 0; o < num_ops; ++o) {
-    works[o] = {use + (uint64_t)o, level.cut(ops[o], step, crew.size()), nullptr, crew.done.data()};
-    floats = std::max(floats, works[o].cut.floats);
+  std::vector<Work> works;
+  size_t floats = crew.floats.size(), counters = crew.done.size();
+  for (int o = 0, count; o < num_ops; o += count) {
+    for (count = 1; o + count < num_ops && done_as_one(ops[o + count], step);) ++count;
+    const Cut cut = level.cut(ops + o, count, step, crew.size());
+    works.push_back({ops + o, count, use + (uint64_t)o, cut, nullptr, nullptr});
+    floats = std::max(floats, cut.floats);
+    counters = std::max(counters, cut.counters);
   }
-  if (floats > crew.floats.size()) crew.floats.resize(floats);
+  crew.floats.resize(floats);
+  crew.done.resize(counters);
+  for (Work& work : works) work.floats = crew.floats.data(), work.done = crew.done.data();
+  return works;
+}
+
+void run_program(Crew& crew, const Level& level, const Op* ops, int num_ops, const Step& step) {
+  const std::vector<Work> works = works_of(crew, level, ops, num_ops, step);
+  std::unique_ptr<Counter[]> counters(new Counter[works.size()]);
   auto body = [&](int) {
-    for (int o = 0; o < num_ops; ++o) {
-      Work work = works[o];
-      work.floats = crew.floats.data();
-      take_pieces(crew, counters[o], work.cut.pieces, [&](int first, int last) { level.run(ops[o], step, work, first, last); });
-      if (o + 1 < num_ops) crew.barrier();
+    for (size_t w = 0; w < works.size(); ++w) {
+      if (w > 0) crew.barrier();
+      take_pieces(crew, counters[w], works[w].cut.pieces, [&](int first, int last) { level.run(step, works[w], first, last); });
     }
   };
   crew.run(body);
@@ -141,12 +155,11 @@ void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
 extern "C" {
 
 // See ABI in library.py, which says when to raise both.
-int pagoda_abi() { return 9; }
+int pagoda_abi() { return 11; }
 
 void pagoda_sizes(int* sizes) {
   for (size_t size : {sizeof(EmbedOp), sizeof(RmsNormOp), sizeof(LinearOp), sizeof(RopeKvOp), sizeof(AttentionOp),
-                      sizeof(LayerNormOp), sizeof(Op),
-                      sizeof(Step), sizeof(QuantSource), sizeof(SampleRow), sizeof(SampleResult)})
+                      sizeof(LayerNormOp), sizeof(AddOp), sizeof(Op), sizeof(Step), sizeof(QuantSource), sizeof(SampleRow), sizeof(SampleResult)})
     *sizes++ = (int)size;
 }
 
@@ -163,6 +176,9 @@ int pagoda_supports(int level) { return pagoda_runs_with(level, features()) && L
 void* pagoda_pool_new(const int* cpus, int count) { return new Crew(std::vector<int>(cpus, cpus + count)); }
 
 void pagoda_pool_free(void* pool) { delete (Crew*)pool; }
+
+// How often its threads, if they are several, have met.
+unsigned pagoda_pool_meetings(void* pool) { return ((Crew*)pool)->meetings(); }
 
 // w: [n, k] bf16 row major, k even -> ceil(n/32) panels of [k/2][32] pairs.
 void pagoda_pack(void* pool_, int level, const uint16_t* w, int n, int k, uint32_t* out) {

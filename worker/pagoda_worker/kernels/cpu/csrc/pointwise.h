@@ -7,51 +7,63 @@
 
 namespace PAGODA_NS {
 
-// y = x / rms(x) * w; dim is a multiple of 16.
-PAGODA_INLINE void normalise(const uint16_t* x, const float* w, uint16_t* y, int dim, float eps) {
+// 1 / rms(x); dim is a multiple of 16.
+PAGODA_INLINE float inverse_rms(const uint16_t* x, int dim, float eps) {
   f16 squares = zero();
   for (int d = 0; d < dim; d += 16) {
     f16 v = load_bf16(x + d);
     squares = fma(v, v, squares);
   }
-  f16 inverse = set1(1.0f / __builtin_sqrtf(sum(squares) / (float)dim + eps));
+  return 1.0f / __builtin_sqrtf(sum(squares) / (float)dim + eps);
+}
+
+// y = x * factor * w
+PAGODA_INLINE void weighted(const uint16_t* x, float factor, const float* w, uint16_t* y, int dim) {
+  f16 inverse = set1(factor);
   for (int d = 0; d < dim; d += 16) store_bf16(y + d, load_bf16(x + d) * inverse * load(w + d));
 }
 
-// The norm is of x, or of x + residual, which then becomes the residual.
-static void rms_norm_row(const RmsNormOp& op, size_t row) {
-  const int dim = op.dim;
-  const uint16_t* x = op.x + row * dim;
-  if (op.residual) {
-    uint16_t* residual = op.residual + row * dim;
-    for (int d = 0; d < dim; d += 16) store_bf16(residual + d, load_bf16(x + d) + load_bf16(residual + d));
-    x = residual;
-  }
-  normalise(x, op.weight, op.y + row * dim, dim, op.eps);
+PAGODA_INLINE void normalise(const uint16_t* x, const float* w, uint16_t* y, int dim, float eps) {
+  weighted(x, inverse_rms(x, dim, eps), w, y, dim);
 }
 
-// The mean is taken off before squares are summed, as a small variance beside a large mean needs. A sum is normed as it is
-// and rounded only where it is kept.
-static void layer_norm_row(const LayerNormOp& op, size_t row) {
-  const int dim = op.dim;
-  const uint16_t* x = op.x + row * dim;
-  uint16_t* residual = op.residual ? op.residual + row * dim : nullptr;
-  auto value = [&](int d) PAGODA_INLINE_MEMBER { return residual ? load_bf16(x + d) + load_bf16(residual + d) : load_bf16(x + d); };
-  f16 total = zero(), squares = zero();
-  for (int d = 0; d < dim; d += 16) total = total + value(d);
-  const f16 mean = set1(sum(total) / (float)dim);
-  for (int d = 0; d < dim; d += 16) {
-    const f16 v = value(d) - mean;
-    squares = fma(v, v, squares);
+// The norm is of x, or of x + residual, which then goes to `sum`.
+PAGODA_INLINE void rms_norm_row(const RmsNormOp& op, int row, uint16_t* sum, uint16_t* y) {
+  const size_t at = (size_t)row * op.dim;
+  const uint16_t* x = op.x + at;
+  if (op.residual) {
+    const uint16_t* residual = op.residual + at;
+    for (int d = 0; d < op.dim; d += 16) store_bf16(sum + d, load_bf16(x + d) + load_bf16(residual + d));
+    x = sum;
   }
-  const f16 inverse = set1(1.0f / __builtin_sqrtf(sum(squares) / (float)dim + op.eps));
-  uint16_t* y = op.y + row * dim;
-  for (int d = 0; d < dim; d += 16) {
-    const f16 whole = value(d), v = (whole - mean) * inverse * load(op.weight + d);
-    if (residual) store_bf16(residual + d, whole);
-    store_bf16(y + d, op.bias ? v + load(op.bias + d) : v);
-  }
+  normalise(x, op.weight, y, op.dim, op.eps);
 }
+static void rms_norm_row(const RmsNormOp& op, int row) {
+  const size_t at = (size_t)row * op.dim;
+  rms_norm_row(op, row, op.sum + at, op.y + at);
+}
+
+// Rows that a linear layer takes as they come out of its norm, by each thread for itself.
+class NormedRows : public Kept {
+ public:
+  // Rows [first, last). `shared`: they go to where the norm has its results too, which one of the threads has to do.
+  const uint16_t* take(const RmsNormOp& op, int first, int last, uint64_t use, bool shared) {
+    if (holds(first, use)) return rows_;
+    const size_t dim = (size_t)op.dim;
+    rows_ = (uint16_t*)reserve((size_t)(last - first + 1) * dim * sizeof *rows_);
+    uint16_t *y = rows_, *spare = rows_ + (size_t)(last - first) * dim;
+    for (int row = first; row < last; ++row, y += dim) {
+      const size_t at = (size_t)row * dim;
+      rms_norm_row(op, row, shared ? op.sum + at : spare, y);
+      if (shared) memcpy(op.y + at, y, dim * sizeof *y);
+    }
+    hold(first, use);
+    return rows_;
+  }
+
+ private:
+  uint16_t* rows_ = nullptr;
+};
 
 struct RopeArgs : RopeKvOp {
   const int64_t* positions;   // [tokens]
@@ -73,13 +85,7 @@ PAGODA_INLINE void rotate(const uint16_t* x, uint16_t* y, const float* cos, cons
 
 // x [dim] -> whole numbers of at most 127 and their scale, by the definition in kernels/kv_cache.py.
 static float quantise(const uint16_t* x, int8_t* levels, int dim) {
-  f16 top = zero(), poison = zero();
-  for (int d = 0; d < dim; d += 16) {
-    f16 v = load_bf16(x + d);
-    top = max(top, max(v, zero() - v));
-    poison = poison + v * zero();  // NaN if x has anything that is not a number
-  }
-  const float scale = max_lane(top) / 127.0f + sum(poison);
+  const float scale = largest_finite(x, dim) / 127.0f;
   float whole[256] = {};
   if (scale > 0.0f)
     for (int d = 0; d < dim; d += 16)
@@ -96,68 +102,75 @@ PAGODA_INLINE size_t place(const RopeArgs& a, int token, int head) {
 
 static void write_key(const RopeArgs& a, int token, int head, const uint16_t* x) {
   const size_t at = place(a, token, head), lane = at % 16;
-  const size_t group = (at - lane) * (a.kv.dim / 2);  // pairs before this group of 16 tokens
   if (a.kv.k_scales) {
     int8_t levels[256];
     a.kv.k_scales[at] = quantise(x, levels, a.kv.dim);
-    int8_t* k = (int8_t*)a.kv.keys + 2 * group + lane;
-    for (int d = 0; d < a.kv.dim; ++d) k[16 * (size_t)d] = levels[d];
+    uint32_t* k = (uint32_t*)a.kv.keys + (at - lane) * (a.kv.dim / 4) + lane;
+    for (int d = 0; d < a.kv.dim / 4; ++d) memcpy(k + (size_t)d * 16, levels + 4 * d, 4);
     return;
   }
-  uint32_t* k = (uint32_t*)a.kv.keys + group + lane;
+  uint32_t* k = (uint32_t*)a.kv.keys + (at - lane) * (a.kv.dim / 2) + lane;
   for (int d = 0; d < a.kv.dim / 2; ++d) memcpy(k + (size_t)d * 16, x + 2 * d, 4);
 }
 
 static void write_value(const RopeArgs& a, int token, int head, const uint16_t* x) {
-  const size_t at = place(a, token, head), half = at % 2;
-  const size_t pairs = (at - half) / 2 * a.kv.dim;  // before the pair of tokens this one is half of
+  const size_t at = place(a, token, head);
   if (a.kv.v_scales) {
     int8_t levels[256];
     a.kv.v_scales[at] = quantise(x, levels, a.kv.dim);
-    int8_t* v = (int8_t*)a.kv.values + 2 * pairs + 16 * half;
-    for (int d = 0; d < a.kv.dim; d += 16) memcpy(v + 2 * (size_t)d, levels + d, 16);
+    int8_t* v = (int8_t*)a.kv.values + at / 4 * 4 * a.kv.dim + at % 4;
+    for (int d = 0; d < a.kv.dim; ++d) v[4 * (size_t)d] = levels[d];
     return;
   }
   // If the second of a pair is not written in this step, its half is cleared: what an earlier user left there must not
   // meet a probability of 0 as NaN.
+  const size_t half = at % 2;
   const bool alone = token + 1 == a.num_tokens || a.kv_indices[token + 1] != a.kv_indices[token] + 1;
-  uint16_t* v = (uint16_t*)a.kv.values + 2 * pairs;
+  uint16_t* v = (uint16_t*)a.kv.values + (at - half) * a.kv.dim;
   for (int d = 0; d < a.kv.dim; ++d) {
     v[2 * d + half] = x[d];
     if (half == 0 && alone) v[2 * d + 1] = 0;
   }
 }
 
-static void rope_token(const RopeArgs& a, int token) {
-  const uint16_t* row = a.qkv + (size_t)token * (a.heads + 2 * a.kv.heads) * a.kv.dim;
+PAGODA_INLINE int all_heads(const RopeKvOp& op) { return op.heads + 2 * op.kv.heads; }
+
+// A head of a token: of queries, of keys or of values, in this order. `whole`: the inverse rms of all query heads and that
+// of all key heads, where these are normed together.
+static void rope_head(const RopeArgs& a, int token, int head, const float* whole = nullptr) {
+  const size_t dim = (size_t)a.kv.dim;
+  const uint16_t* x = a.qkv + ((size_t)token * all_heads(a) + head) * dim;
+  if (head >= a.heads + a.kv.heads) return write_value(a, token, head - a.heads - a.kv.heads, x);
   uint16_t normed[256], turned[256];
-  for (int h = 0; h < a.heads + a.kv.heads; ++h, row += a.kv.dim) {
-    const uint16_t* x = row;
-    if (a.norm) {
-      normalise(x, a.norm + (size_t)h * a.kv.dim, normed, a.kv.dim, a.eps);
-      x = normed;
-    }
-    uint16_t* y = h < a.heads ? a.q + ((size_t)token * a.heads + h) * a.kv.dim : turned;
-    if (a.cos) {
-      size_t line = (size_t)a.positions[token] * (a.kv.dim / 2);
-      rotate(x, y, a.cos + line, a.sin + line, a.kv.dim);
-    } else {
-      memcpy(y, x, 2 * (size_t)a.kv.dim);
-    }
-    if (h >= a.heads) write_key(a, token, h - a.heads, turned);
+  if (a.norm) {
+    const float inverse = whole ? whole[head >= a.heads] : inverse_rms(x, a.kv.dim, a.eps);
+    weighted(x, inverse, a.norm + head * dim, normed, a.kv.dim);
+    x = normed;
   }
-  for (int h = 0; h < a.kv.heads; ++h, row += a.kv.dim) write_value(a, token, h, row);
+  uint16_t* y = head < a.heads ? a.q + ((size_t)token * a.heads + head) * dim : turned;
+  if (a.cos) {
+    const size_t line = (size_t)a.positions[token] * (dim / 2);
+    rotate(x, y, a.cos + line, a.sin + line, a.kv.dim);
+  } else {
+    memcpy(y, x, 2 * dim);
+  }
+  if (head >= a.heads) write_key(a, token, head - a.heads, turned);
 }
 
-static void embed_row(const EmbedOp& op, int64_t token_id, const int64_t* positions, size_t row) {
+static void rope_token(const RopeArgs& a, int token) {
+  float whole[2];
+  if (a.whole) {
+    const uint16_t* queries = a.qkv + (size_t)token * all_heads(a) * a.kv.dim;
+    whole[0] = inverse_rms(queries, a.heads * a.kv.dim, a.eps);
+    whole[1] = inverse_rms(queries + (size_t)a.heads * a.kv.dim, a.kv.heads * a.kv.dim, a.eps);
+  }
+  for (int head = 0; head < all_heads(a); ++head) rope_head(a, token, head, a.whole ? whole : nullptr);
+}
+
+static void embed_row(const EmbedOp& op, int64_t token_id, size_t row) {
   const int dim = op.dim;
   const uint16_t* x = op.table + token_id * dim;
   uint16_t* y = op.y + row * dim;
-  if (op.places) {
-    const uint16_t* place = op.places + (size_t)positions[row] * dim;
-    for (int d = 0; d < dim; d += 16) store_bf16(y + d, load_bf16(x + d) * set1(op.scale) + load_bf16(place + d));
-    return;
-  }
   if (op.scale == 1.0f) {
     memcpy(y, x, 2 * (size_t)dim);
     return;

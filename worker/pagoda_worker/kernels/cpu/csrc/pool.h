@@ -36,6 +36,8 @@ class Pool {
   }
 
   int size() const { return size_; }
+  // How often all threads have met.
+  uint32_t meetings() const { return round_.load(std::memory_order_relaxed); }
 
   // body(thread) on every thread; returns when all are done. One call at a time.
   template <typename F>

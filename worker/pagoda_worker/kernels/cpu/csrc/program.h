@@ -19,28 +19,17 @@ struct QuantForm {
 
 // What each operation reads and writes of a step's tokens. Pointers are never null unless that is said.
 struct EmbedOp {
-  const uint16_t* table;   // [vocab, dim]
-  const uint16_t* places;  // [positions, dim], added by a token's position, or null
-  uint16_t* y;             // [tokens, dim]
+  const uint16_t* table;  // [vocab, dim]
+  uint16_t* y;            // [tokens, dim]
   int32_t dim;
   float scale;
 };
 
 struct RmsNormOp {
-  const uint16_t* x;    // [tokens, dim]
-  uint16_t* residual;   // null, or added to x and overwritten with the sum
-  const float* weight;  // [dim]
-  uint16_t* y;
-  int32_t dim;
-  float eps;
-};
-
-// y = (x - mean) / sqrt(variance + eps) * weight + bias.
-struct LayerNormOp {
-  const uint16_t* x;    // [tokens, dim]
-  uint16_t* residual;   // null, or added to x and overwritten with the sum
-  const float* weight;  // [dim]
-  const float* bias;    // [dim] or null
+  const uint16_t* x;         // [tokens, dim]
+  const uint16_t* residual;  // null, or added to x
+  uint16_t* sum;             // what that comes to, if there is a residual
+  const float* weight;       // [dim]
   uint16_t* y;
   int32_t dim;
   float eps;
@@ -52,8 +41,8 @@ struct LinearOp {
   void* y;               // [tokens, n], or [tokens, n / 2] of gate and up
   const uint16_t* bias;  // as long as the panels have columns, or null
   int32_t n, k;          // panels may have more columns than n
-  int32_t activation;    // 0 none; 1 silu, 2 gelu_tanh, 3 gelu, 4 relu: of y; from GATED on the same of gate, times up, where
-                         // columns 0..15 of a panel are gate and 16..31 up
+  int32_t activation;    // 0 none; act of every output: -1 silu, -2 gelu_tanh, -3 gelu, -4 relu; 1 to 4: act(gate) * up,
+                         // columns 0..15 of a panel gate, 16..31 up
   int32_t out_f32;       // y is float, else bf16
   QuantForm form;        // 16 bits: weights are bf16
   float softcap;         // of float y: softcap * tanh(y / softcap), or 0
@@ -78,6 +67,7 @@ struct RopeKvOp {
   const float* norm;    // [heads + kv.heads, dim] or null
   int32_t heads;
   float eps;
+  int32_t whole;        // the norm is over all query heads together, and over all key heads
 };
 
 struct AttentionOp {
@@ -93,11 +83,30 @@ struct AttentionOp {
   int32_t causal, unused;  // 0: tokens see what comes after them, too, as far as what comes before
 };
 
-enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, LAYER_NORM };
-constexpr int32_t GATED = 8;
+struct LayerNormOp {
+  const uint16_t* x;    // [tokens, dim]
+  uint16_t* residual;   // null, or added to x and overwritten with the sum
+  const float* weight;  // [dim]
+  const float* bias;    // [dim] or null
+  uint16_t* y;
+  int32_t dim;
+  float eps;
+};
 
+struct AddOp {
+  const uint16_t* x;  // [tokens, dim], or of positions a line each
+  uint16_t* y;        // [tokens, dim], overwritten with the sum
+  int32_t dim;
+  int32_t by_position;
+};
+
+enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, LAYER_NORM, ADD };
+
+// `joined`: this operation and the one before it may be done as one, by threads that do not wait for each other in between.
+// What it takes from that one it then takes as soon as it is there; otherwise neither writes what the other reads or writes.
+// A linear layer can be joined to the norm of its inputs, and the rotation of heads to the layer that makes them.
 struct Op {
-  int32_t kind, unused;  // keeps the pointers aligned
+  int32_t kind, joined;
   union {
     EmbedOp embed;
     RmsNormOp rms_norm;
@@ -105,6 +114,7 @@ struct Op {
     RopeKvOp rope_kv;
     AttentionOp attention;
     LayerNormOp layer_norm;
+    AddOp add;
   };
 };
 
@@ -127,27 +137,29 @@ struct QuantSource {
   const uint8_t* zeros;   // [n, k / group], or null
 };
 
-// Into how many independent pieces an operation falls for a step. Of attention also: how many splits of an item's keys a
-// piece has at most (0: items are not cut), and how much memory the pieces of cut items need in common.
+// Into how many independent pieces operations fall for a step, and what memory the pieces need in common. Of attention
+// also: how many splits of an item's keys a piece has at most (0: items are not cut).
 struct Cut {
   int pieces, splits;
-  size_t floats;
+  size_t floats, counters;
 };
 
-// An operation in one call of a program. `use` stands for it and is never used again: what a thread keeps from one of its
-// pieces for the next goes by it.
+// Operations that are done as one in one call of a program. `use` stands for them and is never used again: what a thread
+// keeps from one of its pieces for the next goes by it.
 struct Work {
+  const Op* ops;
+  int count;
   uint64_t use;
   Cut cut;
   float* floats;  // [cut.floats]
-  int32_t* done;  // [2 * threads] zeros, before and after
+  int32_t* done;  // [cut.counters] zeros, before and after
 };
 
 // One instruction set level. `run` does pieces [first, last) and may be called from any thread. `sample` does pieces of one
 // phase of sampling.
 struct Level {
-  Cut (*cut)(const Op&, const Step&, int threads);
-  void (*run)(const Op&, const Step&, const Work&, int first, int last);
+  Cut (*cut)(const Op* ops, int count, const Step&, int threads);
+  void (*run)(const Step&, const Work&, int first, int last);
   void (*pack_panel)(const uint16_t* w, int n, int k, int panel, uint32_t* out);
   size_t (*quant_panel_bytes)(const QuantForm&, int k);
   void (*pack_quant_panel)(const QuantSource&, int panel, uint8_t* out);

@@ -15,6 +15,7 @@
 #include "ints.h"
 #include "kept.h"
 #include "linear.h"
+#include "pointwise.h"
 #include "program.h"
 
 namespace PAGODA_NS {
@@ -85,9 +86,6 @@ static void pack_quant_panel(const QuantSource& w, int panel, uint8_t* out) {
 
 // --- the input, rounded to 8 bits -------------------------------------------------------------------------------------
 
-// Below this a group counts as zeros; 127 / magnitude is finite above.
-constexpr float FAINT = 0x1p-100f;
-
 // Rows of x [rows, k] as level * scale. A row's numbers are a function of that row alone.
 #if PAGODA_LEVEL == 1 && !defined(__AVXVNNI__)
 constexpr int LEVEL_BYTES = 2;  // of a rounded input, at most
@@ -97,7 +95,7 @@ constexpr int LEVEL_BYTES = 1;
 
 class RoundedRows : public Kept {
  public:
-  // Rows [first, last) for a matrix of this form. LEVEL is int8_t, or int16_t for tiles that multiply as Int16.
+  // Rows [first, last), which are `x`, for a matrix of this form. LEVEL is int8_t, or int16_t for tiles that multiply as Int16.
   template <typename LEVEL>
   void take(const uint16_t* x, int first, int last, int k, const QuantForm& form, uint64_t use) {
     if (holds(first, use)) return;
@@ -111,7 +109,7 @@ class RoundedRows : public Kept {
     // Where zero is the same level everywhere, its product with the sum is made here.
     const int32_t zero = form.has_zeros ? 1 : 1 << (form.bits - 1);
     for (int r = 0; r < rows_; ++r)
-      for (int g = 0; g < groups; ++g) round_group<LEVEL>(x + (size_t)(first + r) * k, r, g, form.group, zero);
+      for (int g = 0; g < groups; ++g) round_group<LEVEL>(x + (size_t)r * k, r, g, form.group, zero);
     hold(first, use);
   }
 
@@ -208,7 +206,8 @@ PAGODA_INLINE void group_sums(Rows<ROWS> x, const uint8_t* head, int group, Ahea
   }
 }
 
-struct Inputs {  // as the form of the weights wants them
+struct Inputs {  // as they are, and as the form of the weights wants them
+  NormedRows normed;
   LeftRows left;
   RoundedRows rounded;
 };
@@ -302,10 +301,10 @@ PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int rows, int gro
 #else
 namespace PAGODA_NS {
 
-// Rows [first, last) of x [rows, k], a block, as `quant_panel` wants them.
-static void quant_take(Inputs& in, int first, int last, const LinearOp& op, uint64_t use) {
-  if (op.form.input_bits == 8) in.rounded.take<int8_t>(op.x, first, last, op.k, op.form, use);
-  else in.left.take(op.x, first, last, op.k, use);
+// Rows [first, last), which are `x`, a block, as `quant_panel` wants them.
+static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
+  if (op.form.input_bits == 8) in.rounded.take<int8_t>(x, first, last, op.k, op.form, use);
+  else in.left.take(x, first, last, op.k, use);
 }
 
 #ifdef __AMX_INT8__

@@ -23,13 +23,13 @@ constexpr bool BY_WORDS = FORM::ROUNDED && FORM::BITS == 4;
 // Whether so many rows, whose words are not, are better multiplied with each group as it is met.
 static bool few(const QuantForm& form, int rows) { return rows <= (form.bits == 8 ? 2 * MAX_ROWS : DIRECT_ROWS); }
 
-// Rows [first, last) of x [rows, k], a block, as `quant_panel` wants them.
-static void quant_take(Inputs& in, int first, int last, const LinearOp& op, uint64_t use) {
+// Rows [first, last), which are `x`, a block, as `quant_panel` wants them.
+static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
   with_form(op.form, [&](auto form) {
     typedef decltype(form) FORM;
-    if constexpr (!FORM::ROUNDED) in.left.take(op.x, first, last, op.k, use);
-    else if (BY_WORDS<FORM> || few(op.form, last - first)) in.rounded.take<int8_t>(op.x, first, last, op.k, op.form, use);
-    else in.rounded.take<int16_t>(op.x, first, last, op.k, op.form, use);
+    if constexpr (!FORM::ROUNDED) in.left.take(x, first, last, op.k, use);
+    else if (BY_WORDS<FORM> || few(op.form, last - first)) in.rounded.take<int8_t>(x, first, last, op.k, op.form, use);
+    else in.rounded.take<int16_t>(x, first, last, op.k, op.form, use);
   });
 }
 

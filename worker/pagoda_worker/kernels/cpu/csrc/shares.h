@@ -34,9 +34,9 @@ PAGODA_INLINE size_t item_floats(const AttentionArgs& a, int row) {
 }
 
 // Items are cut if whole ones may keep some thread waiting for more than an eighth of the time: then those that are larger
-// than half of what is a thread's are. There are fewer than two of these per thread.
+// than half of what is a thread's are.
 static Cut attention_cut(const AttentionArgs& a, int rows, int threads) {
-  Cut cut{0, 0, 0};
+  Cut cut{0, 0, 0, 0};
   long work = 0, largest = 0;
   for (int row = 0; row < rows; ++row) {
     const int splits = count_of(row_splits(a, row));
@@ -51,7 +51,7 @@ static Cut attention_cut(const AttentionArgs& a, int rows, int threads) {
   for (int row = 0; row < rows; ++row) {
     const int shares = row_shares(a, row, cut.splits);
     cut.pieces += row_items(a, row) * shares;
-    if (shares > 1) cut.floats += row_items(a, row) * item_floats(a, row);
+    if (shares > 1) cut.floats += row_items(a, row) * item_floats(a, row), cut.counters += (size_t)row_items(a, row);
   }
   return cut;
 }

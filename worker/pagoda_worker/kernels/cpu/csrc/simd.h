@@ -11,6 +11,8 @@
 
 #if PAGODA_LEVEL >= 1
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #endif
 
 #define PAGODA_INLINE static inline __attribute__((always_inline))
@@ -61,12 +63,6 @@ PAGODA_INLINE __m256i to_bf16(f16 a) {  // to nearest, ties to even; NaN stays N
 PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) { _mm256_storeu_si256((__m256i*)p, to_bf16(a)); }
 PAGODA_INLINE pairs load_pairs(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
 PAGODA_INLINE void store_pairs(uint32_t* p, pairs a) { _mm512_storeu_si512(p, a.v); }
-PAGODA_INLINE __m512i widen(const int8_t* p) {
-  return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p))));
-}
-PAGODA_INLINE pairs widen_pairs(const int8_t* p) {
-  return {_mm512_or_si512(_mm512_srli_epi32(widen(p), 16), widen(p + 16))};
-}
 #if PAGODA_LEVEL >= 3  // AVX-512 BF16
 // Subnormal numbers become 0, as which dot2 takes them anyway.
 PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) {
@@ -148,13 +144,6 @@ PAGODA_INLINE void store_pairs(uint32_t* p, pairs a) {
   _mm256_storeu_si256((__m256i*)p, a.lo);
   _mm256_storeu_si256((__m256i*)(p + 8), a.hi);
 }
-PAGODA_INLINE __m256i widen(const int8_t* p) {
-  return _mm256_castps_si256(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))));
-}
-PAGODA_INLINE pairs widen_pairs(const int8_t* p) {
-  return {_mm256_or_si256(_mm256_srli_epi32(widen(p), 16), widen(p + 16)),
-          _mm256_or_si256(_mm256_srli_epi32(widen(p + 8), 16), widen(p + 24))};
-}
 PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) { store_bf16(p, a); }
 PAGODA_INLINE f16 odd(pairs a) {
   const __m256i mask = _mm256_set1_epi32((int)0xffff0000);
@@ -222,11 +211,6 @@ PAGODA_INLINE void store_bf16(uint16_t* p, f16 a) { PAGODA_EACH p[i] = narrow(a.
 PAGODA_INLINE void store_bf16_normal(uint16_t* p, f16 a) { store_bf16(p, a); }
 PAGODA_INLINE pairs load_pairs(const uint32_t* p) { pairs r; memcpy(r.v, p, 64); return r; }
 PAGODA_INLINE void store_pairs(uint32_t* p, pairs a) { memcpy(p, a.v, 64); }
-PAGODA_INLINE pairs widen_pairs(const int8_t* p) {
-  pairs r;
-  PAGODA_EACH r.v[i] = (uint32_t)narrow(p[i]) | (uint32_t)narrow(p[16 + i]) << 16;
-  return r;
-}
 PAGODA_INLINE f16 odd(pairs a) { f16 r; PAGODA_EACH r.v[i] = widen((uint16_t)(a.v[i] >> 16)); return r; }
 PAGODA_INLINE f16 even(pairs a) { f16 r; PAGODA_EACH r.v[i] = widen((uint16_t)a.v[i]); return r; }
 constexpr int MAX_ROWS = 2;
@@ -240,6 +224,8 @@ constexpr int ACCUMULATORS = 4;
 struct Bf16 {
   typedef float Value;
   typedef f16 Sum;
+  static constexpr bool WHOLE = false;
+  static constexpr int IN_WORD = 2;
 #if PAGODA_LEVEL >= 3
   typedef uint16_t Left;
   typedef pairs Right;
@@ -257,6 +243,7 @@ struct Bf16 {
   PAGODA_INLINE_MEMBER static Right right(pairs b, int pass) { return pass == 0 ? odd(b) : even(b); }
   PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) { return fma(set1(a[1 - pass]), b, acc); }
 #endif
+  typedef Left Number;
   PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return right(load_pairs(b), pass); }
 };
 
@@ -347,19 +334,18 @@ PAGODA_INLINE f16 gelu_tanh(f16 x) {
   f16 inner = set1(0.7978845608028654f) * fma(set1(0.044715f) * x * x, x, x);
   return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
 }
-// x * (1 + erf(x / sqrt 2)) / 2, erf(z) = 1 - p(t) e^-z^2 with t = 1 / (1 + 0.3275911 z) for z >= 0 (Abramowitz and Stegun
-// 7.1.26, error at most 1.5e-7). Written as max(x, 0) - |x| p(t) e^-z^2 / 2, which keeps its digits where 1 + erf would lose
-// them, and a NaN.
+// x * P(X <= x) of a normal X. The probability beyond |x| is a polynomial in 1 / (1 + c |x|) times e^(-x^2 / 2), by Abramowitz
+// and Stegun 7.1.26, off by less than 1e-7.
 PAGODA_INLINE f16 gelu(f16 x) {
-  const f16 size = max(x, zero() - x), z = size * set1(0.7071067811865476f);
-  const f16 t = set1(1.0f) / fma(set1(0.3275911f), z, set1(1.0f));
-  f16 p = set1(1.061405429f);
-  p = fma(p, t, set1(-1.453152027f));
-  p = fma(p, t, set1(1.421413741f));
-  p = fma(p, t, set1(-0.284496736f));
-  p = fma(p, t, set1(0.254829592f));
-  const f16 tail = p * t * exp(zero() - z * z) * set1(0.5f);
-  return max(zero(), x) - size * tail;
+  f16 size = max(x, zero() - x);
+  f16 t = set1(1.0f) / fma(set1(0.23164189f), size, set1(1.0f));
+  f16 p = set1(0.5307027f);
+  p = fma(p, t, set1(-0.7265760f));
+  p = fma(p, t, set1(0.7107069f));
+  p = fma(p, t, set1(-0.1422484f));
+  p = fma(p, t, set1(0.1274148f));
+  f16 beyond = p * t * exp(set1(-0.5f) * size * size);
+  return max(x, zero()) - size * beyond;
 }
 
 }  // namespace PAGODA_NS

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pagoda_worker.checkpoints.config_reader import ConfigReader, invalid
+from pagoda_worker.checkpoints.config_reader import UNGATED, ConfigReader, invalid
 from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.rope_fields import LLAMA_ROPE, RopeDefaults, read_rope
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape
 from pagoda_worker.kernels.ops import AttentionShape
 
 
-def common_fields(config: ConfigReader, tied: bool = False) -> dict[str, Any]:
-    """What all families here spell alike; `tied` is what they are where config.json does not say."""
+def common_fields(config: ConfigReader, tied: bool = False, eps: str = "rms_norm_eps") -> dict[str, Any]:
+    """What all families here spell alike, but for the field of `eps`; `tied` is what holds where the file is silent."""
     return {
         "vocab_size": config.size("vocab_size"),
         "hidden_size": config.size("hidden_size"),
-        "norm_eps": config.positive("rms_norm_eps", 1e-6),
+        "norm_eps": config.positive(eps, 1e-6 if eps == "rms_norm_eps" else 1e-5),
         "max_positions": config.size("max_position_embeddings"),
         "tied": config.take("tie_word_embeddings", bool, tied),
     }
@@ -26,8 +27,12 @@ def common_fields(config: ConfigReader, tied: bool = False) -> dict[str, Any]:
 def attention_of(config: ConfigReader, default_head_dim: int = 0) -> AttentionShape:
     """Of every layer, but for its window. Where heads have no size of their own, 0 shares out the hidden size."""
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    head_dim = config.maybe_size("head_dim") or default_head_dim or _even_share(hidden, heads)
-    kv_heads = config.size("num_key_value_heads", heads)
+    head_dim = config.maybe_size("head_dim") or default_head_dim
+    return attention_shape(hidden, heads, config.size("num_key_value_heads", heads), head_dim)
+
+
+def attention_shape(hidden: int, heads: int, kv_heads: int, head_dim: int = 0) -> AttentionShape:
+    head_dim = head_dim or _even_share(hidden, heads)
     if heads % kv_heads or head_dim % 2:
         raise invalid("config.json", f"{heads} heads over {kv_heads} KV heads of {head_dim} dimensions do not divide")
     return AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5)
@@ -44,8 +49,14 @@ def mlp_of(config: ConfigReader, *activations: str, bias: bool = False) -> MlpSh
     return MlpShape(width=config.size("intermediate_size"), activation=config.activation(*activations), bias=bias)
 
 
+def ungated_mlp(config: ConfigReader, width: int, activation: str, default: str, bias: bool) -> MlpShape:
+    """Of every layer; `activation` is the field that may name one."""
+    kind = config.activation(activation, known=UNGATED, default=default)
+    return MlpShape(width=width, activation=kind, bias=bias, gated=False)
+
+
 def layers_of(
-    windows: Sequence[int | None], attention: AttentionShape, mlp: MlpShape, *ropes: RopeShape
+    windows: Sequence[int | None], attention: AttentionShape, mlp: MlpShape, *ropes: RopeShape | None
 ) -> tuple[LayerSpec, ...]:
     """A layer per window, alike but for that; of two `ropes` those that slide turn by the second."""
     return tuple(
@@ -54,22 +65,25 @@ def layers_of(
     )
 
 
-def read_llama(config: ConfigReader) -> DecoderSpec:
+def read_llama(config: ConfigReader, tied: bool = False) -> DecoderSpec:
     attention, bias = attention_of(config), config.take("attention_bias", bool, False)
     mlp = mlp_of(config, "hidden_act", bias=config.take("mlp_bias", bool, False))
     windows = (None,) * config.size("num_hidden_layers")
     return DecoderSpec(
-        **common_fields(config),
-        layers=layers_of(windows, attention, mlp, config.rope(attention.head_dim)),
+        **common_fields(config, tied),
+        layers=layers_of(windows, attention, mlp, read_rope(config, attention.head_dim)),
         qkv_bias=bias,
         out_bias=bias,
     )
 
 
 def read_mistral(config: ConfigReader) -> DecoderSpec:
-    attention, mlp = attention_of(config), mlp_of(config, "hidden_act")
-    window, layers = config.maybe_size("sliding_window"), config.size("num_hidden_layers")
-    windows = config.layer_windows(window, ["full_attention" if window is None else "sliding_attention"] * layers)
-    return DecoderSpec(
-        **common_fields(config), layers=layers_of(windows, attention, mlp, config.rope(attention.head_dim))
-    )
+    return DecoderSpec(**common_fields(config), layers=sliding_layers(config, mlp_of(config, "hidden_act")))
+
+
+def sliding_layers(config: ConfigReader, mlp: MlpShape, rope: RopeDefaults = LLAMA_ROPE) -> tuple[LayerSpec, ...]:
+    """Layers that all slide, if `sliding_window` is set."""
+    attention, window = attention_of(config), config.maybe_size("sliding_window")
+    kind = "full_attention" if window is None else "sliding_attention"
+    windows = config.layer_windows(window, [kind] * config.size("num_hidden_layers"))
+    return layers_of(windows, attention, mlp, read_rope(config, attention.head_dim, rope))

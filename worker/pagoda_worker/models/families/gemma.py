@@ -11,10 +11,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pagoda_worker.checkpoints.config_reader import ConfigReader, UnsupportedConfig, rope_shape
+from pagoda_worker.checkpoints.config_reader import ConfigReader, UnsupportedConfig
+from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.rope_fields import RopeDefaults, read_rope, read_two_ropes
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec
-from pagoda_worker.models.llama import attention_of, common_fields, layers_of, mlp_of
+from pagoda_worker.models.families.llama import attention_of, common_fields, layers_of, mlp_of
+
+NAMES = Names(
+    norms={
+        "attention": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    }
+)
 
 
 def _gemma_fields(config: ConfigReader) -> dict[str, Any]:
@@ -25,7 +36,7 @@ def _gemma_fields(config: ConfigReader) -> dict[str, Any]:
     return common | {
         "qkv_bias": bias,
         "out_bias": bias,
-        "branch_norms": True,
+        "names": NAMES,
         "norm_offset": 1.0,
         "embed_scale": common["hidden_size"] ** 0.5,
         "final_softcap": config.maybe_positive("final_logit_softcapping"),
@@ -48,7 +59,7 @@ def _layers(
 
 
 def read_gemma2(config: ConfigReader) -> DecoderSpec:
-    layers = _layers(config, 2, lambda config, head_dim: [config.rope(head_dim)])
+    layers = _layers(config, 2, lambda config, head_dim: [read_rope(config, head_dim)])
     return DecoderSpec(**_gemma_fields(config), layers=layers)
 
 
@@ -58,14 +69,5 @@ def read_gemma3(config: ConfigReader) -> DecoderSpec:
 
 
 def _global_and_local(config: ConfigReader, head_dim: int) -> tuple[RopeShape, RopeShape]:
-    parameters = config.maybe("rope_parameters", dict)
-    local_theta = config.positive("rope_local_base_freq", 10_000.0)
-    global_theta = config.positive("rope_theta", 1_000_000.0)
-    scaling = config.maybe("rope_scaling", dict) or {}
-    if parameters is None:
-        return rope_shape(scaling, head_dim, global_theta), rope_shape({}, head_dim, local_theta)
-    for kind in ("sliding_attention", "full_attention"):
-        if not isinstance(parameters.get(kind), dict):
-            raise UnsupportedConfig(f"config.json: 'rope_parameters' has no {kind!r}")
-    local, whole = parameters["sliding_attention"], parameters["full_attention"]
-    return rope_shape(whole, head_dim, global_theta), rope_shape(local, head_dim, local_theta)
+    local = RopeDefaults(theta=10_000.0, theta_field="rope_local_base_freq")
+    return read_two_ropes(config, head_dim, RopeDefaults(theta=1_000_000.0), local)

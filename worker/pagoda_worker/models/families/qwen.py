@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pagoda_worker.checkpoints.config_reader import ConfigReader
+from pagoda_worker.checkpoints.rope_fields import read_rope
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec
-from pagoda_worker.models.llama import attention_of, common_fields, layers_of, mlp_of
+from pagoda_worker.models.families.llama import attention_of, common_fields, layers_of, mlp_of
 
 
 def _windows(config: ConfigReader) -> tuple[int | None, ...]:
@@ -19,7 +20,7 @@ def _windows(config: ConfigReader) -> tuple[int | None, ...]:
 
 def _layers(config: ConfigReader, default_head_dim: int = 0) -> tuple[LayerSpec, ...]:
     attention = attention_of(config, default_head_dim)
-    return layers_of(_windows(config), attention, mlp_of(config, "hidden_act"), config.rope(attention.head_dim))
+    return layers_of(_windows(config), attention, mlp_of(config, "hidden_act"), read_rope(config, attention.head_dim))
 
 
 def read_qwen2(config: ConfigReader) -> DecoderSpec:

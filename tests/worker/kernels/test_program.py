@@ -1,0 +1,123 @@
+"""Recorded steps in which operations are done as one: the bits of the same operations one by one, and fewer waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.worker.models.harness import make_batch
+
+from pagoda_worker.kernels.cpu.native import NativeOps
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Ops, Rotation
+from pagoda_worker.kernels.quantized import Format, Weight, quantize
+from pagoda_worker.rows.batch import Batch
+
+pytestmark = pytest.mark.usefixtures("inference")
+
+HIDDEN, LAYERS, BLOCK = 128, 2, 32
+FORMS = {
+    "bf16": None,
+    "int8": Format(bits=8, group=32, activation_bits=8),
+    "int4a16": Format(bits=4, group=32, activation_bits=16),
+}
+HEADS = {"two heads in a panel": (6, 2, 16), "a head over panels": (4, 2, 80), "panels of one head": (4, 1, 128)}
+
+
+class Model(NamedTuple):
+    """A decoder as `models.decoder` has it, small, and its caches."""
+
+    forward: Callable[[Ops, Batch, Any], tuple[torch.Tensor, ...]]
+    new_kv: Callable[[], list[Any]]
+
+
+def make_model(ops: NativeOps, heads: tuple[int, int, int], form: Format | None, quantized: bool) -> Model:
+    num_heads, kv_heads, dim = heads
+    shape = AttentionShape(num_heads=num_heads, num_kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5)
+    kept = KVShape(num_layers=LAYERS, num_kv_heads=kv_heads, head_dim=dim, dtype=torch.bfloat16, quantized=quantized)
+
+    def weight(n: int, k: int) -> Weight:
+        values = (torch.randn(n, k) * k**-0.5).bfloat16()
+        return values if form is None else quantize(values, form)
+
+    bias = torch.randn((num_heads + 2 * kv_heads) * dim).bfloat16()
+    qkv, out = ops.pack_linear(weight(len(bias), HIDDEN), bias), ops.pack_linear(weight(HIDDEN, num_heads * dim))
+    up, down = ops.pack_gated(weight(2 * 192, HIDDEN)), ops.pack_linear(weight(HIDDEN, 192))
+    head = ops.pack_linear(weight(96, HIDDEN))
+    norms, head_norm = torch.randn(3, HIDDEN), HeadNorm(weight=torch.randn(num_heads + kv_heads, dim), eps=1e-6)
+    angles, table = torch.rand(512, dim // 2) * 6, torch.randn(50, HIDDEN).bfloat16()
+
+    def forward(ops: Ops, batch: Batch, kv: Any) -> tuple[torch.Tensor, ...]:
+        stream, branch = ops.embed(batch.token_ids, table, None), None
+        plan = ops.plan(batch, kv[0])
+        for layer in range(LAYERS):
+            x, stream = _norm_in(ops, branch, stream, norms[0])
+            rotation = Rotation(angles.cos(), angles.sin(), batch.positions)
+            query = ops.rope_write(ops.linear(x, qkv), rotation, head_norm, kv[0], layer, batch.kv_indices)
+            branch = ops.linear(ops.attend(query, kv[0], layer, plan, shape), out)
+            x, stream = _norm_in(ops, branch, stream, norms[1])
+            branch = ops.linear(ops.gated_linear(x, up, "silu"), down)
+        x, stream = _norm_in(ops, branch, stream, norms[2])
+        return x, stream, ops.logits(x, head)
+
+    return Model(forward, lambda: [ops.new_kv_cache(kept, 20, BLOCK)])
+
+
+def _norm_in(
+    ops: Ops, branch: torch.Tensor | None, stream: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if branch is None:
+        return ops.rms_norm(stream, weight, 1e-6), stream
+    return ops.add_rms_norm(branch, stream, weight, 1e-6)
+
+
+# Of the tokens new in each step: of a long prompt, of few rows, of as many as are normed by every thread and one more.
+STEPS = ({0: 300}, {0: 1, 1: 3}, {0: 1}, {0: 8}, {1: 9}, {0: 2, 1: 1, 2: 40})
+
+
+def batches() -> Iterator[Batch]:
+    """Of three rows, whose blocks lie apart."""
+    known, blocks = [0, 0, 0], [list(range(12)), [14, 13], [17, 16]]
+    for step in STEPS:
+        yield make_batch(
+            [(torch.randint(0, 50, (new,)).tolist(), known[row], blocks[row]) for row, new in step.items()], BLOCK
+        )
+        for row, new in step.items():
+            known[row] += new
+
+
+@pytest.mark.parametrize(
+    ("heads", "form", "quantized"),
+    [
+        ("two heads in a panel", "bf16", False),
+        ("a head over panels", "bf16", True),
+        ("panels of one head", "int8", True),
+        ("a head over panels", "int4a16", False),
+    ],
+)
+def test_what_is_done_as_one_has_the_bits_of_operations_one_by_one(
+    ops: NativeOps, heads: str, form: str, quantized: bool
+) -> None:
+    model = make_model(ops, HEADS[heads], FORMS[form], quantized)
+    ours, theirs = model.new_kv(), model.new_kv()
+    recorded = ops.record(model.forward, ours, 300)
+    for batch in batches():
+        for got, expected in zip(recorded(batch), model.forward(ops, batch, theirs), strict=True):
+            assert torch.equal(got, expected), batch.query_lens
+        got, expected = (
+            ops.export_blocks(kv[0], sorted(set((batch.kv_indices // BLOCK).tolist()))) for kv in (ours, theirs)
+        )
+        assert torch.equal(got.cells, expected.cells)
+        assert quantized == (got.scales is not None and torch.equal(got.scales, expected.scales))
+
+
+def test_threads_meet_five_times_in_a_layer_of_few_rows_and_seven_in_one_of_many(ops: NativeOps) -> None:
+    """Besides, once after the embedding and once after the logits; of many rows also before these."""
+    model = make_model(ops, HEADS["panels of one head"], None, False)
+    recorded = ops.record(model.forward, model.new_kv(), 300)
+    for batch, count in zip(batches(), (7, 5, 5, 5, 7, 7), strict=True):
+        before = ops.library.meetings
+        recorded(batch)
+        assert ops.library.meetings - before == 1 + LAYERS * count + (1 if count == 5 else 2), batch.query_lens

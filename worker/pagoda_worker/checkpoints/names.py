@@ -1,0 +1,48 @@
+"""What published checkpoints call the tensors of a decoder, as data: families that differ in names alone are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Names:
+    """The first names are below `root`, `head` stands alone, the others are within a layer.
+
+    Attributes:
+        norms: Role of a norm -> its name. "attention" and "mlp" stand before what they are called by, "after_attention"
+            and "after_mlp" behind it; a role that is not named has no norm.
+        qkv: Queries, keys and values, or the one matrix that holds them.
+        up: Gate and up, or the one matrix that holds them; without a gate, up alone.
+        grouped: Rows of `qkv` go by KV head: its query heads, its key, its value.
+        transposed: Matrices are stored [inputs, outputs].
+    """
+
+    root: str = "model."
+    layers: str = "layers"
+    embed: str = "embed_tokens"
+    positions: str = "embed_positions"
+    final_norm: str = "norm"
+    head: str = "lm_head"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    out: str = "self_attn.o_proj"
+    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    down: str = "mlp.down_proj"
+    norms: Mapping[str, str] = field(
+        default_factory=lambda: {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
+    )
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    grouped: bool = False
+    transposed: bool = False
+
+    def top(self, part: str) -> str:
+        return self.root + part
+
+    def in_layer(self, layer: int, part: str) -> str:
+        return f"{self.root}{self.layers}.{layer}.{part}"
+
+
+LLAMA = Names()
+HEADS = frozenset({"lm_head", "embed_out"})  # what output matrices are called, whatever the family

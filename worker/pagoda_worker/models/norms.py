@@ -1,0 +1,63 @@
+"""The norms of a model: of the stream where a branch leaves it, of a branch where it comes back, and of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pagoda_worker.checkpoints.rope import head_order
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec
+from pagoda_worker.kernels.ops import HeadNorm, Ops
+
+Take = Callable[[str], torch.Tensor]
+"""A tensor of the checkpoint by its name."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Over the hidden size. `weight` and `bias` [H] float32; `centred`: the mean is taken away first."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    eps: float
+    centred: bool
+
+    def run(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """x [T, H] -> [T, H]"""
+        if self.centred:
+            return ops.layer_norm(x, self.weight, self.bias, self.eps)
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: torch.Tensor, stream: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and stream [T, H], which may be overwritten -> the norm of their sum, and the sum."""
+        if self.centred:
+            return ops.add_layer_norm(x, stream, self.weight, self.bias, self.eps)
+        return ops.add_rms_norm(x, stream, self.weight, self.eps)
+
+
+def load_norm(spec: DecoderSpec, take: Take, name: str, of_stream: bool, scale: float = 1.0) -> Norm:
+    """`scale`: of what comes out.
+
+    The stream of a model that scales its branches is kept divided by that scale: branches are then added as they are,
+    and a norm of the stream gives the same with an eps that is divided as well.
+    """
+    weight = (take(f"{name}.weight").float() + spec.norm_offset) * scale
+    bias = take(f"{name}.bias").float() * scale if spec.norm_bias else None
+    eps = spec.norm_eps / spec.residual_scale**2 if of_stream else spec.norm_eps
+    return Norm(weight, bias, eps, centred=spec.norm_kind == "layer")
+
+
+def load_head_norm(spec: DecoderSpec, layer: LayerSpec, take: Take, index: int) -> HeadNorm | None:
+    """The norm of query and key heads, in the order of dimensions in which they are turned."""
+    if not spec.head_norms and not spec.width_norms:
+        return None
+    attention, names = layer.attention, spec.names
+    order = head_order(layer.rope) if layer.rope is not None else None
+    parts = []
+    for norm, heads in ((names.query_norm, attention.num_heads), (names.key_norm, attention.num_kv_heads)):
+        weight = take(f"{names.in_layer(index, norm)}.weight").float() + spec.norm_offset
+        lines = weight.view(-1, attention.head_dim).expand(heads, -1)
+        parts.append(lines if order is None else lines[:, order])
+    return HeadNorm(weight=torch.cat(parts), eps=spec.norm_eps, whole=spec.width_norms)
