@@ -30,7 +30,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class Generate(msgspec.Struct, frozen=True, kw_only=True):
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Continue the prompt. `seed` is the seed in force: `params.seed`, or the one drawn at admission."""
 
     params: SamplingParams
@@ -38,7 +38,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
 
 
-class Pool(msgspec.Struct, frozen=True, kw_only=True):
+class Pool(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Read the prompt. To whoever only carries or schedules it, it is a generation of one output."""
 
     pooling: PoolingParams
@@ -131,7 +131,7 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Tokens(msgspec.Struct, kw_only=True):
+class Tokens(msgspec.Struct, kw_only=True, tag=True):
     """New tokens of a generation. `first_index` is the output position of `token_ids[0]`.
 
     `begun` comes with a request's first tokens, `stop_token_id` with the ending that it caused.
@@ -145,7 +145,7 @@ class Tokens(msgspec.Struct, kw_only=True):
     begun: Begun | None = None
 
 
-class Pooled(msgspec.Struct, kw_only=True):
+class Pooled(msgspec.Struct, kw_only=True, tag=True):
     """What a prompt was read as, float32 little-endian; empty where it ended otherwise."""
 
     data: bytes = b""
