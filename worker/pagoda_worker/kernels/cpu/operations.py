@@ -79,10 +79,10 @@ class Attention(NamedTuple):
     window: int
     scale: float
     softcap: float
-    bias: Tensor | None
-    stride: int
-    zero: int
-    causal: int
+    bias: Tensor | None = None
+    stride: int = 0
+    zero: int = 0
+    causal: int = 1
     unused: int = 0
 
 
