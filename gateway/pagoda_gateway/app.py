@@ -26,8 +26,22 @@ from pagoda_gateway.http.multipart import MAX_FORM_BYTES
 from pagoda_gateway.http.sse import keep_body_sender
 from pagoda_gateway.keys.quota_headers import all_names as quota_names
 from pagoda_gateway.metrics import OTHER, GatewayMetrics
-from pagoda_gateway.routes import batches, files, generating, keys, models, ops, page, responses, tokenize, usage
+from pagoda_gateway.routes import (  # the order is that of their names
+    batches,
+    files,
+    generating,
+    keys,
+    models,
+    ops,
+    page,
+    responses,
+    streams,
+    tokenize,
+    usage,
+)  # fmt: skip
 from pagoda_gateway.routes.pooling import embeddings, ranking
+from pagoda_gateway.tickets.naming import HEADERS as REPEATED_HEADERS
+from pagoda_gateway.tickets.tickets import Tickets
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -38,6 +52,7 @@ def create_app(
     metrics: GatewayMetrics,
     background: BackgroundResponses,
     kept: Batches,
+    tickets: Tickets,
 ) -> ASGIApp:
     """The whole gateway as one ASGI app. It owns no task: whoever runs it starts the engine client, `health`,
     `background`, and what works on the batches, which learns of changes by the `kept` that it shares with the routes.
@@ -45,8 +60,10 @@ def create_app(
     # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing.
     api = FastAPI(title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(api)
-    routers = [module.router(ctx) for module in (generating, embeddings, ranking, models, tokenize, files, keys, usage)]
-    routers.append(responses.router(ctx, background))
+    routers = [module.router(ctx) for module in (embeddings, ranking, models, tokenize, files, keys, usage)]
+    routers.append(generating.router(ctx, tickets))
+    routers.append(responses.router(ctx, background, tickets))
+    routers.append(streams.router(ctx, tickets, responses.STREAMING))
     routers.append(batches.router(ctx, kept))
     routers.append(ops.router(ctx, health, metrics))
     if ctx.config.page:
@@ -70,6 +87,7 @@ def _for_pages(app: ASGIApp, allowed_origins: str) -> ASGIApp:
         "retry-after",
         "retry-after-ms",
         "x-should-retry",
+        *REPEATED_HEADERS,
         *quota_names(),
     )
     origins, methods = allowed_origins.split(","), ("GET", "HEAD", "POST", "DELETE")

@@ -104,6 +104,25 @@ class GatewayConfig:
         30 * 86_400.0, "how long responses are kept, as far as the store keeps anything", least=0.1, most=1e9
     )
     max_background_responses: int = option(256, "most responses that run in the background at once", least=1)
+    keep_tickets_s: float = option(
+        times.TICKET_KEPT_S,
+        "how long a request with an Idempotency-Key may be asked again: resumed, or its answer repeated",
+        least=0.1,
+        most=1e9,
+    )
+    ticket_grace_s: float = option(
+        times.TICKET_GRACE_S,
+        "how long such a request goes on when its client has left, while fewer run here than max_background_responses;"
+        " 0: not at all",
+        most=86_400.0,
+    )
+    max_tickets: int = option(
+        1000, "most requests with an Idempotency-Key that are kept of an API key; of everybody where there is none",
+        least=1, most=100_000,
+    )  # fmt: skip
+    max_tickets_bytes: int = option(
+        64 * 1024 * 1024, "most bytes of what is kept of them together, answers included", least=1, most=2**50
+    )
     slow_client_timeout_s: float = option(60.0, "a stream whose client reads nothing for this long is ended", least=0.1)
     resume_wait_s: float = option(times.RESUME_WAIT_S, "how long open streams wait for a lost engine core to come back")
     ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long; 0: never")

@@ -134,6 +134,18 @@ class GatewayMetrics:
         counted = {outcome: calls.labels(self.model_name, outcome) for outcome in outcomes}
         return lambda outcome: counted[outcome].inc()
 
+    def watch_tickets(self, ways: Iterable[str]) -> Callable[[str], None]:
+        """What is to be told in which way each request with a ticket was answered. Call once."""
+        names = ("model_name", "way")
+        answered = Counter(
+            "pagoda_tickets",
+            "Requests with an Idempotency-Key, by how they were answered",
+            names,
+            registry=self.registry,
+        )
+        counted = {way: answered.labels(self.model_name, way) for way in ways}
+        return lambda way: counted[way].inc()
+
     def batch_line(self, failed: bool) -> None:
         """One is done."""
         self._batch_lines[failed].inc()

@@ -34,6 +34,7 @@ from pagoda_gateway.routes.batch_service import batch_runner
 from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
 from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_gateway.tickets.tickets import WAYS, Tickets
 from pagoda_proto.errors import PagodaError
 
 Report = Callable[[dict[str, object]], None]
@@ -64,7 +65,7 @@ async def serve(
         metrics = GatewayMetrics(served_name(config))
         parts = _Parts.of(config, text, metrics, health_times)
         guard = ConnectionGuard(config, metrics.slow_client, parts.engine.clock.now)
-        app = create_app(parts.ctx, parts.health, metrics, parts.background, parts.batches)
+        app = create_app(parts.ctx, parts.health, metrics, parts.background, parts.batches, parts.tickets)
         server = HttpServer(uvicorn_config(app, config, guard))
         parts.start(lambda ready: report({"event": "ready" if ready else "unready"}))
         keep_out_of_collections()
@@ -87,6 +88,7 @@ class _Parts:
     engine: SessionClient
     health: Health
     background: BackgroundResponses
+    tickets: Tickets
     batches: Batches
     runner: BatchRunner
 
@@ -106,6 +108,7 @@ class _Parts:
             engine=engine,
             health=Health(engine, metrics, health_times, canary_of(text.reading.kind)),
             background=BackgroundResponses(ctx),
+            tickets=Tickets(ctx, metrics.watch_tickets(WAYS)),
             batches=batches,
             runner=batch_runner(ctx, batches, metrics.batch_line),
         )
@@ -119,10 +122,12 @@ class _Parts:
 
     async def hand_over(self) -> None:
         """What runs without a client is left where it is: another gateway may go on with it. Safe to call twice."""
+        self.tickets.leave()
         await asyncio.gather(self.background.aclose(), self.runner.aclose())
 
     async def aclose(self) -> None:
         await self.hand_over()
+        await self.tickets.aclose()
         await self.health.aclose()
         await self.engine.aclose()
         self.ctx.pool.close()

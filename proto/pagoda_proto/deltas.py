@@ -40,10 +40,14 @@ class WaitingDeltas:
 
     def take(self) -> list[Delta]:
         """All that waits, in order; nothing waits afterwards."""
-        taken = list(self._waiting.values())
+        taken = self.all()
         self._waiting.clear()
         self.num_numbers = 0
         return taken
+
+    def all(self) -> list[Delta]:
+        """What `take` would give; it stays, and is not to be changed."""
+        return list(self._waiting.values())
 
     def last(self) -> Delta:
         """The delta that stands last, to be changed in place. Raises StopIteration when nothing waits."""

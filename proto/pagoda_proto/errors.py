@@ -23,6 +23,8 @@ class ErrorCode(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     NOT_FOUND = "not_found"
     METHOD_NOT_ALLOWED = "method_not_allowed"
+    IN_PROGRESS = "request_in_progress"
+    KEY_REUSED = "idempotency_key_reused"
     REQUEST_TOO_LARGE = "request_too_large"
     HEADERS_TOO_LARGE = "headers_too_large"
     REQUEST_TIMEOUT = "request_timeout"
@@ -63,6 +65,8 @@ STATUS: dict[ErrorCode, Status] = {
     ErrorCode.MODEL_NOT_FOUND: Status("NOT_FOUND", 404, "invalid_request_error", False),
     ErrorCode.NOT_FOUND: Status("NOT_FOUND", 404, "invalid_request_error", False),
     ErrorCode.METHOD_NOT_ALLOWED: Status("UNIMPLEMENTED", 405, "invalid_request_error", False),
+    ErrorCode.IN_PROGRESS: Status("ABORTED", 409, "invalid_request_error", True),
+    ErrorCode.KEY_REUSED: Status("INVALID_ARGUMENT", 422, "invalid_request_error", False),
     ErrorCode.REQUEST_TOO_LARGE: Status("RESOURCE_EXHAUSTED", 413, "invalid_request_error", False),
     ErrorCode.HEADERS_TOO_LARGE: Status("RESOURCE_EXHAUSTED", 431, "invalid_request_error", False),
     ErrorCode.REQUEST_TIMEOUT: Status("DEADLINE_EXCEEDED", 408, "invalid_request_error", False),

@@ -2,6 +2,7 @@
 
     a beat < suspicion < a worker's death < its lease < its step is stuck for good
     a call to the store is given up < a batch is taken over
+    a call to the store is given up < a ticket's run is taken over < it ends without its client < it is forgotten
     a locked file < a call to the store is given up < its next trial at the latest
     a key that was seen lately is not waited for < it is asked for again < a call to the store < it is no longer good
     a grammar is computed < it is checked < its process is given up
@@ -56,6 +57,12 @@ RESPONSE_WRITE_S = 0.1  # what a response in the background tells is written, th
 RESPONSE_POLL_S = 0.5  # those who follow it at another gateway look for it this often
 RESPONSE_SWEEP_S = 3.0  # a gateway looks this often for responses that nobody runs ..
 RESPONSE_LEASE_S = 12.0  # .. as nobody said so for this long
+TICKETS_FRESH_S = 3.0  # what a tenant has of tickets is counted in the store this often at most
+TICKET_LEASE_S = 12.0  # a request with a ticket is run by another gateway when nobody said for so long that it does
+TICKET_GRACE_S = 30.0  # .. and goes on for so long when its client has left
+TICKET_KEPT_S = 86_400.0  # .. and is known for so long to whoever asks again
+RECONNECT_FIRST_S = 0.1  # a client that lost its gateway tries the next one after this, doubling ..
+RECONNECT_MOST_S = 5.0  # .. up to this
 
 KEY_FRESH_S = 3.0  # an API key is looked up again after this, so it is revoked everywhere after this
 KEY_LOOKUP_S = 1.0  # .. for which a request that shows one seen lately waits no longer

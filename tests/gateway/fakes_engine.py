@@ -23,9 +23,11 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.recent import RecentRequests
 from pagoda_gateway.engine.report import EngineReport
 from pagoda_gateway.engine.whole_request import WholeRequest
-from pagoda_gateway.routes import batches, files, generating, models, responses, tokenize
+from pagoda_gateway.routes import batches, files, generating, models, responses, streams, tokenize
 from pagoda_gateway.routes.pooling import embeddings, ranking
+from pagoda_gateway.store.interface import Store
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_gateway.tickets.tickets import Tickets
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Begun, Delta, FinishReason, Load, Pooled, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
@@ -211,7 +213,7 @@ def breaking(*token_ids: int, code: ErrorCode = ErrorCode.STREAM_INTERRUPTED) ->
 class Gateway:
     """The text routes around a fake engine, and a client to them."""
 
-    def __init__(self, model_dir: Path, script: Script, **config: object) -> None:
+    def __init__(self, model_dir: Path, script: Script, kept_in: Store | None = None, **config: object) -> None:
         self.text = ModelText.load(model_dir)
         self.engine = FakeEngine(script)
         self.context = GatewayContext.new(
@@ -220,13 +222,16 @@ class Gateway:
             self.engine,
             served_model_name=MODEL,
             created=1_700_000_000,
+            store=kept_in,
         )
         self.app = FastAPI(redirect_slashes=False)
         errors.install(self.app)
-        for module in (generating, embeddings, ranking, models, tokenize, files):
+        for module in (embeddings, ranking, models, tokenize, files):
             self.app.include_router(module.router(self.context))
-        self.background = BackgroundResponses(self.context)
-        self.app.include_router(responses.router(self.context, self.background))
+        self.background, self.tickets = BackgroundResponses(self.context), Tickets(self.context)
+        self.app.include_router(generating.router(self.context, self.tickets))
+        self.app.include_router(responses.router(self.context, self.background, self.tickets))
+        self.app.include_router(streams.router(self.context, self.tickets, responses.STREAMING))
         self.batches = Batches(self.context.store)
         self.app.include_router(batches.router(self.context, self.batches))
         self.error_shapes = dict(generating.ERROR_SHAPES)
@@ -241,5 +246,5 @@ class Gateway:
         return self.text.encode(text, add_special_tokens=False)
 
 
-def make_gateway(root: Path, script: Script | None = None, **config: object) -> Gateway:
-    return Gateway(write_model_dir(root / "model"), script or play([]), **config)
+def make_gateway(root: Path, script: Script | None = None, kept_in: Store | None = None, **config: object) -> Gateway:
+    return Gateway(write_model_dir(root / "model"), script or play([]), kept_in, **config)

@@ -30,6 +30,7 @@ from pagoda_gateway.keys.grants import NO_LIMITS
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.page import files
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_gateway.tickets.tickets import Tickets
 
 
 class Gateway:
@@ -42,7 +43,8 @@ class Gateway:
         self.engine = SessionClient(EngineAddress(config.engine), self.metrics)
         self.health = Health(self.engine, self.metrics)
         ctx = GatewayContext.new(config, ModelText.load(model), self.engine, served_model_name="m", created=1)
-        app: Any = create_app(ctx, self.health, self.metrics, BackgroundResponses(ctx), Batches(ctx.store))
+        background, kept, tickets = BackgroundResponses(ctx), Batches(ctx.store), Tickets(ctx)
+        app: Any = create_app(ctx, self.health, self.metrics, background, kept, tickets)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
 
 

@@ -10,7 +10,7 @@ from pagoda_gateway.config import GatewayConfig
 from pagoda_proto import times
 
 TIMES = [field.name for field in fields(GatewayConfig) if field.name.endswith("_s")]
-OFF_AT_0 = {"resume_wait_s", "ping_interval_s", "drain_timeout_s", "lame_duck_s"}
+OFF_AT_0 = {"resume_wait_s", "ping_interval_s", "drain_timeout_s", "lame_duck_s", "ticket_grace_s"}
 
 
 @pytest.mark.parametrize(

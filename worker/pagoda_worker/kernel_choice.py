@@ -16,7 +16,9 @@ AUTO = "auto"
 BACKENDS = ("reference", "torch", "native", "triton")
 FLASH = "flash"
 FAMILIES = {
-    "linear": ("pack_linear", "pack_gated", "linear", "gated_linear", "activated_linear", "logits"),
+    "linear": (
+        "pack_linear", "pack_gated", "pack_experts", "linear", "gated_linear", "activated_linear", "moe", "logits",
+    ),
     "pointwise": ("embed", "add_positions", "add", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"),
     "attention": (
         "new_kv_cache", "copy_blocks", "export_blocks", "import_blocks", "rope_write", "write_kv", "plan", "attend",

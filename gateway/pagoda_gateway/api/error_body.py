@@ -75,7 +75,12 @@ def set_shape(scope: MutableMapping[str, Any], shapes: Mapping[str, ErrorShape])
     """`shapes` are those of paths, and of what lies below them. `scope` is ASGI's."""
     path = scope["path"] + "/"
     found = (shape for place, shape in shapes.items() if path.startswith(place + "/"))
-    scope.setdefault("state", {})["error_shape"] = next(found, OPENAI_ERRORS)
+    set_shape_of(scope, next(found, OPENAI_ERRORS))
+
+
+def set_shape_of(scope: MutableMapping[str, Any], shape: ErrorShape) -> None:
+    """Where the path does not tell it."""
+    scope.setdefault("state", {})["error_shape"] = shape
 
 
 def shape_of(scope: Mapping[str, Any]) -> ErrorShape:

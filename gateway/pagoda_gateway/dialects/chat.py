@@ -20,6 +20,7 @@ from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import chat_logprobs
 from pagoda_gateway.generation.answers import Plan
 from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.positions import units_of
 from pagoda_gateway.generation.prompts import ChatPrompt, Reader, work_size
 from pagoda_gateway.generation.requests import (
     check_priority,
@@ -162,7 +163,7 @@ class ChatWriter(openai.OpenAIWriter):
         content = self._echo
         return [_delta(i, {"role": "assistant", "content": content}, **prompt) for i in range(record.task.params.n)]
 
-    async def chunks(self, update: Update) -> list[dict[str, Any]]:
+    async def chunks(self, update: Update) -> list[openai.Chunk]:
         """What came along with the text is told once, in the first of them."""
         extra: dict[str, Any] = {}
         if update.token_ids and self.shown.logprobs is not None:
@@ -171,29 +172,32 @@ class ChatWriter(openai.OpenAIWriter):
             extra["token_ids"] = update.token_ids
         deltas = list(self._deltas(update))
         if extra and not deltas:
-            deltas = [{"content": ""}]
+            deltas = [({"content": ""}, 0)]
         finish = update.finish
         if finish is not None:
-            deltas.append({})
-        found = [_delta(update.choice, delta) for delta in deltas]
+            deltas.append(({}, sum(map(units_of, update.events))))
+        found = [openai.Chunk(_delta(update.choice, delta), units) for delta, units in deltas]
         if found and extra:
-            found[0] |= extra
+            found[0].choice.update(extra)
         if finish is not None:
-            found[-1] |= openai.ending(finish)
+            found[-1].choice.update(openai.ending(finish))
         return found
 
-    def _deltas(self, update: Update) -> Iterator[dict[str, Any]]:
+    def _deltas(self, update: Update) -> Iterator[tuple[dict[str, Any], int]]:
+        """With the units that are told when they are."""
+        units = 0
         for event in update.events:
+            units += units_of(event)
             match event:
                 case Thought():
                     if self.shown.thoughts:
-                        yield _thought(event.text)
+                        yield _thought(event.text), units
                 case Text():
-                    yield {"content": event.text}
+                    yield {"content": event.text}, units
                 case CallBegun():
-                    yield {"tool_calls": [{"index": event.index, **self._call(update.choice, event, "")}]}
+                    yield {"tool_calls": [{"index": event.index, **self._call(update.choice, event, "")}]}, units
                 case CallArguments():
-                    yield {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+                    yield {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}, units
 
     def _call(self, choice: int, begun: CallBegun, arguments: str) -> dict[str, Any]:
         """Its id follows from the request's, so a replayed stream names its calls alike."""
@@ -224,6 +228,6 @@ CHAT = Dialect(
     body=ChatRequest,
     answer=ChatAnswer,
     job=chat_job,
-    writer=lambda ctx, run: ChatWriter(run),
+    writer=lambda ctx, run, marks: ChatWriter(run, marks),
     error=OPENAI_ERRORS,
 )

@@ -17,6 +17,7 @@ from pagoda_gateway.dialects import openai
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.logprobs import COLUMNS, CompletionLogprobs, Row
 from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.positions import Marks, units_of
 from pagoda_gateway.generation.prompts import at_most, last, text_of
 from pagoda_gateway.generation.requests import check_priority, check_products, new_job, new_record
 from pagoda_gateway.generation.run import Part, Run
@@ -129,8 +130,8 @@ class _Choice:
 class CompletionWriter(openai.OpenAIWriter):
     object_name = chunk_name = "text_completion"
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
+    def __init__(self, run: Run, marks: Marks | None = None) -> None:
+        super().__init__(run, marks)
         echoes = self.shown.echoes or [None] * len(run.parts)
         self._choices = [
             _Choice(part, echo, self._new_rows(part))
@@ -173,9 +174,17 @@ class CompletionWriter(openai.OpenAIWriter):
             content |= {"token_ids": gathered.token_ids, "prompt_token_ids": choice.part.record.prompt_token_ids}
         return content
 
-    async def chunks(self, update: Update) -> list[dict[str, Any]]:
-        choice, token_ids = self._choices[update.choice], update.token_ids
+    def pass_over(self, update: Update) -> None:
+        choice = self._choices[update.choice]
+        if not self.known_to_begin[update.choice]:
+            return
         begins, choice.begun = not choice.begun, True
+        for _ in choice.rows(update.token_ids, update.logprobs or [], begins):
+            pass  # the next ones count from there
+
+    async def chunks(self, update: Update) -> list[openai.Chunk]:
+        choice, token_ids = self._choices[update.choice], update.token_ids
+        begins = not choice.begun
         text = ((choice.echo or "") if begins else "") + update.text
         content: dict[str, Any] = {
             "index": update.choice,
@@ -188,11 +197,12 @@ class CompletionWriter(openai.OpenAIWriter):
         says_ids = self.shown.token_ids and (token_ids or begins)
         if not (text or content["logprobs"] or update.finish or says_ids):
             return []
+        choice.begun = True
         if self.shown.token_ids:
             content["token_ids"] = token_ids
             if begins:
                 content["prompt_token_ids"] = choice.part.record.prompt_token_ids
-        return [content]
+        return [openai.Chunk(content, sum(map(units_of, update.events)) + begins * openai.BEGINNING)]
 
     async def _logprobs(self, rows: Iterator[Row]) -> dict[str, Any] | None:
         top = self.shown.logprobs
@@ -211,6 +221,6 @@ COMPLETIONS = Dialect(
     body=CompletionRequest,
     answer=CompletionAnswer,
     job=completion_job,
-    writer=lambda ctx, run: CompletionWriter(run),
+    writer=lambda ctx, run, marks: CompletionWriter(run, marks),
     error=OPENAI_ERRORS,
 )

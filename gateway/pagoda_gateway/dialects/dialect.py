@@ -13,6 +13,7 @@ from pagoda_gateway.api.error_body import ErrorShape
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.positions import Marks
 from pagoda_gateway.generation.run import Run
 
 
@@ -42,6 +43,7 @@ class Writer(Protocol):
 class Dialect(Generic[Body]):
     """`job` makes a job of a body and its caller, or raises PagodaError naming the field.
 
+    `writer` gives events ids where it is given marks, and leaves out what their reader has.
     `error` is how failures are told at `path` and below it, `ping` what a silent stream sends.
     """
 
@@ -51,6 +53,6 @@ class Dialect(Generic[Body]):
     body: type[Body]
     answer: type[BaseModel]
     job: Callable[[GatewayContext, Body, Caller], Awaitable[Job]]
-    writer: Callable[[GatewayContext, Run], Writer]
+    writer: Callable[[GatewayContext, Run, Marks | None], Writer]
     error: ErrorShape
     ping: bytes = PING

@@ -22,6 +22,7 @@ from pagoda_gateway.dialects.messages_tools import thinking_options, wanted_of
 from pagoda_gateway.dialects.messages_turns import chat_of
 from pagoda_gateway.generation.answers import Plan
 from pagoda_gateway.generation.job import Job, Shown
+from pagoda_gateway.generation.positions import Marks
 from pagoda_gateway.generation.prompts import ChatPrompt, Reader, work_size
 from pagoda_gateway.generation.requests import named_as_in_body, new_job, new_record
 from pagoda_gateway.generation.run import Run
@@ -92,8 +93,9 @@ PIECES = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta"
 class MessagesWriter:
     """Implements `Writer`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, marks: Marks | None = None) -> None:
         self._run = run
+        self._marks = marks
         self._num_begun = 0
         self._open = ""  # the type of the block that is added to
         self._finish: Finish | None = None
@@ -113,17 +115,30 @@ class MessagesWriter:
         """The message starts with its first tokens, which tell what of the prompt came from the cache."""
         started = False
         while updates := await self._run.next():
-            opening = b"" if started else self._opening()
-            data = opening + b"".join(map(_event, self._told(updates)))
+            opening = b"" if started else self._event(self._opening())
+            data = opening + b"".join(map(self._event, self._told(updates)))
             started = True
             if data:
                 yield data
         closing = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
-        yield _event(closing) + _event({"type": "message_stop"})
+        yield self._event(closing) + self._event({"type": "message_stop"})
 
-    def _opening(self) -> bytes:
+    def _event(self, told: dict[str, Any]) -> bytes:
+        """Without what the reader has of it."""
+        if self._marks is None:
+            return _event(told)
+        delta = told["delta"] if told["type"] == "content_block_delta" else {}
+        piece = PIECES[delta["type"]] if delta else ""
+        size = len(delta[piece]) if piece else 1
+        had = self._marks.skip(0, size)
+        if had == size:
+            return b""
+        self._marks.move(0, 0, size - had)
+        return self._marks.line() + _event(told | {"delta": delta | {piece: delta[piece][had:]}} if had else told)
+
+    def _opening(self) -> dict[str, Any]:
         message = self._message([]) | self._ending() | {"usage": self._usage()}
-        return _event({"type": "message_start", "message": message})
+        return {"type": "message_start", "message": message}
 
     def _message(self, content: list[dict[str, Any]]) -> dict[str, Any]:
         job = self._run.job
@@ -219,7 +234,7 @@ MESSAGES = Dialect(
     body=MessagesRequest,
     answer=MessagesAnswer,
     job=message_job,
-    writer=lambda ctx, run: MessagesWriter(run),
+    writer=lambda ctx, run, marks: MessagesWriter(run, marks),
     error=ANTHROPIC_ERRORS,
     ping=_event({"type": "ping"}),
 )

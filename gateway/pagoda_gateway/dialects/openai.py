@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from pagoda_gateway.api.encoding import DONE, Events, encoded, encoded_list, event
 from pagoda_gateway.api.forms.fields import Form
@@ -13,6 +13,7 @@ from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.dialects.logprobs import prompt_logprobs
 from pagoda_gateway.generation.job import Shown
+from pagoda_gateway.generation.positions import Marks, units_of
 from pagoda_gateway.generation.prompts import Reader, num_kept
 from pagoda_gateway.generation.requests import named_as_in_body
 from pagoda_gateway.generation.run import Part, Run
@@ -25,6 +26,15 @@ from pagoda_proto.params import PLAIN, SamplingParams
 from pagoda_proto.records import FinishReason
 
 NO_FORM = Form("", "")
+BEGINNING = 1  # a choice's first unit
+Chunker = Callable[[list[dict[str, Any]]], bytes]
+
+
+class Chunk(NamedTuple):
+    """One choice of one event; `units` of its update are told with it and those before it."""
+
+    choice: dict[str, Any]
+    units: int
 
 
 def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
@@ -125,22 +135,27 @@ class OpenAIWriter(ABC):
     object_name: str
     chunk_name: str
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, marks: Marks | None = None) -> None:
         self.run = run
         self.shown = run.job.shown
         self.gathered = [Gathered() for part in run.parts for _ in part.choices]
+        self._marks = marks
+        self.known_to_begin = [marks is not None and marks.skip(i, BEGINNING) > 0 for i in range(len(self.gathered))]
 
     @abstractmethod
     async def fields(self) -> dict[str, Any]:
         """What a whole answer has besides its head and usage."""
 
     @abstractmethod
-    async def chunks(self, update: Update) -> list[dict[str, Any]]:
-        """Choices of the chunks that tell what is new; the last one has the ending, if the choice ended."""
+    async def chunks(self, update: Update) -> list[Chunk]:
+        """Those that tell what is new; the last one has the ending, if the choice ended."""
 
     def opening(self) -> list[dict[str, Any]]:
-        """Choices of the chunks that a stream begins with."""
+        """Choices of the chunks that a stream begins with, for each of its choices or for none."""
         return []
+
+    def pass_over(self, update: Update) -> None:  # noqa: B027 - most count nothing along the way
+        """The reader has this already."""
 
     def seen(self, update: Update) -> Update:
         """What the client is to know of it."""
@@ -175,19 +190,48 @@ class OpenAIWriter(ABC):
         """Chunks of all choices that changed, as one piece of bytes per batch."""
         head = self._head(self.chunk_name)
         chunk = self._chunker(head)
-        opening = b"".join(chunk([choice]) for choice in self.opening())
+        openings = [chunk([choice]) for choice in self.opening()]
+        opening: bytes | None = None  # its ids say what it is made of, which is known with the first updates
         while updates := await self.run.next():
-            data = b""
-            for update in updates:
-                for choice in await self.chunks(self.seen(update)):
-                    data += chunk([choice])
+            opening = self._opening(openings) if opening is None else opening
+            data = b"".join([await self._told(chunk, self.seen(update)) for update in updates])
             if data:
                 yield opening + data
                 opening = b""
-        closing = {"choices": [], "usage": self.usage()} if self.shown.usage else {}
-        yield opening + (event(head | closing) if closing else b"") + DONE
+        yield (self._opening(openings) if opening is None else opening) + self._closing(head) + DONE
 
-    def _chunker(self, head: dict[str, Any]) -> Callable[[list[dict[str, Any]]], bytes]:
+    def _opening(self, events: Sequence[bytes]) -> bytes:
+        left = [(i, each) for i, each in enumerate(events) if not self.known_to_begin[i]]
+        return b"".join([self._id(i, 0, BEGINNING) + each for i, each in left])
+
+    async def _told(self, chunk: Chunker, update: Update) -> bytes:
+        if self._marks is None:
+            return b"".join([chunk([each.choice]) for each in await self.chunks(update)])
+        had, left = self._marks.cut(update)
+        self.pass_over(had)
+        data, told, num_tokens = b"", 0, len(left.token_ids)
+        for each in await self.chunks(left):
+            data += self._id(left.choice, num_tokens, each.units - told) + chunk([each.choice])
+            told, num_tokens = each.units, 0
+        self._marks.move(left.choice, num_tokens, max(0, sum(map(units_of, left.events)) - told))
+        return data
+
+    def _id(self, choice: int, tokens: int, units: int) -> bytes:
+        """The line with which an event that tells so much begins."""
+        if self._marks is None:
+            return b""
+        self._marks.move(choice, tokens, units)
+        return self._marks.line()
+
+    def _closing(self, head: dict[str, Any]) -> bytes:
+        marks = self._marks
+        if not self.shown.usage or (marks is not None and marks.besides):
+            return b""
+        if marks is not None:
+            marks.besides = 1
+        return (b"" if marks is None else marks.line()) + event(head | {"choices": [], "usage": self.usage()})
+
+    def _chunker(self, head: dict[str, Any]) -> Chunker:
         """Makes the event that has these choices."""
         if self.shown.usage and self.shown.running_usage:
             return lambda choices: event({**head, "choices": choices, "usage": self.usage()})

@@ -26,9 +26,11 @@ from pagoda_gateway.dialects.responses_events import AlreadyTold, Telling, Told
 from pagoda_gateway.dialects.responses_items import items_of, template_tool, turns_of
 from pagoda_gateway.dialects.responses_tools import place_in, wanted_of
 from pagoda_gateway.generation.job import Job, Shown
+from pagoda_gateway.generation.positions import Marks, Place
 from pagoda_gateway.generation.prompts import ChatPrompt, Reader, at_most, work_size
 from pagoda_gateway.generation.requests import check_priority, check_products, named_as_in_body, new_job, new_record
 from pagoda_gateway.generation.run import Run
+from pagoda_gateway.store.interface import Conflict
 from pagoda_gateway.store.responses import KeptResponses
 from pagoda_gateway.text.conversation import Chat
 from pagoda_gateway.text.model_text import ModelText
@@ -161,10 +163,12 @@ async def told(run: Run, telling: Telling) -> AsyncGenerator[Told, None]:
 class ResponsesWriter:
     """Implements `Writer`. A response that is to be kept is kept before its last event is told."""
 
-    def __init__(self, ctx: GatewayContext, run: Run) -> None:
+    def __init__(self, ctx: GatewayContext, run: Run, marks: Marks | None = None) -> None:
         self._run = run
         self._kept = kept_by(ctx)
-        self._telling = telling_of(run.job)
+        self._marks = marks
+        self._told = _told_before(marks)
+        self._telling = telling_of(run.job, _told_before(marks))
 
     async def whole(self) -> bytes:
         async for _ in told(self._run, self._telling):
@@ -177,13 +181,24 @@ class ResponsesWriter:
         try:
             async with aclosing(told(self._run, self._telling)) as events:
                 async for said in events:
-                    yield event(said, said["type"])
+                    yield self._event(said)
             last = self._telling.finish(self._run.usage(), int(time.time()), self._run.num_reasoning_tokens())
         except PagodaError as error:
+            if self._marks is not None and error.status.retryable:
+                raise  # it is no end of what can be gone on with
             last = self._telling.fail(error, self._run.usage())
         for said in last:
             await self._keep()
-            yield event(said, said["type"])
+            yield self._event(said)
+
+    def _event(self, said: Told) -> bytes:
+        data = event(said, said["type"])
+        if self._marks is None:
+            return data
+        self._told.add(said)
+        self._marks.move_to(0, Place(self._told.logprobs, self._told.units))
+        self._marks.besides = self._told.num_events
+        return self._marks.line() + data
 
     async def _keep(self) -> None:
         """Where it cannot be, the response says so, and is no worse for it."""
@@ -193,6 +208,15 @@ class ResponsesWriter:
                 await self._kept.finished(job.id, job.owner, job.items, encoded(response))
             except PagodaError:
                 response["store"] = False
+            except Conflict:
+                pass  # whoever tells it too keeps it
+
+
+def _told_before(marks: Marks | None) -> AlreadyTold:
+    if marks is None:
+        return AlreadyTold()
+    place = marks.known(0)
+    return AlreadyTold(num_events=marks.besides, units=place.units, logprobs=place.tokens)
 
 
 RESPONSES = Dialect(

@@ -6,9 +6,8 @@ again can leave out what was told before (`AlreadyTold`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pagoda_gateway.generation.updates import Update
@@ -27,44 +26,37 @@ class AlreadyTold:
 
     Attributes:
         num_events: All of them.
-        num_marks: Those that are no deltas, which come in the same order every time.
-        chars, logprobs: By `output_index`, of its deltas.
+        units: What they say, in an order that is the same every time: a character of a delta is one, and so is every
+            event that is no delta.
+        logprobs: Of its deltas.
         ended: The response, if its last event is known.
     """
 
     num_events: int = 0
-    num_marks: int = 0
-    chars: Counter[int] = field(default_factory=Counter)
-    logprobs: Counter[int] = field(default_factory=Counter)
+    units: int = 0
+    logprobs: int = 0
     ended: Told | None = None
 
     def add(self, event: Mapping[str, Any]) -> None:
         self.num_events += 1
         if event["type"] in LAST:
             self.ended = event["response"]
-        if "delta" in event:
-            self.chars[event["output_index"]] += len(event["delta"])
-            self.logprobs[event["output_index"]] += len(event.get("logprobs", ()))
-        else:
-            self.num_marks += 1
+        self.units += len(event["delta"]) if "delta" in event else 1
+        self.logprobs += len(event["logprobs"]) if "delta" in event and "logprobs" in event else 0
 
     def rest_of(self, event: Told) -> Told | None:
         """The event without what is known of it, if anything is left."""
         if "delta" not in event:
-            self.num_marks -= 1
-            return event if self.num_marks < 0 else None
-        index = event["output_index"]
-        known, event["delta"] = self._known(self.chars, index, event["delta"])
+            known, self.units = self.units > 0, max(0, self.units - 1)
+            return None if known else event
+        chars = min(self.units, len(event["delta"]))
+        self.units -= chars
+        event["delta"] = event["delta"][chars:]
         if "logprobs" in event:
-            known_entries, event["logprobs"] = self._known(self.logprobs, index, event["logprobs"])
-            known = known and known_entries
-        return event if event["delta"] or event.get("logprobs") or not known else None
-
-    @staticmethod
-    def _known(counts: Counter[int], index: int, items: Any) -> tuple[bool, Any]:
-        skipped = min(counts[index], len(items))
-        counts[index] -= skipped
-        return skipped > 0, items[skipped:]
+            entries = min(self.logprobs, len(event["logprobs"]))
+            self.logprobs -= entries
+            event["logprobs"] = event["logprobs"][entries:]
+        return event if event["delta"] or event.get("logprobs") or not chars else None
 
 
 class Telling:
@@ -197,11 +189,11 @@ class Telling:
             done = {"type": "response.function_call_arguments.done", **self._place(), "arguments": text}
             yield done | {"name": self._item["name"]}
         else:
-            part = self._item["content"][0]
-            part["text"] = text
-            logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-            yield {"type": f"response.{part['type']}.done", **self._place(), "text": text} | logprobs
-            yield {"type": "response.content_part.done", **self._place(), "part": part}
+            for part in self._item["content"]:  # the only one, or none where it was broken off before that
+                part["text"] = text
+                logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
+                yield {"type": f"response.{part['type']}.done", **self._place(), "text": text} | logprobs
+                yield {"type": "response.content_part.done", **self._place(), "part": part}
         self._item["status"] = status
         yield {"type": "response.output_item.done", "output_index": self._index, "item": self._item}
         self._item = {}

@@ -32,6 +32,7 @@ class Outcome(StrEnum):
     ABANDONED = "abandoned"  # closed before its end: whoever read it left, or was cancelled
 
 
+Through = Callable[[Submitting], Submitting]
 OnEnd = Callable[[Usage, Outcome], None]
 
 
@@ -111,7 +112,7 @@ class Part:
 
 
 class Run:
-    """`start` it, read `next` until it gives [], and `aclose` it in any case: then `on_end` is told, exactly once."""
+    """`start` or `attach` it, read `next` until it gives [], and `aclose` it in any case: `on_end` is told, once."""
 
     def __init__(self, job: Job, text: ModelText, on_end: OnEnd) -> None:
         self.job = job
@@ -123,21 +124,22 @@ class Run:
         self._outcome = Outcome.ABANDONED
         self._closed = False
 
-    async def start(self, engine: EngineClient) -> None:
-        """Submit all records.
+    async def start(self, engine: EngineClient, through: Through = lambda taker: taker) -> None:
+        """Submit all records; `through` is what may stand between.
 
         Raises:
             PagodaError: one of them was not admitted; the others are still to be closed.
         """
+        penalty = self.job.length_penalty
+        taker = through(engine if penalty is None else BeamSearching(engine, penalty))
         try:
-            await self._submit(engine)
+            await self.attach(taker, engine.load.model_fingerprint)
         except PagodaError as error:
             if error.param != "grammar" or error.code is not ErrorCode.INVALID_ARGUMENT or not self.job.loose_grammar:
                 raise
             logger.warning("%s: schemas of its tools make no grammar; arguments are some JSON object", self.job.id)
             await self._loosen()
-            await self._submit(engine)
-        self.fingerprint = engine.load.model_fingerprint
+            await self.attach(taker, engine.load.model_fingerprint)
 
     def _new_parts(self) -> list[Part]:
         parts: list[Part] = []
@@ -154,9 +156,9 @@ class Run:
         self.parts = self._new_parts()
         self._outcome = Outcome.ABANDONED
 
-    async def _submit(self, engine: EngineClient) -> None:
-        penalty = self.job.length_penalty
-        taker: Submitting = engine if penalty is None else BeamSearching(engine, penalty)
+    async def attach(self, taker: Submitting, fingerprint: str) -> None:
+        """Have all records taken, and nothing else. Raises PagodaError as `start` does."""
+        self.fingerprint = fingerprint
         submitting = [asyncio.ensure_future(part.submit(taker)) for part in self.parts]
         try:
             await asyncio.gather(*submitting)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -21,6 +21,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 logger = logging.getLogger(__name__)
 
+NO_HEADERS: Mapping[str, str] = {}
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -78,8 +79,15 @@ async def until_disconnect(receive: Receive) -> AsyncIterator[None]:
 class EventStream(Response):
     """Streams what `events` yields: ready-made bytes of one or more events each."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None], ping_interval_s: float, ping: bytes = PING) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        ping_interval_s: float,
+        ping: bytes = PING,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> None:
         super().__init__(media_type="text/event-stream")
+        self._head = _HEADERS + [(name.encode(), value.encode()) for name, value in headers.items()]
         self._events = events
         self._ping_interval_s = ping_interval_s
         self._ping = ping
@@ -89,7 +97,7 @@ class EventStream(Response):
         await asyncio.create_task(self._stream(scope, receive, send))
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = _Writer(send, body_sender(scope, send), self._ping)
+        writer = _Writer(send, body_sender(scope, send), self._ping, self._head)
         pinger = asyncio.create_task(writer.keep_pinging(self._ping_interval_s)) if self._ping_interval_s else None
         try:
             async with until_disconnect(receive), contextlib.aclosing(self._events) as events:
@@ -111,10 +119,11 @@ class EventStream(Response):
 class _Writer:
     """Writes of the stream and of the pinger, one at a time. `send_body` is for all but the head."""
 
-    def __init__(self, send: Send, send_body: Send, ping: bytes) -> None:
+    def __init__(self, send: Send, send_body: Send, ping: bytes, head: list[tuple[bytes, bytes]]) -> None:
         self._send = send
         self._send_body = send_body
         self._ping = ping
+        self._head = head
         self._lock = asyncio.Lock()
         self._open = False
         self._ended = False
@@ -125,7 +134,7 @@ class _Writer:
             self._wrote = True
             if not self._open:
                 self._open = True
-                await self._send({"type": "http.response.start", "status": 200, "headers": list(_HEADERS)})
+                await self._send({"type": "http.response.start", "status": 200, "headers": list(self._head)})
             await self._send_body({"type": "http.response.body", "body": data, "more_body": more})
             self._ended = not more
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -33,14 +33,19 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-async def read_body(ctx: GatewayContext, request: Request, schema: type[Body]) -> Body:
-    """The request's body as `schema`; whatever is wrong with it is a PagodaError. The bytes are not kept."""
+async def read_body(
+    ctx: GatewayContext, request: Request, schema: type[Body], seen: Callable[[bytes], object] | None = None
+) -> Body:
+    """The request's body as `schema`; whatever is wrong with it is a PagodaError. The bytes are not kept; `seen` may
+    look at them, wherever they are parsed."""
     check_content_type(request.headers.get("content-type", ""))
     data = b"".join([chunk async for chunk in request.stream() if chunk])  # of one no copy is made
 
     hold_for(request, parsed_bytes(data, schema.max_values))
 
     def work() -> Body:
+        if seen is not None:
+            seen(data)
         return checked_body(ctx, schema, parse_object(data, schema.max_values))
 
     reading = ctx.pool.run(caller_of(request).key, len(data), work)

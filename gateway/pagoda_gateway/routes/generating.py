@@ -1,13 +1,13 @@
 """Endpoints that generate: a body in, a job run while its client stays, its answer out whole or as a stream.
 
-They differ in their dialect, and in nothing else.
+They differ in their dialect, and in nothing else. A request with an Idempotency-Key is read from its ticket.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,27 +20,27 @@ from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.dialects.dialect import Dialect, Writer
 from pagoda_gateway.dialects.messages import MESSAGES
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.requests import check_generates, held_bytes, named_as_in_body
-from pagoda_gateway.generation.run import Outcome, Run
+from pagoda_gateway.generation.requests import check_generates, held_bytes
+from pagoda_gateway.generation.running import running
 from pagoda_gateway.http.sse import EventStream, until_disconnect
 from pagoda_gateway.keys.charge import Charge
-from pagoda_gateway.routes.body import caller_of, hold_for, read_body
-from pagoda_gateway.routes.described import endpoint
-from pagoda_proto.records import Usage
-
-logger = logging.getLogger(__name__)
-
+from pagoda_gateway.routes.body import caller_of, hold_for, read_body, while_connected
+from pagoda_gateway.routes.described import JSON, endpoint
+from pagoda_gateway.store.tickets import Found
+from pagoda_gateway.tickets.naming import Naming, headers_of, position_of
+from pagoda_gateway.tickets.tickets import Named, NewJob, Opened, Tickets
 
 DIALECTS: Sequence[Dialect[Any]] = (CHAT, COMPLETIONS, MESSAGES)
 ERROR_SHAPES = {dialect.path: dialect.error for dialect in DIALECTS}
+Writing = Callable[[], AbstractAsyncContextManager[Writer]]
 
 
-def router(ctx: GatewayContext, dialects: Sequence[Dialect[Any]] = DIALECTS) -> APIRouter:
+def router(ctx: GatewayContext, tickets: Tickets, dialects: Sequence[Dialect[Any]] = DIALECTS) -> APIRouter:
     routes = APIRouter(tags=["generation"])
     for each in dialects:
         path, failure = each.path, each.error.schema
         add = endpoint(routes, path, each.summary, each.answer, request=each.body, unavailable=failure, name=each.name)
-        add(_answering(ctx, each))
+        add(_answering(ctx, tickets, each))
     return routes
 
 
@@ -49,47 +49,79 @@ async def writing(
     ctx: GatewayContext, dialect: Dialect[Any], job: Job, caller: Caller, charge: Charge
 ) -> AsyncIterator[Writer]:
     """Run a job, whoever asked for it. Raises PagodaError where the engine core does not take it."""
-    model = ctx.catalogue.of_job(job.model)
-
-    def on_end(usage: Usage, outcome: Outcome) -> None:
-        charge.end(usage)
-        logger.debug("%s for %s: %s, %s", job.id, caller.key, outcome, usage)
-
-    async with aclosing(Run(job, model.text, on_end)) as run:
-        charge.begin(run.usage)
-        with named_as_in_body({"grammar": job.shown.form_field}):
-            await run.start(model.engine)
-        charge.taken()
-        yield dialect.writer(ctx, run)
+    async with running(ctx, job, caller.key, charge) as run:
+        yield dialect.writer(ctx, run, None)
 
 
-def _answering(ctx: GatewayContext, dialect: Dialect[Any]) -> Callable[[Request], Awaitable[Response]]:
+def _answering(
+    ctx: GatewayContext, tickets: Tickets, dialect: Dialect[Any]
+) -> Callable[[Request], Awaitable[Response]]:
     async def answer(request: Request) -> Response:
-        return await respond(ctx, dialect, request, [await read_body(ctx, request, dialect.body)])
+        naming = Naming(request)
+        bodies = [await read_body(ctx, request, dialect.body, naming.seen)]
+        return await respond(ctx, tickets, dialect, request, bodies, naming.named(bodies[0], caller_of(request).tenant))
 
     return answer
 
 
-async def respond(ctx: GatewayContext, dialect: Dialect[Any], request: Request, bodies: list[Any]) -> Response:
+async def respond(
+    ctx: GatewayContext,
+    tickets: Tickets,
+    dialect: Dialect[Any],
+    request: Request,
+    bodies: list[Any],
+    named: Named | None,
+) -> Response:
     """The answer to the body in `bodies`, which is taken from there, so that nobody keeps it while its job runs."""
+    stream, new_job = bodies[0].stream, job_maker(ctx, dialect, request, bodies)
+    opened = Opened(None, None) if named is None else await while_connected(request, tickets.open(named, new_job))
+    if opened.found is None:
+        reading: Writing = partial(_plainly, ctx, dialect, caller_of(request), opened.job or new_job)
+    else:
+        bodies.clear()
+        reading = _by_ticket(ctx, tickets, dialect, request, opened.found, opened.job)
+    headers = headers_of(named, opened)
+    if stream:
+        return EventStream(_events(reading), ctx.config.ping_interval_s, dialect.ping, headers)
+    async with until_disconnect(request.receive), reading() as writer:
+        return Response(await writer.whole(), media_type=JSON, headers=dict(headers))
+
+
+@asynccontextmanager
+async def _plainly(
+    ctx: GatewayContext, dialect: Dialect[Any], caller: Caller, job: Job | NewJob
+) -> AsyncIterator[Writer]:
+    job = job if isinstance(job, Job) else await job()
+    async with writing(ctx, dialect, job, caller, ctx.charge_for(caller, job.model)) as writer:
+        yield writer
+
+
+def _by_ticket(
+    ctx: GatewayContext, tickets: Tickets, dialect: Dialect[Any], request: Request, found: Found, job: Job | None
+) -> Writing:
+    """Its job is held by whoever runs it, and not by the request."""
+    hold_for(request, 0, instead=True)
+    caller = caller_of(request)
+    return partial(
+        tickets.reading, found, job, dialect, lambda model: ctx.charge_for(caller, model), position_of(request)
+    )
+
+
+async def _events(writing: Writing) -> AsyncGenerator[bytes, None]:
+    async with writing() as writer:
+        async for data in writer.events():
+            yield data
+
+
+def job_maker(ctx: GatewayContext, dialect: Dialect[Any], request: Request, bodies: list[Any]) -> NewJob:
+    """Makes the job of the body in `bodies`, of which nothing else is left then."""
     caller = caller_of(request)
 
-    @asynccontextmanager
-    async def running() -> AsyncIterator[Writer]:
+    async def new_job() -> Job:
         check_generates(ctx.catalogue.find(bodies[0].model, caller))
-        job = await dialect.job(ctx, bodies.pop(), caller)  # which is all that is left of the body
+        job = await dialect.job(ctx, bodies.pop(), caller)
         hold_for(request, held_bytes(job), instead=True)
-        charge = ctx.charge_for(caller, job.model)
-        charge.check(job.num_prompt_tokens)
-        async with writing(ctx, dialect, job, caller, charge) as writer:
-            yield writer
+        ctx.charge_for(caller, job.model).check(job.num_prompt_tokens)
+        return job
 
-    async def events() -> AsyncGenerator[bytes, None]:
-        async with running() as writer:
-            async for data in writer.events():
-                yield data
-
-    if bodies[0].stream:
-        return EventStream(events(), ctx.config.ping_interval_s, dialect.ping)
-    async with until_disconnect(request.receive), running() as writer:
-        return Response(await writer.whole(), media_type="application/json")
+    return new_job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,17 +18,20 @@ from pagoda_gateway.dialects.responses import RESPONSES, kept_by
 from pagoda_gateway.http.sse import EventStream
 from pagoda_gateway.routes.body import caller_of, json_response, query_of, read_body, while_connected
 from pagoda_gateway.routes.described import JSON, endpoint
-from pagoda_gateway.routes.generating import respond
+from pagoda_gateway.routes.generating import DIALECTS, job_maker, respond
 from pagoda_gateway.store.responses import not_found
+from pagoda_gateway.tickets.naming import Naming, headers_of
+from pagoda_gateway.tickets.tickets import Named, NewJob, Opened, Tickets
 from pagoda_proto.errors import InvalidParams, Problem
 
 PATH = RESPONSES.path
+STREAMING = {dialect.path: dialect for dialect in (*DIALECTS, RESPONSES)}
 ONE = f"{PATH}/{{response_id}}"
 
 
-def router(ctx: GatewayContext, background: BackgroundResponses) -> APIRouter:
+def router(ctx: GatewayContext, background: BackgroundResponses, tickets: Tickets) -> APIRouter:
     routes = APIRouter(tags=["responses"])
-    _add_create(routes, ctx, background)
+    _add_create(routes, ctx, background, tickets)
     _add_retrieve(routes, ctx, background)
     _add_cancel(routes, ctx, background)
     _add_delete(routes, ctx, background)
@@ -35,19 +39,39 @@ def router(ctx: GatewayContext, background: BackgroundResponses) -> APIRouter:
     return routes
 
 
-def _add_create(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:
+def _add_create(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses, tickets: Tickets) -> None:
     @endpoint(routes, PATH, RESPONSES.summary, ResponseAnswer, request=ResponsesRequest, name=RESPONSES.name)
     async def create(request: Request) -> Response:
-        bodies = [await read_body(ctx, request, ResponsesRequest)]
+        naming, caller = Naming(request), caller_of(request)
+        bodies = [await read_body(ctx, request, ResponsesRequest, naming.seen)]
+        named, stream = naming.named(bodies[0], caller.tenant), bodies[0].stream
         if not bodies[0].background:
-            return await respond(ctx, RESPONSES, request, bodies)
-        caller = caller_of(request)
-        job = await while_connected(request, RESPONSES.job(ctx, bodies.pop(), caller))
-        ctx.charge_for(caller, job.model).check(job.num_prompt_tokens)
+            return await respond(ctx, tickets, RESPONSES, request, bodies, named)
+        begin = _begin_once(background, tickets, named, job_maker(ctx, RESPONSES, request, bodies))
+        name, response, headers = await while_connected(request, begin)
+        if stream:
+            follow = background.follow(name, caller.tenant, 0)
+            return EventStream(follow, ctx.config.ping_interval_s, headers=headers)
+        response = response or await _response(ctx, background, name, caller)
+        return Response(response, media_type=JSON, headers=dict(headers))
+
+
+async def _begin_once(
+    background: BackgroundResponses, tickets: Tickets, named: Named | None, new_job: NewJob
+) -> tuple[str, bytes, Mapping[str, str]]:
+    """The name of the response in the background, what it is as it begins, b"" where it began before, and what is to be
+    said of its ticket."""
+    opened = Opened(None, None) if named is None else await tickets.open(named, new_job)
+    if opened.repeated and opened.found is not None:
+        return opened.found.ticket.job_id, b"", headers_of(named, opened)
+    job = opened.job or await new_job()
+    try:
         response = await background.begin(job)
-        if job.shown.stream:
-            return EventStream(background.follow(job.id, caller.tenant, 0), ctx.config.ping_interval_s)
-        return Response(response, media_type=JSON)
+    except BaseException:
+        if opened.found is not None:
+            await tickets.forget(opened.found)
+        raise
+    return job.id, response, headers_of(named, opened)
 
 
 def _add_retrieve(routes: APIRouter, ctx: GatewayContext, background: BackgroundResponses) -> None:

@@ -57,7 +57,18 @@ class KeptResponses:
         return record, msgspec.json.decode(record.value, type=Kept)
 
     async def finished(self, name: str, owner: str, items: bytes, response: bytes) -> None:
-        """Keep one that has ended."""
+        """Keep one that has ended, unless it is kept. One that is told again may find what a gateway had written when
+        it died. Conflict says that somebody else is at it."""
+        try:
+            await self._write_ended(name, owner, items, response)
+        except Conflict:
+            if await self._store.get(RESPONSES, name) is not None:
+                return
+            for log in (ITEMS, OUTPUT):
+                await self._store.drop(_log(name, log))
+            await self._write_ended(name, owner, items, response)
+
+    async def _write_ended(self, name: str, owner: str, items: bytes, response: bytes) -> None:
         await self._write(name, ITEMS, items)
         await self._write(name, OUTPUT, response)
         await self._put(name, owner, Kept(ended=True), ABSENT)

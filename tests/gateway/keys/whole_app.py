@@ -31,8 +31,8 @@ class App:
         self.gateway = gateway
         metrics = GatewayMetrics("m")
         health = Health(SessionClient(EngineAddress("unix:none"), metrics), metrics)
-        background = BackgroundResponses(gateway.context)
-        self.asgi: Any = create_app(gateway.context, health, metrics, background, Batches(gateway.context.store))
+        background, kept = BackgroundResponses(gateway.context), Batches(gateway.context.store)
+        self.asgi: Any = create_app(gateway.context, health, metrics, background, kept, gateway.tickets)
         self.admin = self.client(ADMIN)
 
     def client(self, key: str = "") -> httpx.AsyncClient:

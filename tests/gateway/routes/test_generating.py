@@ -12,6 +12,7 @@ from tests.gateway.fakes_engine import Script, breaking, failing, make_gateway, 
 
 from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.dialects.completions import COMPLETIONS
+from pagoda_gateway.generation import running
 from pagoda_gateway.routes import generating
 from pagoda_proto.errors import PagodaError
 
@@ -50,7 +51,7 @@ async def test_a_failure_has_its_dialects_shape(
     other = dataclasses.replace(COMPLETIONS, name="other", path=PATH, error=OTHER_ERRORS)
     gateway = make_gateway(tmp_path, script)
     gateway.error_shapes[PATH] = other.error
-    gateway.app.include_router(generating.router(gateway.context, [other]))
+    gateway.app.include_router(generating.router(gateway.context, gateway.tickets, [other]))
     response = await gateway.client.post(PATH, json={"prompt": "hello", "stream": stream} | fields)
     last = response.text.strip().split("\n\n")[-1].removeprefix("data: ")
     assert json.loads(last) == {"oh": said}
@@ -65,9 +66,9 @@ async def test_how_a_run_ended_is_logged_without_a_word_of_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, script: Script, outcome: str, stream: bool
 ) -> None:
     gateway = make_gateway(tmp_path, script)
-    with caplog.at_level("DEBUG", generating.__name__):
+    with caplog.at_level("DEBUG", running.__name__):
         await gateway.client.post("/v1/completions", json={"prompt": "hello", "stream": stream})
-    (line,) = [record.getMessage() for record in caplog.records if record.name == generating.__name__]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == running.__name__]
     assert line.startswith(f"cmpl-{gateway.engine.record.request_id} for ")
     assert f": {outcome}, " in line
     assert "hello" not in line

@@ -53,7 +53,7 @@ async def serving(gateway: Gateway) -> AsyncIterator[Running]:
     background = BackgroundResponses(gateway.context)
     background.start()
     try:
-        app = create_app(gateway.context, health, metrics, background, Batches(gateway.context.store))
+        app = create_app(gateway.context, health, metrics, background, Batches(gateway.context.store), gateway.tickets)
         async with running_http(app, gateway.context.config) as running:
             yield running
     finally:

@@ -38,6 +38,14 @@ async def test_events_of_any_size_are_numbered_one_by_one(store: SqliteStore) ->
         await kept.add_events(NAME, events[:1], 2)
 
 
+async def test_one_that_is_told_again_is_kept_once_whatever_its_first_gateway_had_written(store: SqliteStore) -> None:
+    kept = KeptResponses(store, 3600.0)
+    await store.append(f"response/{NAME}/items", [b"[1"])
+    for response in (b"{}", b"other"):
+        await kept.finished(NAME, "me", b"[]", response)
+    assert (await kept.items(NAME), await kept.response(NAME)) == ([], b"{}")
+
+
 async def test_what_is_left_of_one_that_expires_is_not_found(store: SqliteStore) -> None:
     kept = KeptResponses(store, 3600.0)
     await kept.finished(NAME, "me", b"[]", b"{}")

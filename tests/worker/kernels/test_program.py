@@ -74,7 +74,7 @@ def _norm_in(
 
 
 # Of the tokens new in each step: of a long prompt, of few rows, of as many as are normed by every thread and one more.
-STEPS = ({0: 300}, {0: 1, 1: 3}, {0: 1}, {0: 8}, {1: 9}, {0: 2, 1: 1, 2: 40})
+STEPS = ({0: 260}, {0: 1, 1: 3}, {0: 1}, {0: 8}, {1: 9}, {0: 2, 1: 1, 2: 40})
 
 
 def batches() -> Iterator[Batch]:

@@ -52,6 +52,18 @@ class Wrong(NativeOps):
             packed.panels[0, 0] ^= 64
         return packed
 
+    def activated_linear(self, x: torch.Tensor, packed: NativeLinear, activation: str) -> torch.Tensor:
+        return super().activated_linear(x, packed, "gelu" if self.fault == "activation" else activation)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> torch.Tensor:
+        return super().layer_norm(x, weight, None if self.fault == "shift" else bias, eps)
+
+    def moe(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        y = super().moe(x, *operands)
+        if self.fault == "experts" or (self.fault == "crowd" and len(x) == 1):
+            y[0, :3] += 1
+        return y
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return super().rms_norm(x, weight, eps) * (2 if self.fault == "norm" else 1)
 
@@ -86,7 +98,11 @@ class Wrong(NativeOps):
         ("segments", "linear", "segments of a linear layer are added wrongly"),
         ("gated", "linear", "gated layers are wrong"),
         ("scales", "linear", "linear layers are wrong (4 bits, activations 16, zeros)"),
+        ("activation", "linear", "layers with silu are wrong"),
+        ("experts", "linear", "experts are wrong"),
+        ("crowd", "linear", "what experts say of a row depends on its neighbours"),
         ("norm", "pointwise", "norms are wrong"),
+        ("shift", "pointwise", "layer norms are wrong"),
         ("attention", "attention", "attention is wrong"),
         ("cut", "attention", "depends on how a prompt is cut"),
         ("int8", "attention", "attention over int8 is wrong"),

@@ -45,6 +45,7 @@ NATIVE: dict[str, tuple[str, dict[str, Any]]] = {
 _FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.7, 2.0, 2.5], "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 16.0]}
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, **_FACTORS}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 _NO_KV_HEADS = {"num_key_value_heads": None}
 _NO_WIDTH = {**_NO_KV_HEADS, "intermediate_size": None}
 _GRANITE = {
@@ -65,6 +66,9 @@ NATIVE |= {
     "glm": ("glm", {"head_dim": 32}),
     "glm4": ("glm4", {"head_dim": 16}),
     "starcoder2": ("starcoder2", {"sliding_window": 40}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "stablelm": ("stablelm", {"head_dim": 16, "use_qkv_bias": True}),
+    "stablelm2": ("stablelm", {"use_parallel_residual": True, "num_attention_heads": 2}),
     "cohere": ("cohere", {"logit_scale": 0.5}),
     "cohere2": ("cohere2", {"sliding_window": 40, "num_hidden_layers": 4, "logit_scale": 0.5}),
     "gpt_neox": ("gpt_neox", {**_NO_KV_HEADS, "rope_parameters": {
@@ -74,19 +78,22 @@ NATIVE |= {
     "opt": ("opt", {**_NO_WIDTH, "ffn_dim": 96, "word_embed_proj_dim": 64}),
     "falcon": ("falcon", {**_NO_WIDTH, "num_kv_heads": 2, "new_decoder_architecture": True}),
     "falcon7b": ("falcon", {**_NO_WIDTH, "multi_query": True, "bias": True}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 40}),
+    "qwen2_moe": ("qwen2_moe", {**_MOE, "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": False,
+                                "shared_expert_intermediate_size": 64, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("qwen3_moe", {**_MOE, "num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "granite_moe": ("granitemoe", {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
 }  # fmt: skip
 # These ask kernels for everything that the others do, too: for tests that are too dear for all.
-KERNEL_FAMILIES = ["llama", "qwen2", "gemma2", "gemma3", "olmo3", "cohere2", "gpt_neox", "opt"]
-_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+KERNEL_FAMILIES = ["llama", "gemma2", "gemma3", "olmo3", "cohere2", "opt", "qwen2_moe"]
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_scaled": (
         "gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024, "scale_attn_by_inverse_layer_idx": True}
     ),
     "phi": ("phi", {}),
-    "stablelm": ("stablelm", {}),
     "olmo": ("olmo", {}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
-    "qwen3_moe": ("qwen3_moe", {**_MOE, "num_experts": 4}),
+    "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}),
     "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 40, "rope_parameters": _LLAMA3}),
 }  # fmt: skip
 

@@ -122,3 +122,98 @@ MILLIONS = {
     "Qwen3-0.6B": 596, "Qwen3-1.7B": 1721, "Qwen3-4B": 4022, "Qwen3-8B": 8191, "gemma-2-2b": 2614,
     "gemma-3-1b-it": 1000,
 }  # fmt: skip
+
+_LAYER_NORM = {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "tie_word_embeddings": False}
+
+
+def _other(architecture: str, sizes: dict[str, Any], **rest: Any) -> dict[str, Any]:
+    return _TRAINING | {"architectures": [architecture], "model_type": "another"} | sizes | rest
+
+
+def _rms(architecture: str, sizes: dict[str, Any], **rest: Any) -> dict[str, Any]:
+    family = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False}
+    return _other(architecture, sizes, **family | rest)
+
+
+_EXPERTS = {"output_router_logits": False, "router_aux_loss_coef": 0.001, "num_experts_per_tok": 8}
+_GRANITE = {
+    "attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0,
+    "attention_bias": False, "tie_word_embeddings": True, "rope_scaling": None, "rope_theta": 5000000.0,
+}  # fmt: skip
+_QWEN_EXPERTS = {
+    **_EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6, "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+}  # fmt: skip
+
+# Families beside Llama's, with millions of parameters.
+OTHERS: dict[str, tuple[dict[str, Any], int]] = {
+    "Phi-3-mini-4k-instruct": (
+        _rms("Phi3ForCausalLM", _sizes(3072, 8192, 32, (32, 32), 32064, 4096), sliding_window=2047, resid_pdrop=0.0,
+             embd_pdrop=0.0, original_max_position_embeddings=4096, rope_scaling=None, attention_bias=False), 3821
+    ),
+    "OLMo-2-0425-1B": (
+        _rms("Olmo2ForCausalLM", _sizes(2048, 8192, 16, (16, 16), 100352, 4096), rms_norm_eps=1e-6,
+             attention_bias=False, rope_scaling=None, rope_theta=500000), 1485
+    ),
+    "granite-3.1-2b-instruct": (
+        _rms("GraniteForCausalLM", _sizes(2048, 8192, 40, (32, 8), 49155, 131072), mlp_bias=False, **_GRANITE), 2534
+    ),
+    "granite-3.1-1b-a400m-instruct": (
+        _rms("GraniteMoeForCausalLM", _sizes(1024, 512, 24, (16, 8), 49155, 131072), num_local_experts=32,
+             **_EXPERTS | _GRANITE), 1335
+    ),
+    "SmolLM3-3B": (
+        _rms("SmolLM3ForCausalLM", _sizes(2048, 11008, 36, (16, 4), 128256, 65536), no_rope_layer_interval=4,
+             no_rope_layers=[1, 1, 1, 0] * 9, use_sliding_window=False, sliding_window=None, rope_theta=5000000.0,
+             attention_bias=False, mlp_bias=False, layer_types=["full_attention"] * 36, tie_word_embeddings=True), 3075
+    ),
+    "GLM-4-9B-0414": (
+        _rms("Glm4ForCausalLM", _sizes(4096, 13696, 40, (32, 2), 151552, 32768), head_dim=128, attention_bias=True,
+             partial_rotary_factor=0.5), 9400
+    ),
+    "starcoder2-3b": (
+        _other("Starcoder2ForCausalLM", _sizes(3072, 12288, 30, (24, 2), 49152, 16384), use_bias=True,
+               hidden_act="gelu_pytorch_tanh", norm_epsilon=1e-5, norm_type="layer_norm", mlp_type="default",
+               sliding_window=4096, residual_dropout=0.1, embedding_dropout=0.1, rope_theta=999999.4420358813), 3030
+    ),
+    "pythia-160m": (
+        _other("GPTNeoXForCausalLM", _sizes(768, 3072, 12, (12, 12), 50304, 2048) | {"num_key_value_heads": None},
+               rotary_emb_base=10000, rotary_pct=0.25, use_parallel_residual=True, **_LAYER_NORM), 162
+    ),
+    "gpt2": (
+        _other("GPT2LMHeadModel", {}, activation_function="gelu_new", attn_pdrop=0.1, layer_norm_epsilon=1e-5,
+               n_ctx=1024, n_embd=768, n_head=12, n_layer=12, n_positions=1024, vocab_size=50257,
+               summary_type="cls_index",
+               summary_use_proj=True, summary_first_dropout=0.1, task_specific_params={"text-generation": {}}), 124
+    ),
+    "opt-125m": (
+        _other("OPTForCausalLM", {}, activation_function="relu", do_layer_norm_before=True, ffn_dim=3072,
+               hidden_size=768, max_position_embeddings=2048, num_attention_heads=12, num_hidden_layers=12,
+               vocab_size=50272,
+               word_embed_proj_dim=768, _remove_final_layer_norm=False, layerdrop=0.0, init_std=0.02,
+               prefix="</s>"), 125
+    ),
+    "falcon-7b": (
+        _other("FalconForCausalLM", {}, alibi=False, bias=False, hidden_size=4544, layer_norm_epsilon=1e-5,
+               max_position_embeddings=2048, multi_query=True, new_decoder_architecture=False, num_attention_heads=71,
+               num_hidden_layers=32, parallel_attn=True, vocab_size=65024), 6922
+    ),
+    "Mixtral-8x7B-v0.1": (
+        _rms("MixtralForCausalLM", _sizes(4096, 14336, 32, (32, 8), 32000, 32768), num_local_experts=8,
+             rope_theta=1000000.0, sliding_window=None, **_EXPERTS | {"num_experts_per_tok": 2}), 46703
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        _rms("Qwen2MoeForCausalLM", _sizes(2048, 5632, 24, (16, 16), 151936, 8192), moe_intermediate_size=1408,
+             shared_expert_intermediate_size=5632, num_experts=60, norm_topk_prob=False, sliding_window=32768,
+             max_window_layers=21, **_QWEN_EXPERTS | {"num_experts_per_tok": 4}), 14316
+    ),
+    "Qwen3-30B-A3B": (
+        _rms("Qwen3MoeForCausalLM", _sizes(2048, 6144, 48, (32, 4), 151936, 40960), head_dim=128, num_experts=128,
+             moe_intermediate_size=768, norm_topk_prob=True, max_window_layers=48, attention_bias=False,
+             rope_scaling=None, sliding_window=None, **_QWEN_EXPERTS), 30532
+    ),
+    "OLMoE-1B-7B-0924": (
+        _rms("OlmoeForCausalLM", _sizes(2048, 1024, 16, (16, 16), 50304, 4096), num_experts=64, norm_topk_prob=False,
+             clip_qkv=None, attention_bias=False, rope_scaling=None, **_EXPERTS), 6919
+    ),
+}  # fmt: skip

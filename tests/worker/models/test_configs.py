@@ -30,7 +30,7 @@ BASE: dict[str, Any] = {
 }
 KINDS = [
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Olmo3", "Granite", "SmolLM3", "Glm",
-    "Glm4", "Starcoder2", "Cohere", "Cohere2", "GPTNeoX", "OPT", "Falcon",
+    "Glm4", "Starcoder2", "Cohere", "Cohere2", "GPTNeoX", "OPT", "Falcon", "Gemma", "StableLm",
 ]  # fmt: skip
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 
@@ -38,6 +38,7 @@ _LAYER_NORM = {"rms_norm_eps": None}
 _GPT = {**_LAYER_NORM, "num_key_value_heads": None}
 OWN: dict[str, dict[str, Any]] = {
     "Starcoder2": _LAYER_NORM,
+    "StableLm": _LAYER_NORM,
     "Cohere": _LAYER_NORM,
     "Cohere2": _LAYER_NORM,
     "GPTNeoX": _GPT,
@@ -80,6 +81,8 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
         ("Cohere2", {"use_parallel_block": False}, "use_parallel_block=False"),
         ("OPT", {"do_layer_norm_before": False}, "do_layer_norm_before=False"),
         ("OPT", {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32"),
+        ("Mixtral", {}, "'num_local_experts' is missing"),
+        ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0}, "not supported natively: clip_qkv"),
         ("Falcon", {"alibi": True}, "not supported natively: alibi"),
         ("Falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "is no Falcon"),
         ("Phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 8}}, "'longrope' needs long_factor"),
@@ -145,6 +148,13 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("Gemma2", {"head_dim": 16, "attn_logit_softcapping": -1.0}, "'attn_logit_softcapping' .* got -1"),
     ("Gemma2", {"head_dim": 16, "final_logit_softcapping": 0.0}, "'final_logit_softcapping' .* got 0"),
     ("Gemma3", {"head_dim": 16, "sliding_window_pattern": -6}, "'sliding_window_pattern' .* got -6"),
+    ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 5}, "'num_experts_per_tok' must be from 1 to 4, got 5"),
+    ("Mixtral", {"num_local_experts": 1025, "num_experts_per_tok": 2}, "'num_local_experts' must be from 1 to 1024"),
+    (
+        "Mixtral",
+        {"num_local_experts": 1000, "num_experts_per_tok": 2, "num_hidden_layers": 100},
+        "'num_local_experts'=1000 in each layer are more than 65536 in all",
+    ),
     ("Granite", {"residual_multiplier": 0.0}, "'residual_multiplier' must be from .* got 0"),
     ("Glm4", {"partial_rotary_factor": 0.01}, "turns 1 of 128 dimensions of a head"),
     ("GPTNeoX", {"rotary_pct": 2.0}, "turns 32 of 16 dimensions of a head"),
@@ -170,7 +180,7 @@ def test_what_no_model_can_mean_is_no_matter_for_the_fallback(kind: str, changes
 
 def test_heads_without_a_size_have_that_of_their_family() -> None:
     sizes = {kind: {layer.attention.head_dim for layer in read(kind).layers} for kind in KINDS}
-    assert sizes["Gemma2"] == sizes["Gemma3"] == {256}
+    assert sizes["Gemma"] == sizes["Gemma2"] == sizes["Gemma3"] == {256}
     assert sizes["Qwen3"] == sizes["Glm"] == sizes["Glm4"] == {128}
     assert sizes["Qwen2"] == sizes["Llama"] == {16}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.worker.fakes_spec import windows_of
-from tests.worker.models.published import MILLIONS, PUBLISHED
+from tests.worker.models.published import MILLIONS, OTHERS, PUBLISHED
 
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.checkpoints.rope import RopeShape
@@ -51,3 +51,12 @@ def test_what_families_turn_and_cut_by() -> None:
     assert windows_of(read("gemma-2-2b")) == (4096, None) * 13
     assert windows_of(read("gemma-3-1b-it")) == tuple(None if (i + 1) % 6 == 0 else 512 for i in range(26))
     assert read("gemma-3-1b-it").ropes == (RopeShape(theta=1e4, head_dim=256), RopeShape(theta=1e6, head_dim=256))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_families_beside_llama_are_native_and_as_large_as_published(name: str) -> None:
+    fields, millions = OTHERS[name]
+    spec = native_spec(fields["architectures"][0], fields)
+    assert round(sum(prod(shape) for shape in expected_tensors(spec).values()) / 1e6) == millions
+    with pytest.raises(UnsupportedConfig, match="unheard_of"):
+        native_spec(fields["architectures"][0], fields | {"unheard_of": 1})

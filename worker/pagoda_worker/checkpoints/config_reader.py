@@ -180,4 +180,4 @@ def check_sizes(fields: Mapping[str, Any]) -> None:
     for name in MOST.keys() & fields.keys():
         value = fields[name]
         if isinstance(value, int | float) and not isinstance(value, bool):
-            in_range("config.json", name, value, 1, MOST[name])
+            in_range("config.json", name, value, 0 if name == "sliding_window" else 1, MOST[name])

@@ -15,6 +15,8 @@ class Names:
             and "after_mlp" behind it; a role that is not named has no norm.
         qkv: Queries, keys and values, or the one matrix that holds them.
         up: Gate and up, or the one matrix that holds them; without a gate, up alone.
+        expert_up, expert_down: Of the experts of a layer; "{}" stands for one's number. Without it the name is that of
+            a tensor with the matrices of all, [experts, outputs, inputs].
         grouped: Rows of `qkv` go by KV head: its query heads, its key, its value.
         transposed: Matrices are stored [inputs, outputs].
     """
@@ -29,6 +31,12 @@ class Names:
     out: str = "self_attn.o_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    router: str = "mlp.gate"
+    expert_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+    expert_down: str = "mlp.experts.{}.down_proj"
+    shared_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_gate: str = "mlp.shared_expert_gate"
     norms: Mapping[str, str] = field(
         default_factory=lambda: {"attention": "input_layernorm", "mlp": "post_attention_layernorm"}
     )

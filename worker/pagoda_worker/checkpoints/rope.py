@@ -100,7 +100,8 @@ def _plain(theta: float, dims: int) -> torch.Tensor:
 
 def _theta_of(shape: RopeShape, length: int) -> float:
     longer = max(length, shape.original_max_position) / shape.original_max_position
-    return shape.theta * (shape.factor * longer - (shape.factor - 1)) ** (shape.dims / (shape.dims - 2))
+    stretched: float = shape.factor * longer - (shape.factor - 1)
+    return float(shape.theta * stretched ** (shape.dims / (shape.dims - 2)))
 
 
 def _blended(shape: RopeShape, plain: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,6 +17,9 @@ class Source(Protocol):
 
     def linear(self, name: str) -> Weight:
         """The matrix [N, K] of a linear layer: quantised, or in the run dtype."""
+
+    def experts(self, name: str) -> Iterator[Weight]:
+        """The matrices [N, K] of a tensor [E, N, K], as `linear` would have them."""
 
     def tied(self, embedding: torch.Tensor) -> Weight:
         """The embedding [V, H] as the output matrix."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pagoda_worker.checkpoints.names import LLAMA, Names
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.kernels.ops import AttentionShape
+from pagoda_worker.kernels.routing import Routing
 from pagoda_worker.kernels.segments import num_segments
 
 
@@ -26,12 +27,23 @@ class MlpShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoeShape:
+    """Experts with a gate, `width` I each, and what every token passes beside them: times a gate of its own, if any."""
+
+    routing: Routing
+    width: int  # I
+    activation: str = "silu"
+    shared: MlpShape | None = None
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSpec:
     """In which layers of one model may differ: how they attend, by which angles (if any), and what their MLP is."""
 
     attention: AttentionShape
     rope: RopeShape | None
-    mlp: MlpShape
+    mlp: MlpShape | MoeShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +94,8 @@ class DecoderSpec:
         """Into how many fall the inputs of `out` and `down`, of all layers alike; see `kernels.segments`."""
         attention = [layer.attention for layer in self.layers]
         attended = [one.num_heads * one.head_dim for one in attention]
-        return num_segments(
-            [*attended, *(layer.mlp.width for layer in self.layers)], [one.num_heads for one in attention]
-        )
+        dense = [mlp.width for layer in self.layers if (mlp := dense_mlp(layer)) is not None]
+        return num_segments([*attended, *dense], [one.num_heads for one in attention])
 
     @property
     def ropes(self) -> tuple[RopeShape, ...]:
@@ -95,6 +106,11 @@ class DecoderSpec:
     def reach(self) -> int:
         """The longest row that the rotary embeddings are made for."""
         return max(self.max_positions, *(rope.reach for rope in self.ropes), 0)
+
+
+def dense_mlp(layer: LayerSpec) -> MlpShape | None:
+    """What every token passes of it."""
+    return layer.mlp.shared if isinstance(layer.mlp, MoeShape) else layer.mlp
 
 
 # Buffers that older exports carry along; they hold nothing that config.json does not say.
@@ -143,25 +159,59 @@ def linear_layers(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
 
 
 def _layer_matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
-    names, hidden, middle, attention = spec.names, spec.hidden_size, layer.mlp.width, layer.attention
+    names, hidden, attention = spec.names, spec.hidden_size, layer.attention
     attended, kept = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
     outputs = dict(zip(names.qkv, (attended, kept, kept), strict=True)) if len(names.qkv) == 3 else {}
     outputs = outputs or {names.qkv[0]: attended + 2 * kept}
-    outputs |= dict.fromkeys(names.up, (2 if layer.mlp.gated else 1) * middle // len(names.up))
-    matrices = {part: (count, hidden) for part, count in outputs.items()}
-    return matrices | {names.out: (hidden, attended), names.down: (hidden, middle)}
+    matrices = {part: (count, hidden) for part, count in outputs.items()} | {names.out: (hidden, attended)}
+    if (dense := dense_mlp(layer)) is not None:
+        up, down = dense_names(names, layer)
+        matrices |= dict.fromkeys(up, ((2 if dense.gated else 1) * dense.width // len(up), hidden))
+        matrices[down] = (hidden, dense.width)
+    if isinstance(layer.mlp, MoeShape):
+        matrices |= _expert_matrices(names, layer.mlp, hidden)
+    return matrices
+
+
+def dense_names(names: Names, layer: LayerSpec) -> tuple[tuple[str, ...], str]:
+    """Of gate and up, and of down, of `dense_mlp`."""
+    moe = isinstance(layer.mlp, MoeShape)
+    return (names.shared_up, names.shared_down) if moe else (names.up, names.down)
+
+
+def _expert_matrices(names: Names, moe: MoeShape, hidden: int) -> dict[str, tuple[int, int]]:
+    """Of each expert, where each has matrices of its own."""
+    shapes = dict.fromkeys(names.expert_up, (2 * moe.width // len(names.expert_up), hidden))
+    shapes[names.expert_down] = (hidden, moe.width)
+    numbers = range(moe.routing.experts)
+    return {part.format(i): shape for part, shape in shapes.items() if "{}" in part for i in numbers}
+
+
+def _expert_tensors(names: Names, moe: MoeShape, hidden: int) -> dict[str, tuple[int, ...]]:
+    """What there is besides matrices that may be quantised."""
+    shapes: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (moe.routing.experts, hidden)}
+    if moe.shared_gate:
+        shapes[f"{names.shared_gate}.weight"] = (1, hidden)
+    if "{}" not in names.expert_down:
+        shapes[names.expert_up[0]] = (moe.routing.experts, 2 * moe.width, hidden)
+        shapes[names.expert_down] = (moe.routing.experts, hidden, moe.width)
+    return shapes
 
 
 def _layer_tensors(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
     names, hidden, matrices = spec.names, spec.hidden_size, _layer_matrices(spec, layer)
     biased = (names.qkv if spec.qkv_bias else ()) + ((names.out,) if spec.out_bias else ())
-    biased += (*names.up, names.down) if layer.mlp.bias else ()
+    if (dense := dense_mlp(layer)) is not None and dense.bias:
+        up, down = dense_names(names, layer)
+        biased += (*up, down)
     shapes: dict[str, tuple[int, ...]] = {
         f"{part}.weight": shape[::-1] if names.transposed else shape for part, shape in matrices.items()
     }
     shapes |= {f"{part}.bias": (matrices[part][0],) for part in biased}
     for norm in names.norms.values():
         shapes |= dict.fromkeys(norm_tensors(spec, norm), (hidden,))
+    if isinstance(layer.mlp, MoeShape):
+        shapes |= _expert_tensors(names, layer.mlp, hidden)
     heads = layer.attention.num_heads, layer.attention.num_kv_heads
     if spec.head_norms or spec.width_norms:
         counts = heads if spec.width_norms else (1, 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,9 @@ class EncoderSource:
     def linear(self, name: str) -> Weight:
         weight = self.plain.linear(name)
         return by_rows(weight, _turned) if name in self.turned else weight
+
+    def experts(self, name: str) -> Iterator[Weight]:
+        return self.plain.experts(name)
 
     def tied(self, embedding: torch.Tensor) -> Weight:
         return self.plain.tied(embedding)

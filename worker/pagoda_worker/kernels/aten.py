@@ -18,7 +18,7 @@ What keeps a row's bits its own, measured bit for bit by the tests:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.kernels.reference import HostOps, activated
+from pagoda_worker.kernels.routing import Beside, Routing, by_expert, choose, combine
 from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.library_choice import bfloat16_is_native
 
@@ -88,6 +89,26 @@ class AtenOps(HostOps):
         if width % VECTOR:  # rows are apart, so that vectors end where they do
             y = F.pad(y, (0, 1))[:, :width]
         return _by_slabs(y, width, activation, lambda part: activated(part, activation))
+
+    def pack_experts(self, experts: Iterable[tuple[Weight, Weight]], count: int) -> list[tuple[Packed, Packed]]:
+        return [(self.pack_gated(gate_up), self.pack_linear(down)) for gate_up, down in experts]
+
+    def moe(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        packed: Sequence[tuple[Packed, Packed]],
+        routing: Routing,
+        activation: str,
+        beside: Beside | None = None,
+    ) -> Tensor:
+        ids, weights = choose(logits, routing)
+
+        def product(expert: int, rows: Tensor) -> Tensor:
+            gate_up, down = packed[expert]
+            return self.linear(self.gated_linear(rows, gate_up, activation), down)
+
+        return combine(by_expert(x, ids, routing.experts, product), weights, beside)
 
     def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
         """A product in the run dtype is then widened: oneDNN's float32 output is not reachable from torch."""

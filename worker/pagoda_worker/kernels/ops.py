@@ -9,7 +9,7 @@ which the others are tested against.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -20,6 +20,7 @@ from torch import Tensor
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.quantized import Weight
+from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling.device_sampler import DeviceSampler, Upload
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
@@ -60,7 +61,7 @@ class HeadNorm:
         if not self.whole:
             return rms_norm(heads, self.weight, self.eps)
         sizes = [heads.shape[1] - kv_heads, kv_heads]
-        parts = zip(heads.split(sizes, 1), self.weight.split(sizes), strict=True)
+        parts = zip(torch.split(heads, sizes, 1), torch.split(self.weight, sizes), strict=True)
         flat = [rms_norm(part.flatten(1), weight.flatten(), self.eps) for part, weight in parts]
         return torch.cat(flat, 1).view(heads.shape)
 
@@ -155,6 +156,17 @@ class Ops(Protocol):
         """x [T, K] -> act(x W^T) [T, N], `packed` by `pack_linear`; activation is one of ACTIVATIONS.
 
         What is activated is rounded to the dtype of x, where a separate operation would round it.
+        """
+
+    def pack_experts(self, experts: Iterable[tuple[Weight, Weight]], count: int) -> Any:
+        """For each of `count` experts, gate above up [2 I, H] and down [H, I] -> a packed form of them all."""
+
+    def moe(
+        self, x: Tensor, logits: Tensor, packed: Any, routing: Routing, activation: str, beside: Beside | None = None
+    ) -> Tensor:
+        """x [T, H] through the experts that logits [T, E] float32 choose, as `routing` says -> [T, H].
+
+        Each product is rounded to the dtype of x, as those of linear layers are.
         """
 
     def logits(self, hidden: Tensor, packed: Any, softcap: float | None = None) -> Tensor:

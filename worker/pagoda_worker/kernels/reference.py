@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
+from pagoda_worker.kernels.routing import Beside, Routing, by_expert, choose, combine
 from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling import logprobs, sampler
@@ -89,6 +90,26 @@ class ReferenceOps(HostOps):
 
     def activated_linear(self, x: Tensor, packed: Plain, activation: str) -> Tensor:
         return activated(self.linear(x, packed), activation)
+
+    def pack_experts(self, experts: Iterable[tuple[Weight, Weight]], count: int) -> list[tuple[Plain, Plain]]:
+        return [(self.pack_gated(gate_up), self.pack_linear(down)) for gate_up, down in experts]
+
+    def moe(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        packed: Sequence[tuple[Plain, Plain]],
+        routing: Routing,
+        activation: str,
+        beside: Beside | None = None,
+    ) -> Tensor:
+        ids, weights = choose(logits, routing)
+
+        def product(expert: int, rows: Tensor) -> Tensor:
+            gate_up, down = packed[expert]
+            return self.linear(self.gated_linear(rows, gate_up, activation), down)
+
+        return combine(by_expert(x, ids, routing.experts, product), weights, beside)
 
     def logits(self, hidden: Tensor, packed: Plain, softcap: float | None = None) -> Tensor:
         logits = self.linear(hidden, packed).float()

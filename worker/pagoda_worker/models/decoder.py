@@ -14,7 +14,8 @@ from pagoda_worker.checkpoints.source import Source
 from pagoda_worker.checkpoints.spec import DecoderSpec
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation
-from pagoda_worker.models.linear import Linear, Mlp, Packer
+from pagoda_worker.models.linear import Linear, Packer
+from pagoda_worker.models.moe import Branch, load_mlp
 from pagoda_worker.models.norms import Norm, load_head_norm, load_norm
 from pagoda_worker.models.order import qkv_order
 from pagoda_worker.rows.batch import Batch
@@ -26,7 +27,7 @@ class Layer:
 
     qkv: Linear
     out: Linear
-    mlp: Mlp
+    mlp: Branch
     norms: dict[str, Norm]
     head_norm: HeadNorm | None
     attention: AttentionShape
@@ -161,10 +162,7 @@ def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> L
     return Layer(
         qkv=packer.pack(prefix, names.qkv, spec.qkv_bias, order=qkv_order(layer, names.grouped)),
         out=packer.pack(prefix, [names.out], spec.out_bias, segments=spec.segments),
-        mlp=Mlp(
-            packer.pack_up(prefix, names.up, layer.mlp),
-            packer.pack(prefix, [names.down], layer.mlp.bias, segments=spec.segments),
-        ),
+        mlp=load_mlp(spec, layer, packer, prefix),
         norms=norms,
         head_norm=load_head_norm(spec, layer, take, index),
         attention=layer.attention,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
+from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.source import Source, joined
 from pagoda_worker.checkpoints.spec import MlpShape
 from pagoda_worker.kernels.ops import Ops
@@ -81,6 +82,20 @@ class Packer:
         weight, bias, columns = self._joined(prefix, parts, mlp.bias, None)
         pack = self.ops.pack_gated if mlp.gated else self.ops.pack_linear
         return Linear(pack(weight, bias), columns, mlp.activation, mlp.gated)
+
+    def pack_experts(self, prefix: str, names: Names, count: int) -> Any:
+        """Gate and up, and down, of all experts of a layer."""
+        weights: Iterable[tuple[Weight, Weight]]
+        if "{}" in names.expert_down:
+            weights = (self._expert(prefix, names, expert) for expert in range(count))
+        else:
+            up, down = (self.source.experts(prefix + part) for part in (names.expert_up[0], names.expert_down))
+            weights = zip(up, down, strict=True)
+        return self.ops.pack_experts(weights, count)
+
+    def _expert(self, prefix: str, names: Names, expert: int) -> tuple[Weight, Weight]:
+        up = [self.source.linear(prefix + part.format(expert)) for part in names.expert_up]
+        return joined(up, self.dtype), self.source.linear(prefix + names.expert_down.format(expert))
 
     def _joined(
         self, prefix: str, parts: Sequence[str], biased: bool, order: Sequence[int] | None

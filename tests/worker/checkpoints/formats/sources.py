@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,9 @@ class PlainSource:
     def linear(self, name: str) -> Weight:
         return self.take(f"{name}.weight")
 
+    def experts(self, name: str) -> Iterator[Weight]:
+        return iter(self.take(name))
+
     def tied(self, embedding: torch.Tensor) -> Weight:
         return embedding
 
@@ -38,6 +41,9 @@ class WeightSource:
 
     def linear(self, name: str) -> Weight:
         return self.weights[name]
+
+    def experts(self, name: str) -> Iterator[Weight]:
+        return iter(self.tensors[name])
 
     def tied(self, embedding: torch.Tensor) -> Weight:
         return self.weights.get("lm_head", embedding)

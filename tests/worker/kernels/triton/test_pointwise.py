@@ -10,6 +10,7 @@ from tests.worker.kernels.triton.support import walking as ops
 
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import BackendError, HeadNorm, Rotation
+from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.kernels.triton.pointwise import act_mul
 
 BLOCK = 16
@@ -124,3 +125,31 @@ def test_linear_and_logits(bias: bool) -> None:
     assert torch.equal(ops.linear(x, packed), expected)
     half = ops.pack_linear(weight.bfloat16(), None)
     assert torch.equal(ops.logits(x.bfloat16(), half), ops.linear(x.bfloat16(), half))
+
+
+@pytest.mark.parametrize("tokens", [2, 9])  # few multiply copies of their experts, many pass all
+def test_experts(tokens: int) -> None:
+    routing, generator = Routing(experts=6, chosen=3, renormalised=False), torch.Generator().manual_seed(2)
+    up, down = torch.randn(6, 64, 32, generator=generator) / 6, torch.randn(6, 32, 32, generator=generator) / 6
+    x, logits = torch.randn(tokens, 32, generator=generator), torch.randn(tokens, 6, generator=generator)
+    beside, gate = torch.randn(tokens, 32, generator=generator), torch.randn(tokens, 1, generator=generator)
+    stacked = ops.pack_experts(zip(up.to(DEVICE), down.to(DEVICE), strict=True), 6)
+    wide = reference.pack_experts(zip(up.double(), down.double(), strict=True), 6)
+    there = [one.to(DEVICE) for one in (x, logits, beside, gate)]
+    got = ops.moe(there[0], there[1], stacked, routing, "silu", Beside(there[2], there[3]))
+    assert_close(got, reference.moe(x.double(), logits, wide, routing, "silu", Beside(beside.double(), gate)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_layer_norms(biased: bool, dtype: torch.dtype) -> None:
+    x, residual = ((torch.randn(7, 100) + 2).to(dtype).to(DEVICE) for _ in range(2))
+    weight, bias = torch.randn(100), torch.randn(100) if biased else None
+    wide = weight.double(), None if bias is None else bias.double()
+    on_device = weight.to(DEVICE), None if bias is None else bias.to(DEVICE)
+    whole = ops.layer_norm(x, *on_device, 1e-5)
+    assert_close(whole, reference.layer_norm(x.cpu().double(), *wide, 1e-5))
+    assert torch.equal(ops.layer_norm(x[4:6], *on_device, 1e-5), whole[4:6])
+    normed, total = ops.add_layer_norm(x.clone(), residual, *on_device, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, ops.layer_norm(total, *on_device, 1e-5))

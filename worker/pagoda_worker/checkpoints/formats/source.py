@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -95,10 +95,16 @@ class CheckpointSource:
         layers = self.formats.layers
         form = HEAD_FORMAT if layers is not None and name == self.head else layers
         stored = self.checkpoint.stored(f"{name}.weight")
-        plain = stored.t().contiguous() if name in self.transposed else stored
-        if form is None or not divides(form, self.shapes[name]):
-            return plain.to(device=self.device, dtype=self.dtype)
-        return quantized(plain.to(self.device), form)
+        return self._rounded(stored.t().contiguous() if name in self.transposed else stored, form)
+
+    def experts(self, name: str) -> Iterator[Weight]:
+        for matrix in self.checkpoint.stored(name):
+            yield self._rounded(matrix, self.formats.layers)
+
+    def _rounded(self, stored: torch.Tensor, form: Format | None) -> Weight:
+        if form is None or not divides(form, (stored.shape[0], stored.shape[1])):
+            return stored.to(device=self.device, dtype=self.dtype)
+        return quantized(stored.to(self.device), form)
 
     def tied(self, embedding: torch.Tensor) -> Weight:
         return embedding if self.formats.layers is None else quantized(embedding, HEAD_FORMAT)

@@ -41,7 +41,7 @@ LEVELS = (
     Level("avx512", 2, AVX512),
     Level("avx512vnni", 2, AVX512 + " -mavx512vnni"),
     Level("avx512bf16", 3, AVX512_BF16),
-    Level("amx", 3, AVX512_BF16 + " -mamx-tile -mamx-bf16 -mamx-int8"),
+    Level("amx", 3, AVX512_BF16 + " -mamx-tile -mamx-bf16 -mamx-int8 -mprfchw"),
 )
 
 

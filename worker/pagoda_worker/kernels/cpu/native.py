@@ -7,8 +7,8 @@ the same code either way, so both paths compute the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,24 +16,26 @@ from torch import Tensor
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.cores import placement
-from pagoda_worker.kernels.cpu import cache, sampling
+from pagoda_worker.kernels.cpu import cache, experts, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.operations import (
     Add,
     Attention,
     Embed,
-    Form,
     LayerNorm,
     Linear,
+    NativeLinear,
     Operation,
     RmsNorm,
     RopeKv,
+    Tape,
     program_of,
 )
 from pagoda_worker.kernels.cpu.program import Program, Recording
 from pagoda_worker.kernels.ops import ACTIVATIONS, AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
+from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.rows.batch import Batch, batch_of_spans
 from pagoda_worker.sampling.device_sampler import greedy_sampler
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
@@ -48,37 +50,12 @@ MAX_GROUP = 65536  # whole numbers of 8 times 8 bits that can be added up in 32
 BF16_FORM = (16, 16, 0, 0)
 
 
-class NativeLinear(NamedTuple):
-    """A matrix of n rows and k columns in panels, as `Library.pack` or `pack_quantized` makes them.
-
-    bias: As long as the panels have columns.
-    form: See `lib.quant_form`; weights of 16 bits are bfloat16.
-    segments: See `kernels.segments`.
-    """
-
-    panels: Tensor
-    bias: Tensor | None
-    n: int
-    k: int
-    form: Form
-    segments: int
-
-
 class NativePlan(NamedTuple):
     """What attention reads of a step. The tensors must live as long as its pointers are used."""
 
     block_tables: Tensor  # [B, max_blocks] int32
     query_starts: Tensor  # [B + 1] int32
     context_lens: Tensor  # [B] int32
-
-
-class Tape(Protocol):
-    """What happens to an operation, and where its result goes."""
-
-    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor: ...
-
-    def take(self, operation: Operation, **step: object) -> None:
-        """`step`: the fields of `lib.Step` that the operation reads."""
 
 
 class Immediate:
@@ -146,6 +123,24 @@ class NativeOps:
 
     def activated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
         return self._linear(x, packed, torch.bfloat16, -1 - ACTIVATIONS.index(activation))
+
+    def pack_experts(self, weights: Iterable[tuple[Weight, Weight]], count: int) -> experts.NativeExperts:
+        pairs = ((self.pack_gated(gate_up), self.pack_linear(down)) for gate_up, down in weights)
+        return experts.stacked(pairs, count)
+
+    def moe(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        packed: experts.NativeExperts,
+        routing: Routing,
+        activation: str,
+        beside: Beside | None = None,
+    ) -> Tensor:
+        if beside is not None:
+            beside = Beside(beside.product.contiguous(), beside.gate)
+        gated = 1 + ACTIVATIONS.index(activation)
+        return experts.run(self._tape, x.contiguous(), logits, packed, routing, gated, beside)
 
     def logits(self, hidden: Tensor, packed: NativeLinear, softcap: float | None = None) -> Tensor:
         """float32 straight from the accumulators."""

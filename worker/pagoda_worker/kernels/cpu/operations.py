@@ -8,12 +8,29 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NamedTuple, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Protocol, get_args, get_type_hints
 
+import torch
 from torch import Tensor
 
 Form = tuple[int, int, int, int]
 """The fields of a `QuantForm`."""
+
+
+class NativeLinear(NamedTuple):
+    """A matrix of n rows and k columns in panels, as `Library.pack` or `pack_quantized` makes them.
+
+    bias: As long as the panels have columns.
+    form: See `library.quant_form`; weights of 16 bits are bfloat16.
+    segments: See `kernels.segments`.
+    """
+
+    panels: Tensor
+    bias: Tensor | None
+    n: int
+    k: int
+    form: Form
+    segments: int
 
 
 class Embed(NamedTuple):
@@ -103,8 +120,71 @@ class Add(NamedTuple):
     by_position: int = 0
 
 
-Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add
-KINDS = (Embed, RmsNorm, Linear, RopeKv, Attention, LayerNorm, Add)  # in the order of `Kind`
+class Route(NamedTuple):
+    logits: Tensor
+    ids: Tensor
+    weights: Tensor
+    experts: int
+    chosen: int
+    renormalised: int
+    unused: int = 0
+
+
+class Sort(NamedTuple):
+    ids: Tensor
+    order: Tensor
+    experts: int
+    chosen: int
+
+
+class Gather(NamedTuple):
+    x: Tensor
+    order: Tensor
+    y: Tensor
+    dim: int
+    experts: int
+    chosen: int
+    unused: int = 0
+
+
+class Experts(NamedTuple):
+    x: Tensor
+    panels: Tensor
+    y: Tensor
+    order: Tensor
+    n: int
+    k: int
+    activation: int
+    experts: int
+    chosen: int
+    unused: int
+    form: Form
+
+
+class Combine(NamedTuple):
+    products: Tensor
+    order: Tensor
+    weights: Tensor
+    beside: Tensor | None
+    gate: Tensor | None
+    y: Tensor
+    dim: int
+    experts: int
+    chosen: int
+    unused: int = 0
+
+
+Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add | Route | Sort | Gather | Experts | Combine
+KINDS: tuple[type[Operation], ...] = get_args(Operation)  # in the order of `Kind`
+
+
+class Tape(Protocol):
+    """What happens to an operation, and where its result goes."""
+
+    def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor: ...
+
+    def take(self, operation: Operation, **step: object) -> None:
+        """`step`: the fields of `library.Step` that the operation reads."""
 
 
 def _struct(kind: type[tuple[Any, ...]]) -> type[ctypes.Structure]:

@@ -16,9 +16,10 @@ from pagoda_proto.params import SamplingParams
 from pagoda_worker.kernels.cpu.native import FORMS, GROUP, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.kv_cache import quantize as quantize_kv
-from pagoda_worker.kernels.ops import AttentionShape, Ops, Rotation
+from pagoda_worker.kernels.ops import ACTIVATIONS, AttentionShape, Ops, Rotation
 from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, by_rows, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
+from pagoda_worker.kernels.routing import Routing
 from pagoda_worker.rows.batch import batch_of_spans
 from pagoda_worker.rows.order import Ids
 from pagoda_worker.rows.penalties import Processing
@@ -55,7 +56,33 @@ def _linear_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
     weight = (torch.randn(OUT, HIDDEN, generator=generator) * HIDDEN**-0.5).bfloat16()
     bias = torch.randn(OUT, generator=generator).bfloat16()
     found = ((name, _form_problem(ops, x, form, bias)) for name, form in _forms(weight).items())
-    return next((f"{problem} ({name})" for name, problem in found if problem), None)
+    problem = next((f"{problem} ({name})" for name, problem in found if problem), None)
+    return problem or _activation_problem(ops, x, weight) or _experts_problem(ops, x, generator)
+
+
+def _activation_problem(ops: NativeOps, x: torch.Tensor, weight: torch.Tensor) -> str | None:
+    reference = ReferenceOps(ops.device)
+    packed, expected = ops.pack_linear(weight), reference.pack_linear(weight.double())
+    for activation in ACTIVATIONS:
+        wide = reference.activated_linear(x.double(), expected, activation)
+        if _differs(ops.activated_linear(x, packed, activation), wide):
+            return f"layers with {activation} are wrong"
+    return None
+
+
+def _experts_problem(ops: NativeOps, x: torch.Tensor, generator: torch.Generator) -> str | None:
+    reference, routing = ReferenceOps(ops.device), Routing(experts=5, chosen=2, renormalised=False)
+    logits = torch.randn(ROWS, routing.experts, generator=generator)
+    sizes = (routing.experts, 2 * HEADS * DIM, HIDDEN), (routing.experts, HIDDEN, HEADS * DIM)
+    stacks = [(torch.randn(size, generator=generator) * size[2] ** -0.5).bfloat16() for size in sizes]
+    packed = ops.pack_experts(zip(*stacks, strict=True), routing.experts)
+    expected = reference.pack_experts(zip(*(stack.double() for stack in stacks), strict=True), routing.experts)
+    y = ops.moe(x, logits, packed, routing, "silu")
+    if _differs(y, reference.moe(x.double(), logits, expected, routing, "silu")):
+        return "experts are wrong"
+    if not torch.equal(ops.moe(x[4:5], logits[4:5], packed, routing, "silu")[0], y[4]):
+        return "what experts say of a row depends on its neighbours"
+    return None
 
 
 def _forms(weight: torch.Tensor) -> dict[str, Weight]:
@@ -94,6 +121,9 @@ def _pointwise_problem(ops: NativeOps, generator: torch.Generator) -> str | None
     norm = torch.linspace(0.5, 1.5, HIDDEN)
     if _differs(ops.rms_norm(x, norm, 1e-5), ReferenceOps(ops.device).rms_norm(x.double(), norm, 1e-5)):
         return "norms are wrong"
+    layer = ReferenceOps(ops.device).layer_norm(x.double(), norm, norm, 1e-5)
+    if _differs(ops.layer_norm(x, norm, norm, 1e-5), layer):
+        return "layer norms are wrong"
     return None
 
 

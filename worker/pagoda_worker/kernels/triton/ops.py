@@ -9,7 +9,7 @@ product of fixed tiles. Until such a choice exists a row's bits may depend on th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.kernels.reference import activated
+from pagoda_worker.kernels.routing import Beside, Routing, choose, combine
 from pagoda_worker.kernels.triton import pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
@@ -108,6 +109,36 @@ class TritonOps:
 
     def activated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
         return activated(self.linear(x, packed), activation)
+
+    def pack_experts(self, experts: Iterable[tuple[Weight, Weight]], count: int) -> tuple[Tensor, Tensor]:
+        """Gate and up of all [E, 2 I, H], and down [E, H, I]."""
+        packed = [(self.pack_gated(gate_up).weight, self.pack_linear(down).weight) for gate_up, down in experts]
+        return torch.stack([gate_up for gate_up, _ in packed]), torch.stack([down for _, down in packed])
+
+    def moe(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        packed: tuple[Tensor, Tensor],
+        routing: Routing,
+        activation: str,
+        beside: Beside | None = None,
+    ) -> Tensor:
+        """Without a look at which experts are chosen, so that it can be recorded; made of products by torch.
+
+        Few tokens multiply copies of their experts, many pass all experts.
+        """
+        (gate_up, down), (ids, weights) = packed, choose(logits, routing)
+        if ids.numel() <= routing.experts:
+            chosen, rows = ids.flatten(), x.repeat_interleave(routing.chosen, 0)
+            middle = pointwise.act_mul(torch.bmm(gate_up[chosen], rows.unsqueeze(2)).squeeze(2), activation)
+            products = torch.bmm(down[chosen], middle.unsqueeze(2)).view(*ids.shape, -1)
+            return combine(products, weights, beside)
+        products = x.new_zeros(*ids.shape, x.shape[1])
+        for expert in range(routing.experts):
+            found = F.linear(pointwise.act_mul(F.linear(x, gate_up[expert]), activation), down[expert])
+            products = torch.where((ids == expert).unsqueeze(2), found.unsqueeze(1), products)
+        return combine(products, weights, beside)
 
     def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
         logits = self.linear(hidden, packed)

@@ -1,8 +1,8 @@
-"""Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786).
+"""Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and the text model of Gemma 3 (arXiv 2503.19786).
 
-Both scale embeddings by sqrt(hidden size), store norm weights minus one, norm each branch before and after, and let
-local layers alternate with global ones. Gemma 2 caps scores and logits; Gemma 3 norms heads and turns its local and
-global layers by different angles.
+All scale embeddings by sqrt(hidden size) and store norm weights minus one. The later two norm each branch before and
+after, and let local layers alternate with global ones. Gemma 2 caps scores and logits; Gemma 3 norms heads and turns
+its local and global layers by different angles.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pagoda_worker.checkpoints.config_reader import ConfigReader, UnsupportedConfig
+from pagoda_worker.checkpoints.config_reader import GATED, ConfigReader, UnsupportedConfig
 from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.rope_fields import RopeDefaults, read_rope, read_two_ropes
-from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape
 from pagoda_worker.models.families.llama import attention_of, common_fields, layers_of, mlp_of
 
 NAMES = Names(
@@ -36,7 +36,6 @@ def _gemma_fields(config: ConfigReader) -> dict[str, Any]:
     return common | {
         "qkv_bias": bias,
         "out_bias": bias,
-        "names": NAMES,
         "norm_offset": 1.0,
         "embed_scale": common["hidden_size"] ** 0.5,
         "final_softcap": config.maybe_positive("final_logit_softcapping"),
@@ -58,14 +57,25 @@ def _layers(
     return layers_of(config.layer_windows(window, kinds), attention, mlp, *ropes(config, attention.head_dim))
 
 
+def read_gemma(config: ConfigReader) -> DecoderSpec:
+    attention = attention_of(config, default_head_dim=256)
+    # The first releases say gelu and mean what all others call by its name.
+    activation = config.activation("hidden_activation", "hidden_act", known=GATED | {"gelu": "gelu_tanh"})
+    mlp = MlpShape(width=config.size("intermediate_size"), activation=activation)
+    windows = (None,) * config.size("num_hidden_layers")
+    layers = layers_of(windows, attention, mlp, read_rope(config, attention.head_dim))
+    return DecoderSpec(**_gemma_fields(config), layers=layers)
+
+
 def read_gemma2(config: ConfigReader) -> DecoderSpec:
     layers = _layers(config, 2, lambda config, head_dim: [read_rope(config, head_dim)])
-    return DecoderSpec(**_gemma_fields(config), layers=layers)
+    return DecoderSpec(**_gemma_fields(config), names=NAMES, layers=layers)
 
 
 def read_gemma3(config: ConfigReader) -> DecoderSpec:
     period = config.maybe_size("sliding_window_pattern") or config.maybe_size("_sliding_window_pattern") or 6
-    return DecoderSpec(**_gemma_fields(config), layers=_layers(config, period, _global_and_local), head_norms=True)
+    layers = _layers(config, period, _global_and_local)
+    return DecoderSpec(**_gemma_fields(config), names=NAMES, layers=layers, head_norms=True)
 
 
 def _global_and_local(config: ConfigReader, head_dim: int) -> tuple[RopeShape, RopeShape]:

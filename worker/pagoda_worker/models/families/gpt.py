@@ -78,6 +78,7 @@ def read_gpt2(config: ConfigReader) -> DecoderSpec:
 
 def read_opt(config: ConfigReader) -> DecoderSpec:
     """OPT (arXiv 2205.01068), but for the 350M model, which norms behind its branches."""
+    config.ignore("prefix")  # of a prompt, which its tokenizer puts there
     config.choice("do_layer_norm_before", True)
     config.choice("layer_norm_elementwise_affine", True)
     config.choice("word_embed_proj_dim", hidden := config.size("hidden_size"))

@@ -10,7 +10,12 @@ from pagoda_worker.models.families.llama import read_llama
 
 
 def read_granite(config: ConfigReader) -> DecoderSpec:
-    spec, scale = read_llama(config), config.positive("attention_multiplier", 1.0)
+    return scaled(config, read_llama(config))
+
+
+def scaled(config: ConfigReader, spec: DecoderSpec) -> DecoderSpec:
+    """With the multipliers of the file."""
+    scale = config.positive("attention_multiplier", 1.0)
     return replace(
         spec,
         layers=tuple(replace(layer, attention=replace(layer.attention, scale=scale)) for layer in spec.layers),

@@ -10,9 +10,11 @@ from pagoda_worker.models.families.llama import attention_of, common_fields, lay
 
 def _windows(config: ConfigReader) -> tuple[int | None, ...]:
     """Layers from `max_window_layers` on slide, if `use_sliding_window`."""
-    window, full = config.maybe_size("sliding_window"), config.take("max_window_layers", int, 28)
-    if not config.take("use_sliding_window", bool, False):
-        window = None
+    window, full = None, config.take("max_window_layers", int, 28)
+    if config.take("use_sliding_window", bool, False):
+        window = config.maybe_size("sliding_window")
+    else:
+        config.ignore("sliding_window")  # which some files then have as 0
     layers = range(config.size("num_hidden_layers"))
     sliding = ["sliding_attention" if window is not None and i >= full else "full_attention" for i in layers]
     return config.layer_windows(window, sliding)
@@ -27,11 +29,11 @@ def read_qwen2(config: ConfigReader) -> DecoderSpec:
     return DecoderSpec(**common_fields(config), layers=_layers(config), qkv_bias=True)
 
 
-def read_qwen3(config: ConfigReader) -> DecoderSpec:
+def read_qwen3(config: ConfigReader, default_head_dim: int = 128) -> DecoderSpec:
     bias = config.take("attention_bias", bool, False)
     return DecoderSpec(
         **common_fields(config),
-        layers=_layers(config, default_head_dim=128),
+        layers=_layers(config, default_head_dim),
         qkv_bias=bias,
         out_bias=bias,
         head_norms=True,

@@ -18,23 +18,20 @@ constexpr int PANEL_STRIDE = 128;          // bytes between words of K, of which
 // the panel. They are given back at the end: while they are in use the system saves them with every switch.
 class Tiles {
  public:
-  explicit Tiles(int rows) : lower(rows > TILE_ROWS) {
+  // For so many rows in all. Of more than sixteen those of a tile are always sixteen, of which the last may be nobody's.
+  explicit Tiles(int rows) {
     Shape shape = {};
     shape.palette = 1;
-    const int upper_rows = lower ? TILE_ROWS : rows;
-    const int height[8] = {upper_rows, upper_rows, rows - upper_rows, rows - upper_rows,
-                           upper_rows, rows - upper_rows, TILE_ROWS, TILE_ROWS};
+    const int height = rows < TILE_ROWS ? rows : TILE_ROWS;
     for (int t = 0; t < 8; ++t) {
-      shape.rows[t] = (uint8_t)height[t];
-      shape.row_bytes[t] = height[t] ? 4 * TILE_WORDS : 0;
+      shape.rows[t] = (uint8_t)(t < 6 ? height : TILE_ROWS);
+      shape.row_bytes[t] = 4 * TILE_WORDS;
     }
     asm volatile("" : : "r"(&shape) : "memory");  // all of it is read, which the next line does not tell every compiler
     _tile_loadconfig(&shape);
   }
   Tiles(const Tiles&) = delete;
   ~Tiles() { _tile_release(); }
-
-  const bool lower;  // whether there are more than sixteen rows
 
  private:
   struct alignas(64) Shape {
@@ -44,13 +41,34 @@ class Tiles {
   };
 };
 
-// What the tiles read later, `step` bytes for each product; nothing if that is 0.
+// What the tiles read later, `step` bytes for each product: of a single block of rows the same panel, a little ahead; of
+// several the next panel, into a cache that has room for both.
 struct TileAhead {
   const char* at;
   size_t step;
-  PAGODA_INLINE_MEMBER void fetch() {
-    for (const char* to = at + step; at < to; at += 64) prefetch(at);
+  bool single;
+
+  PAGODA_INLINE_MEMBER TileAhead(const void* panel, size_t bytes, size_t product_bytes, int rows, int distance) {
+    const size_t blocks = (size_t)(rows + TILE_BLOCK - 1) / TILE_BLOCK;
+    single = blocks == 1;
+    step = product_bytes / blocks / 64 * 64;
+    at = (const char*)panel + (single ? (size_t)distance : bytes);
   }
+  PAGODA_INLINE_MEMBER void fetch() {
+    if (single) for (const char* to = at + step; at < to; at += 64) prefetch(at);
+    else for (const char* to = at + step; at < to; at += 64) prefetch_later(at);
+  }
+  // Past what of the same panel is no product.
+  PAGODA_INLINE_MEMBER void skip(size_t bytes) {
+    if (single) at += bytes;
+  }
+};
+
+// Where the rows of tiles are: of the upper one at `at`, `stride` bytes apart; of the lower one so much further; and those of
+// the next product a step on.
+struct TileRows {
+  const char* at;
+  size_t stride, lower, step;
 };
 
 // Of pairs of bf16, or of bytes: signed ones of rows with unsigned ones of the panel. A macro, as the compiler's own wants
@@ -59,45 +77,76 @@ struct TileAhead {
   if constexpr (bytes) _tile_dpbsud(c, a, b);    \
   else _tile_dpbf16ps(c, a, b)
 
-// sums [rows][32] = so many products of sixteen words, of rows that lie `stride` bytes apart.
-template <bool BYTES, bool LOWER>
-static void tile_sums(const char* a, size_t stride, const char* panel, int products, TileAhead& ahead, void* sums) {
+// sums [rows][32] = so many products of sixteen words, or what they were and these; with LOWER of more than sixteen rows.
+template <bool BYTES, bool LOWER, bool BEGIN>
+static void tile_sums(TileRows a, const char* panel, int products, TileAhead& ahead, void* sums) {
   asm volatile("" ::: "memory");  // what was written before is read: loads of tiles do not say so to the compiler
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (LOWER) {
-    _tile_zero(2);
-    _tile_zero(3);
+  char *upper = (char*)sums, *lower = upper + TILE_ROWS * PANEL_STRIDE;
+  constexpr int HALF = PANEL_STRIDE / 2;
+  if constexpr (BEGIN) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (LOWER) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  } else {
+    _tile_loadd(0, upper, PANEL_STRIDE);
+    _tile_loadd(1, upper + HALF, PANEL_STRIDE);
+    if constexpr (LOWER) {
+      _tile_loadd(2, lower, PANEL_STRIDE);
+      _tile_loadd(3, lower + HALF, PANEL_STRIDE);
+    }
   }
-  for (int i = 0; i < products; ++i, a += 4 * TILE_WORDS, panel += TILE_WORDS * PANEL_STRIDE) {
-    _tile_loadd(4, a, stride);
+  for (int i = 0; i < products; ++i, a.at += a.step, panel += TILE_WORDS * PANEL_STRIDE) {
+    _tile_loadd(4, a.at, a.stride);
     _tile_loadd(6, panel, PANEL_STRIDE);
-    _tile_loadd(7, panel + PANEL_STRIDE / 2, PANEL_STRIDE);
+    _tile_loadd(7, panel + HALF, PANEL_STRIDE);
     ahead.fetch();
     PAGODA_TILE_PRODUCT(BYTES, 0, 4, 6);
     PAGODA_TILE_PRODUCT(BYTES, 1, 4, 7);
     if constexpr (LOWER) {
-      _tile_loadd(5, a + TILE_ROWS * stride, stride);
+      _tile_loadd(5, a.at + a.lower, a.stride);
       PAGODA_TILE_PRODUCT(BYTES, 2, 5, 6);
       PAGODA_TILE_PRODUCT(BYTES, 3, 5, 7);
     }
   }
-  char* to = (char*)sums;
-  _tile_stored(0, to, PANEL_STRIDE);
-  _tile_stored(1, to + PANEL_STRIDE / 2, PANEL_STRIDE);
+  _tile_stored(0, upper, PANEL_STRIDE);
+  _tile_stored(1, upper + HALF, PANEL_STRIDE);
   if constexpr (LOWER) {
-    to += TILE_ROWS * PANEL_STRIDE;
-    _tile_stored(2, to, PANEL_STRIDE);
-    _tile_stored(3, to + PANEL_STRIDE / 2, PANEL_STRIDE);
+    _tile_stored(2, lower, PANEL_STRIDE);
+    _tile_stored(3, lower + HALF, PANEL_STRIDE);
   }
 }
 
 template <bool BYTES>
-PAGODA_INLINE void tile_sums(const Tiles& tiles, const void* a, size_t stride, const void* panel, int products,
-                             TileAhead& ahead, void* sums) {
-  if (tiles.lower) tile_sums<BYTES, true>((const char*)a, stride, (const char*)panel, products, ahead, sums);
-  else tile_sums<BYTES, false>((const char*)a, stride, (const char*)panel, products, ahead, sums);
+PAGODA_INLINE void tile_sums(int rows, bool begin, const TileRows& a, const void* panel, int products, TileAhead& ahead,
+                             void* sums) {
+  const char* words = (const char*)panel;
+  if (rows > TILE_ROWS) {
+    if (begin) tile_sums<BYTES, true, true>(a, words, products, ahead, sums);
+    else tile_sums<BYTES, true, false>(a, words, products, ahead, sums);
+  } else {
+    if (begin) tile_sums<BYTES, false, true>(a, words, products, ahead, sums);
+    else tile_sums<BYTES, false, false>(a, words, products, ahead, sums);
+  }
 }
+
+// Rows as tiles read them one after the other: of sixteen rows a product's 64 bytes each, then the next product's. So they are
+// one stream, and no two rows meet in a set of a cache because of how long rows are.
+struct TileOrder {
+  size_t row_bytes;  // a multiple of 64
+
+  static constexpr size_t PRODUCT = 64;
+  PAGODA_INLINE_MEMBER size_t total(int rows) const { return (size_t)(rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * row_bytes; }
+  PAGODA_INLINE_MEMBER size_t at(int row, size_t byte) const {
+    const size_t tile = ((size_t)(row / TILE_ROWS) * row_bytes + byte / PRODUCT * PRODUCT) * TILE_ROWS;
+    return tile + (size_t)(row % TILE_ROWS) * PRODUCT + byte % PRODUCT;
+  }
+  PAGODA_INLINE_MEMBER TileRows tile(const void* rows, int row, int product) const {
+    return {(const char*)rows + at(row, (size_t)product * PRODUCT), PRODUCT, TILE_ROWS * row_bytes, TILE_ROWS * PRODUCT};
+  }
+};
 
 }  // namespace PAGODA_NS
 #endif

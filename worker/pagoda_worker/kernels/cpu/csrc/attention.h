@@ -5,104 +5,11 @@
 // the batch, so a row's bits are the same in prefill, in decode and after a prefix hit. Nor does it depend on who computes
 // a split: where there is little else to do, threads share a row's splits, and the last to be done merges them, in the
 // same order by the same arithmetic (see shares.h).
-//
-// Cache layout, readable by the micro-kernel without repacking (tokens of a block and kv head lie together, 16 to a group):
-//   keys    [block][kv head][block_size/16][head_dim/2][16]   pairs of neighbouring dims
-//   values  [block][kv head][block_size/2][head_dim]          pairs of neighbouring tokens
-// In int8 the same with fours instead of pairs, and every token has a scale:
-//   scales  [block][kv head][block_size]
-//
-// Keys and values in int8 are multiplied in whole numbers. What they meet is rounded to 16 bits, a query by its largest
-// number and the probabilities of a split, times the scales of the values, by the largest of these: finer than bf16 is
-// where it counts. Their sums are exact (a split or a head has at most 256 products of 127 * 32767).
 #pragma once
 
-#include "linear.h"
+#include "attention_cells.h"
 
 namespace PAGODA_NS {
-
-constexpr int SPLIT = 256;
-constexpr int SPLIT_GROUPS = SPLIT / 16;
-constexpr int LINES = 48;  // of a work item, at most: one read of keys and values from memory serves them all
-constexpr int AHEAD = 4;   // groups of keys between the one computed with and the one prefetched
-constexpr float MASKED = -1e30f;
-constexpr float LARGEST_SHORT = 32767.0f;
-
-// By what numbers up to `largest` become whole ones of 16 bits; nothing, if there is none or one that is no number.
-PAGODA_INLINE f16 short_factor(float largest) { return set1(largest >= FAINT ? LARGEST_SHORT / largest : 0.0f); }
-
-struct AttentionArgs : AttentionOp {
-  const int32_t* block_tables;  // [rows, max_blocks]
-  const int32_t* query_starts;  // [rows + 1]
-  const int32_t* context_lens;  // [rows]
-  int max_blocks;
-};
-
-// The keys, or the values, of one kv head in one split, by groups of 16 tokens.
-struct Cells {
-  const uint32_t* words[SPLIT_GROUPS];
-  const uint32_t* ahead[SPLIT_GROUPS];  // what is read a little later. Blocks lie anywhere: the hardware cannot foresee it
-  const float* scales[SPLIT_GROUPS];
-};
-
-// What meets keys and values, as tiles of NUMBERS read it.
-template <typename NUMBERS>
-struct Operands {
-  typename NUMBERS::Number q[LINES][256], probs[MAX_ROWS][SPLIT];
-};
-
-// A line is one (token, head of the group). Its queries lie `lda` apart only within a token, so lines are gathered.
-struct AttentionScratch {
-  Operands<Bf16> pairs;
-  Operands<Int16Bytes> fours;
-  int position[LINES];
-  int length;         // of the row, in tokens
-  const float* bias;  // of the head, at the key that is the query itself; or null
-  float query_scales[LINES], prob_scales[MAX_ROWS];  // of fours
-  float scores[MAX_ROWS][SPLIT], peaks[MAX_ROWS][16];
-  float acc[LINES][256], top[LINES], sum[LINES];  // running, of each line
-  Cells keys, values;
-};
-PAGODA_INLINE Operands<Bf16>& operands(AttentionScratch& s, Bf16) { return s.pairs; }
-PAGODA_INLINE Operands<Int16Bytes>& operands(AttentionScratch& s, Int16Bytes) { return s.fours; }
-
-// Tokens [first, last) of the split that begins at `from`: what the lines [line, line + rows) of a tile see of it.
-struct View {
-  int line, from, first, last;
-};
-
-// After the last token that somebody at `position` in a row of `length` tokens sees.
-PAGODA_INLINE int end_seen(const AttentionArgs& a, int position, int length) {
-  if (a.causal) return position + 1;
-  return a.window && position + a.window < length ? position + a.window : length;
-}
-
-// Where the 16 tokens from `token` on lie in one layer's cache, in tokens.
-PAGODA_INLINE size_t place(const AttentionArgs& a, const int32_t* table, int head, int token) {
-  return ((size_t)table[token / a.kv.block_size] * a.kv.heads + head) * a.kv.block_size + token % a.kv.block_size;
-}
-PAGODA_INLINE const uint32_t* stored(const AttentionArgs& a, const void* cache, size_t place) {
-  return (const uint32_t*)((const char*)cache + place * a.kv.dim * (a.kv.k_scales ? 1 : 2));
-}
-
-// Finds groups [first, last) of the split that begins at `from`, of a context of `end` tokens.
-static void locate(const AttentionArgs& a, const int32_t* table, int head, int from, int first, int last, int end,
-                   Cells& keys, Cells& values) {
-  for (int g = first; g < last; ++g) {
-    const size_t at = place(a, table, head, from + 16 * g);
-    keys.words[g] = stored(a, a.kv.keys, at);
-    values.words[g] = stored(a, a.kv.values, at);
-    if (!a.kv.k_scales) continue;
-    keys.scales[g] = a.kv.k_scales + at;
-    values.scales[g] = a.kv.v_scales + at;
-  }
-  for (int g = first; g < last; ++g) {  // after the keys come the values, and then the keys of the next split
-    const int over = g + AHEAD - last, token = from + SPLIT + 16 * over;
-    const bool inside = over < 0, more = token < end;
-    keys.ahead[g] = inside ? keys.words[g + AHEAD] : values.words[first + over < last ? first + over : first];
-    values.ahead[g] = inside ? values.words[g + AHEAD] : more ? stored(a, a.kv.keys, place(a, table, head, token)) : values.words[g];
-  }
-}
 
 // Products -> scores of lines [0, rows) and tokens [begin, end), masked unless all are seen by all, and each line's maxima
 // by lane.
@@ -333,19 +240,27 @@ static void merge_tile(const AttentionArgs& a, int line, int rows, const Part& p
       merge_values(&s.acc[line + r][d], load(part.values + (size_t)(line + r) * a.kv.dim + d), scale_old[r], scale_new[r]);
 }
 
+// Scores of a tile of lines -> probabilities, and their sums to `part` or beside the running ones.
+template <typename NUMBERS>
+PAGODA_INLINE void tile_softmax(const View& v, int rows, const Part* part, AttentionScratch& s, float (&scale_old)[16],
+                                float (&scale_new)[16]) {
+  float top[16] = {}, total[16] = {};
+  for (int r = 0; r + 1 < rows; r += 2) split_softmax<NUMBERS, 2>(v, r, s, top + r, total + r);
+  if (rows % 2) split_softmax<NUMBERS, 1>(v, rows - 1, s, top + rows - 1, total + rows - 1);
+  if (part) {
+    memcpy(part->top + v.line, top, sizeof(float) * (size_t)rows);
+    memcpy(part->sum + v.line, total, sizeof(float) * (size_t)rows);
+  } else {
+    merge_sums(s, v.line, rows, top, total, scale_old, scale_new);
+  }
+}
+
 // A tile of lines over a split, into the running accumulators or into `part`.
 template <typename NUMBERS, int ROWS>
 static void attend_tile(const AttentionArgs& a, const View& v, const Part* part, AttentionScratch& s) {
+  float scale_old[16], scale_new[16];
   split_scores<NUMBERS, ROWS>(a, v, s);
-  float top[16] = {}, total[16] = {}, scale_old[16], scale_new[16];
-  for (int r = 0; r + 1 < ROWS; r += 2) split_softmax<NUMBERS, 2>(v, r, s, top + r, total + r);
-  if (ROWS % 2) split_softmax<NUMBERS, 1>(v, ROWS - 1, s, top + ROWS - 1, total + ROWS - 1);
-  if (part) {
-    memcpy(part->top + v.line, top, sizeof(float) * ROWS);
-    memcpy(part->sum + v.line, total, sizeof(float) * ROWS);
-  } else {
-    merge_sums(s, v.line, ROWS, top, total, scale_old, scale_new);
-  }
+  tile_softmax<NUMBERS>(v, ROWS, part, s, scale_old, scale_new);
   // Few rows leave registers for wide tiles, which read values as one stream instead of in several passes.
   int d = 0;
   if constexpr (ROWS * 8 <= ACCUMULATORS)
@@ -355,6 +270,10 @@ static void attend_tile(const AttentionArgs& a, const View& v, const Part* part,
   constexpr int GROUPS = groups_of(ROWS, 2);
   for (; d < a.kv.dim; d += 16 * GROUPS) split_values<NUMBERS, ROWS, GROUPS>(a, v, d, scale_old, scale_new, part, s);
 }
+
+}  // namespace PAGODA_NS
+#include "attention_tiles.h"
+namespace PAGODA_NS {
 
 // The first token that somebody from `position` on sees, down to where a tile of scores may begin.
 PAGODA_INLINE int first_seen(const AttentionArgs& a, int position) {
@@ -373,7 +292,7 @@ PAGODA_INLINE Splits splits_between(const AttentionArgs& a, int first_position, 
 // Positions ascend, so a tile sees no less of the end than the one before it, and no more of the beginning.
 template <typename F>
 PAGODA_INLINE void each_tile(const AttentionArgs& a, const AttentionScratch& s, int count, int from, F&& f) {
-  const int tiles = (count + MAX_ROWS - 1) / MAX_ROWS;
+  const int most = by_tiles(a) ? TILE_LINES : MAX_ROWS, tiles = (count + most - 1) / most;
   for (int t = 0; t < tiles; ++t) {
     const int line = count * t / tiles, next = count * (t + 1) / tiles;
     const int seen = first_seen(a, s.position[line]), after = end_seen(a, s.position[next - 1], s.length);
@@ -388,6 +307,12 @@ static void attend_split(const AttentionArgs& a, int count, const int32_t* table
   const int begin = first_seen(a, s.position[0]), end = end_seen(a, s.position[count - 1], s.length), from = split * SPLIT;
   const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
   locate(a, table, head, from, low / 16, (high + 15) / 16, end, s.keys, s.values);
+#ifdef __AMX_BF16__
+  if (by_tiles(a)) {
+    gather_chunks(a, from, low / 16, (high + 15) / 16, end, s);
+    return each_tile(a, s, count, from, [&](const View& v, int rows) { attend_by_tiles(a, v, rows, part, s); });
+  }
+#endif
   each_tile(a, s, count, from, [&](const View& v, int rows) {
     with_rows<MAX_ROWS>(rows, [&](auto rows) {
       if (a.kv.k_scales) attend_tile<Int16Bytes, decltype(rows)::value>(a, v, part, s);

@@ -6,6 +6,7 @@
 
 #include <cstdlib>
 
+#include "amx.h"
 #include "simd.h"
 
 namespace PAGODA_NS {
@@ -62,6 +63,24 @@ class LeftRows : public Kept {
     hold(first, use);
   }
 
+#ifdef __AMX_BF16__
+  // The same, for tiles that take each segment of them by products.
+  void take_tiles(const uint16_t* x, int first, int last, int k, int segments, uint64_t use) {
+    if (holds(first, use)) return;
+    segment_bytes_ = 2 * (size_t)k / segments;
+    products_ = (int)(segment_bytes_ / TileOrder::PRODUCT);
+    take(x, first, last, k, use);
+    tiles_ = nullptr;
+    if (last - first > TILE_ROWS) order_tiles(last - first, segments);
+    hold(first, use);
+  }
+  // From `row` on, which is the first of its tile, of a segment's products.
+  TileRows tile(int row, int segment, int product) const {
+    if (tiles_) return order_.tile(tiles_, row - first(), segment * products_ + product);
+    const char* at = rows_ + (size_t)(row - first()) * stride_ + segment * segment_bytes_ + product * TileOrder::PRODUCT;
+    return {at, stride_, 0, TileOrder::PRODUCT};
+  }
+#endif
   const Bf16::Left* row(int row) const { return (const Bf16::Left*)(rows_ + (size_t)(row - first()) * stride_); }
   size_t stride() const { return stride_; }  // bytes
 
@@ -75,6 +94,23 @@ class LeftRows : public Kept {
     }
   }
 
+#ifdef __AMX_BF16__
+  void order_tiles(int rows, int segments) {
+    order_ = {(size_t)products_ * segments * TileOrder::PRODUCT};
+    tiles_ = reserve(order_.total(rows));
+    for (int r = 0; r < rows; ++r)
+      for (int segment = 0; segment < segments; ++segment)
+        for (int i = 0; i < products_; ++i) {
+          const char* from = rows_ + r * stride_ + segment * segment_bytes_ + i * TileOrder::PRODUCT;
+          memcpy(tiles_ + order_.at(r, (size_t)(segment * products_ + i) * TileOrder::PRODUCT), from, TileOrder::PRODUCT);
+        }
+  }
+
+  uint8_t* tiles_ = nullptr;  // where they are in the order of tiles, if they are
+  TileOrder order_ = {};
+  size_t segment_bytes_ = 0;
+  int products_ = 0;  // of a segment
+#endif
   const char* rows_ = nullptr;
   size_t stride_ = 0;
 };

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "ceilings.h"
+#include "experts.h"
 #include "pointwise.h"
 #include "quant.h"
 #include "sampling.h"
@@ -28,7 +29,6 @@ static int num_blocks(const LinearOp& op, const Step& s) {
   int size = block_rows(op);
   return (s.num_tokens + size - 1) / size;
 }
-
 
 // A piece of a linear layer: rows [from, to), the block-th of their blocks, by a panel.
 struct Piece {
@@ -64,24 +64,28 @@ static void finish_heads(const RopeArgs& a, const LinearOp& op, const Piece& p, 
   }
 }
 
+// Rows [from, to), the first of them at x, through a panel; `matrix` is the first panel.
+PAGODA_INLINE void run_panel(Inputs& in, const LinearOp& op, const void* matrix, const uint16_t* x, const Piece& p, uint64_t use) {
+  if (op.form.bits == 16) {
+    const uint8_t* panel = (const uint8_t*)matrix + p.panel * ((size_t)(op.k / 2) * PANEL_ROW);
+    linear_take(in.left, x, p.from, p.to, op, use);
+    linear_panel(op, in.left, p.from, p.to, (const uint32_t*)panel, p.panel * PANEL);
+  } else {
+    const uint8_t* panel = (const uint8_t*)matrix + p.panel * quant_panel_bytes(op.form, op.k);
+    quant_take(in, x, p.from, p.to, op, use);
+    quant_panel(op, in, p.from, p.to, panel, p.panel * PANEL);
+  }
+}
+
 // A thread takes the pieces of a block in order, so the one that has the first panel has it first.
 static void run_linear(const Step& s, const Work& work, int first, int last) {
   static thread_local Inputs in;
   const LinearOp& op = linear_of(work);
   const auto [norm, rope] = around(work);
-  const bool plain = op.form.bits == 16;
-  const size_t bytes = plain ? (size_t)(op.k / 2) * PANEL_ROW : quant_panel_bytes(op.form, op.k);
   for (int item = first; item < last; ++item) {
     const Piece p = piece_of(op, s, item);
     const uint16_t* x = norm ? in.normed.take(*norm, p.from, p.to, work.use, p.panel == 0) : op.x + (size_t)p.from * op.k;
-    const uint8_t* panel = (const uint8_t*)op.panels + p.panel * bytes;
-    if (plain) {
-      in.left.take(x, p.from, p.to, op.k, work.use);
-      linear_panel(op, in.left, p.from, p.to, (const uint32_t*)panel, p.panel * PANEL);
-    } else {
-      quant_take(in, x, p.from, p.to, op, work.use);
-      quant_panel(op, in, p.from, p.to, panel, p.panel * PANEL);
-    }
+    run_panel(in, op, op.panels, x, p, work.use);
     if (rope) finish_heads(rope_args(*rope, s), op, p, work.done);
   }
 }
@@ -89,6 +93,33 @@ static void run_linear(const Step& s, const Work& work, int first, int last) {
 static Cut linear_cut(const LinearOp& op, const RopeKvOp* rope, const Step& s) {
   const size_t blocks = (size_t)num_blocks(op, s);
   return {(int)blocks * num_panels(op), 0, 0, rope ? blocks * all_heads(*rope) : 0};
+}
+
+static LinearOp linear_of(const ExpertsOp& op) {
+  return {op.x, op.panels, op.y, nullptr, op.n, op.k, op.activation, 0, op.form, 0.0f, 1};
+}
+
+// As many pieces as the experts with rows have panels, and more: which these are is not known when work is cut up.
+static int expert_pieces(const ExpertsOp& op, const Step& s) {
+  const long rows = (long)s.num_tokens * op.chosen;
+  return (int)(rows < op.experts ? rows : op.experts) * num_panels(linear_of(op));
+}
+
+static void run_experts(const ExpertsOp& op, uint64_t use, int first, int last) {
+  static thread_local Inputs in;
+  const LinearOp linear = linear_of(op);
+  const Order order(op.order, op.experts);
+  const int panels = num_panels(linear), size = block_rows(linear);
+  const size_t bytes = (size_t)panels * (op.form.bits == 16 ? (size_t)(op.k / 2) * PANEL_ROW : quant_panel_bytes(op.form, op.k));
+  for (int item = first; item < last && item / panels < order.busy; ++item) {
+    const int expert = item / panels, start = order.starts[expert], rows = order.starts[expert + 1] - start;
+    const uint8_t* matrix = (const uint8_t*)op.panels + order.experts[expert] * bytes;
+    const int blocks = (rows + size - 1) / size;
+    for (int b = 0; b < blocks; ++b) {
+      const int from = start + (int)((long)rows * b / blocks), to = start + (int)((long)rows * (b + 1) / blocks);
+      run_panel(in, linear, matrix, op.x + (size_t)from * op.k, {b, from, to, item % panels}, use);
+    }
+  }
 }
 
 static AttentionArgs attention_args(const Op& op, const Step& s) {
@@ -117,6 +148,8 @@ static Cut cut(const Op* ops, int count, const Step& s, int threads) {
   switch (kind_of(ops, count)) {
     case LINEAR: return linear_cut(linear_of(work), around(work).rope, s);
     case ATTENTION: return attention_cut(attention_args(*ops, s), s.num_rows, threads);
+    case SORT: return {1, 0, 0, 0};
+    case EXPERTS: return {expert_pieces(ops->experts, s), 0, 0, 0};
     default: return {s.num_tokens, 0, 0, 0};
   }
 }
@@ -131,6 +164,11 @@ static void run(const Step& s, const Work& work, int first, int last) {
     case ATTENTION: run_attention(op, s, work, first, last); break;
     case LAYER_NORM: for (int t = first; t < last; ++t) layer_norm_row(op.layer_norm, t); break;
     case ADD: for (int t = first; t < last; ++t) add_row(op.add, t, op.add.by_position ? (size_t)s.positions[t] : t); break;
+    case ROUTE: for (int t = first; t < last; ++t) route_row(op.route, t); break;
+    case SORT: sort_tokens(op.sort, s.num_tokens); break;
+    case GATHER: for (int t = first; t < last; ++t) gather_row(op.gather, t); break;
+    case EXPERTS: run_experts(op.experts, work.use, first, last); break;
+    case COMBINE: for (int t = first; t < last; ++t) combine_row(op.combine, t); break;
     default: break;
   }
 }

@@ -186,18 +186,21 @@ constexpr int TURN = groups_of(MAX_ROWS, 2) == 2 ? 1 << 30 : 128;
 constexpr int BLOCK = 256;  // rows of a block at most
 
 #ifdef __AMX_BF16__
-// Calls f(tiles, rows, from, ahead) for what the tiles take of [first, last) at a time. A single one fetches its own panel, a
-// little ahead; several share in the next.
+// What a panel makes is a line or two of each row of y, far from each other: they are on their way while it is computed, else
+// it takes about as long to write them.
+static void expect_rows(int first, int last, int column, const LinearOp& op) {
+  const bool gated = op.activation > 0;
+  const size_t at = (size_t)(gated ? column / 2 : column), width = (size_t)(gated ? op.n / 2 : op.n);
+  const size_t size = op.out_f32 ? 4 : 2;
+  for (int row = first; row < last; ++row) __builtin_prefetch((char*)op.y + (row * width + at) * size, 1);
+}
+
+constexpr int TILE_CHUNK = 8;  // products: so much of a panel stays in the nearest cache while all rows of a block meet it
+
+// Calls f(rows, from) for what the tiles take of [first, last) at a time.
 template <typename F>
-PAGODA_INLINE void in_tile_blocks(int first, int last, const void* panel, size_t bytes, F&& f) {
-  const int blocks = (last - first + TILE_BLOCK - 1) / TILE_BLOCK;
-  const size_t step = TILE_WORDS * PANEL_ROW / blocks / 64 * 64;
-  TileAhead ahead{(const char*)panel + (blocks == 1 ? FETCH_AHEAD : bytes), step};
-  for (int from = first; from < last; from += TILE_BLOCK) {
-    const int rows = last - from < TILE_BLOCK ? last - from : TILE_BLOCK;
-    const Tiles tiles(rows);
-    f(tiles, rows, from, ahead);
-  }
+PAGODA_INLINE void in_tile_blocks(int first, int last, F&& f) {
+  for (int from = first; from < last; from += TILE_BLOCK) f(last - from < TILE_BLOCK ? last - from : TILE_BLOCK, from);
 }
 
 // Adds what is left of a segment, less than the words of one product.
@@ -210,24 +213,39 @@ static void add_rest(const LeftRows& x, int from, int rows, int at, int num_pair
   });
 }
 
+PAGODA_INLINE void linear_take(LeftRows& rows, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
+  rows.take_tiles(x, first, last, op.k, op.segments, use);
+}
+
 // Rows [first, last), a block, through one panel.
 static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
-  SegmentSums<TILE_BLOCK> sums;
-  const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments;
-  const int products = segment_pairs / TILE_WORDS, rest = segment_pairs % TILE_WORDS;
-  in_tile_blocks(first, last, panel, (size_t)num_pairs * PANEL_ROW, [&](const Tiles& tiles, int rows, int from, TileAhead& ahead) {
-    for (int segment = 0, at = 0; segment < op.segments; ++segment, at += segment_pairs) {
-      const uint32_t* words = panel + (size_t)at * PANEL;
-      float* sum = sums.of(segment, 0);
-      tile_sums<false>(tiles, x.row(from) + 2 * at, x.stride(), words, products, ahead, sum);
-      const int done = products * TILE_WORDS;
-      if (rest) add_rest(x, from, rows, at + done, rest, words + (size_t)done * PANEL, sum);
-      sums.end(segment, 0, rows);
-    }
-    finish_rows(sums.total(0), rows, from, column, op);
-  });
+  SegmentSums<BLOCK> sums;
+  const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments, products = segment_pairs / TILE_WORDS;
+  TileAhead ahead(panel, (size_t)num_pairs * PANEL_ROW, TILE_WORDS * PANEL_ROW, last - first, FETCH_AHEAD);
+  const Tiles tiles(last - first);
+  for (int segment = 0; segment < op.segments; ++segment, panel += (size_t)segment_pairs * PANEL) {
+    int done = 0;
+    do {
+      const int count = products - done < TILE_CHUNK ? products - done : TILE_CHUNK;
+      const uint32_t* words = panel + (size_t)done * TILE_WORDS * PANEL;
+      in_tile_blocks(first, last, [&](int rows, int from) {
+        if (segment == 0 && done == 0) expect_rows(from, from + rows, column, op);
+        tile_sums<false>(rows, done == 0, x.tile(from, segment, done), words, count, ahead, sums.of(segment, from - first));
+      });
+      done += count;
+    } while (done < products);
+    if (const int at = done * TILE_WORDS; at < segment_pairs)
+      add_rest(x, first, last - first, segment * segment_pairs + at, segment_pairs - at, panel + (size_t)at * PANEL,
+               sums.of(segment, 0));
+    sums.end(segment, 0, last - first);
+  }
+  finish_rows(sums.total(0), last - first, first, column, op);
 }
 #else
+PAGODA_INLINE void linear_take(LeftRows& rows, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
+  rows.take(x, first, last, op.k, use);
+}
+
 // Rows [first, last), a block, through one panel.
 static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
   SegmentSums<BLOCK> sums;

@@ -100,7 +100,47 @@ struct AddOp {
   int32_t by_position;
 };
 
-enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, LAYER_NORM, ADD };
+// Mixture of experts; see experts.h, also for what `order` holds.
+struct RouteOp {
+  const float* logits;  // [tokens, experts]
+  int32_t* ids;         // [tokens, chosen]
+  float* weights;       // [tokens, chosen]
+  int32_t experts, chosen, renormalised, unused;
+};
+
+struct SortOp {
+  const int32_t* ids;
+  int32_t* order;
+  int32_t experts, chosen;
+};
+
+struct GatherOp {
+  const uint16_t* x;  // [tokens, dim]
+  const int32_t* order;
+  uint16_t* y;        // [tokens * chosen, dim], those of an expert together
+  int32_t dim, experts, chosen, unused;
+};
+
+struct ExpertsOp {
+  const uint16_t* x;   // [tokens * chosen, k]
+  const void* panels;  // of all experts, as those of LinearOp
+  uint16_t* y;
+  const int32_t* order;
+  int32_t n, k, activation, experts, chosen, unused;
+  QuantForm form;
+};
+
+struct CombineOp {
+  const uint16_t* products;  // [tokens * chosen, dim]
+  const int32_t* order;
+  const float* weights;
+  const uint16_t* beside;  // [tokens, dim] or null
+  const float* gate;       // [tokens], beside is times its sigmoid, or null
+  uint16_t* y;             // [tokens, dim]
+  int32_t dim, experts, chosen, unused;
+};
+
+enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, LAYER_NORM, ADD, ROUTE, SORT, GATHER, EXPERTS, COMBINE };
 
 // `joined`: this operation and the one before it may be done as one, by threads that do not wait for each other in between.
 // What it takes from that one it then takes as soon as it is there; otherwise neither writes what the other reads or writes.
@@ -115,6 +155,11 @@ struct Op {
     AttentionOp attention;
     LayerNormOp layer_norm;
     AddOp add;
+    RouteOp route;
+    SortOp sort;
+    GatherOp gather;
+    ExpertsOp experts;
+    CombineOp combine;
   };
 };
 

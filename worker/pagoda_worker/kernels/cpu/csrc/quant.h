@@ -96,23 +96,34 @@ constexpr int LEVEL_BYTES = 1;
 class RoundedRows : public Kept {
  public:
   // Rows [first, last), which are `x`, for a matrix of this form. LEVEL is int8_t, or int16_t for tiles that multiply as Int16.
-  template <typename LEVEL>
+  // TILED, they are in the order of tiles, which for k is a multiple of 64.
+  template <typename LEVEL, bool TILED = false>
   void take(const uint16_t* x, int first, int last, int k, const QuantForm& form, uint64_t use) {
     if (holds(first, use)) return;
     const int groups = k / form.group;
     rows_ = last - first;
     stride_ = apart((size_t)k * sizeof(LEVEL));
-    const size_t level_bytes = (size_t)rows_ * stride_;
+    size_t level_bytes = (size_t)rows_ * stride_;
+#ifdef __AMX_INT8__
+    if constexpr (TILED) {
+      order_ = {(size_t)k};
+      level_bytes = order_.total(rows_);
+    }
+#endif
     levels_ = reserve(level_bytes + (size_t)rows_ * groups * 8);
     scales_ = (float*)(levels_ + level_bytes);
     offsets_ = (int32_t*)(scales_ + (size_t)rows_ * groups);
     // Where zero is the same level everywhere, its product with the sum is made here.
     const int32_t zero = form.has_zeros ? 1 : 1 << (form.bits - 1);
     for (int r = 0; r < rows_; ++r)
-      for (int g = 0; g < groups; ++g) round_group<LEVEL>(x + (size_t)r * k, r, g, form.group, zero);
+      for (int g = 0; g < groups; ++g) round_group<LEVEL, TILED>(x + (size_t)r * k, r, g, form.group, zero);
     hold(first, use);
   }
 
+#ifdef __AMX_INT8__
+  // From `row` on, which is the first of its tile.
+  TileRows tile(int row, int product) const { return order_.tile(levels_, row - first(), product); }
+#endif
   // Of rows from `row` on; those of a group lie side by side.
   const uint8_t* levels(int row) const { return levels_ + (size_t)(row - first()) * stride_; }
   size_t stride() const { return stride_; }  // bytes
@@ -121,19 +132,29 @@ class RoundedRows : public Kept {
   const int32_t* offsets(int row, int group) const { return offsets_ + (size_t)group * rows_ + (row - first()); }
 
  private:
-  template <typename LEVEL>
+  template <typename LEVEL, bool TILED>
+  PAGODA_INLINE_MEMBER LEVEL* level(int row, size_t input) {
+#ifdef __AMX_INT8__
+    if constexpr (TILED) return (LEVEL*)(levels_ + order_.at(row, input));
+#endif
+    return (LEVEL*)(levels_ + (size_t)row * stride_) + input;
+  }
+  template <typename LEVEL, bool TILED>
   void round_group(const uint16_t* x, int row, int group, int size, int32_t zero) {
-    const uint16_t* from = x + (size_t)group * size;
-    LEVEL* to = (LEVEL*)(levels_ + (size_t)row * stride_) + (size_t)group * size;
+    const size_t begin = (size_t)group * size;
+    const uint16_t* from = x + begin;
     const float most = as_float(largest_magnitude(from, size) << 16);
     const f16 inverse = set1(most >= FAINT ? 127.0f / most : 0.0f);
     ints total = set1(0);
-    for (int i = 0; i < size; i += 16) total = total + store_rounded(to + i, load_bf16(from + i) * inverse);
+    for (int i = 0; i < size; i += 16) total = total + store_rounded(level<LEVEL, TILED>(row, begin + i), load_bf16(from + i) * inverse);
     const size_t at = (size_t)group * rows_ + row;
     scales_[at] = most * (1.0f / 127.0f);  // infinity and NaN stay
     offsets_[at] = -zero * sum(total);
   }
 
+#ifdef __AMX_INT8__
+  TileOrder order_ = {};
+#endif
   uint8_t* levels_ = nullptr;
   size_t stride_ = 0;
   float* scales_ = nullptr;
@@ -299,44 +320,19 @@ PAGODA_INLINE void add_scaled(const RoundedRows& in, int from, int rows, int gro
 #if PAGODA_LEVEL == 1
 #include "quant_avx2.h"
 #else
+#ifdef __AMX_INT8__
+#include "quant_tiles.h"
+#endif
 namespace PAGODA_NS {
 
 // Rows [first, last), which are `x`, a block, as `quant_panel` wants them.
 static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
+#ifdef __AMX_INT8__
+  if (tiles_take(op.form, last - first)) return in.rounded.take<int8_t, true>(x, first, last, op.k, op.form, use);
+#endif
   if (op.form.input_bits == 8) in.rounded.take<int8_t>(x, first, last, op.k, op.form, use);
   else in.left.take(x, first, last, op.k, use);
 }
-
-#ifdef __AMX_INT8__
-// From here on tiles are quicker; sums of whole numbers are the same either way.
-constexpr int LEAST_TILE_ROWS = 4;
-
-// Rows [first, last), a block, through one panel of bytes whose groups are whole products.
-template <typename FORM>
-static void byte_panel(const LinearOp& op, const RoundedRows& in, int first, int last, const uint8_t* panel, int column) {
-  alignas(64) int32_t sums[TILE_BLOCK * PANEL];
-  SegmentSums<TILE_BLOCK> totals;
-  const int group = op.form.group, segment_groups = op.k / group / op.segments;
-  const size_t bytes = group_bytes<FORM>(group);
-  in_tile_blocks(first, last, panel, op.k / group * bytes, [&](const Tiles& tiles, int rows, int from, TileAhead& ahead) {
-    const uint8_t* at = panel;
-    for (int segment = 0, g = 0; segment < op.segments; ++segment) {
-      totals.start(segment, 0, rows);
-      for (const int end = g + segment_groups; g < end; ++g, at += bytes) {
-        const uint8_t* levels = in.levels(from) + (size_t)g * group;
-        tile_sums<true>(tiles, levels, in.stride(), at + FORM::HEAD_BYTES, group / (4 * TILE_WORDS), ahead, sums);
-        add_scaled<FORM, false>(in, from, rows, g, at, sums, totals.of(segment, 0));
-      }
-      totals.end(segment, 0, rows);
-    }
-    finish_rows(totals.total(0), rows, from, column, op);
-  });
-}
-
-static bool tiles_take(const QuantForm& form, int rows) {
-  return form.bits == 8 && form.input_bits == 8 && form.group % (4 * TILE_WORDS) == 0 && rows >= LEAST_TILE_ROWS;
-}
-#endif
 
 // A block of rows through one panel.
 static void quant_panel(const LinearOp& op, const Inputs& in, int first, int last, const uint8_t* panel, int column) {
@@ -344,7 +340,7 @@ static void quant_panel(const LinearOp& op, const Inputs& in, int first, int las
   if (tiles_take(op.form, last - first)) {
     with_form(op.form, [&](auto form) {
       using FORM = decltype(form);
-      if constexpr (FORM::BITS == 8 && FORM::ROUNDED) byte_panel<FORM>(op, in.rounded, first, last, panel, column);
+      if constexpr (FORM::ROUNDED) byte_panel<FORM>(op, in.rounded, first, last, panel, column);
     });
     return;
   }

@@ -1,0 +1,146 @@
+"""A position says what of a stream its reader has, in numbers that do not depend on how the stream was cut.
+
+For each choice these are the tokens that were told of (ids, log-probabilities), and the *units* of what they say: a
+character of text, thoughts or arguments is one, and so is whatever is told whole: a beginning, a call's name, an
+ending. Whoever goes on writes the stream again from its first token, with the code that wrote it, and leaves out what
+the position covers.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from pagoda_gateway.generation.updates import Update
+from pagoda_gateway.text.events import CallArguments, Event, Text, Thought
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+MAX_POSITION_CHARS = 4096
+MAX_CHOICES = 128  # of a stream that can be resumed: every id tells of all
+_FORM = re.compile(r"([a-z0-9_]{1,64}):([0-9a-f]{8}):([0-9]{1,9}):([0-9]{1,9}\.[0-9]{1,9}(?:,[0-9]{1,9}\.[0-9]{1,9})*)")
+
+
+class Place(NamedTuple):
+    """How far the reader is in one choice."""
+
+    tokens: int = 0
+    units: int = 0
+
+
+class Position(NamedTuple):
+    """`tag` stands for what the stream was made of: its job, weights and numerics; `besides` counts what is of no
+    choice, as the dialect has it."""
+
+    stream: str
+    tag: str
+    besides: int
+    places: tuple[Place, ...]
+
+    def __str__(self) -> str:
+        places = ",".join([f"{tokens}.{units}" for tokens, units in self.places])
+        return f"{self.stream}:{self.tag}:{self.besides}:{places}"
+
+    @classmethod
+    def read(cls, text: str) -> Position:
+        """Raises ValueError for what no position looks like."""
+        found = _FORM.fullmatch(text) if len(text) <= MAX_POSITION_CHARS else None
+        if found is None:
+            raise ValueError("it is no id of an event of this server")
+        stream, tag, besides, places = found.groups()
+        pairs = (place.split(".") for place in places.split(","))
+        return cls(stream, tag, int(besides), tuple(Place(int(tokens), int(units)) for tokens, units in pairs))
+
+
+def units_of(event: Event) -> int:
+    return len(event.text) if isinstance(event, Text | Thought | CallArguments) else 1
+
+
+class MadeOf(Protocol):
+    def tag(self) -> str:
+        """Of what is known of it now: eight digits."""
+        ...
+
+    def fits(self, tag: str) -> bool:
+        """Whether what was told under this tag may have been of it, too."""
+        ...
+
+
+class Marks:
+    """Where a stream's reader is while it is written. Its writer asks what the reader has already, says by how much an
+    event moves it on, and gets the event's id.
+
+    Args:
+        stream: Its name.
+        made_of: What its tags stand for.
+        num_choices: All of them.
+        known: What the reader came with.
+    """
+
+    def __init__(self, stream: str, made_of: MadeOf, num_choices: int, known: Position | None = None) -> None:
+        """Raises ValueError where `known` is not of a stream of so many choices."""
+        if known is not None and (known.stream, len(known.places)) != (stream, num_choices):
+            raise ValueError("it is of another stream")
+        self._stream = stream
+        self._made_of = made_of
+        self._known_tag = None if known is None else known.tag
+        self._places = [Place()] * num_choices
+        self._known = [Place()] * num_choices if known is None else list(known.places)
+        self.besides = 0 if known is None else known.besides
+
+    def known(self, choice: int) -> Place:
+        """What the reader has of what is still to come."""
+        return self._known[choice]
+
+    def move(self, choice: int, tokens: int, units: int) -> None:
+        place = self._places[choice]
+        self._places[choice] = Place(place.tokens + tokens, place.units + units)
+
+    def move_to(self, choice: int, place: Place) -> None:
+        self._places[choice] = place
+
+    def line(self) -> bytes:
+        """The id of an event with which the reader comes to be where it is now.
+
+        Raises:
+            PagodaError: STREAM_INTERRUPTED: what the reader has was made of something else.
+        """
+        if self._known_tag is not None and not self._made_of.fits(self._known_tag):
+            message = "weights or numerics are not those with which this stream began, so nothing goes on with it"
+            raise PagodaError(ErrorCode.STREAM_INTERRUPTED, message)
+        return b"id: " + str(self._position()).encode() + b"\n"
+
+    def _position(self) -> Position:
+        return Position(self._stream, self._made_of.tag(), self.besides, tuple(self._places))
+
+    def skip(self, choice: int, units: int) -> int:
+        """How many of the next units the reader has; they are behind it then."""
+        known = self._known[choice]
+        skipped = min(known.units, units)
+        self._known[choice] = known._replace(units=known.units - skipped)
+        self.move(choice, 0, skipped)
+        return skipped
+
+    def cut(self, update: Update) -> tuple[Update, Update]:
+        """What the reader has of it, which is behind it then, and the rest."""
+        known = self._known[update.choice]
+        at = min(known.tokens, len(update.token_ids))
+        self._known[update.choice] = known._replace(tokens=known.tokens - at)
+        self.move(update.choice, at, 0)
+        ids, logprobs = update.token_ids, update.logprobs
+        parts = [(ids[:at], None if logprobs is None else logprobs[:at])]
+        parts.append((ids[at:], None if logprobs is None else logprobs[at:]))
+        had: list[Event] = []
+        left: list[Event] = []
+        for event in update.events:
+            size = units_of(event)
+            skipped = self.skip(update.choice, size)
+            if skipped == size and not left:
+                had.append(event)
+            elif skipped and isinstance(event, Text | Thought | CallArguments):
+                had.append(msgspec.structs.replace(event, text=event.text[:skipped]))
+                left.append(msgspec.structs.replace(event, text=event.text[skipped:]))
+            else:
+                left.append(event)
+        return Update(update.choice, *parts[0], had), Update(update.choice, *parts[1], left)

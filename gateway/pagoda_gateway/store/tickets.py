@@ -1,0 +1,161 @@
+"""Tickets that are kept: what a client asked that may ask again, and what was answered.
+
+A ticket is a small record under a name that follows from its owner and its client's key for it, so of two gateways that
+are asked the same at once one writes it first, and the other one finds it. The job lies beside it and is written before
+it; the answer is a log that is written once, at its first place. All of it vanishes together, and nothing prolongs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import NamedTuple
+
+import msgspec
+
+from pagoda_gateway.store.interface import (
+    ABSENT,
+    MAX_APPEND_BYTES,
+    MAX_PAGE_RECORDS,
+    MAX_VALUE_BYTES,
+    Conflict,
+    Record,
+    Store,
+    parts_of,
+)
+from pagoda_proto.errors import ErrorCode, PagodaError
+
+TICKETS = "tickets"
+JOBS = "ticket_jobs"
+NAME_PREFIX = "stream_"
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """`digest` is that of the request; `num_bytes` what job and answer take; `runner` the gateway that began to run it
+    last. `answered`: its answer is there. The job of one in the `background` is kept with the response of its id.
+    """
+
+    digest: str
+    path: str
+    job_id: str
+    num_bytes: int
+    stream: bool = False
+    background: bool = False
+    runner: str = ""
+    answered: bool = False
+
+
+class Found(NamedTuple):
+    record: Record
+    ticket: Ticket
+
+    @property
+    def name(self) -> str:
+        return self.record.key
+
+    @property
+    def owner(self) -> str:
+        return self.record.owner
+
+
+class Held(NamedTuple):
+    """What an owner has of them together."""
+
+    number: int
+    num_bytes: int
+
+
+def ticket_name(owner: str, key: str) -> str:
+    return NAME_PREFIX + hashlib.sha256(f"{len(owner)} {owner}{key}".encode()).hexdigest()[:32]
+
+
+def not_found(name: str) -> PagodaError:
+    return PagodaError(ErrorCode.NOT_FOUND, f"there is no stream {name[:64]!a}")
+
+
+class KeptTickets:
+    """Of one store, whose errors it raises."""
+
+    def __init__(self, store: Store, keep_s: float) -> None:
+        self._store = store
+        self._keep_s = keep_s
+
+    async def find(self, name: str, owner: str) -> Found | None:
+        record = await self._store.get(TICKETS, name)
+        if record is None or record.owner != owner:
+            return None
+        return Found(record, msgspec.json.decode(record.value, type=Ticket))
+
+    async def begin(self, name: str, owner: str, ticket: Ticket, job: bytes) -> Found:
+        """Raises Conflict where there is one of this name, and PagodaError where the job is too large to be kept."""
+        if len(job) > MAX_VALUE_BYTES:
+            message = f"a request with an Idempotency-Key may take {MAX_VALUE_BYTES} bytes, prompt and tools included"
+            raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, f"{message}; this one takes {len(job)}")
+        expires_at = time.time() + self._keep_s
+        if job:
+            await self._store.put(JOBS, ticket.job_id, job, owner=owner, expires_at=expires_at)
+        value = msgspec.json.encode(ticket)
+        try:
+            version = await self._store.put(TICKETS, name, value, owner=owner, expect=ABSENT, expires_at=expires_at)
+        except Conflict:
+            await self._store.delete(JOBS, ticket.job_id)
+            raise
+        return Found(Record(name, owner, value, version, version, expires_at), ticket)
+
+    async def change(self, found: Found, **fields: object) -> Found:
+        """Raises Conflict where it is not that one any more."""
+        record, ticket = found.record, msgspec.structs.replace(found.ticket, **fields)
+        value = msgspec.json.encode(ticket)
+        version = await self._store.put(
+            TICKETS, record.key, value, owner=record.owner, expect=record.version, expires_at=record.expires_at
+        )
+        return Found(record._replace(value=value, version=version), ticket)
+
+    async def job(self, found: Found) -> bytes:
+        """Raises PagodaError NOT_FOUND where it has expired, a little before its ticket."""
+        record = await self._store.get(JOBS, found.ticket.job_id)
+        if record is None:
+            raise not_found(found.name)
+        return record.value
+
+    async def keep_answer(self, found: Found, answer: bytes) -> bool:
+        """False for one that is too large. Raises Conflict where another gateway has kept it, or is at it."""
+        if len(answer) > MAX_APPEND_BYTES:
+            return False
+        log = _answer_log(found)
+        await self._store.append(log, parts_of(answer), index=0)
+        await self._store.keep_until(log, found.record.expires_at)
+        await self.change(found, answered=True, num_bytes=found.ticket.num_bytes + len(answer))
+        return True
+
+    async def answer(self, found: Found) -> bytes:
+        """b"" where it has expired, a little before its ticket."""
+        parts: list[bytes] = []
+        while more := await self._store.read(_answer_log(found), len(parts)):
+            parts += more
+        return b"".join(parts)
+
+    async def delete(self, found: Found) -> None:
+        await self._store.delete(TICKETS, found.name)
+        await self._store.delete(JOBS, found.ticket.job_id)
+        await self._store.drop(_answer_log(found))
+
+    async def held_by(self, owner: str) -> Held:
+        count, num_bytes, after = 0, 0, None
+        while True:
+            page = await self._store.page(TICKETS, owner, limit=MAX_PAGE_RECORDS, after=after)
+            for record in page.records:
+                count, after = count + 1, record.position
+                num_bytes += msgspec.json.decode(record.value, type=Ticket).num_bytes
+            if not page.more:
+                return Held(count, num_bytes)
+
+    async def claim(self, name: str, holder: str, lease_s: float) -> bool:
+        return await self._store.claim(f"ticket/{name}", holder, lease_s)
+
+    async def release(self, name: str, holder: str) -> None:
+        await self._store.release(f"ticket/{name}", holder)
+
+
+def _answer_log(found: Found) -> str:
+    return f"ticket/{found.ticket.job_id}/answer"

@@ -1,0 +1,84 @@
+"""What a client says of a request that it may ask again, in headers: read and checked before anything is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+
+from starlette.requests import Request
+
+from pagoda_gateway.dialects.dialect import Asked
+from pagoda_gateway.generation.positions import Position
+from pagoda_gateway.http.sse import NO_HEADERS
+from pagoda_gateway.tickets.tickets import Named, Opened
+from pagoda_proto.errors import InvalidParams, Problem
+
+KEY, LAST_ID = "Idempotency-Key", "Last-Event-ID"
+STREAMS = "/v1/streams"
+HEADERS = ("content-location", "idempotency-status", "idempotent-replayed")  # of answers
+_KEY_FORM = re.compile(r"[\x21-\x7e]{1,255}")
+
+
+class Naming:
+    """One request's key, and the digest of all it says: `seen` is told its body."""
+
+    def __init__(self, request: Request) -> None:
+        """Raises InvalidParams."""
+        self._request = request
+        self.key = _one(request, KEY)
+        if self.key is not None and not _KEY_FORM.fullmatch(self.key):
+            raise InvalidParams([Problem(KEY, "must have 1 to 255 visible characters of ASCII")])
+        if self.key is None and _one(request, LAST_ID) is not None:
+            raise InvalidParams([Problem(LAST_ID, f"goes with the {KEY} of the stream that is gone on with")])
+        self._digest = hashlib.sha256(request.url.path.encode() + b"\n")
+
+    def seen(self, body: bytes) -> None:
+        if self.key is not None:
+            self._digest.update(body)
+
+    def named(self, body: Asked, owner: str) -> Named | None:
+        """None where it has no key. Raises InvalidParams."""
+        if self.key is None:
+            return None
+        background = bool(getattr(body, "background", False))
+        if _one(self._request, LAST_ID) is not None and (background or not body.stream):
+            rule = "one in the background is gone on with by starting_after" if background else "this is no stream"
+            raise InvalidParams([Problem(LAST_ID, rule)])
+        return Named(
+            owner=owner,
+            key=self.key,
+            path=self._request.url.path,
+            digest=self._digest.hexdigest(),
+            stream=bool(body.stream),
+            background=background,
+        )
+
+
+def position_of(request: Request) -> Position | None:
+    """Where the client's stream broke off. Raises InvalidParams."""
+    last = _one(request, LAST_ID)
+    if not last:
+        return None
+    try:
+        return Position.read(last)
+    except ValueError as error:
+        raise InvalidParams([Problem(LAST_ID, str(error))]) from error
+
+
+def headers_of(named: Named | None, opened: Opened) -> Mapping[str, str]:
+    """What an answer says of its ticket."""
+    if named is None:
+        return NO_HEADERS
+    if opened.found is None:
+        return {"idempotency-status": "unavailable"}
+    place = {"content-location": f"{STREAMS}/{opened.found.name}"} if named.stream and not named.background else {}
+    return place | ({"idempotent-replayed": "true"} if opened.repeated else {})
+
+
+def _one(request: Request, name: str) -> str | None:
+    """Raises InvalidParams for a header that stands there twice."""
+    found = request.headers.getlist(name)
+    if len(found) > 1:
+        raise InvalidParams([Problem(name, "stands twice in the headers")])
+    return found[0].strip() if found else None

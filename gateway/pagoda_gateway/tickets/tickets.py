@@ -1,0 +1,328 @@
+"""Tokens follow from the job, so a ticket needs no more: any gateway runs it again, and tells what is missing.
+
+Where a job runs, everybody who asks for it reads the same tape. Where it does not, it is run: claims spare work that is
+done twice, and keep an answer that is no stream from being waited for at two places, but nothing rests on them. An
+answer that has ended is kept as its tape, so that who asks again is answered by the code that answered first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pagoda_gateway.api.errors import internal
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.dialects.dialect import Dialect, Writer
+from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.positions import MAX_CHOICES, Marks, Position
+from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, check_products, held_bytes
+from pagoda_gateway.generation.run import Run
+from pagoda_gateway.generation.running import running
+from pagoda_gateway.generation.tape import Tape
+from pagoda_gateway.keys.charge import Charge
+from pagoda_gateway.store.interface import MAX_APPEND_BYTES, Conflict
+from pagoda_gateway.store.tickets import Found, KeptTickets, Ticket, not_found, ticket_name
+from pagoda_gateway.tickets.live import Live
+from pagoda_gateway.tickets.room import TicketRoom
+from pagoda_proto import times
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+
+logger = logging.getLogger(__name__)
+
+
+class Named(NamedTuple):
+    """A request whose client gave it a `key`; `digest` is that of all it said."""
+
+    owner: str
+    key: str
+    path: str
+    digest: str
+    stream: bool
+    background: bool = False
+
+    @property
+    def name(self) -> str:
+        return ticket_name(self.owner, self.key)
+
+
+class Opened(NamedTuple):
+    """`found` is None where no ticket can be kept now; then there is a job, or one is still to be made. `repeated`: it
+    was there before."""
+
+    found: Found | None
+    job: Job | None
+    repeated: bool = False
+
+
+class Ended(NamedTuple):
+    """What was generated of a job, out of the store."""
+
+    job: Job
+    tape: Tape
+
+
+WAYS = ("begun", "joined", "repeated", "run again")
+NewJob = Callable[[], Awaitable[Job]]
+
+
+class Tickets:
+    """`leave` before the gateway drains, and `aclose` it before the engine client. `on_read` is told one of WAYS of
+    every request that is read."""
+
+    def __init__(self, ctx: GatewayContext, on_read: Callable[[str], None] = lambda way: None) -> None:
+        self._ctx = ctx
+        self._on_read = on_read
+        self._kept = KeptTickets(ctx.store, ctx.config.keep_tickets_s)
+        self._room = TicketRoom(self._kept, ctx.config.max_tickets, ctx.config.max_tickets_bytes)
+        self._holder = secrets.token_hex(8)
+        self._live: dict[str, Live] = {}
+        self._grace_s = ctx.config.ticket_grace_s
+
+    def leave(self) -> None:
+        """What nobody reads here is left to whoever is asked for it."""
+        self._grace_s = 0.0
+        for live in self._live.values():
+            live.hurry()
+
+    async def aclose(self) -> None:
+        tasks = [live.task for live in self._live.values() if live.task is not None]
+        for live in list(self._live.values()):
+            live.stop(PagodaError(ErrorCode.UNAVAILABLE, "the gateway is shutting down"))
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # Who asks
+
+    async def open(self, named: Named, new_job: NewJob) -> Opened:
+        """The ticket of what is asked, old or new.
+
+        Raises:
+            PagodaError: KEY_REUSED where the key stands for another request; what `new_job` raises.
+        """
+        job: Job | None = None
+        try:
+            while True:
+                if (found := await self._kept.find(named.name, named.owner)) is not None:
+                    return Opened(_same(found, named), None, repeated=True)
+                job = job or await _outside(new_job())
+                with suppress(Conflict):
+                    return Opened(await self._begin(named, job), job)
+        except _Outside as failure:
+            raise failure.error from None
+        except PagodaError as error:
+            if error.code is not ErrorCode.UNAVAILABLE:
+                raise
+            return Opened(None, job)
+
+    async def _begin(self, named: Named, job: Job) -> Found:
+        if named.stream:
+            self._check_stream(job)
+        data = b"" if named.background else msgspec.json.encode(job)
+        ticket = Ticket(
+            digest=named.digest,
+            path=named.path,
+            job_id=job.id,
+            num_bytes=len(data),
+            stream=named.stream,
+            background=named.background,
+            runner=self._holder,
+        )
+        await self._room.take(named.owner, len(data))
+        return await self._kept.begin(named.name, named.owner, ticket, data)
+
+    def _check_stream(self, job: Job) -> None:
+        """Raises InvalidParams where it is more than is kept of a stream that may be read again."""
+        params, prompts = job.records[0].task.params, [len(record.prompt_token_ids) for record in job.records]
+        if params.n * len(prompts) > MAX_CHOICES:
+            message = f"a stream with an Idempotency-Key has at most {MAX_CHOICES} choices, prompts x n"
+            raise InvalidParams([Problem("n", message)])
+        whole = msgspec.structs.replace(job.shown, stream=False)
+        check_products(self._ctx.config, self._ctx.catalogue.of_job(job.model), params, prompts, whole)
+
+    async def find(self, name: str, owner: str) -> Found:
+        """Raises PagodaError NOT_FOUND."""
+        found = await self._kept.find(name, owner)
+        if found is None or not found.ticket.stream or found.ticket.background:
+            raise not_found(name)
+        return found
+
+    async def forget(self, found: Found) -> None:
+        """Wherever it runs, it ends: here now, elsewhere when that gateway looks."""
+        await self._kept.delete(found)
+        if (live := self._live.get(found.name)) is not None:
+            live.stop(PagodaError(ErrorCode.CANCELLED, "the stream was deleted"))
+
+    # Who reads
+
+    @asynccontextmanager
+    async def reading(
+        self, found: Found, job: Job | None, dialect: Dialect[Any], charge: Callable[[str], Charge], at: Position | None
+    ) -> AsyncIterator[Writer]:
+        """`job` where it is at hand; `charge` makes that of a run of a model; `at` is what the reader has.
+
+        Raises:
+            PagodaError: IN_PROGRESS where it is no stream and is answered elsewhere; as a run does.
+        """
+        source = await self._source(found, job, charge)
+        with source.reader() if isinstance(source, Live) else nullcontext():
+            async with self._read(found, source.job, source.tape, dialect, at) as writer:
+                yield writer
+
+    async def _source(self, found: Found, job: Job | None, charge: Callable[[str], Charge]) -> Live | Ended:
+        """What runs here, or has ended; else it is run. Whoever else changed the ticket meanwhile may have answered."""
+        life = "" if job is not None else secrets.token_hex(4)
+        while True:
+            if (live := self._running(found)) is not None:
+                self._on_read("joined")
+                return live
+            if job is None:
+                found = await self._there(found)
+            job = job or msgspec.json.decode(await self._kept.job(found), type=Job)
+            if (tape := await self._answered(found)) is not None:
+                self._on_read("repeated")
+                return Ended(job, tape)
+            try:
+                live = await self._begun(found, job, life, charge(job.model))
+            except Conflict:
+                job = None
+            else:
+                self._on_read("run again" if life else "begun")
+                return live
+
+    async def _there(self, found: Found) -> Found:
+        """As it is now. Raises PagodaError NOT_FOUND where it was deleted."""
+        now = await self._kept.find(found.name, found.owner)
+        if now is None or now.ticket.job_id != found.ticket.job_id:
+            raise not_found(found.name)
+        return now
+
+    def _running(self, found: Found) -> Live | None:
+        live = self._live.get(found.name)
+        return live if live is not None and live.job.id == found.ticket.job_id and live.why is None else None
+
+    @asynccontextmanager
+    async def _read(
+        self, found: Found, job: Job, tape: Tape, dialect: Dialect[Any], at: Position | None
+    ) -> AsyncIterator[Writer]:
+        await tape.started()
+        model = self._ctx.catalogue.of_job(job.model)
+        async with aclosing(Run(job, model.text, lambda usage, outcome: None)) as run:
+            await run.attach(tape, tape.fingerprint)
+            marks = None
+            if found.ticket.stream:
+                num_choices = sum(len(part.choices) for part in run.parts)
+                try:
+                    marks = Marks(found.name, tape, num_choices, at)
+                except ValueError as error:
+                    raise InvalidParams([Problem("Last-Event-ID", str(error))]) from error
+            yield dialect.writer(self._ctx, run, marks)
+
+    async def _answered(self, found: Found) -> Tape | None:
+        if not found.ticket.answered or not (kept := await self._kept.answer(found)):
+            return None
+        try:
+            return Tape.of(found.ticket.job_id, kept)
+        except msgspec.DecodeError:
+            logger.exception("the answer of %s cannot be read, and is generated again", found.name)
+            return None
+
+    # What runs here
+
+    async def _begun(self, found: Found, job: Job, life: str, charge: Charge) -> Live:
+        """Raises PagodaError IN_PROGRESS, OVERLOADED, and Conflict where the ticket is not as it was found."""
+        if found.ticket.runner != self._holder:
+            claimed = await self._kept.claim(found.name, self._holder, times.TICKET_LEASE_S)
+            if not claimed and not found.ticket.stream:
+                message = "the request with this Idempotency-Key is being answered by another gateway"
+                raise PagodaError(ErrorCode.IN_PROGRESS, message, retry_after_s=times.RESPONSE_SWEEP_S)
+            found = await self._kept.change(found, runner=self._holder)
+        if (live := self._running(found)) is not None:
+            return live  # somebody was quicker
+        holding = self._ctx.memory.holding(f"ticket {found.owner}")
+        holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
+        crowded = len(self._live) >= self._ctx.config.max_background_responses
+        live = self._live[found.name] = Live(found, job, life, holding, 0.0 if crowded else self._grace_s)
+        live.task = asyncio.create_task(self._to_its_end(live, charge), name=found.name)
+        return live
+
+    async def _to_its_end(self, live: Live, charge: Charge) -> None:
+        claiming = asyncio.create_task(self._keep_claim(live))
+        try:
+            async with running(self._ctx, live.job, live.found.name, charge, live.tape.recording) as run:
+                live.tape.start(run.fingerprint)
+                while await run.next():
+                    pass
+            live.tape.end()
+            await self._keep_answer(live)
+        except asyncio.CancelledError:
+            live.tape.fail(live.why or PagodaError(ErrorCode.UNAVAILABLE, "the gateway is shutting down"))
+            if live.why is None:
+                raise
+        except PagodaError as error:
+            refused = live.is_new and not live.tape.was_started and not error.status.retryable
+            live.tape.fail(error)
+            if refused:
+                await self._give_up(live)
+        except Exception as error:  # noqa: BLE001 - readers wait for an ending
+            live.tape.fail(internal(error, {"state": {"request_id": live.job.id}}))
+        finally:
+            claiming.cancel()
+            live.holding.release()
+            if self._live.get(live.found.name) is live:
+                del self._live[live.found.name]
+            with suppress(PagodaError):
+                await self._kept.release(live.found.name, self._holder)
+
+    async def _keep_answer(self, live: Live) -> None:
+        """Where it cannot be kept, it is generated again when it is asked for."""
+        if live.tape.num_numbers > MAX_APPEND_BYTES:
+            return
+        answer = live.tape.dump()
+        with suppress(PagodaError, Conflict):
+            await self._room.take(live.found.owner, len(answer), number=0)
+            await self._kept.keep_answer(live.found, answer)
+
+    async def _give_up(self, live: Live) -> None:
+        """A request that is refused for what it asks may be mended under the same key."""
+        with suppress(PagodaError):
+            await self._kept.delete(live.found)
+
+    async def _keep_claim(self, live: Live) -> None:
+        """And end it where it is deleted, or where nobody reads it here and another gateway runs it."""
+        while True:
+            with suppress(PagodaError):
+                await self._kept.claim(live.found.name, self._holder, times.TICKET_LEASE_S)
+                found = await self._kept.find(live.found.name, live.found.owner)
+                if found is None or found.ticket.job_id != live.job.id:
+                    live.stop(PagodaError(ErrorCode.CANCELLED, "the stream was deleted"))
+                elif found.ticket.runner != self._holder and not live.num_readers:
+                    live.stop(PagodaError(ErrorCode.CANCELLED, "it is read elsewhere"))
+            await asyncio.sleep(times.TICKET_LEASE_S / 3)
+
+
+def _same(found: Found, named: Named) -> Found:
+    """Raises PagodaError KEY_REUSED."""
+    if found.ticket.digest != named.digest:
+        message = "this Idempotency-Key was used with another request; a repeated one has the same path and body"
+        raise PagodaError(ErrorCode.KEY_REUSED, message, "Idempotency-Key")
+    return found
+
+
+class _Outside(Exception):
+    """A failure that is none of the store."""
+
+    def __init__(self, error: PagodaError) -> None:
+        super().__init__()
+        self.error = error
+
+
+async def _outside(work: Awaitable[Job]) -> Job:
+    try:
+        return await work
+    except PagodaError as error:
+        raise _Outside(error) from error

@@ -1,0 +1,103 @@
+"""One request over all of its connections: where the next one goes, what it says, and when it is enough. No I/O."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import httpx
+
+from pagoda.client.events import EventCutter
+from pagoda_proto import times
+
+GENERATING = ("/chat/completions", "/completions", "/responses", "/messages")
+KEY, LAST_ID = "Idempotency-Key", "Last-Event-ID"
+TRIED_AGAIN = frozenset((502, 503, 504, 529))  # and 409 where the server says so
+MAX_FAILURES = 12  # in a row
+
+
+def origins_of(base_urls: Sequence[str]) -> list[httpx.URL]:
+    """Raises ValueError for one that is none."""
+    urls = [httpx.URL(each) for each in base_urls]
+    for url in urls:
+        if url.scheme not in ("http", "https") or not url.host:
+            raise ValueError(f"a base URL looks like http://host:port, got {str(url)!a}")
+    if len({url.path.rstrip("/") for url in urls}) > 1:
+        raise ValueError("base URLs have the same path, they differ in their hosts and ports")
+    return urls
+
+
+def is_generating(request: httpx.Request) -> bool:
+    return request.method == "POST" and request.url.path.rstrip("/").endswith(GENERATING)
+
+
+class Going:
+    """`request` has been read. It is given a key where it has none."""
+
+    def __init__(self, request: httpx.Request, origins: Sequence[httpx.URL], max_failures: int) -> None:
+        self.events = EventCutter()
+        self._request = request
+        self._origins = origins or [request.url]
+        self._at = 0
+        self._max_failures = max_failures
+        self._num_failed = 0
+        self._key = request.headers.get(KEY) or str(uuid.uuid4())
+        self._got_to = ""
+        self.begun = False  # the caller has an answer, so there is no way back to its own retries
+        self._in_progress = False  # a gateway is at it, or was and is gone, which others see in some seconds
+
+    def request(self) -> httpx.Request:
+        """For the next connection."""
+        origin = self._origins[self._at % len(self._origins)]
+        self.events.begin()
+        url = self._request.url.copy_with(scheme=origin.scheme, host=origin.host, port=origin.port)
+        headers = httpx.Headers(self._request.headers)
+        headers["Host"], headers[KEY] = url.netloc.decode("ascii"), self._key
+        if self.events.last_id:
+            headers[LAST_ID] = self.events.last_id
+        return httpx.Request("POST", url, headers=headers, content=self._request.content, extensions=self._extensions)
+
+    @property
+    def _extensions(self) -> dict[str, object]:
+        return dict(self._request.extensions)
+
+    def feed(self, data: bytes) -> bytes:
+        """What is to be handed on of it."""
+        told = self.events.feed(data)
+        if self.events.last_id != self._got_to:
+            self._got_to, self._num_failed = self.events.last_id, 0
+        return told
+
+    def over(self, broken: Exception | None) -> bool:
+        """Whether a connection that ended, or broke, was the last one. Raises `broken` where nothing can be done."""
+        if self.events.ended or (broken is None and not self.events.last_id and not self.events.interrupted):
+            return True
+        if broken is not None and not self.events.resumable:
+            raise broken
+        return False
+
+    def pause_s(self) -> float | None:
+        """After a failure: how long to wait before the next connection, to the next origin; None where it is enough. A
+        request of which nothing has come yet, and nobody is at it, is tried once at each."""
+        self._num_failed += 1
+        self._at += 1
+        once = not self.begun and not self._in_progress
+        if self._num_failed > self._max_failures or (once and self._num_failed >= len(self._origins)):
+            return None
+        if self._num_failed < len(self._origins):
+            return 0.0
+        return min(times.RECONNECT_FIRST_S * 2.0 ** (self._num_failed - len(self._origins)), times.RECONNECT_MOST_S)
+
+    def may_try_again(self, response: httpx.Response) -> bool:
+        said = response.headers.get("x-should-retry")
+        self._in_progress = response.status_code == 409 and said == "true"
+        return self._in_progress or (response.status_code in TRIED_AGAIN and said != "false")
+
+
+def is_stream(response: httpx.Response) -> bool:
+    return response.status_code == 200 and response.headers.get("content-type", "").startswith("text/event-stream")
+
+
+def not_resumed(response: httpx.Response) -> httpx.RemoteProtocolError:
+    """`response` has been read."""
+    return httpx.RemoteProtocolError(f"the stream was not resumed: {response.status_code} {response.text[:512]}")

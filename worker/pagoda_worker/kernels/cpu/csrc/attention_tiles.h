@@ -1,0 +1,141 @@
+// Attention over keys and values in bf16 by tiles of the matrix unit: up to sixteen lines, however few.
+//
+// Products take 32 dims of a key, or 32 tokens from a multiple of 32 on, always in the same order; a token that a line does
+// not see has the probability 0. So a line's bits do not depend on the others of its tile here either.
+#pragma once
+
+#include "attention.h"
+
+namespace PAGODA_NS {
+
+#ifdef __AMX_BF16__
+PAGODA_INLINE bool by_tiles(const AttentionArgs& a) { return !a.kv.k_scales && a.kv.dim % 32 == 0; }
+
+// The chunks of groups [first, last) of the split that begins at `from`, whose values are there up to token `end`. What is
+// behind these is nobody's: it must not meet a probability of 0 as NaN.
+static void gather_chunks(const AttentionArgs& a, int from, int first, int last, int end, AttentionScratch& s) {
+  const size_t dim = (size_t)a.kv.dim, group_words = 8 * dim;
+  for (int g = first; g < last; g += 2) {
+    const uint32_t* const* words = s.values.words + g;
+    const int known = end - from - 16 * g;
+    const uint32_t*& chunk = s.chunks.words[g / 2];
+    chunk = words[0];
+    if (known >= CHUNK_TOKENS && words[1] == words[0] + group_words) continue;
+    uint32_t* copy = s.chunks.copies[g / 2];
+    chunk = copy;
+    for (int half = 0; half < 2; ++half) {
+      const int tokens = known - 16 * half, pairs = tokens <= 0 ? 0 : tokens < 16 ? (tokens + 1) / 2 : 8;
+      memcpy(copy + half * group_words, pairs ? words[half] : copy, pairs * dim * 4);
+      memset(copy + half * group_words + pairs * dim, 0, (8 - pairs) * dim * 4);
+    }
+  }
+}
+
+// Scores of `rows` lines and 16 x GROUPS tokens from t on.
+template <int GROUPS>
+static void score_by_tiles(const AttentionArgs& a, const View& v, int rows, int t, AttentionScratch& s) {
+  const int* position = s.position + v.line;
+  const int end = (v.last - v.from + 15) / 16, first = (t - v.from) / 16;
+  const uint32_t* keys[GROUPS];
+  const uint32_t* ahead[GROUPS];
+  for (int g = 0; g < GROUPS; ++g) {  // past the end: any readable group, masked below
+    keys[g] = s.keys.words[first + g < end ? first + g : end - 1];
+    ahead[g] = s.keys.ahead[first + g < end ? first + g : end - 1];
+  }
+  asm volatile("" ::: "memory");  // as for tile_sums
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (GROUPS == 4) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int d = 0; d < a.kv.dim; d += 32) {
+    const size_t at = (size_t)d / 2 * 16;
+    _tile_loadd(4, &s.pairs.q[v.line][d], sizeof s.pairs.q[0]);
+    _tile_loadd(6, keys[0] + at, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, keys[1] + at, 64);
+    _tile_dpbf16ps(1, 4, 7);
+    for (int row = 0; row < 16; ++row) fetch<GROUPS>(ahead, at + 16 * row);
+    if constexpr (GROUPS == 4) {
+      _tile_loadd(6, keys[2] + at, 64);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, keys[3] + at, 64);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  float* to = &s.scores[0][t - v.from];
+  _tile_stored(0, to, sizeof s.scores[0]);
+  _tile_stored(1, to + 16, sizeof s.scores[0]);
+  if constexpr (GROUPS == 4) {
+    _tile_stored(2, to + 32, sizeof s.scores[0]);
+    _tile_stored(3, to + 48, sizeof s.scores[0]);
+  }
+  const bool seen_by_all = t + 16 * GROUPS <= position[0] + 1 && (!a.window || t > position[rows - 1] - a.window);
+  shape_scores(a, v, rows, t, t + 16 * GROUPS, seen_by_all, s);
+}
+
+// Probabilities of a split times its values, for GROUPS x 16 dims from `d` on.
+template <int GROUPS>
+static void values_by_tiles(const AttentionArgs& a, const View& v, int rows, int d, const float* scale_old,
+                            const float* scale_new, const Part* part, AttentionScratch& s) {
+  const size_t dim = (size_t)a.kv.dim, stride = 4 * dim;
+  asm volatile("" ::: "memory");
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (GROUPS == 4) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int t = v.first; t < v.last; t += CHUNK_TOKENS) {
+    const int group = (t - v.from) / 16;
+    const uint32_t* words = s.chunks.words[group / 2] + d;
+    _tile_loadd(4, &s.pairs.probs[0][t - v.from], sizeof s.pairs.probs[0]);
+    _tile_loadd(6, words, stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, words + 16, stride);
+    _tile_dpbf16ps(1, 4, 7);
+    for (int half = 0; half < 2 && 16 * half < v.last - t; ++half)
+      for (int row = 0; row < 8; ++row)
+        for (int g = 0; g < GROUPS; ++g) prefetch_once(s.values.ahead[group + half] + row * dim + d + 16 * g);
+    if constexpr (GROUPS == 4) {
+      _tile_loadd(6, words + 32, stride);
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_loadd(7, words + 48, stride);
+      _tile_dpbf16ps(3, 4, 7);
+    }
+  }
+  alignas(64) float sums[TILE_LINES][16 * GROUPS];
+  _tile_stored(0, sums[0], sizeof sums[0]);
+  _tile_stored(1, sums[0] + 16, sizeof sums[0]);
+  if constexpr (GROUPS == 4) {
+    _tile_stored(2, sums[0] + 32, sizeof sums[0]);
+    _tile_stored(3, sums[0] + 48, sizeof sums[0]);
+  }
+  for (int r = 0; r < rows; ++r)
+    for (int i = 0; i < 16 * GROUPS; i += 16) {
+      if (part) store(part->values + (v.line + r) * dim + d + i, load(&sums[r][i]));
+      else merge_values(&s.acc[v.line + r][d + i], load(&sums[r][i]), scale_old[r], scale_new[r]);
+    }
+}
+
+// A tile of lines over a split, into the running accumulators or into `part`.
+static void attend_by_tiles(const AttentionArgs& a, const View& v, int rows, const Part* part, AttentionScratch& s) {
+  const Tiles tiles(rows);
+  for (int r = 0; r < rows; ++r) store(s.peaks[r], set1(MASKED));
+  int t = v.first;
+  for (; t + 32 < v.last; t += 64) score_by_tiles<4>(a, v, rows, t, s);
+  for (; t < v.last; t += 32) score_by_tiles<2>(a, v, rows, t, s);
+  float scale_old[16], scale_new[16];
+  tile_softmax<Bf16>(v, rows, part, s, scale_old, scale_new);
+  if (const int end = (v.last - v.from + 15) / 16; end % 2)  // of the last chunk only the first half is seen
+    for (int r = 0; r < rows; ++r) store_left(&s.pairs.probs[r][16 * end], zero());
+  int d = 0;
+  for (; d + 64 <= a.kv.dim; d += 64) values_by_tiles<4>(a, v, rows, d, scale_old, scale_new, part, s);
+  for (; d < a.kv.dim; d += 32) values_by_tiles<2>(a, v, rows, d, scale_old, scale_new, part, s);
+}
+#else
+PAGODA_INLINE bool by_tiles(const AttentionArgs&) { return false; }
+#endif
+
+}  // namespace PAGODA_NS

@@ -1,0 +1,91 @@
+// Mixture of experts around the products, by the definition in kernels/routing.py.
+//
+// Tokens are gathered by expert (a counting sort), so that the rows of an expert lie together and pass its panels as rows
+// of any layer would. Whoever computes what, a token's bits are those of its row and of its ranks.
+//
+// `order` is how the operations in between tell each other: [0] experts with rows; from 1 on their ids; from 1 + experts on
+// where the rows of each begin, and an end; from 2 + 2 * experts on the place of each token and rank, [tokens, chosen].
+#pragma once
+
+#include "linear.h"
+
+namespace PAGODA_NS {
+
+constexpr int MOST_EXPERTS = 1024, MOST_CHOSEN = 64;
+
+struct Order {
+  const int32_t *experts, *starts, *places;
+  int busy;
+  Order(const int32_t* order, int count) : experts(order + 1), starts(experts + count), places(starts + count + 1), busy(*order) {}
+};
+
+// The `chosen` highest logits of a token, ties to the lowest id, and their weights.
+static void route_row(const RouteOp& op, size_t row) {
+  const float* logits = op.logits + row * op.experts;
+  int32_t* ids = op.ids + row * op.chosen;
+  float* weights = op.weights + row * op.chosen;
+  bool taken[MOST_EXPERTS] = {};
+  float scores[MOST_CHOSEN];
+  for (int r = 0; r < op.chosen; ++r) {
+    int best = -1;
+    for (int e = 0; e < op.experts; ++e)
+      if (!taken[e] && (best < 0 || logits[e] > logits[best])) best = e;
+    taken[ids[r] = best] = true;
+    scores[r] = logits[best];
+  }
+  const f16 top = set1(scores[0]);
+  for (int r = op.chosen; r < MOST_CHOSEN; ++r) scores[r] = scores[0];
+  for (int r = 0; r < op.chosen; r += 16) store(scores + r, exp(load(scores + r) - top));
+  float total = 0.0f;
+  if (op.renormalised) {
+    for (int r = 0; r < op.chosen; ++r) total += scores[r];
+  } else {
+    f16 all = zero();
+    for (int e = 0; e < op.experts; e += 16)
+      all = all + keep_below(exp(load_some(logits + e, op.experts - e) - top), e, op.experts, zero());
+    total = sum(all);
+  }
+  for (int r = 0; r < op.chosen; ++r) weights[r] = scores[r] / total;
+}
+
+static void sort_tokens(const SortOp& op, int tokens) {
+  int32_t next[MOST_EXPERTS] = {};
+  int32_t *busy = op.order, *experts = busy + 1, *starts = experts + op.experts, *places = starts + op.experts + 1;
+  const int rows = tokens * op.chosen;
+  for (int i = 0; i < rows; ++i) ++next[op.ids[i]];
+  int32_t at = 0;
+  *busy = 0;
+  for (int e = 0; e < op.experts; ++e) {
+    const int32_t count = next[e];
+    next[e] = at;
+    if (count == 0) continue;
+    experts[*busy] = e;
+    starts[(*busy)++] = at;
+    at += count;
+  }
+  starts[*busy] = at;
+  for (int i = 0; i < rows; ++i) places[i] = next[op.ids[i]]++;
+}
+
+static void gather_row(const GatherOp& op, size_t row) {
+  const Order order(op.order, op.experts);
+  for (int r = 0; r < op.chosen; ++r)
+    memcpy(op.y + (size_t)order.places[row * op.chosen + r] * op.dim, op.x + row * op.dim, 2 * (size_t)op.dim);
+}
+
+// The products of a token, weighted and added in the order of ranks.
+static void combine_row(const CombineOp& op, size_t row) {
+  const Order order(op.order, op.experts);
+  const int32_t* places = order.places + row * op.chosen;
+  const float* weights = op.weights + row * op.chosen;
+  const float share = op.gate ? 1.0f / (1.0f + max_lane(exp(set1(-op.gate[row])))) : 1.0f;
+  for (int d = 0; d < op.dim; d += 16) {
+    f16 total = zero();
+    for (int r = 0; r < op.chosen; ++r)
+      total = total + load_bf16(op.products + (size_t)places[r] * op.dim + d) * set1(weights[r]);
+    if (op.beside) total = total + load_bf16(op.beside + row * op.dim + d) * set1(share);
+    store_bf16(op.y + row * op.dim + d, total);
+  }
+}
+
+}  // namespace PAGODA_NS

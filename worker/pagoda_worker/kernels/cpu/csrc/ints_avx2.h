@@ -1,0 +1,193 @@
+// What ints.h says there is, at AVX2 with F16C, and with AVX-VNNI: sixteen lanes are two registers.
+#pragma once
+
+#include "ints.h"
+
+namespace PAGODA_NS {
+
+typedef int32_t i32x8 __attribute__((vector_size(32)));  // as for AVX-512
+struct ints { i32x8 lo, hi; };
+struct quads { __m256i lo, hi; };
+
+PAGODA_INLINE ints set1(int32_t x) { return {(i32x8)_mm256_set1_epi32(x), (i32x8)_mm256_set1_epi32(x)}; }
+PAGODA_INLINE ints operator+(ints a, ints b) { return {a.lo + b.lo, a.hi + b.hi}; }
+PAGODA_INLINE ints operator*(ints a, ints b) { return {a.lo * b.lo, a.hi * b.hi}; }
+PAGODA_INLINE int32_t sum(ints a) {
+  __m256i both = (__m256i)(a.lo + a.hi);
+  __m128i x = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  x = _mm_add_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
+PAGODA_INLINE f16 to_float(ints a) { return {_mm256_cvtepi32_ps((__m256i)a.lo), _mm256_cvtepi32_ps((__m256i)a.hi)}; }
+PAGODA_INLINE ints load_u8(const uint8_t* p) {
+  return {(i32x8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+          (i32x8)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+PAGODA_INLINE f16 load_half(const uint16_t* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
+}
+PAGODA_INLINE quads load_quads(const void* p) {
+  return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+PAGODA_INLINE quads low_nibbles(quads a) {
+  return {_mm256_and_si256(a.lo, _mm256_set1_epi8(15)), _mm256_and_si256(a.hi, _mm256_set1_epi8(15))};
+}
+PAGODA_INLINE quads high_nibbles(quads a) { return low_nibbles({_mm256_srli_epi32(a.lo, 4), _mm256_srli_epi32(a.hi, 4)}); }
+
+PAGODA_INLINE __m256i bytes_apart(__m256i a, int i) { return _mm256_srai_epi16(i ? a : _mm256_slli_epi16(a, 8), 8); }
+PAGODA_INLINE quads bytes_apart(quads a, int i) { return {bytes_apart(a.lo, i), bytes_apart(a.hi, i)}; }
+
+#ifdef __AVXVNNI__
+PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
+  const __m256i x = _mm256_set1_epi32((int)a);
+  return {(i32x8)_mm256_dpwssd_avx_epi32((__m256i)acc.lo, w.lo, x), (i32x8)_mm256_dpwssd_avx_epi32((__m256i)acc.hi, w.hi, x)};
+}
+PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
+  const __m256i x = _mm256_set1_epi32((int)a);
+  return {(i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.lo, w.lo, x), (i32x8)_mm256_dpbusd_avx_epi32((__m256i)acc.hi, w.hi, x)};
+}
+#else
+PAGODA_INLINE ints dot2(ints acc, quads w, uint32_t a) {
+  const __m256i x = _mm256_set1_epi32((int)a);
+  return {acc.lo + (i32x8)_mm256_madd_epi16(w.lo, x), acc.hi + (i32x8)_mm256_madd_epi16(w.hi, x)};
+}
+// Bytes 0 and 2 of a lane, then 1 and 3, as 16-bit numbers: the instruction for bytes would saturate.
+PAGODA_INLINE i32x8 dot4_half(i32x8 acc, __m256i w, __m256i a_even, __m256i a_odd) {
+  __m256i even = _mm256_madd_epi16(_mm256_and_si256(w, _mm256_set1_epi16(255)), a_even);
+  return acc + (i32x8)even + (i32x8)_mm256_madd_epi16(_mm256_srli_epi16(w, 8), a_odd);
+}
+PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
+  __m256i x = _mm256_set1_epi32((int)a);
+  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), odd = _mm256_srai_epi16(x, 8);
+  return {dot4_half(acc.lo, w.lo, even, odd), dot4_half(acc.hi, w.hi, even, odd)};
+}
+#endif
+typedef int16_t i16x16 __attribute__((vector_size(32)));
+struct halves { i16x16 lo, hi; };  // 16 x 2 whole numbers of 16 bits
+PAGODA_INLINE ints both(halves a) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return {(i32x8)_mm256_madd_epi16((__m256i)a.lo, one), (i32x8)_mm256_madd_epi16((__m256i)a.hi, one)};
+}
+// How the micro-kernel multiplies nibbles with bytes: see Bf16. Instead of a pair there are eight of each. Sums are of 16
+// bits, into which MOST times eight go: each half gets four products then, which are at most 15 * 127.
+struct Nibbles {
+  typedef halves Sum;
+  typedef uint32_t Left;
+  typedef quads Right;
+  static constexpr int PASSES = 2, MOST = 4;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) {
+    return pass == 0 ? low_nibbles(load_quads(b)) : high_nibbles(load_quads(b));
+  }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) {
+    int32_t four;
+    memcpy(&four, a + pass, 4);
+    const __m256i x = _mm256_set1_epi32(four);
+    acc.lo += (i16x16)_mm256_maddubs_epi16(b.lo, x);
+    acc.hi += (i16x16)_mm256_maddubs_epi16(b.hi, x);
+    asm("" : "+x"(acc.lo), "+x"(acc.hi));  // else the compiler puts sums off until registers run out
+    return acc;
+  }
+};
+PAGODA_INLINE ints dot4_nibbles(ints acc, quads w, uint32_t a) { return acc + both(Nibbles::add(halves{}, &a, 0, w)); }
+
+PAGODA_INLINE ints load(const int32_t* p) {
+  return {(i32x8)_mm256_loadu_si256((const __m256i*)p), (i32x8)_mm256_loadu_si256((const __m256i*)p + 1)};
+}
+PAGODA_INLINE void store(int32_t* p, ints a) {
+  _mm256_storeu_si256((__m256i*)p, (__m256i)a.lo);
+  _mm256_storeu_si256((__m256i*)p + 1, (__m256i)a.hi);
+}
+// How the micro-kernel multiplies whole numbers of 16 bits, in pairs: see Bf16.
+struct Int16 {
+  typedef int32_t Value;
+  typedef ints Sum;
+  typedef int16_t Left;
+  typedef quads Right;
+  static constexpr int PASSES = 1;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int) { return load_quads(b); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int, Right b) {
+    uint32_t pair;
+    memcpy(&pair, a, 4);
+    return dot2(acc, b, pair);
+  }
+};
+#ifdef __AVXVNNI__
+// How the micro-kernel multiplies unsigned with signed bytes, four instead of a pair.
+struct Bytes {
+  typedef int32_t Value;
+  typedef ints Sum;
+  typedef int16_t Left;
+  typedef quads Right;
+  static constexpr int PASSES = 1;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int) { return load_quads(b); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int, Right b) {
+    uint32_t four;
+    memcpy(&four, a, 4);
+    return dot4(acc, b, four);
+  }
+};
+// The same with nibbles, eight instead of a pair.
+struct NibbleBytes {
+  typedef int32_t Value;
+  typedef ints Sum;
+  typedef uint32_t Left;
+  typedef quads Right;
+  static constexpr int PASSES = 2;
+  PAGODA_INLINE_MEMBER static Right right(const uint32_t* b, int pass) { return Nibbles::right(b, pass); }
+  PAGODA_INLINE_MEMBER static Sum add(Sum acc, const Left* a, int pass, Right b) {
+    uint32_t four;
+    memcpy(&four, a + pass, 4);
+    return dot4(acc, b, four);
+  }
+};
+#endif
+// Bytes 0 and 1 of every lane, or 2 and 3, as a pair of 16 bits.
+PAGODA_INLINE quads first_bytes(quads a) {
+  const __m256i at = _mm256_setr_epi8(0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1,
+                                      0, -1, 1, -1, 4, -1, 5, -1, 8, -1, 9, -1, 12, -1, 13, -1);
+  return {_mm256_shuffle_epi8(a.lo, at), _mm256_shuffle_epi8(a.hi, at)};
+}
+PAGODA_INLINE quads second_bytes(quads a) { return first_bytes({_mm256_srli_epi32(a.lo, 16), _mm256_srli_epi32(a.hi, 16)}); }
+PAGODA_INLINE void store_quads(uint32_t* p, quads a) {
+  _mm256_storeu_si256((__m256i*)p, a.lo);
+  _mm256_storeu_si256((__m256i*)p + 1, a.hi);
+}
+
+PAGODA_INLINE f16 nibble(quads a, int s) {  // nibble s of every lane
+  __m256i mask = _mm256_set1_epi32(15);
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a.lo, 4 * s), mask)),
+          _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a.hi, 4 * s), mask))};
+}
+
+PAGODA_INLINE __m256i magnitudes(const uint16_t* x) {
+  return _mm256_and_si256(_mm256_loadu_si256((const __m256i*)x), _mm256_set1_epi16(0x7fff));
+}
+PAGODA_INLINE uint32_t largest_magnitude(const uint16_t* x, int n) {
+  __m256i most = _mm256_setzero_si256();
+  for (int i = 0; i < n; i += 16) most = _mm256_max_epu16(most, magnitudes(x + i));
+  return largest_u16(most);
+}
+PAGODA_INLINE ints round_bytes(f16 a, __m128i& bytes) {
+  __m256i lo = _mm256_cvtps_epi32(a.lo), hi = _mm256_cvtps_epi32(a.hi);
+  __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(lo, hi), 0xd8);
+  bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  return {(i32x8)lo, (i32x8)hi};
+}
+PAGODA_INLINE ints store_rounded(int8_t* p, f16 a) {
+  __m128i bytes;
+  const ints whole = round_bytes(a, bytes);
+  _mm_storeu_si128((__m128i*)p, bytes);
+  return whole;
+}
+PAGODA_INLINE ints store_rounded(int16_t* p, f16 a) {
+  __m128i bytes;
+  const ints whole = round_bytes(a, bytes);
+  _mm256_storeu_si256((__m256i*)p, _mm256_cvtepi8_epi16(bytes));
+  return whole;
+}
+PAGODA_INLINE void store_shorts(int16_t* p, f16 a) {
+  const __m256i packed = _mm256_packs_epi32(_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi));
+  store_fours(p, _mm256_permute4x64_epi64(packed, 0xd8));
+}
+
+}  // namespace PAGODA_NS

@@ -1,0 +1,129 @@
+"""Mixtures of experts: Mixtral (arXiv 2401.04088), Qwen2-MoE and Qwen3-MoE, OLMoE (arXiv 2409.02060), Granite-MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from pagoda_worker.checkpoints.config_reader import ConfigReader, UnsupportedConfig, in_range, invalid, shown
+from pagoda_worker.checkpoints.names import Names
+from pagoda_worker.checkpoints.rope_fields import read_rope
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, MoeShape
+from pagoda_worker.kernels.routing import Routing
+from pagoda_worker.models.families.granite import scaled
+from pagoda_worker.models.families.llama import attention_of, common_fields, layers_of, mlp_of, sliding_layers
+from pagoda_worker.models.families.qwen import read_qwen2, read_qwen3
+
+MOST_EXPERTS = 1024
+MOST_IN_ALL = 2**16  # in all layers: each has names of its own, which are listed before a checkpoint is looked at
+FUSED: dict[str, Any] = {"expert_up": ("mlp.experts.gate_up_proj",), "expert_down": "mlp.experts.down_proj"}
+QWEN = Names()
+MIXTRAL = Names(
+    router="block_sparse_moe.gate",
+    expert_up=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
+    expert_down="block_sparse_moe.experts.{}.w2",
+)
+GRANITE = Names(
+    router="block_sparse_moe.router.layer",
+    expert_up=("block_sparse_moe.input_linear.weight",),
+    expert_down="block_sparse_moe.output_linear.weight",
+)
+# As transformers 5 keeps them in memory, and writes them where it is told to keep its own names.
+QWEN_FUSED = replace(QWEN, **FUSED)
+GRANITE_FUSED = replace(
+    GRANITE,
+    router="block_sparse_moe.router",
+    expert_up=("block_sparse_moe.experts.gate_up_proj",),
+    expert_down="block_sparse_moe.experts.down_proj",
+)
+
+
+def _routing(config: ConfigReader, renormalised: bool) -> Routing:
+    """The number of experts has one of two names, whatever the family, by who wrote the file."""
+    experts = "num_experts" if config.maybe_size("num_experts") is not None else "num_local_experts"
+    count = in_range("config.json", experts, config.size(experts), 1, MOST_EXPERTS)
+    if count * config.size("num_hidden_layers") > MOST_IN_ALL:
+        raise invalid("config.json", f"{experts!r}={count} in each layer are more than {MOST_IN_ALL} in all")
+    name = "num_experts_per_tok"
+    return Routing(
+        experts=count,
+        chosen=in_range("config.json", name, config.size(name), 1, min(count, 64)),
+        renormalised=renormalised,
+    )
+
+
+def read_mixtral(config: ConfigReader) -> DecoderSpec:
+    mlp = mlp_of(config, "hidden_act")
+    moe = MoeShape(routing=_routing(config, renormalised=True), width=mlp.width, activation=mlp.activation)
+    layers = tuple(replace(layer, mlp=moe) for layer in sliding_layers(config, mlp))
+    return DecoderSpec(**common_fields(config), layers=layers, names=MIXTRAL, spellings=(QWEN_FUSED, QWEN))
+
+
+def read_qwen2_moe(config: ConfigReader) -> DecoderSpec:
+    shared = MlpShape(width=config.size("shared_expert_intermediate_size"), activation=config.activation("hidden_act"))
+    spec = _with_experts(config, read_qwen2(config), shared)
+    return replace(spec, qkv_bias=config.take("qkv_bias", bool, True))
+
+
+def read_qwen3_moe(config: ConfigReader) -> DecoderSpec:
+    return _with_experts(config, read_qwen3(config, default_head_dim=0), None)
+
+
+def _with_experts(config: ConfigReader, spec: DecoderSpec, shared: MlpShape | None) -> DecoderSpec:
+    """Every `decoder_sparse_step`-th layer has them, but for `mlp_only_layers`."""
+    step, dense = config.size("decoder_sparse_step", 1), config.maybe("mlp_only_layers", list) or []
+    if not all(type(index) is int for index in dense):
+        raise UnsupportedConfig(f"config.json: 'mlp_only_layers' must be numbers of layers, got {shown(dense)}")
+    moe = MoeShape(
+        routing=_routing(config, config.take("norm_topk_prob", bool, False)),
+        width=config.size("moe_intermediate_size"),
+        activation=config.activation("hidden_act"),
+        shared=shared,
+        shared_gate=shared is not None,
+    )
+
+    def has_experts(index: int) -> bool:
+        return index not in dense and (index + 1) % step == 0
+
+    layers = _replaced(spec, lambda index, layer: replace(layer, mlp=moe) if has_experts(index) else layer)
+    return replace(spec, layers=layers, names=QWEN, spellings=(QWEN_FUSED,))
+
+
+def _replaced(spec: DecoderSpec, change: Callable[[int, LayerSpec], LayerSpec]) -> tuple[LayerSpec, ...]:
+    return tuple(change(index, layer) for index, layer in enumerate(spec.layers))
+
+
+def read_olmoe(config: ConfigReader) -> DecoderSpec:
+    attention, mlp = attention_of(config), mlp_of(config, "hidden_act")
+    bias = config.take("attention_bias", bool, False)
+    routing = _routing(config, config.take("norm_topk_prob", bool, False))
+    windows = (None,) * config.size("num_hidden_layers")
+    layers = layers_of(windows, attention, mlp, read_rope(config, attention.head_dim))
+    moe = MoeShape(routing=routing, width=mlp.width, activation=mlp.activation)
+    return DecoderSpec(
+        **common_fields(config) | {"norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        layers=tuple(replace(layer, mlp=moe) for layer in layers),
+        names=QWEN,
+        spellings=(QWEN_FUSED,),
+        qkv_bias=bias,
+        out_bias=bias,
+        width_norms=True,
+    )
+
+
+def read_granite_moe(config: ConfigReader) -> DecoderSpec:
+    attention, mlp = attention_of(config), mlp_of(config, "hidden_act")
+    bias = config.take("attention_bias", bool, False)
+    moe = MoeShape(routing=_routing(config, renormalised=True), width=mlp.width, activation=mlp.activation)
+    windows = (None,) * config.size("num_hidden_layers")
+    layers = layers_of(windows, attention, mlp, read_rope(config, attention.head_dim))
+    spec = DecoderSpec(
+        **common_fields(config),
+        layers=tuple(replace(layer, mlp=moe) for layer in layers),
+        names=GRANITE,
+        spellings=(GRANITE_FUSED,),
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    return scaled(config, spec)

@@ -1,0 +1,60 @@
+"""The MLP of a layer: dense, or experts that a router chooses among for each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, MoeShape, dense_names
+from pagoda_worker.kernels.ops import Ops
+from pagoda_worker.kernels.routing import Beside
+from pagoda_worker.models.linear import Mlp, Packer
+
+
+class Branch(Protocol):
+    def run(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """x [T, H] -> [T, H]"""
+
+
+@dataclass(frozen=True)
+class Moe:
+    """`router`, `experts` and `shared_gate` as a back end packs them."""
+
+    shape: MoeShape
+    router: Any
+    experts: Any
+    shared: Mlp | None
+    shared_gate: Any | None
+
+    def run(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+        beside = None
+        if self.shared is not None:
+            gate = None if self.shared_gate is None else ops.logits(x, self.shared_gate)
+            beside = Beside(self.shared.run(x, ops), gate)
+        logits = ops.logits(x, self.router)
+        return ops.moe(x, logits, self.experts, self.shape.routing, self.shape.activation, beside)
+
+
+def load_mlp(spec: DecoderSpec, layer: LayerSpec, packer: Packer, prefix: str) -> Branch:
+    """`prefix`: of the layer's names."""
+    names, moe = spec.names, layer.mlp
+
+    def dense(mlp: MlpShape) -> Mlp:
+        up, down = dense_names(names, layer)
+        return Mlp(packer.pack_up(prefix, up, mlp), packer.pack(prefix, [down], mlp.bias, segments=spec.segments))
+
+    if isinstance(moe, MlpShape):
+        return dense(moe)
+
+    def small(name: str) -> Any:
+        return packer.ops.pack_linear(packer.source.tensor(f"{prefix}{name}.weight"))
+
+    return Moe(
+        shape=moe,
+        router=small(names.router),
+        experts=packer.pack_experts(prefix, names, moe.routing.experts),
+        shared=None if moe.shared is None else dense(moe.shared),
+        shared_gate=small(names.shared_gate) if moe.shared_gate else None,
+    )
