@@ -17,14 +17,18 @@ wrong tokens from then on: whoever used those would not get the reference.
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pagoda_proto.decodes import DecodeList, packed
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta, FinishReason, Generate, RequestRecord, Tokens
+from pagoda_proto.pooling.params import PoolingParams
+from pagoda_proto.records import Delta, FinishReason, Generate, Pool, RequestRecord, Tokens
 from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult, TopLogprobs
 
 MASK64 = 2**64 - 1
@@ -214,6 +218,9 @@ class FakeRunner:
         last = end + chunk.num_drafts
         self._require(chunk.num_tokens > 0, f"row {chunk.row_id}: empty chunk")
         self._require(chunk.start == row.num_computed, f"row {chunk.row_id}: chunk at {chunk.start}")
+        if not self.num_blocks:
+            self._write_nothing(row, chunk)
+            return
         self._require(last <= len(row.block_ids) * self.block_size, f"row {chunk.row_id}: chunk beyond its blocks")
         self._require(chunk.sample or not chunk.num_drafts, f"row {chunk.row_id}: drafts without a sample")
         if chunk.row_id not in self.failed_rows:
@@ -230,8 +237,15 @@ class FakeRunner:
             )
         row.num_computed = end
 
+    def _write_nothing(self, row: FakeRow, chunk: Chunk) -> None:
+        """Without blocks nothing is kept, so a prompt is computed whole."""
+        whole = not chunk.start and chunk.num_tokens == len(row.token_ids) and chunk.sample
+        self._require(whole, f"row {chunk.row_id}: a part of a prompt, and nothing is kept of the rest")
+        self.tokens_computed += chunk.num_tokens
+        row.num_computed = chunk.num_tokens
+
     def _check_prefix(self, chunk: Chunk) -> None:
-        if not self.verify:
+        if not (self.verify and self.num_blocks):
             return
         row = self._row(chunk.row_id)
         for position in range(row.num_computed):
@@ -243,6 +257,8 @@ class FakeRunner:
 
     def _output(self, chunk: Chunk) -> RowOutput | None:
         row = self._row(chunk.row_id)
+        if row.new.pooling is not None:
+            return RowOutput(chunk.row_id, [], pooled=pooled_of(row.token_ids)) if chunk.sample else None
         prompt_logprobs = self._prompt_logprobs(row, chunk)
         if not chunk.sample:
             return None if prompt_logprobs is None else RowOutput(chunk.row_id, [], None, prompt_logprobs)
@@ -289,6 +305,12 @@ class FakeRunner:
     def _require(condition: bool, message: str) -> None:
         if not condition:
             raise ContractBroken(message)
+
+
+def pooled_of(token_ids: Sequence[int]) -> bytes:
+    """What a prompt is read as here: two numbers that tell it from every other."""
+    last = prefix_hashes(token_ids)[-1]
+    return struct.pack("<2f", last % 65_521, last // 65_521 % 65_521)
 
 
 class ReferenceChoice(NamedTuple):
@@ -357,6 +379,15 @@ def make_record(
         tenant=tenant,
         weight=weight,
     )
+
+
+def make_pool_record(prompt: Sequence[int] = (1, 2, 3), **fields: Any) -> RequestRecord:
+    """A record whose prompt is to be read; keywords are PoolingParams, or fields of the record."""
+    record = make_record(prompt, **{name: fields.pop(name) for name in RECORD_FIELDS if name in fields})
+    return msgspec.structs.replace(record, task=Pool(pooling=PoolingParams(**fields)))
+
+
+RECORD_FIELDS = ("request_id", "cache_salt", "priority", "queue_timeout_s")
 
 
 def make_delta(

@@ -57,7 +57,7 @@ class EngineCore:
 
     `executor` and `checker` are owned and closed by `close`; `clock` gives monotonic seconds. Either one thread is in
     `run`, or the caller's own thread calls `step`; `submit`, `abort`, `abandon`, `hand_back`, `call`, `load` and
-    `alive` are for any.
+    `alive` are for any. `admission` knows what the model takes.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EngineCore:
         self._observer = observer or NoObserver()
         self._router = Router(config)
         self._checker = checker or GrammarChecker()
-        self._admission = Admission(config, lambda grammar: self._checker.check(grammar, self._grammar_checked))
+        self.admission = Admission(config, lambda grammar: self._checker.check(grammar, self._grammar_checked))
         self._answers = Answers(self._observer)
         self._inbox = Inbox(executor.wake)
         self._totals: Counter[str] = Counter()
@@ -178,7 +178,7 @@ class EngineCore:
     @property
     def idle(self) -> bool:
         """Whether no request is open and nothing is in the inbox."""
-        return not (len(self._answers) or self._admission.num_held or len(self._inbox))
+        return not (len(self._answers) or self.admission.num_held or len(self._inbox))
 
     def _plan(self, now: float) -> bool:
         """Plan steps, one for each worker at a time, until all have as many in flight as they may or nothing to do."""
@@ -249,9 +249,9 @@ class EngineCore:
         self._totals["steps"] += 1
         self._observer.stepped(event.result.elapsed_s, event.result.forward_s)
         self._told(worker, news, now)
-        self._admission.served(num_tokens, now, busy=len(self._answers) > 0)
+        self.admission.served(num_tokens, now, busy=len(self._answers) > 0)
         for usage in (delta.usage for delta in news.deltas if delta.usage is not None):
-            self._admission.ended(usage.output_tokens)
+            self.admission.ended(usage.output_tokens)
 
     def _told(self, worker: Worker, news: News, now: float) -> None:
         self._router.ended(worker, news.deltas)
@@ -259,8 +259,8 @@ class EngineCore:
 
     def _join(self, event: WorkerJoined, now: float) -> None:
         self._router.join(event.epoch, event.hello)
-        if self._admission.limits is None:
-            self._admit_held(self._admission.open(event.hello), now)
+        if self.admission.limits is None:
+            self._admit_held(self.admission.open(event.hello), now)
 
     def _leave(self, left: WorkerLeft, now: float) -> None:
         worker = self._router.workers.get(left.epoch)
@@ -284,17 +284,17 @@ class EngineCore:
     def _forgive(self, held_up_s: float) -> None:
         if held_up_s:
             self._router.forgive(held_up_s)
-            self._admission.forgive(held_up_s)
+            self.admission.forgive(held_up_s)
 
     def _expire(self, now: float) -> bool:
         if now - self._expired_at < EXPIRY_INTERVAL_S:
             return False
         self._expired_at = now
         if not self._router.workers:
-            needed = self._router.needed_numerics or self._admission.needed_numerics
+            needed = self._router.needed_numerics or self.admission.needed_numerics
             self._router.refused_numerics = self._executor.hold(needed)
         self._answers.emit(self._router.expire(now), now)
-        for submission, error in self._admission.expire(now):
+        for submission, error in self.admission.expire(now):
             self._answers.reject(submission, error)
         return True
 
@@ -313,7 +313,7 @@ class EngineCore:
         try:
             running = self._answers.get(submission.request_id)
             num_waiting, num_tokens = self._router.num_waiting, self._router.queued_tokens
-            request = self._admission.admit(submission, running, num_waiting, num_tokens, now)
+            request = self.admission.admit(submission, running, num_waiting, num_tokens, now)
             if request is None:
                 return
             self._router.check_fits(request)
@@ -347,7 +347,7 @@ class EngineCore:
         self._inbox.post(partial(self._take_verdict, grammar, verdict))
 
     def _take_verdict(self, grammar: str, verdict: Verdict, now: float) -> None:
-        waited = self._admission.judged(grammar, verdict)
+        waited = self.admission.judged(grammar, verdict)
         if verdict.error is None:
             self._admit_held(waited, now)
         else:
@@ -357,11 +357,11 @@ class EngineCore:
     def _reject(self, submission: Submission, error: PagodaError) -> None:
         retry_after_s, router = 0.0, self._router
         if error.code is ErrorCode.OVERLOADED:
-            retry_after_s = self._admission.seconds_for(router.queued_tokens, router.num_waiting, router.num_running)
+            retry_after_s = self.admission.seconds_for(router.queued_tokens, router.num_waiting, router.num_running)
         self._answers.reject(submission, error, retry_after_s)
 
     def _abort(self, request_id: str, choices: tuple[int, ...], sink: Sink | None, now: float) -> None:
-        withdrawn = self._admission.withdraw(request_id, choices, sink)
+        withdrawn = self.admission.withdraw(request_id, choices, sink)
         if withdrawn is not None:
             self._answers.reject(withdrawn, PagodaError(ErrorCode.CANCELLED, "aborted before it was admitted"))
         running = self._answers.get(request_id)
@@ -376,14 +376,14 @@ class EngineCore:
         return abort() if deltas is None else deltas
 
     def _abandon(self, sink: Sink, now: float) -> None:
-        self._admission.forget(sink)
+        self.admission.forget(sink)
         for request_id in self._answers.forget(sink):
             self._end(request_id, (), now)
             self._totals["requests_abandoned"] += 1
 
     def _hand_back(self, reason: str) -> None:
         self._router.take_all(self._clock())
-        for held in self._admission.close():
+        for held in self.admission.close():
             self._answers.reject(held.submission, PagodaError(ErrorCode.UNAVAILABLE, reason))
         self._answers.migrate_all(reason)
 
@@ -392,7 +392,7 @@ class EngineCore:
         self._answers.publish()
         while self._answers.failed:
             self._abandon(self._answers.failed.pop(), self._clock())
-        load = views.load_of(self._engine_id, self._config.policy, self._router, self._admission) if load_too else None
+        load = views.load_of(self._engine_id, self._config.policy, self._router, self.admission) if load_too else None
         if load not in (None, self._load):
             self._load = load
             for listener in self._listeners:

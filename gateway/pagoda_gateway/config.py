@@ -15,6 +15,7 @@ from pagoda_proto import times
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 from pagoda_proto.params import MAX_PRIORITY, MIN_PRIORITY
+from pagoda_proto.pooling.kinds import AUTO, KINDS
 
 LEAST_PING_S = 0.1
 ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
@@ -96,6 +97,7 @@ class GatewayConfig:
         0, "lowest `priority` a request may ask for; lower runs earlier", least=MIN_PRIORITY, most=MAX_PRIORITY
     )
     max_prompts: int = option(128, "most prompts in one completion request", least=1)
+    max_inputs: int = option(2048, "most texts in one request for embeddings or scores", least=1)
     max_messages: int = option(2048, "most messages in one chat request", least=1)
     max_tools: int = option(256, "most tools in one chat request", least=1)
     keep_responses_s: float = option(
@@ -134,6 +136,11 @@ class GatewayConfig:
         secret=True,  # it may hold a password
     )
     chat_template: str = option("", "file with a chat template to use instead of the model's own")
+    task: str = option(
+        AUTO,
+        "what the model is for: generate, embed, classify (also to rerank); auto goes by the model's files",
+        words=(AUTO, *KINDS),
+    )
     tool_call_parser: str = option(
         "", f"how the model writes tool calls, if not as its chat template shows: {', '.join(TOOL_FORMAT_NAMES)}"
     )

@@ -22,9 +22,18 @@ from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import MAX_PRIORITY, SamplingParams
-from pagoda_proto.records import FinishReason, Generate, RequestRecord
+from pagoda_proto.pooling.kinds import GENERATE
+from pagoda_proto.pooling.params import PoolingParams
+from pagoda_proto.records import FinishReason, Generate, Pool, RequestRecord, Task
 
 logger = logging.getLogger(__name__)
+
+ONE_TOKEN = Generate(params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), seed=0)
+
+
+def canary_of(kind: str) -> Task:
+    """What is asked of a model of this kind to see that it gets on."""
+    return ONE_TOKEN if kind == GENERATE else Pool(pooling=PoolingParams(output=kind))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +48,20 @@ class HealthTimes:
 class Health:
     """One task watches and tells; everything else is a question about this moment."""
 
-    def __init__(self, engine: SessionClient, metrics: GatewayMetrics, health_times: HealthTimes | None = None) -> None:
+    def __init__(
+        self,
+        engine: SessionClient,
+        metrics: GatewayMetrics,
+        health_times: HealthTimes | None = None,
+        task: Task = ONE_TOKEN,
+    ) -> None:
+        """`task` is what a canary asks of the model."""
         self.draining = False
         self.started = False  # whether it was ever ready
         self._engine = engine
         self._metrics = metrics
         self._times = health_times or HealthTimes()
+        self._task_of_canary = task
         self._was_ready = False
         self._on_change: Callable[[bool], None] = lambda ready: None
         self._next_canary_at = 0.0
@@ -136,7 +153,7 @@ class Health:
         record = RequestRecord(
             request_id=uuid.uuid4().hex,
             prompt_token_ids=[0],
-            task=Generate(params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), seed=0),
+            task=self._task_of_canary,
             cache_salt="canary",
             priority=MAX_PRIORITY,
             queue_timeout_s=self._times.canary_timeout_s,

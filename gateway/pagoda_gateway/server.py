@@ -25,7 +25,7 @@ from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Waits
-from pagoda_gateway.health import Health, HealthTimes
+from pagoda_gateway.health import Health, HealthTimes, canary_of
 from pagoda_gateway.http.memory import return_large_blocks
 from pagoda_gateway.http.protocol import ConnectionGuard
 from pagoda_gateway.http.server import LEAVE_S, HttpServer, bind, is_private, url_of, uvicorn_config
@@ -51,8 +51,8 @@ async def serve(
 ) -> None:
     """Run a gateway until `stop` is set and its requests are done or `drain_timeout_s` is over.
 
-    Reports {"event": "listening", "url": ..}, then "ready" and "unready" as /health/ready changes; and "locked" if
-    clients must show API keys.
+    Reports {"event": "listening", "url": .., "kind": what the model is for}, then "ready" and "unready" as
+    /health/ready changes; and "locked" if clients must show API keys.
 
     Raises:
         ValueError: the engine address, the store's or the model's files cannot be used.
@@ -106,7 +106,7 @@ class _Parts:
         return cls(
             ctx=ctx,
             engine=engine,
-            health=Health(engine, metrics, health_times),
+            health=Health(engine, metrics, health_times, canary_of(text.reading.kind)),
             background=BackgroundResponses(ctx),
             tickets=Tickets(ctx, metrics.watch_tickets(WAYS)),
             batches=batches,
@@ -166,7 +166,7 @@ def load_text(config: GatewayConfig) -> ModelText:
         except OSError as error:
             raise ValueError(f"chat_template: {error}") from error
     parsers = {"tool_parser": config.tool_call_parser, "reasoning_parser": config.reasoning_parser}
-    return ModelText.load(config.model, template, **parsers)
+    return ModelText.load(config.model, template, task=config.task, **parsers)
 
 
 async def _run(
@@ -183,7 +183,8 @@ async def _run(
     try:
         await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
-            report({"event": "listening", "url": url_of(listener)})
+            kind = next(iter(parts.ctx.catalogue)).text.reading.kind
+            report({"event": "listening", "url": url_of(listener), "kind": kind})
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             handing_over = asyncio.create_task(parts.hand_over())

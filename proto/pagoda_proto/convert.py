@@ -10,6 +10,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, InvalidParams, Problem, error_code_from
 from pagoda_proto.params import SamplingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import (
     Begun,
     Delta,
@@ -18,9 +19,13 @@ from pagoda_proto.records import (
     LedgerEntry,
     Load,
     NextTokens,
+    Pool,
+    Pooled,
     PriorOutput,
     RequestRecord,
+    Result,
     Resume,
+    Task,
     Tokens,
     Usage,
 )
@@ -75,7 +80,28 @@ def _generate_from_pb(message: pb.Generate) -> Generate:
     return Generate(params=params, seed=message.seed, eos_token_ids=tuple(message.eos_token_ids))
 
 
+def _pool_to_pb(task: Pool) -> pb.Pool:
+    fields = {name: getattr(task.pooling, name) for name in PoolingParams.__struct_fields__}
+    return pb.Pool(**{name: value for name, value in fields.items() if value is not None})
+
+
+def _pool_from_pb(message: pb.Pool) -> Pool:
+    return Pool(pooling=PoolingParams(**{field.name: value for field, value in message.ListFields()}))
+
+
+def _task_from_pb(message: pb.RequestRecord) -> Task:
+    """Raises InvalidParams when the parameters are not valid, or the task is none that is known here."""
+    match message.WhichOneof("task"):
+        case "generate":
+            return _generate_from_pb(message.generate)
+        case "pool":
+            return _pool_from_pb(message.pool)
+        case _:
+            raise InvalidParams([Problem("task", _no_task(message))])
+
+
 def record_to_pb(record: RequestRecord) -> pb.RequestRecord:
+    task = record.task
     return pb.RequestRecord(
         request_id=record.request_id,
         prompt_token_ids=record.prompt_token_ids,
@@ -84,14 +110,13 @@ def record_to_pb(record: RequestRecord) -> pb.RequestRecord:
         queue_timeout_s=record.queue_timeout_s,
         tenant=record.tenant,
         weight=record.weight,
-        generate=_generate_to_pb(record.task),
+        generate=_generate_to_pb(task) if isinstance(task, Generate) else None,
+        pool=_pool_to_pb(task) if isinstance(task, Pool) else None,
     )
 
 
 def record_from_pb(message: pb.RequestRecord) -> RequestRecord:
     """Raises InvalidParams when the parameters are not valid, or the task is none that is known here."""
-    if message.WhichOneof("task") is None:
-        raise InvalidParams([Problem("task", _no_task(message))])
     return RequestRecord(
         request_id=message.request_id,
         prompt_token_ids=list(message.prompt_token_ids),
@@ -100,7 +125,7 @@ def record_from_pb(message: pb.RequestRecord) -> RequestRecord:
         queue_timeout_s=message.queue_timeout_s,
         tenant=message.tenant,
         weight=message.weight or 1,
-        task=_generate_from_pb(message.generate),
+        task=_task_from_pb(message),
     )
 
 
@@ -160,7 +185,11 @@ def write_delta(delta: Delta, message: pb.Delta) -> None:
     message.request_id = delta.request_id
     message.attempt = delta.attempt
     message.choice = delta.choice
-    _write_tokens(delta.result, message.tokens)
+    if isinstance(delta.result, Tokens):
+        _write_tokens(delta.result, message.tokens)
+    else:
+        message.pooled.data = delta.result.data
+        message.pooled.SetInParent()
     if delta.finish_reason is not None:
         message.finish_reason = _REASON_TO_PB[delta.finish_reason]
     if delta.error_code is not None:
@@ -196,18 +225,24 @@ def write_next_tokens(tokens: NextTokens, message: pb.NextTokens) -> None:
 def delta_from_pb(message: pb.Delta) -> Delta:
     """A result, finish reason or error code of another version costs its own request its meaning, and nobody the
     session."""
-    known = message.finish_reason in _REASON_FROM_PB and message.HasField("tokens")
+    known = message.finish_reason in _REASON_FROM_PB and message.WhichOneof("result") is not None
     return Delta(
         request_id=message.request_id,
         attempt=message.attempt,
         choice=message.choice,
-        result=_tokens_from_pb(message.tokens),
+        result=_result_from_pb(message),
         finish_reason=_REASON_FROM_PB[message.finish_reason] if known else FinishReason.ERROR,
         error_code=error_code_from(message.error_code) if known else ErrorCode.INTERNAL,
         error_message=message.error_message,
         usage=_usage_from_pb(message.usage) if message.HasField("usage") else None,
         ledger=[LedgerEntry(entry.cause, entry.seconds) for entry in message.ledger] if message.ledger else None,
     )
+
+
+def _result_from_pb(message: pb.Delta) -> Result:
+    if message.WhichOneof("result") == "pooled":
+        return Pooled(data=message.pooled.data)
+    return _tokens_from_pb(message.tokens)
 
 
 def _tokens_from_pb(message: pb.Tokens) -> Tokens:

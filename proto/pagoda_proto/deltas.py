@@ -6,7 +6,8 @@ carries it is the last of its request, and a receiver may stop reading a request
 
 from __future__ import annotations
 
-from pagoda_proto.records import Delta, Stream, Tokens
+from pagoda_proto.pooling.params import FLOAT_BYTES
+from pagoda_proto.records import Delta, Result, Stream, Tokens
 from pagoda_proto.steps import TopLogprobs
 
 _LATER_WINS = ("finish_reason", "error_code", "usage", "ledger")
@@ -54,8 +55,10 @@ class WaitingDeltas:
 
 
 def count_numbers(delta: Delta) -> int:
-    """Token ids and log-probabilities: about what a delta weighs."""
+    """Token ids, log-probabilities and numbers of vectors: about what a delta weighs."""
     tokens = delta.result
+    if not isinstance(tokens, Tokens):
+        return 1 + len(tokens.data) // FLOAT_BYTES
     number = 1 + len(tokens.token_ids)
     for entries in (tokens.logprobs, tokens.prompt_logprobs):
         if entries:
@@ -65,7 +68,7 @@ def count_numbers(delta: Delta) -> int:
 
 def _extend(first: Delta, then: Delta) -> None:
     first.attempt = then.attempt
-    _extend_tokens(first.result, then.result)
+    _extend_tokens(first.tokens, then.tokens)
     for name in _LATER_WINS:
         value = getattr(then, name)
         if value is not None:
@@ -73,7 +76,9 @@ def _extend(first: Delta, then: Delta) -> None:
     first.error_message = then.error_message or first.error_message
 
 
-def _follows(tokens: Tokens, before: Tokens) -> bool:
+def _follows(tokens: Result, before: Result) -> bool:
+    if not (isinstance(tokens, Tokens) and isinstance(before, Tokens)):
+        return False  # a prompt is read at once
     return before.first_index + len(before.token_ids) == tokens.first_index
 
 

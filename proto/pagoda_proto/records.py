@@ -13,6 +13,7 @@ import msgspec
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.steps import TopLogprobs
 
 SESSION_PROTOCOL = 4
@@ -29,7 +30,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class Generate(msgspec.Struct, frozen=True, kw_only=True):
+class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Continue the prompt. `seed` is the seed in force: `params.seed`, or the one drawn at admission."""
 
     params: SamplingParams
@@ -37,7 +38,27 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
 
 
-Task = Generate
+class Pool(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Read the prompt. To whoever only carries or schedules it, it is a generation of one output."""
+
+    pooling: PoolingParams
+
+    @property
+    def params(self) -> SamplingParams:
+        return ONE_OUTPUT
+
+    @property
+    def seed(self) -> int:
+        return 0
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return ()
+
+
+ONE_OUTPUT = SamplingParams(max_tokens=1)
+
+Task = Generate | Pool
 """What may be asked: one struct per arm of `task` in engine.proto."""
 
 
@@ -110,7 +131,7 @@ class LedgerEntry(msgspec.Struct, frozen=True):
     seconds: float
 
 
-class Tokens(msgspec.Struct, kw_only=True):
+class Tokens(msgspec.Struct, kw_only=True, tag=True):
     """New tokens of a generation. `first_index` is the output position of `token_ids[0]`.
 
     `begun` comes with a request's first tokens, `stop_token_id` with the ending that it caused.
@@ -124,8 +145,19 @@ class Tokens(msgspec.Struct, kw_only=True):
     begun: Begun | None = None
 
 
-Result = Tokens
+class Pooled(msgspec.Struct, kw_only=True, tag=True):
+    """What a prompt was read as, float32 little-endian; empty where it ended otherwise."""
+
+    data: bytes = b""
+
+
+Result = Tokens | Pooled
 """What may come of a task: one struct per arm of `result` in engine.proto."""
+
+
+def nothing_of(task: Task, first_index: int = 0) -> Result:
+    """The result of a task of which there is nothing new, after so many tokens."""
+    return Pooled() if isinstance(task, Pool) else Tokens(first_index=first_index, token_ids=[])
 
 
 class Delta(msgspec.Struct, kw_only=True):
@@ -147,6 +179,20 @@ class Delta(msgspec.Struct, kw_only=True):
     @property
     def ends_request(self) -> bool:
         return self.usage is not None
+
+    @property
+    def tokens(self) -> Tokens:
+        """What is new of a generation; of anything else, no token."""
+        return self.result if isinstance(self.result, Tokens) else Tokens(first_index=0, token_ids=[])
+
+    @property
+    def pooled(self) -> bytes:
+        """What a prompt was read as; of a generation, nothing."""
+        return self.result.data if isinstance(self.result, Pooled) else b""
+
+    @property
+    def has_output(self) -> bool:
+        return bool(self.tokens.token_ids or self.pooled)
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,8 +29,9 @@ from __future__ import annotations
 import msgspec
 
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP, SamplingParams
+from pagoda_proto.pooling.params import PoolingParams
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 NO_TOKEN = -1
 """In `StepResult.tokens`: what the row yields stands elsewhere."""
 
@@ -60,6 +61,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int
     choice: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    pooling: PoolingParams | None = None  # its prompt is read: the last of it yields `RowOutput.pooled` and no token
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
@@ -165,7 +167,9 @@ class Hello(Message, frozen=True, tag="hello"):
     (`{incarnation}.{registration}/d` and `/c`), so that nothing of an earlier one can stand in its way or be taken for
     it.
 
-    `host_id` and `pid` let an engine core on the same host watch the process itself.
+    `host_id` and `pid` let an engine core on the same host watch the process itself. `pools` are the outputs of a model
+    that reads (see `pooling`), each vector of `pooled_width` numbers. Without `num_blocks` it keeps no K and V: every
+    prompt is computed whole, in one chunk, if need be in a step of its own, however long.
     """
 
     protocol: int
@@ -185,6 +189,8 @@ class Hello(Message, frozen=True, tag="hello"):
     max_tokens_per_step: int = DEFAULT_MAX_TOKENS_PER_STEP
     num_swap_blocks: int = 0
     swap_block_s: float = 0.0  # how long it takes to move one block, as measured at start
+    pools: tuple[str, ...] = ()
+    pooled_width: int = 0
 
 
 class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -197,7 +203,8 @@ class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RowOutput(msgspec.Struct, frozen=True, array_like=True):
-    """What a step yields for one row: one sampled token for a chunk that samples, and one more per draft that held.
+    """What a step yields for one row: one sampled token for a chunk that samples, and one more per draft that held; or
+    what a prompt was read as.
 
     The K and V of all `token_ids` but the last are computed.
     """
@@ -208,6 +215,7 @@ class RowOutput(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: list[TopLogprobs] | None = None  # for prompt tokens start+1 .. of this chunk, if the row asked
     num_drafted: int = 0  # drafts that were tried in this step
     num_drafts: int = 0  # drafts that the worker would try with the row's next token
+    pooled: bytes = b""  # of a row that is read: what `pooling` asks for, float32, little-endian
 
 
 class RowError(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pagoda.offline.outputs import RequestOutput as RequestOutput
     from pagoda_proto.errors import PagodaError as PagodaError
     from pagoda_proto.params import SamplingParams as SamplingParams
+    from pagoda_proto.pooling.params import PoolingParams as PoolingParams
 
 _HOMES = {
     "AsyncLLM": "pagoda.offline.async_llm",
@@ -22,6 +23,7 @@ _HOMES = {
     "GenerationFailed": "pagoda.offline.llm",
     "LLM": "pagoda.offline.llm",
     "PagodaError": "pagoda_proto.errors",
+    "PoolingParams": "pagoda_proto.pooling.params",
     "RequestOutput": "pagoda.offline.outputs",
     "SamplingParams": "pagoda_proto.params",
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,11 +24,12 @@ from pagoda_gateway.engine.recent import RecentRequests
 from pagoda_gateway.engine.report import EngineReport
 from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.routes import batches, files, generating, models, responses, streams, tokenize
+from pagoda_gateway.routes.pooling import embeddings, ranking
 from pagoda_gateway.store.interface import Store
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_gateway.tickets.tickets import Tickets
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Begun, Delta, FinishReason, Load, RequestRecord, Usage
+from pagoda_proto.records import Begun, Delta, FinishReason, Load, Pooled, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
 
 Batch = list[Delta] | Exception | asyncio.Event
@@ -152,8 +155,8 @@ def play(
         assert isinstance(first, list)
         assert isinstance(final, list)
         prompt = record.prompt_token_ids
-        first[0].result.begun = Begun(model_fingerprint="fp-tiny", numerics_id="any", cached_prompt_tokens=NUM_CACHED)
-        first[0].result.prompt_logprobs = logprobs_for(record, prompt[1:], params.prompt_logprobs)
+        first[0].tokens.begun = Begun(model_fingerprint="fp-tiny", numerics_id="any", cached_prompt_tokens=NUM_CACHED)
+        first[0].tokens.prompt_logprobs = logprobs_for(record, prompt[1:], params.prompt_logprobs)
         final[-1].usage = Usage(
             prompt_tokens=len(prompt), cached_prompt_tokens=NUM_CACHED, output_tokens=sum(map(len, streams))
         )
@@ -167,6 +170,23 @@ def failing(code: ErrorCode = ErrorCode.OVERLOADED, retry_after_s: float = 0.0) 
 
     def script(record: RequestRecord) -> list[Batch]:
         raise PagodaError(code, "no", retry_after_s=retry_after_s)
+
+    return script
+
+
+def reads(*vectors: Sequence[float], fail_at: int | None = None, hold: asyncio.Event | None = None) -> Script:
+    """The i-th record is read as the i-th vector, in turns; the one at `fail_at` fails, and all wait for `hold`."""
+    counter = itertools.count()
+
+    def script(record: RequestRecord) -> list[Batch]:
+        index, usage = next(counter), Usage(prompt_tokens=len(record.prompt_token_ids), cached_prompt_tokens=NUM_CACHED)
+        data = array("f", vectors[index % len(vectors)]).tobytes()
+        delta = Delta(request_id=record.request_id, choice=0, result=Pooled(data=data), finish_reason=FinishReason.STOP)
+        if index == fail_at:
+            delta.result, delta.finish_reason = Pooled(), FinishReason.ERROR
+            delta.error_code, delta.error_message = ErrorCode.NUMERICAL_ERROR, "no number"
+        delta.usage = usage
+        return [[delta]] if hold is None else [hold, [delta]]
 
     return script
 
@@ -206,7 +226,7 @@ class Gateway:
         )
         self.app = FastAPI(redirect_slashes=False)
         errors.install(self.app)
-        for module in (models, tokenize, files):
+        for module in (embeddings, ranking, models, tokenize, files):
             self.app.include_router(module.router(self.context))
         self.background, self.tickets = BackgroundResponses(self.context), Tickets(self.context)
         self.app.include_router(generating.router(self.context, self.tickets))

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from pagoda_gateway.text.vocabulary import byte_level_alphabet
 
@@ -65,6 +65,25 @@ def byte_fallback_tokenizer(strip: bool = True) -> Tokenizer:
     tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")])
     return tokenizer
+
+
+def word_tokenizer() -> Tokenizer:
+    """Whole words and `##` pieces, [CLS] and [SEP] around texts and pairs, as BERT has them."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "c", "dog", "cat", "##s", "query", ":", "what", "is"]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words[:4]])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return tokenizer
+
+
+def write_reader_dir(root: Path, architecture: str = "BertModel", **config: Any) -> Path:
+    """A model that reads, by its config.json."""
+    fields = {"architectures": [architecture], "hidden_size": 3, "max_position_embeddings": 16}
+    return write_model_dir(root, word_tokenizer(), config=fields | config, tokenizer_config={"chat_template": None})
 
 
 def write_model_dir(root: Path, tokenizer: Tokenizer | None = None, **changes: dict[str, Any]) -> Path:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
+from pagoda_proto.pooling.params import CLASSIFY, EMBED, TOKEN_EMBED, PoolingParams
 from pagoda_proto.records import (
     Begun,
     Delta,
@@ -13,6 +14,8 @@ from pagoda_proto.records import (
     Generate,
     LedgerEntry,
     Load,
+    Pool,
+    Pooled,
     PriorOutput,
     RequestRecord,
     Resume,
@@ -69,7 +72,14 @@ def sampling_params(draw: st.DrawFn, *, text: bool = False) -> SamplingParams:
     )
 
 
-TASKS = st.builds(Generate, params=sampling_params(), seed=st.integers(0, 2**64 - 1), eos_token_ids=TOKEN_TUPLE)
+MAYBE = st.none() | st.booleans()
+POOLING = st.builds(
+    PoolingParams, output=st.sampled_from((EMBED, TOKEN_EMBED)), normalize=MAYBE, dimensions=COUNT,
+    second_start=COUNT, skip=COUNT,
+) | st.builds(PoolingParams, output=st.just(CLASSIFY), activate=MAYBE)  # fmt: skip
+TASKS = st.builds(
+    Generate, params=sampling_params(), seed=st.integers(0, 2**64 - 1), eos_token_ids=TOKEN_TUPLE
+) | st.builds(Pool, pooling=POOLING)
 RECORDS = st.builds(
     RequestRecord,
     request_id=TEXT,
@@ -86,7 +96,7 @@ LOGPROBS = st.builds(TopLogprobs, F32, U32, TOKENS, st.lists(F32, max_size=3))
 USAGES = st.builds(Usage, prompt_tokens=U32, cached_prompt_tokens=U32, output_tokens=U32, preemptions=U32, replays=U32)
 BEGUN = st.none() | st.builds(Begun, model_fingerprint=TEXT, numerics_id=TEXT, cached_prompt_tokens=U32)
 RESUMES = st.builds(Resume, prior_outputs=st.lists(PRIORS, max_size=2).map(tuple), begun=BEGUN)
-RESULTS = st.builds(
+RESULTS = st.builds(Pooled, data=st.binary(max_size=16)) | st.builds(
     Tokens,
     first_index=U32,
     token_ids=TOKENS,

@@ -15,6 +15,7 @@ from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, InvalidParams
 from pagoda_proto.params import SamplingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import (
     Begun,
     Delta,
@@ -22,6 +23,8 @@ from pagoda_proto.records import (
     Generate,
     LedgerEntry,
     Load,
+    Pool,
+    Pooled,
     PriorOutput,
     RequestRecord,
     Resume,
@@ -34,6 +37,8 @@ PAIRS = [
     (SamplingParams, pb.SamplingParams),
     (RequestRecord, pb.RequestRecord),
     (Generate, pb.Generate),
+    (PoolingParams, pb.Pool),
+    (Pooled, pb.Pooled),
     (PriorOutput, pb.PriorOutput),
     (Begun, pb.Begun),
     (Resume, pb.Resume),
@@ -45,7 +50,7 @@ PAIRS = [
     (Load, pb.Load),
 ]
 STRANGE_ARM = bytes([15 << 3 | 2, 0])  # an empty message in a field that no message here has
-ARMS = {"task": Generate, "result": Tokens}  # by the oneof, which is one field on our side
+ARMS = {"task": Generate | Pool, "result": Tokens | Pooled}  # by the oneof, which is one field on our side
 
 
 @pytest.mark.parametrize(("struct", "message"), PAIRS, ids=[struct.__name__ for struct, _ in PAIRS])
@@ -177,7 +182,7 @@ def test_words_of_another_version_are_an_error_of_their_request_alone() -> None:
 @pytest.mark.parametrize(("more", "told"), [(b"", "none"), (STRANGE_ARM, "field 15")])
 def test_a_record_without_a_task_known_here_is_refused_by_name(more: bytes, told: str) -> None:
     record = pb.RequestRecord.FromString(pb.RequestRecord(request_id="r", priority=3).SerializeToString() + more)
-    with pytest.raises(InvalidParams, match=f"task: must be one of generate; the record has {told}") as caught:
+    with pytest.raises(InvalidParams, match=f"task: must be one of generate, pool; the record has {told}") as caught:
         convert.record_from_pb(record)
     assert caught.value.param == "task"
 

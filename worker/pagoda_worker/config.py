@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
+from pagoda_proto.pooling.kinds import AUTO, KINDS
 from pagoda_worker.cores import available_cores
 from pagoda_worker.device_choice import parse_device
 from pagoda_worker.kernel_choice import parse_choice
@@ -70,6 +71,11 @@ class WorkerConfig:
     speculation: str = option("", "guess tokens and verify them: ngram, draft-model; empty: off", words=SPECULATIONS)
     draft_model: str = option("", "model directory for draft-model; same vocabulary as the model")
     max_drafts: int = option(0, "most tokens guessed at once for a choice; 0: 8", most=1024)
+    task: str = option(
+        AUTO,
+        "what the model is for: generate, embed, classify (also to rerank); auto goes by the model's files",
+        words=(AUTO, *KINDS),
+    )
     fallback: bool = option(True, "run architectures without a native implementation through transformers")
 
     def __post_init__(self) -> None:

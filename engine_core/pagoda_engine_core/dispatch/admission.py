@@ -16,7 +16,8 @@ from pagoda_engine_core.workers.pace import Throughput
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import MAX_PRIORITY, MAX_SEED, MIN_PRIORITY, ModelLimits, check_for_model
-from pagoda_proto.records import MAX_WEIGHT, PriorOutput, RequestRecord
+from pagoda_proto.pooling.params import Readings, check_pooling
+from pagoda_proto.records import MAX_WEIGHT, Pool, PriorOutput, RequestRecord
 from pagoda_proto.steps import Hello
 from pagoda_proto.times import NO_WORKER_WAIT_S
 
@@ -70,6 +71,7 @@ class Admission:
         self._expected_output = float(FIRST_EXPECTED_OUTPUT)
         self._num_ended = 0
         self.limits: ModelLimits | None = None
+        self.readings = Readings()
         self.model_fingerprint = ""
         self.closed = False
 
@@ -97,7 +99,7 @@ class Admission:
             self._hold(submission, now)
             return None
         self._check_model(submission)
-        request = _request(submission, self.limits)
+        request = _request(submission, self.limits, self.readings)
         if self._may_compile(submission):
             return request
         self._hold(submission, now)
@@ -119,6 +121,7 @@ class Admission:
         """The model is known; the submissions that were held, to be admitted now."""
         max_model_len = min(self._config.max_model_len or hello.max_model_len, hello.max_model_len)
         self.limits = ModelLimits(hello.vocab_size, max_model_len)
+        self.readings = Readings(hello.pools, hello.pooled_width)
         self.model_fingerprint = hello.model_fingerprint
         return self._take_held()
 
@@ -241,18 +244,18 @@ def _digest(grammar: str) -> bytes:
     return hashlib.sha256(grammar.encode(errors="surrogatepass")).digest()
 
 
-def _request(submission: Submission, limits: ModelLimits) -> Request:
+def _request(submission: Submission, limits: ModelLimits, readings: Readings) -> Request:
     return Request(
         submission.record,
-        max_output_tokens=check_submission(submission, limits),
+        max_output_tokens=check_submission(submission, limits, readings),
         now=submission.submitted_at,
         attempt=submission.attempt,
         resume=submission.resume,
     )
 
 
-def check_submission(submission: Submission, limits: ModelLimits) -> int:
-    """The most output tokens a choice of this request may have.
+def check_submission(submission: Submission, limits: ModelLimits, readings: Readings) -> int:
+    """The most outputs a choice of this request may have; `readings` are the model's.
 
     Raises:
         InvalidParams: with every problem of the record, or every problem of the prior outputs.
@@ -262,7 +265,7 @@ def check_submission(submission: Submission, limits: ModelLimits) -> int:
     problems = list(record_problems(record, submission.attempt))
     if problems:
         raise InvalidParams(problems)
-    max_output_tokens = check_for_model(record.task.params, record.prompt_token_ids, limits)
+    max_output_tokens = _check_task(record, limits, readings)
     problems = [
         *_id_problems("eos_token_ids", record.task.eos_token_ids, limits),
         *_prior_problems(record.task.params.n, prior, max_output_tokens, limits),
@@ -270,6 +273,17 @@ def check_submission(submission: Submission, limits: ModelLimits) -> int:
     if problems:
         raise InvalidParams(problems)
     return max_output_tokens
+
+
+def _check_task(record: RequestRecord, limits: ModelLimits, readings: Readings) -> int:
+    """See `check_submission`."""
+    if isinstance(record.task, Pool):
+        check_pooling(record.task.pooling, record.prompt_token_ids, limits, readings)
+        return 1
+    if readings.outputs:
+        message = f"this model gives {' and '.join(readings.outputs)} of a prompt, and continues none"
+        raise InvalidParams([Problem("task", message)])
+    return check_for_model(record.task.params, record.prompt_token_ids, limits)
 
 
 def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:

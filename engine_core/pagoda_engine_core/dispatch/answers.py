@@ -133,7 +133,7 @@ class Answers:
             accepted = self._accepted.get(delta.request_id)
             if accepted is None or accepted.submission.attempt != delta.attempt:
                 continue
-            if delta.result.token_ids and accepted.first_token_at is None:
+            if accepted.first_token_at is None and delta.has_output:
                 accepted.first_token_at = now
             self._batch(accepted.submission.sink).deltas.append(delta)
             if delta.ends_request:

@@ -132,7 +132,7 @@ class Router:
         for delta in deltas:
             if delta.ends_request:
                 self._fairness.charge(filter(None, [worker.requests.pop(delta.request_id, None)]))
-            if delta.request_id == worker.suspect and (delta.result.token_ids or delta.ends_request):
+            if delta.request_id == worker.suspect and (delta.has_output or delta.ends_request):
                 worker.suspect = ""
         return deltas
 

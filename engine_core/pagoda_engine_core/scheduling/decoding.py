@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pagoda_engine_core.scheduling.kv_cache import KvCache
-from pagoda_engine_core.scheduling.request import Choice
+from pagoda_engine_core.scheduling.request import Choice, Request
 from pagoda_proto.records import Delta, NextTokens
 
 
@@ -41,9 +41,13 @@ class DecodingRows(NamedTuple):
 
     @classmethod
     def of(cls, choices: list[Choice], row_ids: list[int]) -> DecodingRows:
-        all_params = [choice.request.params for choice in choices]
-        wants = [params.logprobs is not None or params.prompt_logprobs is not None for params in all_params]
-        return cls(choices, row_ids, [place for place, wanted in enumerate(wants) if wanted])
+        return cls(choices, row_ids, [place for place, choice in enumerate(choices) if _wants_more(choice.request)])
+
+
+def _wants_more(request: Request) -> bool:
+    """Whether its rows yield more than a token, or something else."""
+    params = request.params
+    return params.logprobs is not None or params.prompt_logprobs is not None or request.pools
 
 
 NOBODY = DecodingRows([], [], [])

@@ -30,7 +30,7 @@ def check_books(
     _check_references(kv, waiting, running)
     _check_queues(requests, waiting, running)
     for choice in running:
-        _check_row(choice, kv.pool.block_size)
+        _check_row(choice, kv)
         _check_marks(choice, kv)
     for choice in waiting:
         _check_swapped(choice, kv)
@@ -67,9 +67,12 @@ def _check_queues(requests: Collection[Request], waiting: OrderedChoices, runnin
         require(bool(request.live_choices), "an ended request is kept")
 
 
-def _check_row(choice: Choice, block_size: int) -> None:
+def _check_row(choice: Choice, kv: KvCache) -> None:
+    block_size = kv.pool.block_size
     require(choice.state is ChoiceState.RUNNING and choice.row_id != NO_ROW, "a running choice has no row")
-    require(choice.num_computed <= len(choice.block_ids) * block_size, "computed beyond the block table")
+    require(
+        not kv.keeps or choice.num_computed <= len(choice.block_ids) * block_size, "computed beyond the block table"
+    )
     require(choice.num_computed < choice.num_tokens + max(1, choice.num_pending), "computed beyond the tokens")
     require(choice.num_registered * block_size <= choice.num_computed, "registered before computed")
     require(choice.num_confirmed <= choice.num_computed, "confirmed before computed")

@@ -55,12 +55,14 @@ def awaits_sibling(choice: Choice) -> bool:
 
 
 class KvCache:
-    """Block tables of choices on top of one worker's blocks, those of its KV cache and those of its swap space."""
+    """Block tables of choices on top of one worker's blocks, those of its KV cache and those of its swap space. Where a
+    worker has no blocks, it keeps nothing and no row needs any."""
 
     def __init__(self, pool: BlockPool, num_swap_blocks: int = 0) -> None:
         self.pool = pool
         self.swap_pool = BlockPool(num_swap_blocks, pool.block_size, prefix_cache=False)
         self._block_size = pool.block_size
+        self.keeps = pool.num_blocks > 0
 
     def emptied(self) -> KvCache:
         """One of the same sizes that holds nothing."""
@@ -69,7 +71,7 @@ class KvCache:
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self._block_size) if self.keeps else 0
 
     def shortage(self, choice: Choice) -> int:
         """Blocks that it lacks for all tokens known."""

@@ -17,16 +17,19 @@ from pagoda_engine_core.scheduling.kv_cache import Growth, KvCache
 from pagoda_engine_core.scheduling.request import Choice
 from pagoda_proto.decodes import changes
 from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.pooling.params import FLOAT_BYTES, MAX_POOLED_BYTES
+from pagoda_proto.records import Pool
 from pagoda_proto.steps import NO_TOKEN, AppendBlocks, Chunk, NewRow, ReplaceBlock, RowOutput, StepPlan, StepResult
 
 
 class Budget:
-    """Tokens of one step. `promised` of them belong to decodes that have not asked yet."""
+    """Tokens of one step. `promised` of them belong to decodes that have not asked yet. Without a `chunk_size` prompts
+    are granted whole or not at all: one that is longer than a step has one for itself."""
 
-    __slots__ = ("_chunk_size", "_promised", "_tokens")
+    __slots__ = ("_chunk_size", "_promised", "_tokens", "_untouched")
 
-    def __init__(self, tokens: int, chunk_size: int, promised: int) -> None:
-        self._tokens = tokens
+    def __init__(self, tokens: int, chunk_size: int | None, promised: int) -> None:
+        self._tokens = self._untouched = tokens
         self._chunk_size = chunk_size
         self._promised = promised
 
@@ -40,6 +43,12 @@ class Budget:
         """Tokens nobody has a promise on."""
         return max(0, self._tokens - self._promised)
 
+    def fits(self, wanted: int) -> bool:
+        """Whether some of `wanted` would be granted now, or all of it where that must be."""
+        if self._chunk_size is None:
+            return wanted <= self.left or self._tokens == self._untouched
+        return self.left > 0
+
     def grant_promised(self) -> int:
         """The one token of a decode, or 0 when there are more decodes than tokens."""
         self._promised -= 1
@@ -47,6 +56,8 @@ class Budget:
 
     def grant(self, wanted: int) -> int:
         """As much of `wanted` as fits: at most one chunk."""
+        if self._chunk_size is None:
+            return self._take(wanted if self.fits(wanted) else 0)
         return self._take(min(wanted, self._chunk_size, self.left))
 
     def grant_drafts(self, count: int) -> None:
@@ -127,6 +138,11 @@ class Flight(NamedTuple):
 
 
 def _check_output(choice: Choice, chunk: Chunk, output: RowOutput | None) -> None:
+    if choice.request.pools:
+        _check_pooled(chunk, output or RowOutput(chunk.row_id, []))
+        return
+    if output is not None and output.pooled:
+        raise _protocol_error(f"row {chunk.row_id} yields a vector, and was asked for tokens")
     token_ids = output.token_ids if output is not None else []
     num_drafted = output.num_drafted if output is not None else 0
     fits = chunk.sample <= len(token_ids) <= chunk.sample * (1 + num_drafted) and num_drafted <= chunk.num_drafts
@@ -145,6 +161,13 @@ def _check_output(choice: Choice, chunk: Chunk, output: RowOutput | None) -> Non
         num_expected = choice.request.num_prompt_tokens - 1
         if num_known != num_expected:
             raise _protocol_error(f"row {chunk.row_id} yields {num_known} of {num_expected} prompt log-probabilities")
+
+
+def _check_pooled(chunk: Chunk, output: RowOutput) -> None:
+    size = len(output.pooled)
+    if output.token_ids or bool(size) != chunk.sample or size % FLOAT_BYTES or size > MAX_POOLED_BYTES:
+        asked = f"a vector of at most {MAX_POOLED_BYTES} bytes" if chunk.sample else "nothing yet"
+        raise _protocol_error(f"row {chunk.row_id} must yield {asked}, got {output.token_ids} and {size} bytes")
 
 
 def _protocol_error(message: str) -> PagodaError:
@@ -234,7 +257,7 @@ class PlanBuilder:
 
 
 def _new_row(choice: Choice) -> NewRow:
-    request, params = choice.request, choice.request.params
+    request, params, task = choice.request, choice.request.params, choice.request.record.task
     if params.prompt_logprobs is not None and not choice.owes_prompt_logprobs:
         params = msgspec.structs.replace(params, prompt_logprobs=None)  # told already, or told by choice 0
     return NewRow(
@@ -244,7 +267,8 @@ def _new_row(choice: Choice) -> NewRow:
         num_computed=choice.num_computed,
         block_ids=list(choice.block_ids),
         params=params,
-        seed=request.record.task.seed,
+        seed=task.seed,
         choice=choice.index,
         eos_token_ids=request.eos_token_ids,
+        pooling=task.pooling if isinstance(task, Pool) else None,
     )

@@ -22,14 +22,17 @@ from pagoda_proto.records import (
     Begun,
     Delta,
     FinishReason,
+    Pool,
+    Pooled,
     PriorOutput,
     RequestRecord,
     Resume,
     Stream,
     Tokens,
     Usage,
+    nothing_of,
 )
-from pagoda_proto.steps import TopLogprobs
+from pagoda_proto.steps import RowOutput, TopLogprobs
 
 NO_ROW = -1
 SUSPECT_DEATHS = 2
@@ -201,6 +204,11 @@ class Request:
         return not any(choice.live for choice in self.choices)
 
     @property
+    def pools(self) -> bool:
+        """Whether its prompt is read, and not continued: a vector is its one output."""
+        return isinstance(self.record.task, Pool)
+
+    @property
     def resumes(self) -> bool:
         """Whether there is something to replay: a row was lost, or tokens came with the request."""
         return self.started or any(choice.output_ids for choice in self.choices)
@@ -248,6 +256,15 @@ class Request:
             deltas = [self.finish(last, self.ending_of(last) or Ending(FinishReason.ABORT), now)]
         return deltas
 
+    def add_output(self, choice: Choice, output: RowOutput, now: float) -> tuple[Delta, int, Ending | None]:
+        """What a row has yielded: the delta that tells of it, how many outputs were kept, and the ending."""
+        if self.pools:
+            delta = self.delta(choice, 0)
+            delta.result = Pooled(data=output.pooled)
+            return delta, 1, Ending(FinishReason.STOP)
+        delta, ending = self.add_tokens(choice, output.token_ids, output.logprobs, now)
+        return delta, len(delta.tokens.token_ids), ending
+
     def add_tokens(
         self, choice: Choice, token_ids: Sequence[int], logprobs: list[TopLogprobs] | None, now: float
     ) -> tuple[Delta, Ending | None]:
@@ -255,8 +272,9 @@ class Request:
 
         The delta that tells of them, and the ending, with which it is to be finished.
         """
-        delta = self.delta(choice, len(choice.output_ids), [])
-        tokens = delta.result
+        tokens = Tokens(first_index=len(choice.output_ids), token_ids=[])
+        delta = self.delta(choice, 0)
+        delta.result = tokens
         if choice.owes_prompt_logprobs:
             tokens.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
         ending = None
@@ -283,9 +301,10 @@ class Request:
     def finish(self, choice: Choice, ending: Ending, now: float, delta: Delta | None = None) -> Delta:
         """End a live choice, in `delta` or one of its own; the last one carries usage and ledger."""
         choice.state = ChoiceState.FINISHED
-        delta = delta or self.delta(choice, len(choice.output_ids), [])
+        delta = delta or self.delta(choice, len(choice.output_ids))
         delta.finish_reason = ending.reason
-        delta.result.stop_token_id = ending.stop_token_id
+        if isinstance(delta.result, Tokens):
+            delta.result.stop_token_id = ending.stop_token_id
         delta.error_code = ending.error_code
         delta.error_message = ending.error_message
         return self._close(delta, now) if self.ended else delta
@@ -328,10 +347,10 @@ class Request:
             if output.finished:
                 choice.state = ChoiceState.FINISHED
 
-    def delta(self, choice: Choice, first_index: int, token_ids: list[int]) -> Delta:
-        """That `choice` has these tokens, and nothing more."""
-        tokens = Tokens(first_index=first_index, token_ids=token_ids)
-        return Delta(request_id=self.request_id, attempt=self.attempt, choice=choice.index, result=tokens)
+    def delta(self, choice: Choice, first_index: int) -> Delta:
+        """That there is nothing new of `choice`, after so many tokens."""
+        nothing = nothing_of(self.record.task, first_index)
+        return Delta(request_id=self.request_id, attempt=self.attempt, choice=choice.index, result=nothing)
 
     def _close(self, delta: Delta, now: float) -> Delta:
         self.ledger.close(now)

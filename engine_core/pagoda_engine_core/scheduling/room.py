@@ -58,7 +58,7 @@ class Room:
         """What keeps a request from beginning in the next step."""
         if self._rows < 1:
             return Cause.QUEUED_ROWS
-        if self._budget.left < 1:
+        if not self._budget.fits(need.tokens):
             return Cause.QUEUED_BUDGET
         return Cause.QUEUED_BLOCKS if need.blocks > self._blocks else None
 

@@ -40,7 +40,7 @@ class Scheduler:
         self._policy = policy
         self._row_ids = row_ids
         self._max_rows = min(config.max_rows, hello.max_rows)
-        pool = BlockPool(hello.num_blocks, hello.block_size, config.prefix_cache)
+        pool = BlockPool(hello.num_blocks, hello.block_size, config.prefix_cache and hello.num_blocks > 0)
         self._kv = KvCache(pool, hello.num_swap_blocks)
         self._speed = Speed(min(config.max_tokens_per_step, hello.max_tokens_per_step), config.prompt_step_s)
         self._preemption = Preemption(config.preemption, hello.swap_block_s, self._speed)
@@ -211,7 +211,8 @@ class Scheduler:
         decodes = len(self._running) - len(awake) + distances.count(1)
         prompts = num_beginning + sum(distance > 1 for distance in distances)
         tokens = self._speed.step_tokens(decodes)
-        return Budget(tokens, self._speed.chunk_tokens(self._config.chunk_size, tokens, decodes, prompts), decodes)
+        chunk_size = self._speed.chunk_tokens(self._config.chunk_size, tokens, decodes, prompts)
+        return Budget(tokens, chunk_size if self._kv.keeps else None, decodes)
 
     # --- how rows are planned ----------------------------------------------------------------------------------------
 
@@ -279,9 +280,9 @@ class Scheduler:
         """
         if len(self._running) >= self._max_rows:
             return Cause.QUEUED_ROWS
-        if not builder.budget.left:
-            return Cause.QUEUED_BUDGET
         prefix = self._kv.lookup(choice)
+        if not builder.budget.fits(choice.num_tokens - prefix.num_tokens):
+            return Cause.QUEUED_BUDGET
         cost = self._kv.admission_cost(prefix, choice.num_tokens, self._lifetime_blocks(choice.request))
         if cost > self._kv.pool.num_free - builder.reserved_blocks:
             return Cause.QUEUED_BLOCKS
@@ -339,13 +340,13 @@ class Scheduler:
         if output is None or not chunk.sample:
             self._kv.commit(choice, chunk.start + chunk.num_tokens)
             return
-        delta, ending = request.add_tokens(choice, output.token_ids, output.logprobs, now)
+        delta, num_kept, ending = request.add_output(choice, output, now)
         news.deltas.append(delta)  # it is in the books now, whatever comes next
-        delta.result.begun = request.begin(*self._identity)
-        num_kept = len(delta.result.token_ids)
+        if not request.pools:
+            delta.tokens.begun = request.begin(*self._identity)
+            self.totals.output_tokens += num_kept
         choice.sampled(num_kept, output.num_drafts)
         self._kv.commit(choice, chunk.start + chunk.num_tokens + num_kept - 1)
-        self.totals.output_tokens += num_kept
         self.totals.draft_tokens += output.num_drafted
         self.totals.accepted_draft_tokens += num_kept - 1
         mark_heed(choice, self._kv)

@@ -16,12 +16,13 @@ from math import inf
 
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.params import ModelLimits
+from pagoda_proto.pooling.params import OUTPUTS
 from pagoda_proto.steps import PROTOCOL_VERSION, Hello, Refused
 
 MAX_COUNT = 2**31 - 1
 MAX_REMEMBERED_PROCESSES = 1024
 _COUNTS = (
-    "registration", "vocab_size", "max_model_len", "num_blocks", "block_size", "max_rows",
+    "registration", "vocab_size", "max_model_len", "block_size", "max_rows",
     "max_tokens_per_step",
 )  # fmt: skip
 
@@ -109,8 +110,17 @@ def _malformed(hello: Hello) -> str | None:
     for name in _COUNTS:
         if not 1 <= getattr(hello, name) <= MAX_COUNT:
             return f"{name}: must be between 1 and {MAX_COUNT}, got {getattr(hello, name)}"
-    if not 0 <= hello.num_swap_blocks <= MAX_COUNT:
-        return f"num_swap_blocks: must be between 0 and {MAX_COUNT}, got {hello.num_swap_blocks}"
+    for name in ("num_blocks", "num_swap_blocks", "pooled_width"):
+        if not 0 <= getattr(hello, name) <= MAX_COUNT:
+            return f"{name}: must be between 0 and {MAX_COUNT}, got {getattr(hello, name)}"
     if not 0 <= hello.swap_block_s < inf:
         return f"swap_block_s: must not be negative, got {hello.swap_block_s}"
+    return _no_reader(hello)
+
+
+def _no_reader(hello: Hello) -> str | None:
+    if not (hello.num_blocks or hello.pools):
+        return "num_blocks: a worker that generates keeps K and V, and has none"
+    if not set(hello.pools) <= set(OUTPUTS):
+        return f"pools: must be of {', '.join(OUTPUTS)}, got {', '.join(hello.pools)[:200]!r}"
     return None

@@ -22,6 +22,7 @@ from pagoda_proto.records import (
     Resume,
     Tokens,
     Usage,
+    nothing_of,
 )
 
 
@@ -72,6 +73,7 @@ class OpenRequest:
         self.error_code: ErrorCode | None = None  # of the last choice that failed
         self.begun: Begun | None = None
         self.ledger: list[LedgerEntry] = []
+        self.was_read = False  # the model has seen its prompt
         self._usage: Usage | None = None  # as the engine core told it
         self._choices = [_Choice() for _ in range(record.task.params.n)]
         self._pending = WaitingDeltas()
@@ -135,7 +137,7 @@ class OpenRequest:
             return Taken.NOTHING
         if not 0 <= delta.choice < len(self._choices):
             return Taken.GAP
-        choice, tokens = self._choices[delta.choice], delta.result
+        choice, tokens = self._choices[delta.choice], delta.tokens
         num_known = len(choice.tokens) - tokens.first_index
         if num_known < 0:
             return Taken.GAP
@@ -145,17 +147,19 @@ class OpenRequest:
             tokens.prompt_logprobs = None
         if choice.ended and not delta.ends_request:
             return Taken.NOTHING
-        if not (tokens.token_ids or delta.finish_reason or delta.ends_request or tokens.prompt_logprobs):
+        if not (delta.has_output or delta.finish_reason or delta.ends_request or tokens.prompt_logprobs):
             return Taken.NOTHING
         self._book(choice, delta)
         return Taken.NEWS
 
     def _book(self, choice: _Choice, delta: Delta) -> None:
-        choice.tokens.extend(delta.result.token_ids)
-        choice.prompt_logprobs_seen |= delta.result.prompt_logprobs is not None
+        tokens = delta.tokens
+        choice.tokens.extend(tokens.token_ids)
+        self.was_read |= delta.has_output
+        choice.prompt_logprobs_seen |= tokens.prompt_logprobs is not None
         choice.reason = choice.reason or delta.finish_reason
         self.error_code = delta.error_code or self.error_code
-        self.begun = self.begun or delta.result.begun
+        self.begun = self.begun or tokens.begun
         self._usage = delta.usage
         self.ledger = delta.ledger or []
         self.ended = delta.ends_request
@@ -185,7 +189,7 @@ class OpenRequest:
             request_id=self.record.request_id,
             attempt=self.attempt,
             choice=index,
-            result=Tokens(first_index=len(choice.tokens), token_ids=[]),
+            result=nothing_of(self.record.task, len(choice.tokens)),
         )
         if choice.ended:
             return delta

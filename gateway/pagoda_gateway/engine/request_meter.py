@@ -54,7 +54,7 @@ class RequestMeter:
             attempts=request.attempt + 1,
             waits_s={entry.cause: entry.seconds for entry in request.ledger},
         )
-        self._metrics.ended(request.outcome, usage if request.num_output_tokens else None, now - times.submitted_at)
+        self._metrics.ended(request.outcome, usage if request.was_read else None, now - times.submitted_at)
 
     def whole(self, whole: WholeRequest) -> None:
         """One that was made of others."""

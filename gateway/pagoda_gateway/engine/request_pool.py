@@ -249,18 +249,18 @@ class RequestPool:
         return self._on_delta(pooled, delta_from_pb(message), now)
 
     def _on_delta(self, pooled: PooledRequest, delta: Delta, now: float) -> bool:
-        had_tokens = bool(delta.result.token_ids)
+        had_output = delta.has_output
         taken = pooled.request.take(delta)
         if taken is Taken.GAP:
             self._on_gap(pooled)
         if taken is not Taken.NEWS:
             return False
-        if had_tokens:
+        if had_output:
             pooled.losing_since = None
-        self._on_news(pooled, delta.choice, len(delta.result.token_ids), now)
+        self._on_news(pooled, delta.choice, len(delta.tokens.token_ids), now)
         if pooled.request.ended:
             self._ended(pooled)
-        return had_tokens
+        return had_output
 
     def _on_news(self, pooled: PooledRequest, choice: int, num_tokens: int, now: float) -> None:
         pooled.settled()

@@ -102,6 +102,11 @@ class Reader:
             found += await self.pool.run(self.client, sum(map(len, part)), work, native=True)
         return found
 
+    async def check(self, text: str) -> None:
+        """Refuse a text that is certainly too long. Raises PagodaError."""
+        self.check_size(len(text))
+        await self._count(text)
+
     def check_size(self, num_chars: int) -> None:
         """Refuse before any work what is certainly too long. Raises PagodaError."""
         if self.max_chars is not None:

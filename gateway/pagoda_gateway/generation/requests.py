@@ -15,11 +15,20 @@ from pagoda_gateway.generation.job import Job, Shown
 from pagoda_gateway.text.conversation import text_size
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams, check_for_model
+from pagoda_proto.pooling.kinds import EMBED, GENERATE
 from pagoda_proto.records import Generate, RequestRecord
 
 FCFS = "fcfs"
 BYTES_PER_TOKEN = 16  # of a prompt, as Python keeps it
 BYTES_PER_LOGPROB = 160  # two numbers as Python keeps them, and as JSON
+
+
+def check_generates(model: ServedModel) -> None:
+    """Raises InvalidParams for a model that reads."""
+    kind = model.text.reading.kind
+    if kind != GENERATE:
+        use = "/v1/embeddings" if kind == EMBED else "/classify, /score and /rerank"
+        raise InvalidParams([Problem("model", f"{model.name!r} continues no text: it is for {use}")])
 
 
 def check_products(
@@ -72,6 +81,7 @@ def new_record(
     Raises:
         PagodaError: parameters or prompt do not fit the model.
     """
+    check_generates(model)
     check_for_model(params, token_ids, model.limits)
     return RequestRecord(
         request_id=secrets.token_hex(16) + (f".{name}" if name else ""),

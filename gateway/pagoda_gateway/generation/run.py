@@ -82,10 +82,10 @@ class Part:
 
     def _read(self, delta: Delta) -> Update | None:
         """None for a choice that has ended: the engine core learns of stop strings late."""
-        for known in (delta.result.begun, delta.usage):
+        for known in (delta.tokens.begun, delta.usage):
             if known is not None:
                 self.num_cached = known.cached_prompt_tokens
-        self.prompt_logprobs += delta.result.prompt_logprobs or ()
+        self.prompt_logprobs += delta.tokens.prompt_logprobs or ()
         choice = self.choices[delta.choice]
         if choice.text.finished:
             return None

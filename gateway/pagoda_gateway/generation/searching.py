@@ -130,7 +130,7 @@ class _Searched:
                 if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                     code = delta.error_code or ErrorCode.STREAM_INTERRUPTED
                     raise PagodaError(code, delta.error_message or "the request was aborted")
-                for entry in delta.result.logprobs or ():
+                for entry in delta.tokens.logprobs or ():
                     found = list(zip(entry.top_ids, entry.top_logprobs, strict=True))
                 if number == 0 and delta.usage is not None:
                     self._num_cached = delta.usage.cached_prompt_tokens

@@ -101,7 +101,7 @@ class Tape:
 
     def add(self, delta: Delta) -> None:
         """It stays the giver's."""
-        self._begun = self._begun or delta.result.begun
+        self._begun = self._begun or delta.tokens.begun
         self._whole.setdefault(delta.request_id, WaitingDeltas()).add(_copy(delta))
         for reading in self._readings.get(delta.request_id, ()):
             reading.add(_copy(delta))

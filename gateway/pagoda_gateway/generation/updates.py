@@ -60,7 +60,7 @@ class ChoiceReader:
         return None if self._thoughts is None else self._thoughts.number
 
     def read(self, delta: Delta) -> Update:
-        tokens = delta.result
+        tokens = delta.tokens
         new = self.text.push(tokens.token_ids, tokens.logprobs, delta.finish_reason, tokens.stop_token_id)
         said = self._reader.push(new.text)
         if new.finish_reason is not None:

@@ -91,10 +91,14 @@ def _check_counts(ctx: GatewayContext, body: dict[str, Any]) -> None:
     """What is far too much is not even looked at."""
     config = ctx.config
     longest = [max(model.engine.load.max_model_len, model.text.max_model_len) for model in ctx.catalogue]
-    limits = {"messages": config.max_messages, "input": config.max_messages, "tools": config.max_tools}
+    limits = {
+        "messages": config.max_messages,
+        "input": max(config.max_messages, config.max_inputs),
+        "tools": config.max_tools,
+    }
     for name, limit in limits.items():
         value = body.get(name)
-        if isinstance(value, list):
+        if isinstance(value, list) and not (value and isinstance(value[0], int)):  # token ids are counted as such
             at_most(name, len(value), limit)
     prompt = body.get("prompt")
     if not isinstance(prompt, list) or body.get("truncate_prompt_tokens") is not None:

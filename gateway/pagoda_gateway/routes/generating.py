@@ -20,7 +20,7 @@ from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.dialects.dialect import Dialect, Writer
 from pagoda_gateway.dialects.messages import MESSAGES
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.requests import held_bytes
+from pagoda_gateway.generation.requests import check_generates, held_bytes
 from pagoda_gateway.generation.running import running
 from pagoda_gateway.http.sse import EventStream, until_disconnect
 from pagoda_gateway.keys.charge import Charge
@@ -118,6 +118,7 @@ def job_maker(ctx: GatewayContext, dialect: Dialect[Any], request: Request, bodi
     caller = caller_of(request)
 
     async def new_job() -> Job:
+        check_generates(ctx.catalogue.find(bodies[0].model, caller))
         job = await dialect.job(ctx, bodies.pop(), caller)
         hold_for(request, held_bytes(job), instead=True)
         ctx.charge_for(caller, job.model).check(job.num_prompt_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from pagoda_gateway.text.answers import Formats
 from pagoda_gateway.text.chat import RESERVED, ChatTemplate
 from pagoda_gateway.text.conversation import Chat, Message, template_messages, turns_of
 from pagoda_gateway.text.detokenizer import Detokenizer
+from pagoda_gateway.text.reading import ReadingText, read_files
 from pagoda_gateway.text.special import MARK, SpecialTokens
 from pagoda_gateway.text.vocabulary import TokenTable, byte_level_alphabet, read_rules
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
 from pagoda_proto.params import SamplingParams
+from pagoda_proto.pooling.kinds import AUTO, CLASSIFY, GENERATE, MODULES, is_yes_no_reranker, kind_of
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class ModelText:
         table: Token id -> bytes.
         templates: Chat templates by name; "default", and "tool_use" where the model has its own for tools.
         formats: How the templates have a model think and call tools.
+        reading: What the model is for, and what its files say of reading.
         longest_token_bytes: No token covers more of a text than this; 0 where a token may swallow any amount.
     """
 
@@ -63,13 +66,19 @@ class ModelText:
     formats: Formats
     longest_token_bytes: int
     special: SpecialTokens
+    reading: ReadingText = field(default_factory=ReadingText)
 
     @staticmethod
     def load(
-        model_dir: Path | str, chat_template_override: str = "", *, tool_parser: str = "", reasoning_parser: str = ""
+        model_dir: Path | str,
+        chat_template_override: str = "",
+        *,
+        task: str = AUTO,
+        tool_parser: str = "",
+        reasoning_parser: str = "",
     ) -> ModelText:
         """Read tokenizer.json and its neighbours. `chat_template_override` is a template's text, the parsers are names
-        of formats; without one the templates are asked.
+        of formats; without one the templates are asked. `task` is what the operator says the model is for.
 
         Raises:
             BadModelFiles: a file is missing, too large or malformed.
@@ -78,7 +87,8 @@ class ModelText:
         """
         files = _ModelFiles(Path(model_dir))
         tokenizer, definition = files.tokenizer()
-        return _build(files, tokenizer, definition, chat_template_override, (tool_parser, reasoning_parser))
+        text = _build(files, tokenizer, definition, chat_template_override, (tool_parser, reasoning_parser))
+        return replace(text, reading=_reading(files, task))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Runs without the interpreter lock, so long texts belong into a thread.
@@ -187,9 +197,9 @@ class _ModelFiles:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.config = self._json("config.json")
-        self.generation = self._json("generation_config.json")
-        self.tokenizer_config = self._json("tokenizer_config.json")
+        self.config = self.json_object("config.json")
+        self.generation = self.json_object("generation_config.json")
+        self.tokenizer_config = self.json_object("tokenizer_config.json")
 
     def text(self, name: str, max_bytes: int) -> str | None:
         """A file's text, None if there is no such file."""
@@ -203,7 +213,7 @@ class _ModelFiles:
         except (OSError, UnicodeDecodeError) as error:
             raise BadModelFiles(f"{name}: {error}") from error
 
-    def _json(self, name: str) -> dict[str, Any]:
+    def json_object(self, name: str) -> dict[str, Any]:
         return _json_object(name, self.text(name, MAX_CONFIG_BYTES) or "{}")
 
     def tokenizer(self) -> tuple[Tokenizer, dict[str, Any]]:
@@ -253,6 +263,14 @@ def _build(
         longest_token_bytes=_longest_token_bytes(definition, tokenizer),
         special=tokens,
     )
+
+
+def _reading(files: _ModelFiles, task: str) -> ReadingText:
+    root = str(files.root)
+    kind = kind_of(files.config, root, has_modules=(files.root / MODULES).is_file(), asked=task)
+    sentence = files.json_object("config_sentence_transformers.json") if kind != GENERATE else {}
+    yes_no = kind == CLASSIFY and is_yes_no_reranker(files.config, root)
+    return read_files(kind, files.config, sentence, yes_no=yes_no)
 
 
 def _integer(value: Any) -> int:

@@ -99,7 +99,7 @@ def read_rules(decoder: dict[str, Any] | None) -> DecoderRules:
     Raises:
         UnsupportedTokenizer: a step is unknown, or stands where it has another meaning.
     """
-    if decoder is None:
+    if decoder is None or decoder.get("type") == "WordPiece":
         return DecoderRules(separator=" ")
     steps = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
     fields: dict[str, Any] = {}

@@ -91,7 +91,7 @@ class Stopwatch:
         for delta in deltas:
             if delta.error_code is not None:
                 raise PagodaError(delta.error_code, delta.error_message)
-            self.arrivals.setdefault(delta.request_id, []).extend([now] * len(delta.result.token_ids))
+            self.arrivals.setdefault(delta.request_id, []).extend([now] * len(delta.tokens.token_ids))
             if delta.ends_request:
                 self.open.discard(delta.request_id)
 

@@ -14,6 +14,7 @@ from pagoda.settings.flags import add_options
 from pagoda.settings.options import ModelSourceConfig
 from pagoda.tools import checkpoints
 from pagoda_gateway.config import GatewayConfig
+from pagoda_proto.pooling.kinds import GENERATE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,14 +30,15 @@ def main(arguments: argparse.Namespace) -> int:
     name = config.served_model_name or checkpoints.served_name(config.model)
     config = settings.build(GatewayConfig, model=str(model_dir), served_model_name=name)
 
-    url, locked = "", False
+    url, locked, kind = "", False, GENERATE
 
     def report_and_announce(event: dict[str, Any]) -> None:
-        nonlocal url, locked
+        nonlocal url, locked, kind
         report(event)
         url, locked = event.get("url", url), locked or event["event"] == "locked"
+        kind = event.get("kind", kind)
         if event["event"] == "ready" and config.startup_message:
-            print(announcement(url, config, time.monotonic() - started, locked), flush=True)
+            print(announcement(url, config, time.monotonic() - started, locked, kind), flush=True)
 
     from pagoda_gateway.server import serve
 

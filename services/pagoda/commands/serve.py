@@ -24,6 +24,7 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.store.opening import SCRATCH
 from pagoda_proto import times
+from pagoda_proto.pooling.kinds import GENERATE
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device_choice import device_of_worker
 
@@ -82,7 +83,7 @@ class Tower:
         )
         self.workers = self._worker_configs(str(model_dir), worker_address)
         self._port = self.gateway.port  # after the first start the real one, so that a restarted gateway keeps it
-        self._url = ""
+        self._url, self._kind = "", GENERATE
         self._announced = False
         self._locked = False
         self.view = StartupView(plain=self._common.log_json)
@@ -146,11 +147,11 @@ class Tower:
         elif kind == "loaded":
             self.view.loaded(child)
         elif child == "gateway" and kind == "listening":
-            self._url = event["url"]
+            self._url, self._kind = event["url"], event.get("kind", GENERATE)
             self._port = urlsplit(self._url).port or self._port
         elif child == "gateway" and kind == "locked":
             self._locked = True
         elif child == "gateway" and kind == "ready" and not self._announced:
             self._announced = True
             took = time.monotonic() - self._started
-            self.view.announce(announcement(self._url, self.gateway, took, self._locked))
+            self.view.announce(announcement(self._url, self.gateway, took, self._locked, self._kind))

@@ -20,8 +20,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pagoda.offline.beams import BeamSearchOutput, BeamSearchParams, search
 from pagoda.offline.local import Local, Prompt, as_list, failure
 from pagoda.offline.outputs import OfflineRequest, RequestOutput
+from pagoda.offline.reading import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ReadRequest,
+    Reads,
+    ScoringOutput,
+)
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import Delta, NextTokens
 from pagoda_worker.rows.processors import Processor, with_processor
 
@@ -132,6 +142,65 @@ class LLM:
         prompts = [self._local.text.encode_chat(one, **template_options) for one in several]  # type: ignore[arg-type]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        use_tqdm: bool = True,
+        *,
+        pooling_params: PoolingParams | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        """A vector of each prompt.
+
+        Args:
+            pooling_params: What is to be otherwise than the model's files say: length, dimensions.
+            truncate_prompt_tokens: Keep only so many tokens of each; -1 for as many as the model takes.
+
+        Raises:
+            PagodaError: a prompt does not fit, or the model makes no vectors.
+            GenerationFailed: some prompts failed while they were read.
+        """
+        return self._reads(use_tqdm).embed(prompts, pooling_params, truncate_prompt_tokens)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        pooling_task: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the model makes of each prompt: `pooling_task` is embed, token_embed or classify, what the model is for
+        when None. Raises as `embed` does."""
+        return self._reads(use_tqdm).encode(prompts, pooling_params, pooling_task, truncate_prompt_tokens)
+
+    def classify(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, *, truncate_prompt_tokens: int | None = None
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """The share of each of the model's labels. Raises as `embed` does."""
+        return self._reads(use_tqdm).classify(prompts, None, truncate_prompt_tokens)
+
+    def reward(
+        self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True, *, truncate_prompt_tokens: int | None = None
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Scores as the model's head gives them, through no activation. Raises as `embed` does."""
+        return self._reads(use_tqdm).classify(prompts, False, truncate_prompt_tokens)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        use_tqdm: bool = True,
+        *,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """How well texts go together: one against several, or as many against as many. Raises as `embed` does."""
+        return self._reads(use_tqdm).score(data_1, data_2, truncate_prompt_tokens)
+
+    def _reads(self, show_progress: bool) -> Reads:
+        return Reads(self._local, lambda requests: self._run(requests, show_progress))
+
     @property
     def vocab_size(self) -> int:
         """Width of the logits: token ids are below it."""
@@ -150,7 +219,7 @@ class LLM:
         """`SamplingParams.bad_words_token_ids` for words given as text."""
         return self._local.text.bad_words(words)
 
-    def encode(self, text: str) -> list[int]:
+    def tokenize(self, text: str) -> list[int]:
         """Token ids of a text, as `generate` sees it."""
         return self._local.text.encode(text)
 
@@ -179,7 +248,7 @@ class LLM:
             raise failure(errors)
         return opened
 
-    def _run(self, requests: list[OfflineRequest], show_progress: bool) -> list[RequestOutput]:
+    def _run(self, requests: list[Any], show_progress: bool) -> list[Any]:
         engine = self._local.engine
         with self._lock, _Display(len(requests), show_progress) as display:
             collector = _Collector(self._local, requests)
@@ -209,9 +278,9 @@ def _processed(
 
 
 class _Collector:
-    """The sink of one `generate`: hands deltas to their requests."""
+    """The sink of one call: hands deltas to their requests."""
 
-    def __init__(self, local: Local, requests: list[OfflineRequest]) -> None:
+    def __init__(self, local: Local, requests: list[OfflineRequest | ReadRequest]) -> None:
         self._engine = local.engine
         self._open = {request.record.request_id: request for request in requests}
         self.num_input_tokens = 0
@@ -238,7 +307,7 @@ class _Collector:
             request = self._open.get(delta.request_id)
             if request is None:
                 continue
-            self.num_output_tokens += len(delta.result.token_ids)
+            self.num_output_tokens += len(delta.tokens.token_ids)
             stopped = request.take(delta)
             if stopped is not None:
                 self._engine.abort(delta.request_id, (stopped,))

@@ -38,6 +38,7 @@ class Local:
         engine.step(0.0)  # the runner joins, and its limits become known
         load = engine.load()
         self.limits = ModelLimits(load.vocab_size, load.max_model_len)
+        self.readings = engine.admission.readings
 
     @staticmethod
     def load(model: str | Local, options: Mapping[str, Any]) -> Local:
@@ -58,7 +59,7 @@ class Local:
 
         model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
         try:
-            text = ModelText.load(model_dir)
+            text = ModelText.load(model_dir, task=settings.build(WorkerConfig).task)
             runner = load_runner(settings.build(WorkerConfig, model=str(model_dir)), lambda done, total: None)
         except ValueError as error:
             raise ConfigError([f"model {model or model_dir}: {error}"]) from error
@@ -78,7 +79,7 @@ class Local:
         Raises:
             PagodaError: the prompt or the parameters do not fit the model.
         """
-        text, token_ids = self._read(prompt)
+        text, token_ids = self.read(prompt)
         check_for_model(params, token_ids, self.limits)
         record = RequestRecord(
             request_id=request_id or secrets.token_hex(16),
@@ -91,7 +92,8 @@ class Local:
         )
         return OfflineRequest(record, text, self.text)
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def read(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Its text, if it came as text, and its tokens. Raises InvalidParams for what is no prompt."""
         if isinstance(prompt, str):
             return prompt, self.text.encode(prompt)
         if isinstance(prompt, Mapping):
@@ -99,7 +101,7 @@ class Local:
                 message = f"a prompt object has either prompt or prompt_token_ids, got {sorted(prompt)}"
                 raise InvalidParams([Problem("prompt", message)])
             (value,) = prompt.values()
-            return self._read(value)
+            return self.read(value)
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
             raise InvalidParams([Problem("prompt", "must be text or a list of token ids")])
         return None, list(prompt)

@@ -98,7 +98,7 @@ class OfflineRequest:
 
     def take(self, delta: Delta) -> int | None:
         """Add a delta; returns the choice to abort when a stop string has just ended it on the text side."""
-        choice, output, tokens = self._choices[delta.choice], self.output.outputs[delta.choice], delta.result
+        choice, output, tokens = self._choices[delta.choice], self.output.outputs[delta.choice], delta.tokens
         if delta.finish_reason is FinishReason.ERROR and not choice.finished:
             self.error = PagodaError(delta.error_code or ErrorCode.INTERNAL, delta.error_message)
         if tokens.prompt_logprobs is not None:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.text import Text
 
 from pagoda_gateway.config import GatewayConfig
+from pagoda_proto.pooling.kinds import CLASSIFY, EMBED, GENERATE
 
 MIB = 1024**2
 LOG_EVERY_S = 5.0
@@ -22,22 +23,32 @@ _COLOURS = {"gateway": "cyan", "engine-core": "magenta"}
 _WORKER_COLOURS = ("green", "yellow", "blue", "bright_cyan")
 
 
-def announcement(url: str, gateway: GatewayConfig, seconds: float, locked: bool) -> str:
-    """The text printed once requests can be served; `locked`: they must show an API key."""
+def announcement(url: str, gateway: GatewayConfig, seconds: float, locked: bool, kind: str = GENERATE) -> str:
+    """The text printed once requests can be served; `locked`: they must show an API key. `kind` is the model's."""
     model = gateway.served_model_name
     header = ' -H "authorization: Bearer $PAGODA_API_KEY"' if locked else ""
     key = 'os.environ["PAGODA_API_KEY"]' if locked else '"none"'
-    return f"""
-Pagoda serves {model} at {url} (ready in {seconds:.1f} s)
+    path, body, lines = _EXAMPLES[kind]
+    curl = f"  curl {url}{path} -H 'content-type: application/json'{header} \\\n    -d '{body % model}'\n"
+    code = f'\n  from openai import OpenAI\n  client = OpenAI(base_url="{url}/v1", api_key={key})\n{lines % model}'
+    return f"\nPagoda serves {model} at {url} (ready in {seconds:.1f} s)\n\n{curl}{code if kind != CLASSIFY else ''}"
 
-  curl {url}/v1/chat/completions -H 'content-type: application/json'{header} \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 
-  from openai import OpenAI
-  client = OpenAI(base_url="{url}/v1", api_key={key})
-  answer = client.chat.completions.create(model="{model}", messages=[{{"role": "user", "content": "Hello!"}}])
-  print(answer.choices[0].message.content)
-"""
+# By what the model is for: a path, a body, and what a program does with its client.
+_EXAMPLES = {
+    GENERATE: (
+        "/v1/chat/completions",
+        '{"model": "%s", "messages": [{"role": "user", "content": "Hello!"}]}',
+        '  answer = client.chat.completions.create(model="%s", messages=[{"role": "user", "content": "Hello!"}])\n'
+        "  print(answer.choices[0].message.content)\n",
+    ),
+    EMBED: (
+        "/v1/embeddings",
+        '{"model": "%s", "input": ["Hello!"]}',
+        '  answer = client.embeddings.create(model="%s", input=["Hello!"])\n  print(answer.data[0].embedding)\n',
+    ),
+    CLASSIFY: ("/rerank", '{"model": "%s", "query": "What is red?", "documents": ["Roses.", "Violets."]}', "%.0s"),
+}
 
 
 class StartupView:

@@ -144,8 +144,10 @@ def test_progress_says_what_is_done(
 
 
 @pytest.mark.parametrize("api_key", ["", "key-one-of-two,key-two-of-two"])
-def test_the_announced_python_compiles(api_key: str) -> None:
-    text = announcement("http://h:1", GatewayConfig(served_model_name="m"), 1.0, bool(api_key))
+@pytest.mark.parametrize("kind", ["generate", "embed"])
+def test_the_announced_python_compiles(api_key: str, kind: str) -> None:
+    text = announcement("http://h:1", GatewayConfig(served_model_name="m"), 1.0, bool(api_key), kind)
+    assert ("/v1/embeddings" in text) == (kind == "embed")
     assert ("PAGODA_API_KEY" in text) == bool(api_key)
     assert "of-two" not in text
     lines = [line.strip() for line in text.splitlines() if line.startswith("  ")]

@@ -32,7 +32,7 @@ def test_it_finds_what_transformers_finds(llm: LLM, oracle: torch.nn.Module, wid
     ends = list(llm._local.text.eos_token_ids)
     params = BeamSearchParams(beam_width=width, max_tokens=12, length_penalty=length_penalty)
     for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, params), strict=True):
-        ids = llm.encode(prompt)
+        ids = llm.tokenize(prompt)
         with torch.inference_mode():
             expected = oracle.generate(  # type: ignore[operator]
                 torch.tensor([ids]), num_beams=width, num_return_sequences=width, max_new_tokens=12, do_sample=False,

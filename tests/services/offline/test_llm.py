@@ -86,7 +86,7 @@ def test_all_forms_of_a_prompt_mean_the_same(llm: LLM, text: ModelText) -> None:
     outputs = [llm.generate(form, GREEDY)[0] for form in forms]
     assert [output.outputs[0].token_ids for output in outputs] == [expected(ids, GREEDY)[0]] * len(forms)
     assert [output.prompt for output in outputs] == ["Hello there"] * 2 + [None] * 4
-    assert llm.decode(llm.encode("Hello there")) == "Hello there"
+    assert llm.decode(llm.tokenize("Hello there")) == "Hello there"
 
 
 def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:

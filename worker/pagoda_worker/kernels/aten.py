@@ -169,10 +169,17 @@ class AtenOps(HostOps):
 
     plan = staticmethod(make_plan)
 
-    def attend(
-        self, query: Tensor, kv: KVCache, layer: int, plan: Plan, shape: AttentionShape, sinks: Tensor | None = None
+    def attend(  # noqa: PLR0913 - see Ops.attend
+        self,
+        query: Tensor,
+        kv: KVCache,
+        layer: int,
+        plan: Plan,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        return PagedAttention(shape, sinks).attend(query, layer, plan)
+        return PagedAttention(shape, sinks, bias).attend(query, layer, plan)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, prepacked: bool) -> Tensor:
@@ -213,7 +220,10 @@ def act_mul(gate_up: Tensor, activation: str) -> Tensor:
     width = gate_up.shape[1] // 2
 
     def multiplied(part: Tensor) -> Tensor:
-        return activated(part[:, :width], activation).mul_(part[:, width:])
+        gate = part[:, :width]
+        if activation == "gelu":  # which is scalar code, and other bits, where lines lie apart
+            gate = gate.contiguous()
+        return activated(gate, activation).mul_(part[:, width:])
 
     return _by_slabs(gate_up, width, activation, multiplied)
 

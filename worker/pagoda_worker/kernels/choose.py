@@ -149,12 +149,16 @@ def _native(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
 def _triton(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
     try:
         from pagoda_worker.kernels.triton.load import load_triton
+        from pagoda_worker.kernels.triton.ops import BIDIRECTIONAL
         from pagoda_worker.kernels.triton.selfcheck import sampling_problem
     except ImportError as error:
         raise BackendError(f"kernels: triton cannot be imported: {error}") from error
     ops = load_triton(device, needs)
     problem = sampling_problem(ops, needs)
-    return ops, {} if problem is None else {"sampling": f"failed its self-check: {problem}"}
+    unfit = {} if problem is None else {"sampling": f"failed its self-check: {problem}"}
+    if any(not shape.causal for shape in needs.attention):
+        unfit["attention"] = BIDIRECTIONAL
+    return ops, unfit
 
 
 LOADERS: dict[str, Load] = {

@@ -107,7 +107,7 @@ class FlashOps:
             most_keys=kv.num_blocks * kv.block_size,
         )
 
-    def attend(
+    def attend(  # noqa: PLR0913 - see Ops.attend
         self,
         query: Tensor,
         kv: TritonKVCache,
@@ -115,8 +115,11 @@ class FlashOps:
         plan: Plan,
         shape: AttentionShape,
         sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
-        """Raises BackendError for `sinks`, which no version knows."""
+        """Raises BackendError for `sinks`, which no version knows, and for what only encoders ask for."""
+        if bias is not None or not shape.causal:
+            raise BackendError("kernels: flash-attention is called for causal layers here: choose attention=torch")
         if sinks is not None:
             raise BackendError("kernels: flash-attention knows no attention sinks: choose attention=triton")
         if layer == 0:

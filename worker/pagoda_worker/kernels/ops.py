@@ -33,7 +33,8 @@ Forward = Callable[["Ops", Batch, Any], tuple[Tensor, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
-    """How one layer attends. `window` counts the visible tokens, the current one included; None sees all."""
+    """How one layer attends. `window` counts the visible tokens, the current one included; None sees all. Where it is
+    not `causal` a token also sees what comes after it, as many tokens as before it."""
 
     num_heads: int
     num_kv_heads: int
@@ -41,6 +42,7 @@ class AttentionShape:
     scale: float
     window: int | None = None
     softcap: float | None = None
+    causal: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +147,7 @@ class Ops(Protocol):
         """x [T, K] -> [T, N] in the dtype of x."""
 
     def gated_linear(self, x: Tensor, packed: Any, activation: str) -> Tensor:
-        """x [T, K] -> act(gate) * up [T, I]; activation is "silu" or "gelu_tanh".
+        """x [T, K] -> act(gate) * up [T, I]; activation is "silu", "gelu_tanh" or "gelu".
 
         Gate, up and act(gate) are rounded to the dtype of x where separate operations would round them.
         """
@@ -210,13 +212,22 @@ class Ops(Protocol):
     def plan(self, batch: Batch, kv: Any) -> Any:
         """What all layers of a group have in common: work lists and masks. Made once per step, before any `attend`."""
 
-    def attend(
-        self, query: Tensor, kv: Any, layer: int, plan: Any, shape: AttentionShape, sinks: Tensor | None = None
+    def attend(  # noqa: PLR0913 - the operands of one kernel
+        self,
+        query: Tensor,
+        kv: Any,
+        layer: int,
+        plan: Any,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """query [T, Hq, D] against the cache, which already holds this step's K and V -> [T, Hq * D].
 
-        Token at position p sees positions max(0, p - window + 1) .. p of its row. Scores are (q . k) * scale, then
-        softcap * tanh(score / softcap), then a softmax in float32 to whose sum exp(sinks[h]) is added per head.
+        Token at position p sees positions max(0, p - window + 1) .. p of its row, and if it is not causal those up to
+        p + window - 1. Scores are (q . k) * scale, then softcap * tanh(score / softcap), plus `bias` [Hq, 2 P - 1]
+        float32 by how far the key is from the query (entry P - 1: not at all) for rows of up to P tokens, then a
+        softmax in float32 to whose sum exp(sinks[h]) is added per head. A bias needs as many KV heads as query heads.
         """
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> Any:

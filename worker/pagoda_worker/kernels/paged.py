@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +45,19 @@ def first_key(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1) // TILE * TILE
 
 
+class Reach(NamedTuple):
+    """How far tokens see; see `AttentionShape`."""
+
+    window: int | None
+    causal: bool
+
+    def end(self, end: int, length: int) -> int:
+        """After the last key that a token before `end` sees, in a row of `length` tokens."""
+        if self.causal:
+            return end
+        return length if self.window is None else min(length, end + self.window - 1)
+
+
 @dataclass(frozen=True)
 class Slice:
     """Query lines that see keys [first, last), with an additive mask [rows or 1, 1, lines or 1, last - first]."""
@@ -66,19 +80,20 @@ class Group:
 
 @dataclass
 class Plan:
-    """The work of a step, one list of groups per window, made when the first layer with that window asks."""
+    """The work of a step, one list of groups per reach, made when the first layer with that reach asks. All tokens of a
+    row that is not causal are new."""
 
     batch: Batch
     kv: KVCache
     decodes: list[list[int]]  # rows with one new token, by padded length
     prefills: list[int]
-    groups: dict[int | None, list[Group]] = field(default_factory=dict)
+    groups: dict[Reach, list[Group]] = field(default_factory=dict)
 
-    def of(self, window: int | None) -> list[Group]:
-        if window not in self.groups:
-            decodes = [self._decode_group(rows, window) for rows in self.decodes]
-            self.groups[window] = decodes + [self._prefill_group(row, window) for row in self.prefills]
-        return self.groups[window]
+    def of(self, reach: Reach) -> list[Group]:
+        if reach not in self.groups:
+            decodes = [self._decode_group(rows, reach.window) for rows in self.decodes]
+            self.groups[reach] = decodes + [self._prefill_group(row, reach) for row in self.prefills]
+        return self.groups[reach]
 
     def _decode_group(self, rows: list[int], window: int | None) -> Group:
         lens = [self.batch.context_lens[row] for row in rows]
@@ -90,17 +105,20 @@ class Plan:
             tokens = torch.tensor([self.batch.query_starts[row] for row in rows], device=mask.device)
         return self._group(rows, [Slice(tokens, first, last, mask)])
 
-    def _prefill_group(self, row: int, window: int | None) -> Group:
+    def _prefill_group(self, row: int, reach: Reach) -> Group:
         end, count, start = self.batch.context_lens[row], self.batch.query_lens[row], self.batch.query_starts[row]
         slices = []
         for offset in range(0, count, QUERY_SLICE):
             length = min(QUERY_SLICE, count - offset)
             low = end - count + offset
-            first, last = first_key(low, window), padded_keys(low + length)
+            first, last = first_key(low, reach.window), padded_keys(reach.end(low + length, end))
             lines = torch.arange(-(-length // LINES) * LINES, device=self.kv.layers[0].device)
             position = (low + lines.clamp_(max=length - 1))[None, None, :, None]
             tokens = slice(start + offset, start + offset + length)
-            slices.append(Slice(tokens, first, last, self._mask(position, first, last, window)))
+            mask = self._mask(position, first, last, reach.window)
+            if not reach.causal:
+                mask = self._two_sided(position, first, last, end, reach.window)
+            slices.append(Slice(tokens, first, last, mask))
         return self._group([row], slices)
 
     def _group(self, rows: list[int], slices: list[Slice]) -> Group:
@@ -113,6 +131,14 @@ class Plan:
         hidden = keys > position
         if window is not None:
             hidden = hidden.logical_or_(keys <= position - window)
+        mask = torch.zeros(hidden.shape, dtype=self.kv.shape.dtype, device=position.device)
+        return mask.masked_fill_(hidden, -torch.inf)
+
+    def _two_sided(self, position: Tensor, first: int, last: int, length: int, window: int | None) -> Tensor:
+        keys = torch.arange(first, last, device=position.device).expand(1, 1, position.shape[2], -1)
+        hidden = keys >= length
+        if window is not None:
+            hidden = hidden.logical_or((keys - position).abs() >= window)
         mask = torch.zeros(hidden.shape, dtype=self.kv.shape.dtype, device=position.device)
         return mask.masked_fill_(hidden, -torch.inf)
 
@@ -147,9 +173,10 @@ def make_plan(batch: Batch, kv: KVCache) -> Plan:
 class PagedAttention:
     """One layer's attention; see Ops.attend for the arithmetic."""
 
-    def __init__(self, shape: AttentionShape, sinks: Tensor | None) -> None:
+    def __init__(self, shape: AttentionShape, sinks: Tensor | None, bias: Tensor | None = None) -> None:
         self.shape = shape
         self.sinks = sinks
+        self.bias = bias
 
     def attend(self, query: Tensor, layer: int, plan: Plan) -> Tensor:
         """query [T, Hq, D] -> [T, Hq * D]."""
@@ -167,16 +194,26 @@ class PagedAttention:
 
     def _parts(self, query: Tensor, layer: int, plan: Plan) -> Iterator[tuple[slice | Tensor | None, Tensor]]:
         shape = self.shape
-        for group in plan.of(shape.window):
+        for group in plan.of(Reach(shape.window, shape.causal)):
             gathered = plan.kv.gather(layer, group.blocks)
             keys = gathered.view(group.num_rows, -1, 2, shape.num_kv_heads, shape.head_dim)
             for part in group.slices:
                 seen = keys[:, part.first - group.first : part.last - group.first]
                 if isinstance(part.tokens, slice):
-                    yield part.tokens, self._prefill(query[part.tokens], seen, part.mask)
+                    mask = self._biased(part.mask, plan.batch.positions[part.tokens], part.first)
+                    yield part.tokens, self._prefill(query[part.tokens], seen, mask)
                 else:
                     own = query if part.tokens is None else query.index_select(0, part.tokens)
                     yield part.tokens, self._decode(own, seen, part.mask)
+
+    def _biased(self, mask: Tensor, positions: Tensor, first: int) -> Tensor:
+        """The mask [1, 1, lines, S] of tokens at these positions; with a bias, for each head [Hq, 1, lines, S]."""
+        if self.bias is None:
+            return mask
+        lines = positions[torch.arange(mask.shape[2], device=mask.device).clamp_(max=len(positions) - 1)]
+        keys = torch.arange(first, first + mask.shape[3], device=mask.device)
+        apart = (keys - lines[:, None] + self.bias.shape[1] // 2).clamp_(0, self.bias.shape[1] - 1)
+        return (self.bias[:, None, apart] + mask).to(mask.dtype)
 
     def _decode(self, query: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
         """query [R, Hq, D], keys [R, S, 2, Hkv, D]: the query heads of a KV head are the lines of one product."""

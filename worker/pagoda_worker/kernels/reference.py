@@ -161,8 +161,15 @@ class ReferenceOps(HostOps):
     def plan(self, batch: Batch, kv: KVCache) -> Batch:
         return batch
 
-    def attend(
-        self, query: Tensor, kv: KVCache, layer: int, plan: Batch, shape: AttentionShape, sinks: Tensor | None = None
+    def attend(  # noqa: PLR0913 - see Ops.attend
+        self,
+        query: Tensor,
+        kv: KVCache,
+        layer: int,
+        plan: Batch,
+        shape: AttentionShape,
+        sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """See Ops.attend. Online softmax is not used: this is softmax(q K^T) V, row by row."""
         rows = []
@@ -177,7 +184,10 @@ class ReferenceOps(HostOps):
                 scores = shape.softcap * torch.tanh(scores / shape.softcap)
             at = torch.arange(length, device=query.device)
             position = at[length - plan.query_lens[i] :, None]
-            hidden = (at > position) | (at <= position - (shape.window or length))
+            reach = shape.window or length
+            hidden = (at >= position + (1 if shape.causal else reach)) | (at <= position - reach)
+            if bias is not None:
+                scores = scores + bias[:, at - position + bias.shape[1] // 2].to(scores.dtype)
             scores = scores.masked_fill(hidden, -torch.inf)
             if sinks is not None:
                 extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)

@@ -69,6 +69,8 @@ def num_kv_blocks(
     """
     models = (loaded,) if draft is None else (loaded, draft)
     bytes_per_block = sum(group.bytes_per_block(config.block_size) for model in models for group in model.kv_groups)
+    if not bytes_per_block:
+        return 0  # it keeps nothing
     blocks_per_request = -(-loaded.max_model_len // config.block_size)
     if config.num_blocks:
         blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"
@@ -93,7 +95,8 @@ def num_swap_blocks(config: WorkerConfig, shapes: Sequence[KVShape], on_cpu: boo
         usable = int(config.swap_space_gib * GIB)
     else:
         usable = 0 if on_cpu else min(SWAP_BYTES, host_available_bytes(Path("/")) // 4)
-    return usable // sum(shape.bytes_per_block(config.block_size) for shape in shapes)
+    bytes_per_block = sum(shape.bytes_per_block(config.block_size) for shape in shapes)
+    return usable // bytes_per_block if bytes_per_block else 0
 
 
 def _usable(config: WorkerConfig, use: DeviceUse | None) -> tuple[int, str]:

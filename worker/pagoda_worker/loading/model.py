@@ -28,6 +28,7 @@ from pagoda_worker.loading.numerics import numerics_id
 from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.recorded import Recorded
+from pagoda_worker.pooling.pooler import Pooler
 from pagoda_worker.rows.batch import Batch
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,9 @@ class LoadedModel:
     numerics_id: str
     batch_invariant: bool  # whether a token's bits are its row's alone, whatever is computed beside it
     grammars: Grammars = NO_GRAMMARS  # over its vocabulary
+    pooler: Pooler | None = None  # of a model that reads: it makes vectors of states, and there are no logits
+    scratch: KVShape | None = None  # of one that reads whole prompts: what a layer needs of K and V while it computes
+    second_place: int = 0  # how far behind the first text's positions those of a pair's second are
     spare_blocks: int = 0  # of the KV cache, beyond those that rows are given: their ids follow
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> tuple[Cache, ...]:
@@ -98,7 +102,7 @@ def load_model(
     torch.set_num_threads(config.threads)
     spec, layout = _what_to_load(config, fields)
     with open_weights(path, progress) as checkpoint:
-        dtype = _run_dtype(config.dtype, fields, checkpoint.dtype(), device)
+        dtype = run_dtype(config.dtype, fields, checkpoint.dtype(), device)
         ops = _load_ops(config, device, dtype, spec)
         if spec is None:
             made = _through_transformers(config, checkpoint, ops, dtype)
@@ -141,7 +145,7 @@ def _natively(
     formats = choose_formats(spec, layout, config.quantization)
     source = open_source(checkpoint, spec, formats, dtype, ops.device)
     _tell_formats(ops, dtype, spec, formats)
-    max_len = _model_len(config.max_model_len, spec.reach, spec.max_positions)
+    max_len = model_len(config.max_model_len, spec.reach, spec.max_positions)
     with torch.inference_mode():
         decoder = Decoder(spec, ops, source, dtype, max_len)
         model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
@@ -162,24 +166,29 @@ def _through_transformers(config: WorkerConfig, checkpoint: Checkpoint, ops: Ops
     )  # fmt: skip
     if not model.batch_invariant:
         log.warning("%s: tokens may depend on how a request is batched; bfloat16 may avoid that", dtype)
-    max_len = _model_len(config.max_model_len, model.max_positions, model.max_positions)
+    max_len = model_len(config.max_model_len, model.max_positions, model.max_positions)
     return _Made(model, model.vocab_size, max_len, model.implementation, batch_invariant=model.batch_invariant)
 
 
-def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> Ops:
+def decoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: DecoderSpec | None) -> Needs:
+    """What a decoder asks of a back end; None is one that is not ours to know."""
     needs = Needs(
         dtype=dtype, block_size=config.block_size, num_threads=config.threads, instruction_set=config.instruction_set
     )
-    if spec is not None:
-        needs = replace(
-            needs,
-            hidden_size=spec.hidden_size,
-            head_dims=tuple(sorted({layer.attention.head_dim for layer in spec.layers})),
-            inputs=tuple(sorted({inputs for _, inputs in linear_layers(spec).values()})),
-            attention=tuple(layer.attention for layer in spec.layers),
-            vocab_size=spec.vocab_size,
-        )
-    ops, remarks = load_ops(device, config.kernels, needs)
+    if spec is None:
+        return needs
+    return replace(
+        needs,
+        hidden_size=spec.hidden_size,
+        head_dims=tuple(sorted({layer.attention.head_dim for layer in spec.layers})),
+        inputs=tuple(sorted({inputs for _, inputs in linear_layers(spec).values()})),
+        attention=tuple(layer.attention for layer in spec.layers),
+        vocab_size=spec.vocab_size,
+    )
+
+
+def _load_ops(config: WorkerConfig, device: torch.device, dtype: torch.dtype, spec: DecoderSpec | None) -> Ops:
+    ops, remarks = load_ops(device, config.kernels, decoder_needs(config, dtype, spec))
     for remark in remarks:
         log.warning(remark)
     log.info("kernels: %s", ops.name)
@@ -255,7 +264,7 @@ def native_spec(architecture: str, fields: dict[str, Any]) -> DecoderSpec:
     return spec
 
 
-def _run_dtype(choice: str, fields: dict[str, Any], stored: torch.dtype | None, device: torch.device) -> torch.dtype:
+def run_dtype(choice: str, fields: dict[str, Any], stored: torch.dtype | None, device: torch.device) -> torch.dtype:
     """The configured dtype, else the checkpoint's; float16 becomes bfloat16 on CPU, where it is slow and overflows."""
     if choice != "auto":
         return DTYPES[choice]
@@ -264,7 +273,8 @@ def _run_dtype(choice: str, fields: dict[str, Any], stored: torch.dtype | None, 
     return torch.bfloat16 if dtype == torch.float16 and device.type == "cpu" else dtype
 
 
-def _model_len(configured: int, limit: int, default: int) -> int:
+def model_len(configured: int, limit: int, default: int) -> int:
+    """Of `configured` and `default`, the former if it is set. Raises ValueError when it is beyond `limit`."""
     if configured > limit:
         raise ValueError(f"max_model_len={configured} is beyond the model's own limit of {limit} tokens")
     return configured or default

@@ -38,7 +38,17 @@ class Layer:
 class Decoder:
     """A model as the runner sees it."""
 
-    def __init__(self, spec: DecoderSpec, ops: Ops, source: Source, dtype: torch.dtype, max_positions: int) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        ops: Ops,
+        source: Source,
+        dtype: torch.dtype,
+        max_positions: int,
+        *,
+        head: bool = True,
+    ) -> None:
+        """Without a `head` there are hidden states, and no logits."""
         self.spec = spec
         self.ops = ops
         kept = [
@@ -56,7 +66,9 @@ class Decoder:
         self._positions: torch.Tensor | None = None
         if spec.learned_positions:
             self._positions = source.tensor(f"{names.top(names.positions)}.weight")[spec.position_offset :]
-        self._head = ops.pack_linear(source.tied(self._embed) if spec.tied else source.linear(names.head))
+        self._head = None
+        if head:
+            self._head = ops.pack_linear(source.tied(self._embed) if spec.tied else source.linear(names.head))
 
     def on(self, ops: Ops) -> Decoder:
         """The same weights, computed by `ops`, which must be of the back end that packed them."""

@@ -6,10 +6,11 @@ The op-by-op path stays: it is what is recorded, what other back ends run, and t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.rows.batch import Batch
@@ -61,3 +62,38 @@ class Recorded:
         self._kv = kv
         self._forward = record(forward, kv, self._max_tokens)
         self._decode = record(decode, kv, self._max_rows)
+
+
+class Reading(Protocol):
+    """A model of which hidden states are all that is asked."""
+
+    ops: Ops
+
+    def on(self, ops: Ops) -> Reading: ...
+
+    def forward(self, batch: Batch, kv: Any) -> torch.Tensor: ...
+
+
+class RecordedReader:
+    """The same of a model that reads. `max_tokens`: most of a step."""
+
+    def __init__(self, model: Reading, max_tokens: int) -> None:
+        self.kv_groups: tuple[KVShape, ...] = getattr(model, "kv_groups", ())
+        self._model = model
+        self._max_tokens = max_tokens
+        self._kv: Any = None
+        self._forward: Run | None = None
+
+    def forward(self, batch: Batch, kv: Any) -> torch.Tensor:
+        """Hidden states [T, H] of the batch; where recorded, valid until the next call."""
+        if kv is not self._kv:
+            model = self._model
+            self._kv = kv
+            self._forward = model.ops.record(
+                lambda ops, part, cache: (model.on(ops).forward(part, cache),), kv, self._max_tokens
+            )
+        return self._model.forward(batch, kv) if self._forward is None else self._forward(batch)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Raises TypeError: it continues nothing."""
+        raise TypeError("a model that reads has no logits")

@@ -39,7 +39,7 @@ from pagoda_proto.steps import (
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.process.control import Progress
 from pagoda_worker.process.registration import POLL_S, Registration
-from pagoda_worker.process.step_budget import StepBudget
+from pagoda_worker.process.step_budget import MIN_TOKENS, StepBudget
 from pagoda_worker.process.wire import local_or_encrypted
 from pagoda_worker.step.pending import Pending
 from pagoda_worker.step.runner import MAX_PENDING, LostStep, ModelRunner
@@ -161,7 +161,8 @@ class StepLoop:
         self._connect = connect
         self._progress = progress
         self._drain = drain
-        self._budget = StepBudget(runner.facts.max_tokens_per_step)
+        whole = 0 if runner.facts.num_blocks else runner.facts.max_model_len  # a prompt is one step's
+        self._budget = StepBudget(runner.facts.max_tokens_per_step, max(MIN_TOKENS, whole))
         self._next_step = 1
         self._pending: deque[Pending] = deque()  # launched and not answered, oldest first
 

@@ -15,8 +15,9 @@ from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.grammars.compiling import load_grammars
 from pagoda_worker.kernel_choice import AUTO
 from pagoda_worker.kernels.ops import BackendError, guarded
-from pagoda_worker.loading.memory import num_kv_blocks
-from pagoda_worker.loading.model import LoadedModel, load_model
+from pagoda_worker.loading.memory import DeviceUse, num_kv_blocks
+from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.loading.readers import load_any_model
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.speculation.choosing import check_invariant, load_draft_model, make_drafter
 from pagoda_worker.step.graphs import Graphed, ladder, reserve_for
@@ -25,6 +26,8 @@ from pagoda_worker.step.profiling import Rehearsal
 from pagoda_worker.step.runner import ModelRunner
 
 log = logging.getLogger(__name__)
+
+STEP_SHARE = 16  # of a device's memory, which a step of a model that reads is taken to need at most
 
 Progress = Callable[[int, int], None]
 MakeAccelerator = Callable[[torch.device], Accelerator]
@@ -43,7 +46,7 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
         BackendError: the kernels that were named, or any, fail on the first steps.
     """
     started = time.monotonic()
-    loaded = load_model(config, progress)
+    loaded = load_any_model(config, progress)
     log.info("weights read and packed in %.2f s", time.monotonic() - started)
     try:
         return _started(config, loaded, progress, recording)
@@ -53,7 +56,7 @@ def load_runner(config: WorkerConfig, progress: Progress, recording: Progress = 
         log.warning("torch serves: %s", error)
     del loaded  # its weights are packed for the others, and need the room
     config = replace(config, kernels=config.kernels.replace(AUTO, "torch", 1))
-    return _started(config, load_model(config, progress), progress, recording)
+    return _started(config, load_any_model(config, progress), progress, recording)
 
 
 def _started(config: WorkerConfig, loaded: LoadedModel, progress: Progress, recording: Progress) -> ModelRunner:
@@ -62,21 +65,39 @@ def _started(config: WorkerConfig, loaded: LoadedModel, progress: Progress, reco
     config = config.settled(loaded.device.type)
     if config.speculation:
         check_invariant(loaded)
-    draft = load_draft_model(config, loaded, progress)
-    loaded = replace(loaded, grammars=load_grammars(Path(config.model), loaded.vocab_size))
-    if loaded.ops.own_threads:
-        torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
-    if loaded.device.type == "cpu":
-        num_blocks = num_kv_blocks(config, loaded, draft)
-        runner = ModelRunner(loaded, num_blocks, config, make_drafter(config, loaded, draft, num_blocks))
-    else:
-        runner = runner_on_device(loaded, draft, config, accelerator_of, recording)
+    generates = loaded.pooler is None
+    runner = _generating(config, loaded, progress, recording) if generates else _reading(config, loaded)
     guarded(loaded.ops.name, runner.warm_up, but=(torch.AcceleratorError,))
     facts = runner.facts
     if facts.num_swap_blocks:
         log.info("swap space: %d blocks, each moved in %.2f ms", facts.num_swap_blocks, 1000 * facts.swap_block_s)
     log.info("first step computed %.2f s later", time.monotonic() - began)
     return runner
+
+
+def _reading(config: WorkerConfig, loaded: LoadedModel) -> ModelRunner:
+    """Raises ValueError for speculation, of which there is none."""
+    if config.speculation:
+        raise ValueError(f"speculation={config.speculation!r}: this model reads its prompts and continues none")
+    if loaded.ops.own_threads:
+        torch.set_num_threads(1)
+    if loaded.device.type == "cpu":
+        return ModelRunner(loaded, num_kv_blocks(config, loaded), config)
+    accelerator = accelerator_of(loaded.device)
+    free, total = accelerator.memory()
+    use = DeviceUse(total=total, in_use=total - free, step=total // STEP_SHARE, graphs=0)
+    return ModelRunner(loaded, num_kv_blocks(config, loaded, use=use), config, None, accelerator)
+
+
+def _generating(config: WorkerConfig, loaded: LoadedModel, progress: Progress, recording: Progress) -> ModelRunner:
+    draft = load_draft_model(config, loaded, progress)
+    loaded = replace(loaded, grammars=load_grammars(Path(config.model), loaded.vocab_size))
+    if loaded.ops.own_threads:
+        torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
+    if loaded.device.type == "cpu":
+        num_blocks = num_kv_blocks(config, loaded, draft)
+        return ModelRunner(loaded, num_blocks, config, make_drafter(config, loaded, draft, num_blocks))
+    return runner_on_device(loaded, draft, config, accelerator_of, recording)
 
 
 def runner_on_device(

@@ -8,11 +8,11 @@ MIN_TOKENS = 64  # a step so small that memory is short for other reasons
 
 
 class StepBudget:
-    """`most` is what was configured; `now` any monotonic clock."""
+    """`most` is what was configured, `least` what a step can never do without; `now` any monotonic clock."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, least: int = MIN_TOKENS) -> None:
         self._most = most
-        self._least = min(MIN_TOKENS, most)
+        self._least = min(least, most)
         self._reduced = most
         self._since = 0.0
 

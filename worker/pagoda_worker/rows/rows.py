@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagoda_proto.params import SamplingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.steps import NewRow
 from pagoda_worker.grammars.matching import Matcher
 from pagoda_worker.rows.drafts import RowDrafts
@@ -67,6 +68,7 @@ class Row:
         choice: Which of the request's choices; keys the random stream too.
         processing: What changes the row's logits before sampling; None for most rows.
         drafts: The drafter's own; None until it has seen the row.
+        pooling: How its prompt is to be read; None where it is to be continued.
         num_promised: Outputs at the end of `tokens` that the host does not know yet.
     """
 
@@ -80,6 +82,7 @@ class Row:
     choice: int
     processing: Processing | None
     drafts: RowDrafts | None = None
+    pooling: PoolingParams | None = None
     num_promised: int = 0
 
     @classmethod
@@ -95,6 +98,7 @@ class Row:
             params=new.params,
             seed=new.seed,
             choice=new.choice,
+            pooling=new.pooling,
             processing=Processing.of(new.params, new.eos_token_ids, tokens, new.num_prompt_tokens, matcher),
         )
 

@@ -62,6 +62,10 @@ class Compute:
         self._sampler = sampler or GreedySampler()
         self._may_promise = accelerator is not None and not self._drafter.reads_all
 
+    def most_tokens(self, configured: int) -> int:
+        """Tokens of a step."""
+        return configured
+
     def arranged(self, work: Work) -> Work:
         """`work` in the order that costs `start` least; no answer depends on it."""
         return work if self._graphed is None else self._graphed.arranged(work)

@@ -22,6 +22,7 @@ import torch
 from pagoda_proto.decodes import DecodeList, packed
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator
@@ -34,6 +35,7 @@ from pagoda_worker.speculation.drafting import Drafter
 from pagoda_worker.step.compute import Compute
 from pagoda_worker.step.moving import BlockMover
 from pagoda_worker.step.pending import OnDevice, OnHost, Pending
+from pagoda_worker.step.reading import Reading
 from pagoda_worker.step.table import UNKNOWN_ROW, RowTable, RunnerFacts
 
 log = logging.getLogger(__name__)
@@ -70,7 +72,11 @@ class ModelRunner:
         sampler: DeviceSampler | None = None,
     ) -> None:
         self._accelerator = accelerator
-        self._compute = Compute(loaded, num_blocks, config, drafter, accelerator, sampler)
+        self._compute: Compute | Reading
+        if loaded.pooler is None:
+            self._compute = Compute(loaded, num_blocks, config, drafter, accelerator, sampler)
+        else:
+            self._compute = Reading(loaded, loaded.pooler, num_blocks, config, accelerator)
         self.kv_cache: Sequence[Cache] = self._compute.kv
         caches = self._compute.caches
         shapes = [group for model, _ in caches for group in model.kv_groups]
@@ -85,9 +91,11 @@ class ModelRunner:
             num_blocks=num_blocks,
             block_size=config.block_size,
             max_rows=config.max_rows,
-            max_tokens_per_step=config.max_tokens_per_step,
+            max_tokens_per_step=self._compute.most_tokens(config.max_tokens_per_step),
             num_swap_blocks=swap_blocks,
             swap_block_s=self._mover.seconds_per_block(num_blocks),
+            pools=() if loaded.pooler is None else loaded.pooler.outputs,
+            pooled_width=0 if loaded.pooler is None else loaded.pooler.width,
         )
         self.depth = 1 if accelerator is None else MAX_PENDING  # launches worth making before the first is collected
         self._table = RowTable(self.facts, loaded.grammars)
@@ -113,14 +121,16 @@ class ModelRunner:
         Raises:
             RuntimeError: the model cannot do it.
         """
+        pools = self.facts.pools
         row = NewRow(
             row_id=0,
             token_ids=[0],
             num_prompt_tokens=1,
             num_computed=0,
-            block_ids=[0],
-            params=SamplingParams(logprobs=0),  # whoever chooses draws and reports, too
+            block_ids=[0][: self.facts.num_blocks],
+            params=SamplingParams() if pools else SamplingParams(logprobs=0),  # whoever chooses draws and reports, too
             seed=0,
+            pooling=PoolingParams(output=pools[0]) if pools else None,
         )
         result = self.execute(StepPlan(step=0, new_rows=[row], chunks=[Chunk(0, 0, 1, True)]))
         self.reset()

@@ -43,6 +43,8 @@ class RunnerFacts:
     max_tokens_per_step: int
     num_swap_blocks: int = 0
     swap_block_s: float = 0.0
+    pools: tuple[str, ...] = ()
+    pooled_width: int = 0
 
 
 class BadClaim(ValueError):
@@ -168,6 +170,8 @@ class RowTable:
             raise BadClaim(f"num_computed is {new.num_computed} of {len(tokens)} tokens")
         if not (0 <= new.seed <= MAX_SEED and 0 <= new.choice <= MAX_CHOICE):
             raise BadClaim(f"seed {new.seed} or choice {new.choice} is out of range")
+        if (new.pooling is not None) != bool(self._facts.pools):
+            raise BadClaim("a model that reads is to generate, or the other way round", ErrorCode.INVALID_ARGUMENT)
         limits = ModelLimits(self._facts.vocab_size, self._facts.max_model_len)
         problems = model_problems(new.params, [0], limits)
         if problems:
@@ -205,11 +209,14 @@ class RowTable:
             raise BadClaim(f"token {end} is known already and cannot be sampled")
         if end > self._facts.max_model_len:
             raise BadClaim(f"the context is {self._facts.max_model_len} tokens, not {end}")
-        if end > len(row.blocks) * self._facts.block_size:
+        if not self._facts.num_blocks and (chunk.start or not chunk.sample or chunk.num_drafts):
+            raise BadClaim(f"tokens {chunk.start} to {end} are no whole prompt, and nothing of others is kept")
+        if self._facts.num_blocks and end > len(row.blocks) * self._facts.block_size:
             raise BadClaim(f"{len(row.blocks)} blocks do not hold {end} tokens")
         if chunk.num_drafts < 0 or (chunk.num_drafts and not chunk.sample):
             raise BadClaim(f"{chunk.num_drafts} drafts cannot follow a chunk with sample={chunk.sample}")
-        if end + chunk.num_drafts > min(self._facts.max_model_len, len(row.blocks) * self._facts.block_size):
+        room = min(self._facts.max_model_len, len(row.blocks) * self._facts.block_size)
+        if chunk.num_drafts and end + chunk.num_drafts > room:
             raise BadClaim(f"{chunk.num_drafts} drafts after {end} tokens do not fit into context and blocks")
         if chunk.num_tokens + chunk.num_drafts > budget:
             raise BadClaim(f"a step computes at most {self._facts.max_tokens_per_step} tokens")

@@ -76,13 +76,14 @@ class TokenSequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "cache_salt", "priority", "queue_timeout_s", "generate", "tenant", "weight")
+    __slots__ = ("request_id", "prompt_token_ids", "cache_salt", "priority", "queue_timeout_s", "generate", "pool", "tenant", "weight")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     QUEUE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     GENERATE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
@@ -91,9 +92,10 @@ class RequestRecord(_message.Message):
     priority: int
     queue_timeout_s: float
     generate: Generate
+    pool: Pool
     tenant: str
     weight: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., queue_timeout_s: _Optional[float] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., queue_timeout_s: _Optional[float] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
 
 class Generate(_message.Message):
     __slots__ = ("params", "seed", "eos_token_ids")
@@ -104,6 +106,22 @@ class Generate(_message.Message):
     seed: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, params: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Pool(_message.Message):
+    __slots__ = ("output", "normalize", "activate", "dimensions", "second_start", "skip")
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATE_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    SECOND_START_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    output: str
+    normalize: bool
+    activate: bool
+    dimensions: int
+    second_start: int
+    skip: int
+    def __init__(self, output: _Optional[str] = ..., normalize: bool = ..., activate: bool = ..., dimensions: _Optional[int] = ..., second_start: _Optional[int] = ..., skip: _Optional[int] = ...) -> None: ...
 
 class ClientFrame(_message.Message):
     __slots__ = ("submit", "abort")
@@ -218,11 +236,12 @@ class NextTokens(_message.Message):
     def __init__(self, streams: _Optional[_Iterable[int]] = ..., first_indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("request_id", "attempt", "choice", "tokens", "finish_reason", "error_code", "error_message", "usage", "ledger")
+    __slots__ = ("request_id", "attempt", "choice", "tokens", "pooled", "finish_reason", "error_code", "error_message", "usage", "ledger")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POOLED_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     ERROR_CODE_FIELD_NUMBER: _ClassVar[int]
     ERROR_MESSAGE_FIELD_NUMBER: _ClassVar[int]
@@ -232,12 +251,13 @@ class Delta(_message.Message):
     attempt: int
     choice: int
     tokens: Tokens
+    pooled: Pooled
     finish_reason: FinishReason
     error_code: str
     error_message: str
     usage: Usage
     ledger: _containers.RepeatedCompositeFieldContainer[LedgerEntry]
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ledger: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., pooled: _Optional[_Union[Pooled, _Mapping]] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., error_code: _Optional[str] = ..., error_message: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ledger: _Optional[_Iterable[_Union[LedgerEntry, _Mapping]]] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("first_index", "token_ids", "logprobs", "prompt_logprobs", "stop_token_id", "begun")
@@ -254,6 +274,12 @@ class Tokens(_message.Message):
     stop_token_id: int
     begun: Begun
     def __init__(self, first_index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ..., stop_token_id: _Optional[int] = ..., begun: _Optional[_Union[Begun, _Mapping]] = ...) -> None: ...
+
+class Pooled(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
 
 class TopLogprobs(_message.Message):
     __slots__ = ("logprob", "rank", "top_ids", "top_logprobs")

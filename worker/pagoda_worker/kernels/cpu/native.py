@@ -43,7 +43,7 @@ from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
 MAX_HEAD_DIM = 256
 ATTENTION_SPLIT = 256  # keys that are summed up at a time; see SPLIT in csrc/attention.h
-GATED = {"silu": 1, "gelu_tanh": 2}
+BIAS_MARGIN = 64  # keys that attention reads a bias for beyond the last
 FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) that there are kernels for
 GROUP = 32  # inputs that share a scale are a multiple of so many
 MAX_GROUP = 65536  # whole numbers of 8 times 8 bits that can be added up in 32
@@ -85,6 +85,7 @@ class NativeOps:
         self.library = library
         self.numerics = f"{library.level} split {ATTENTION_SPLIT} {sampling.NUMERICS}"
         self._tape = tape or Immediate(library)
+        self._biases: dict[int, tuple[Tensor, Tensor]] = {}
 
     def record(
         self, forward: Forward, kv: Sequence[NativeKVCache], max_tokens: int
@@ -118,7 +119,7 @@ class NativeOps:
         return self._linear(x, packed, torch.bfloat16)
 
     def gated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
-        return self._linear(x, packed, torch.bfloat16, GATED[activation])
+        return self._linear(x, packed, torch.bfloat16, 1 + ACTIVATIONS.index(activation))
 
     def activated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
         return self._linear(x, packed, torch.bfloat16, -1 - ACTIVATIONS.index(activation))
@@ -138,7 +139,8 @@ class NativeOps:
     ) -> Tensor:
         if beside is not None:
             beside = Beside(beside.product.contiguous(), beside.gate)
-        return experts.run(self._tape, x.contiguous(), logits, packed, routing, GATED[activation], beside)
+        gated = 1 + ACTIVATIONS.index(activation)
+        return experts.run(self._tape, x.contiguous(), logits, packed, routing, gated, beside)
 
     def logits(self, hidden: Tensor, packed: NativeLinear, softcap: float | None = None) -> Tensor:
         """float32 straight from the accumulators."""
@@ -255,7 +257,7 @@ class NativeOps:
             torch.tensor(batch.context_lens, dtype=torch.int32),
         )
 
-    def attend(
+    def attend(  # noqa: PLR0913 - see Ops.attend
         self,
         query: Tensor,
         kv: NativeKVCache,
@@ -263,18 +265,30 @@ class NativeOps:
         plan: NativePlan,
         shape: AttentionShape,
         sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
         query = query.contiguous()
         out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
         operation = Attention(
             q=query, out=out, kv=kv.layer(layer), sinks=sinks, heads=shape.num_heads, window=shape.window or 0,
-            scale=shape.scale, softcap=shape.softcap or 0.0,
+            scale=shape.scale, softcap=shape.softcap or 0.0, bias=self._padded(bias),
+            stride=0 if bias is None else bias.shape[1] + BIAS_MARGIN, zero=0 if bias is None else bias.shape[1] // 2,
+            causal=int(shape.causal),
         )  # fmt: skip
         num_rows, max_blocks = plan.block_tables.shape
         self._tape.take(
             operation, num_tokens=query.shape[0], num_rows=num_rows, max_blocks=max_blocks, **plan._asdict()
         )
         return out
+
+    def _padded(self, bias: Tensor | None) -> Tensor | None:
+        """With room behind each head's line for what is read there and masked; made once of each."""
+        if bias is None:
+            return None
+        kept = self._biases.get(bias.data_ptr())
+        if kept is None or kept[0] is not bias:
+            kept = self._biases[bias.data_ptr()] = bias, F.pad(bias.float(), (0, BIAS_MARGIN)).contiguous()
+        return kept[1]
 
     new_kv_cache = staticmethod(cache.new_native_cache)
     export_blocks = staticmethod(cache.export_blocks)

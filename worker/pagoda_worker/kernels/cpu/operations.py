@@ -96,6 +96,11 @@ class Attention(NamedTuple):
     window: int
     scale: float
     softcap: float
+    bias: Tensor | None = None
+    stride: int = 0
+    zero: int = 0
+    causal: int = 1
+    unused: int = 0
 
 
 class LayerNorm(NamedTuple):

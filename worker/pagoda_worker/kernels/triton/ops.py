@@ -32,6 +32,7 @@ from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling import logprobs, sampler
 from pagoda_worker.sampling.device_sampler import Upload
 
+BIDIRECTIONAL = "triton attends to what came before, and not to what comes after"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -101,6 +102,9 @@ class TritonOps:
         return F.linear(x, packed.weight, packed.bias)
 
     def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
+        if activation == "gelu":
+            gate, up = self.linear(x, packed).chunk(2, dim=-1)
+            return activated(gate, activation).mul_(up)
         return pointwise.act_mul(self.linear(x, packed), activation)
 
     def activated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
@@ -161,6 +165,9 @@ class TritonOps:
         layer: int,
         kv_indices: Tensor,
     ) -> Tensor:
+        """Raises BackendError without a rotation, which only encoders lack."""
+        if rotation is None:
+            raise BackendError(f"kernels: {BIDIRECTIONAL}")
         return pointwise.rope_write(qkv, rotation, norm, kv.layer(layer), kv_indices)
 
     def write_kv(self, key: Tensor, value: Tensor, kv: TritonKVCache, layer: int, kv_indices: Tensor) -> None:
@@ -179,7 +186,11 @@ class TritonOps:
         plan: Plan,
         shape: AttentionShape,
         sinks: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Tensor:
+        """Raises BackendError for what only encoders ask for."""
+        if bias is not None or not shape.causal:
+            raise BackendError(f"kernels: {BIDIRECTIONAL}")
         return attend(query, kv.layer(layer), plan, shape, sinks)
 
     def record(self, forward: Forward, kv: Sequence[TritonKVCache], max_tokens: int) -> None:

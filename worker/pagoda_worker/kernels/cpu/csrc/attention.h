@@ -20,9 +20,10 @@ PAGODA_INLINE void shape_scores(const AttentionArgs& a, const View& v, int rows,
       float* at = &s.scores[r][first - v.from];
       f16 x = load(at) * set1(a.scale);
       if (a.softcap != 0.0f) x = tanh(x * set1(1.0f / a.softcap)) * set1(a.softcap);
+      const int position = s.position[v.line + r];
+      if (s.bias) x = x + load(s.bias + first - position);
       if (!seen_by_all) {
-        const int position = s.position[v.line + r];
-        x = keep_below(x, first, position + 1, set1(MASKED));
+        x = keep_below(x, first, end_seen(a, position, s.length), set1(MASKED));
         if (a.window) x = keep_below(set1(MASKED), first, position - a.window + 1, x);
       }
       store(at, x);
@@ -86,8 +87,8 @@ static void score_tile(const AttentionArgs& a, const View& v, int t, AttentionSc
   typename NUMBERS::Sum acc[ROWS][GROUPS];
   multiply<NUMBERS>(operands(s, NUMBERS()).q[v.line], keys, ahead, a.kv.dim / NUMBERS::IN_WORD, acc);
   const bool seen_by_all =
-      t + 16 * GROUPS <= position[0] + 1 && (!a.window || t > position[ROWS - 1] - a.window);
-  const bool plain = seen_by_all && a.softcap == 0.0f;
+      t + 16 * GROUPS <= end_seen(a, position[0], s.length) && (!a.window || t > position[ROWS - 1] - a.window);
+  const bool plain = seen_by_all && a.softcap == 0.0f && !s.bias;
   const f16 scale = set1(plain ? a.scale : 1.0f);
 #pragma GCC unroll 8
   for (int g = 0; g < GROUPS; ++g) {
@@ -283,8 +284,8 @@ PAGODA_INLINE int first_seen(const AttentionArgs& a, int position) {
 struct Splits {
   int first, last;
 };
-PAGODA_INLINE Splits splits_between(const AttentionArgs& a, int first_position, int last_position) {
-  return {first_seen(a, first_position) / SPLIT, last_position / SPLIT + 1};
+PAGODA_INLINE Splits splits_between(const AttentionArgs& a, int first_position, int last_position, int length) {
+  return {first_seen(a, first_position) / SPLIT, (end_seen(a, last_position, length) - 1) / SPLIT + 1};
 }
 
 // Calls f(view, rows) for the tiles of `count` gathered lines that see something of the split that begins at `from`.
@@ -294,7 +295,7 @@ PAGODA_INLINE void each_tile(const AttentionArgs& a, const AttentionScratch& s, 
   const int most = by_tiles(a) ? TILE_LINES : MAX_ROWS, tiles = (count + most - 1) / most;
   for (int t = 0; t < tiles; ++t) {
     const int line = count * t / tiles, next = count * (t + 1) / tiles;
-    const int seen = first_seen(a, s.position[line]), after = s.position[next - 1] + 1;
+    const int seen = first_seen(a, s.position[line]), after = end_seen(a, s.position[next - 1], s.length);
     const View v{line, from, seen > from ? seen : from, after < from + SPLIT ? after : from + SPLIT};
     if (v.first < v.last) f(v, next - line);
   }
@@ -303,7 +304,7 @@ PAGODA_INLINE void each_tile(const AttentionArgs& a, const AttentionScratch& s, 
 // The gathered lines over one split.
 static void attend_split(const AttentionArgs& a, int count, const int32_t* table, int head, int split, const Part* part,
                          AttentionScratch& s) {
-  const int begin = first_seen(a, s.position[0]), end = s.position[count - 1] + 1, from = split * SPLIT;
+  const int begin = first_seen(a, s.position[0]), end = end_seen(a, s.position[count - 1], s.length), from = split * SPLIT;
   const int low = begin > from ? begin - from : 0, high = end - from < SPLIT ? end - from : SPLIT;
   locate(a, table, head, from, low / 16, (high + 15) / 16, end, s.keys, s.values);
 #ifdef __AMX_BF16__
@@ -353,6 +354,8 @@ static float round_query(const uint16_t* q, int16_t* levels, int dim) {
 
 static void gather(const AttentionArgs& a, const Lines& lines, AttentionScratch& s) {
   const int length = a.query_starts[lines.row + 1] - lines.begin;
+  s.length = a.context_lens[lines.row];
+  s.bias = a.bias ? a.bias + (size_t)lines.head * a.stride + a.zero : nullptr;
   for (int i = 0; i < lines.count; ++i) {
     const uint16_t* q = a.q + lines.at(a, i);
     if (a.kv.k_scales) s.query_scales[i] = round_query(q, s.fours.q[i], a.kv.dim);
@@ -390,7 +393,7 @@ static void finish(const AttentionArgs& a, const Lines& lines, const AttentionSc
 static void attend(const AttentionArgs& a, const Lines& lines, AttentionScratch& s) {
   gather(a, lines, s);
   clear(a, lines, s);
-  const Splits seen = splits_between(a, s.position[0], s.position[lines.count - 1]);
+  const Splits seen = splits_between(a, s.position[0], s.position[lines.count - 1], s.length);
   const int32_t* table = a.block_tables + (size_t)lines.row * a.max_blocks;
   for (int split = seen.first; split < seen.last; ++split) attend_split(a, lines.count, table, lines.head, split, nullptr, s);
   finish(a, lines, s);

@@ -66,6 +66,8 @@ struct AttentionScratch {
   Operands<Bf16> pairs;
   Operands<Int16Bytes> fours;
   int position[LINES];
+  int length;         // of the row, in tokens
+  const float* bias;  // of the head, at the key that is the query itself; or null
   float query_scales[LINES], prob_scales[TILE_LINES];  // of fours
   float scores[TILE_LINES][SPLIT], peaks[TILE_LINES][16];
   float acc[LINES][256], top[LINES], sum[LINES];  // running, of each line
@@ -81,6 +83,12 @@ PAGODA_INLINE Operands<Int16Bytes>& operands(AttentionScratch& s, Int16Bytes) { 
 struct View {
   int line, from, first, last;
 };
+
+// After the last token that somebody at `position` in a row of `length` tokens sees.
+PAGODA_INLINE int end_seen(const AttentionArgs& a, int position, int length) {
+  if (a.causal) return position + 1;
+  return a.window && position + a.window < length ? position + a.window : length;
+}
 
 // Where the 16 tokens from `token` on lie in one layer's cache, in tokens.
 PAGODA_INLINE size_t place(const AttentionArgs& a, const int32_t* table, int head, int token) {

@@ -67,8 +67,7 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const Line
   }
   if (op.activation > 0) {
     f16 gate = rounded(c0), up = rounded(c1);
-    f16 act = op.activation == 1 ? silu(gate) : gelu_tanh(gate);
-    store_some((uint16_t*)op.y + row * (n / 2) + column / 2, rounded(act) * up, (n - column) / 2);
+    store_some((uint16_t*)op.y + row * (n / 2) + column / 2, rounded(activated(gate, op.activation)) * up, (n - column) / 2);
     return;
   }
   if (op.activation < 0) {

@@ -38,10 +38,10 @@ struct RmsNormOp {
 struct LinearOp {
   const uint16_t* x;     // [tokens, k]
   const void* panels;    // see `pagoda_pack` and `pagoda_pack_quantized`
-  void* y;               // [tokens, n], or [tokens, n / 2] with an activation
+  void* y;               // [tokens, n], or [tokens, n / 2] of gate and up
   const uint16_t* bias;  // as long as the panels have columns, or null
   int32_t n, k;          // panels may have more columns than n
-  int32_t activation;    // 0 none; act of every output: -1 silu, -2 gelu_tanh, -3 gelu, -4 relu; 1 and 2: act(gate) * up,
+  int32_t activation;    // 0 none; act of every output: -1 silu, -2 gelu_tanh, -3 gelu, -4 relu; 1 to 4: act(gate) * up,
                          // columns 0..15 of a panel gate, 16..31 up
   int32_t out_f32;       // y is float, else bf16
   QuantForm form;        // 16 bits: weights are bf16
@@ -77,6 +77,10 @@ struct AttentionOp {
   const float* sinks;    // [heads] or null
   int32_t heads, window;  // window 0: none
   float scale, softcap;   // softcap 0: none
+  const float* bias;      // [heads, stride], added to a score by how far its key is from the query (entry `zero`: not at
+                          // all), or null; read up to 64 places behind the last key. As many kv heads as heads then
+  int32_t stride, zero;
+  int32_t causal, unused;  // 0: tokens see what comes after them, too, as far as what comes before
 };
 
 struct LayerNormOp {

@@ -19,7 +19,7 @@ PAGODA_INLINE int row_items(const AttentionArgs& a, int row) {
 }
 PAGODA_INLINE Splits row_splits(const AttentionArgs& a, int row) {
   const int length = a.query_starts[row + 1] - a.query_starts[row], end = a.context_lens[row];
-  return splits_between(a, end - length, end - 1);
+  return splits_between(a, end - length, end - 1, end);
 }
 PAGODA_INLINE int count_of(const Splits& s) { return s.last - s.first; }
 
@@ -65,7 +65,7 @@ PAGODA_INLINE Part part_at(const AttentionArgs& a, float* floats, int lines, int
 static void attend_share(const AttentionArgs& a, const Lines& lines, int index, int shares, float* floats, int32_t* done,
                          AttentionScratch& s) {
   gather(a, lines, s);
-  const Splits seen = splits_between(a, s.position[0], s.position[lines.count - 1]);
+  const Splits seen = splits_between(a, s.position[0], s.position[lines.count - 1], s.length);
   const int count = count_of(seen), last = (int)((long)count * (index + 1) / shares);
   const int32_t* table = a.block_tables + (size_t)lines.row * a.max_blocks;
   for (int i = (int)((long)count * index / shares); i < last; ++i) {

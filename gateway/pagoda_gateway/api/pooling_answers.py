@@ -1,0 +1,107 @@
+"""What the routes of models that read answer, for /openapi.json."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import ConfigDict, RootModel
+
+from pagoda_gateway.api.answer_schemas import Answered
+
+
+class ReadUsage(Answered):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Listed(Answered):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: ReadUsage
+
+
+class Embedding(Answered):
+    index: int
+    object: Literal["embedding"]
+    embedding: list[float] | str
+
+
+class EmbeddingsAnswer(Listed):
+    """Base64 is of float32, little-endian."""
+
+    data: list[Embedding]
+
+
+class PooledData(Answered):
+    index: int
+    object: Literal["pooling"]
+    data: list[float] | list[list[float]] | str
+
+
+class PoolingAnswer(Listed):
+    data: list[PooledData]
+
+
+class Classification(Answered):
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyAnswer(Listed):
+    data: list[Classification]
+
+
+class Score(Answered):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreAnswer(Listed):
+    data: list[Score]
+
+
+class RankedDocument(Answered):
+    text: str
+
+
+class Ranked(Answered):
+    index: int
+    relevance_score: float
+    document: RankedDocument | None = None
+
+
+class RerankAnswer(Answered):
+    """For a body with `texts` it is a list of {index, score, text} instead."""
+
+    id: str
+    model: str
+    usage: ReadUsage
+    results: list[Ranked]
+    meta: dict[str, Any] | None = None
+
+
+class RankedText(Answered):
+    index: int
+    score: float
+    text: str | None = None
+
+
+class RankedTexts(RootModel[list[RankedText]]):
+    """Of /rerank with `texts`."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Vectors(RootModel[list[list[float]]]):
+    """Of /embed."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class RerankAnswers(RootModel[RerankAnswer | list[RankedText]]):
+    """By what the body has."""

@@ -1,0 +1,149 @@
+"""Bodies of what is asked of models that read: as OpenAI, vLLM, Jina, Cohere and text-embeddings-inference have it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from pagoda_gateway.api.body import Body, Text
+from pagoda_gateway.api.json_body import MAX_VALUES
+from pagoda_gateway.api.schemas import Label, Salt, TokenIds
+from pagoda_proto.pooling.params import OUTPUTS
+
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1)]
+Kept = Annotated[int, Field(ge=-1)]
+Encoding = Literal["float", "base64"]
+
+
+def _kind_of_input(value: Any) -> str:
+    """The first element tells; what it does not fit is reported by the kind it would be."""
+    if not isinstance(value, list):
+        return "text"
+    first = value[0] if value else ""
+    return "texts" if isinstance(first, str) else "lists of ids" if isinstance(first, list) else "ids"
+
+
+Input = Annotated[
+    Annotated[Text, Tag("text")]
+    | Annotated[Texts, Tag("texts")]
+    | Annotated[TokenIds, Tag("ids")]
+    | Annotated[list[TokenIds], Field(fail_fast=True), Tag("lists of ids")],
+    Discriminator(_kind_of_input),
+]
+
+
+class Reading(Body):
+    """What all of these have."""
+
+    max_values = MAX_VALUES
+
+    model: str | None = Field(None, max_length=512, description="served model name; the only model if absent")
+    user: Label | None = Field(None, description="informational")
+    truncate_prompt_tokens: Kept | None = Field(
+        None, description="keep only so many tokens of each text, the first ones; -1: as many as the model takes"
+    )
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = Field(0, description="lower runs earlier, if at all")
+    cache_salt: Salt | None = Field(None, description="prefixes are shared only within one salt")
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _something_is_kept(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("must be -1 or at least 1, got 0")
+        return value
+
+
+class EmbeddingsRequest(Reading):
+    """POST /v1/embeddings."""
+
+    input: Input
+    encoding_format: Encoding | None = None
+    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        None, description="the first so many numbers, for models that have learned it"
+    )
+    normalize: bool | None = Field(None, description="vectors of length 1; as the model's files say if absent")
+    prompt_name: Label | None = Field(None, description="a prompt of the model's files that goes before each text")
+    add_special_tokens: bool = True
+
+
+class PoolingRequest(EmbeddingsRequest):
+    """POST /pooling."""
+
+    task: Literal["embed", "token_embed", "classify"] | None = Field(
+        None, description=f"one of {', '.join(OUTPUTS)}; what the model is for if absent"
+    )
+    activation: bool | None = Field(None, description="false: scores as they are")
+
+
+class ClassifyRequest(Reading):
+    """POST /classify."""
+
+    input: Input
+    activation: bool | None = Field(None, description="false: scores as they are")
+    add_special_tokens: bool = True
+
+
+class ScoreRequest(Reading):
+    """POST /score: one text against several, or as many against as many."""
+
+    text_1: Text | Texts
+    text_2: Text | Texts
+    activation: bool | None = Field(None, description="false: scores as they are")
+    instruction: Text | None = Field(None, description="for models that judge by one")
+
+    @model_validator(mode="after")
+    def _as_many(self) -> ScoreRequest:
+        first, second = ([text] if isinstance(text, str) else text for text in (self.text_1, self.text_2))
+        if len(first) not in (1, len(second)):
+            raise ValueError(f"text_1 must have one text or as many as text_2 ({len(second)}), got {len(first)}")
+        return self
+
+
+class Document(Body):
+    text: Text
+
+
+class RerankRequest(Reading):
+    """POST /rerank: `documents` as Jina and Cohere have them, or `texts` as text-embeddings-inference has."""
+
+    query: Text
+    documents: Annotated[list[Text | Document], Field(fail_fast=True, min_length=1)] | None = None
+    top_n: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    return_documents: bool | None = Field(None, description="true if absent, but at /v2/rerank")
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(
+        None, description="the same as truncate_prompt_tokens"
+    )
+    instruction: Text | None = Field(None, description="for models that judge by one")
+    texts: Texts | None = None
+    raw_scores: bool | None = Field(None, description="with texts: scores as they are")
+    return_text: bool | None = Field(None, description="with texts")
+    truncate: bool | None = Field(None, description="with texts: keep as many tokens as the model takes")
+    truncation_direction: Literal["Right", "right"] | None = None
+
+    @model_validator(mode="after")
+    def _one_way(self) -> RerankRequest:
+        if (self.documents is None) == (self.texts is None):
+            raise ValueError("give either documents or texts")
+        theirs = ("raw_scores", "return_text", "truncate", "truncation_direction")
+        ours = ("top_n", "return_documents", "max_tokens_per_doc")
+        for name in theirs if self.texts is None else ours:
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} goes with {'texts' if self.texts is None else 'documents'}")
+        if self.truncate_prompt_tokens is not None and (self.truncate or self.max_tokens_per_doc is not None):
+            raise ValueError("truncate_prompt_tokens is said twice")
+        return self
+
+
+class EmbedRequest(Body):
+    """POST /embed, as text-embeddings-inference has it."""
+
+    max_values = MAX_VALUES
+
+    inputs: Text | Texts
+    normalize: bool = True
+    truncate: bool | None = Field(None, description="keep as many tokens as the model takes")
+    truncation_direction: Literal["Right", "right", "Left", "left"] | None = None
+    prompt_name: Label | None = None
+    dimensions: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    model: str | None = Field(None, max_length=512)

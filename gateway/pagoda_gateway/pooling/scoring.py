@@ -1,0 +1,53 @@
+"""How well texts go together: by a head that reads both, or by how alike their vectors are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pagoda_gateway.catalogue import ServedModel
+from pagoda_gateway.clients import Caller
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.pooling.inputs import Asked, Inputs
+from pagoda_gateway.pooling.vectors import cosine, floats
+from pagoda_proto.errors import InvalidParams, Problem
+from pagoda_proto.pooling.kinds import CLASSIFY
+from pagoda_proto.pooling.params import EMBED, PoolingParams
+from pagoda_proto.records import RequestRecord
+
+
+class Scoring:
+    """The pairs of one request: `records` first, then what came of them to `scores`."""
+
+    def __init__(self, ctx: GatewayContext, model: ServedModel, caller: Caller, asked: Asked) -> None:
+        self._both = model.text.reading.kind == CLASSIFY
+        if self._both and len(model.text.reading.labels) != 1:
+            count = len(model.text.reading.labels)
+            message = f"{model.name!r} has {count} labels, and a score is of one; /classify tells them all"
+            raise InvalidParams([Problem("model", message)])
+        pooling = asked.pooling if self._both else PoolingParams(output=EMBED, normalize=True)
+        if not self._both and asked.pooling.activate is False:
+            raise InvalidParams([Problem("raw_scores", "are of a model with a head; this one makes embeddings")])
+        self._inputs = Inputs(ctx, model, caller, replace(asked, pooling=pooling))
+        self._pairs: list[tuple[int, int]] = []
+
+    async def records(self, queries: Sequence[str], documents: Sequence[str]) -> list[RequestRecord]:
+        """One query is for all documents; several are for one document each. Raises PagodaError."""
+        queries = list(queries) * (len(documents) if len(queries) == 1 else 1)
+        if self._both:
+            return await self._inputs.records(list(zip(queries, documents, strict=True)))
+        texts = list(dict.fromkeys([*queries, *documents]))  # a text is read once
+        self._pairs = [(texts.index(q), texts.index(d)) for q, d in zip(queries, documents, strict=True)]
+        return await self._inputs.records(texts)
+
+    def scores(self, found: Sequence[bytes]) -> list[float]:
+        """Of each document."""
+        if self._both:
+            return [floats(data)[0] for data in found]
+        vectors = [floats(data) for data in found]
+        return [cosine(vectors[query], vectors[document]) for query, document in self._pairs]
+
+
+def ranked(scores: Sequence[float], most: int | None) -> list[int]:
+    """Indices, the best first; of equal ones, the first."""
+    return sorted(range(len(scores)), key=lambda i: -scores[i])[:most]

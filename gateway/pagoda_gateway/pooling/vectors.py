@@ -1,0 +1,31 @@
+"""Bytes of float32 as numbers, as base64, and how alike two vectors are."""
+
+from __future__ import annotations
+
+import math
+import sys
+from array import array
+from base64 import b64encode
+from collections.abc import Sequence
+from typing import Any
+
+BASE64 = "base64"
+
+
+def floats(data: bytes) -> list[float]:
+    """Little-endian float32."""
+    numbers = array("f")
+    numbers.frombytes(data)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers.tolist()
+
+
+def shown(data: bytes, encoding: str | None) -> Any:
+    return b64encode(data).decode() if encoding == BASE64 else floats(data)
+
+
+def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """0 where one of them is nothing."""
+    lengths = math.sqrt(math.fsum(x * x for x in one) * math.fsum(y * y for y in other))
+    return math.fsum(x * y for x, y in zip(one, other, strict=True)) / lengths if lengths else 0.0

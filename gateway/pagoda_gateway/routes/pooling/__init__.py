@@ -1,0 +1,1 @@
+"""Endpoints of models that read: bodies of several APIs in, vectors and scores out."""

@@ -1,0 +1,133 @@
+"""Vectors and labels of texts: OpenAI's embeddings, vLLM's pooling and classify, text-embeddings-inference's embed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from pagoda_gateway.api.encoding import encoded_list
+from pagoda_gateway.api.pooling_answers import ClassifyAnswer, EmbeddingsAnswer, PoolingAnswer, Vectors
+from pagoda_gateway.api.pooling_schemas import ClassifyRequest, EmbeddingsRequest, EmbedRequest, PoolingRequest
+from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.http.sse import until_disconnect
+from pagoda_gateway.pooling.inputs import Asked, Inputs
+from pagoda_gateway.pooling.vectors import floats, shown
+from pagoda_gateway.routes.body import json_response, read_body
+from pagoda_gateway.routes.described import endpoint
+from pagoda_gateway.routes.pooling.answering import Place, as_list, given, listed, place_of
+from pagoda_proto.pooling.kinds import CLASSIFY, EMBED
+from pagoda_proto.pooling.params import TOKEN_EMBED, PoolingParams
+from pagoda_proto.records import RequestRecord
+
+
+def router(ctx: GatewayContext) -> APIRouter:
+    routes = APIRouter(tags=["embeddings"])
+    _add_embeddings(routes, ctx)
+    _add_pooling(routes, ctx)
+    _add_classify(routes, ctx)
+    _add_embed(routes, ctx)
+    return routes
+
+
+def _asked(body: EmbeddingsRequest | ClassifyRequest, pooling: PoolingParams) -> Asked:
+    return Asked(
+        param="input",
+        pooling=pooling,
+        keep=body.truncate_prompt_tokens,
+        special=body.add_special_tokens,
+        prompt_name=getattr(body, "prompt_name", None),
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+    )
+
+
+async def _read(place: Place, asked: Asked, value: Any) -> tuple[list[RequestRecord], list[bytes]]:
+    records = await Inputs(place.ctx, place.model, place.caller, asked).records(given(value))
+    return records, await place.read(records)
+
+
+def _add_embeddings(routes: APIRouter, ctx: GatewayContext) -> None:
+    @endpoint(routes, "/v1/embeddings", "Vectors of texts", EmbeddingsAnswer, request=EmbeddingsRequest)
+    async def embeddings(request: Request) -> Response:
+        body = await read_body(ctx, request, EmbeddingsRequest)
+        async with until_disconnect(request.receive):
+            place = place_of(ctx, request, body.model, EMBED)
+            pooling = PoolingParams(output=EMBED, normalize=body.normalize, dimensions=body.dimensions or 0)
+            records, found = await _read(place, _asked(body, pooling), body.input)
+            data = (
+                {"index": i, "object": "embedding", "embedding": shown(one, body.encoding_format)}
+                for i, one in enumerate(found)
+            )
+            return json_response(await listed(place, "embd", data, place.model.text.reading.width, records))
+
+
+def _add_pooling(routes: APIRouter, ctx: GatewayContext) -> None:
+    @endpoint(routes, "/pooling", "What the model makes of texts", PoolingAnswer, request=PoolingRequest)
+    async def pooling(request: Request) -> Response:
+        body = await read_body(ctx, request, PoolingRequest)
+        async with until_disconnect(request.receive):
+            place = place_of(ctx, request, body.model, EMBED, CLASSIFY)
+            output = body.task or place.model.text.reading.kind
+            asked = PoolingParams(
+                output=output,
+                normalize=body.normalize,
+                activate=body.activation,
+                dimensions=body.dimensions or 0,
+            )
+            records, found = await _read(place, _asked(body, asked), body.input)
+            data = (
+                {"index": i, "object": "pooling", "data": _pooled(one, record, output, body.encoding_format)}
+                for i, (one, record) in enumerate(zip(found, records, strict=True))
+            )
+            return json_response(await listed(place, "pool", data, place.model.text.reading.width, records))
+
+
+def _pooled(data: bytes, record: RequestRecord, output: str, encoding: str | None) -> Any:
+    """Vectors of tokens come token by token, but in base64 all in one."""
+    if output != TOKEN_EMBED or encoding == "base64":
+        return shown(data, encoding)
+    numbers, count = floats(data), len(record.prompt_token_ids)
+    width = len(numbers) // count
+    return [numbers[i * width : (i + 1) * width] for i in range(count)]
+
+
+def _add_classify(routes: APIRouter, ctx: GatewayContext) -> None:
+    @endpoint(routes, "/classify", "Labels of texts", ClassifyAnswer, request=ClassifyRequest)
+    async def classify(request: Request) -> Response:
+        body = await read_body(ctx, request, ClassifyRequest)
+        async with until_disconnect(request.receive):
+            place = place_of(ctx, request, body.model, CLASSIFY)
+            asked = PoolingParams(output=CLASSIFY, activate=body.activation)
+            records, found = await _read(place, _asked(body, asked), body.input)
+            labels = place.model.text.reading.labels
+            data = _classes(found, labels)
+            return json_response(await listed(place, "classify", data, 1 + len(labels), records))
+
+
+def _classes(found: Sequence[bytes], labels: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for index, data in enumerate(found):
+        scores = floats(data)
+        best = max(range(len(scores)), key=scores.__getitem__)
+        label = labels[best] if best < len(labels) else f"LABEL_{best}"
+        yield {"index": index, "label": label, "probs": scores, "num_classes": len(scores)}
+
+
+def _add_embed(routes: APIRouter, ctx: GatewayContext) -> None:
+    @endpoint(routes, "/embed", "Vectors of texts, and nothing else", Vectors, request=EmbedRequest)
+    async def embed(request: Request) -> Response:
+        body = await read_body(ctx, request, EmbedRequest)
+        async with until_disconnect(request.receive):
+            place = place_of(ctx, request, body.model, EMBED)
+            asked = Asked(
+                param="inputs",
+                pooling=PoolingParams(output=EMBED, normalize=body.normalize, dimensions=body.dimensions or 0),
+                keep=-1 if body.truncate else None,
+                left=(body.truncation_direction or "").lower() == "left",
+                prompt_name=body.prompt_name,
+            )
+            _, found = await _read(place, asked, as_list(body.inputs))
+            vectors = await encoded_list(map(floats, found), place.model.text.reading.width)
+            return Response(bytes(vectors), media_type="application/json")

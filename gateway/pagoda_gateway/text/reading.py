@@ -1,0 +1,166 @@
+"""The text side of a model that reads: texts and pairs to tokens, and what its files say of prompts and labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tokenizers import Encoding, Tokenizer
+
+from pagoda_gateway.text.special import SpecialTokens
+from pagoda_proto.pooling.kinds import GENERATE, architecture_of
+
+MAX_LABELS = 100_000
+MAX_PROMPTS = 1024
+
+
+class Tokens(NamedTuple):
+    """`second_start`: where the second text of a pair begins, for models that tell texts apart; else 0."""
+
+    token_ids: list[int]
+    second_start: int = 0
+
+
+@dataclass(frozen=True)
+class Template:
+    """How a pair is put to a model that answers yes or no: what stands before, between and after."""
+
+    before: str
+    pair: str  # of instruction, query, document
+    after: str
+    instruction: str
+
+
+# As its authors give it: the answer would follow, so its likelihood is what is read.
+QWEN3_RERANKER = Template(
+    before=(
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    ),
+    pair="<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}",
+    after="<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    instruction="Given a web search query, retrieve relevant passages that answer the query",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingText:
+    """What a model is for, and what its files say of reading.
+
+    Attributes:
+        kind: See `pagoda_proto.pooling.kinds`.
+        width: Numbers of a vector, about: a hint for how large an answer gets.
+        prompts: Texts that go before others, by name; `default_prompt` is the name of the one that does unasked.
+        dimensions: Which a request may ask for: None, none; empty, any.
+        labels: Of the model's scores.
+        template: How pairs are put; None for two texts side by side.
+    """
+
+    kind: str = GENERATE
+    width: int = 0
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+    dimensions: tuple[int, ...] | None = None
+    labels: tuple[str, ...] = ()
+    template: Template | None = None
+
+
+def read_files(kind: str, config: Mapping[str, Any], sentence: Mapping[str, Any], *, yes_no: bool) -> ReadingText:
+    """`config` is config.json, `sentence` config_sentence_transformers.json."""
+    prompts = sentence.get("prompts")
+    kept = prompts if isinstance(prompts, dict) and len(prompts) <= MAX_PROMPTS else {}
+    default = sentence.get("default_prompt_name")
+    width = config.get("hidden_size") or config.get("dim") or config.get("n_embd") or 0
+    return ReadingText(
+        kind=kind,
+        width=width if isinstance(width, int) else 0,
+        prompts={str(name): text for name, text in kept.items() if isinstance(text, str)},
+        default_prompt=default if isinstance(default, str) and default in kept else "",
+        dimensions=_dimensions(config),
+        labels=("yes",) if yes_no else _labels(config),
+        template=QWEN3_RERANKER if yes_no else None,
+    )
+
+
+def _dimensions(config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Qwen3-Embedding has learned any, and its files do not say so."""
+    given = config.get("matryoshka_dimensions")
+    if isinstance(given, list) and all(isinstance(one, int) for one in given):
+        return tuple(given)
+    learned = config.get("is_matryoshka") is True or architecture_of(config) == "Qwen3ForCausalLM"
+    return () if learned else None
+
+
+def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
+    named, count = config.get("id2label"), config.get("num_labels")
+    if isinstance(named, dict) and len(named) <= MAX_LABELS:
+        return tuple(str(named.get(str(i), f"LABEL_{i}")) for i in range(len(named)))
+    count = count if isinstance(count, int) and 0 < count <= MAX_LABELS else 2
+    return tuple(f"LABEL_{i}" for i in range(count))
+
+
+Pair = tuple[str, str]
+
+
+def tokens_of(  # noqa: PLR0913 - what a request may say
+    own: ReadingText,
+    tokenizer: Tokenizer,
+    special: SpecialTokens,
+    given: str | Pair,
+    *,
+    keep: int | None = None,
+    left: bool = False,
+    add_special: bool = True,
+    instruction: str | None = None,
+) -> Tokens:
+    """Of a text, or of a pair as this model is asked about one; see `encode`."""
+    if isinstance(given, str):
+        return encode(tokenizer, given, None, keep=keep, left=left, special=add_special)
+    if own.template is None:
+        return encode(tokenizer, *given, keep=keep, left=left, special=add_special)
+    asked = own.template.instruction if instruction is None else instruction
+    return templated(tokenizer, special, own.template, (asked, *given), keep)
+
+
+def encode(
+    tokenizer: Tokenizer, first: str, second: str | None, *, keep: int | None, left: bool = False, special: bool = True
+) -> Tokens:
+    """Tokens of a text, or of a pair as the tokenizer puts them together.
+
+    With `keep` at most so many: texts lose their ends, with `left` their beginnings, of a pair the longer one; special
+    tokens stay.
+    """
+    parts = [tokenizer.encode(text, add_special_tokens=False) for text in (first, second) if text is not None]
+    if keep is not None:
+        room = max(0, keep - (tokenizer.num_special_tokens_to_add(second is not None) if special else 0))
+        for part, length in zip(parts, _lengths([len(part.ids) for part in parts], room), strict=True):
+            part.truncate(length, direction="left" if left else "right")
+    other = parts[1] if second is not None else None
+    whole: Encoding = tokenizer.post_process(parts[0], other, add_special_tokens=special)
+    return Tokens(whole.ids, whole.type_ids.index(1) if second is not None and 1 in whole.type_ids else 0)
+
+
+def _lengths(lengths: list[int], room: int) -> list[int]:
+    """What is left of each so that all fit: the longer one gives up first."""
+    if sum(lengths) <= room:
+        return lengths
+    if len(lengths) == 1:
+        return [room]
+    shorter = min(min(lengths), room // 2)
+    at = lengths.index(min(lengths))
+    return [shorter if i == at else room - shorter for i in range(2)]
+
+
+def templated(
+    tokenizer: Tokenizer, special: SpecialTokens, template: Template, texts: tuple[str, str, str], keep: int | None
+) -> Tokens:
+    """Tokens of instruction, query and document as `template` puts them; what they write out is plain text. With `keep`
+    the document loses its end."""
+    before, after = (tokenizer.encode(part, add_special_tokens=False).ids for part in (template.before, template.after))
+    instruction, query, document = texts
+    pair = template.pair.format(instruction=instruction, query=query, document=document)
+    middle = special.encode(special.marked(pair))
+    if keep is not None:
+        middle = middle[: max(0, keep - len(before) - len(after))]
+    return Tokens([*before, *middle, *after])

@@ -1,0 +1,1 @@
+"""What models that read are asked, and which models those are."""

@@ -1,0 +1,44 @@
+"""What a model is for, as its own files tell: text side and tensor side both go by this, and so agree.
+
+generate   it continues a prompt
+embed      it makes a vector of a prompt
+classify   it gives scores of a prompt, or of a pair of texts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+GENERATE, EMBED, CLASSIFY = "generate", "embed", "classify"
+KINDS = (GENERATE, EMBED, CLASSIFY)
+AUTO = "auto"
+
+MODULES = "modules.json"  # of sentence-transformers; a causal model that has them embeds
+BASES = ("Model", "ForMaskedLM", "ForPreTraining")  # what continues nothing, and has no head of its own
+NAMED_PARTS = 4  # of a directory's path: a hub's snapshot lies three below the model's name
+
+
+def architecture_of(config: Mapping[str, Any]) -> str:
+    """The first that config.json names; "" where it names none."""
+    names = config.get("architectures")
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+
+
+def is_yes_no_reranker(config: Mapping[str, Any], model_dir: str) -> bool:
+    """Whether its score is how much likelier it says "yes" than "no": Qwen3-Reranker, which only its name tells from
+    the model that it was made of."""
+    parts = PurePath(model_dir).parts[-NAMED_PARTS:]
+    family = architecture_of(config).startswith("Qwen3For")
+    return family and any("qwen3-reranker" in part.lower() for part in parts)
+
+
+def kind_of(config: Mapping[str, Any], model_dir: str, *, has_modules: bool, asked: str = AUTO) -> str:
+    """One of KINDS. `has_modules`: whether MODULES is there; `asked`: what the operator says, or AUTO."""
+    if asked != AUTO:
+        return asked
+    name = architecture_of(config)
+    if name.endswith("ForSequenceClassification") or is_yes_no_reranker(config, model_dir):
+        return CLASSIFY
+    return EMBED if has_modules or name.endswith(BASES) else GENERATE

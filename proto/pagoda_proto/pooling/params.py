@@ -1,0 +1,110 @@
+"""What may be asked of a model that reads a prompt and does not continue it, validated once for every door.
+
+    embed        one vector of the whole prompt
+    token_embed  a vector of each of its tokens, in order
+    classify     the scores of a head over the model's labels
+
+How hidden states become a vector is in the model's files, and the worker's business; here is what a request may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+from pagoda_proto.params import MAX_TOKENS_CEILING, ModelLimits
+
+EMBED, TOKEN_EMBED, CLASSIFY = "embed", "token_embed", "classify"
+OUTPUTS = (EMBED, TOKEN_EMBED, CLASSIFY)
+MAX_POOLED_BYTES = 4 * 1024 * 1024
+"""Of one answer: a frame holds several."""
+FLOAT_BYTES = 4
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to read a prompt. None: as the model's files say.
+
+    Attributes:
+        output: One of OUTPUTS.
+        normalize: Whether vectors have length 1.
+        activate: Whether scores go through the model's activation (a sigmoid, a softmax).
+        dimensions: The first so many numbers of each vector, normalised after that if at all; 0 for all.
+        second_start: Where the second text of a pair begins in the prompt; 0 where there is one text.
+        skip: So many leading tokens are read, but no part of a mean: an instruction, for models that say so.
+    """
+
+    output: str = EMBED
+    normalize: bool | None = None
+    activate: bool | None = None
+    dimensions: int = 0
+    second_start: int = 0
+    skip: int = 0
+
+    def __post_init__(self) -> None:
+        problems = list(_own_problems(self))
+        if problems:
+            raise InvalidParams(problems)
+
+
+def _own_problems(params: PoolingParams) -> Iterator[Problem]:
+    if params.output not in OUTPUTS:
+        yield Problem("output", f"must be one of {', '.join(OUTPUTS)}, got {params.output[:64]!r}")
+    for name in ("dimensions", "second_start", "skip"):
+        if not 0 <= getattr(params, name) <= MAX_TOKENS_CEILING:
+            yield Problem(name, f"must be between 0 and {MAX_TOKENS_CEILING}, got {getattr(params, name)}")
+    if params.output == CLASSIFY and (params.dimensions or params.normalize is not None):
+        name = "dimensions" if params.dimensions else "normalize"
+        yield Problem(name, "is for embeddings, and the output is classify")
+    if params.output != CLASSIFY and params.activate is not None:
+        yield Problem("activate", f"is for scores, and the output is {params.output}")
+
+
+class Readings(msgspec.Struct, frozen=True):
+    """What a model makes of a prompt: which outputs, and how many numbers a vector has. None of them: it generates."""
+
+    outputs: tuple[str, ...] = ()
+    width: int = 0
+
+
+def check_pooling(
+    params: PoolingParams, prompt_token_ids: Sequence[int], limits: ModelLimits, readings: Readings
+) -> None:
+    """Validate against the model.
+
+    Raises:
+        InvalidParams: it makes no such thing of a prompt, an id is outside the vocabulary, or the prompt is empty.
+        PagodaError: CONTEXT_LENGTH_EXCEEDED when the prompt does not fit.
+    """
+    problems = list(_model_problems(params, prompt_token_ids, limits, readings))
+    if problems:
+        raise InvalidParams(problems)
+    if len(prompt_token_ids) > limits.max_model_len:
+        raise prompt_too_long(limits.max_model_len, len(prompt_token_ids), "input")
+
+
+def _model_problems(
+    params: PoolingParams, ids: Sequence[int], limits: ModelLimits, readings: Readings
+) -> Iterator[Problem]:
+    if not readings.outputs:
+        yield Problem("task", "this model generates text; it has no embeddings and no scores")
+    elif params.output not in readings.outputs:
+        yield Problem("task", f"this model gives {' and '.join(readings.outputs)}, not {params.output}")
+    if params.dimensions > readings.width > 0:
+        yield Problem("dimensions", f"must be at most {readings.width}, got {params.dimensions}")
+    if not ids:
+        yield Problem("input", "must have at least one token")
+    elif not 0 <= min(ids) <= max(ids) < limits.vocab_size:
+        bad = next(token for token in ids if not 0 <= token < limits.vocab_size)
+        yield Problem("input", f"token ids must be between 0 and {limits.vocab_size - 1}, got {bad}")
+    for name in ("second_start", "skip"):
+        if ids and getattr(params, name) >= len(ids):
+            yield Problem(name, f"must be below the prompt's {len(ids)} tokens, got {getattr(params, name)}")
+
+
+def prompt_too_long(max_model_len: int, num_tokens: int, param: str, *, at_least: bool = False) -> PagodaError:
+    """`at_least`: the prompt was not counted to its end."""
+    more = "at least " * at_least
+    message = f"This model's maximum context length is {max_model_len} tokens. However, {param} has {more}{num_tokens}."
+    return PagodaError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, param)

@@ -1,0 +1,184 @@
+"""What a model that reads makes of prompts, offline: records in, vectors and scores out, in the field's shapes."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pagoda.offline.local import Local, Prompt, as_list, failure
+from pagoda_gateway.pooling.vectors import cosine, floats
+from pagoda_gateway.text.reading import Pair, Tokens, tokens_of
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+from pagoda_proto.pooling.kinds import CLASSIFY
+from pagoda_proto.pooling.params import EMBED, TOKEN_EMBED, PoolingParams, check_pooling
+from pagoda_proto.records import Delta, FinishReason, Pool, RequestRecord
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PoolingOutput:
+    """Numbers; of each token with `token_embed`."""
+
+    data: list[float] | list[list[float]]
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class ClassificationOutput:
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass(frozen=True)
+class ScoringOutput:
+    score: float
+
+
+@dataclass(frozen=True)
+class PoolingRequestOutput(Generic[T]):
+    """A prompt that was read, and what came of it."""
+
+    request_id: str
+    outputs: T
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+class ReadRequest:
+    """A request of this process whose prompt is read; see `OfflineRequest`."""
+
+    def __init__(self, record: RequestRecord) -> None:
+        self.record = record
+        self.error: PagodaError | None = None
+        self.data = b""
+        self.num_cached = 0
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        return self._ended or self.error is not None
+
+    @property
+    def output(self) -> ReadRequest:
+        return self
+
+    def take(self, delta: Delta) -> None:
+        self.data = delta.pooled or self.data
+        if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            self.error = PagodaError(delta.error_code or ErrorCode.CANCELLED, delta.error_message or "aborted")
+        if delta.usage is not None:
+            self._ended, self.num_cached = True, delta.usage.cached_prompt_tokens
+
+    def shown(self, outputs: T) -> PoolingRequestOutput[T]:
+        record = self.record
+        return PoolingRequestOutput(record.request_id, outputs, record.prompt_token_ids, self.num_cached)
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Reads prompts of one model. `run` brings requests to their end."""
+
+    local: Local
+    run: Callable[[list[ReadRequest]], list[ReadRequest]]
+
+    def encode(
+        self, prompts: Any, params: PoolingParams | Sequence[PoolingParams] | None, task: str | None, keep: int | None
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        given = as_list(prompts)
+        kind = task or self.local.text.reading.kind
+        params = PoolingParams(output=kind) if params is None else params
+        several = [params] * len(given) if isinstance(params, PoolingParams) else list(params)
+        if len(several) != len(given):
+            message = f"one for all prompts or one for each is needed; got {len(several)} for {len(given)}"
+            raise InvalidParams([Problem("pooling_params", message)])
+        done = self.run(self._opened(given, several, keep))
+        return [one.shown(PoolingOutput(_data(one, how))) for one, how in zip(done, several, strict=True)]
+
+    def embed(
+        self, prompts: Any, params: PoolingParams | None, keep: int | None
+    ) -> list[PoolingRequestOutput[EmbeddingOutput]]:
+        given = as_list(prompts)
+        done = self.run(self._opened(given, [params or PoolingParams()] * len(given), keep))
+        return [one.shown(EmbeddingOutput(floats(one.data))) for one in done]
+
+    def classify(
+        self, prompts: Any, activate: bool | None, keep: int | None
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        given = as_list(prompts)
+        asked = [PoolingParams(output=CLASSIFY, activate=activate)] * len(given)
+        return [one.shown(ClassificationOutput(floats(one.data))) for one in self.run(self._opened(given, asked, keep))]
+
+    def score(self, first: str | Sequence[str], second: str | Sequence[str], keep: int | None) -> list[Any]:
+        """One text against several, or as many against as many."""
+        queries, documents = ([one] if isinstance(one, str) else list(one) for one in (first, second))
+        if len(queries) not in (1, len(documents)):
+            message = f"must have one text or as many as data_2 ({len(documents)}), got {len(queries)}"
+            raise InvalidParams([Problem("data_1", message)])
+        queries *= len(documents) if len(queries) == 1 else 1
+        if self.local.text.reading.kind != CLASSIFY:
+            return self._alike(queries, documents, keep)
+        pairs = list(zip(queries, documents, strict=True))
+        done = self.run(self._opened(pairs, [PoolingParams(output=CLASSIFY)] * len(pairs), keep))
+        return [one.shown(ScoringOutput(floats(one.data)[0])) for one in done]
+
+    def _alike(self, queries: Sequence[str], documents: Sequence[str], keep: int | None) -> list[Any]:
+        texts = list(dict.fromkeys([*queries, *documents]))
+        asked = [PoolingParams(output=EMBED, normalize=True)] * len(texts)
+        done = dict(zip(texts, self.run(self._opened(texts, asked, keep)), strict=True))
+        pairs = [(done[query], done[document]) for query, document in zip(queries, documents, strict=True)]
+        return [other.shown(ScoringOutput(cosine(floats(one.data), floats(other.data)))) for one, other in pairs]
+
+    def _opened(
+        self, given: Sequence[Prompt | Pair], params: Sequence[PoolingParams], keep: int | None
+    ) -> list[ReadRequest]:
+        opened, errors = [], {}
+        for index, (prompt, one) in enumerate(zip(given, params, strict=True)):
+            try:
+                opened.append(self._open(prompt, one, keep))
+            except PagodaError as error:
+                errors[index] = error
+        if errors:
+            raise failure(errors)
+        return opened
+
+    def _open(self, prompt: Prompt | Pair, params: PoolingParams, keep: int | None) -> ReadRequest:
+        """Raises PagodaError when the prompt or the parameters do not fit the model."""
+        text, local = self.local.text, self.local
+        keep = local.limits.max_model_len if keep == -1 else keep
+        if isinstance(prompt, str | tuple):
+            own, name = text.reading, text.reading.default_prompt
+            given = own.prompts[name] + prompt if name and isinstance(prompt, str) else prompt
+            tokens = tokens_of(own, text.tokenizer, text.special, given, keep=keep)
+        else:
+            tokens = Tokens(local.read(prompt)[1])
+        fields = {name: getattr(params, name) for name in PoolingParams.__struct_fields__}
+        asked = PoolingParams(**fields | {"second_start": tokens.second_start or params.second_start})
+        check_pooling(asked, tokens.token_ids, local.limits, local.readings)
+        record = RequestRecord(
+            request_id=secrets.token_hex(16), prompt_token_ids=tokens.token_ids, task=Pool(pooling=asked)
+        )
+        return ReadRequest(record)
+
+
+def _data(one: ReadRequest, params: PoolingParams) -> list[float] | list[list[float]]:
+    numbers = floats(one.data)
+    if params.output != TOKEN_EMBED:
+        return numbers
+    count = len(one.record.prompt_token_ids)
+    width = len(numbers) // count
+    return [numbers[i * width : (i + 1) * width] for i in range(count)]

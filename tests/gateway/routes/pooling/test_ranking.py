@@ -1,0 +1,109 @@
+"""Scores and ranking: pairs for a model with a head, likeness for one that embeds, and each API's own shape."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.gateway.fakes_engine import Gateway, reads
+from tests.gateway.model_dir import write_reader_dir
+
+from pagoda_gateway.api.pooling_answers import RankedTexts, RerankAnswer, ScoreAnswer
+from pagoda_proto.records import Pool
+
+CLS, SEP, A, B, C = 2, 3, 4, 5, 6
+
+
+def judge(root: Path, *scores: float, labels: int = 1) -> Gateway:
+    """A model with a head, whose pairs get these scores."""
+    named = {str(i): f"L{i}" for i in range(labels)}
+    root = write_reader_dir(root, "BertForSequenceClassification", id2label=named)
+    return Gateway(root, reads(*([score] for score in scores)))
+
+
+async def post(gateway: Gateway, path: str, **body: Any) -> Any:
+    answer = await gateway.client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def problem(gateway: Gateway, path: str, **body: Any) -> tuple[str, str]:
+    answer = await gateway.client.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]["param"], answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score"])
+async def test_one_text_is_scored_against_several(path: str, tmp_path: Path) -> None:
+    gateway = judge(tmp_path, 0.25, 0.5)
+    answer = await post(gateway, path, text_1="a", text_2=["b", "c a"])
+    ScoreAnswer.model_validate_json(json.dumps(answer))
+    assert [one["score"] for one in answer["data"]] == [0.25, 0.5]
+    records = [one.record for one in gateway.engine.generations]
+    assert [one.prompt_token_ids for one in records] == [[CLS, A, SEP, B, SEP], [CLS, A, SEP, C, A, SEP]]
+    assert all(isinstance(one.task, Pool) and one.task.pooling.second_start == 3 for one in records)
+
+
+async def test_as_many_are_scored_against_as_many(tmp_path: Path) -> None:
+    gateway = judge(tmp_path, 0.25, 0.5)
+    await post(gateway, "/score", text_1=["a", "b"], text_2=["b", "c"])
+    found = [one.record.prompt_token_ids for one in gateway.engine.generations]
+    assert found == [[CLS, A, SEP, B, SEP], [CLS, B, SEP, C, SEP]]
+    _, message = await problem(gateway, "/score", text_1=["a", "b"], text_2=["b", "c", "a"])
+    assert "as many as text_2 (3), got 2" in message
+
+
+async def test_a_model_that_embeds_scores_by_likeness_and_reads_each_text_once(tmp_path: Path) -> None:
+    gateway = Gateway(write_reader_dir(tmp_path), reads([1.0, 0.0], [0.0, 1.0], [3.0, 4.0]))
+    answer = await post(gateway, "/score", text_1="a", text_2=["a", "b", "c", "b"])
+    assert [one["score"] for one in answer["data"]] == pytest.approx([1.0, 0.0, 0.6, 0.0])
+    assert len(gateway.engine.generations) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "shows", "meta"), [("/rerank", True, False), ("/v1/rerank", True, False), ("/v2/rerank", False, True)]
+)
+async def test_documents_are_ranked_as_jina_and_cohere_show_it(
+    path: str, shows: bool, meta: bool, tmp_path: Path
+) -> None:
+    gateway = judge(tmp_path, 0.25, 0.75, 0.5)
+    answer = await post(gateway, path, query="a", documents=["a", {"text": "b"}, "c"], top_n=2)
+    RerankAnswer.model_validate_json(json.dumps(answer))
+    results = answer["results"]
+    assert [(one["index"], one["relevance_score"]) for one in results] == [(1, 0.75), (2, 0.5)]
+    assert ("document" in results[0], "meta" in answer) == (shows, meta)
+    if shows:
+        assert results[0]["document"] == {"text": "b"}
+    assert answer["usage"]["total_tokens"] == 15
+
+
+async def test_texts_are_ranked_as_text_embeddings_inference_shows_it(tmp_path: Path) -> None:
+    gateway = judge(tmp_path, 0.25, 0.75)
+    answer = await post(gateway, "/rerank", query="a", texts=["a", "b"], raw_scores=True, return_text=True)
+    RankedTexts.model_validate_json(json.dumps(answer))
+    assert answer == [{"index": 1, "score": 0.75, "text": "b"}, {"index": 0, "score": 0.25, "text": "a"}]
+    task = gateway.engine.generations[0].record.task
+    assert isinstance(task, Pool)
+    assert task.pooling.activate is False
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"query": "a"}, "either documents or texts"),
+        ({"query": "a", "documents": ["b"], "texts": ["c"]}, "either documents or texts"),
+        ({"query": "a", "documents": ["b"], "raw_scores": True}, "raw_scores goes with texts"),
+        ({"query": "a", "texts": ["b"], "top_n": 1}, "top_n goes with documents"),
+        ({"query": "a", "documents": []}, "at least 1"),
+        ({"query": "a", "documents": ["b"], "max_tokens_per_doc": 4, "truncate_prompt_tokens": 4}, "said twice"),
+    ],
+)
+async def test_what_goes_with_nothing_is_refused(body: dict[str, Any], said: str, tmp_path: Path) -> None:
+    assert said in (await problem(judge(tmp_path, 0.5), "/rerank", **body))[1]
+
+
+async def test_a_score_is_of_one_label(tmp_path: Path) -> None:
+    param, message = await problem(judge(tmp_path, 0.5, labels=3), "/score", text_1="a", text_2="b")
+    assert (param, "3 labels" in message) == ("model", True)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.gateway.model_dir import word_tokenizer, write_model_dir, write_reader_dir
+
+from pagoda_gateway.text.model_text import ModelText
+from pagoda_gateway.text.reading import QWEN3_RERANKER, Tokens, encode, read_files, templated
+from pagoda_proto.pooling.kinds import CLASSIFY, EMBED, GENERATE
+
+TOKENIZER = word_tokenizer()
+CLS, SEP, A, B, C = 2, 3, 4, 5, 6
+
+
+@pytest.mark.parametrize(
+    ("keep", "left", "ids"),
+    [
+        (None, False, [CLS, A, B, C, SEP]),
+        (4, False, [CLS, A, B, SEP]),
+        (4, True, [CLS, B, C, SEP]),
+        (1, False, [CLS, SEP]),
+    ],
+)
+def test_a_text_that_is_cut_keeps_its_special_tokens(keep: int | None, left: bool, ids: list[int]) -> None:
+    assert encode(TOKENIZER, "a b c", None, keep=keep, left=left).token_ids == ids
+    assert encode(TOKENIZER, "a b c", None, keep=2, special=False).token_ids == [A, B]
+
+
+def test_a_pair_tells_where_its_second_text_begins_and_the_longer_one_is_cut() -> None:
+    assert encode(TOKENIZER, "a b", "c a b c", keep=None) == Tokens([CLS, A, B, SEP, C, A, B, C, SEP], 4)
+    assert encode(TOKENIZER, "a b", "c a b c", keep=7) == Tokens([CLS, A, B, SEP, C, A, SEP], 4)
+    assert encode(TOKENIZER, "c a b c", "a", keep=6) == Tokens([CLS, C, A, SEP, A, SEP], 4)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.sampled_from("abc"), max_size=8), st.lists(st.sampled_from("abc"), max_size=8), st.integers(3, 20))
+def test_what_is_kept_is_as_much_as_fits(first: list[str], second: list[str], keep: int) -> None:
+    whole = encode(TOKENIZER, " ".join(first), " ".join(second), keep=None).token_ids
+    cut = encode(TOKENIZER, " ".join(first), " ".join(second), keep=keep).token_ids
+    assert len(cut) == min(keep, len(whole))
+
+
+def test_a_judged_pair_is_put_as_its_authors_put_it_and_forges_nothing(tmp_path: Path) -> None:
+    text = ModelText.load(write_model_dir(tmp_path))
+    tokens = templated(text.tokenizer, text.special, QWEN3_RERANKER, ("judge", "q<|im_end|>", "doc"), None)
+    said = text.decode(tokens.token_ids, skip_special_tokens=False)
+    pair = "<Instruct>: judge\n<Query>: q<|im_end|>\n<Document>: doc"
+    assert said == QWEN3_RERANKER.before + pair + QWEN3_RERANKER.after
+    (end,) = text.encode("<|im_end|>")
+    assert tokens.token_ids.count(end) == (QWEN3_RERANKER.before + QWEN3_RERANKER.after).count("<|im_end|>")
+    short = templated(text.tokenizer, text.special, QWEN3_RERANKER, ("judge", "q", "doc " * 90), 700)
+    assert len(short.token_ids) <= 700
+    assert text.decode(short.token_ids, skip_special_tokens=False).endswith(QWEN3_RERANKER.after)
+
+
+def test_what_the_files_say_is_read(tmp_path: Path) -> None:
+    root = write_reader_dir(tmp_path, id2label={"0": "bad", "1": "good"})
+    sentence = {"prompts": {"query": "query: ", "odd": 3}, "default_prompt_name": "query"}
+    (root / "config_sentence_transformers.json").write_text(json.dumps(sentence))
+    own = ModelText.load(root).reading
+    assert (own.kind, own.width, own.labels, own.dimensions) == (EMBED, 3, ("bad", "good"), None)
+    assert (dict(own.prompts), own.default_prompt) == ({"query": "query: "}, "query")
+    assert ModelText.load(write_model_dir(tmp_path / "other")).reading.kind == GENERATE
+    assert ModelText.load(root, task=CLASSIFY).reading.kind == CLASSIFY
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        ({}, None),
+        ({"matryoshka_dimensions": [8, 4]}, (8, 4)),
+        ({"is_matryoshka": True}, ()),
+        ({"architectures": ["Qwen3ForCausalLM"]}, ()),
+        ({"matryoshka_dimensions": "8"}, None),
+    ],
+)
+def test_which_dimensions_a_model_has_learned(config: dict[str, object], found: tuple[int, ...] | None) -> None:
+    assert read_files(EMBED, config, {}, yes_no=False).dimensions == found
+
+
+@pytest.mark.parametrize(
+    ("config", "labels"),
+    [
+        ({}, ("LABEL_0", "LABEL_1")),
+        ({"num_labels": 1}, ("LABEL_0",)),
+        ({"id2label": {"0": "x"}}, ("x",)),
+        ({"num_labels": 10**9}, ("LABEL_0", "LABEL_1")),
+    ],
+)
+def test_labels(config: dict[str, object], labels: tuple[str, ...]) -> None:
+    assert read_files(CLASSIFY, config, {}, yes_no=False).labels == labels
+    assert read_files(CLASSIFY, config, {}, yes_no=True).labels == ("yes",)

@@ -1,0 +1,1 @@
+"""Models that read a text in both directions at once: families as data, and the encoder that runs them all."""

@@ -1,0 +1,196 @@
+"""The encoder of an EncoderSpec: packed rows without padding, each read from its first token to its last at once.
+
+Attention reads from a cache as everywhere, but nothing is kept there: one layer's worth of K and V, over which every
+layer writes its own. So the kernels are those of decoders, told that a layer is not causal.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pagoda_worker.checkpoints.rope import RotaryTable
+from pagoda_worker.checkpoints.source import Source
+from pagoda_worker.checkpoints.spec import MlpShape
+from pagoda_worker.encoders.spec import EncoderLayer, EncoderSpec, biased
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import Cache, Ops, Rotation
+from pagoda_worker.models.linear import Linear, Mlp, Packer
+from pagoda_worker.rows.batch import Batch
+
+FARTHEST = 128  # tokens apart, beyond which MPNet's bias is the same
+
+
+@dataclass(frozen=True)
+class Norm:
+    weight: torch.Tensor  # float32
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    spec: EncoderLayer
+    qkv: Linear
+    out: Linear
+    mlp: Mlp
+    attention_norm: Norm | None
+    mlp_norm: Norm
+    rope: int  # of the encoder's; -1: none
+
+
+class Encoder:
+    """A model that reads; see `loading.reading.Reader`."""
+
+    def __init__(self, spec: EncoderSpec, ops: Ops, source: Source, dtype: torch.dtype, max_len: int) -> None:
+        self.spec = spec
+        self.ops = ops
+        attention = spec.layers[0].attention
+        self.scratch = KVShape(
+            num_layers=1, num_kv_heads=attention.num_kv_heads, head_dim=attention.head_dim, dtype=dtype
+        )
+        self._ropes = [RotaryTable(shape, max_len, ops.device) for shape in spec.ropes]
+        packer = Packer(ops, source, dtype)
+        self._layers = [
+            _load_layer(spec, packer, index, -1 if layer.rope is None else spec.ropes.index(layer.rope))
+            for index, layer in enumerate(spec.layers)
+        ]
+        self._embed_norm = _norm(spec, source, spec.names.embed_norm)
+        self._final_norm = _norm(spec, source, spec.names.final_norm) if spec.names.final_norm else None
+        self._words, self._places = _tables(spec, source, dtype)
+        self._bias = _distances(spec, source, max_len) if spec.num_buckets else None
+
+    @property
+    def num_types(self) -> int:
+        """Kinds of text that a pair's second may be of, beside those of the first; at most 2."""
+        return 1 if self._places is None else min(2, max(1, self.spec.num_types))
+
+    def on(self, ops: Ops) -> Encoder:
+        """The same weights, computed by `ops`, which must be of the back end that packed them."""
+        other = copy.copy(self)
+        other.ops = ops
+        return other
+
+    def forward(self, batch: Batch, kv: Sequence[Cache]) -> torch.Tensor:
+        """Final hidden states [T, H] of whole rows; `kv` is a cache of the shape `scratch`. Of the second text of a
+        pair, positions are `max_positions` beyond."""
+        (cache,) = kv
+        cache.admit(batch)
+        plan = self.ops.plan(batch, cache)
+        rotations = [table.at(batch.positions) for table in self._ropes]
+        words = self.ops.embed(batch.token_ids, self._words, None)
+        if self._places is not None:
+            words = self.ops.add_positions(words, self._places, batch.positions)
+        stream = self._normed(words, self._embed_norm)
+        step = _Step(batch, cache, plan, rotations)
+        hidden = self._before(stream, step) if self.spec.pre_norm else self._after(stream, step)
+        cache.inspect(batch, hidden)
+        return hidden
+
+    def _after(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
+        """Each branch is added to its input, and the sum is normed."""
+        eps = self.spec.norm_eps
+        for layer in self._layers:
+            branch = self._attend(stream, layer, step)
+            if layer.attention_norm is not None:
+                stream = self.ops.add_layer_norm(branch, stream, *_of(layer.attention_norm), eps)[0]
+            branch = layer.mlp.run(stream, self.ops)
+            stream = self.ops.add_layer_norm(branch, stream, *_of(layer.mlp_norm), eps)[0]
+        return stream
+
+    def _before(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
+        """Each branch reads its input normed, and is added to it as it is."""
+        eps, branch = self.spec.norm_eps, None
+        for layer in self._layers:
+            x = stream
+            if branch is not None and layer.attention_norm is not None:
+                x, stream = self.ops.add_layer_norm(branch, stream, *_of(layer.attention_norm), eps)
+            branch = self._attend(x, layer, step)
+            x, stream = self.ops.add_layer_norm(branch, stream, *_of(layer.mlp_norm), eps)
+            branch = layer.mlp.run(x, self.ops)
+        if branch is None or self._final_norm is None:
+            return stream
+        return self.ops.add_layer_norm(branch, stream, *_of(self._final_norm), eps)[0]
+
+    def _normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return self.ops.layer_norm(x, *_of(norm), self.spec.norm_eps)
+
+    def _attend(self, x: torch.Tensor, layer: Layer, step: _Step) -> torch.Tensor:
+        ops = self.ops
+        rotation = None if layer.rope < 0 else step.rotations[layer.rope]
+        query = ops.rope_write(layer.qkv.linear(x, ops), rotation, None, step.cache, 0, step.batch.kv_indices)
+        attended = ops.attend(query, step.cache, 0, step.plan, layer.spec.attention, bias=self._bias)
+        return layer.out.linear(attended, ops)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What all layers of a step share."""
+
+    batch: Batch
+    cache: Cache
+    plan: Any
+    rotations: list[Rotation]
+
+
+def _of(norm: Norm) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return norm.weight, norm.bias
+
+
+def _norm(spec: EncoderSpec, source: Source, name: str) -> Norm:
+    weight = source.tensor(f"{name}.weight").float()
+    return Norm(weight, source.tensor(f"{name}.bias").float() if spec.norm_bias else None)
+
+
+def _load_layer(spec: EncoderSpec, packer: Packer, index: int, rope: int) -> Layer:
+    layer, names, with_bias = spec.layers[index], spec.names, biased(spec)
+
+    def pack(*parts: str) -> Linear:
+        return packer.pack(spec.in_layer(index, ""), parts, parts[0] in with_bias)
+
+    shape = MlpShape(width=spec.width, activation=spec.activation, bias=spec.up_bias, gated=spec.gated)
+
+    def norm(name: str) -> Norm:
+        return _norm(spec, packer.source, spec.in_layer(index, name))
+
+    return Layer(
+        spec=layer,
+        qkv=pack(*names.qkv),
+        out=pack(names.out),
+        mlp=Mlp(packer.pack_up(spec.in_layer(index, ""), names.up, shape), pack(names.down)),
+        attention_norm=norm(names.attention_norm) if layer.attention_norm else None,
+        mlp_norm=norm(names.mlp_norm),
+        rope=rope,
+    )
+
+
+def _tables(spec: EncoderSpec, source: Source, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Words, and what is added by position: positions with the first kind of text, then the same with the second.
+
+    Without positions of its own a model has one kind of text, which is added to the words here.
+    """
+    names = spec.names
+    words = source.tensor(f"{names.words}.weight")
+    types = source.tensor(f"{names.types}.weight").float() if spec.num_types else None
+    if not spec.num_places:
+        return (words if types is None else (words.float() + types[0]).to(dtype)), None
+    places = source.tensor(f"{names.positions}.weight").float()[spec.first_place :]
+    if types is not None:
+        places = torch.cat([places + kind for kind in types[:2]])
+    return words, places.to(dtype).contiguous()
+
+
+def _distances(spec: EncoderSpec, source: Source, max_len: int) -> torch.Tensor:
+    """MPNet's bias [Hq, 2 max_len - 1] by how far the key is from the query."""
+    table = source.tensor(f"{spec.names.relative}.weight").float()
+    apart = torch.arange(1 - max_len, max_len)
+    half = spec.num_buckets // 2
+    exact, far = half // 2, apart.abs()
+    scale = math.log(FARTHEST / exact)
+    large = exact + (torch.log(far.clamp(min=1).float() / exact) / scale * (half - exact)).long()
+    bucket = torch.where(far < exact, far, large.clamp(max=half - 1)) + half * (apart > 0)
+    return table[bucket.to(table.device)].T.contiguous()

@@ -1,0 +1,225 @@
+"""A model that reads, loaded: an encoder or a decoder without its output matrix, and what makes vectors of states."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagoda_proto.pooling.kinds import CLASSIFY, GENERATE, MODULES, architecture_of, is_yes_no_reranker, kind_of
+from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint, read_json
+from pagoda_worker.checkpoints.config_reader import HARMLESS, UnsupportedConfig, check_sizes
+from pagoda_worker.checkpoints.fingerprint import fingerprint
+from pagoda_worker.checkpoints.formats.source import choose_formats, open_source
+from pagoda_worker.checkpoints.names import Names
+from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.device.devices import choose_device
+from pagoda_worker.encoders.encoder import Encoder
+from pagoda_worker.encoders.families import ENCODER_HARMLESS, encoder_spec, family_of
+from pagoda_worker.encoders.source import open_encoder_source
+from pagoda_worker.kernels.choose import load_ops
+from pagoda_worker.kernels.ops import Needs
+from pagoda_worker.loading.model import (
+    CHOOSES_THE_CODE,
+    LoadedModel,
+    decoder_needs,
+    load_model,
+    model_len,
+    native_spec,
+    run_dtype,
+)
+from pagoda_worker.loading.numerics import numerics_id
+from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.models.recorded import RecordedReader
+from pagoda_worker.pooling import files, heads
+from pagoda_worker.pooling.pooler import Pooler
+
+log = logging.getLogger(__name__)
+
+# Of heads and of how vectors are used: no hidden state depends on them.
+BESIDE_THE_DECODER = {
+    "problem_type", "num_labels", "sentence_transformers", "matryoshka_dimensions", "is_matryoshka", "score_bias",
+    "classifier_from_token", "method",
+}  # fmt: skip
+
+
+def load_any_model(config: WorkerConfig, progress: Progress | None = None) -> LoadedModel:
+    """Load the model of `config.model`, whatever it is for. Raises ValueError as `load_model` does."""
+    path = Path(config.model)
+    fields = read_json(path / "config.json")
+    kind = kind_of(fields, config.model, has_modules=(path / MODULES).is_file(), asked=config.task)
+    if kind == GENERATE:
+        return load_model(config, progress)
+    log.info("the model is for: %s", kind)
+    check_sizes(fields)
+    device = choose_device(config.device)
+    config = config.settled(device.type)
+    torch.set_num_threads(config.threads)
+    with open_checkpoint(path, progress) as checkpoint, torch.inference_mode():
+        reading = _Reading(config, fields, kind, device, checkpoint)
+        return _encoder(reading) if family_of(architecture_of(fields)) else _decoder(reading)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What is to be loaded, and from where."""
+
+    config: WorkerConfig
+    fields: dict[str, Any]
+    kind: str
+    device: torch.device
+    checkpoint: Checkpoint
+
+    @property
+    def path(self) -> Path:
+        return Path(self.config.model)
+
+
+def _encoder(reading: _Reading) -> LoadedModel:
+    config, fields, checkpoint = reading.config, reading.fields, reading.checkpoint
+    name = architecture_of(fields)
+    spec = encoder_spec(name, fields)
+    # Vectors need fewer digits than training did, and kernels are a few times quicker without them.
+    auto = config.dtype == "auto" and reading.device.type == "cpu"
+    dtype = torch.bfloat16 if auto else run_dtype(config.dtype, fields, checkpoint.dtype(), reading.device)
+    attention = spec.layers[0].attention
+    needs = Needs(
+        dtype=dtype,
+        hidden_size=spec.hidden_size,
+        head_dims=(attention.head_dim,),
+        inputs=tuple({spec.hidden_size, spec.width}),
+        attention=tuple(layer.attention for layer in spec.layers),
+        vocab_size=spec.vocab_size,
+        block_size=config.block_size,
+        num_threads=config.threads,
+        instruction_set=config.instruction_set,
+    )
+    ops, remarks = load_ops(reading.device, config.kernels, needs)
+    for remark in remarks:
+        log.warning(remark)
+    log.info("kernels: %s", ops.name)
+    max_len = model_len(config.max_model_len, spec.max_positions, spec.max_positions)
+    if not config.max_model_len:
+        max_len = min(max_len, files.longest(reading.path) or max_len)
+    source = open_encoder_source(checkpoint, spec, config.quantization, dtype, reading.device)
+    if reading.kind == CLASSIFY:
+        way = str(fields.get("classifier_pooling", "cls"))
+        pooler = heads.classifier(checkpoint, heads.HEADS[family_of(name)], way, spec.hidden_size, fields)
+    else:
+        pooler = files.embedder(reading.path, spec.hidden_size, "cls", whole=True)
+    encoder = Encoder(spec, ops, source, dtype, max_len)
+    weights = source.plain.formats.description
+    return LoadedModel(
+        model=RecordedReader(encoder, max(config.max_tokens_per_step, max_len)),
+        kv_groups=(),
+        ops=ops,
+        dtype=dtype,
+        device=reading.device,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_len,
+        fingerprint=_fingerprint(fields, ENCODER_HARMLESS, checkpoint, pooler),
+        numerics_id=numerics_id(ops, encoder.scratch, _implementation(spec.ropes, max_len), weights),
+        batch_invariant=ops.batch_invariant,
+        pooler=pooler,
+        scratch=encoder.scratch,
+        second_place=spec.max_positions if encoder.num_types > 1 else 0,
+    )
+
+
+def _decoder(reading: _Reading) -> LoadedModel:
+    """Its prompts are computed as any decoder's, in chunks and over the prefix cache; the last state is looked at."""
+    config, checkpoint = reading.config, reading.checkpoint
+    fields = {name: value for name, value in reading.fields.items() if name not in BESIDE_THE_DECODER}
+    name = architecture_of(fields)
+    spec = native_spec(_generating(name), fields)
+    _with_root(checkpoint, (spec.names, *spec.spellings))
+    spec = as_spelled(spec, checkpoint.entries)
+    dtype = run_dtype(config.dtype, fields, checkpoint.dtype(), reading.device)
+    ops, remarks = load_ops(reading.device, config.kernels, decoder_needs(config, dtype, spec))
+    for remark in remarks:
+        log.warning(remark)
+    log.info("kernels: %s", ops.name)
+    pooler = _decoder_pooler(reading, spec)
+    for key in [key for key in checkpoint.entries if key.startswith("score.")]:
+        del checkpoint.entries[key]
+    spec = replace(spec, tied=True, logit_scale=1.0)  # whatever makes logits of states is not loaded
+    formats = choose_formats(spec, None, config.quantization)
+    source = open_source(checkpoint, spec, formats, dtype, reading.device)
+    max_len = model_len(config.max_model_len, spec.reach, spec.max_positions)
+    if not config.max_model_len:
+        max_len = min(max_len, files.longest(reading.path) or max_len)
+    decoder = Decoder(spec, ops, source, dtype, max_len, head=False)
+    groups = tuple(replace(group, quantized=config.kv_cache_dtype == "int8") for group in decoder.kv_groups)
+    return LoadedModel(
+        model=RecordedReader(decoder, config.max_tokens_per_step),
+        kv_groups=groups,
+        ops=ops,
+        dtype=dtype,
+        device=reading.device,
+        vocab_size=spec.vocab_size,
+        max_model_len=max_len,
+        fingerprint=_fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint, pooler),
+        numerics_id=numerics_id(ops, groups[0], _implementation(spec.ropes, max_len), formats.description),
+        batch_invariant=ops.batch_invariant,
+        pooler=pooler,
+    )
+
+
+def _implementation(ropes: Iterable[RopeShape], max_len: int) -> str:
+    """As `loading.model` names it: angles that the longest row has a say in are other numbers."""
+    return " ".join(("native", *sorted({found for rope in ropes if (found := rope.fixed_at(max_len))})))
+
+
+def _generating(name: str) -> str:
+    """The architecture of the same decoder that generates."""
+    for suffix in ("ForSequenceClassification", "Model"):
+        if name.endswith(suffix):
+            return name.removesuffix(suffix) + "ForCausalLM"
+    return name
+
+
+def _with_root(checkpoint: Checkpoint, spellings: Iterable[Names]) -> None:
+    """Have a decoder that was saved without what makes logits call its tensors as one that was saved with it."""
+    for names in spellings:
+        embedding = f"{names.top(names.embed)}.weight"
+        if embedding not in checkpoint.entries and embedding.removeprefix(names.root) in checkpoint.entries:
+            beside = ("score.", f"{names.head}.")
+            checkpoint.entries = {
+                key if key.startswith(beside) else names.top(key): entry for key, entry in checkpoint.entries.items()
+            }
+            return
+
+
+def _decoder_pooler(reading: _Reading, spec: DecoderSpec) -> Pooler:
+    checkpoint, fields, names, hidden_size = reading.checkpoint, reading.fields, spec.names, spec.hidden_size
+    if reading.kind != CLASSIFY:
+        return files.embedder(reading.path, hidden_size, "last", whole=False)
+    if any(name.startswith("score.") for name in checkpoint.entries):
+        return heads.classifier(checkpoint, heads.DECODER_HEAD, "last", hidden_size, fields)
+    if not is_yes_no_reranker(fields, reading.config.model):
+        raise UnsupportedConfig("there is no head that gives scores: no tensor is called score.weight")
+    yes, no = _answers(reading.path)
+    matrix, embedding = f"{names.head}.weight", f"{names.top(names.embed)}.weight"
+    return heads.difference(checkpoint, matrix if matrix in checkpoint.entries else embedding, yes, no)
+
+
+def _answers(path: Path) -> tuple[int, int]:
+    """The ids of "yes" and "no"."""
+    vocab = read_json(path / "tokenizer.json").get("model", {}).get("vocab", {})
+    yes, no = (vocab.get(word) if isinstance(vocab, dict) else None for word in ("yes", "no"))
+    if not (isinstance(yes, int) and isinstance(no, int)):
+        raise UnsupportedConfig("tokenizer.json: a reranker that answers yes or no must have tokens for both")
+    return yes, no
+
+
+def _fingerprint(fields: Mapping[str, Any], harmless: set[str], checkpoint: Checkpoint, pooler: Pooler) -> str:
+    """Of the weights, and of what makes vectors of its states."""
+    own = fingerprint(dict(fields), harmless, checkpoint.digest)
+    return sha256(own.encode() + pooler.digest()).hexdigest()[: len(own)]

@@ -1,0 +1,111 @@
+"""Heads that give scores: which tensors they are, by the architecture that has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pagoda_proto.pooling.params import CLASSIFY
+from pagoda_worker.checkpoints.checkpoint import Checkpoint, CheckpointError
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
+from pagoda_worker.pooling.pooler import Pooler, widest
+from pagoda_worker.pooling.stages import Dense, Floats, LayerNorm, Stage
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A matrix of a head: its name, and what follows it. `norm`: the LayerNorm behind that."""
+
+    name: str
+    activation: str = "identity"
+    norm: str = ""
+
+
+TWO_LAYERS = (Layer("classifier.dense", "tanh"), Layer("classifier.out_proj"))
+POOLER = (Layer("pooler.dense", "tanh"), Layer("classifier"))
+HEADS: Mapping[str, tuple[Layer, ...]] = {
+    "Bert": POOLER,
+    "Roberta": TWO_LAYERS,
+    "XLMRoberta": TWO_LAYERS,
+    "Camembert": TWO_LAYERS,
+    "MPNet": TWO_LAYERS,
+    "DistilBert": (Layer("pre_classifier", "relu"), Layer("classifier")),
+    "NomicBert": POOLER,
+    "New": POOLER,
+    "Gte": POOLER,
+    "ModernBert": (Layer("head.dense", "gelu", "head.norm"), Layer("classifier")),
+}
+DECODER_HEAD = (Layer("score"),)
+
+
+def tensor(checkpoint: Checkpoint, name: str) -> Floats:
+    """Raises CheckpointError where there is none."""
+    if name not in checkpoint.entries:
+        raise CheckpointError(checkpoint.path, [f"missing tensors: {name}"])
+    found: Floats = checkpoint.get(name, torch.float32, CPU).numpy()
+    return found
+
+
+def optional(checkpoint: Checkpoint, name: str) -> Floats | None:
+    return tensor(checkpoint, name) if name in checkpoint.entries else None
+
+
+def dense(checkpoint: Checkpoint, name: str, activation: str, inputs: int) -> Dense:
+    """Raises CheckpointError where it does not take so many inputs."""
+    weight, bias = tensor(checkpoint, f"{name}.weight"), optional(checkpoint, f"{name}.bias")
+    if weight.ndim != 2 or weight.shape[1] != inputs or (bias is not None and bias.shape != weight.shape[:1]):
+        raise CheckpointError(checkpoint.path, [f"{name} has shape {list(weight.shape)}, and {inputs} inputs"])
+    return Dense(weight, bias, activation)
+
+
+def classifier(
+    checkpoint: Checkpoint, layers: tuple[Layer, ...], way: str, hidden_size: int, fields: Mapping[str, Any]
+) -> Pooler:
+    """The pooler of a model with a head of these layers.
+
+    Raises:
+        CheckpointError: a tensor of it is missing or misshapen.
+        UnsupportedConfig: config.json asks for an activation that is not known.
+    """
+    stages: list[Stage] = []
+    width = hidden_size
+    for layer in layers:
+        stages.append(dense(checkpoint, layer.name, layer.activation, width))
+        width = widest(stages[-1:], width)
+        if layer.norm:
+            weight, eps = tensor(checkpoint, f"{layer.norm}.weight"), fields.get("norm_eps", 1e-5)
+            stages.append(LayerNorm(weight, optional(checkpoint, f"{layer.norm}.bias"), float(eps)))
+    return Pooler(
+        ways=(way,), stages=tuple(stages), width=width, outputs=(CLASSIFY,), activation=activation_of(fields, width)
+    )
+
+
+def difference(checkpoint: Checkpoint, name: str, yes: int, no: int) -> Pooler:
+    """The score of a model that would answer yes or no: the share of "yes" between the two is a sigmoid of how much
+    likelier it is. `name` is the output matrix."""
+    weight = tensor(checkpoint, name)
+    row = np.ascontiguousarray(weight[yes] - weight[no])[None]
+    return Pooler(ways=("last",), stages=(Dense(row),), width=1, outputs=(CLASSIFY,), activation="sigmoid")
+
+
+def activation_of(fields: Mapping[str, Any], num_labels: int) -> str:
+    """Of scores. What sentence-transformers has written down wins; raises UnsupportedConfig for what is not known."""
+    nested = fields.get("sentence_transformers")
+    nested = nested.get("activation_fn") if isinstance(nested, dict) else None
+    named = nested or fields.get("sbert_ce_default_activation_function")
+    if named is not None:
+        known = {"identity": "identity", "sigmoid": "sigmoid", "softmax": "softmax"}
+        short = str(named).rpartition(".")[2].lower()
+        if short not in known:
+            raise UnsupportedConfig(f"config.json: the activation {str(named)[:64]!r} of scores is not supported")
+        return known[short]
+    kind = fields.get("problem_type")
+    if kind == "regression":
+        return "identity"
+    return "sigmoid" if num_labels == 1 or kind == "multi_label_classification" else "softmax"

@@ -1,0 +1,92 @@
+"""What one model makes of a prompt's hidden states; of that a request changes what `PoolingParams` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+
+import numpy as np
+
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.pooling.params import CLASSIFY, EMBED, MAX_POOLED_BYTES, TOKEN_EMBED, PoolingParams, Readings
+from pagoda_worker.pooling.stages import ACTIVATIONS, WAYS, Floats, Stage, normalized
+from pagoda_worker.sampling.sampler import NOT_A_NUMBER, Fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooler:
+    """`ways` are how vectors of tokens become one, side by side if there are several; `stages` are what follows, and of
+    a model with a head its scores.
+
+    Attributes:
+        width: Numbers of a vector, or labels.
+        outputs: What it gives; see `pagoda_proto.pooling.params`.
+        normalizes: Whether vectors have length 1 where the request does not say.
+        skips: Whether a mean leaves out an instruction at the front.
+        activation: Of scores.
+    """
+
+    ways: tuple[str, ...]
+    stages: tuple[Stage, ...] = ()
+    width: int
+    outputs: tuple[str, ...] = (EMBED,)
+    normalizes: bool = False
+    skips: bool = False
+    activation: str = "identity"
+
+    @property
+    def readings(self) -> Readings:
+        return Readings(self.outputs, self.width)
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether it looks at more than a prompt's last token."""
+        return self.ways != ("last",) or TOKEN_EMBED in self.outputs
+
+    def digest(self) -> bytes:
+        """Of all that a vector depends on here."""
+        told = sha256(repr((self.ways, self.outputs, self.normalizes, self.skips, self.activation)).encode())
+        for stage in self.stages:
+            for value in vars(stage).values():
+                told.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+        return told.digest()
+
+    def read(self, states: Floats, params: PoolingParams) -> bytes | Fault:
+        """states [T, H] of a whole prompt, or of its end where only the last is looked at -> see `RowOutput.pooled`."""
+        if params.output == TOKEN_EMBED:
+            size = len(states) * (params.dimensions or self.width) * states.itemsize
+            if size > MAX_POOLED_BYTES:
+                message = f"vectors of {len(states)} tokens have {size} bytes; at most {MAX_POOLED_BYTES} are allowed"
+                return Fault(ErrorCode.INVALID_ARGUMENT, message)
+            found = self._vectors(states, params)
+        elif params.output == CLASSIFY:
+            found = self._staged(self._pooled(states, 0))
+            found = found if params.activate is False else ACTIVATIONS[self.activation](found)
+        else:
+            found = self._vectors(self._pooled(states, params.skip if self.skips else 0), params)
+        if not np.isfinite(found).all():
+            return NOT_A_NUMBER
+        return found.astype("<f4").tobytes()
+
+    def _pooled(self, states: Floats, skip: int) -> Floats:
+        parts = [WAYS[way](states if way in ("cls", "last") else states[skip:]) for way in self.ways]
+        return np.concatenate(parts)[None]
+
+    def _staged(self, vectors: Floats) -> Floats:
+        for stage in self.stages:
+            vectors = stage(vectors)
+        return vectors
+
+    def _vectors(self, states: Floats, params: PoolingParams) -> Floats:
+        vectors = self._staged(states)[:, : params.dimensions or None]
+        wanted = self.normalizes if params.normalize is None else params.normalize
+        return normalized(vectors) if wanted else vectors
+
+
+def widest(stages: Sequence[Stage], width: int) -> int:
+    """How many numbers come of so many."""
+    for stage in stages:
+        weight = getattr(stage, "weight", None)
+        width = width if weight is None or weight.ndim < 2 else weight.shape[0]
+    return width
