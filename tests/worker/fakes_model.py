@@ -106,6 +106,8 @@ class FakeLoaded:
     fingerprint: str = "fake"
     numerics_id: str = "fake-numerics"
     grammars: Grammars = NO_GRAMMARS
+    pooler: None = None
+    spare_blocks: int = 0
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> tuple[torch.Tensor]:
         return (torch.full((num_blocks, block_size), -1, dtype=torch.int64),)

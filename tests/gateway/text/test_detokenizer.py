@@ -136,7 +136,6 @@ def test_ids_outside_the_vocabulary_have_no_text() -> None:
 @pytest.mark.parametrize(
     "decoder",
     [
-        {"type": "WordPiece", "prefix": "##", "cleanup": True},
         {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]},
         {"type": "Strip", "content": " ", "start": 1, "stop": 0},
         {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 0, "stop": 1}]},
@@ -144,5 +143,5 @@ def test_ids_outside_the_vocabulary_have_no_text() -> None:
     ],
 )
 def test_unknown_decoders_are_refused_by_name(decoder: dict[str, object]) -> None:
-    with pytest.raises(UnsupportedTokenizer, match=r"WordPiece|ByteFallback|Strip|Replace"):
+    with pytest.raises(UnsupportedTokenizer, match=r"ByteFallback|Strip|Replace"):
         read_rules(decoder)
