@@ -9,25 +9,27 @@
 namespace PAGODA_NS {
 
 // y = (x - mean) / deviation * weight + bias; of x + residual if there is one, which then becomes the residual. The mean is
-// taken away before squares are summed, so that a large one costs no digits. A sum is rounded only where it is kept.
+// taken away before squares are summed, so that a large one costs no digits.
 static void layer_norm_row(const LayerNormOp& op, size_t row) {
   const int dim = op.dim;
   const uint16_t* x = op.x + row * dim;
-  uint16_t* residual = op.residual ? op.residual + row * dim : nullptr;
-  auto value = [&](int d) PAGODA_INLINE_MEMBER { return residual ? load_bf16(x + d) + load_bf16(residual + d) : load_bf16(x + d); };
+  if (op.residual) {
+    uint16_t* residual = op.residual + row * dim;
+    for (int d = 0; d < dim; d += 16) store_bf16(residual + d, load_bf16(x + d) + load_bf16(residual + d));
+    x = residual;
+  }
   f16 total = zero();
-  for (int d = 0; d < dim; d += 16) total = total + value(d);
+  for (int d = 0; d < dim; d += 16) total = total + load_bf16(x + d);
   const f16 mean = set1(sum(total) / (float)dim);
   f16 squares = zero();
   for (int d = 0; d < dim; d += 16) {
-    const f16 v = value(d) - mean;
+    const f16 v = load_bf16(x + d) - mean;
     squares = fma(v, v, squares);
   }
   const f16 inverse = set1(1.0f / __builtin_sqrtf(sum(squares) / (float)dim + op.eps));
   uint16_t* y = op.y + row * dim;
   for (int d = 0; d < dim; d += 16) {
-    const f16 whole = value(d), normed = (whole - mean) * inverse * load(op.weight + d);
-    if (residual) store_bf16(residual + d, whole);
+    const f16 normed = (load_bf16(x + d) - mean) * inverse * load(op.weight + d);
     store_bf16(y + d, op.bias ? normed + load(op.bias + d) : normed);
   }
 }
