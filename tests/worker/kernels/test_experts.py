@@ -88,7 +88,7 @@ def test_it_is_near_the_reference(
     assert error < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("form", ["", "int8"])
+@pytest.mark.parametrize("form", ["", "int8", "int4"])
 def test_a_token_is_its_own(backend: tuple[str, torch.dtype], form: str) -> None:
     """Alone, in any company and by any number of threads."""
     (name, dtype), routing = backend, Routing(experts=EXPERTS, chosen=4, renormalised=True)
@@ -102,7 +102,7 @@ def test_a_token_is_its_own(backend: tuple[str, torch.dtype], form: str) -> None
         assert torch.equal(moe(ops_of(name, dtype, threads), made, routing, packed=packed), whole)
 
 
-@pytest.mark.parametrize("form", ["int8"])
+@pytest.mark.parametrize("form", ["int8", "int4"])
 @pytest.mark.parametrize("level", levels())
 def test_quantised_experts(level: str, form: str) -> None:
     routing = Routing(experts=EXPERTS, chosen=2, renormalised=True)
