@@ -213,8 +213,9 @@ def code_of(tab: Tab, language: str) -> str:
     tab.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     tab.do("Code", tab.answer)
     tab.page.get_by_role("button", name=language, exact=True).click()
+    tab.page.locator("#said").evaluate("node => (node.textContent = '')")
     tab.page.locator("#code-copy").click()
-    expect(tab.page.locator("#code-copy")).to_have_text("Copied")
+    expect(tab.page.locator("#said")).to_have_text("Copied")  # the button says so for a moment only
     code = str(tab.page.evaluate("navigator.clipboard.readText()"))
     tab.page.get_by_role("button", name="Close").click()
     assert KEY not in code

@@ -409,7 +409,8 @@ def test_when_we_were_paused_ourselves_nobody_is_dead(socket_dir: Path) -> None:
 
 
 class Ahead:
-    """A clock that the test can set forward, by less at a time than would be taken for our own stall."""
+    """A clock that the test can set forward, by less at a time than would be taken for our own stall. What the test
+    itself takes is a part of that."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
@@ -418,9 +419,9 @@ class Ahead:
         return time.monotonic() + self.ahead_s
 
     def advance(self, engine: Engine, peer: Peer, seconds: float) -> None:
-        end = self.ahead_s + seconds
-        while self.ahead_s < end:
-            self.ahead_s = min(end, self.ahead_s + 0.5)
+        end = self() + seconds
+        while self() < end:
+            self.ahead_s += max(0.0, min(end - self(), 0.5))
             peer.beat(busy_s=0.1)
             engine.pump(lambda: peer.control.poll(0) > 0 or any(isinstance(e, WorkerLeft) for e in engine.seen))
             while peer.control.poll(0):

@@ -9,6 +9,8 @@ from pagoda_proto.pooling.kinds import CLASSIFY, EMBED, GENERATE, is_yes_no_rera
     ("architecture", "modules", "kind"),
     [
         ("LlamaForCausalLM", False, GENERATE),
+        ("GPT2LMHeadModel", False, GENERATE),
+        ("GPT2Model", False, EMBED),
         ("Qwen3ForCausalLM", True, EMBED),
         ("BertModel", False, EMBED),
         ("BertForMaskedLM", False, EMBED),

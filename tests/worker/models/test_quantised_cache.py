@@ -125,7 +125,7 @@ def test_the_numerics_and_the_size_of_the_cache_follow(load: Load, kernels: str)
 
 def test_models_through_transformers_refuse(load: Load) -> None:
     with pytest.raises(UnsupportedConfig, match="kv_cache_dtype=int8: models that run through transformers"):
-        load("gpt2", "auto")
+        load("gpt2_scaled", "auto")
 
 
 def test_an_unknown_kind_of_cache_is_an_error() -> None:

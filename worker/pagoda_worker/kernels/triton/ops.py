@@ -165,9 +165,6 @@ class TritonOps:
         layer: int,
         kv_indices: Tensor,
     ) -> Tensor:
-        """Raises BackendError without a rotation, which only encoders lack."""
-        if rotation is None:
-            raise BackendError(f"kernels: {BIDIRECTIONAL}")
         return pointwise.rope_write(qkv, rotation, norm, kv.layer(layer), kv_indices)
 
     def write_kv(self, key: Tensor, value: Tensor, kv: TritonKVCache, layer: int, kv_indices: Tensor) -> None:
