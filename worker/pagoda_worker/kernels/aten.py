@@ -31,7 +31,7 @@ from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
 from pagoda_worker.kernels.reference import HostOps, activated
-from pagoda_worker.kernels.routing import Beside, Routing, by_expert, choose, combine
+from pagoda_worker.kernels.routing import Beside, Routing, routed
 from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.library_choice import bfloat16_is_native
 
@@ -102,13 +102,11 @@ class AtenOps(HostOps):
         activation: str,
         beside: Beside | None = None,
     ) -> Tensor:
-        ids, weights = choose(logits, routing)
-
         def product(expert: int, rows: Tensor) -> Tensor:
             gate_up, down = packed[expert]
             return self.linear(self.gated_linear(rows, gate_up, activation), down)
 
-        return combine(by_expert(x, ids, routing.experts, product), weights, beside)
+        return routed(x, logits, routing, product, beside)
 
     def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
         """A product in the run dtype is then widened: oneDNN's float32 output is not reachable from torch."""

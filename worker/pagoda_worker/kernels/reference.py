@@ -12,7 +12,7 @@ from torch import Tensor
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
 from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
-from pagoda_worker.kernels.routing import Beside, Routing, by_expert, choose, combine
+from pagoda_worker.kernels.routing import Beside, Routing, routed
 from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling import logprobs, sampler
@@ -103,13 +103,11 @@ class ReferenceOps(HostOps):
         activation: str,
         beside: Beside | None = None,
     ) -> Tensor:
-        ids, weights = choose(logits, routing)
-
         def product(expert: int, rows: Tensor) -> Tensor:
             gate_up, down = packed[expert]
             return self.linear(self.gated_linear(rows, gate_up, activation), down)
 
-        return combine(by_expert(x, ids, routing.experts, product), weights, beside)
+        return routed(x, logits, routing, product, beside)
 
     def logits(self, hidden: Tensor, packed: Plain, softcap: float | None = None) -> Tensor:
         logits = self.linear(hidden, packed).float()

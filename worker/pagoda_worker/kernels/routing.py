@@ -53,6 +53,14 @@ def combine(products: Tensor, weights: Tensor, beside: Beside | None) -> Tensor:
     return total.to(products.dtype)
 
 
+def routed(
+    x: Tensor, logits: Tensor, routing: Routing, run: Callable[[int, Tensor], Tensor], beside: Beside | None
+) -> Tensor:
+    """x [T, H] and the router's logits [T, E] -> [T, H]; `run` as in `by_expert`."""
+    ids, weights = choose(logits, routing)
+    return combine(by_expert(x, ids, routing.experts, run), weights, beside)
+
+
 def by_expert(x: Tensor, ids: Tensor, experts: int, run: Callable[[int, Tensor], Tensor]) -> Tensor:
     """run(expert, rows of x [T, H]) -> their products [n, H], for each expert that has rows; together [T, k, H]."""
     flat = ids.flatten()
