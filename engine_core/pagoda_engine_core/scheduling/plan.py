@@ -156,6 +156,8 @@ def _check_output(choice: Choice, chunk: Chunk, output: RowOutput | None) -> Non
     wants = choice.request.params.logprobs is not None
     if wants and (output.logprobs is None or len(output.logprobs) != len(token_ids)):
         raise _protocol_error(f"row {chunk.row_id} must yield log-probabilities")
+    if choice.request.search is not None and not output.logprobs[0].top_ids:
+        raise _protocol_error(f"row {chunk.row_id} must name what may follow")
     if choice.owes_prompt_logprobs:
         num_known = len(choice.request.prompt_logprobs) + len(output.prompt_logprobs or ())
         num_expected = choice.request.num_prompt_tokens - 1

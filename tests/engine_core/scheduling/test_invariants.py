@@ -18,7 +18,7 @@ Falsify = Callable[[Scheduler, Request, Choice, Choice], None]
 def _set(target: str, name: str, value: object) -> Falsify:
     def falsify(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
         setattr(
-            {"request": request, "running": running, "waiting": waiting, "scheduler": scheduler}[target], name, value
+            {"request": request, "running": running, "waiting": waiting, "rows": scheduler._rows}[target], name, value
         )
 
     return falsify
@@ -42,7 +42,7 @@ FALSIFICATIONS: list[tuple[str, Falsify]] = [
     ("ref counts != block tables", _set("running", "block_ids", [])),
     ("appears twice", _repeat_a_block),
     ("queues != live choices", _set("running", "state", ChoiceState.FINISHED)),
-    ("queued twice", lambda s, _, running, waiting: s._waiting._choices.append(waiting)),
+    ("queued twice", lambda s, _, running, waiting: s._rows.waiting._choices.append(waiting)),
     ("out of order", _set("waiting", "order", (99.0,))),
     ("another state", _set("waiting", "state", ChoiceState.RUNNING)),
     ("it holds something", _set("waiting", "row_id", 3)),
@@ -57,9 +57,9 @@ FALSIFICATIONS: list[tuple[str, Falsify]] = [
     ("swap blocks != swapped tokens", _set("waiting", "num_swapped", 1)),
     ("swapped, but not preempted", _swap_one_that_never_ran),
     ("nothing is left to compute", _swap_everything),
-    ("active requests", _set("scheduler", "num_running", 0)),
-    ("queued tokens", _set("scheduler", "queued_tokens", 1)),
-    ("more rows than allowed", _set("scheduler", "_max_rows", 0)),
+    ("active requests", _set("rows", "num_requests", 0)),
+    ("queued tokens", _set("rows", "queued_tokens", 1)),
+    ("more rows than allowed", _set("rows", "max_rows", 0)),
     ("pending tokens != plans in flight", lambda s, *_: s._in_flight.clear()),
     ("an ended request is kept", lambda s, request, *_: s._requests.update(gone=_ended_request())),
 ]
