@@ -22,7 +22,6 @@ from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.recent import RecentRequests
 from pagoda_gateway.engine.report import EngineReport
-from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.routes import batches, files, generating, models, responses, streams, tokenize
 from pagoda_gateway.routes.pooling import embeddings, ranking
 from pagoda_gateway.store.interface import Store
@@ -87,7 +86,6 @@ class FakeEngine:
         self.submitted = asyncio.Event()
         self.recent = RecentRequests()
         self.num_counted = 0
-        self.whole: list[WholeRequest] = []
         self.load = Load(engine_id="fake", num_workers=1, max_model_len=MAX_MODEL_LEN, model_fingerprint="fp-tiny")
 
     async def submit(self, record: RequestRecord, *, counted: bool = True) -> FakeGeneration:
@@ -96,9 +94,6 @@ class FakeEngine:
         self.generations.append(generation)
         self.submitted.set()
         return generation
-
-    def count_whole(self, ended: WholeRequest) -> None:
-        self.whole.append(ended)
 
     async def report(self) -> EngineReport | None:
         return None

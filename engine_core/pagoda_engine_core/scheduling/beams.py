@@ -117,6 +117,6 @@ class BeamSearch:
 
 
 def score(logprob: float, length: int, length_penalty: float) -> float:
-    """Of a sequence of so many tokens."""
+    """Of a sequence of so many tokens with log-probabilities of this sum."""
     divisor: float = length**length_penalty
     return logprob / divisor

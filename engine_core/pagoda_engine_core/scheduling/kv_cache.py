@@ -92,6 +92,10 @@ class KvCache:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self._block_size) if self.keeps else 0
 
+    def lifetime_blocks(self, request: Request) -> int:
+        """Blocks of a choice at its longest: the last token sampled needs none."""
+        return self.blocks_for(request.num_prompt_tokens + request.max_output_tokens - 1)
+
     def shortage(self, choice: Choice) -> int:
         """Blocks that it lacks for all tokens known."""
         return max(0, self.blocks_for(choice.num_tokens) - len(choice.block_ids))

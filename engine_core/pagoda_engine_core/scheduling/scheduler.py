@@ -23,7 +23,7 @@ from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder
 from pagoda_engine_core.scheduling.policy import Policy, Rows
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
 from pagoda_engine_core.scheduling.room import Need, Room
-from pagoda_engine_core.scheduling.searching import advance, endings, found
+from pagoda_engine_core.scheduling.searching import endings, go_on
 from pagoda_engine_core.scheduling.speculation import grant_drafts, may_draft
 from pagoda_engine_core.scheduling.speed import Preemption, Speed
 from pagoda_proto.errors import ErrorCode, PagodaError, error_code_from
@@ -81,7 +81,7 @@ class Scheduler:
 
     def fits(self, request: Request) -> bool:
         """Whether one choice at its longest fits into all blocks. The last token sampled needs no KV."""
-        return self._lifetime_blocks(request) <= self._kv.pool.num_blocks
+        return self._kv.lifetime_blocks(request) <= self._kv.pool.num_blocks
 
     def serves(self, request: Request) -> bool:
         """Whether it could run here, now or later: it fits, and began, if it has, with this model and numerics."""
@@ -98,7 +98,7 @@ class Scheduler:
 
     def need(self, request: Request, room: Room) -> Need:
         """What a request would take of the next step."""
-        return room.need(request.live_choices, self._lifetime_blocks(request))
+        return room.need(request.live_choices, self._kv.lifetime_blocks(request))
 
     def requests_in(self, step: int) -> set[str]:
         """The requests whose rows a step in flight computes."""
@@ -125,7 +125,7 @@ class Scheduler:
         if not self.fits(request):
             message = (
                 f"{request.num_prompt_tokens} prompt tokens and up to {request.max_output_tokens} output tokens need "
-                f"{self._lifetime_blocks(request)} KV blocks; the worker has {self._kv.pool.num_blocks}"
+                f"{self._kv.lifetime_blocks(request)} KV blocks; the worker has {self._kv.pool.num_blocks}"
             )
             return deltas + request.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, now)
         request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_BEHIND, now)
@@ -184,7 +184,9 @@ class Scheduler:
         if drafting and not preempted:
             grant_drafts(builder, self._kv, self._config.speculation_tokens)
         if builder.empty and not self._in_flight:
-            self._clear_rows(now)
+            # Whoever has a row waits for a sibling that finds no room: beams, which lose nothing that they have found.
+            for choice in list(rows.running):
+                self._preempt(choice, now)
         if builder.empty and not rows.dropped:
             return None
         self._step += 1
@@ -239,13 +241,12 @@ class Scheduler:
         return self.totals.preemptions != num_preempted
 
     def _plan_decode(self, choice: Choice, builder: PlanBuilder, now: float) -> None:
-        fresh = not choice.launched
         if not (builder.budget.grant_promised() and self._hold(choice, 1, builder, now)):
             choice.quiet_until = 0
-        elif fresh:
-            builder.compute(choice, 1)
-        else:
+        elif choice.launched:
             mark_quiet(choice, self._kv)
+        else:
+            builder.compute(choice, 1)
 
     def _plan_chunk(self, choice: Choice, builder: PlanBuilder, now: float) -> None:
         num_tokens = builder.budget.grant(choice.distance)
@@ -265,10 +266,7 @@ class Scheduler:
                 if victim is choice:
                     return False
             growth = self._kv.grow(choice, target)
-        if choice.launched:
-            builder.grow_row(choice.row_id, growth)
-        else:
-            builder.start_row(choice, growth, [])
+        builder.grow_row(choice, growth)
         return True
 
     def _plan_waiting(self, builder: PlanBuilder, preempted: bool, now: float) -> None:
@@ -295,7 +293,7 @@ class Scheduler:
         prefix = self._kv.lookup(choice)
         if not builder.budget.fits(choice.num_tokens - prefix.num_tokens):
             return Cause.QUEUED_BUDGET
-        cost = self._kv.admission_cost(prefix, choice.num_tokens, self._lifetime_blocks(choice.request))
+        cost = self._kv.admission_cost(prefix, choice.num_tokens, self._kv.lifetime_blocks(choice.request))
         if cost > self._kv.pool.num_free - builder.reserved_blocks:
             return Cause.QUEUED_BLOCKS
         self._admit(choice, prefix, builder, now)
@@ -329,12 +327,6 @@ class Scheduler:
         self._rows.preempt(choice, now)
         self.totals.preemptions += 1
         choice.request.preemptions += 1
-
-    def _clear_rows(self, now: float) -> None:
-        """Nothing can be computed, so whoever has a row waits for a sibling that finds no room: beams of a search. The
-        first in the order has room then; what was found is not lost."""
-        for choice in list(self._rows.running):
-            self._preempt(choice, now)
 
     def _apply_errors(self, errors: dict[int, RowError], now: float) -> list[Delta]:
         deltas: list[Delta] = []
@@ -374,11 +366,8 @@ class Scheduler:
         """A beam knows what may follow it. Once all do, the likeliest go on, or the search is over."""
         request = choice.request
         request.begin(*self._identity)
-        choice.sampled(1, 0)
-        self._kv.commit(choice, choice.num_tokens)
         self.totals.output_tokens += 1
-        if found(choice, search, output, now):
-            advance(request, search, self._kv, self._rows, now)
+        go_on(choice, search, output, self._kv, self._rows, now)
         if not search.done:
             return []
         self._detach(request.request_id, (), now)
@@ -408,6 +397,3 @@ class Scheduler:
             del self._requests[request.request_id]
             self._rows.queued_tokens -= request.num_prompt_tokens
         return deltas
-
-    def _lifetime_blocks(self, request: Request) -> int:
-        return self._kv.blocks_for(request.num_prompt_tokens + request.max_output_tokens - 1)

@@ -48,23 +48,24 @@ class Computed(NamedTuple):
         choice.chains = {chain.block_size: chain.copy() for chain in self.chains}
 
 
-def found(choice: Choice, search: BeamSearch, output: RowOutput, now: float) -> bool:
-    """A row says what may follow a beam; whether that is known of all of them now."""
+def go_on(choice: Choice, search: BeamSearch, output: RowOutput, kv: KvCache, rows: Rows, now: float) -> None:
+    """A row says what may follow a beam. If that is known of all now, the search goes on, or is done."""
+    choice.sampled(1, 0)
     choice.max_outputs = len(choice.output_ids)
+    kv.commit(choice, choice.num_tokens)
     choice.request.note_progress(now)
-    (tokens,) = output.logprobs or ()
-    return search.find(choice.index, tokens)
+    if output.logprobs and search.find(choice.index, output.logprobs[0]):
+        search.advance()
+        if not search.done:
+            _advance(choice.request, search, kv, rows, now)
 
 
-def advance(request: Request, search: BeamSearch, kv: KvCache, rows: Rows, now: float) -> None:
-    """All is found: if the search is not over now, choices become the next beams, with rows where their source has one."""
-    search.advance()
-    if search.done:
-        return
+def _advance(request: Request, search: BeamSearch, kv: KvCache, rows: Rows, now: float) -> None:
+    """Choices become the next beams, with rows where their sources have some."""
     seated = {choice.index for choice in request.choices if choice.state is ChoiceState.RUNNING}
     places = search.sources
     sources = [request.choices[place] for place in places]
-    pass_on(kv, request.choices, sources)
+    _pass_on(kv, request.choices, sources)
     for choice, beam in zip_longest(request.choices, search.running):
         choice.output_ids = list(beam.token_ids) if beam else []
         choice.max_outputs = len(choice.output_ids) + 1 if beam else 0
@@ -77,7 +78,7 @@ def advance(request: Request, search: BeamSearch, kv: KvCache, rows: Rows, now: 
             rows.preempt(choice, now)
 
 
-def pass_on(kv: KvCache, choices: Sequence[Choice], sources: Sequence[Choice]) -> None:
+def _pass_on(kv: KvCache, choices: Sequence[Choice], sources: Sequence[Choice]) -> None:
     """Let each choice have what its source has, the last ones nothing if sources are too few, all at once. Blocks are
     shared, also in swap space; what nobody takes over is free."""
     left = [(choice.block_ids, choice.swap_block_ids) for choice in choices]

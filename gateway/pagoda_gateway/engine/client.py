@@ -23,7 +23,6 @@ from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.request_pool import RequestPool
 from pagoda_gateway.engine.session import EngineAddress, Session, SessionEnded
 from pagoda_gateway.engine.waits import Absence, Waits
-from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.convert import load_from_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
@@ -77,9 +76,6 @@ class SessionClient:
     @property
     def recent(self) -> RecentRequests:
         return self._meter.recent
-
-    def count_whole(self, ended: WholeRequest) -> None:
-        self._meter.whole(ended)
 
     async def report(self) -> EngineReport | None:
         """What the engine core says of its workers, at most `REPORT_AGE_S` old; None where none answers."""
