@@ -7,6 +7,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
@@ -25,6 +26,7 @@ from pagoda_gateway.engine.report import EngineReport
 from pagoda_gateway.routes import batches, files, generating, models, responses, streams, tokenize
 from pagoda_gateway.routes.pooling import embeddings, ranking
 from pagoda_gateway.store.interface import Store
+from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_gateway.tickets.tickets import Tickets
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -206,9 +208,15 @@ def breaking(*token_ids: int, code: ErrorCode = ErrorCode.STREAM_INTERRUPTED) ->
 
 
 class Gateway:
-    """The text routes around a fake engine, and a client to them."""
+    """The text routes around a fake engine, and a client to them. A store of its own is closed when the test is over
+    (see conftest), one that it was given by whoever gave it."""
+
+    opened: ClassVar[list[SqliteStore]] = []
 
     def __init__(self, model_dir: Path, script: Script, kept_in: Store | None = None, **config: object) -> None:
+        if kept_in is None:
+            kept_in = SqliteStore(MEMORY)
+            self.opened.append(kept_in)
         self.text = ModelText.load(model_dir)
         self.engine = FakeEngine(script)
         self.context = GatewayContext.new(
