@@ -35,6 +35,7 @@ class Core:
         send: None while no session stands.
         usable: It takes requests.
         sent: Requests that it was sent since `load`.
+        heard_at: When anything last came from it.
         got_on_at: When a token last came from it, or a step of its workers advanced.
         losses: How often it was lost since its last token.
     """
@@ -45,6 +46,7 @@ class Core:
     load: Load = NO_ENGINE
     view: ModelView = UNKNOWN
     sent: int = 0
+    heard_at: float = -float("inf")
     got_on_at: float = -float("inf")
     losses: int = 0
     avoided_until: float = -float("inf")

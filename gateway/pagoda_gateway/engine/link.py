@@ -112,9 +112,10 @@ class EngineLink:
     def on_frame(self, frame: pb.ServerFrame) -> None:
         """A kind of frame that only another version knows is nothing to us."""
         kind = frame.WhichOneof("frame")
+        self.core.heard_at = self._clock.now()
         if kind == "outputs":
             if self._pool.on_outputs(self.core, frame.outputs):
-                self._progress.on_token(self._clock.now())
+                self._progress.on_token(self.core.heard_at)
                 self.core.got_on_at = self._progress.at
         elif kind == "load":
             self._on_load(load_from_pb(frame.load))

@@ -1,9 +1,8 @@
 """A request outlives the session that carries it: when the session breaks, its record goes out again with its tokens.
 
 The pool keeps every request without an ending, and nothing else. One whose attempt is over (its session broke, it was
-told to move, tokens were missing, its engine core stands still or has no worker while another one has) is *parked*
-until there is an engine core that takes requests and has the weights and numerics it began under; then it is submitted
-with a higher attempt. What a request waits for decides how long:
+told to move, tokens were missing, another engine core would get on) is *parked* until one is there that takes requests
+and has the weights and numerics it began under; it goes there with a higher attempt. What it waits for says how long:
 
     an engine core                                        waits.resume_s since it was lost
     workers of its numerics, where the engine core stands  waits.no_worker_s since it was lost
@@ -127,8 +126,7 @@ class RequestPool:
         """An engine core is there, or has other workers than before, or takes no more requests."""
         if view != core.view:
             core.view = view
-            for pooled in self._of(core):
-                self._look_again(pooled, core)
+            self._look_again(core)
         if any(each.works for each in self._streams):
             for idle in [each for each in self._streams if each.usable and not each.works]:
                 self._leave(idle)
@@ -155,27 +153,30 @@ class RequestPool:
             elif now >= pooled.retry_at:
                 self._go_on(pooled)
         for core in self._streams:
-            if now - core.got_on_at >= self._waits.stuck_s:
-                self._leave_if_stuck(core, now)
+            if self._fails(core, now) and any(self._is_well(each, now) for each in self._streams if each is not core):
+                logger.warning("engine core %s does not get on; its requests go elsewhere", core.load.engine_id)
+                core.failed(now)
+                self._leave(core)
+
+    def _fails(self, core: Core, now: float) -> bool:
+        """It has requests, and is silent or gets on with none of them."""
+        oldest_at = min((pooled.sent_at for pooled in self._of(core)), default=now)
+        stuck_s = now - max(core.got_on_at, oldest_at)
+        return oldest_at < now and (now - core.heard_at >= self._waits.suspect_s or stuck_s >= self._waits.stuck_s)
+
+    def _is_well(self, core: Core, now: float) -> bool:
+        return core.works and core.avoided_until <= now and now - core.heard_at < self._waits.suspect_s
 
     def _of(self, core: Core) -> list[PooledRequest]:
         return [pooled for pooled in self._open.values() if pooled.core is core]
 
-    def _look_again(self, pooled: PooledRequest, core: Core) -> None:
-        """Its engine core has other workers, or another model, than when it was sent there."""
-        obstacle = self._obstacle(pooled, core)
-        pooled.vocab_size = pooled.vocab_size or core.view.vocab_size
-        if obstacle is not None and obstacle.final:
-            self._move(pooled)
-
-    def _leave_if_stuck(self, core: Core, now: float) -> None:
-        """It says that it is there, and none of its requests gets on. Where all are like that, nobody is left."""
-        others = [each for each in self._streams if each.works and each is not core and each.avoided_until <= now]
-        waiting_since = min((pooled.sent_at for pooled in self._of(core)), default=now)
-        if others and now - waiting_since >= self._waits.stuck_s:
-            logger.warning("engine core %s has not got on; its requests go elsewhere", core.load.engine_id)
-            core.failed(now)
-            self._leave(core)
+    def _look_again(self, core: Core) -> None:
+        """It has other workers, or another model, than when requests were sent there."""
+        for pooled in self._of(core):
+            obstacle = self._obstacle(pooled, core)
+            pooled.vocab_size = pooled.vocab_size or core.view.vocab_size
+            if obstacle is not None and obstacle.final:
+                self._move(pooled)
 
     def _leave(self, core: Core) -> None:
         for pooled in self._of(core):
@@ -200,10 +201,8 @@ class RequestPool:
             return
         code = error_code_from(rejected.code) or ErrorCode.INTERNAL
         if code in _RETRYABLE and pooled.give_up_at is not None:
-            now = self._clock.now()
-            pause_s = min(max(RETRY_LEAST_S, rejected.retry_after_s), RETRY_MOST_S)
-            self._park(pooled, now, retry_at=now + pause_s, why=rejected.message)
-            return
+            now, pause_s = self._clock.now(), min(max(RETRY_LEAST_S, rejected.retry_after_s), RETRY_MOST_S)
+            return self._park(pooled, now, retry_at=now + pause_s, why=rejected.message)
         if pooled.generation.counted:
             self._metrics.refused(code)
         if pooled.request.num_output_tokens and code in _RETRYABLE:
@@ -218,8 +217,8 @@ class RequestPool:
 
     def on_outputs(self, core: Core, outputs: pb.StepOutputs) -> bool:
         """Whether a token came for anybody."""
-        now = time.monotonic()
-        with_tokens, tokens, streams = False, outputs.tokens, self._streams[core]
+        now, with_tokens = time.monotonic(), False
+        tokens, streams = outputs.tokens, self._streams[core]
         for number, first_index, token_id in zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True):
             stream = streams.get(number)
             if stream is not None:
@@ -295,7 +294,7 @@ class RequestPool:
             self._fail(pooled, f"it was lost again and again, and got no token for {losing_s:.0f} s")
             return
         self._park(pooled, now)
-        if pooled.parked and not pooled.request.ended:
+        if not pooled.request.ended:
             self._go_on(pooled)
 
     def _park(self, pooled: PooledRequest, now: float, retry_at: float = 0.0, why: str = "") -> None:
@@ -385,12 +384,12 @@ class RequestPool:
 
     def _submit(self, pooled: PooledRequest, core: Core) -> None:
         request = pooled.request
-        resume = resume_to_pb(request.resume()) if request.attempt else None
-        submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
         pooled.vocab_size = pooled.vocab_size or core.view.vocab_size
         pooled.core, pooled.sent_at = core, self._clock.now()
         core.sent += 1
         if core.send is not None:
+            resume = resume_to_pb(request.resume()) if request.attempt else None
+            submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
             core.send(pb.ClientFrame(submit=submit))
 
     def _send_abort(self, pooled: PooledRequest, choices: tuple[int, ...] = ()) -> None:

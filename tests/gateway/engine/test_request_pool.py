@@ -8,130 +8,24 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.gateway.engine.pool_bench import BEGUN, HERE, Bench, ending, tokens_of
 from tests.gateway.fake_engine_core import next_token
-from tests.gateway.streams import record, waits
 
 from pagoda_gateway.engine.cores import Core
 from pagoda_gateway.engine.model_view import ModelView
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
 from pagoda_gateway.engine.request_meter import RequestMeter
-from pagoda_gateway.engine.request_pool import RequestPool
-from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.convert import begun_to_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import Begun, Delta, FinishReason, Load, RequestRecord
-from pagoda_proto.times import LivedClock
+from pagoda_proto.records import Begun, Delta, FinishReason, RequestRecord
 
-HERE = ModelView(fingerprint="m1", numerics_id="n1", vocab_size=512)
-BEGUN = Begun(model_fingerprint="m1", numerics_id="n1", cached_prompt_tokens=2)
 NO_ONE = ModelView()
-
-
-class Bench:
-    """A pool whose clock and whose engine cores are this test's."""
-
-    def __init__(self, meter: type[RequestMeter] = RequestMeter, num_cores: int = 1, **times: float) -> None:
-        self.now = 100.0
-        self.place: dict[tuple[str, int], Core] = {}  # of attempts, the engine core they were sent to
-        self.metrics = GatewayMetrics("m")
-        self.sent: list[pb.ClientFrame] = []
-        clock = LivedClock(1e9, lambda: self.now)
-        self.waits = waits(**times)
-        self.pool = RequestPool(
-            clock, self.waits, self.metrics, meter(self.metrics, log_requests=True), lambda now: 7.0
-        )
-        self.cores = [Core(name=str(number)) for number in range(num_cores)]
-        self.core = self.cores[0]
-        for core in self.cores:
-            self.pool.add(core)
-            self.meet(core=core)
-
-    def meet(
-        self, view: ModelView = HERE, *, usable: bool = True, num_workers: int = 1, core: Core | None = None
-    ) -> None:
-        core = core or self.core
-
-        def send(frame: pb.ClientFrame) -> None:
-            self.sent.append(frame)
-            if frame.HasField("submit"):
-                self.place[frame.submit.record.request_id, frame.submit.attempt] = core
-
-        core.send, core.usable, core.sent = send, usable, 0
-        core.load = Load(engine_id=core.name, num_workers=num_workers, draining=not usable)
-        self.pool.meet(core, view)
-
-    def lose(self, core: Core | None = None) -> None:
-        core = core or self.core
-        core.send, core.usable, core.load = None, False, Load(engine_id=core.name)
-        self.pool.lose(core)
-
-    def core_of(self, generation: PooledGeneration) -> Core:
-        """That of its last attempt, or of the one before while it is parked."""
-        request = generation.request
-        name = request.record.request_id
-        return self.place.get((name, request.attempt)) or self.place[name, request.attempt - 1]
-
-    def open(self, **params: Any) -> PooledGeneration:
-        return self.pool.open(record(**params), counted=True)
-
-    def submits(self, generation: PooledGeneration) -> list[pb.Submit]:
-        name = generation.request.record.request_id
-        return [f.submit for f in self.sent if f.HasField("submit") and f.submit.record.request_id == name]
-
-    def tokens(self, generation: PooledGeneration, *tokens: int, at: int = 0, begun: Begun | None = BEGUN) -> None:
-        delta = pb.Delta(
-            request_id=generation.request.record.request_id,
-            attempt=generation.request.attempt,
-            tokens=pb.Tokens(first_index=at, token_ids=tokens),
-        )
-        if begun is not None and not at:
-            delta.tokens.begun.CopyFrom(begun_to_pb(begun))
-        self.pool.on_outputs(self.core_of(generation), pb.StepOutputs(deltas=[delta]))
-
-    def last(self, generation: PooledGeneration, token: int) -> None:
-        delta = pb.Delta(
-            request_id=generation.request.record.request_id,
-            tokens=pb.Tokens(token_ids=[token]),
-            finish_reason=pb.FINISH_REASON_STOP,
-            usage=pb.Usage(),
-        )
-        self.pool.on_outputs(self.core_of(generation), pb.StepOutputs(deltas=[delta]))
-
-    def reject(self, generation: PooledGeneration, code: str, message: str = "no", retry_after_s: float = 0.0) -> None:
-        about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
-        self.pool.on_rejected(
-            self.core_of(generation), pb.Rejected(code=code, message=message, retry_after_s=retry_after_s, **about)
-        )
-
-    def accept(self, generation: PooledGeneration, stream: int = 0) -> None:
-        about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
-        self.pool.on_accepted(self.core_of(generation), pb.Accepted(stream=stream, **about))
-
-    def column(self, *entries: tuple[int, int, int]) -> None:
-        """Of each entry the number of its stream, its index and its token."""
-        streams, indexes, tokens = zip(*entries, strict=True)
-        columns = pb.NextTokens(streams=streams, first_indexes=indexes, token_ids=tokens)
-        self.pool.on_outputs(self.core, pb.StepOutputs(tokens=columns))
-
-    def after(self, seconds: float) -> None:
-        self.now += seconds
-        self.pool.tend()
 
 
 @pytest.fixture
 async def bench() -> Bench:
     return Bench()
-
-
-def ending(generation: PooledGeneration) -> tuple[ErrorCode | None, str]:
-    assert generation.request.ended
-    assert generation.request.error is not None
-    return generation.request.error.code, generation.request.error.message
-
-
-def tokens_of(generation: PooledGeneration) -> list[list[int]]:
-    return [list(output.token_ids) for output in generation.request.resume().prior_outputs]
 
 
 async def test_tokens_in_columns_are_those_of_the_choice_with_that_number(bench: Bench) -> None:
@@ -402,86 +296,6 @@ async def test_a_request_opened_in_a_gap_of_the_session_is_not_forgotten(bench: 
     assert bench.submits(generation) == []
     bench.meet()
     assert len(bench.submits(generation)) == 1
-
-
-async def test_what_one_engine_core_had_goes_on_at_another_at_once() -> None:
-    bench = Bench(num_cores=2)
-    generations = [bench.open() for _ in range(8)]
-    for generation in generations:
-        bench.tokens(generation, 5)
-    first = bench.core_of(generations[0])
-    (second,) = [core for core in bench.cores if core is not first]
-    stayed = [generation for generation in generations if bench.core_of(generation) is second]
-    bench.lose(first)
-    assert {bench.core_of(generation) for generation in generations} == {second}
-    assert [generation.request.attempt for generation in stayed] == [0] * len(stayed)
-    assert bench.submits(generations[0])[-1].resume.prior_outputs[0].token_ids == [5]
-    bench.tokens(generations[0], 6, at=1)
-    assert tokens_of(generations[0]) == [[5, 6]]
-
-
-async def test_what_the_first_says_late_is_void() -> None:
-    bench = Bench(num_cores=2)
-    generation = bench.open()
-    first = bench.core_of(generation)
-    bench.lose(first)
-    bench.meet(core=first)
-    name = generation.request.record.request_id
-    late = pb.Delta(request_id=name, attempt=1, tokens=pb.Tokens(token_ids=[9]))
-    bench.pool.on_outputs(first, pb.StepOutputs(deltas=[late]))
-    assert tokens_of(generation) == []
-
-
-async def test_who_has_no_workers_gives_its_requests_to_who_has() -> None:
-    bench = Bench(num_cores=2)
-    generation = bench.open()
-    first = bench.core_of(generation)
-    (second,) = [core for core in bench.cores if core is not first]
-    bench.meet(core=second, num_workers=0)
-    bench.meet(core=first, num_workers=0)
-    assert bench.core_of(generation) is first, "nobody has any"
-    bench.meet(core=second)
-    assert (bench.core_of(generation), generation.request.attempt) == (second, 1)
-    assert [frame.abort.request_id for frame in bench.sent if frame.HasField("abort")] == [
-        generation.request.record.request_id
-    ]
-
-
-async def test_who_is_there_and_gets_nowhere_is_left_while_another_works() -> None:
-    bench = Bench(num_cores=2, stuck_s=10.0, losing_s=1000.0)
-    generation = bench.open()
-    first = bench.core_of(generation)
-    (second,) = [core for core in bench.cores if core is not first]
-    bench.after(9.0)
-    assert bench.core_of(generation) is first
-    bench.after(1.5)
-    assert bench.core_of(generation) is second
-    assert bench.core_of(bench.open()) is second, "the first is avoided for a while"
-    second.got_on_at = bench.now
-    bench.lose(second)
-    assert bench.core_of(generation) is first, "where no other is left, it is tried again"
-
-
-async def test_where_nobody_gets_on_a_request_is_moved_but_seldom() -> None:
-    bench = Bench(num_cores=2, stuck_s=10.0, losing_s=1000.0)
-    generations = [bench.open(), bench.open()]
-    for _ in range(60):
-        bench.after(1.0)
-    assert all(not generation.request.ended for generation in generations)
-    assert max(generation.request.attempt for generation in generations) <= 6
-
-
-async def test_another_model_at_one_engine_core_sends_its_requests_to_the_other() -> None:
-    bench = Bench(num_cores=2)
-    generations = [bench.open() for _ in range(8)]
-    for generation in generations:
-        bench.tokens(generation, 5)
-    changed = bench.core_of(generations[0])
-    bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512), core=changed)
-    assert changed not in {bench.core_of(generation) for generation in generations}
-    (other,) = {bench.core_of(generation) for generation in generations}
-    bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512), core=other)
-    assert {ending(generation)[0] for generation in generations} == {ErrorCode.STREAM_INTERRUPTED}
 
 
 KINDS = ["open", "step", "step", "step", "lose", "meet", "drain", "idle", "other", "move", "hole", "no", "wait"]
