@@ -94,6 +94,7 @@ def test_the_pace_of_several_choices() -> None:
     assert times.on_tokens(0, 11.0) is None
     assert times.on_tokens(1, 11.0) is None
     assert times.tpot_s(2) is None
+    assert times.tpot_s(9) is None  # the sequences that a beam search tells at its end have no pace
     assert times.on_tokens(0, 13.0) == 2.0
     assert times.on_tokens(1, 15.0) == 4.0
     assert times.ttft_s == 1.0
