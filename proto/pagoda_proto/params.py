@@ -133,6 +133,12 @@ OF_BEAMS = frozenset(
     {"n", "use_beam_search", "length_penalty", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", "seed"}
     | {"include_stop_str_in_output", "skip_special_tokens"}
 )
+# Fields beside those, and what they are where nothing is asked. Every step of a search says its parameters once a beam.
+_NOT_OF_BEAMS = tuple(
+    (field.name, field.default if field.default is not msgspec.NODEFAULT else field.default_factory())
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in OF_BEAMS | {"temperature"}
+)
 # Numbers and switches that every request has: they come in from a client as they are and go to the sampler so.
 PLAIN = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if isinstance(field.default, int | float))
 
@@ -177,11 +183,9 @@ def _beam_problems(p: SamplingParams) -> Iterator[Problem]:
         if p.length_penalty != 1.0:
             yield Problem("length_penalty", "needs use_beam_search: true")
         return
-    for field in msgspec.structs.fields(SamplingParams):
-        value = getattr(p, field.name)
-        empty = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-        if field.name not in (*OF_BEAMS, "temperature") and value != empty:
-            yield Problem(field.name, "does not go with use_beam_search")
+    for name, empty in _NOT_OF_BEAMS:
+        if getattr(p, name) != empty:
+            yield Problem(name, "does not go with use_beam_search")
     if p.temperature not in (0.0, 1.0):
         yield Problem("temperature", "does not go with use_beam_search, which ranks by the model's own likelihoods")
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.effort import num_calls
 from tests.proto.strategies import sampling_params
 
 from pagoda_proto import params as limits
@@ -142,6 +143,11 @@ def test_decoding_checks_too() -> None:
 @given(sampling_params(text=True))
 def test_valid_parameters_survive_the_wire(params: SamplingParams) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+
+
+def test_a_search_is_checked_in_as_few_calls_as_anything_else() -> None:
+    calls = [num_calls(lambda: SamplingParams(use_beam_search=searches)) for searches in (False, True)]  # noqa: B023
+    assert calls[1] < 3 * calls[0], "each step says it of each beam"
 
 
 def test_every_field_is_explained() -> None:

@@ -83,14 +83,24 @@ def _pass_on(kv: KvCache, choices: Sequence[Choice], sources: Sequence[Choice]) 
     shared, also in swap space; what nobody takes over is free."""
     left = [(choice.block_ids, choice.swap_block_ids) for choice in choices]
     taken = [(choice, Computed.of(source)) for choice, source in zip_longest(choices, sources)]
+    kept = _kept([ids for ids, _ in left], [computed.block_ids for _, computed in taken])
     for _, computed in taken:
-        kv.pool.share(computed.block_ids)
+        kv.pool.share(computed.block_ids[kept:])
         kv.swap_pool.share(computed.swap_block_ids)
     for block_ids, swap_block_ids in left:
-        kv.pool.free(block_ids)
+        kv.pool.free(block_ids[kept:])
         kv.swap_pool.free(swap_block_ids)
     for choice, computed in taken:
         computed.give(choice)
+
+
+def _kept(left: Sequence[list[int]], taken: Sequence[Sequence[int]]) -> int:
+    """Leading blocks of all tables, which have as many users as before: a long prompt costs a step nothing."""
+    tables = [table for table in left if table]
+    if len(tables) != sum(map(bool, taken)):
+        return 0
+    first, last = min(tables, default=[]), max(tables, default=[])  # whatever is between them begins as they do
+    return next((place for place, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
 
 
 def endings(request: Request, search: BeamSearch, now: float) -> list[Delta]:

@@ -4,6 +4,7 @@ of every block; test_scheduler_properties has searches in any company."""
 from __future__ import annotations
 
 import pytest
+from tests.effort import num_calls
 from tests.engine_core.harness import Harness
 from tests.fakes import make_record
 
@@ -40,6 +41,19 @@ def test_beams_share_what_they_have_in_common_and_copy_what_they_write() -> None
     finished(harness)
     assert harness.runner.tokens_computed == 10 + 5 * 3, "no token is computed twice"
     assert harness.clients[request.request_id].last is not None
+
+
+def test_the_blocks_of_a_long_prompt_cost_a_step_nothing() -> None:
+    calls = []
+    for num_blocks in (3, 30):
+        harness = Harness()
+        harness.add(search([i % 7 for i in range(4 * num_blocks + 2)]))
+        for _ in range(2):
+            harness.step()
+        harness.plan()
+        calls.append(num_calls(harness.land))
+        finished(harness)
+    assert calls[1] < calls[0] + 27, "fewer than one for each block"
 
 
 def test_one_beam_goes_on_in_its_own_blocks() -> None:

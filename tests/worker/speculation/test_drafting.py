@@ -408,6 +408,18 @@ def test_a_text_without_repetition_has_no_drafts() -> None:
     assert sum(output.num_drafted for output in outputs) == 0
 
 
+@pytest.mark.parametrize("searches", [False, True])
+def test_a_beam_is_another_row_in_the_next_step_and_not_indexed(searches: bool) -> None:
+    params, tokens = SamplingParams(temperature=0.0, use_beam_search=searches), np.full(20, 7)
+    new = NewRow(
+        row_id=1, token_ids=[], num_prompt_tokens=20, num_computed=19, block_ids=[], params=params, seed=0
+    )  # fmt: skip
+    row, drafter = Row.of(new, tokens, np.arange(2)), PromptLookup(8)
+    assert drafter.draft([(row, Chunk(1, 19, 1, True))]) == {}
+    assert bool(drafter.learn(row, 0, 0)) is not searches
+    assert (row.drafts is None) is searches
+
+
 def test_a_long_prompt_from_the_cache_is_indexed_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pagoda_worker.speculation.drafting.INDEXED_PER_STEP", 20)
     monkeypatch.setattr("pagoda_worker.speculation.drafting.INDEXED_PER_SAMPLE", 16)

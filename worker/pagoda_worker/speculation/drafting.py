@@ -61,7 +61,10 @@ class NoDrafts:
 
 
 class PromptLookup:
-    """Indexes a prompt while it is computed; one that came from the prefix cache, over the steps that follow."""
+    """Indexes a prompt while it is computed; one that came from the prefix cache, over the steps that follow.
+
+    A beam is another row in the next step: it has nothing to guess, and is not indexed.
+    """
 
     caches = ()
     reads_all = True
@@ -72,6 +75,8 @@ class PromptLookup:
     def draft(self, work: Work) -> dict[int, Ids]:
         drafts, room = {}, INDEXED_PER_STEP
         for row, chunk in work:
+            if row.params.use_beam_search:
+                continue
             state, index = self._state(row)
             room -= index.extend(row.tokens.array, room)
             count = min(chunk.num_drafts, state.length.now)
@@ -80,6 +85,8 @@ class PromptLookup:
         return drafts
 
     def learn(self, row: Row, num_drafted: int, num_accepted: int) -> int:
+        if row.params.use_beam_search:
+            return 0
         state, index = self._state(row)
         state.length.learn(num_drafted, num_accepted)
         state.distance = 0
