@@ -30,7 +30,7 @@ from tests.worker.models.checkpoints import NATIVE, make_model, save
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.steps import AppendBlocks, Chunk, ReplaceBlock, RowOutput, StepPlan
+from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowOutput, StepPlan
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.loading.memory import num_kv_blocks
@@ -412,8 +412,14 @@ def test_a_text_without_repetition_has_no_drafts() -> None:
 def test_a_beam_is_another_row_in_the_next_step_and_not_indexed(searches: bool) -> None:
     params, tokens = SamplingParams(temperature=0.0, use_beam_search=searches), np.full(20, 7)
     new = NewRow(
-        row_id=1, token_ids=[], num_prompt_tokens=20, num_computed=19, block_ids=[], params=params, seed=0
-    )  # fmt: skip
+        row_id=1,
+        token_ids=[],
+        num_prompt_tokens=20,
+        num_computed=19,
+        block_ids=[],
+        params=params,
+        seed=0,
+    )
     row, drafter = Row.of(new, tokens, np.arange(2)), PromptLookup(8)
     assert drafter.draft([(row, Chunk(1, 19, 1, True))]) == {}
     assert bool(drafter.learn(row, 0, 0)) is not searches
