@@ -62,6 +62,10 @@ class Core:
         num_open = self.load.num_running + self.load.num_waiting + self.sent
         return num_open / self.load.num_workers if self.load.num_workers else float("inf")
 
+    def is_well(self, now: float, suspect_s: float) -> bool:
+        """It works, has not failed lately, and was heard in the last `suspect_s`."""
+        return self.works and self.avoided_until <= now and now - self.heard_at < suspect_s
+
     def got_on(self) -> None:
         """A token came."""
         self.losses = 0

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pagoda_gateway.engine.cores import Core
+from pagoda_gateway.engine.model_view import Obstacle
 from pagoda_gateway.engine.open_request import OpenRequest
 from pagoda_proto.records import Delta
 
@@ -91,7 +92,7 @@ class PooledRequest:
     """The pool's books about one open request. `give_up_at` runs from the loss until it is taken again, None while
     nothing is lost; `why` is what its present wait is said to be for, "" for an engine core; `losing_since` is when it
     was first lost since its last token; `core` has it since `sent_at`, None has it while it is parked, and `streams`
-    are the numbers of its choices there.
+    are the numbers of its choices there. `refused_by` are those that did not take it since one did.
     """
 
     generation: PooledGeneration
@@ -105,6 +106,7 @@ class PooledRequest:
     why: str = ""
     gaps: int = 0
     streams: range = range(0)
+    refused_by: set[Core | None] = field(default_factory=set)
 
     @property
     def request(self) -> OpenRequest:
@@ -114,7 +116,18 @@ class PooledRequest:
     def parked(self) -> bool:
         return self.core is None
 
+    def obstacle(self, core: Core) -> Obstacle | None:
+        return core.view.obstacle(self.request.begun, self.vocab_size or core.view.vocab_size)
+
+    def fits(self, core: Core) -> bool:
+        return core.usable and self.obstacle(core) is None
+
+    def fits_any(self, others: Sequence[Core]) -> bool:
+        """Whether one of them can go on with it; else it would only come back, an attempt later."""
+        return any(self.fits(other) for other in others)
+
     def settled(self) -> None:
         """An engine core took it: no wait is running."""
         self.give_up_at = None
         self.why = ""
+        self.refused_by.clear()

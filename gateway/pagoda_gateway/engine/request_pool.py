@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pagoda_gateway.engine.cores import Core, choose
-from pagoda_gateway.engine.model_view import ModelView, Obstacle
+from pagoda_gateway.engine.model_view import ModelView
 from pagoda_gateway.engine.open_request import OpenRequest, Taken
 from pagoda_gateway.engine.pooled_generation import PooledGeneration, PooledRequest
 from pagoda_gateway.engine.request_meter import RequestMeter
@@ -127,9 +127,10 @@ class RequestPool:
         if view != core.view:
             core.view = view
             self._look_again(core)
-        if any(each.works for each in self._streams):
-            for idle in [each for each in self._streams if each.usable and not each.works]:
-                self._leave(idle)
+        working = [each for each in self._streams if each.works]
+        for idle in [each for each in self._streams if each.usable and not each.works]:
+            for pooled in [each for each in self._of(idle) if each.fits_any(working)]:
+                self._move(pooled)
         if core.usable:
             for pooled in [pooled for pooled in self._parked.values() if not pooled.retry_at]:
                 self._go_on(pooled)
@@ -153,19 +154,19 @@ class RequestPool:
             elif now >= pooled.retry_at:
                 self._go_on(pooled)
         for core in self._streams:
-            if self._fails(core, now) and any(self._is_well(each, now) for each in self._streams if each is not core):
+            well = [each for each in self._streams if each is not core and each.is_well(now, self._waits.suspect_s)]
+            moving = [each for each in self._of(core) if each.fits_any(well)] if self._fails(core, now) else []
+            if moving:
                 logger.warning("engine core %s does not get on; its requests go elsewhere", core.load.engine_id)
                 core.failed(now)
-                self._leave(core)
+            for pooled in moving:
+                self._move(pooled)
 
     def _fails(self, core: Core, now: float) -> bool:
         """It has requests, and is silent or gets on with none of them."""
         oldest_at = min((pooled.sent_at for pooled in self._of(core)), default=now)
-        stuck_s = now - max(core.got_on_at, oldest_at)
-        return oldest_at < now and (now - core.heard_at >= self._waits.suspect_s or stuck_s >= self._waits.stuck_s)
-
-    def _is_well(self, core: Core, now: float) -> bool:
-        return core.works and core.avoided_until <= now and now - core.heard_at < self._waits.suspect_s
+        stuck = now - max(core.got_on_at, oldest_at) >= self._waits.stuck_s
+        return oldest_at < now and (stuck or now - core.heard_at >= self._waits.suspect_s)
 
     def _of(self, core: Core) -> list[PooledRequest]:
         return [pooled for pooled in self._open.values() if pooled.core is core]
@@ -173,14 +174,10 @@ class RequestPool:
     def _look_again(self, core: Core) -> None:
         """It has other workers, or another model, than when requests were sent there."""
         for pooled in self._of(core):
-            obstacle = self._obstacle(pooled, core)
+            obstacle = pooled.obstacle(core)
             pooled.vocab_size = pooled.vocab_size or core.view.vocab_size
             if obstacle is not None and obstacle.final:
                 self._move(pooled)
-
-    def _leave(self, core: Core) -> None:
-        for pooled in self._of(core):
-            self._move(pooled)
 
     def _move(self, pooled: PooledRequest) -> None:
         self._send_abort(pooled)
@@ -195,7 +192,7 @@ class RequestPool:
             self._streams[core] |= {number: (pooled, choice) for choice, number in enumerate(pooled.streams)}
 
     def on_rejected(self, core: Core, rejected: pb.Rejected) -> None:
-        """A refusal is final for a new request. One that was lost asks again for as long as it may wait."""
+        """A refusal by all is final for a new request. One that was lost asks again for as long as it may wait."""
         pooled = self._current(core, rejected.request_id, rejected.attempt)
         if pooled is None:
             return
@@ -203,12 +200,24 @@ class RequestPool:
         if code in _RETRYABLE and pooled.give_up_at is not None:
             now, pause_s = self._clock.now(), min(max(RETRY_LEAST_S, rejected.retry_after_s), RETRY_MOST_S)
             return self._park(pooled, now, retry_at=now + pause_s, why=rejected.message)
+        if code in _RETRYABLE and not pooled.request.num_output_tokens and self._ask_another(pooled):
+            return None
         if pooled.generation.counted:
             self._metrics.refused(code)
         if pooled.request.num_output_tokens and code in _RETRYABLE:
             code = ErrorCode.STREAM_INTERRUPTED
         error = PagodaError(code, rejected.message, rejected.param or None, retry_after_s=rejected.retry_after_s)
         self._fail_with(pooled, error)
+
+    def _ask_another(self, pooled: PooledRequest) -> bool:
+        """One that nobody has begun is refused by all that work, or by none."""
+        pooled.refused_by |= {pooled.core}
+        left = [core for core in self._streams if pooled.fits(core) and core.works and core not in pooled.refused_by]
+        core = choose(left, pooled.request.record, self._clock.now())
+        if core is not None:
+            self._forget_streams(pooled)
+            self._submit(pooled, core)
+        return core is not None
 
     def on_migrate(self, core: Core, migrate: pb.Migrate) -> None:
         pooled = self._current(core, migrate.request_id, migrate.attempt)
@@ -304,11 +313,9 @@ class RequestPool:
             return
         self._forget_streams(pooled)
         pooled.request.attempt += not pooled.parked
-        pooled.core = None
-        pooled.parked_at = now
+        pooled.core, pooled.parked_at = None, now
         self._parked[pooled.request.record.request_id] = pooled
-        pooled.retry_at = retry_at
-        pooled.why = why or pooled.why
+        pooled.retry_at, pooled.why = retry_at, why or pooled.why
         if pooled.give_up_at is None:
             pooled.give_up_at = now + self._waits.resume_s
 
@@ -318,24 +325,18 @@ class RequestPool:
         if core is None:
             self._held_up(pooled)
             return
-        pooled.parked_at = None
-        pooled.retry_at = 0.0
+        pooled.parked_at, pooled.retry_at = None, 0.0
         del self._parked[pooled.request.record.request_id]
         self._metrics.resumed.inc()
         self._submit(pooled, core)
 
     def _choice(self, pooled: PooledRequest) -> Core | None:
         """Workers of other numerics are an engine core's own business as long as it holds the request."""
-        free = [core for core in self._streams if core.usable and self._obstacle(pooled, core) is None]
-        return choose(free, pooled.request.record, self._clock.now())
-
-    def _obstacle(self, pooled: PooledRequest, core: Core) -> Obstacle | None:
-        return core.view.obstacle(pooled.request.begun, pooled.vocab_size or core.view.vocab_size)
+        return choose(filter(pooled.fits, self._streams), pooled.request.record, self._clock.now())
 
     def _held_up(self, pooled: PooledRequest) -> None:
         """No engine core can go on with it. Where none ever will, it ends here."""
-        found = [self._obstacle(pooled, core) for core in self._streams if core.usable]
-        obstacles = [obstacle for obstacle in found if obstacle is not None]
+        obstacles = [obstacle for core in self._streams if core.usable and (obstacle := pooled.obstacle(core))]
         passing = next((obstacle for obstacle in obstacles if not obstacle.final), None)
         if passing is not None and pooled.parked_at is not None:
             pooled.why = passing.why
@@ -352,10 +353,9 @@ class RequestPool:
     # Endings
 
     def _fail(self, pooled: PooledRequest, why: str, code: ErrorCode | None = None) -> None:
-        begun = pooled.request.num_output_tokens > 0
-        code = code or (ErrorCode.STREAM_INTERRUPTED if begun else ErrorCode.UNAVAILABLE)
+        lost = ErrorCode.STREAM_INTERRUPTED if pooled.request.num_output_tokens else ErrorCode.UNAVAILABLE
         self._send_abort(pooled)
-        self._fail_with(pooled, PagodaError(code, why, retry_after_s=self._retry_after_s(self._clock.now())))
+        self._fail_with(pooled, PagodaError(code or lost, why, retry_after_s=self._retry_after_s(self._clock.now())))
 
     def _fail_with(self, pooled: PooledRequest, error: PagodaError) -> None:
         pooled.request.fail(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.gateway.engine.pool_bench import Bench, ending, tokens_of
 
 from pagoda_gateway.engine.model_view import ModelView
@@ -103,3 +104,45 @@ async def test_another_model_at_one_engine_core_sends_its_requests_to_the_other(
     (other,) = {bench.core_of(generation) for generation in generations}
     bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512), core=other)
     assert {ending(generation)[0] for generation in generations} == {ErrorCode.STREAM_INTERRUPTED}
+
+
+OTHER = ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512)
+
+
+async def test_what_no_other_can_go_on_with_is_left_where_it_is() -> None:
+    bench = Bench(num_cores=2, suspect_s=2.5)
+    first, second = bench.cores
+    bench.meet(OTHER, core=second)
+    bench.meet(core=second, num_workers=0)
+    generation = bench.open()
+    bench.tokens(generation, 5)
+    bench.meet(OTHER, core=second)
+    for _ in range(30):
+        bench.meet(core=first, num_workers=0)
+        bench.meet(OTHER, core=second)
+    assert (bench.core_of(generation), generation.request.attempt) == (first, 0), "its workers come back, or do not"
+    bench.meet(core=first)
+    for _ in range(30):  # first is silent
+        second.heard_at = bench.now + 0.1
+        bench.after(0.1)
+    assert (generation.request.attempt, first.losses) == (0, 0)
+
+
+@pytest.mark.parametrize("code", ["overloaded", "unavailable"])
+async def test_a_new_request_is_refused_by_all_or_by_none(code: str) -> None:
+    bench = Bench(num_cores=2)
+    generation = bench.open()
+    first = bench.core_of(generation)
+    (second,) = [core for core in bench.cores if core is not first]
+    bench.reject(generation, code)
+    assert not generation.request.ended
+    assert (bench.core_of(generation), generation.request.attempt) == (second, 0)
+    bench.reject(generation, code, "no room here")
+    assert ending(generation)[1] == "no room here"
+
+
+async def test_what_is_wrong_with_a_request_is_wrong_everywhere() -> None:
+    bench = Bench(num_cores=2)
+    generation = bench.open()
+    bench.reject(generation, "invalid_argument")
+    assert ending(generation)[0] is ErrorCode.INVALID_ARGUMENT
