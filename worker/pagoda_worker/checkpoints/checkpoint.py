@@ -1,4 +1,4 @@
-"""Safetensors checkpoints: judged by their headers, mapped into memory, read tensor by tensor.
+"""Checkpoints: judged by headers, mapped into memory, read tensor by tensor. Safetensors files are opened here.
 
 A file is 8 bytes of header length (little endian), a JSON header name -> {dtype, shape, data_offsets}, then the data.
 Every number of a header is checked before it is used, so a damaged or hostile file is refused and nothing more. Tensors
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from pagoda_worker.checkpoints.blocks import BLOCKS
 from pagoda_worker.checkpoints.fingerprint import Entry, content_digest
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
@@ -28,7 +29,8 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-LOADABLE = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
+LOADABLE = (*FLOATS, *BLOCKS)
 NAMES_SHOWN = 8
 
 Progress = Callable[[int, int], None]
@@ -53,12 +55,17 @@ class Wanted:
 
 @dataclass
 class Checkpoint:
-    """All tensors of a model directory. Use as a context manager: leaving it gives the mappings back."""
+    """All tensors of a model. Use as a context manager: leaving it gives the mappings back.
+
+    `undone`: name -> what makes of a tensor as it is stored the one that the model's authors published. It may move
+    rows, or change numbers of a tensor that does not lie in blocks.
+    """
 
     path: Path
     entries: dict[str, Entry]
     digest: str  # of its content, see `fingerprint`
     progress: Progress | None = None
+    undone: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     bytes_read: int = 0
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
@@ -70,16 +77,19 @@ class Checkpoint:
         """The dtype that most of the weights' bytes have; whole numbers do not count."""
         totals: dict[str, int] = {}
         for entry in self.entries.values():
-            if entry.dtype in LOADABLE:
+            if entry.dtype in FLOATS:
                 totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.num_bytes
         return DTYPES[max(totals, key=lambda name: totals[name])] if totals else None
 
     def get(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor in `dtype` on `device`; a view of the file if nothing has to change. Counts as progress."""
-        return self.stored(name).to(device=device, dtype=dtype)
+        stored, kind = self.stored(name), self.entries[name].dtype
+        if kind in BLOCKS:
+            return BLOCKS[kind].widened(stored.to(device), dtype)
+        return stored.to(device=device, dtype=dtype)
 
     def stored(self, name: str) -> torch.Tensor:
-        """A tensor as it is stored, a view of the file. Counts as progress."""
+        """A tensor as it is stored, a view of the file; of one in blocks, their bytes. Counts as progress."""
         entry = self.entries[name]
         if entry.num_bytes:
             raw = torch.frombuffer(
@@ -92,7 +102,9 @@ class Checkpoint:
         self.bytes_read += entry.num_bytes
         if self.progress is not None:
             self.progress(min(self.bytes_read, self.num_bytes), self.num_bytes)
-        return raw.view(DTYPES[entry.dtype]).view(entry.shape)
+        dtype = DTYPES.get(entry.dtype)
+        tensor = raw.view(*entry.shape[:-1], -1) if dtype is None else raw.view(dtype).view(entry.shape)
+        return self.undone[name](tensor) if name in self.undone else tensor
 
     def check(self, expected: Mapping[str, Wanted], ignored_suffixes: tuple[str, ...], tied: bool) -> None:
         """Compare names, shapes and dtypes with what the model needs, before anything is loaded.
@@ -158,13 +170,17 @@ def open_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint:
         entries |= {name: found[name] for name in (found if names is None else names & set(found))}
         if names is not None and names - set(found):
             raise CheckpointError(path, _listing(f"{INDEX} names, but {file.name} lacks", sorted(names - set(found))))
+    return Checkpoint(path, entries, digest_of(path, entries), progress)
+
+
+def digest_of(path: Path, entries: Mapping[str, Entry]) -> str:
+    """See `content_digest`. Raises CheckpointError when a file cannot be read."""
     try:
-        digest = content_digest(entries)
+        return content_digest(entries)
     except EOFError as error:
         raise CheckpointError(Path(error.args[0]), ["the file is shorter than its header says"]) from error
     except OSError as error:
         raise CheckpointError(path, [_told(error)]) from error
-    return Checkpoint(path, entries, digest, progress)
 
 
 def _files(path: Path) -> list[tuple[Path, set[str] | None]]:
@@ -178,7 +194,7 @@ def _files(path: Path) -> list[tuple[Path, set[str] | None]]:
         return [(path / SINGLE, None)]
     if not path.is_dir():
         raise CheckpointError(path, ["no such directory"])
-    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
     if others:
         advice = f"only {', '.join(others[:3])} found; convert the model to safetensors, other formats are not loaded"
         raise CheckpointError(path, [advice])
@@ -206,10 +222,11 @@ def read_json(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(path, [_told(error)]) from error
-    return _json_object(content, path, "")
+    return json_object(content, path, "")
 
 
-def _json_object(content: bytes, file: Path, subject: str) -> dict[str, Any]:
+def json_object(content: bytes, file: Path, subject: str) -> dict[str, Any]:
+    """Raises CheckpointError, which names `subject` of the `file`, for what is no JSON object."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -234,7 +251,7 @@ def _header(file: Path) -> tuple[bytes, int]:
 
 
 def _entries(file: Path, header: bytes, size: int) -> dict[str, Entry]:
-    fields = _json_object(header, file, "header is ")
+    fields = json_object(header, file, "header is ")
     start = 8 + len(header)
     fields.pop("__metadata__", None)
     parsed = {name: _entry(file, value, start) for name, value in fields.items()}

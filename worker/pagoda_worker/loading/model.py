@@ -11,12 +11,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint, read_json
+from pagoda_proto.model_files.files import is_gguf
+from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress
 from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, check_sizes
 from pagoda_worker.checkpoints.fingerprint import fingerprint
 from pagoda_worker.checkpoints.formats import FIELD, read_layout
+from pagoda_worker.checkpoints.formats.gguf import block_layout, rounding_remark
 from pagoda_worker.checkpoints.formats.layout import Layout
 from pagoda_worker.checkpoints.formats.source import Formats, choose_formats, left_alone, open_source
+from pagoda_worker.checkpoints.gguf import open_weights
+from pagoda_worker.checkpoints.reading import read_config
 from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled, linear_layers
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.devices import choose_device
@@ -80,20 +84,20 @@ class LoadedModel:
 def load_model(
     config: WorkerConfig,
     progress: Progress | None = None,
-    open_weights: Callable[[Path, Progress | None], Checkpoint] = open_checkpoint,
+    opened: Callable[[Path, Progress | None], Checkpoint] = open_weights,
 ) -> LoadedModel:
     """Load the model of `config.model`.
 
     Args:
         config: Which model, where and how.
         progress: Called with bytes loaded and bytes in all; what it raises ends the loading.
-        open_weights: Where its tensors come from; a benchmark makes them up.
+        opened: Where its tensors come from; a benchmark makes them up.
 
     Raises:
         ValueError: the directory, its configuration or the worker's configuration cannot be used; says which and why.
     """
     path = Path(config.model)
-    fields = read_json(path / "config.json")
+    fields = read_config(path)
     _refuse_hopeless(fields)
     device = choose_device(config.device)
     config = config.settled(device.type)
@@ -101,7 +105,7 @@ def load_model(
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
     torch.set_num_threads(config.threads)
     spec, layout = _what_to_load(config, fields)
-    with open_weights(path, progress) as checkpoint:
+    with opened(path, progress) as checkpoint:
         dtype = run_dtype(config.dtype, fields, checkpoint.dtype(), device)
         ops = _load_ops(config, device, dtype, spec)
         if spec is None:
@@ -142,9 +146,11 @@ def _natively(
     ops: Ops,
     dtype: torch.dtype,
 ) -> _Made:
-    formats = choose_formats(spec, layout, config.quantization)
+    formats = choose_formats(spec, layout or block_layout(checkpoint.entries), config.quantization)
     source = open_source(checkpoint, spec, formats, dtype, ops.device)
     _tell_formats(ops, dtype, spec, formats)
+    if remark := rounding_remark(checkpoint.entries, linear_layers(spec)):
+        log.warning("weights: %s", remark)
     max_len = model_len(config.max_model_len, spec.reach, spec.max_positions)
     with torch.inference_mode():
         decoder = Decoder(spec, ops, source, dtype, max_len)
@@ -230,7 +236,7 @@ def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[Decoder
             raise UnsupportedConfig(
                 f"{asked}: only models with a native implementation can be quantised: {error}"
             ) from error
-        if not config.fallback:
+        if not config.fallback or is_gguf(Path(config.model)):
             raise
         log.warning("%s runs through transformers' code, not natively: %s", name or "the model", error)
         return None, None
