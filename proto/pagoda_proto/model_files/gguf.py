@@ -154,6 +154,7 @@ class Gguf:
         self.path = path
         self.tensors = tensors
         self._places = places
+        self._arrays: dict[str, list[Any]] = {}  # that were asked for
 
     @property
     def keys(self) -> frozenset[str]:
@@ -186,7 +187,9 @@ class Gguf:
             return None
         if place.kind != ARRAY or _python_type(place.item) is not kind:
             raise self.bad(f"{key!r} must be an array of type {kind.__name__}")
-        return self._read(place)
+        if key not in self._arrays:
+            self._arrays[key] = self._read(place)
+        return self._arrays[key]
 
     def is_array(self, key: str) -> bool:
         return key in self._places and self._places[key].kind == ARRAY

@@ -30,9 +30,9 @@ KNOWN = {
     "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.attn_factor",
     "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_attn_factor", "rope.scale_linear", "expert_count", "expert_used_count", "pooling_type",
-    "attention.causal",
+    "attention.causal", "tensor_data_layout",
 }  # fmt: skip
-SLIDING = "attention.sliding_window"
+SLIDING, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
 EXPERT_WIDTH = "expert_feed_forward_length"
 SCORE_CAP, LOGIT_CAP = "attn_logit_softcapping", "final_logit_softcapping"
 
@@ -81,11 +81,12 @@ def _llama(keys: Keys) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "attention_bias": "blk.0.attn_q.bias" in keys.gguf.tensors, "mlp_bias": "blk.0.ffn_up.bias" in keys.gguf.tensors
     }  # fmt: skip
+    window = keys.whole(SLIDING, 0)
+    if window:
+        fields |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
     if not keys.whole("expert_count", 0):
         return fields
-    if any(fields.values()):
-        raise keys.gguf.bad("has experts and biases, which no model of its kind has")
-    return {"architectures": ["MixtralForCausalLM"]} | _chosen(keys)
+    return fields | {"architectures": ["MixtralForCausalLM"]} | _chosen(keys)
 
 
 def _chosen(keys: Keys) -> dict[str, Any]:
@@ -120,13 +121,26 @@ def _gemma2(keys: Keys) -> dict[str, Any]:
 
 def _gemma3(keys: Keys) -> dict[str, Any]:
     local = keys.number("rope.freq_base_swa", 10_000.0)
-    return _gemma(keys) | {
-        "sliding_window": keys.whole(SLIDING),
-        "rope_theta": keys.number("rope.freq_base", 1_000_000.0),
-        "rope_local_base_freq": local,
-        "final_logit_softcapping": keys.number(LOGIT_CAP, 0.0) or None,
-        "query_pre_attn_scalar": _query_scalar(keys, 62),
-    }
+    return (
+        _gemma(keys)
+        | _sliding_pattern(keys)
+        | {
+            "sliding_window": keys.whole(SLIDING),
+            "rope_theta": keys.number("rope.freq_base", 1_000_000.0),
+            "rope_local_base_freq": local,
+            "final_logit_softcapping": keys.number(LOGIT_CAP, 0.0) or None,
+            "query_pre_attn_scalar": _query_scalar(keys, 62),
+        }
+    )
+
+
+def _sliding_pattern(keys: Keys) -> dict[str, Any]:
+    """Every so many layers one sees all, or for each layer whether it slides."""
+    key = f"{keys.prefix}.{PATTERN}"
+    if not keys.gguf.is_array(key):
+        return {"sliding_window_pattern": keys.whole(PATTERN, 6)}
+    slides = keys.gguf.items(key, bool) or []
+    return {"layer_types": ["sliding_attention" if one else "full_attention" for one in slides]}
 
 
 def _query_scalar(keys: Keys, layers: int) -> float:
@@ -137,14 +151,16 @@ def _query_scalar(keys: Keys, layers: int) -> float:
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(architecture="LlamaForCausalLM", fields=_llama),
+    "llama": Family(architecture="LlamaForCausalLM", fields=_llama, keys=frozenset({SLIDING})),
     "qwen2": Family(architecture="Qwen2ForCausalLM"),
     "qwen3": Family(architecture="Qwen3ForCausalLM"),
     "qwen3moe": Family(architecture="Qwen3MoeForCausalLM", fields=_qwen3_moe, keys=frozenset({EXPERT_WIDTH})),
     "gemma": Family(architecture="GemmaForCausalLM", fields=_gemma),
     "gemma2": Family(architecture="Gemma2ForCausalLM", fields=_gemma2, keys=frozenset({SLIDING, SCORE_CAP, LOGIT_CAP})),
     "gemma3": Family(
-        architecture="Gemma3ForCausalLM", fields=_gemma3, keys=frozenset({SLIDING, LOGIT_CAP, "rope.freq_base_swa"})
+        architecture="Gemma3ForCausalLM",
+        fields=_gemma3,
+        keys=frozenset({SLIDING, LOGIT_CAP, "rope.freq_base_swa", PATTERN}),
     ),
     "phi3": Family(architecture="Phi3ForCausalLM", fields=_phi3, keys=frozenset({SLIDING})),
 }
