@@ -160,7 +160,7 @@ FAMILIES: Mapping[str, Family] = {
     "gemma3": Family(
         architecture="Gemma3ForCausalLM",
         fields=_gemma3,
-        keys=frozenset({SLIDING, LOGIT_CAP, "rope.freq_base_swa", PATTERN}),
+        keys=frozenset({SLIDING, PATTERN, LOGIT_CAP, "rope.freq_base_swa"}),
     ),
     "phi3": Family(architecture="Phi3ForCausalLM", fields=_phi3, keys=frozenset({SLIDING})),
 }

@@ -1,4 +1,4 @@
-"""Tiny checkpoints as converters write them in GGUF: tensors renamed and rearranged, and what config.json says in pairs."""
+"""Tiny checkpoints as converters write them in GGUF: tensors renamed and rearranged, config.json as pairs."""
 
 from __future__ import annotations
 
