@@ -23,7 +23,7 @@ ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    model: str = option("", "model directory: tokenizer and config files")
+    model: str = option("", "model directory with tokenizer and config files, or GGUF file")
     served_model_name: str = option("", "name clients use; the directory's name when empty")
     engine: str = option("", "engine core address: unix:/path or host:port; several with commas between", required=True)
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")

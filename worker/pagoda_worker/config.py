@@ -23,7 +23,7 @@ BLOCK_SIZES = {"cpu": 32, "cuda": 64}
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    model: str = option("", "model directory: config.json and safetensors files")
+    model: str = option("", "model directory with config.json and safetensors files, or GGUF file")
     engine: str = option("", "ZMQ address of the engine core: ipc:///path or tcp://host:port", required=True)
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     worker_id: str = option("", "stable name of this worker; made from host and process id when empty")
@@ -69,7 +69,7 @@ class WorkerConfig:
         DEFAULT_MAX_TOKENS_PER_STEP, "most tokens one step may compute", least=1, most=2**20
     )
     speculation: str = option("", "guess tokens and verify them: ngram, draft-model; empty: off", words=SPECULATIONS)
-    draft_model: str = option("", "model directory for draft-model; same vocabulary as the model")
+    draft_model: str = option("", "model directory or GGUF file for draft-model; same vocabulary as the model")
     max_drafts: int = option(0, "most tokens guessed at once for a choice; 0: 8", most=1024)
     task: str = option(
         AUTO,

@@ -37,12 +37,13 @@ def model_files(path: Path) -> ModelFiles:
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix == SUFFIX
+    """By its name, whether it is there or not."""
+    return path.suffix == SUFFIX and not path.is_dir()
 
 
 def gguf_in(directory: Path) -> list[Path]:
     """The GGUF models of a directory: their files, or the first of the parts of each."""
-    found = sorted(path for path in directory.iterdir() if is_gguf(path) and path.is_file())
+    found = sorted(path for path in directory.iterdir() if is_gguf(path))
     return [path for path in found if (parts := part_paths(path)) is None or parts[0] == path]
 
 

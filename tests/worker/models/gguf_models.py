@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from tests.gguf_files import GgufFile, Stored, gguf_name, interleaved, stored
+from tests.gguf_files import GgufFile, Stored, demo_pairs, demo_tensors, gguf_name, interleaved, stored
 
 FOUR_NORMS = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
@@ -107,3 +107,13 @@ def _llama3_factors(rope: dict[str, Any], head_dim: int) -> torch.Tensor:
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     blend = ((turns - low) / (high - low)).clamp(0, 1)
     return 1 / ((1 - blend) / rope["factor"] + blend)
+
+
+def demo_parts(directory: Path) -> Path:
+    """The bundled model in three parts, its metadata in the first."""
+    tensors = list(demo_tensors("BF16").items())
+    paths = [directory / f"demo-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    for number, path in enumerate(paths):
+        split = {"split.no": number, "split.count": 3, "split.tensors.count": len(tensors)}
+        GgufFile((demo_pairs() if not number else {}) | split, dict(tensors[number::3])).write(path)
+    return paths[0]

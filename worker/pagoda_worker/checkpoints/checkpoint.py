@@ -29,8 +29,7 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-FLOATS = ("F64", "F32", "F16", "BF16")
-LOADABLE = (*FLOATS, *BLOCKS)
+LOADABLE = ("F64", "F32", "F16", "BF16")
 NAMES_SHOWN = 8
 
 Progress = Callable[[int, int], None]
@@ -46,11 +45,14 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a model expects of a tensor by its header."""
+    """What a model expects of a tensor by its header. Where any numbers will do, they may lie in blocks."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = LOADABLE
     optional: bool = False
+
+    def takes(self, dtype: str) -> bool:
+        return dtype in self.dtypes or (self.dtypes == LOADABLE and dtype in BLOCKS)
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Checkpoint:
         """The dtype that most of the weights' bytes have; whole numbers do not count."""
         totals: dict[str, int] = {}
         for entry in self.entries.values():
-            if entry.dtype in FLOATS:
+            if entry.dtype in LOADABLE:
                 totals[entry.dtype] = totals.get(entry.dtype, 0) + entry.num_bytes
         return DTYPES[max(totals, key=lambda name: totals[name])] if totals else None
 
@@ -127,7 +129,7 @@ class Checkpoint:
         dtypes = [
             f"{name} is {entry.dtype}, expected {' or '.join(expected[name].dtypes)}"
             for name, entry in found.items()
-            if entry.dtype not in expected[name].dtypes
+            if not expected[name].takes(entry.dtype)
         ]
         problems = [
             *_listing("missing tensors", missing),

@@ -98,7 +98,7 @@ def _published(gguf: Gguf, family: str, stored: str, tensor: GgufTensor) -> Iter
             name = f"model.layers.{layer}.{EXPERTS[part].format(expert)}.weight"
             yield name, Entry(tensor.file, tensor.kind, tensor.shape[1:], begin, begin + size)
         return
-    known = PARTS | OF_FAMILY.get(family, {})
+    known = {**PARTS, **OF_FAMILY.get(family, {})}
     if part not in known:
         raise gguf.bad(f"tensor {stored!r} is none that a model of architecture {family!r} has here")
     yield f"model.layers.{layer}.{known[part]}.{kind}", _entry(tensor)

@@ -64,11 +64,7 @@ def test_only_what_lies_in_blocks_is_packed() -> None:
     assert block_layout({"a.weight": plain}) is None
     layout = block_layout({"a.weight": plain, "b.weight": entry("Q4_0")})
     assert layout is not None
-    assert (layout.packing_of("a"), layout.packing_of("b"), layout.packing_of("c")) == (
-        None,
-        BlockPacking("Q4_0"),
-        None,
-    )
+    assert [layout.packing_of(name) for name in "abc"] == [None, BlockPacking("Q4_0"), None]
 
 
 def test_what_is_rounded_is_told_with_its_size() -> None:
