@@ -13,9 +13,7 @@ from pagoda import LLM, SamplingParams
 from pagoda.settings.resolving import ConfigError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, logprobs=2)
-CHATS = [
-    [{"role": "user", "content": text}] for text in ("What is 3 plus 4?", "How are you?", "Sort: pear, fig")
-]
+CHATS = [[{"role": "user", "content": text}] for text in ("What is 3 plus 4?", "How are you?", "Sort: pear, fig")]
 OPTIONS: dict[str, Any] = {"threads": 1, "kv_cache_gib": 0.05, "dtype": "float32"}
 
 

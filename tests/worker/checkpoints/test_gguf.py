@@ -43,7 +43,7 @@ def test_blocks_are_widened_where_numbers_are_wanted(tmp_path: Path) -> None:
         assert torch.equal(checkpoint.get("lm_head.weight", torch.float32, CPU), found)  # read for it anew
 
 
-def test_sec_30_other_weights_are_another_model_and_the_same_the_same(tmp_path: Path) -> None:
+def test_other_weights_are_another_model_and_the_same_the_same(tmp_path: Path) -> None:
     digests = [open_gguf(write_demo(tmp_path / f"{name}.gguf", "Q8_0")).digest for name in ("a", "b")]
     tensors = demo_tensors("Q8_0")
     name = "blk.2.ffn_up.weight"
