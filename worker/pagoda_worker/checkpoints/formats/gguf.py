@@ -1,7 +1,7 @@
 """GGUF: every matrix lies in blocks of the kind that its own header names; see `checkpoints.blocks`.
 
 What has a scale for 32 levels and no minimum becomes our levels as it is. All else is widened and rounded to int8 in
-groups of 32: finer than what is rounded, and half the bytes of bfloat16.
+groups of 32, which takes about half the bytes of bfloat16.
 """
 
 from __future__ import annotations
