@@ -6,7 +6,9 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -60,7 +62,7 @@ class Stored:
 @dataclass
 class GgufFile:
     pairs: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Stored] = field(default_factory=dict)
+    tensors: Mapping[str, Stored] = field(default_factory=dict)
     version: int = 3
     magic: bytes = b"GGUF"
     alignment: int = 32
@@ -141,13 +143,14 @@ def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
-def demo_tensors(kind: str = "F32") -> dict[str, Stored]:
+@cache
+def demo_tensors(kind: str = "F32") -> Mapping[str, Stored]:
     heads, found = {"q_proj": 4, "k_proj": 2}, {}
     for name, tensor in load_file(DEMO / "model.safetensors").items():
         part = name.split(".")[-2]
         rows = interleaved(tensor, heads[part]) if part in heads else tensor
         found[gguf_name(name, {})] = stored(rows, kind)
-    return found
+    return MappingProxyType(found)
 
 
 def demo_pairs(whole_tokenizer: bool = True) -> dict[str, Any]:

@@ -73,8 +73,12 @@ class Keys:
 
     @property
     def head_dim(self) -> int:
-        shared = self.whole("embedding_length") // max(1, self.whole("attention.head_count"))
-        return self.whole("attention.key_length", shared)
+        """Above 0, as is the number of heads."""
+        heads = self.whole("attention.head_count")
+        found = self.whole("attention.key_length", self.whole("embedding_length") // heads if heads > 0 else 0)
+        if heads < 1 or found < 1:
+            raise self.gguf.bad(f"{heads} heads of {found} dimensions are no attention")
+        return found
 
 
 def _llama(keys: Keys) -> dict[str, Any]:

@@ -46,10 +46,10 @@ def locate(model: str, revision: str = "", *, weights: bool = True) -> Path:
         raise ConfigError([f"model {model}: is a file, and no GGUF file; name that, or the directory of a checkpoint"])
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise ConfigError([f"model {model}: no such directory, and it is not of the form of a hub id (org/name)"])
-    return _download(model, revision, TEXT_FILES + (WEIGHT_FILES if weights else ()))
+    return _in_directory(model, _download(model, revision, TEXT_FILES + (WEIGHT_FILES if weights else ())), hub=True)
 
 
-def _in_directory(model: str, path: Path) -> Path:
+def _in_directory(model: str, path: Path, hub: bool = False) -> Path:
     """Safetensors files go before a GGUF file, which is the same model in another form."""
     found = [] if any(path.glob("*.safetensors")) else gguf_in(path)
     if len(found) == 1:
@@ -58,7 +58,10 @@ def _in_directory(model: str, path: Path) -> Path:
         named = ", ".join(one.name for one in found[:8])
         raise ConfigError([f"model {model}: {len(found)} GGUF models are in the directory ({named}); name one of them"])
     if not (path / "config.json").is_file():
-        raise ConfigError([f"model {model}: the directory has no config.json, so it is not a checkpoint"])
+        advice = (
+            "a GGUF file of the hub is downloaded first, and named by its path" if hub else "so it is not a checkpoint"
+        )
+        raise ConfigError([f"model {model}: there is no config.json; {advice}"])
     return path
 
 

@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.gguf_files import DEMO, GgufFile, demo_pairs, demo_tensors, write_demo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.gguf_files import DEMO, GgufFile, Stored, demo_pairs, demo_tensors, write_demo
 
+from pagoda_gateway.text.chat import BadTemplate
 from pagoda_gateway.text.model_text import BadModelFiles, ModelText
+from pagoda_gateway.text.vocabulary import UnsupportedTokenizer
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How are you, <|im_end|>?"}]
 
@@ -43,3 +47,22 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     path = GgufFile(pairs, demo_tensors()).write(tmp_path / "m.gguf")
     with pytest.raises(BadModelFiles, match=r"^m\.gguf: 'tokenizer\.ggml\.pre' is 'viking', not one of"):
         ModelText.load(path)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_sec_30_damage_of_a_gguf_is_refused_by_the_gateway(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Or does no harm: what is loaded reads and writes text."""
+    tensors = {"token_embd.weight": Stored(bytes(64), (1, 32), "F16")}
+    path = tmp_path_factory.mktemp("damaged") / "m.gguf"
+    raw = bytearray(GgufFile(demo_pairs(whole_tokenizer=False), tensors).encoded())
+    for _ in range(data.draw(st.integers(1, 2))):
+        raw[data.draw(st.integers(0, len(raw) - 65))] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw)
+    try:
+        text = ModelText.load(path)
+    except (BadModelFiles, BadTemplate, UnsupportedTokenizer):
+        return
+    text.decode(text.encode("hello, world"))

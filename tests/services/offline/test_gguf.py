@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.gguf_files import write_demo
+from tests.gguf_files import GgufFile, demo_pairs, demo_tensors, write_demo
 from tests.worker.models.gguf_models import demo_parts
 
 from pagoda import LLM, SamplingParams
@@ -58,6 +58,9 @@ def test_a_form_holds_over_the_vocabulary_of_the_file(tmp_path: Path) -> None:
 
 def test_options_hold_for_a_file_as_for_a_directory(original: list[Any], tmp_path: Path) -> None:
     assert answers(str(write_demo(tmp_path / "m.gguf", "F32")), quantization="int8")[0][1] == original[0][1]
+    mixed = demo_tensors("Q4_0") | {"token_embd.weight": demo_tensors("Q8_0")["token_embd.weight"]}
+    path = GgufFile(demo_pairs(), mixed).write(tmp_path / "q4.gguf")
+    assert answers(str(path), quantization="int4")[0][1] == original[0][1]
     path = write_demo(tmp_path / "q8.gguf", "Q8_0")
     with pytest.raises(ConfigError, match=r"quantised already \(gguf: int8 group 32, activations int8\)"):
         answers(str(path), quantization="int4")

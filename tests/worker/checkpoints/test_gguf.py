@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tests.gguf_files import DEMO, GgufFile, Stored, demo_pairs, demo_tensors, write_demo
 
+from pagoda_proto.pooling.kinds import architecture_of
 from pagoda_worker.checkpoints.checkpoint import CheckpointError
+from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.checkpoints.gguf import open_gguf, open_weights
+from pagoda_worker.checkpoints.reading import read_config
+from pagoda_worker.loading.model import native_spec
 
 CPU = torch.device("cpu")
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -68,6 +75,47 @@ def test_a_tensor_that_nobody_knows_is_refused_by_name(name: str, tensor: Stored
     path = GgufFile(demo_pairs(), demo_tensors() | {name: tensor}).write(tmp_path / "m.gguf")
     with pytest.raises(CheckpointError, match=message):
         open_gguf(path)
+
+
+@cache
+def small_model() -> bytes:
+    """All that a header can have, over tensors of few bytes."""
+    tensors = {name: Stored(bytes(64), (1, 32), "F16") for name in demo_tensors()}
+    experts = {"blk.0.ffn_up_exps.weight": Stored(bytes(36), (2, 1, 32), "Q4_0")}
+    pairs = {key: value for key, value in demo_pairs(False).items() if not key.startswith("tokenizer.")}
+    return GgufFile(pairs | {"tokenizer.ggml.tokens": ["a", "b"]}, tensors | experts).encoded()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_sec_30_damage_of_a_gguf_is_refused_by_the_worker(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """By its configuration or its tensors; what is taken can be read to the last byte."""
+    path, raw = tmp_path_factory.mktemp("damaged") / "m.gguf", bytearray(small_model())
+    for _ in range(data.draw(st.integers(1, 2))):
+        raw[data.draw(st.integers(0, 4000))] = data.draw(st.one_of(st.integers(0, 255), st.just(0)))
+    path.write_bytes(raw)
+    try:
+        fields = read_config(path)
+        native_spec(architecture_of(fields), fields)
+    except (CheckpointError, UnsupportedConfig):
+        pass
+    try:
+        checkpoint = open_gguf(path)
+    except CheckpointError:
+        return
+    with checkpoint:
+        for name in checkpoint.entries:
+            if name not in checkpoint.undone:  # which are done only to shapes that have been checked
+                checkpoint.get(name, torch.float32, CPU).sum()
+
+
+def test_sec_30_experts_without_number_are_refused(tmp_path: Path) -> None:
+    many = Stored(bytes(2**19), (2**18, 1, 1), "F16")
+    path = GgufFile(demo_pairs(), {"blk.0.ffn_up_exps.weight": many, "blk.1.ffn_up_exps.weight": many})
+    with pytest.raises(CheckpointError, match=r"'blk\.1\.ffn_up_exps\.weight' has 262144 matrices"):
+        open_gguf(path.write(tmp_path / "m.gguf"))
 
 
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [

@@ -42,6 +42,7 @@ OF_FAMILY: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 INTERLEAVED = {"llama": {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}}
 ONE_ADDED = ("gemma", "gemma2", "gemma3")
+MOST_ENTRIES = 2**18  # experts of one tensor are entries of their own, and a header can have them in millions
 _LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
 
 
@@ -74,6 +75,9 @@ def _entries(gguf: Gguf, family: str) -> tuple[dict[str, Entry], dict[str, Undo]
             continue
         if len(tensor.shape) == 1 and tensor.kind in BLOCKS:
             raise gguf.bad(f"tensor {stored!r} is a list in blocks, which no converter makes")
+        many = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        if len(entries) + many > MOST_ENTRIES:
+            raise gguf.bad(f"tensor {stored!r} has {many} matrices, more than any model has with those before it")
         for name, entry in _published(gguf, family, stored, tensor):
             entries[name] = entry
             undo = undo_of(stored)
