@@ -58,9 +58,7 @@ def _in_directory(model: str, path: Path, hub: bool = False) -> Path:
         named = ", ".join(one.name for one in found[:8])
         raise ConfigError([f"model {model}: {len(found)} GGUF models are in the directory ({named}); name one of them"])
     if not (path / "config.json").is_file():
-        advice = (
-            "a GGUF file of the hub is downloaded first, and named by its path" if hub else "so it is not a checkpoint"
-        )
+        advice = "download a GGUF file of the hub, and name its path" if hub else "so it is not a checkpoint"
         raise ConfigError([f"model {model}: there is no config.json; {advice}"])
     return path
 
