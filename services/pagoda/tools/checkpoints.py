@@ -50,8 +50,8 @@ def locate(model: str, revision: str = "", *, weights: bool = True) -> Path:
 
 
 def _in_directory(model: str, path: Path, hub: bool = False) -> Path:
-    """Safetensors files go before a GGUF file, which is the same model in another form."""
-    found = [] if any(path.glob("*.safetensors")) else gguf_in(path)
+    """Safetensors files go before a GGUF file, the same model in another form; of the `hub` only they come."""
+    found = [] if hub or any(path.glob("*.safetensors")) else gguf_in(path)
     if len(found) == 1:
         return found[0]
     if found:
