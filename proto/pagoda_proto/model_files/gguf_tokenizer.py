@@ -19,6 +19,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 MAX_TOKENS = 2**22
 MAX_SPLITS = 2**24  # of pieces of SentencePiece into two
 SPACE = "\u2581"
+STRIPS_NONE = {"<unk>", "<s>", "<|endoftext|>"}
 # What ends an answer in the models that are read here, though a file names only one of its ends.
 ENDS = {
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>",
@@ -36,15 +37,13 @@ def end_ids(gguf: Gguf) -> list[int]:
 
 
 def tokenizer_config_of(gguf: Gguf) -> dict[str, Any]:
-    """What tokenizer_config.json would say."""
+    """What tokenizer_config.json would say, but for what is put before every text, which `tokenizer_of` says."""
     tokens, _ = _vocabulary(gguf)
     fields: dict[str, Any] = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
         found = _id_of(gguf, key, len(tokens))
         if found is not None:
             fields[f"{name}_token"] = tokens[found]
-    if WHOLE not in gguf.keys:
-        fields["add_bos_token"] = _adds_bos(gguf)
     names = gguf.items(TEMPLATES, str) or []
     named = {name: gguf.take(f"{TEMPLATE}.{name}", str) for name in names if f"{TEMPLATE}.{name}" in gguf.keys}
     default = gguf.maybe(TEMPLATE, str)
@@ -178,9 +177,12 @@ def _tokenizer(gguf: Gguf, *, model: Mapping[str, Any], **steps: Any) -> dict[st
         "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
         "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
     }  # fmt: skip
+    # Phi 3 leaves out the white space behind most of its special tokens, which no file says.
+    strips = gguf.maybe("general.architecture", str) == "phi3" and gguf.maybe("tokenizer.ggml.model", str) == "llama"
     added = [
         {
-            "id": i, "content": token, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+            "id": i, "content": token, "single_word": False, "lstrip": False,
+            "rstrip": strips and token not in STRIPS_NONE, "normalized": False,
             "special": kind != USER_DEFINED,
         }
         for i, (token, kind) in enumerate(zip(tokens, types, strict=True))

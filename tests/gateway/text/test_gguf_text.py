@@ -36,6 +36,9 @@ def test_a_vocabulary_without_the_whole_tokenizer_reads_and_writes_any_text(tmp_
         assert text.decode(text.encode(written)) == written
     special = json.loads((DEMO / "tokenizer_config.json").read_text())["added_tokens_decoder"]
     assert text.encode("<|im_start|><tool_call>") == [510, 507]
+    pairs = demo_pairs(whole_tokenizer=False) | {"tokenizer.ggml.bos_token_id": 509}
+    written = "<|endoftext|>hello"  # stays, though nothing would be put before a text
+    assert ModelText.load(GgufFile(pairs, demo_tensors()).write(tmp_path / "bos.gguf")).encode(written)[0] == 509
     assert text.table.special_ids == {int(i) for i, token in special.items() if token["special"]}
 
 

@@ -174,6 +174,18 @@ def test_sentencepiece_ids_are_those_of_the_original(pieces: tuple[Tokenizer, To
     assert ours.decode(ids) == original.decode(ids)
 
 
+def test_phi_3_leaves_out_what_is_white_behind_special_tokens(tmp_path: Path) -> None:
+    """But for a few; other models leave out nothing."""
+    _, pairs = sentencepiece(True)
+
+    def ids(arch: str, text: str) -> list[int]:
+        return made(opened(pairs | {"general.architecture": arch}, tmp_path)).encode(text).ids
+
+    assert ids("phi3", "</s>\n a") == ids("phi3", "</s>a") != ids("phi3", "<s>\n a")
+    assert ids("phi3", "<s>\n a") == ids("llama", "<s>\n a")
+    assert ids("llama", "</s>\n a") != ids("llama", "</s>a")
+
+
 def test_no_text_makes_a_control_token(tmp_path: Path) -> None:
     """Though their pieces could be joined to one."""
     _, pairs = sentencepiece(True)
@@ -218,7 +230,7 @@ def test_what_stands_beside_the_tokenizer(tmp_path: Path) -> None:
         "tokenizer.chat_template.tool_use": "with tools", "tokenizer.ggml.bos_token_id": 509,
     }  # fmt: skip
     assert tokenizer_config_of(opened(pairs, tmp_path)) == {
-        "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "add_bos_token": False,
+        "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
         "chat_template": [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}],
     }  # fmt: skip
 
