@@ -8,18 +8,21 @@ from dataclasses import dataclass
 from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.adapters import Adapter
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import ModelLimits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """`created` is since when it is served, in Unix seconds."""
+    """`created` is since when it is served, in Unix seconds. With an `adapter` it is that of the model `parent`."""
 
     name: str
     text: ModelText
     engine: EngineClient
     created: int
+    adapter: Adapter | None = None
+    parent: str | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -35,13 +38,29 @@ class ServedModel:
 
 
 class Catalogue:
-    """Served models. To a caller there are those that its key allows; the first is meant where a request names none."""
+    """Served models. To a caller there are those that its key allows; the first is meant where a request names none.
+
+    The first is the model itself and stays; adapters of it come and go. A request keeps what it found.
+    """
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self._by_name = {model.name: model for model in models}
 
+    @property
+    def model(self) -> ServedModel:
+        """Without an adapter."""
+        return next(iter(self))
+
+    def put(self, model: ServedModel) -> None:
+        """Served from now on, in place of what has had its name."""
+        self._by_name[model.name] = model
+
+    def remove(self, name: str) -> None:
+        """Served no more, if it was. What has begun goes on."""
+        self._by_name.pop(name, None)
+
     def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._by_name.values())
+        return iter(list(self._by_name.values()))
 
     def of_job(self, name: str) -> ServedModel:
         """Of a job, which was made by who might use it. Raises PagodaError MODEL_NOT_FOUND."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagoda_gateway.adapters import named_adapters
 from pagoda_gateway.app import create_app
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
@@ -62,8 +63,10 @@ async def serve(
     listener = bind(config.host, config.port)
     with contextlib.closing(listener):
         text = await asyncio.to_thread(load_text, config)
+        adapters = await asyncio.to_thread(named_adapters, config)
         metrics = GatewayMetrics(served_name(config))
         parts = _Parts.of(config, text, metrics, health_times)
+        parts.ctx.adapters.name_all(adapters)
         guard = ConnectionGuard(config, metrics.slow_client, parts.engine.clock.now)
         app = create_app(parts.ctx, parts.health, metrics, parts.background, parts.batches, parts.tickets)
         server = HttpServer(uvicorn_config(app, config, guard))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pagoda_proto.adapters import named_paths
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
@@ -71,6 +72,15 @@ class WorkerConfig:
     speculation: str = option("", "guess tokens and verify them: ngram, draft-model; empty: off", words=SPECULATIONS)
     draft_model: str = option("", "model directory for draft-model; same vocabulary as the model")
     max_drafts: int = option(0, "most tokens guessed at once for a choice; 0: 8", most=1024)
+    lora_modules: str = option(
+        "", "adapters (LoRA, as PEFT saves them) to serve beside the model: name=directory, comma-separated"
+    )
+    lora_dir: str = option("", "directory below which adapters may lie that are loaded while serving; empty: nowhere")
+    max_loras: int = option(
+        8, "most adapters in use at once; others wait, or take the place of one that nobody uses", least=1, most=1024
+    )
+    max_lora_rank: int = option(64, "highest rank of an adapter", least=1, most=4096)
+    max_lora_bytes: int = option(1024**3, "largest file of an adapter", least=1, most=2**40)
     task: str = option(
         AUTO,
         "what the model is for: generate, embed, classify (also to rerank); auto goes by the model's files",
@@ -80,6 +90,10 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check(self, _further_problems(self))
+
+    @property
+    def takes_adapters(self) -> bool:
+        return bool(self.lora_modules or self.lora_dir)
 
     def settled(self, device_type: str) -> WorkerConfig:
         """With what nobody said: block_size as this kind of device likes it, and as many threads as there are cores."""
@@ -93,6 +107,10 @@ def _further_problems(config: WorkerConfig) -> Iterator[Problem]:
             parse(text)
         except ValueError as error:
             yield Problem(name, str(error))
+    try:
+        named_paths(config.lora_modules)
+    except ValueError as error:
+        yield Problem("lora_modules", str(error))
     if config.block_size % 16:
         yield Problem("block_size", f"block_size must be a multiple of 16, got {config.block_size}")
     if AUTO_SWAP_SPACE < config.swap_space_gib < 0:

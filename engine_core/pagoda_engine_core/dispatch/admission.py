@@ -13,6 +13,7 @@ from pagoda_engine_core.dispatch.answers import Sink, Submission
 from pagoda_engine_core.grammars.checker import Verdict
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.workers.pace import Throughput
+from pagoda_proto.adapters import adapter_problems
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import MAX_PRIORITY, MAX_SEED, MIN_PRIORITY, ModelLimits, check_for_model
@@ -293,6 +294,7 @@ def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
         yield Problem("request_id", f"must have 1 to {MAX_ID_BYTES} bytes, got {size}")
     if not 0 <= attempt <= MAX_ATTEMPT:
         yield Problem("attempt", f"must be between 0 and {MAX_ATTEMPT}, got {attempt}")
+    yield from adapter_problems(record.adapter)
     seed, asked = record.task.seed, record.task.params.seed
     if not 0 <= seed <= MAX_SEED:
         yield Problem("seed", f"must be between 0 and {MAX_SEED}, got {seed}")

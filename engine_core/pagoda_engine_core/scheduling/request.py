@@ -192,6 +192,11 @@ class Request:
         self._take_prior(resume.prior_outputs)
 
     @property
+    def adapter_digest(self) -> str:
+        """Of what it is computed with beside the model; "" for the model as it is."""
+        return self.record.adapter.digest if self.record.adapter else ""
+
+    @property
     def live_choices(self) -> list[Choice]:
         return [choice for choice in self.choices if choice.live]
 

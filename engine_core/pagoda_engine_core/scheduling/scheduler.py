@@ -23,7 +23,7 @@ from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder
 from pagoda_engine_core.scheduling.policy import OrderedChoices, Policy
 from pagoda_engine_core.scheduling.preemption import Preemption
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
-from pagoda_engine_core.scheduling.room import Need, Room
+from pagoda_engine_core.scheduling.room import Adapters, Need, Room
 from pagoda_engine_core.scheduling.speculation import grant_drafts, may_draft
 from pagoda_engine_core.scheduling.speed import Speed
 from pagoda_proto.errors import ErrorCode, PagodaError, error_code_from
@@ -40,6 +40,7 @@ class Scheduler:
         self._policy = policy
         self._row_ids = row_ids
         self._max_rows = min(config.max_rows, hello.max_rows)
+        self._max_adapters = hello.max_adapters
         pool = BlockPool(hello.num_blocks, hello.block_size, config.prefix_cache and hello.num_blocks > 0)
         self._kv = KvCache(pool, hello.num_swap_blocks)
         self._speed = Speed(min(config.max_tokens_per_step, hello.max_tokens_per_step), config.prompt_step_s)
@@ -90,7 +91,8 @@ class Scheduler:
         """What the next step has left for requests that are not here yet."""
         awake = restless(self._running)
         num_free = self._max_rows - len(self._running) + len(awake)  # the others take a row and what is promised
-        return Room(num_free, self._budget(awake, 1), self._kv).without(awake, self._waiting)
+        adapters = Adapters(self._max_adapters, [*self._running, *self._waiting])
+        return Room(num_free, self._budget(awake, 1), self._kv, adapters).without(awake, self._waiting)
 
     def need(self, request: Request, room: Room) -> Need:
         """What a request would take of the next step."""
@@ -280,6 +282,9 @@ class Scheduler:
         """
         if len(self._running) >= self._max_rows:
             return Cause.QUEUED_ROWS
+        adapter = choice.request.adapter_digest
+        if adapter and not Adapters(self._max_adapters, self._running).fits(adapter):
+            return Cause.QUEUED_ADAPTERS
         prefix = self._kv.lookup(choice)
         if not builder.budget.fits(choice.num_tokens - prefix.num_tokens):
             return Cause.QUEUED_BUDGET

@@ -92,6 +92,7 @@ def new_record(
             eos_token_ids=model.text.eos_token_ids,
         ),
         priority=priority,
+        adapter=model.adapter,
         **origin._asdict(),
     )
 

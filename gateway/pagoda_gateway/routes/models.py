@@ -35,7 +35,7 @@ def _shown(model: ServedModel) -> dict[str, Any]:
         "object": "model",
         "created": model.created,
         "owned_by": "pagoda",
-        "root": model.name,
-        "parent": None,
+        "root": model.adapter.path if model.adapter else model.name,
+        "parent": model.parent,
         "max_model_len": model.max_model_len or None,
     }

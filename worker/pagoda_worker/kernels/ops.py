@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
+from pagoda_worker.kernels.low_rank import Added, LowRank
 from pagoda_worker.kernels.quantized import Weight
 from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.rows.batch import Batch
@@ -143,16 +144,27 @@ class Ops(Protocol):
     def pack_gated(self, weight: Weight, bias: Tensor | None = None) -> Any:
         """weight [2 I, K] and bias [2 I], gate above up -> a packed form for `gated_linear`."""
 
-    def linear(self, x: Tensor, packed: Any) -> Tensor:
-        """x [T, K] -> [T, N] in the dtype of x."""
+    def new_slots(self, packed: Any, count: int, rank: int, *, gated: bool = False) -> Any:
+        """Room for what `count` adapters add to a packed layer, of up to `rank` for all its parts together.
 
-    def gated_linear(self, x: Tensor, packed: Any, activation: str) -> Tensor:
+        `gated`: it was packed by `pack_gated`.
+        """
+
+    def fill_slot(self, slots: Any, slot: int, factors: LowRank | None) -> None:
+        """An adapter takes this slot, or, with None, adds nothing to this layer. No step is under way."""
+
+    def linear(self, x: Tensor, packed: Any, added: Added | None = None) -> Tensor:
+        """x [T, K] -> [T, N] in the dtype of x, with what is `added` in float32 before it is rounded, or rounded again;
+        so in all operations that take it. Lines of tokens without an adapter have the bits they have without `added`.
+        """
+
+    def gated_linear(self, x: Tensor, packed: Any, activation: str, added: Added | None = None) -> Tensor:
         """x [T, K] -> act(gate) * up [T, I]; activation is "silu", "gelu_tanh" or "gelu".
 
         Gate, up and act(gate) are rounded to the dtype of x where separate operations would round them.
         """
 
-    def activated_linear(self, x: Tensor, packed: Any, activation: str) -> Tensor:
+    def activated_linear(self, x: Tensor, packed: Any, activation: str, added: Added | None = None) -> Tensor:
         """x [T, K] -> act(x W^T) [T, N], `packed` by `pack_linear`; activation is one of ACTIVATIONS.
 
         What is activated is rounded to the dtype of x, where a separate operation would round it.
@@ -169,7 +181,7 @@ class Ops(Protocol):
         Each product is rounded to the dtype of x, as those of linear layers are.
         """
 
-    def logits(self, hidden: Tensor, packed: Any, softcap: float | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, packed: Any, softcap: float | None = None, added: Added | None = None) -> Tensor:
         """hidden [R, H] -> [R, V] float32, or softcap * tanh(logit / softcap) of it.
 
         Without a cap they may be in the run dtype, where the hardware accumulates into it.
