@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.engine.interface import EngineClient
@@ -62,9 +62,12 @@ class Catalogue:
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(list(self._by_name.values()))
 
-    def of_job(self, name: str) -> ServedModel:
-        """Of a job, which was made by who might use it. Raises PagodaError MODEL_NOT_FOUND."""
-        return self.find(name, NOBODY)
+    def of_job(self, name: str, adapter: Adapter | None) -> ServedModel:
+        """Of a job, which was made by who might use it, and which has its adapter with it, whatever the name means by
+        now. Raises PagodaError MODEL_NOT_FOUND."""
+        if adapter is None:
+            return self.find(name, NOBODY)
+        return replace(self.model, name=name, adapter=adapter, parent=self.model.name)
 
     def of(self, caller: Caller) -> list[ServedModel]:
         return [model for model in self if caller.grant.allows_model(model.name)]

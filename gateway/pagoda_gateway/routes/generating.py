@@ -118,6 +118,7 @@ def job_maker(ctx: GatewayContext, dialect: Dialect[Any], request: Request, bodi
     caller = caller_of(request)
 
     async def new_job() -> Job:
+        await ctx.adapters.resolve(bodies[0].model, caller)
         check_generates(ctx.catalogue.find(bodies[0].model, caller))
         job = await dialect.job(ctx, bodies.pop(), caller)
         hold_for(request, held_bytes(job), instead=True)

@@ -142,7 +142,7 @@ class Tickets:
             message = f"a stream with an Idempotency-Key has at most {MAX_CHOICES} choices, prompts x n"
             raise InvalidParams([Problem("n", message)])
         whole = msgspec.structs.replace(job.shown, stream=False)
-        check_products(self._ctx.config, self._ctx.catalogue.of_job(job.model), params, prompts, whole)
+        check_products(self._ctx.config, self._ctx.catalogue.of_job(job.model, job.adapter), params, prompts, whole)
 
     async def find(self, name: str, owner: str) -> Found:
         """Raises PagodaError NOT_FOUND."""
@@ -210,7 +210,7 @@ class Tickets:
         self, found: Found, job: Job, tape: Tape, dialect: Dialect[Any], at: Position | None
     ) -> AsyncIterator[Writer]:
         await tape.started()
-        model = self._ctx.catalogue.of_job(job.model)
+        model = self._ctx.catalogue.of_job(job.model, job.adapter)
         async with aclosing(Run(job, model.text, lambda usage, outcome: None)) as run:
             await run.attach(tape, tape.fingerprint)
             marks = None
