@@ -6,7 +6,7 @@ choices (preempted ones, siblings) will take.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -32,15 +32,19 @@ class Adapters:
     A worker that takes none says so of each row itself, so there is always a place for one.
     """
 
-    def __init__(self, most: int, choices: Iterable[Choice]) -> None:
+    def __init__(self, most: int, choices: Collection[Choice]) -> None:
         self._most = max(1, most)
-        self._held = {choice.request.adapter_digest for choice in choices} - {""}
+        self._choices = choices
+        self._taken: set[str] = set()
 
     def fits(self, digest: str) -> bool:
-        return not digest or digest in self._held or len(self._held) < self._most
+        if not digest:
+            return True
+        held = self._taken | {choice.request.adapter_digest for choice in self._choices} - {""}
+        return digest in held or len(held) < self._most
 
     def take(self, digest: str) -> None:
-        self._held |= {digest} - {""}
+        self._taken |= {digest} - {""}
 
 
 class Room:

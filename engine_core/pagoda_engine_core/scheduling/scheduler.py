@@ -282,8 +282,7 @@ class Scheduler:
         """
         if len(self._running) >= self._max_rows:
             return Cause.QUEUED_ROWS
-        adapter = choice.request.adapter_digest
-        if adapter and not Adapters(self._max_adapters, self._running).fits(adapter):
+        if not Adapters(self._max_adapters, self._running).fits(choice.request.adapter_digest):
             return Cause.QUEUED_ADAPTERS
         prefix = self._kv.lookup(choice)
         if not builder.budget.fits(choice.num_tokens - prefix.num_tokens):

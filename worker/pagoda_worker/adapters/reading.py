@@ -75,8 +75,8 @@ def read_adapter(
     if digest_of(config, hashlib.sha256(content).digest()) != digest:
         raise AdapterError("the files have changed since this adapter was loaded by its name")
     return {
-        module.name: Factors(*(_tensor(content, entry, dtype) for entry in sides), peft.scale(own))
-        for own, (module, sides) in pairs.items()
+        module.name: Factors(_tensor(content, a, dtype), _tensor(content, b, dtype), peft.scale(own))
+        for own, (module, (a, b)) in pairs.items()
     }
 
 
