@@ -16,8 +16,8 @@ from pathlib import Path
 from pagoda_gateway.catalogue import Catalogue
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
-from pagoda_proto.adapter_files import CONFIG, AdapterError, identify, inside
-from pagoda_proto.adapters import NAME, Adapter, named_paths
+from pagoda_proto.adapters.files import CONFIG, AdapterError, identify, inside
+from pagoda_proto.adapters.identity import NAME, Adapter, named_paths
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Generate, RequestRecord

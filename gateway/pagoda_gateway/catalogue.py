@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.text.model_text import ModelText
-from pagoda_proto.adapters import Adapter
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import ModelLimits
 

@@ -12,7 +12,7 @@ from pagoda_gateway.store.opening import store_problem
 from pagoda_gateway.text.reasoning import REASONING_FORMAT_NAMES
 from pagoda_gateway.text.tool_formats.choosing import TOOL_FORMAT_NAMES
 from pagoda_proto import times
-from pagoda_proto.adapters import named_paths
+from pagoda_proto.adapters.identity import named_paths
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 from pagoda_proto.params import MAX_PRIORITY, MIN_PRIORITY

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from pagoda_proto.adapters import Adapter
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, InvalidParams, Problem, error_code_from
 from pagoda_proto.params import SamplingParams

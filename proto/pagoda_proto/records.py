@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from pagoda_proto.adapters import Adapter
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.pooling.params import PoolingParams

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pagoda_proto.adapters import Adapter
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP, SamplingParams
 from pagoda_proto.pooling.params import PoolingParams
 

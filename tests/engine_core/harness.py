@@ -76,7 +76,7 @@ class Client:
         params, prompt = self.record.task.params, self.record.prompt_token_ids
         assert len(self.logprobs) == (0 if params.logprobs is None else sum(map(len, self.tokens)))
         if params.prompt_logprobs is not None and self.tokens[0]:
-            known = list(zip(prefix_hashes(prompt), prompt[1:], strict=False))
+            known = list(zip(prefix_hashes(prompt, self.record.adapter), prompt[1:], strict=False))
             expected = [model.logprobs(prefix, token, params.prompt_logprobs) for prefix, token in known]
             assert self.prompt_logprobs == [expected], "prompt log-probabilities go out once"
         else:
@@ -91,6 +91,7 @@ class Harness:
         block_size: int = 4,
         num_swap_blocks: int = 0,
         swap_block_s: float = 0.0,
+        max_adapters: int = 1,
         model: FakeModel | None = None,
         poison_token_id: int | None = None,
         poison_at: int = 0,
@@ -103,6 +104,7 @@ class Harness:
         self.block_size = block_size
         self.num_swap_blocks = num_swap_blocks
         self.swap_block_s = swap_block_s
+        self.max_adapters = max_adapters
         self.config = EngineConfig(**({"max_steps_in_flight": 1, "max_rows": 16} | config))
         self.clock = ManualClock()
         self.clients: dict[str, Client] = {}
@@ -122,6 +124,7 @@ class Harness:
             max_rows=self.config.max_rows,
             max_tokens_per_step=self.config.max_tokens_per_step,
             num_swap_blocks=self.num_swap_blocks,
+            max_adapters=self.max_adapters,
             **self._behaviour,
         )
         hello = make_hello(
@@ -129,6 +132,7 @@ class Harness:
             block_size=self.block_size,
             num_swap_blocks=self.num_swap_blocks,
             swap_block_s=self.swap_block_s,
+            max_adapters=self.max_adapters,
         )
         self.scheduler = Scheduler(self.config, hello, POLICIES[self.config.policy], self._row_ids)
         self.results.clear()

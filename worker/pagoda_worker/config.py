@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pagoda_proto.adapters import named_paths
+from pagoda_proto.adapters.identity import named_paths
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP

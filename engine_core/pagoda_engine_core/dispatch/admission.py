@@ -13,7 +13,7 @@ from pagoda_engine_core.dispatch.answers import Sink, Submission
 from pagoda_engine_core.grammars.checker import Verdict
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.workers.pace import Throughput
-from pagoda_proto.adapters import adapter_problems
+from pagoda_proto.adapters.identity import adapter_problems
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import MAX_PRIORITY, MAX_SEED, MIN_PRIORITY, ModelLimits, check_for_model

@@ -6,7 +6,7 @@ choices (preempted ones, siblings) will take.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ class Adapters:
     A worker that takes none says so of each row itself, so there is always a place for one.
     """
 
-    def __init__(self, most: int, choices: Collection[Choice]) -> None:
+    def __init__(self, most: int, choices: Iterable[Choice]) -> None:
         self._most = max(1, most)
         self._choices = choices
         self._taken: set[str] = set()

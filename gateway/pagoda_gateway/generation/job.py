@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pagoda_gateway.text.answers import HowRead
-from pagoda_proto.adapters import Adapter
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.records import RequestRecord
 
 

@@ -29,7 +29,7 @@ from pagoda.offline.reading import (
     Reads,
     ScoringOutput,
 )
-from pagoda_proto.adapters import Adapter
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.pooling.params import PoolingParams

@@ -19,8 +19,8 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_gateway.text.model_text import ModelText
-from pagoda_proto.adapter_files import AdapterError, identify
-from pagoda_proto.adapters import Adapter, named_paths
+from pagoda_proto.adapters.files import AdapterError, identify
+from pagoda_proto.adapters.identity import Adapter, named_paths
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 from pagoda_proto.params import ModelLimits, SamplingParams, check_for_model
 from pagoda_proto.records import Generate, RequestRecord
@@ -33,8 +33,10 @@ Prompt = str | list[int] | Mapping[str, Any]
 
 
 class LoRARequest(NamedTuple):
-    """An adapter to be used, with the arguments that vLLM's has. Without a path, the one of this name in
-    `lora_modules`; else what lies there, which has to be one of them or in `lora_dir`. The number means nothing here."""
+    """An adapter to be used, with the arguments that vLLM's has; the number means nothing here.
+
+    Without a path it is the one of this name in `lora_modules`; else what lies there, in one of them or in `lora_dir`.
+    """
 
     lora_name: str
     lora_int_id: int = 0

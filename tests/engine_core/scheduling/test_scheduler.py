@@ -6,6 +6,8 @@ import pytest
 from tests.engine_core.harness import Harness
 from tests.fakes import FakeModel, make_record, reference_tokens
 
+from pagoda_engine_core.scheduling.ledger import Cause
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, FinishReason, PriorOutput
 from pagoda_proto.steps import AppendBlocks, Chunk, RowError, RowOutput, StepResult, TopLogprobs
@@ -422,3 +424,25 @@ def test_replayed_requests_keep_their_place() -> None:
         harness.scheduler.add(request, 1.0)
     (new,) = harness.step().new_rows
     assert len(new.token_ids) == 11
+
+
+def test_as_many_adapters_run_as_the_worker_has_places_for_and_the_others_wait_in_order() -> None:
+    one, two = (Adapter(digit * 64, "/adapters") for digit in "12")
+    harness = Harness(max_adapters=1)
+    first, second, third = (harness.add(make_record(adapter=adapter)) for adapter in (one, two, one))
+    base = harness.add(make_record())
+    harness.step()
+    assert (first.num_rows, second.num_rows, third.num_rows, base.num_rows) == (1, 0, 0, 0), "nobody overtakes"
+    assert second.ledger.cause is Cause.QUEUED_ADAPTERS
+    harness.drain()
+    for client in harness.clients.values():
+        client.check_against_reference(harness.model)
+
+
+def test_a_prefix_is_shared_by_requests_of_one_adapter_only() -> None:
+    one, two = (Adapter(digit * 64, "/adapters") for digit in "12")
+    harness, prompt = Harness(max_adapters=2), list(range(1, 14))
+    for adapter, cached in ((None, 0), (one, 0), (two, 0), (one, 12), (None, 12), (two, 12)):
+        request = harness.add(make_record(prompt, adapter=adapter))
+        harness.drain()
+        assert request.cached_prompt_tokens == cached

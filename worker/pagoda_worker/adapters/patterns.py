@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from pagoda_proto.adapter_files import AdapterError
+from pagoda_proto.adapters.files import AdapterError
 
 MAX_CHARS = 512
 MAX_REPEATS = 3

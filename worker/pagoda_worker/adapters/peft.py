@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda_proto.adapter_files import AdapterError
+from pagoda_proto.adapters.files import AdapterError
 from pagoda_worker.adapters.patterns import Matches, by_name, by_pattern
 
 ALL_LINEAR = "all-linear"
@@ -54,7 +54,7 @@ def read_peft(config: Mapping[str, Any]) -> PeftConfig:
     _refuse(config)
     rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
     if not _is_rank(rank):
-        raise AdapterError(f"r: must be a whole number above 0, got {rank!r:.100}")
+        raise AdapterError(f"r: must be a whole number from 1 on, got {rank!r:.100}")
     if not _is_alpha(alpha):
         raise AdapterError(f"lora_alpha: must be a number, got {alpha!r:.100}")
     ranks = by_pattern("rank_pattern", config.get("rank_pattern") or {}, _is_rank)
@@ -122,7 +122,7 @@ def _flag(config: Mapping[str, Any], field: str) -> bool:
 
 
 def _is_rank(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
 
 
 def _is_alpha(value: object) -> bool:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from pagoda_proto.adapter_files import WEIGHTS, AdapterError, open_weights, read_config
-from pagoda_proto.adapters import digest_of
+from pagoda_proto.adapters.files import WEIGHTS, AdapterError, open_weights, read_config
+from pagoda_proto.adapters.identity import digest_of
 from pagoda_worker.adapters.peft import PeftConfig, read_peft
 from pagoda_worker.checkpoints.checkpoint import DTYPES, LOADABLE, CheckpointError, entries_of
 from pagoda_worker.checkpoints.fingerprint import Entry

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
-from pagoda_proto.adapter_files import AdapterError, identify, inside
-from pagoda_proto.adapters import Adapter
+from pagoda_proto.adapters.files import AdapterError, identify, inside
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_worker.adapters.reading import Limits, Module, read_adapter
 from pagoda_worker.models.linear import Factors
 

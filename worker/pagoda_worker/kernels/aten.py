@@ -27,11 +27,10 @@ from torch import Tensor
 
 from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import KVCache
-from pagoda_worker.kernels.low_rank import Added, LowRank, add_low_rank
-from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import Added, AttentionShape, HeadNorm, LowRank, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.kernels.reference import HostOps, activated
+from pagoda_worker.kernels.reference import HostOps, activated, add_low_rank
 from pagoda_worker.kernels.routing import Beside, Routing, routed
 from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.library_choice import bfloat16_is_native

@@ -2,6 +2,9 @@
 
 T packed tokens of B rows, H hidden size, Hq query and Hkv KV heads of D dims, G = Hq / Hkv, I intermediate size.
 
+An adapter in use has a *slot*, the same in all layers. A token's slot says which matrices its line passes besides, so
+lines of many adapters and of none share a batch: those without are not touched.
+
 The rule every back end keeps: the bits of one row's result depend on that row alone, not on its neighbours in the
 batch, nor on how its tokens were cut into chunks. `reference` is the exception: it is the arithmetic written down,
 which the others are tested against.
@@ -12,17 +15,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
-from pagoda_worker.kernels.low_rank import Added, LowRank
 from pagoda_worker.kernels.quantized import Weight
 from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.slots import TokenSlots
 from pagoda_worker.sampling.device_sampler import DeviceSampler, Upload
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
@@ -89,6 +92,33 @@ class Rotation:
         """[T, 1, D], the first half negative"""
         sin = self.sin_table.index_select(0, self.positions)
         return torch.cat((-sin, sin), -1).unsqueeze(1)
+
+
+class LowRank(NamedTuple):
+    """What one adapter has for one linear layer [N, K], whose parts' ranks stand behind one another.
+
+    `spans` are which of the ranks an output reads, [first, end): of the others `b` has zeros.
+    """
+
+    a: Tensor  # [R, K], as are `b` and the layer itself in the run dtype
+    b: Tensor  # [N, R]
+    scales: Tensor  # [R] float32
+    spans: Tensor  # [N, 2] int32
+
+
+class Added(NamedTuple):
+    """What is to be added in a call: a layer's `slots`, as its back end keeps them, by the slots of the tokens."""
+
+    slots: Any
+    tokens: TokenSlots
+
+
+@dataclass(frozen=True)
+class SlotRoom:
+    """How many adapters there is room for, and the highest rank that one may have for one matrix."""
+
+    count: int
+    rank: int
 
 
 class Cache(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
-from pagoda_worker.kernels.low_rank import Added, LowRank, add_low_rank
-from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import Added, AttentionShape, Forward, HeadNorm, LowRank, Rotation
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
 from pagoda_worker.kernels.routing import Beside, Routing, routed
 from pagoda_worker.kernels.segments import tree_sum
@@ -203,6 +202,20 @@ class ReferenceOps(HostOps):
             weights = scores.softmax(-1)[..., :length]
             rows.append(torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype))
         return torch.cat(rows)
+
+
+def add_low_rank(x: Tensor, y: Tensor, added: Added | None, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """y [T, N], which may be overwritten, with what is added for x [T, K]; computed in float32, rounded once more.
+
+    `product` is x [n, K] by a matrix of `added.slots`, which are LowRank or None.
+    """
+    for slot, places in added.tokens.groups if added is not None else ():
+        factors = added.slots[slot] if added is not None else None
+        if factors is None:
+            continue
+        low = product(_wide(x[places]), factors.a) * factors.scales
+        y[places] = (_wide(y[places]) + product(low, factors.b)).to(y.dtype)
+    return y
 
 
 def activated(x: Tensor, activation: str) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pagoda_proto.adapter_files import AdapterError
-from pagoda_proto.adapters import named_paths
+from pagoda_proto.adapters.files import AdapterError
+from pagoda_proto.adapters.identity import named_paths
 from pagoda_worker.adapters.reading import Limits, modules_of
 from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters, AdapterStore
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint, read_json
@@ -27,8 +27,7 @@ from pagoda_worker.device.devices import choose_device
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, Grammars
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.low_rank import SlotRoom
-from pagoda_worker.kernels.ops import Cache, Needs, Ops, guarded
+from pagoda_worker.kernels.ops import Cache, Needs, Ops, SlotRoom, guarded
 from pagoda_worker.loading.numerics import numerics_id
 from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.decoder import Decoder

@@ -13,8 +13,7 @@ from pagoda_worker.checkpoints.rope import RotaryTable
 from pagoda_worker.checkpoints.source import Source
 from pagoda_worker.checkpoints.spec import DecoderSpec
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
-from pagoda_worker.kernels.low_rank import Added, SlotRoom
-from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation
+from pagoda_worker.kernels.ops import Added, AttentionShape, Cache, HeadNorm, Ops, Rotation, SlotRoom
 from pagoda_worker.models.linear import Factors, Linear, Packer
 from pagoda_worker.models.moe import Branch, load_mlp
 from pagoda_worker.models.norms import Norm, load_head_norm, load_norm

@@ -12,8 +12,7 @@ import torch
 from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.source import Source, joined
 from pagoda_worker.checkpoints.spec import MlpShape
-from pagoda_worker.kernels.low_rank import Added, LowRank, SlotRoom
-from pagoda_worker.kernels.ops import Ops
+from pagoda_worker.kernels.ops import Added, LowRank, Ops, SlotRoom
 from pagoda_worker.kernels.quantized import Weight, by_rows
 from pagoda_worker.kernels.segments import segmented
 from pagoda_worker.rows.slots import TokenSlots

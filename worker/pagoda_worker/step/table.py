@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from pagoda_proto.adapter_files import AdapterError
+from pagoda_proto.adapters.files import AdapterError
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import ModelLimits, model_problems
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowError, StepPlan

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pagoda_worker.kernels.cpu.library import PANEL
 from pagoda_worker.kernels.cpu.operations import Shrink, Tape
-from pagoda_worker.kernels.low_rank import Added, LowRank
+from pagoda_worker.kernels.ops import Added, LowRank
 
 LANES = 16
 HEAD = 16  # LOW_HEAD in csrc/program.h

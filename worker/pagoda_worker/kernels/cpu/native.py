@@ -33,8 +33,16 @@ from pagoda_worker.kernels.cpu.operations import (
     program_of,
 )
 from pagoda_worker.kernels.cpu.program import Program, Recording
-from pagoda_worker.kernels.low_rank import Added
-from pagoda_worker.kernels.ops import ACTIVATIONS, AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.ops import (
+    ACTIVATIONS,
+    Added,
+    AttentionShape,
+    BackendError,
+    Forward,
+    HeadNorm,
+    Needs,
+    Rotation,
+)
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
 from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.rows.batch import Batch, batch_of_spans

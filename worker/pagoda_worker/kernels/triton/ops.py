@@ -20,10 +20,9 @@ import triton
 from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
-from pagoda_worker.kernels.low_rank import Added, LowRank, add_low_rank
-from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import Added, AttentionShape, BackendError, Forward, HeadNorm, LowRank, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.kernels.reference import activated
+from pagoda_worker.kernels.reference import activated, add_low_rank
 from pagoda_worker.kernels.routing import Beside, Routing, choose, combine
 from pagoda_worker.kernels.triton import pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE

@@ -1,4 +1,4 @@
-// What adapters add to a linear layer, by the definition in kernels/low_rank.py: first down to the ranks, then, in the
+// What adapters add to a linear layer, by `add_low_rank` in kernels/reference.py: first down to the ranks, then, in the
 // epilogue of the layer, up to its outputs. Both add in one order, whatever else is computed.
 #pragma once
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from pagoda_proto.adapters import Adapter, digest_of
+from pagoda_proto.adapters.identity import Adapter, digest_of
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
