@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+import pagoda
+from pagoda_worker.checkpoints.checkpoint import open_checkpoint, read_json
+from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled, linear_layers, matrices_of_all
+from pagoda_worker.loading.model import native_spec
+
 CONFIG: dict[str, Any] = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -25,6 +30,8 @@ CONFIG: dict[str, Any] = {
     "modules_to_save": None,
     "init_lora_weights": True,
 }
+DEMO = Path(pagoda.__file__).parent / "demo_model"
+RANKS = {"down_proj": 3, "q_proj": 17, "c_fc": 5, "qkv_proj": 20}
 PREFIX = "base_model.model."
 Tensors = dict[str, torch.Tensor]
 
@@ -50,6 +57,30 @@ def write(path: Path, tensors: Tensors, **changes: Any) -> Path:
     (path / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     return path
+
+
+def rank_of(name: str) -> int:
+    return RANKS.get(name.rpartition(".")[2], 8)
+
+
+def spelt(path: Path) -> DecoderSpec:
+    fields = read_json(path / "config.json")
+    spec = native_spec(fields["architectures"][0], fields)
+    with open_checkpoint(path) as checkpoint:
+        return as_spelled(spec, checkpoint.entries)
+
+
+def scale_of(name: str) -> float:
+    return 16 / rank_of(name)
+
+
+def adapter_of(path: Path, out: Path, seed: int = 1, size: float = 0.06, **changes: Any) -> tuple[Path, Tensors]:
+    """One for every matrix of a checkpoint that may have one, of many ranks."""
+    spec = spelt(path)
+    shapes = {name: linear_layers(spec)[name] for name in matrices_of_all(spec)}
+    tensors = factors(shapes, rank_of, seed, size)
+    targets = sorted({name.rpartition(".")[2] for name in shapes})
+    return write(out, tensors, target_modules=targets, rank_pattern=RANKS, **changes), tensors
 
 
 def merged(model: Path, tensors: Tensors, out: Path, scale: Callable[[str], float], transposed: bool = False) -> Path:

@@ -9,23 +9,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.worker.adapters.files import factors, merged, write
+from tests.worker.adapters.files import adapter_of, merged, scale_of, spelt
 from tests.worker.kernels.levels import levels
 from tests.worker.models.checkpoints import prompts
 from tests.worker.models.conftest import Saved
 from tests.worker.models.harness import Harness, Row, logits_of
 from tests.worker.models.test_oracle import BF16_MEAN
 
-from pagoda_worker.checkpoints.checkpoint import open_checkpoint, read_json
-from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled, linear_layers, matrices_of_all
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
-from pagoda_worker.loading.model import LoadedModel, load_model, native_spec
+from pagoda_worker.loading.model import LoadedModel, load_model
 from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.rows.slots import NO_ADAPTER
 
 EXACT = 2e-4  # of float32 logits, which have a standard deviation of 1 to 2
-RANKS = {"down_proj": 3, "q_proj": 17, "c_fc": 5, "qkv_proj": 20}
 MODELS = [
     "llama3",
     "qwen3",
@@ -48,30 +45,6 @@ class Family(NamedTuple):
     path: Path
     adapters: list[Path]
     merged: Path
-
-
-def rank_of(name: str) -> int:
-    return RANKS.get(name.rpartition(".")[2], 8)
-
-
-def spelt(path: Path) -> DecoderSpec:
-    fields = read_json(path / "config.json")
-    spec = native_spec(fields["architectures"][0], fields)
-    with open_checkpoint(path) as checkpoint:
-        return as_spelled(spec, checkpoint.entries)
-
-
-def scale_of(name: str) -> float:
-    return 16 / rank_of(name)
-
-
-def adapter_of(path: Path, out: Path, seed: int = 1, **changes: Any) -> tuple[Path, dict[str, torch.Tensor]]:
-    """One for every matrix of a checkpoint that may have one, of many ranks."""
-    spec = spelt(path)
-    shapes = {name: linear_layers(spec)[name] for name in matrices_of_all(spec)}
-    tensors = factors(shapes, rank_of, seed)
-    targets = sorted({name.rpartition(".")[2] for name in shapes})
-    return write(out, tensors, target_modules=targets, rank_pattern=RANKS, **changes), tensors
 
 
 def load(path: Path, adapters: list[Path], **options: Any) -> LoadedModel:
