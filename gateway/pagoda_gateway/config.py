@@ -26,7 +26,7 @@ ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 class GatewayConfig:
     model: str = option("", "model directory: tokenizer and config files")
     served_model_name: str = option("", "name clients use; the directory's name when empty")
-    engine: str = option("", "engine core address: unix:/path or host:port", required=True)
+    engine: str = option("", "engine core address: unix:/path or host:port; several with commas between", required=True)
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     host: str = option("127.0.0.1", "HTTP address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one", most=65535)

@@ -1,74 +1,68 @@
-"""There is at most one session, and none is ever the last: how it ended makes no difference to what happens next.
+"""Requests are the pool's and sessions the links'; whether there is an engine core to ask is known here.
 
-`SessionClient` keeps one `Engine.Session` stream to one engine core and multiplexes all requests on it. It knows
-whether an engine core may be used, and for how long a new request waits for one; the requests themselves are the
-pool's. One task keeps the session, another one ticks: it sees silence and tends the pool's deadlines.
+`SessionClient` has a link to each engine core and multiplexes all requests on their sessions. What it says of them is
+what they say together: it is connected where one is, and gets on where one does. One task ticks for all: it sees
+silence and tends the pool's deadlines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import random
 import time
+from collections.abc import Sequence
 
-import msgspec
-
-from pagoda_gateway.engine.model_view import EngineProgress, ModelView, protocol_problem
+from pagoda_gateway.engine.cores import merged
+from pagoda_gateway.engine.link import NOT_CONNECTED, EngineLink
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
 from pagoda_gateway.engine.recent import RecentRequests
-from pagoda_gateway.engine.report import EngineReport, Reports
+from pagoda_gateway.engine.report import EngineReport, Reports, joined
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.request_pool import RequestPool
-from pagoda_gateway.engine.session import EngineAddress, Session, SessionEnded
+from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Absence, Waits
 from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.metrics import GatewayMetrics
-from pagoda_proto.convert import load_from_pb
-from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Load, RequestRecord
+from pagoda_proto.records import RequestRecord
 from pagoda_proto.times import LivedClock
-
-BACKOFF_FIRST_S = 0.05
-BACKOFF_MOST_S = 1.0
-NOT_CONNECTED = "is not connected"
-_NO_ENGINE = Load(engine_id="")
-
-logger = logging.getLogger(__name__)
 
 
 class SessionClient:
     """Implements `EngineClient`. Call `start` once inside the loop, and `aclose` at the end.
 
     Attributes (read by others, written here only):
-        load: The engine core's last word; without a connection no workers, the limits stay.
-        problem: Why the engine core takes no requests from here, as the end of a sentence about it; "" if it does.
+        load: The engine cores' last words, as one; without a connection no workers, the limits stay.
+        problem: Why no engine core takes requests from here, as the end of a sentence about it; "" if one does.
     """
 
     def __init__(
-        self, address: EngineAddress, metrics: GatewayMetrics, waits: Waits | None = None, *, log_requests: bool = True
+        self,
+        addresses: Sequence[EngineAddress],
+        metrics: GatewayMetrics,
+        waits: Waits | None = None,
+        *,
+        log_requests: bool = True,
     ) -> None:
-        self._address = address
         self._metrics = metrics
         self._waits = waits or Waits()
         self.clock = LivedClock(self._waits.tick_s, time.monotonic)
         self._absence = Absence(self._waits, self.clock.now())
-        self._progress = EngineProgress()
         self._meter = RequestMeter(metrics, log_requests=log_requests)
         self._pool = RequestPool(self.clock, self._waits, metrics, self._meter, self._absence.retry_after_s)
+        self._links = [
+            EngineLink(address, self._pool, self.clock, self._waits.silent_s, self._on_change) for address in addresses
+        ]
         self._reports = Reports(self._ask_report)
-        self._session: Session | None = None
-        self.load = _NO_ENGINE
         self.problem = NOT_CONNECTED
-        self._usable = asyncio.Event()  # connected, and the engine core takes new requests
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.load = merged([])
+        self._usable = asyncio.Event()  # an engine core is connected, and takes new requests
+        self._ticking: asyncio.Task[None] | None = None
         metrics.watch_engine(lambda: self.load, lambda: self.connected, lambda: self.num_open)
 
     @property
     def connected(self) -> bool:
-        return self.problem != NOT_CONNECTED
+        return any(link.connected for link in self._links)
 
     @property
     def num_open(self) -> int:
@@ -82,32 +76,37 @@ class SessionClient:
         self._meter.whole(ended)
 
     async def report(self) -> EngineReport | None:
-        """What the engine core says of its workers, at most `REPORT_AGE_S` old; None where none answers."""
+        """What the engine cores say of their workers, at most `REPORT_AGE_S` old; None where none answers."""
         return await self._reports.latest()
 
     async def _ask_report(self) -> EngineReport | None:
-        return None if self._session is None else await self._session.report()
+        return joined(await asyncio.gather(*(link.report() for link in self._links)))
 
     @property
     def last_progress_at(self) -> float:
-        """By `clock`: when a token last came here, or a step of the engine core's last advanced."""
-        return self._progress.at
+        """By `clock`: when a token last came here, or a step of an engine core's last advanced."""
+        return max(link.core.got_on_at for link in self._links)
 
     def dead_tasks(self) -> list[str]:
         """Long-lived tasks that should be running and are not."""
-        names = ("engine session", "engine clock")
-        return [name for name in names if name not in self._tasks or self._tasks[name].done()]
+        found = {
+            "engine session": all(link.running for link in self._links),
+            "engine clock": self._ticking is not None and not self._ticking.done(),
+        }
+        return [name for name, runs in found.items() if not runs]
 
     def start(self) -> None:
-        self._tasks["engine session"] = asyncio.create_task(self._keep_session(), name="engine-session")
-        self._tasks["engine clock"] = asyncio.create_task(self._keep_ticking(), name="engine-clock")
+        for link in self._links:
+            link.start()
+        self._ticking = asyncio.create_task(self._keep_ticking(), name="engine-clock")
 
     async def aclose(self) -> None:
         """End what is open and leave."""
         self.end_all("the gateway is shutting down")
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        await asyncio.gather(*(link.aclose() for link in self._links))
 
     def end_all(self, why: str) -> None:
         self._pool.fail_all(why)
@@ -115,7 +114,7 @@ class SessionClient:
     # Requests
 
     async def submit(self, record: RequestRecord, *, counted: bool = True) -> PooledGeneration:
-        """Send a record and wait until the engine core took it.
+        """Send a record and wait until an engine core took it.
 
         Raises:
             PagodaError: UNAVAILABLE without an engine core, or what the engine core refused it with.
@@ -144,78 +143,24 @@ class SessionClient:
                     await self._usable.wait()
             now = self.clock.now()
 
-    # The session
-
-    async def _keep_session(self) -> None:
-        backoff_s = BACKOFF_FIRST_S
-        refusal = ""
-        while True:
-            self._session = Session(self._address, self.clock, self._waits.silent_s)
-            try:
-                await self._session.run(self._on_frame)
-            except SessionEnded as ending:
-                if self.connected:
-                    backoff_s, refusal = BACKOFF_FIRST_S, ""
-                    self._lose_session(str(ending))
-                elif str(ending) != refusal:
-                    refusal = str(ending)
-                    logger.warning("no engine core: %s", refusal)
-            self._session = None
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-            backoff_s = min(2 * backoff_s, BACKOFF_MOST_S)
+    # The links
 
     async def _keep_ticking(self) -> None:
         while True:
             await asyncio.sleep(self._waits.tick_s)
-            if self._session is not None:
-                self._session.tick()
+            for link in self._links:
+                link.tick()
             self._pool.tend()
 
-    def _lose_session(self, how: str) -> None:
-        self._metrics.sessions_lost.inc()
-        logger.warning("engine core session %s; %d requests wait for another", how, self._pool.num_open)
-        self.problem = NOT_CONNECTED
-        self.load = msgspec.structs.replace(self.load, num_workers=0, num_running=0, num_waiting=0, kv_usage=0.0)
-        self._set_usable(False)
-        self._pool.lose()
-
-    def _set_usable(self, usable: bool) -> None:
-        if usable:
+    def _on_change(self) -> None:
+        """What one engine core says of itself changes what they say together."""
+        problems = [link.problem for link in self._links]
+        told = [problem for problem in problems if problem != NOT_CONNECTED]
+        self.problem = "" if "" in problems else (told or problems)[0]
+        self.load = merged([link.core.load for link in self._links])
+        if any(link.core.usable for link in self._links):
             self._absence.end()
             self._usable.set()
         else:
             self._absence.begin(self.clock.now())
             self._usable.clear()
-
-    def _on_frame(self, frame: pb.ServerFrame) -> None:
-        """A kind of frame that only another version knows is nothing to us."""
-        kind = frame.WhichOneof("frame")
-        if kind == "outputs":
-            if self._pool.on_outputs(frame.outputs):
-                self._progress.on_token(self.clock.now())
-        elif kind == "load":
-            self._on_load(load_from_pb(frame.load))
-        elif kind == "accepted":
-            self._pool.on_accepted(frame.accepted)
-        elif kind == "rejected":
-            self._pool.on_rejected(frame.rejected)
-        elif kind == "migrate":
-            self._pool.on_migrate(frame.migrate)
-
-    def _on_load(self, load: Load) -> None:
-        first = not self.connected
-        problem = protocol_problem(load)
-        if first:
-            logger.info("engine core %s connected; %d requests to resume", load.engine_id, self._pool.num_parked)
-        if problem:
-            if problem != self.problem:
-                logger.error("engine core %s is not used: it %s", load.engine_id, problem)
-            self.problem = problem
-            self._set_usable(False)
-            return
-        self.problem = "is draining" if load.draining else ""
-        self.load = load
-        self._progress.on_load(load, self.clock.now())
-        self._set_usable(not load.draining)
-        if self._session is not None:
-            self._pool.meet(ModelView.of(load), self._session.send, usable=not load.draining)

@@ -1,8 +1,8 @@
 """A request outlives the session that carries it: when the session breaks, its record goes out again with its tokens.
 
 The pool keeps every request without an ending, and nothing else. One whose attempt is over (its session broke, it was
-told to move, tokens were missing) is *parked* until there is an engine core that takes requests and has the weights
-and numerics it began under; then it is submitted with a higher attempt. What a request waits for decides how long:
+told to move, tokens were missing, another engine core would get on) is *parked* until one is there that takes requests
+and has the weights and numerics it began under; it goes there with a higher attempt. What it waits for says how long:
 
     an engine core                                        waits.resume_s since it was lost
     workers of its numerics, where the engine core stands  waits.no_worker_s since it was lost
@@ -16,12 +16,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from pagoda_gateway.engine.cores import Core, choose
 from pagoda_gateway.engine.model_view import ModelView, Obstacle
 from pagoda_gateway.engine.open_request import OpenRequest, Taken
-from pagoda_gateway.engine.pooled_generation import PooledGeneration
+from pagoda_gateway.engine.pooled_generation import PooledGeneration, PooledRequest
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.waits import Waits
 from pagoda_gateway.metrics import GatewayMetrics
@@ -36,40 +36,7 @@ RETRY_MOST_S = 2.0
 MAX_GAPS = 3
 _RETRYABLE = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 
-Send = Callable[[pb.ClientFrame], None]
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class PooledRequest:
-    """The pool's books about one open request. `give_up_at` runs from the loss until it is taken again, None while
-    nothing is lost; `why` is what its present wait is said to be for, "" for an engine core; `losing_since` is when it
-    was first lost since its last token; `streams` are the numbers of its choices in this attempt.
-    """
-
-    generation: PooledGeneration
-    vocab_size: int
-    parked_at: float | None = None
-    retry_at: float = 0.0
-    give_up_at: float | None = None
-    losing_since: float | None = None
-    why: str = ""
-    gaps: int = 0
-    streams: range = range(0)
-
-    @property
-    def request(self) -> OpenRequest:
-        return self.generation.request
-
-    @property
-    def parked(self) -> bool:
-        return self.parked_at is not None
-
-    def settled(self) -> None:
-        """An engine core took it: no wait is running."""
-        self.give_up_at = None
-        self.why = ""
 
 
 class RequestPool:
@@ -93,10 +60,7 @@ class RequestPool:
         self._retry_after_s = retry_after_s
         self._open: dict[str, PooledRequest] = {}
         self._parked: dict[str, PooledRequest] = {}  # a part of `_open`
-        self._streams: dict[int, tuple[PooledRequest, int]] = {}  # choices by their numbers on the session
-        self._send: Send | None = None
-        self._view = ModelView()
-        self._usable = False
+        self._streams: dict[Core, dict[int, tuple[PooledRequest, int]]] = {}  # choices by their numbers on its session
 
     @property
     def num_open(self) -> int:
@@ -106,10 +70,14 @@ class RequestPool:
     def num_parked(self) -> int:
         return len(self._parked)
 
+    def add(self, core: Core) -> None:
+        """One that may be met."""
+        self._streams[core] = {}
+
     # What consumers ask
 
     def open(self, record: RequestRecord, *, counted: bool) -> PooledGeneration:
-        """Submit a record to the engine core that is there.
+        """Submit a record to an engine core that is there.
 
         Raises:
             PagodaError: INTERNAL, the id is in use.
@@ -117,12 +85,13 @@ class RequestPool:
         if record.request_id in self._open:
             raise PagodaError(ErrorCode.INTERNAL, f"request id {record.request_id} is in use")
         generation = PooledGeneration(OpenRequest(record), self, counted=counted, now=time.monotonic())
-        pooled = PooledRequest(generation, self._view.vocab_size)
+        pooled = PooledRequest(generation, next((c.view.vocab_size for c in self._streams if c.view.vocab_size), 0))
         self._open[record.request_id] = pooled
-        if self._usable:
-            self._submit(pooled)
-        else:
+        core = self._choice(pooled)
+        if core is None:
             self._park(pooled, self._clock.now())
+        else:
+            self._submit(pooled, core)
         return generation
 
     def abort(self, generation: PooledGeneration, choices: tuple[int, ...]) -> None:
@@ -132,14 +101,14 @@ class RequestPool:
             return
         generation.request.close(choices)
         self._send_abort(pooled, choices)
-        if generation.request.wants_nothing_more and (pooled.parked or self._send is None):
+        if generation.request.wants_nothing_more and pooled.parked:
             self._end_here(pooled)
 
     def release(self, generation: PooledGeneration) -> None:
         """The consumer is gone. Nothing of the request stays here; the engine core is told."""
         pooled = self._pooled(generation)
         if pooled is not None:
-            self._send_abort(pooled, ())
+            self._send_abort(pooled)
             generation.request.drop()
             self._ended(pooled)
 
@@ -151,25 +120,27 @@ class RequestPool:
         pooled = self._open.get(generation.request.record.request_id)
         return pooled if pooled is not None and pooled.generation is generation else None
 
-    # What the session tells
+    # What the sessions tell
 
-    def meet(self, view: ModelView, send: Send, *, usable: bool) -> None:
+    def meet(self, core: Core, view: ModelView) -> None:
         """An engine core is there, or has other workers than before, or takes no more requests."""
-        same_model = view == self._view
-        self._send, self._view, self._usable = send, view, usable
-        if not same_model:
-            for pooled in [pooled for pooled in self._open.values() if not pooled.parked]:
-                self._obstacle(pooled)
-        if usable:
+        if view != core.view:
+            core.view = view
+            self._look_again(core)
+        if any(each.works for each in self._streams):
+            for idle in [each for each in self._streams if each.usable and not each.works]:
+                self._leave(idle)
+        if core.usable:
             for pooled in [pooled for pooled in self._parked.values() if not pooled.retry_at]:
                 self._go_on(pooled)
 
-    def lose(self) -> None:
-        """The session is over: every open request goes on with the next engine core, or the same one restarted."""
-        self._send = None
-        self._usable = False
+    def lose(self, core: Core) -> None:
+        """Its session is over: every request that it had goes on with another one, or the same one restarted."""
+        self._metrics.sessions_lost.inc()
         now = self._clock.now()
-        for pooled in list(self._open.values()):
+        core.failed(now)
+        nobody_is_there = all(each.send is None for each in self._streams)
+        for pooled in [*self._parked.values()] * nobody_is_there + self._of(core):
             pooled.settled()
             self._attempt_over(pooled, now)
 
@@ -179,28 +150,59 @@ class RequestPool:
         for pooled in list(self._parked.values()):
             if pooled.give_up_at is not None and now >= pooled.give_up_at:
                 self._give_up(pooled)
-            elif self._usable and now >= pooled.retry_at:
+            elif now >= pooled.retry_at:
                 self._go_on(pooled)
+        for core in self._streams:
+            if self._fails(core, now) and any(self._is_well(each, now) for each in self._streams if each is not core):
+                logger.warning("engine core %s does not get on; its requests go elsewhere", core.load.engine_id)
+                core.failed(now)
+                self._leave(core)
 
-    def on_accepted(self, accepted: pb.Accepted) -> None:
-        pooled = self._current(accepted.request_id, accepted.attempt)
+    def _fails(self, core: Core, now: float) -> bool:
+        """It has requests, and is silent or gets on with none of them."""
+        oldest_at = min((pooled.sent_at for pooled in self._of(core)), default=now)
+        stuck_s = now - max(core.got_on_at, oldest_at)
+        return oldest_at < now and (now - core.heard_at >= self._waits.suspect_s or stuck_s >= self._waits.stuck_s)
+
+    def _is_well(self, core: Core, now: float) -> bool:
+        return core.works and core.avoided_until <= now and now - core.heard_at < self._waits.suspect_s
+
+    def _of(self, core: Core) -> list[PooledRequest]:
+        return [pooled for pooled in self._open.values() if pooled.core is core]
+
+    def _look_again(self, core: Core) -> None:
+        """It has other workers, or another model, than when requests were sent there."""
+        for pooled in self._of(core):
+            obstacle = self._obstacle(pooled, core)
+            pooled.vocab_size = pooled.vocab_size or core.view.vocab_size
+            if obstacle is not None and obstacle.final:
+                self._move(pooled)
+
+    def _leave(self, core: Core) -> None:
+        for pooled in self._of(core):
+            self._move(pooled)
+
+    def _move(self, pooled: PooledRequest) -> None:
+        self._send_abort(pooled)
+        self._attempt_over(pooled, self._clock.now())
+
+    def on_accepted(self, core: Core, accepted: pb.Accepted) -> None:
+        pooled = self._current(core, accepted.request_id, accepted.attempt)
         if pooled is not None:
             pooled.settled()
             pooled.generation.admitted.set()
             pooled.streams = range(accepted.stream, accepted.stream + pooled.request.record.task.params.n)
-            self._streams |= {number: (pooled, choice) for choice, number in enumerate(pooled.streams)}
+            self._streams[core] |= {number: (pooled, choice) for choice, number in enumerate(pooled.streams)}
 
-    def on_rejected(self, rejected: pb.Rejected) -> None:
+    def on_rejected(self, core: Core, rejected: pb.Rejected) -> None:
         """A refusal is final for a new request. One that was lost asks again for as long as it may wait."""
-        pooled = self._current(rejected.request_id, rejected.attempt)
+        pooled = self._current(core, rejected.request_id, rejected.attempt)
         if pooled is None:
             return
         code = error_code_from(rejected.code) or ErrorCode.INTERNAL
         if code in _RETRYABLE and pooled.give_up_at is not None:
-            now = self._clock.now()
-            pause_s = min(max(RETRY_LEAST_S, rejected.retry_after_s), RETRY_MOST_S)
-            self._park(pooled, now, retry_at=now + pause_s, why=rejected.message)
-            return
+            now, pause_s = self._clock.now(), min(max(RETRY_LEAST_S, rejected.retry_after_s), RETRY_MOST_S)
+            return self._park(pooled, now, retry_at=now + pause_s, why=rejected.message)
         if pooled.generation.counted:
             self._metrics.refused(code)
         if pooled.request.num_output_tokens and code in _RETRYABLE:
@@ -208,24 +210,25 @@ class RequestPool:
         error = PagodaError(code, rejected.message, rejected.param or None, retry_after_s=rejected.retry_after_s)
         self._fail_with(pooled, error)
 
-    def on_migrate(self, migrate: pb.Migrate) -> None:
-        pooled = self._current(migrate.request_id, migrate.attempt)
+    def on_migrate(self, core: Core, migrate: pb.Migrate) -> None:
+        pooled = self._current(core, migrate.request_id, migrate.attempt)
         if pooled is not None:
             self._attempt_over(pooled, self._clock.now())
 
-    def on_outputs(self, outputs: pb.StepOutputs) -> bool:
+    def on_outputs(self, core: Core, outputs: pb.StepOutputs) -> bool:
         """Whether a token came for anybody."""
-        now = time.monotonic()
-        with_tokens = False
-        tokens = outputs.tokens
+        now, with_tokens = time.monotonic(), False
+        tokens, streams = outputs.tokens, self._streams[core]
         for number, first_index, token_id in zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True):
-            stream = self._streams.get(number)
+            stream = streams.get(number)
             if stream is not None:
                 with_tokens |= self._deliver(stream[0], self._on_next, stream[1], first_index, token_id, now)
         for message in outputs.deltas:
-            pooled = self._current(message.request_id, message.attempt)
+            pooled = self._current(core, message.request_id, message.attempt)
             if pooled is not None:
                 with_tokens |= self._deliver(pooled, self._on_message, message, now)
+        if with_tokens:
+            core.got_on()
         return with_tokens
 
     def _deliver(self, pooled: PooledRequest, take: Callable[..., bool], *news: Any) -> bool:
@@ -276,10 +279,10 @@ class RequestPool:
         else:
             self._attempt_over(pooled, self._clock.now())
 
-    def _current(self, request_id: str, attempt: int) -> PooledRequest | None:
+    def _current(self, core: Core, request_id: str, attempt: int) -> PooledRequest | None:
         """The open request a frame speaks of, unless it speaks of an earlier attempt."""
         pooled = self._open.get(request_id)
-        is_current = pooled is not None and not pooled.parked and pooled.request.attempt == attempt
+        is_current = pooled is not None and pooled.core is core and pooled.request.attempt == attempt
         return pooled if is_current else None
 
     # Waiting and going on
@@ -291,7 +294,7 @@ class RequestPool:
             self._fail(pooled, f"it was lost again and again, and got no token for {losing_s:.0f} s")
             return
         self._park(pooled, now)
-        if pooled.parked and self._usable:
+        if not pooled.request.ended:
             self._go_on(pooled)
 
     def _park(self, pooled: PooledRequest, now: float, retry_at: float = 0.0, why: str = "") -> None:
@@ -301,6 +304,7 @@ class RequestPool:
             return
         self._forget_streams(pooled)
         pooled.request.attempt += not pooled.parked
+        pooled.core = None
         pooled.parked_at = now
         self._parked[pooled.request.record.request_id] = pooled
         pooled.retry_at = retry_at
@@ -309,26 +313,37 @@ class RequestPool:
             pooled.give_up_at = now + self._waits.resume_s
 
     def _go_on(self, pooled: PooledRequest) -> None:
-        """With the engine core that is there, unless its model is another one."""
-        obstacle = self._obstacle(pooled)
-        if obstacle is None:
-            pooled.parked_at = None
-            pooled.retry_at = 0.0
-            del self._parked[pooled.request.record.request_id]
-            self._metrics.resumed.inc()
-            self._submit(pooled)
-        elif pooled.parked_at is not None and not obstacle.final:
-            pooled.why = obstacle.why
-            pooled.give_up_at = pooled.parked_at + self._waits.no_worker_s
+        """With an engine core that is there, unless the model of all is another one."""
+        core = self._choice(pooled)
+        if core is None:
+            self._held_up(pooled)
+            return
+        pooled.parked_at = None
+        pooled.retry_at = 0.0
+        del self._parked[pooled.request.record.request_id]
+        self._metrics.resumed.inc()
+        self._submit(pooled, core)
 
-    def _obstacle(self, pooled: PooledRequest) -> Obstacle | None:
-        """What keeps it from going on here; a final one ends it. Workers of other numerics are the engine core's own
-        business as long as it holds the request."""
-        pooled.vocab_size = pooled.vocab_size or self._view.vocab_size
-        obstacle = self._view.obstacle(pooled.request.begun, pooled.vocab_size)
-        if obstacle is not None and obstacle.final:
-            self._fail(pooled, f"the request cannot go on: {obstacle.why}")
-        return obstacle
+    def _choice(self, pooled: PooledRequest) -> Core | None:
+        """Workers of other numerics are an engine core's own business as long as it holds the request."""
+        free = [core for core in self._streams if core.usable and self._obstacle(pooled, core) is None]
+        return choose(free, pooled.request.record, self._clock.now())
+
+    def _obstacle(self, pooled: PooledRequest, core: Core) -> Obstacle | None:
+        return core.view.obstacle(pooled.request.begun, pooled.vocab_size or core.view.vocab_size)
+
+    def _held_up(self, pooled: PooledRequest) -> None:
+        """No engine core can go on with it. Where none ever will, it ends here."""
+        found = [self._obstacle(pooled, core) for core in self._streams if core.usable]
+        obstacles = [obstacle for obstacle in found if obstacle is not None]
+        passing = next((obstacle for obstacle in obstacles if not obstacle.final), None)
+        if passing is not None and pooled.parked_at is not None:
+            pooled.why = passing.why
+            pooled.give_up_at = pooled.parked_at + self._waits.no_worker_s
+        elif obstacles and len(obstacles) == len(self._streams):
+            self._fail(pooled, f"the request cannot go on: {obstacles[0].why}")
+        elif obstacles:
+            pooled.why = obstacles[0].why
 
     def _give_up(self, pooled: PooledRequest) -> None:
         lost = f"the engine core was lost and none took over within {self._waits.resume_s:g} s"
@@ -339,7 +354,7 @@ class RequestPool:
     def _fail(self, pooled: PooledRequest, why: str, code: ErrorCode | None = None) -> None:
         begun = pooled.request.num_output_tokens > 0
         code = code or (ErrorCode.STREAM_INTERRUPTED if begun else ErrorCode.UNAVAILABLE)
-        self._send_abort(pooled, ())
+        self._send_abort(pooled)
         self._fail_with(pooled, PagodaError(code, why, retry_after_s=self._retry_after_s(self._clock.now())))
 
     def _fail_with(self, pooled: PooledRequest, error: PagodaError) -> None:
@@ -360,21 +375,25 @@ class RequestPool:
 
     def _forget_streams(self, pooled: PooledRequest) -> None:
         """The attempt is over."""
-        for number in pooled.streams:
-            self._streams.pop(number, None)
+        if pooled.core is not None:
+            for number in pooled.streams:
+                self._streams[pooled.core].pop(number, None)
         pooled.streams = range(0)
 
     # Frames
 
-    def _submit(self, pooled: PooledRequest) -> None:
+    def _submit(self, pooled: PooledRequest, core: Core) -> None:
         request = pooled.request
-        resume = resume_to_pb(request.resume()) if request.attempt else None
-        submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
-        if self._send is not None:
-            self._send(pb.ClientFrame(submit=submit))
+        pooled.vocab_size = pooled.vocab_size or core.view.vocab_size
+        pooled.core, pooled.sent_at = core, self._clock.now()
+        core.sent += 1
+        if core.send is not None:
+            resume = resume_to_pb(request.resume()) if request.attempt else None
+            submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
+            core.send(pb.ClientFrame(submit=submit))
 
-    def _send_abort(self, pooled: PooledRequest, choices: tuple[int, ...]) -> None:
+    def _send_abort(self, pooled: PooledRequest, choices: tuple[int, ...] = ()) -> None:
         """Best effort: an engine core that is gone, or does not have the request yet, needs none."""
-        if self._send is not None and not pooled.parked:
+        if pooled.core is not None and pooled.core.send is not None:
             abort = pb.Abort(request_id=pooled.request.record.request_id, choices=choices)
-            self._send(pb.ClientFrame(abort=abort))
+            pooled.core.send(pb.ClientFrame(abort=abort))
