@@ -149,7 +149,7 @@ static Cut cut(const Op* ops, int count, const Step& s, int threads) {
     case LINEAR: return linear_cut(linear_of(work), around(work).rope, s);
     case ATTENTION: return attention_cut(attention_args(*ops, s), s.num_rows, threads);
     case SORT: return {1, 0, 0, 0};
-    case SHRINK: return {s.num_tokens * (ops->shrink.width / 16), 0, 0, 0};
+    case SHRINK: return {shrink_pieces(ops->shrink, s), 0, 0, 0};
     case EXPERTS: return {expert_pieces(ops->experts, s), 0, 0, 0};
     default: return {s.num_tokens, 0, 0, 0};
   }
@@ -170,7 +170,7 @@ static void run(const Step& s, const Work& work, int first, int last) {
     case GATHER: for (int t = first; t < last; ++t) gather_row(op.gather, t); break;
     case EXPERTS: run_experts(op.experts, work.use, first, last); break;
     case COMBINE: for (int t = first; t < last; ++t) combine_row(op.combine, t); break;
-    case SHRINK: for (int i = first; i < last; ++i) shrink_piece(op.shrink, s.slots, i); break;
+    case SHRINK: for (int i = first; i < last; ++i) shrink_piece(op.shrink, s, i); break;
     default: break;
   }
 }

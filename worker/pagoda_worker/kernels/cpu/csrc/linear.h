@@ -99,17 +99,9 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const Line
 
 // The rows of a tile through the epilogue. The accumulators are handed over in memory, once: there is one copy of the
 // epilogue then, and no address of an accumulator is taken, which would keep it out of its register.
-static __attribute__((noinline)) void finish_rows(const float* tile, int rows, int first, int column, const LinearOp& op) {
-  for (int r = 0; r < rows; ++r, tile += PANEL) {
-    const size_t row = (size_t)(first + r);
-    f16 c0 = load(tile), c1 = load(tile + 16);
-    if (const float* low = op.slots ? op.low + row * (LOW_HEAD + op.low_width) : nullptr; low && slot_in(low) >= 0) {
-      const LowSlot& adapter = op.slots[slot_in(low)];
-      c0 = c0 + expanded(adapter, low, column / 16);
-      c1 = c1 + expanded(adapter, low, column / 16 + 1);
-    }
-    finish_row(c0, c1, row, column, op);
-  }
+static __attribute__((noinline)) void finish_rows(float* tile, int rows, int first, int column, const LinearOp& op) {
+  if (op.slots) expand(tile, rows, first, column, op);
+  for (int r = 0; r < rows; ++r, tile += PANEL) finish_row(load(tile), load(tile + 16), (size_t)(first + r), column, op);
 }
 // Calls f(count, from) for tiles of at most MOST rows that make up [first, last); the count is a constant.
 template <int MOST = MAX_ROWS, typename F>
