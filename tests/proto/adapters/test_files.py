@@ -76,3 +76,11 @@ def test_paths_and_links_do_not_lead_out(tmp_path: Path) -> None:
     (inner / CONFIG).symlink_to(inner / CONFIG)
     with pytest.raises(AdapterError):
         read_config(inner)
+
+
+def test_a_hubs_cache_links_to_its_own_blobs(tmp_path: Path) -> None:
+    blobs, snapshot = write(tmp_path / "models--a--b" / "blobs"), tmp_path / "models--a--b" / "snapshots" / "1234"
+    snapshot.mkdir(parents=True)
+    for name in (CONFIG, WEIGHTS):
+        (snapshot / name).symlink_to(Path("..", "..", "blobs", name))
+    assert identify(snapshot, 100).digest == identify(blobs, 100).digest

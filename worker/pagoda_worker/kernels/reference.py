@@ -79,7 +79,10 @@ class ReferenceOps(HostOps):
     pack_gated = pack_linear
 
     def fill_slot(self, slots: list[LowRank | None], slot: int, factors: LowRank | None) -> None:
-        slots[slot] = None if factors is None else factors._replace(a=_wide(factors.a), b=_wide(factors.b))
+        if factors is not None:
+            a, b, scales = (_wide(one).to(self.device) for one in factors[:3])
+            factors = factors._replace(a=a, b=b, scales=scales)
+        slots[slot] = factors
 
     def linear(self, x: Tensor, packed: Plain, added: Added | None = None) -> Tensor:
         return add_low_rank(x, self._base(x, packed), added, F.linear)
