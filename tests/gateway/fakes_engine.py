@@ -22,10 +22,10 @@ from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.recent import RecentRequests
 from pagoda_gateway.engine.report import EngineReport
-from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.routes import batches, files, generating, models, responses, streams, tokenize
 from pagoda_gateway.routes.pooling import embeddings, ranking
 from pagoda_gateway.store.interface import Store
+from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_gateway.tickets.tickets import Tickets
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -87,7 +87,6 @@ class FakeEngine:
         self.submitted = asyncio.Event()
         self.recent = RecentRequests()
         self.num_counted = 0
-        self.whole: list[WholeRequest] = []
         self.load = Load(engine_id="fake", num_workers=1, max_model_len=MAX_MODEL_LEN, model_fingerprint="fp-tiny")
 
     async def submit(self, record: RequestRecord, *, counted: bool = True) -> FakeGeneration:
@@ -96,9 +95,6 @@ class FakeEngine:
         self.generations.append(generation)
         self.submitted.set()
         return generation
-
-    def count_whole(self, ended: WholeRequest) -> None:
-        self.whole.append(ended)
 
     async def report(self) -> EngineReport | None:
         return None
@@ -210,6 +206,15 @@ def breaking(*token_ids: int, code: ErrorCode = ErrorCode.STREAM_INTERRUPTED) ->
     return script
 
 
+SCRATCH: list[SqliteStore] = []
+
+
+def scratch() -> SqliteStore:
+    """A store in memory that is closed when the test is over; see conftest."""
+    SCRATCH.append(SqliteStore(MEMORY))
+    return SCRATCH[-1]
+
+
 class Gateway:
     """The text routes around a fake engine, and a client to them."""
 
@@ -222,7 +227,7 @@ class Gateway:
             self.engine,
             served_model_name=MODEL,
             created=1_700_000_000,
-            store=kept_in,
+            store=scratch() if kept_in is None else kept_in,
         )
         self.app = FastAPI(redirect_slashes=False)
         errors.install(self.app)

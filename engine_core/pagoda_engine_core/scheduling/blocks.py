@@ -42,9 +42,15 @@ class HashChain:
 
     def __init__(self, salt: str, block_size: int, adapter: str = "") -> None:
         self._salt = salt
-        self._adapter = bytes.fromhex(adapter)
+        self._adapter = adapter
         self.block_size = block_size
         self.hashes: list[bytes] = []
+
+    def copy(self) -> HashChain:
+        """Of a list that begins the same."""
+        chain = HashChain(self._salt, self.block_size, self._adapter)
+        chain.hashes = list(self.hashes)
+        return chain
 
     def extend(self, num_blocks: int, tokens: Callable[[int, int], Sequence[int]]) -> None:
         """Hash up to `num_blocks` blocks; `tokens(start, end)` returns that range of the token list."""
@@ -54,7 +60,7 @@ class HashChain:
             self.hashes.append(blake2b(parent + own, digest_size=DIGEST_BYTES).digest())
 
     def _root(self) -> bytes:
-        return blake2b(self._salt.encode(), digest_size=DIGEST_BYTES, key=self._adapter).digest()
+        return blake2b(self._salt.encode(), digest_size=DIGEST_BYTES, key=bytes.fromhex(self._adapter)).digest()
 
 
 class BlockPool:

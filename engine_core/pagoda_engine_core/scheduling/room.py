@@ -13,6 +13,7 @@ from typing import NamedTuple
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.plan import Budget
+from pagoda_engine_core.scheduling.policy import Adapters
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice
 
 
@@ -24,27 +25,6 @@ class Need(NamedTuple):
     tokens: int
     blocks: int
     adapter: str = ""
-
-
-class Adapters:
-    """Digests of the adapters that rows of one worker have, of which there may be `most`.
-
-    A worker that takes none says so of each row itself, so there is always a place for one.
-    """
-
-    def __init__(self, most: int, choices: Iterable[Choice]) -> None:
-        self._most = max(1, most)
-        self._choices = choices
-        self._taken: set[str] = set()
-
-    def fits(self, digest: str) -> bool:
-        if not digest:
-            return True
-        held = self._taken | {choice.request.adapter_digest for choice in self._choices} - {""}
-        return digest in held or len(held) < self._most
-
-    def take(self, digest: str) -> None:
-        self._taken |= {digest} - {""}
 
 
 class Room:
@@ -73,7 +53,7 @@ class Room:
 
     def need(self, choices: Sequence[Choice], lifetime_blocks: int) -> Need:
         """What a request needs whose live choices are these."""
-        choice = choices[0]
+        choice = next((choice for choice in choices if choice.distance), choices[0])
         prefix = self._kv.lookup(choice)
         blocks = self._kv.admission_cost(prefix, choice.num_tokens, lifetime_blocks)
         return Need(len(choices), choice.num_tokens - prefix.num_tokens, blocks, choice.request.adapter_digest)
