@@ -103,14 +103,19 @@ class LLM:
         return self._run(self._open(given, sampling_params, self._local.adapter(lora_request)), use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        lora_request: LoRARequest | str | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations that a search with `params.beam_width` beams finds, for each of the prompts.
 
         Raises:
             PagodaError: a prompt does not fit, or the width is more than there are log-probabilities for.
         """
-        return [searched(output, params) for output in self.generate(prompts, params.asked(), use_tqdm)]
+        outputs = self.generate(prompts, params.asked(), use_tqdm, lora_request=lora_request)
+        return [searched(output, params) for output in outputs]
 
     def chat(
         self,

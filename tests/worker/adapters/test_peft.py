@@ -68,15 +68,29 @@ def test_what_is_not_served_is_refused_by_its_name(changes: dict[str, Any]) -> N
         read_peft(CONFIG | changes)
 
 
-@pytest.mark.parametrize(
-    "pattern", ["(a+)+b", "(a*)*", "(a|a)*b", "a**", "(?=a)b", r"(a)\1", "(", "x" * 600, ".*.*.*.*", "a{1,9}{1,9}"]
-)
+LONG = [
+    "(a+)+b", "(a*)*", "(a|a)*b", "a**", "(?=a)b", r"(a)\1", "(", "x" * 600, ".*.*.*.*", "a{1,9}{1,9}",
+    ".?" * 200, "(.|.)" * 50,
+    "(?:.|.|.|.|.|.)" * 9, "[a-z]+" * 5,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", LONG)
 def test_patterns_that_might_take_long_are_refused(pattern: str) -> None:
     for field in ("target_modules", "exclude_modules"):
         with pytest.raises(AdapterError, match=field):
             read_peft(CONFIG | {field: pattern})
     with pytest.raises(AdapterError, match="alpha_pattern"):
         read_peft(CONFIG | {"alpha_pattern": {pattern: 1}})
+
+
+def test_many_plain_names_are_no_long_pattern() -> None:
+    names = {
+        f"model.layers.{layer}.{part}": 4 for layer in range(100) for part in ("self_attn.q_proj", "mlp.down_proj")
+    }
+    assert read_peft(CONFIG | {"rank_pattern": names}).rank(Q) == 4
+    with pytest.raises(AdapterError, match="rank_pattern"):
+        read_peft(CONFIG | {"rank_pattern": {f"{index}.*x.*y": 4 for index in range(1000)}})
 
 
 JSON = st.recursive(

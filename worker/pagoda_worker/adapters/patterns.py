@@ -1,7 +1,8 @@
 """Patterns that an adapter's file brings along: regular expressions of a stranger, of which few kinds are matched.
 
-A name is some fifty characters long, and nothing that repeats may stand within what repeats, so no pattern that is
-taken here costs more than a few hundred thousand steps for a name.
+Matching tries, at worst, every way in which a pattern may be read: where each repetition ends in a name, which side of
+each alternative, with and without what is optional. Nothing that repeats may stand within what repeats, so these are
+independent, and their number is known before anything is matched.
 """
 
 from __future__ import annotations
@@ -12,27 +13,36 @@ from collections.abc import Callable, Sequence
 from pagoda_proto.adapters.files import AdapterError
 
 MAX_CHARS = 512
-MAX_REPEATS = 3
 MAX_NAMES = 4096  # in a list
+NAME_CHARS = 64  # about
+MAX_WAYS = 1 << 20  # to read all patterns of a field
 _STRANGE = re.compile(r"\(\?(?!:)|\\[0-9]|[)}][*+{]|[*+?}][*+{]")  # lookarounds, backreferences, nested repetitions
-_REPEATS = re.compile(r"(?<!\\)[*+{]")
 
 Matches = Callable[[str], bool]
 
 
-def compiled(field: str, pattern: str, around: str = "{}") -> re.Pattern[str]:
-    """`around` is what the pattern stands in.
+def ways(pattern: str) -> float:
+    """How many ways there are to read it, at most."""
+    plain = pattern.replace("(?:", "(")
+    repeats, sides, places = sum(map(plain.count, "*+{")), plain.count("|"), plain.count("(") + 1
+    return float(NAME_CHARS) ** repeats * 2.0 ** plain.count("?") * (1 + sides / places) ** places
+
+
+def compiled(field: str, patterns: Sequence[str], around: str = "{}") -> list[re.Pattern[str]]:
+    """`around` is what each pattern stands in.
 
     Raises:
-        AdapterError: it is not a regular expression, or one that might take long.
+        AdapterError: one is not a regular expression, or they might take long together.
     """
-    if len(pattern) > MAX_CHARS or _STRANGE.search(pattern) or len(_REPEATS.findall(pattern)) > MAX_REPEATS:
-        rule = f"patterns of up to {MAX_CHARS} characters are taken, with up to {MAX_REPEATS} repetitions, none nested"
-        raise AdapterError(f"{field}: {rule}, and without lookarounds and backreferences, got {pattern[:80]!a}")
+    strange = [one for one in patterns if len(one) > MAX_CHARS or _STRANGE.search(one)]
     try:
-        return re.compile(around.replace("{}", f"(?:{pattern})"))
+        if strange or sum(ways(around.replace("{}", one)) for one in patterns) > MAX_WAYS:
+            worst = (strange or sorted(patterns, key=ways)[-1:])[0]
+            rule = f"patterns have up to {MAX_CHARS} characters, few repetitions, alternatives and options, none nested"
+            raise AdapterError(f"{field}: {rule}, no lookarounds and no backreferences, got {worst[:80]!a}")
+        return [re.compile(around.replace("{}", f"(?:{one})")) for one in patterns]
     except (re.error, RecursionError, OverflowError) as error:
-        raise AdapterError(f"{field}: {pattern[:80]!a} is no regular expression: {error}") from error
+        raise AdapterError(f"{field}: a pattern is no regular expression: {error}") from error
 
 
 def by_name(field: str, value: object) -> Matches:
@@ -42,7 +52,7 @@ def by_name(field: str, value: object) -> Matches:
         AdapterError: it is neither.
     """
     if isinstance(value, str):
-        pattern = compiled(field, value)
+        (pattern,) = compiled(field, [value])
         return lambda name: pattern.fullmatch(name) is not None
     if isinstance(value, Sequence) and len(value) <= MAX_NAMES and all(isinstance(one, str) and one for one in value):
         ends = frozenset(value)
@@ -58,7 +68,7 @@ def by_pattern(field: str, value: object, check: Callable[[object], bool]) -> Ca
     """
     if not isinstance(value, dict) or len(value) > MAX_NAMES or not all(check(one) for one in value.values()):
         raise AdapterError(f"{field}: must be a table of numbers by name, got {value!r:.100}")
-    table = [(compiled(field, key, r"(?:.*\.)?{}"), number) for key, number in value.items()]
+    table = list(zip(compiled(field, list(value), r"(?:.*\.)?{}"), value.values(), strict=True))
     return lambda name: next((number for pattern, number in table if pattern.fullmatch(name)), None)
 
 
