@@ -25,8 +25,6 @@ from pagoda_worker.rows.slots import NO_ADAPTER
 EXACT = 2e-4  # of float32 logits, which have a standard deviation of 1 to 2
 MODELS = [
     "llama3",
-    "qwen3",
-    "gemma2",
     "phi3",
     "gpt_neox",
     "gpt2",
