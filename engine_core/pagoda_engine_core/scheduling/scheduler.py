@@ -146,6 +146,13 @@ class Scheduler:
         request = self._detach(request_id, (), now)
         return self._told(request, request.fail(code, message, now)) if request else []
 
+    def release(self, request_id: str, now: float) -> None:
+        """Another worker goes on with this request, from its tokens."""
+        if request := self._detach(request_id, (), now):
+            request.leave_worker(now)
+            del self._requests[request_id]
+            self.queued_tokens -= request.num_prompt_tokens
+
     def take_back(self, now: float) -> list[Request]:
         """The worker is lost: hand out all open requests, in order, with nothing but their tokens. The books are not
         balanced but thrown away, so this works even when they are wrong."""
@@ -167,9 +174,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None when there is nothing to compute or drop, or it is better planned after the next result.
-
-        At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL).
-        """
+        At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL)."""
         if len(self._in_flight) >= self._config.max_steps_in_flight:
             raise PagodaError(ErrorCode.INTERNAL, f"{len(self._in_flight)} steps are in flight already")
         drafting = may_draft(self._running, self._waiting, self._config.speculation_tokens)
@@ -273,11 +278,9 @@ class Scheduler:
                 return
 
     def _start(self, choice: Choice, builder: PlanBuilder, now: float) -> Cause | None:
-        """Make the first waiting choice a row, or say what it waits for.
-
-        It must find room for all its known tokens and a block to go on with, beside what running rows still need;
-        otherwise it would soon be preempted and have computed for nothing.
-        """
+        """Make the first waiting choice a row, or say what it waits for. It must find room for all its known tokens and
+        a block to go on with, beside what running rows still need; otherwise it would soon be preempted and have
+        computed for nothing."""
         if len(self._running) >= self._max_rows:
             return Cause.QUEUED_ROWS
         prefix = self._kv.lookup(choice)
