@@ -217,7 +217,8 @@ async def _drain(engine: EngineCore, timeout_s: float) -> None:
     """Gateways that know another engine core move their requests there, the others let them end here."""
     log.info("stopping: %d requests open", engine.num_open)
     with contextlib.suppress(Exception):  # a loop that is gone has nothing that could end
-        await asyncio.wait_for(asyncio.wrap_future(engine.drain("the engine core is draining")), HAND_BACK_S)
+        async with asyncio.timeout(HAND_BACK_S):
+            await asyncio.wrap_future(engine.drain("the engine core is draining"))
     until = time.monotonic() + timeout_s
     while engine.num_open and engine.alive and time.monotonic() < until:  # noqa: ASYNC110 - asked about another thread
         await asyncio.sleep(DRAIN_LOOK_S)

@@ -97,8 +97,9 @@ class _Parts:
         cls, config: GatewayConfig, text: ModelText, metrics: GatewayMetrics, health_times: HealthTimes | None
     ) -> _Parts:
         """Raises ValueError for an address that cannot be used."""
-        address, waits = EngineAddress(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
-        engine = SessionClient(address, metrics, waits, log_requests=config.log_requests)
+        addresses = [EngineAddress(address, config.keys_dir) for address in config.engine_addresses]
+        waits = Waits(resume_s=config.resume_wait_s)
+        engine = SessionClient(addresses, metrics, waits, log_requests=config.log_requests)
         store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
         name, now = served_name(config), int(time.time())
         ctx = GatewayContext.new(config, text, engine, served_model_name=name, created=now, store=store)

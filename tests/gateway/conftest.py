@@ -31,7 +31,7 @@ async def connect(address: str) -> AsyncIterator[Connect]:
     clients: list[SessionClient] = []
 
     def start(**fields: float) -> SessionClient:
-        client = SessionClient(EngineAddress(address), GatewayMetrics("m"), waits(**fields))
+        client = SessionClient([EngineAddress(address)], GatewayMetrics("m"), waits(**fields))
         client.start()
         clients.append(client)
         return client

@@ -40,7 +40,7 @@ class Gateway:
         model = write_model_dir(root / "model")
         config = GatewayConfig(model=str(model), engine=f"unix:{root}/none", **options)
         self.metrics = GatewayMetrics("m")
-        self.engine = SessionClient(EngineAddress(config.engine), self.metrics)
+        self.engine = SessionClient([EngineAddress(config.engine)], self.metrics)
         self.health = Health(self.engine, self.metrics)
         ctx = GatewayContext.new(config, ModelText.load(model), self.engine, served_model_name="m", created=1)
         background, kept, tickets = BackgroundResponses(ctx), Batches(ctx.store), Tickets(ctx)

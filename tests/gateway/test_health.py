@@ -31,7 +31,7 @@ class Watched:
 
     def __init__(self, address: str, times: HealthTimes = TIMES) -> None:
         self.metrics = GatewayMetrics("m")
-        self.client = SessionClient(EngineAddress(address), self.metrics, Waits(resume_s=1.0, tick_s=0.01))
+        self.client = SessionClient([EngineAddress(address)], self.metrics, Waits(resume_s=1.0, tick_s=0.01))
         self.health = Health(self.client, self.metrics, times)
         self.changes: list[bool] = []
         self.client.start()

@@ -1,74 +1,70 @@
-"""There is at most one session, and none is ever the last: how it ended makes no difference to what happens next.
+"""Requests know of no engine core: however many there are, a request waits until one takes it, and goes on at any.
 
-`SessionClient` keeps one `Engine.Session` stream to one engine core and multiplexes all requests on it. It knows
-whether an engine core may be used, and for how long a new request waits for one; the requests themselves are the
-pool's. One task keeps the session, another one ticks: it sees silence and tends the pool's deadlines.
+`SessionClient` keeps a link to each engine core and multiplexes all requests on them. It knows whether one of them may
+be used, and for how long a new request waits for that; the requests themselves are the pool's. One task keeps each
+link, another one ticks: it sees silence and tends the pool's deadlines.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import random
 import time
+from collections.abc import Sequence
 
-import msgspec
-
-from pagoda_gateway.engine.model_view import EngineProgress, ModelView, protocol_problem
+from pagoda_gateway.engine.link import NOT_CONNECTED, Link, reports_together, together
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
-from pagoda_gateway.engine.recent import RecentRequests
+from pagoda_gateway.engine.recent import RecentRequests, WholeRequest
 from pagoda_gateway.engine.report import EngineReport, Reports
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.request_pool import RequestPool
-from pagoda_gateway.engine.session import EngineAddress, Session, SessionEnded
+from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Absence, Waits
-from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.metrics import GatewayMetrics
-from pagoda_proto.convert import load_from_pb
-from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Load, RequestRecord
+from pagoda_proto.records import Delta, Load, RequestRecord
 from pagoda_proto.times import LivedClock
-
-BACKOFF_FIRST_S = 0.05
-BACKOFF_MOST_S = 1.0
-NOT_CONNECTED = "is not connected"
-_NO_ENGINE = Load(engine_id="")
-
-logger = logging.getLogger(__name__)
 
 
 class SessionClient:
-    """Implements `EngineClient`. Call `start` once inside the loop, and `aclose` at the end.
-
-    Attributes (read by others, written here only):
-        load: The engine core's last word; without a connection no workers, the limits stay.
-        problem: Why the engine core takes no requests from here, as the end of a sentence about it; "" if it does.
-    """
+    """Implements `EngineClient`. Call `start` once inside the loop, and `aclose` at the end."""
 
     def __init__(
-        self, address: EngineAddress, metrics: GatewayMetrics, waits: Waits | None = None, *, log_requests: bool = True
+        self,
+        addresses: Sequence[EngineAddress],
+        metrics: GatewayMetrics,
+        waits: Waits | None = None,
+        *,
+        log_requests: bool = True,
     ) -> None:
-        self._address = address
         self._metrics = metrics
         self._waits = waits or Waits()
         self.clock = LivedClock(self._waits.tick_s, time.monotonic)
         self._absence = Absence(self._waits, self.clock.now())
-        self._progress = EngineProgress()
         self._meter = RequestMeter(metrics, log_requests=log_requests)
         self._pool = RequestPool(self.clock, self._waits, metrics, self._meter, self._absence.retry_after_s)
+        silent_s = self._waits.silent_s
+        self._links = [Link(each, self.clock, silent_s, self._pool, self._on_change) for each in addresses]
         self._reports = Reports(self._ask_report)
-        self._session: Session | None = None
-        self.load = _NO_ENGINE
-        self.problem = NOT_CONNECTED
-        self._usable = asyncio.Event()  # connected, and the engine core takes new requests
+        self._num_lost = 0
+        self._usable = asyncio.Event()  # an engine core is connected, and takes new requests
         self._tasks: dict[str, asyncio.Task[None]] = {}
         metrics.watch_engine(lambda: self.load, lambda: self.connected, lambda: self.num_open)
 
     @property
+    def load(self) -> Load:
+        """The last word of the engine cores that are connected, or of all; without a connection no workers."""
+        return together([link.load for link in self._links if link.connected] or [link.load for link in self._links])
+
+    @property
+    def problem(self) -> str:
+        """Why no engine core takes requests from here, as the end of a sentence about one; "" if one does."""
+        problems = {link.problem for link in self._links}
+        return "" if "" in problems else min(problems, key=lambda problem: problem == NOT_CONNECTED)
+
+    @property
     def connected(self) -> bool:
-        return self.problem != NOT_CONNECTED
+        return any(link.connected for link in self._links)
 
     @property
     def num_open(self) -> int:
@@ -82,24 +78,27 @@ class SessionClient:
         self._meter.whole(ended)
 
     async def report(self) -> EngineReport | None:
-        """What the engine core says of its workers, at most `REPORT_AGE_S` old; None where none answers."""
+        """What the engine cores say of their workers, at most `REPORT_AGE_S` old; None where none answers."""
         return await self._reports.latest()
 
     async def _ask_report(self) -> EngineReport | None:
-        return None if self._session is None else await self._session.report()
+        reports = await asyncio.gather(*(link.report() for link in self._links))
+        return reports_together([report for report in reports if report is not None])
 
     @property
     def last_progress_at(self) -> float:
-        """By `clock`: when a token last came here, or a step of the engine core's last advanced."""
-        return self._progress.at
+        """By `clock`: when a token last came here, or a step of an engine core's last advanced."""
+        return max(link.progress.at for link in self._links)
 
     def dead_tasks(self) -> list[str]:
         """Long-lived tasks that should be running and are not."""
-        names = ("engine session", "engine clock")
+        names = (*(_task_name(number) for number in range(len(self._links))), "engine clock")
         return [name for name in names if name not in self._tasks or self._tasks[name].done()]
 
     def start(self) -> None:
-        self._tasks["engine session"] = asyncio.create_task(self._keep_session(), name="engine-session")
+        for number, link in enumerate(self._links):
+            name = _task_name(number)
+            self._tasks[name] = asyncio.create_task(link.run(), name=name.replace(" ", "-"))
         self._tasks["engine clock"] = asyncio.create_task(self._keep_ticking(), name="engine-clock")
 
     async def aclose(self) -> None:
@@ -112,16 +111,16 @@ class SessionClient:
     def end_all(self, why: str) -> None:
         self._pool.fail_all(why)
 
-    # Requests
-
-    async def submit(self, record: RequestRecord, *, counted: bool = True) -> PooledGeneration:
-        """Send a record and wait until the engine core took it.
+    async def submit(
+        self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()
+    ) -> PooledGeneration:
+        """Send a record and wait until an engine core took it. `prior` is what came of it before, at another gateway.
 
         Raises:
             PagodaError: UNAVAILABLE without an engine core, or what the engine core refused it with.
         """
         await self._wait_usable()
-        generation = self._pool.open(record, counted=counted)
+        generation = self._pool.open(record, counted=counted, prior=prior)
         try:
             await generation.admitted.wait()
         except asyncio.CancelledError:
@@ -144,78 +143,24 @@ class SessionClient:
                     await self._usable.wait()
             now = self.clock.now()
 
-    # The session
-
-    async def _keep_session(self) -> None:
-        backoff_s = BACKOFF_FIRST_S
-        refusal = ""
-        while True:
-            self._session = Session(self._address, self.clock, self._waits.silent_s)
-            try:
-                await self._session.run(self._on_frame)
-            except SessionEnded as ending:
-                if self.connected:
-                    backoff_s, refusal = BACKOFF_FIRST_S, ""
-                    self._lose_session(str(ending))
-                elif str(ending) != refusal:
-                    refusal = str(ending)
-                    logger.warning("no engine core: %s", refusal)
-            self._session = None
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-            backoff_s = min(2 * backoff_s, BACKOFF_MOST_S)
-
     async def _keep_ticking(self) -> None:
         while True:
             await asyncio.sleep(self._waits.tick_s)
-            if self._session is not None:
-                self._session.tick()
+            for link in self._links:
+                link.tick()
             self._pool.tend()
 
-    def _lose_session(self, how: str) -> None:
-        self._metrics.sessions_lost.inc()
-        logger.warning("engine core session %s; %d requests wait for another", how, self._pool.num_open)
-        self.problem = NOT_CONNECTED
-        self.load = msgspec.structs.replace(self.load, num_workers=0, num_running=0, num_waiting=0, kv_usage=0.0)
-        self._set_usable(False)
-        self._pool.lose()
-
-    def _set_usable(self, usable: bool) -> None:
-        if usable:
+    def _on_change(self) -> None:
+        num_lost = sum(link.num_lost for link in self._links)
+        self._metrics.sessions_lost.inc(num_lost - self._num_lost)
+        self._num_lost = num_lost
+        if any(link.usable for link in self._links):
             self._absence.end()
             self._usable.set()
         else:
             self._absence.begin(self.clock.now())
             self._usable.clear()
 
-    def _on_frame(self, frame: pb.ServerFrame) -> None:
-        """A kind of frame that only another version knows is nothing to us."""
-        kind = frame.WhichOneof("frame")
-        if kind == "outputs":
-            if self._pool.on_outputs(frame.outputs):
-                self._progress.on_token(self.clock.now())
-        elif kind == "load":
-            self._on_load(load_from_pb(frame.load))
-        elif kind == "accepted":
-            self._pool.on_accepted(frame.accepted)
-        elif kind == "rejected":
-            self._pool.on_rejected(frame.rejected)
-        elif kind == "migrate":
-            self._pool.on_migrate(frame.migrate)
 
-    def _on_load(self, load: Load) -> None:
-        first = not self.connected
-        problem = protocol_problem(load)
-        if first:
-            logger.info("engine core %s connected; %d requests to resume", load.engine_id, self._pool.num_parked)
-        if problem:
-            if problem != self.problem:
-                logger.error("engine core %s is not used: it %s", load.engine_id, problem)
-            self.problem = problem
-            self._set_usable(False)
-            return
-        self.problem = "is draining" if load.draining else ""
-        self.load = load
-        self._progress.on_load(load, self.clock.now())
-        self._set_usable(not load.draining)
-        if self._session is not None:
-            self._pool.meet(ModelView.of(load), self._session.send, usable=not load.draining)
+def _task_name(number: int) -> str:
+    return f"engine session {number + 1}" if number else "engine session"

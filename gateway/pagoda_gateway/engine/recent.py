@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import msgspec
 
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.records import FinishReason, RequestRecord, Usage
+
 MOST_PER_TENANT = 64
 MOST_TENANTS = 256
+
+
+class WholeRequest(NamedTuple):
+    """A user's request that was made of others: it ends once, and its tokens come with its end. `code` says why where
+    `outcome` is ERROR."""
+
+    record: RequestRecord
+    usage: Usage
+    outcome: FinishReason
+    code: ErrorCode | None
+    total_s: float
 
 
 class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):

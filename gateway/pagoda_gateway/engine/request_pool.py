@@ -2,7 +2,8 @@
 
 The pool keeps every request without an ending, and nothing else. One whose attempt is over (its session broke, it was
 told to move, tokens were missing) is *parked* until there is an engine core that takes requests and has the weights
-and numerics it began under; then it is submitted with a higher attempt. What a request waits for decides how long:
+and numerics it began under; then it is submitted with a higher attempt. Where an engine core is to leave, and there is
+another one, its requests move at once. What a request waits for decides how long:
 
     an engine core                                        waits.resume_s since it was lost
     workers of its numerics, where the engine core stands  waits.no_worker_s since it was lost
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagoda_gateway.engine.model_view import ModelView, Obstacle
+from pagoda_gateway.engine.model_view import Obstacle
 from pagoda_gateway.engine.open_request import OpenRequest, Taken
+from pagoda_gateway.engine.place import Place, Send, choose
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.waits import Waits
@@ -28,15 +30,13 @@ from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.convert import delta_from_pb, record_to_pb, resume_to_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError, error_code_from
-from pagoda_proto.records import Delta, RequestRecord
+from pagoda_proto.records import Delta, Load, RequestRecord
 from pagoda_proto.times import LivedClock
 
 RETRY_LEAST_S = 0.2
 RETRY_MOST_S = 2.0
 MAX_GAPS = 3
 _RETRYABLE = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
-
-Send = Callable[[pb.ClientFrame], None]
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +45,12 @@ logger = logging.getLogger(__name__)
 class PooledRequest:
     """The pool's books about one open request. `give_up_at` runs from the loss until it is taken again, None while
     nothing is lost; `why` is what its present wait is said to be for, "" for an engine core; `losing_since` is when it
-    was first lost since its last token; `streams` are the numbers of its choices in this attempt.
+    was first lost since its last token; `place` is where it runs, and `streams` are the numbers of its choices there.
     """
 
     generation: PooledGeneration
-    vocab_size: int
+    vocab_size: int = 0
+    place: Place | None = None
     parked_at: float | None = None
     retry_at: float = 0.0
     give_up_at: float | None = None
@@ -93,10 +94,7 @@ class RequestPool:
         self._retry_after_s = retry_after_s
         self._open: dict[str, PooledRequest] = {}
         self._parked: dict[str, PooledRequest] = {}  # a part of `_open`
-        self._streams: dict[int, tuple[PooledRequest, int]] = {}  # choices by their numbers on the session
-        self._send: Send | None = None
-        self._view = ModelView()
-        self._usable = False
+        self._places: list[Place] = []
 
     @property
     def num_open(self) -> int:
@@ -106,21 +104,32 @@ class RequestPool:
     def num_parked(self) -> int:
         return len(self._parked)
 
+    def new_place(self) -> Place:
+        """For one more engine core."""
+        self._places.append(Place())
+        return self._places[-1]
+
+    @property
+    def _usable(self) -> bool:
+        return any(place.usable for place in self._places)
+
     # What consumers ask
 
-    def open(self, record: RequestRecord, *, counted: bool) -> PooledGeneration:
-        """Submit a record to the engine core that is there.
+    def open(self, record: RequestRecord, *, counted: bool, prior: Sequence[Delta] = ()) -> PooledGeneration:
+        """Submit a record to an engine core that is there. `prior` has been read of it, and does not come again.
 
         Raises:
             PagodaError: INTERNAL, the id is in use.
         """
         if record.request_id in self._open:
             raise PagodaError(ErrorCode.INTERNAL, f"request id {record.request_id} is in use")
-        generation = PooledGeneration(OpenRequest(record), self, counted=counted, now=time.monotonic())
-        pooled = PooledRequest(generation, self._view.vocab_size)
-        self._open[record.request_id] = pooled
-        if self._usable:
-            self._submit(pooled)
+        request = OpenRequest(record, prior)
+        generation = PooledGeneration(request, self, counted=counted, now=time.monotonic())
+        vocab_size = next((place.view.vocab_size for place in self._places if place.view.vocab_size), 0)
+        pooled = self._open[record.request_id] = PooledRequest(generation, vocab_size)
+        place = choose(self._places, request, 0)
+        if isinstance(place, Place) and not request.wants_nothing_more:
+            self._submit(pooled, place)
         else:
             self._park(pooled, self._clock.now())
         return generation
@@ -132,7 +141,9 @@ class RequestPool:
             return
         generation.request.close(choices)
         self._send_abort(pooled, choices)
-        if generation.request.wants_nothing_more and (pooled.parked or self._send is None):
+        if generation.request.wants_nothing_more and (
+            pooled.parked or pooled.place is None or pooled.place.send is None
+        ):
             self._end_here(pooled)
 
     def release(self, generation: PooledGeneration) -> None:
@@ -153,25 +164,33 @@ class RequestPool:
 
     # What the session tells
 
-    def meet(self, view: ModelView, send: Send, *, usable: bool) -> None:
+    def meet(self, place: Place, load: Load, send: Send) -> None:
         """An engine core is there, or has other workers than before, or takes no more requests."""
-        same_model = view == self._view
-        self._send, self._view, self._usable = send, view, usable
-        if not same_model:
-            for pooled in [pooled for pooled in self._open.values() if not pooled.parked]:
-                self._obstacle(pooled)
-        if usable:
+        before = place.view
+        place.told(load)
+        place.send, place.usable = send, not load.draining
+        for pooled in self._at(place) if before != place.view else ():
+            # Workers of other numerics are the engine core's own business as long as it holds the request.
+            pooled.vocab_size = pooled.vocab_size or place.view.vocab_size
+            obstacle = place.view.obstacle(pooled.request.begun, pooled.vocab_size)
+            if obstacle is not None and obstacle.final:
+                self._leave(pooled)
+        if self._usable:
             for pooled in [pooled for pooled in self._parked.values() if not pooled.retry_at]:
                 self._go_on(pooled)
+            for pooled in [pooled for pooled in self._open.values() if pooled.place and not pooled.place.usable]:
+                if isinstance(choose(self._places, pooled.request, pooled.vocab_size), Place):
+                    self._leave(pooled)  # it goes on there
 
-    def lose(self) -> None:
-        """The session is over: every open request goes on with the next engine core, or the same one restarted."""
-        self._send = None
-        self._usable = False
-        now = self._clock.now()
-        for pooled in list(self._open.values()):
+    def lose(self, place: Place) -> None:
+        """The session is over: its requests go on with another engine core, or the same one restarted."""
+        place.send, place.usable = None, False
+        for pooled in self._at(place) if self._usable else list(self._open.values()):
             pooled.settled()
-            self._attempt_over(pooled, now)
+            self._attempt_over(pooled, self._clock.now())
+
+    def _at(self, place: Place) -> list[PooledRequest]:
+        return [pooled for pooled in self._open.values() if pooled.place is place]
 
     def tend(self) -> None:
         """Whose wait is over, whose turn to try again it is. Called every `waits.tick_s`."""
@@ -182,13 +201,13 @@ class RequestPool:
             elif self._usable and now >= pooled.retry_at:
                 self._go_on(pooled)
 
-    def on_accepted(self, accepted: pb.Accepted) -> None:
+    def on_accepted(self, place: Place, accepted: pb.Accepted) -> None:
         pooled = self._current(accepted.request_id, accepted.attempt)
         if pooled is not None:
             pooled.settled()
             pooled.generation.admitted.set()
             pooled.streams = range(accepted.stream, accepted.stream + pooled.request.record.task.params.n)
-            self._streams |= {number: (pooled, choice) for choice, number in enumerate(pooled.streams)}
+            place.streams |= {number: (pooled, choice) for choice, number in enumerate(pooled.streams)}
 
     def on_rejected(self, rejected: pb.Rejected) -> None:
         """A refusal is final for a new request. One that was lost asks again for as long as it may wait."""
@@ -213,13 +232,13 @@ class RequestPool:
         if pooled is not None:
             self._attempt_over(pooled, self._clock.now())
 
-    def on_outputs(self, outputs: pb.StepOutputs) -> bool:
+    def on_outputs(self, place: Place, outputs: pb.StepOutputs) -> bool:
         """Whether a token came for anybody."""
         now = time.monotonic()
         with_tokens = False
         tokens = outputs.tokens
         for number, first_index, token_id in zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True):
-            stream = self._streams.get(number)
+            stream = place.streams.get(number)
             if stream is not None:
                 with_tokens |= self._deliver(stream[0], self._on_next, stream[1], first_index, token_id, now)
         for message in outputs.deltas:
@@ -279,8 +298,7 @@ class RequestPool:
     def _current(self, request_id: str, attempt: int) -> PooledRequest | None:
         """The open request a frame speaks of, unless it speaks of an earlier attempt."""
         pooled = self._open.get(request_id)
-        is_current = pooled is not None and not pooled.parked and pooled.request.attempt == attempt
-        return pooled if is_current else None
+        return pooled if pooled and not pooled.parked and pooled.request.attempt == attempt else None
 
     # Waiting and going on
 
@@ -299,7 +317,7 @@ class RequestPool:
         if pooled.request.wants_nothing_more:
             self._end_here(pooled)
             return
-        self._forget_streams(pooled)
+        self._leave_place(pooled)
         pooled.request.attempt += not pooled.parked
         pooled.parked_at = now
         self._parked[pooled.request.record.request_id] = pooled
@@ -309,26 +327,24 @@ class RequestPool:
             pooled.give_up_at = now + self._waits.resume_s
 
     def _go_on(self, pooled: PooledRequest) -> None:
-        """With the engine core that is there, unless its model is another one."""
-        obstacle = self._obstacle(pooled)
-        if obstacle is None:
+        """With an engine core that is there, unless its model is another one."""
+        place = choose(self._places, pooled.request, pooled.vocab_size)
+        if isinstance(place, Place):
             pooled.parked_at = None
             pooled.retry_at = 0.0
             del self._parked[pooled.request.record.request_id]
             self._metrics.resumed.inc()
-            self._submit(pooled)
-        elif pooled.parked_at is not None and not obstacle.final:
-            pooled.why = obstacle.why
+            self._submit(pooled, place)
+        elif isinstance(place, Obstacle) and place.final:
+            self._fail(pooled, f"the request cannot go on: {place.why}")
+        elif place is not None and pooled.parked_at is not None:
+            pooled.why = place.why
             pooled.give_up_at = pooled.parked_at + self._waits.no_worker_s
 
-    def _obstacle(self, pooled: PooledRequest) -> Obstacle | None:
-        """What keeps it from going on here; a final one ends it. Workers of other numerics are the engine core's own
-        business as long as it holds the request."""
-        pooled.vocab_size = pooled.vocab_size or self._view.vocab_size
-        obstacle = self._view.obstacle(pooled.request.begun, pooled.vocab_size)
-        if obstacle is not None and obstacle.final:
-            self._fail(pooled, f"the request cannot go on: {obstacle.why}")
-        return obstacle
+    def _leave(self, pooled: PooledRequest) -> None:
+        """An engine core that still runs it."""
+        self._send_abort(pooled, ())
+        self._attempt_over(pooled, self._clock.now())
 
     def _give_up(self, pooled: PooledRequest) -> None:
         lost = f"the engine core was lost and none took over within {self._waits.resume_s:g} s"
@@ -354,27 +370,31 @@ class RequestPool:
         """The one way out of the pool."""
         del self._open[pooled.request.record.request_id]
         self._parked.pop(pooled.request.record.request_id, None)
-        self._forget_streams(pooled)
+        self._leave_place(pooled)
         pooled.generation.wake()
         self._meter.ended(pooled.generation, time.monotonic())
 
-    def _forget_streams(self, pooled: PooledRequest) -> None:
+    def _leave_place(self, pooled: PooledRequest) -> None:
         """The attempt is over."""
-        for number in pooled.streams:
-            self._streams.pop(number, None)
-        pooled.streams = range(0)
+        if pooled.place is not None:
+            for number in pooled.streams:
+                pooled.place.streams.pop(number, None)
+            pooled.place.num_open -= 1
+        pooled.place, pooled.streams = None, range(0)
 
     # Frames
 
-    def _submit(self, pooled: PooledRequest) -> None:
-        request = pooled.request
+    def _submit(self, pooled: PooledRequest, place: Place) -> None:
+        request, pooled.place = pooled.request, place
+        pooled.vocab_size = pooled.vocab_size or place.view.vocab_size
+        place.num_open += 1
         resume = resume_to_pb(request.resume()) if request.attempt else None
         submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
-        if self._send is not None:
-            self._send(pb.ClientFrame(submit=submit))
+        if place.send is not None:
+            place.send(pb.ClientFrame(submit=submit))
 
     def _send_abort(self, pooled: PooledRequest, choices: tuple[int, ...]) -> None:
         """Best effort: an engine core that is gone, or does not have the request yet, needs none."""
-        if self._send is not None and not pooled.parked:
+        if pooled.place is not None and pooled.place.send is not None:
             abort = pb.Abort(request_id=pooled.request.record.request_id, choices=choices)
-            self._send(pb.ClientFrame(abort=abort))
+            pooled.place.send(pb.ClientFrame(abort=abort))

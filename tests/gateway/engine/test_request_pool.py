@@ -19,12 +19,17 @@ from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.convert import begun_to_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import Begun, Delta, FinishReason, RequestRecord
+from pagoda_proto.records import Begun, Delta, FinishReason, Load, RequestRecord
 from pagoda_proto.times import LivedClock
 
 HERE = ModelView(fingerprint="m1", numerics_id="n1", vocab_size=512)
 BEGUN = Begun(model_fingerprint="m1", numerics_id="n1", cached_prompt_tokens=2)
 NO_ONE = ModelView()
+
+
+def load_of(view: ModelView, *, draining: bool = False, **fields: int) -> Load:
+    about = {"model_fingerprint": view.fingerprint, "numerics_id": view.numerics_id, "vocab_size": view.vocab_size}
+    return Load(engine_id="e", draining=draining, **({"num_workers": 1} | fields), **about)
 
 
 class Bench:
@@ -39,10 +44,11 @@ class Bench:
         self.pool = RequestPool(
             clock, self.waits, self.metrics, meter(self.metrics, log_requests=True), lambda now: 7.0
         )
+        self.place = self.pool.new_place()
         self.meet()
 
     def meet(self, view: ModelView = HERE, *, usable: bool = True) -> None:
-        self.pool.meet(view, self.sent.append, usable=usable)
+        self.pool.meet(self.place, load_of(view, draining=not usable), self.sent.append)
 
     def open(self, **params: Any) -> PooledGeneration:
         return self.pool.open(record(**params), counted=True)
@@ -59,7 +65,7 @@ class Bench:
         )
         if begun is not None and not at:
             delta.tokens.begun.CopyFrom(begun_to_pb(begun))
-        self.pool.on_outputs(pb.StepOutputs(deltas=[delta]))
+        self.pool.on_outputs(self.place, pb.StepOutputs(deltas=[delta]))
 
     def last(self, generation: PooledGeneration, token: int) -> None:
         delta = pb.Delta(
@@ -68,7 +74,7 @@ class Bench:
             finish_reason=pb.FINISH_REASON_STOP,
             usage=pb.Usage(),
         )
-        self.pool.on_outputs(pb.StepOutputs(deltas=[delta]))
+        self.pool.on_outputs(self.place, pb.StepOutputs(deltas=[delta]))
 
     def reject(self, generation: PooledGeneration, code: str, message: str = "no", retry_after_s: float = 0.0) -> None:
         about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
@@ -76,13 +82,13 @@ class Bench:
 
     def accept(self, generation: PooledGeneration, stream: int = 0) -> None:
         about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
-        self.pool.on_accepted(pb.Accepted(stream=stream, **about))
+        self.pool.on_accepted(self.place, pb.Accepted(stream=stream, **about))
 
     def column(self, *entries: tuple[int, int, int]) -> None:
         """Of each entry the number of its stream, its index and its token."""
         streams, indexes, tokens = zip(*entries, strict=True)
         columns = pb.NextTokens(streams=streams, first_indexes=indexes, token_ids=tokens)
-        self.pool.on_outputs(pb.StepOutputs(tokens=columns))
+        self.pool.on_outputs(self.place, pb.StepOutputs(tokens=columns))
 
     def after(self, seconds: float) -> None:
         self.now += seconds
@@ -122,7 +128,7 @@ async def test_numbers_are_forgotten_with_the_attempt_that_had_them(bench: Bench
     bench.accept(first, 0)
     bench.accept(second, 1)
     bench.tokens(first, 5)
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     bench.meet()
     bench.accept(second, 0)  # another session, whose numbers begin anew
     bench.column((0, 0, 6), (1, 0, 7))
@@ -131,20 +137,20 @@ async def test_numbers_are_forgotten_with_the_attempt_that_had_them(bench: Bench
     await first.aclose()
     await second.aclose()
     bench.column((0, 1, 6))
-    assert bench.pool._streams == {}
+    assert bench.place.streams == {}
 
 
 @pytest.mark.parametrize("columns", [pb.NextTokens(streams=[0], token_ids=[1]), pb.NextTokens(first_indexes=[0])])
 async def test_columns_of_different_lengths_end_the_session(bench: Bench, columns: pb.NextTokens) -> None:
     with pytest.raises(ValueError, match="zip"):
-        bench.pool.on_outputs(pb.StepOutputs(tokens=columns))
+        bench.pool.on_outputs(bench.place, pb.StepOutputs(tokens=columns))
 
 
 async def test_what_it_began_under_goes_out_with_every_resubmission(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
     for _ in range(3):
-        bench.pool.lose()
+        bench.pool.lose(bench.place)
         bench.meet()
     first, *later = bench.submits(generation)
     assert not first.resume.HasField("begun")
@@ -155,7 +161,7 @@ async def test_what_it_began_under_goes_out_with_every_resubmission(bench: Bench
 async def test_without_tokens_nothing_is_bound(bench: Bench) -> None:
     generation = bench.open()
     bench.accept(generation)
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     bench.meet(ModelView(fingerprint="m2", numerics_id="n2", vocab_size=512))
     assert [submit.resume.HasField("begun") for submit in bench.submits(generation)] == [False, False]
 
@@ -163,7 +169,7 @@ async def test_without_tokens_nothing_is_bound(bench: Bench) -> None:
 async def test_the_first_word_on_where_it_began_stays(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     bench.meet()
     bench.tokens(generation, 5, 6, begun=Begun(model_fingerprint="m9", numerics_id="n9"))
     assert generation.request.begun == BEGUN
@@ -174,7 +180,7 @@ async def test_another_model_is_named_and_nothing_spliced(bench: Bench, lost: bo
     generation, fresh = bench.open(), bench.open()
     bench.tokens(generation, 5)
     if lost:
-        bench.pool.lose()
+        bench.pool.lose(bench.place)
     bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512))
     code, message = ending(generation)
     assert code is ErrorCode.STREAM_INTERRUPTED
@@ -190,7 +196,7 @@ async def test_each_request_is_judged_by_what_it_began_under_itself(bench: Bench
     bench.tokens(old, 5)
     bench.meet(ModelView(fingerprint="m2", numerics_id="n2", vocab_size=512))
     bench.tokens(new, 5, begun=Begun(model_fingerprint="m2", numerics_id="n2"))
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     bench.meet(ModelView(fingerprint="m2", numerics_id="n2", vocab_size=512))
     assert old.request.ended
     assert len(bench.submits(new)) == 2
@@ -198,7 +204,7 @@ async def test_each_request_is_judged_by_what_it_began_under_itself(bench: Bench
 
 async def test_a_prompt_does_not_go_to_another_vocabulary(bench: Bench) -> None:
     generation = bench.open()
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=600))
     code, message = ending(generation)
     assert code is ErrorCode.UNAVAILABLE
@@ -210,7 +216,7 @@ async def test_other_numerics_are_waited_out(bench: Bench) -> None:
     """The engine core stands; a worker of the old kind may still come, for longer than an engine core is waited for."""
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     others = ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512)
     bench.meet(others)
     bench.after(bench.waits.resume_s + 1)
@@ -223,7 +229,7 @@ async def test_other_numerics_are_waited_out(bench: Bench) -> None:
 async def test_other_numerics_to_the_end_are_named(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     bench.meet(ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512))
     bench.after(1.0)
     bench.after(bench.waits.no_worker_s)
@@ -237,7 +243,7 @@ async def test_other_numerics_to_the_end_are_named(bench: Bench) -> None:
 async def test_an_engine_core_that_knows_no_worker_yet_may_hold_it(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     bench.meet(NO_ONE)
     assert len(bench.submits(generation)) == 2
 
@@ -246,7 +252,7 @@ async def test_an_engine_core_that_knows_no_worker_yet_may_hold_it(bench: Bench)
 async def test_a_refusal_of_what_was_lost_is_tried_again(bench: Bench, code: str) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     bench.meet()
     for attempt in (1, 2, 3):
         bench.reject(generation, code, retry_after_s=0.5)
@@ -263,7 +269,7 @@ async def test_a_refusal_of_what_was_lost_is_tried_again(bench: Bench, code: str
 async def test_refused_to_the_end_it_tells_the_engine_cores_own_reason(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     bench.meet()
     bench.reject(generation, "unavailable", "no worker for 120 s")
     bench.after(bench.waits.resume_s)
@@ -276,7 +282,7 @@ async def test_refused_to_the_end_it_tells_the_engine_cores_own_reason(bench: Be
 async def test_refused_after_it_was_taken_it_tells_that_reason_too(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     bench.meet()
     bench.accept(generation)
     bench.after(120.0)
@@ -289,7 +295,7 @@ async def test_each_loss_has_a_wait_of_its_own(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
     for _ in range(4):
-        bench.pool.lose()
+        bench.pool.lose(bench.place)
         bench.after(0.9 * bench.waits.resume_s)
         bench.meet()
         bench.reject(generation, "unavailable", "no worker yet")
@@ -301,7 +307,7 @@ async def test_each_loss_has_a_wait_of_its_own(bench: Bench) -> None:
 async def test_none_that_takes_over_is_called_lost(bench: Bench) -> None:
     generation, fresh = bench.open(), bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     bench.after(bench.waits.resume_s - 0.1)
     assert not generation.request.ended
     bench.after(0.2)
@@ -317,14 +323,14 @@ async def test_losses_without_a_token_are_bounded_by_time(bench: Bench) -> None:
     num_losses = 0
     while not generation.request.ended:
         bench.after(2.0)
-        bench.pool.lose()
+        bench.pool.lose(bench.place)
         bench.meet()
         num_losses += 1
     assert num_losses == int(bench.waits.losing_s / 2.0) + 2
     generation = bench.open()
     for i in range(3 * num_losses):  # a token now and then, and there is no bound
         bench.after(2.0)
-        bench.pool.lose()
+        bench.pool.lose(bench.place)
         bench.meet()
         if i % 10 == 0:
             bench.tokens(generation, 1, at=generation.request.num_output_tokens)
@@ -334,7 +340,7 @@ async def test_losses_without_a_token_are_bounded_by_time(bench: Bench) -> None:
 async def test_a_stop_string_found_while_lost_ends_it_here_with_what_is_known(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     await generation.abort([0])
     *_, last = await generation.next()
     assert last.usage is not None
@@ -367,7 +373,7 @@ async def test_what_raises_about_one_request_ends_it_once_and_no_other(meter: ty
 
 
 async def test_a_request_opened_in_a_gap_of_the_session_is_not_forgotten(bench: Bench) -> None:
-    bench.pool.lose()
+    bench.pool.lose(bench.place)
     generation = bench.open()
     assert bench.submits(generation) == []
     bench.meet()
@@ -395,7 +401,7 @@ class Story:
         if event == "open":
             self.generations.append(bench.open(n=2, max_tokens=6))
         elif event == "lose":
-            pool.lose()
+            pool.lose(self.bench.place)
             self.there = False
         elif event in ("meet", "drain", "other"):
             self.view = HERE if event != "other" else ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512)
@@ -442,7 +448,7 @@ class Story:
             deltas.append(delta)
         if deltas and not hole and all(delta.finish_reason for delta in deltas):
             deltas[-1].usage.output_tokens = 12
-        self.bench.pool.on_outputs(pb.StepOutputs(deltas=deltas))
+        self.bench.pool.on_outputs(self.bench.place, pb.StepOutputs(deltas=deltas))
 
 
 async def read(generation: PooledGeneration) -> list[Delta]:

@@ -109,7 +109,7 @@ from pagoda_gateway.engine.session import EngineAddress, Session
 from pagoda_gateway.metrics import GatewayMetrics
 
 async def main():
-    client = SessionClient(EngineAddress(sys.argv[1]), GatewayMetrics("m"))
+    client = SessionClient([EngineAddress(sys.argv[1])], GatewayMetrics("m"))
     client.start()
     tokens = tokens_of(await collect(await client.submit(record())))
     print(json.dumps({"tokens": tokens, "lost": sample(client, "engine_sessions_lost_total")}))
@@ -199,12 +199,13 @@ FRAMES = st.one_of(
 @settings(max_examples=200, deadline=None)
 def test_no_frame_raises_whatever_is_in_it(frames: list[pb.ServerFrame]) -> None:
     async def take() -> None:
-        client = SessionClient(EngineAddress("unix:/nowhere"), GatewayMetrics("m"))
-        client._session = Session(EngineAddress("unix:/nowhere"), client.clock, 5.0)
-        client._on_frame(pb.ServerFrame(load=pb.Load(protocol=SESSION_PROTOCOL)))
+        client = SessionClient([EngineAddress("unix:/nowhere")], GatewayMetrics("m"))
+        [link] = client._links
+        link._session = Session(EngineAddress("unix:/nowhere"), client.clock, 5.0)
+        link._on_frame(pb.ServerFrame(load=pb.Load(protocol=SESSION_PROTOCOL)))
         generation = client._pool.open(msgspec.structs.replace(record(n=2), request_id="r"), counted=True)
         for frame in frames:
-            client._on_frame(frame)
+            link._on_frame(frame)
         client.end_all("over")
         deltas = []
         while batch := await generation.next():

@@ -30,7 +30,7 @@ class App:
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         metrics = GatewayMetrics("m")
-        health = Health(SessionClient(EngineAddress("unix:none"), metrics), metrics)
+        health = Health(SessionClient([EngineAddress("unix:none")], metrics), metrics)
         background, kept = BackgroundResponses(gateway.context), Batches(gateway.context.store)
         self.asgi: Any = create_app(gateway.context, health, metrics, background, kept, gateway.tickets)
         self.admin = self.client(ADMIN)

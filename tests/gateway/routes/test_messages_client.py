@@ -49,7 +49,7 @@ def kind_of(caught: pytest.ExceptionInfo[anthropic.APIStatusError]) -> str:
 @asynccontextmanager
 async def serving(gateway: Gateway) -> AsyncIterator[Running]:
     metrics = GatewayMetrics("m")
-    health = Health(SessionClient(EngineAddress("unix:none"), metrics), metrics)
+    health = Health(SessionClient([EngineAddress("unix:none")], metrics), metrics)
     background = BackgroundResponses(gateway.context)
     background.start()
     try:
