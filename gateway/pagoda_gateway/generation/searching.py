@@ -32,8 +32,10 @@ class BeamSearching:
         self._engine = engine
         self._length_penalty = length_penalty
 
-    async def submit(self, record: RequestRecord, *, counted: bool = True) -> Generation:
-        """The first step is what is admitted. Raises PagodaError."""
+    async def submit(self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()) -> Generation:
+        """The first step is what is admitted. Raises PagodaError, also for `prior`: a search tells all at its end."""
+        if prior:
+            raise PagodaError(ErrorCode.INTERNAL, "a beam search cannot be gone on with")
         params = record.task.params
         room = params.max_tokens or max(1, self._engine.load.max_model_len - len(record.prompt_token_ids))
         ends = frozenset() if params.ignore_eos else frozenset(record.task.eos_token_ids)
