@@ -1,0 +1,129 @@
+"""One request of every kind that a stream may be of, and all that a client sees of its answer.
+
+Texts, several choices, log-probabilities, a stop string, a schema, tool calls; greedy and sampled, streamed and whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import openai
+from tests.e2e.streams import Request, Seen, formed, plain
+from tests.faults.streams import Flow, Report
+
+from pagoda.client.transport import AsyncResumingTransport
+
+Answer = tuple[list[Seen], dict[str, int]]
+USAGE = {"prompt_tokens", "completion_tokens", "total_tokens"}
+TALK: Request = {
+    "model": "demo", "messages": [{"role": "user", "content": "Count."}], "stream": True, "max_tokens": 380,
+    "temperature": 1.0, "seed": 5, "extra_body": {"ignore_eos": True},
+}  # fmt: skip
+
+
+def whole(request: Request) -> Request:
+    """The same, not as a stream."""
+    return request | {"stream": False}
+
+
+def variants() -> list[Request]:
+    """Greedy; sampled, of two choices; a schema and a call; a chat."""
+    streams = [plain(1), plain(4), formed(4), formed(5), TALK]
+    return [*streams, *(whole(request) for request in (plain(3), plain(8), formed(12)))]
+
+
+def with_stop(text: str) -> Request:
+    """One that ends by a string in the later half of what it says, which is `text`."""
+    places = (i for i in range(len(text) // 2, len(text) - 4) if text.find(text[i : i + 4]) == i)
+    at = next(places)
+    return TALK | {"stop": [text[at : at + 4], "never said"]}
+
+
+async def answer(client: openai.AsyncOpenAI, request: Request, flowing: Callable[[], None] = lambda: None) -> Answer:
+    """What came of every choice, and the tokens used. `flowing` is called with every event."""
+    api: Any = client.chat.completions if "messages" in request else client.completions
+    if not request["stream"]:
+        told = await api.create(**request)
+        return [_of_whole(choice) for choice in told.choices], told.usage.model_dump(include=USAGE)
+    choices: dict[int, Seen] = {}
+    usage: dict[str, int] = {}
+    async for chunk in await api.create(**request, stream_options={"include_usage": True}):
+        flowing()
+        for choice in chunk.choices:
+            choices.setdefault(choice.index, Seen()).add(choice)
+        if chunk.usage is not None:
+            usage = chunk.usage.model_dump(include=USAGE)
+    return [choices[index] for index in sorted(choices)], usage
+
+
+def _of_whole(choice: Any) -> Seen:
+    message = getattr(choice, "message", None)
+    seen = Seen(text=(message.content or "") if message else choice.text, finish=choice.finish_reason)
+    if message is not None and message.tool_calls:
+        seen.calls = {i: (call.function.name, call.function.arguments) for i, call in enumerate(message.tool_calls)}
+    if message is None and choice.logprobs is not None:
+        seen.tokens = list(zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, strict=True))
+    elif choice.logprobs is not None:
+        seen.tokens = [(one.token, one.logprob) for one in choice.logprobs.content or ()]
+    return seen
+
+
+class Client(httpx.AsyncClient):
+    """Over a transport that resumes. It counts: streams gone on with, and what a server told of trouble."""
+
+    def __init__(self, urls: Sequence[str], timeout_s: float = 240.0) -> None:
+        self.counted = Counted()
+        super().__init__(transport=AsyncResumingTransport(urls, self.counted), timeout=timeout_s)
+
+    def openai(self, url: str) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=self)
+
+
+class Counted(httpx.AsyncHTTPTransport):
+    def __init__(self) -> None:
+        super().__init__(limits=httpx.Limits(max_connections=None))
+        self.num_resumed = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.num_resumed += "Last-Event-ID" in request.headers
+        return await super().handle_async_request(request)
+
+
+async def undisturbed(urls: Sequence[str]) -> tuple[list[Request], list[Answer]]:
+    """The requests, and how they are answered where nothing happens."""
+    async with Client(urls) as http:
+        client = http.openai(urls[0])
+        talk, _ = await answer(client, TALK)
+        requests = [*variants(), with_stop(talk[0].text)]
+        return requests, list(await asyncio.gather(*(answer(client, request) for request in requests)))
+
+
+async def disturbed(
+    urls: Sequence[str],
+    requests: Sequence[Request],
+    oracle: Sequence[Answer],
+    disturb: Callable[[Flow], Any],
+    report: Report,
+    timeout_s: float = 240.0,
+) -> int:
+    """All of them at once, to the first gateway, while something happens. How many streams were gone on with."""
+    flow = Flow()
+    async with Client(urls, timeout_s) as http:
+        client = http.openai(urls[0])
+        asked = [asyncio.create_task(answer(client, request, flow)) for request in requests]
+        done = asyncio.gather(*asked, return_exceptions=True)
+        done.add_done_callback(lambda _: flow.end())
+        try:
+            await disturb(flow)
+        finally:
+            answers = await done
+    for number, (got, expected) in enumerate(zip(answers, oracle, strict=True)):
+        kind = "broken" if isinstance(got, BaseException) else "identical" if got == expected else "different"
+        report.kinds[kind] += 1
+        if kind != "identical":
+            told = repr(got)[:300] if kind == "broken" else f"{got!r:.300} instead of {expected!r:.300}"
+            report.problems.append(f"request {number} is {kind}: {told}")
+    return http.counted.num_resumed
