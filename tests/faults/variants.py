@@ -78,8 +78,10 @@ class Client(httpx.AsyncClient):
         self.counted = Counted()
         super().__init__(transport=AsyncResumingTransport(urls, self.counted), timeout=timeout_s)
 
-    def openai(self, url: str) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=self)
+    def openai(self, url: str, max_retries: int = 0) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=max_retries, http_client=self, timeout=self.timeout
+        )
 
 
 class Counted(httpx.AsyncHTTPTransport):
