@@ -92,7 +92,7 @@ def batch(directory: Path, seed: int) -> Iterator[Report]:
 def leaving(directory: Path, seed: int) -> Iterator[Report]:
     with doubled(directory) as place:
         oracle = asyncio.run(undisturbed_variants(place.urls))
-        for name in ("core-0-*", "core-1-*", *ENGINE_CORES, *GATEWAYS):
+        for name in ("core-0-a", "core-1-a", *ENGINE_CORES, *GATEWAYS):
             yield scenes.asked_to_leave(place, name, oracle)
         yield scenes.scaled(place, oracle)
 

@@ -13,15 +13,16 @@ from tests.faults.variants import Answer, Request, disturbed
 
 RECOVERY_S = 240.0
 FLOWING = 60  # events, of all streams together, after which they are under way
-Oracle = tuple[Sequence[Request], Sequence[Answer]]
+Oracle = Sequence[tuple[Request, Answer]]
 
 
 def _run(
     place: Doubled,
     report: Report,
     oracle: Oracle,
-    act: Callable[[], Awaitable[None]],
+    act: Callable[[Flow], Awaitable[None]],
     *,
+    again: bool = False,
     resumes: bool = False,
     timeout_s: float = 240.0,
 ) -> Report:
@@ -30,10 +31,9 @@ def _run(
     async def disturb(flow: Flow) -> None:
         if not await flow.more(FLOWING):
             report.problems.append("the streams ended before anything happened")
-        await act()
+        await act(flow)
 
-    requests, expected = oracle
-    num_resumed = asyncio.run(disturbed(place.urls, requests, expected, disturb, report, timeout_s))
+    num_resumed = asyncio.run(disturbed(place.urls, oracle, disturb, report, again=again, timeout_s=timeout_s))
     report.note = "; ".join(filter(None, [report.note, f"{num_resumed} streams resumed"]))
     if resumes and not num_resumed:
         report.problems.append("no stream was gone on with at the other gateway")
@@ -44,37 +44,34 @@ def _run(
     return report
 
 
-def _busiest(place: Doubled, core: str) -> str:
-    rows = {name: number for name, number in place.busy_workers().items() if name.startswith(core)}
-    return max(rows, key=lambda name: rows[name])
-
-
 def asked_to_leave(place: Doubled, name: str, oracle: Oracle) -> Report:
-    """SIGTERM; it ends by itself, well, and comes back when all is over. `name` may be an engine core with "-*": that
-    one of its workers that has most to do."""
+    """SIGTERM; it ends by itself, well, and is started again. An engine core's requests go to the other one; those of a
+    worker that is the only one stay with it."""
     report = Report(f"SIGTERM: {name}")
-    victim = ""
 
-    async def act() -> None:
-        nonlocal victim
-        victim = name if not name.endswith("-*") else await asyncio.to_thread(_busiest, place, name[:-2])
-        place.process(victim).send_signal(signal.SIGTERM)
-        code = await asyncio.to_thread(place.exit_code, victim)
+    async def act(flow: Flow) -> None:
+        moved = await asyncio.to_thread(place.num_moved)
+        place.process(name).send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(place.exit_code, name)
         if code:
-            report.problems.append(f"{victim} ended with {code}")
-        place.start(victim)
+            report.problems.append(f"{name} ended with {code}")
+        if name not in GATEWAYS:
+            moved = await asyncio.to_thread(place.num_moved) - moved
+            report.note = f"{moved} requests moved"
+            if bool(moved) is not (name in ENGINE_CORES):
+                report.problems.append(f"{moved} requests moved")
+        place.start(name)
 
     return _run(place, report, oracle, act, resumes=name in GATEWAYS)
 
 
 def streams_of(oracle: Oracle) -> Oracle:
     """Without those that are no streams: another gateway answers them only once it is certain that nobody is at it."""
-    chosen = [number for number, request in enumerate(oracle[0]) if request["stream"]]
-    return [oracle[0][number] for number in chosen], [oracle[1][number] for number in chosen]
+    return [(request, expected) for request, expected in oracle if request["stream"]]
 
 
 def killed(place: Doubled, name: str, oracle: Oracle) -> Report:
-    async def act() -> None:
+    async def act(flow: Flow) -> None:
         place.process(name).kill()
         await asyncio.to_thread(place.exit_code, name)
         place.start(name)
@@ -85,7 +82,7 @@ def killed(place: Doubled, name: str, oracle: Oracle) -> Report:
 def stopped(place: Doubled, name: str, oracle: Oracle, seconds: float = 10.0) -> Report:
     """SIGSTOP. A client that hears nothing for half of that time goes elsewhere."""
 
-    async def act() -> None:
+    async def act(flow: Flow) -> None:
         await asyncio.to_thread(pause, [place.process(name)], seconds)
 
     report = Report(f"SIGSTOP for {seconds:g} s: {name}")
@@ -96,7 +93,7 @@ def cut(place: Doubled, link: str, oracle: Oracle, seconds: float = 8.0) -> Repo
     """Nothing passes on the link between the first engine core and its gateways, or its workers, for a while."""
     proxy = place.gateway_link if link == "gateway" else place.worker_link
 
-    async def act() -> None:
+    async def act(flow: Flow) -> None:
         proxy.hold()
         await asyncio.sleep(seconds)
         proxy.release()
@@ -110,16 +107,20 @@ def scaled(place: Doubled, oracle: Oracle) -> Report:
     report = Report(f"{core}: 1 to 4 to 1 workers")
     more = [f"{core}-{letter}" for letter in "bcd"]
 
-    async def act() -> None:
+    async def act(flow: Flow) -> None:
         for name in more:
             place.start(name)
         await asyncio.to_thread(place.wait_until, lambda: len(place.workers(core)) == 4)
-        leaving = [f"{core}-a", *more[:2]]  # the one that has it all, too
+        await flow.more(FLOWING)
+        leaving = [f"{core}-a", *more[:2]]
         for name in leaving:
             place.process(name).send_signal(signal.SIGTERM)
         codes = [await asyncio.to_thread(place.exit_code, name) for name in leaving]
         if any(codes):
             report.problems.append(f"{leaving} ended with {codes}")
-        report.note = f"left is {', '.join(place.workers(core))}"
+        replays = await asyncio.to_thread(lambda: place.stats(core).replays)
+        report.note = f"left is {', '.join(place.workers(core))}, {replays} requests moved"
+        if not replays:
+            report.problems.append("no request went to another worker")
 
-    return _run(place, report, oracle, act)
+    return _run(place, report, oracle, act, again=True)

@@ -30,9 +30,9 @@ def check(report: Report) -> None:
     assert not report.problems, "\n".join([report.line(), *report.problems])
 
 
-@pytest.mark.parametrize("name", ["core-0-*", "core-1-*", "core-0", "gateway-0"])
+@pytest.mark.parametrize("name", ["core-0-a", "core-0", "gateway-0"])
 def test_who_is_asked_to_leave_takes_nothing_along(place: Doubled, oracle: Oracle, name: str) -> None:
-    """A worker with another one beside it, one without, an engine core, a gateway."""
+    """An engine core's only worker, an engine core, a gateway."""
     check(leaving.asked_to_leave(place, name, oracle))
 
 
@@ -49,14 +49,15 @@ def test_a_gateway_that_stands_still_breaks_no_stream(place: Doubled, oracle: Or
 
 
 def test_the_judge_sees_a_stream_that_broke_and_one_that_is_another(place: Doubled, oracle: Oracle) -> None:
-    """What has nowhere else to go: one gateway alone, by a client that may not come again."""
-    requests, expected = oracle
     report = Report("")
+    swapped = [
+        (oracle[0][0] | {"seed": 1, "temperature": 1.5}, oracle[0][1]),
+        (oracle[1][0] | {"max_tokens": -1}, oracle[1][1]),
+    ]
 
     async def nothing(flow: Flow) -> None:
         await flow.more(1)
 
-    swapped = [requests[0] | {"seed": 1, "temperature": 1.5}, requests[1] | {"max_tokens": -1}]
-    asyncio.run(disturbed(place.urls, swapped, expected[:2], nothing, report))
+    asyncio.run(disturbed(place.urls, swapped, nothing, report))
     assert report.kinds == {"different": 1, "broken": 1}
     assert len(report.problems) == 2

@@ -6,7 +6,7 @@ Texts, several choices, log-probabilities, a stop string, a schema, tool calls; 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httpx
@@ -94,38 +94,53 @@ class Counted(httpx.AsyncHTTPTransport):
         return await super().handle_async_request(request)
 
 
-async def undisturbed(urls: Sequence[str]) -> tuple[list[Request], list[Answer]]:
+async def undisturbed(urls: Sequence[str]) -> list[tuple[Request, Answer]]:
     """The requests, and how they are answered where nothing happens."""
     async with Client(urls) as http:
         client = http.openai(urls[0])
         talk, _ = await answer(client, TALK)
         requests = [*variants(), with_stop(talk[0].text)]
-        return requests, list(await asyncio.gather(*(answer(client, request) for request in requests)))
+        answers = await asyncio.gather(*(answer(client, request) for request in requests))
+        return list(zip(requests, answers, strict=True))
 
 
 async def disturbed(
     urls: Sequence[str],
-    requests: Sequence[Request],
-    oracle: Sequence[Answer],
-    disturb: Callable[[Flow], Any],
+    oracle: Sequence[tuple[Request, Answer]],
+    disturb: Callable[[Flow], Awaitable[None]],
     report: Report,
+    *,
+    again: bool = False,
     timeout_s: float = 240.0,
 ) -> int:
-    """All of them at once, to the first gateway, while something happens. How many streams were gone on with."""
-    flow = Flow()
+    """All of them at once, to the first gateway, while something happens; with `again`, round and round until it has.
+    How many streams were gone on with."""
+    flow, over = Flow(), not again
+
+    async def ask(client: openai.AsyncOpenAI, number: int) -> None:
+        request, expected = oracle[number]
+        while True:
+            try:
+                got = await answer(client, request, flow)
+                kind, told = (
+                    "identical" if got == expected else "different",
+                    f"{got!r:.300} instead of {expected!r:.300}",
+                )
+            except Exception as error:  # noqa: BLE001 - whatever a client is told, it broke
+                kind, told = "broken", repr(error)[:300]
+            report.kinds[kind] += 1
+            if kind != "identical":
+                report.problems.append(f"request {number} is {kind}: {told}")
+            if over:
+                return
+
     async with Client(urls, timeout_s) as http:
         client = http.openai(urls[0])
-        asked = [asyncio.create_task(answer(client, request, flow)) for request in requests]
-        done = asyncio.gather(*asked, return_exceptions=True)
-        done.add_done_callback(lambda _: flow.end())
+        asking = asyncio.gather(*(ask(client, number) for number in range(len(oracle))))
+        asking.add_done_callback(lambda _: flow.end())
         try:
             await disturb(flow)
         finally:
-            answers = await done
-    for number, (got, expected) in enumerate(zip(answers, oracle, strict=True)):
-        kind = "broken" if isinstance(got, BaseException) else "identical" if got == expected else "different"
-        report.kinds[kind] += 1
-        if kind != "identical":
-            told = repr(got)[:300] if kind == "broken" else f"{got!r:.300} instead of {expected!r:.300}"
-            report.problems.append(f"request {number} is {kind}: {told}")
+            over = True
+            await asking
     return http.counted.num_resumed
