@@ -90,6 +90,8 @@ def batch(directory: Path, seed: int) -> Iterator[Report]:
 
 
 def leaving(directory: Path, seed: int) -> Iterator[Report]:
+    with apart(directory) as alone:
+        yield scenarios.last_worker_leaves(alone, seed=seed)
     with doubled(directory) as place:
         oracle = asyncio.run(undisturbed_variants(place.urls))
         for name in ("core-0-a", "core-1-a", *ENGINE_CORES, *GATEWAYS):

@@ -12,10 +12,12 @@ from typing import Any
 
 from pagoda_gateway.engine.model_view import ModelView, Obstacle
 from pagoda_gateway.engine.open_request import OpenRequest
+from pagoda_proto import times
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.records import Load
 
 BEGINNING = 64  # tokens by which requests are found alike
+ALONE_S = times.WORKER_DEAD_S - times.WORKER_SUSPECT_S
 SLACK = 4  # so many requests more for each worker are worth a prefix that is there already
 
 Send = Callable[[pb.ClientFrame], None]
@@ -34,12 +36,19 @@ class Place:
     num_workers: int = 0
     num_open: int = 0
     num_others: int = 0
+    idle_since: float | None = None  # without a worker that takes work
     streams: dict[int, tuple[Any, int]] = field(default_factory=dict)
 
-    def told(self, load: Load) -> None:
+    def told(self, load: Load, now: float) -> None:
+        """`now` is any monotonic clock."""
+        self.idle_since = None if load.num_workers else now if self.idle_since is None else self.idle_since
         self.view = ModelView.of(load)
         self.num_workers = load.num_workers
         self.num_others = max(0, load.num_running + load.num_waiting - self.num_open)
+
+    def forsaken(self, now: float) -> bool:
+        """Whether its requests had better be elsewhere: it is to leave, or its workers are gone and not only late."""
+        return not self.usable or (self.idle_since is not None and now - self.idle_since >= ALONE_S)
 
     @property
     def work(self) -> float:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from pagoda_gateway.engine.open_request import OpenRequest
+from pagoda_gateway.engine.place import Place
 from pagoda_proto.records import Delta
 
 
@@ -82,3 +84,35 @@ class PooledGeneration:
         self.admitted.set()
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+@dataclass
+class PooledRequest:
+    """The pool's books about one open request. `give_up_at` runs from the loss until it is taken again, None while
+    nothing is lost; `why` is what its present wait is said to be for, "" for an engine core; `losing_since` is when it
+    was first lost since its last token; `place` is where it runs, and `streams` are the numbers of its choices there.
+    """
+
+    generation: PooledGeneration
+    vocab_size: int = 0
+    place: Place | None = None
+    parked_at: float | None = None
+    retry_at: float = 0.0
+    give_up_at: float | None = None
+    losing_since: float | None = None
+    why: str = ""
+    gaps: int = 0
+    streams: range = range(0)
+
+    @property
+    def request(self) -> OpenRequest:
+        return self.generation.request
+
+    @property
+    def parked(self) -> bool:
+        return self.parked_at is not None
+
+    def settled(self) -> None:
+        """An engine core took it: no wait is running."""
+        self.give_up_at = None
+        self.why = ""

@@ -17,13 +17,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from pagoda_gateway.engine.model_view import Obstacle
 from pagoda_gateway.engine.open_request import OpenRequest, Taken
 from pagoda_gateway.engine.place import Place, Send, choose
-from pagoda_gateway.engine.pooled_generation import PooledGeneration
+from pagoda_gateway.engine.pooled_generation import PooledGeneration, PooledRequest
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.waits import Waits
 from pagoda_gateway.metrics import GatewayMetrics
@@ -39,38 +38,6 @@ MAX_GAPS = 3
 _RETRYABLE = (ErrorCode.UNAVAILABLE, ErrorCode.OVERLOADED)
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class PooledRequest:
-    """The pool's books about one open request. `give_up_at` runs from the loss until it is taken again, None while
-    nothing is lost; `why` is what its present wait is said to be for, "" for an engine core; `losing_since` is when it
-    was first lost since its last token; `place` is where it runs, and `streams` are the numbers of its choices there.
-    """
-
-    generation: PooledGeneration
-    vocab_size: int = 0
-    place: Place | None = None
-    parked_at: float | None = None
-    retry_at: float = 0.0
-    give_up_at: float | None = None
-    losing_since: float | None = None
-    why: str = ""
-    gaps: int = 0
-    streams: range = range(0)
-
-    @property
-    def request(self) -> OpenRequest:
-        return self.generation.request
-
-    @property
-    def parked(self) -> bool:
-        return self.parked_at is not None
-
-    def settled(self) -> None:
-        """An engine core took it: no wait is running."""
-        self.give_up_at = None
-        self.why = ""
 
 
 class RequestPool:
@@ -167,7 +134,7 @@ class RequestPool:
     def meet(self, place: Place, load: Load, send: Send) -> None:
         """An engine core is there, or has other workers than before, or takes no more requests."""
         before = place.view
-        place.told(load)
+        place.told(load, self._clock.now())
         place.send, place.usable = send, not load.draining
         for pooled in self._at(place) if before != place.view else ():
             # Workers of other numerics are the engine core's own business as long as it holds the request.
@@ -178,9 +145,7 @@ class RequestPool:
         if self._usable:
             for pooled in [pooled for pooled in self._parked.values() if not pooled.retry_at]:
                 self._go_on(pooled)
-            for pooled in [pooled for pooled in self._open.values() if pooled.place and not pooled.place.usable]:
-                if isinstance(choose(self._places, pooled.request, pooled.vocab_size), Place):
-                    self._leave(pooled)  # it goes on there
+            self._move_on()
 
     def lose(self, place: Place) -> None:
         """The session is over: its requests go on with another engine core, or the same one restarted."""
@@ -188,6 +153,14 @@ class RequestPool:
         for pooled in self._at(place) if self._usable else list(self._open.values()):
             pooled.settled()
             self._attempt_over(pooled, self._clock.now())
+
+    def _move_on(self) -> None:
+        """What an engine core has that is to leave, or is without a worker, goes to another one if it can at once."""
+        now = self._clock.now()
+        for pooled in [each for each in self._open.values() if each.place is not None and each.place.forsaken(now)]:
+            other = choose(self._places, pooled.request, pooled.vocab_size)
+            if isinstance(other, Place) and other.num_workers and other is not pooled.place:
+                self._leave(pooled)
 
     def _at(self, place: Place) -> list[PooledRequest]:
         return [pooled for pooled in self._open.values() if pooled.place is place]
@@ -200,6 +173,8 @@ class RequestPool:
                 self._give_up(pooled)
             elif self._usable and now >= pooled.retry_at:
                 self._go_on(pooled)
+        if len(self._places) > 1:
+            self._move_on()
 
     def on_accepted(self, place: Place, accepted: pb.Accepted) -> None:
         pooled = self._current(accepted.request_id, accepted.attempt)

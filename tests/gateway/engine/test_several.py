@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, expected_tokens, running_engine, until
@@ -65,7 +66,7 @@ async def go_on(engines: list[FakeEngineCore], reading: list[asyncio.Task[None]]
         await asyncio.gather(*reading)
 
 
-@pytest.mark.parametrize("how", ["drains", "dies", "breaks"])
+@pytest.mark.parametrize("how", ["drains", "dies", "breaks", "has no worker"])
 async def test_requests_go_on_at_the_other_one_at_once(
     engines: list[FakeEngineCore], client: SessionClient, how: str
 ) -> None:
@@ -76,11 +77,13 @@ async def test_requests_go_on_at_the_other_one_at_once(
         one.set_load(draining=True)
     elif how == "dies":
         await one.kill()
+    elif how == "has no worker":
+        one.set_load(num_workers=0)
     else:
         one.silent = True
         one.break_streams()
     await until(lambda: len([submit for submit in other.submits if submit.attempt]) == moving)
-    if how == "drains":
+    if how in ("drains", "has no worker"):
         await until(lambda: len(one.aborts) == moving)
     await go_on(engines, reading)
     assert not client.problem
@@ -104,8 +107,6 @@ async def test_another_model_takes_nothing_over_and_ends_nothing(
     """As long as the right one may come back."""
     one, other = engines
     reading = await begun(engines, client)
-    other_model = asyncio.create_task(asyncio.sleep(0))
-    await other_model
     strays = len(other.running)
     one.set_load(model_fingerprint="m2")
     await until(lambda: len([submit for submit in other.submits if submit.attempt]) == 12 - strays)
@@ -120,9 +121,9 @@ async def test_reports_and_loads_are_those_of_all(engines: list[FakeEngineCore],
     assert client.dead_tasks() == []
 
 
-def place(**fields: int) -> Place:
+def place(**fields: Any) -> Place:
     made = Place(usable=True)
-    made.told(Load(engine_id="e", **({"num_workers": 1, "model_fingerprint": "m1", "numerics_id": "n1"} | fields)))
+    made.told(Load(engine_id="e", **({"num_workers": 1, "model_fingerprint": "m1", "numerics_id": "n1"} | fields)), 0.0)
     return made
 
 
@@ -158,7 +159,6 @@ def test_alike_ones_go_to_the_same_place_while_it_is_not_much_busier() -> None:
 
 def test_what_stands_in_its_way_is_final_only_when_nobody_else_may_come() -> None:
     right, wrong = place(), place(model_fingerprint="m2")
-    wrong.told(Load(engine_id="w", num_workers=1, model_fingerprint="m2", numerics_id="n1"))
     assert choose([right, wrong], request(HERE), 0) is right
     right.usable = False
     obstacle = choose([right, wrong], request(HERE), 0)
