@@ -117,8 +117,10 @@ class Tickets:
         job, tape = live.job, live.tape
         plain = not job.loose_grammar and job.length_penalty is None
         if plain and tape.was_started and tape.num_numbers <= MAX_VALUE_BYTES:
+            so_far = tape.dump()
             with suppress(PagodaError):
-                await self._kept.hand_over(live.found, tape.dump(), 2 * times.TICKET_GRACE_S)
+                await self._room.take(live.found.owner, len(so_far), number=0)
+                await self._kept.hand_over(live.found, so_far, 2 * times.TICKET_GRACE_S)
 
     async def aclose(self) -> None:
         tasks = [live.task for live in self._live.values() if live.task is not None]
