@@ -94,7 +94,7 @@ class Link:
                 logger.warning("no engine core: %s", how)
             self._refusal = how
             return
-        logger.warning("engine core session %s; %d requests go on elsewhere", how, self._place.num_open)
+        logger.warning("engine core session %s; %d requests wait for another", how, self._place.num_open)
         self._refusal = ""
         self.num_lost += 1
         self.problem = NOT_CONNECTED
