@@ -25,9 +25,7 @@ ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 class GatewayConfig:
     model: str = option("", "model directory: tokenizer and config files")
     served_model_name: str = option("", "name clients use; the directory's name when empty")
-    engine: str = option(
-        "", "engine core address: unix:/path or host:port; several, comma-separated, share the requests", required=True
-    )
+    engine: str = option("", "engine core address: unix:/path or host:port; several with commas between", required=True)
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     host: str = option("127.0.0.1", "HTTP address to listen on")
     port: int = option(8000, "HTTP port; 0 picks a free one", most=65535)
@@ -155,10 +153,6 @@ class GatewayConfig:
     def __post_init__(self) -> None:
         check(self, self._further_problems())
 
-    @property
-    def engine_addresses(self) -> list[str]:
-        return [address.strip() for address in self.engine.split(",")]
-
     def _further_problems(self) -> Iterator[Problem]:
         if 0 < self.ping_interval_s < LEAST_PING_S:
             rule = f"ping_interval_s must be 0 or at least {LEAST_PING_S}"
@@ -171,8 +165,6 @@ class GatewayConfig:
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 rule = "an origin is * or scheme://host or scheme://host:port in lower case, without a path"
                 yield Problem("allowed_origins", f"allowed_origins: {rule}, got {origin!a}")
-        if len(set(self.engine_addresses)) < len(self.engine_addresses):
-            yield Problem("engine", "engine: an address stands there twice")
         if problem := store_problem(self.store):
             yield Problem("store", f"store {problem}")
         try:

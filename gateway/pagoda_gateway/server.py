@@ -98,8 +98,7 @@ class _Parts:
         cls, config: GatewayConfig, text: ModelText, metrics: GatewayMetrics, health_times: HealthTimes | None
     ) -> _Parts:
         """Raises ValueError for an address that cannot be used."""
-        addresses = [EngineAddress(address, config.keys_dir) for address in config.engine_addresses]
-        waits = Waits(resume_s=config.resume_wait_s)
+        addresses, waits = EngineAddress.several(config.engine, config.keys_dir), Waits(resume_s=config.resume_wait_s)
         engine = SessionClient(addresses, metrics, waits, log_requests=config.log_requests)
         store = GuardedStore(open_store(config.store), metrics.watch_store(OUTCOMES, lambda: store.failing))
         name, now = served_name(config), int(time.time())

@@ -40,7 +40,9 @@ BUDGET_RESTORE_S = 120.0  # after so long without a lack of memory a worker offe
 
 # Gateway and engine core
 LOAD_KEEPALIVE_S = 1.0  # an engine core tells its load at least this often
-ENGINE_SILENT_S = 5.0  # a session in which nothing was heard for this long is lost
+ENGINE_SUSPECT_S = 2.5  # an engine core of which nothing was heard for this long is left, where another one works
+ENGINE_SILENT_S = 5.0  # .. and its session is lost
+ENGINE_STUCK_S = 75.0  # one that is heard, and gets on with nothing, is left as a suspect is
 REPORT_WAIT_S = 2.0  # who only looks on goes without an engine core's report after this
 REPORT_AGE_S = 0.5  # .. and is shown again one that is no older
 LOOP_STUCK_S = 8.0  # an engine core whose loop has not come round for this long ends itself

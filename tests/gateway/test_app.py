@@ -14,7 +14,7 @@ import pytest
 from tests.gateway.http_fakes import error_code
 from tests.gateway.model_dir import write_model_dir
 
-from pagoda_gateway.api.answer_schemas import StackAnswer
+from pagoda_gateway.api.answer_schemas import RequestSpent, StackAnswer
 from pagoda_gateway.app import create_app
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
@@ -285,6 +285,19 @@ async def test_sec_08_last_requests_are_told_to_the_key_that_made_them(tmp_path:
             answer = await gateway.client.get("/stack", headers={"x-api-key": key})
             assert [request["id"] for request in answer.json()["requests"]] == [f"of {tenant}"]
         assert (await gateway.client.get("/stack")).status_code == 401
+
+
+async def test_sec_08_where_time_went_is_told_to_the_key_that_spent_it(tmp_path: Path) -> None:
+    gateway = Gateway(tmp_path, api_key=",".join(KEYS))
+    async with gateway.client:
+        tenant, _ = (holder.tenant for _, holder in OptionKeys(client=",".join(KEYS)).holders(NO_LIMITS))
+        gateway.engine.recent.add(tenant, ended("mine"))
+        mine, others = [
+            await gateway.client.get("/v1/requests/chatcmpl-mine", headers={"x-api-key": key}) for key in KEYS
+        ]
+        told = RequestSpent.model_validate(mine.json())
+        assert (told.id, told.waits_s) == ("mine", {"decode": 1.0, "outside_engine_core": 0.5})
+        assert (others.status_code, others.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_series_do_not_grow_with_what_clients_send(gateway: Gateway) -> None:

@@ -13,7 +13,9 @@ def test_a_worker_is_suspected_then_given_up_then_gives_up_itself() -> None:
 
 
 def test_an_engine_core_is_found_silent_only_after_several_reports_are_missing() -> None:
+    assert 2 * times.LOAD_KEEPALIVE_S < times.ENGINE_SUSPECT_S < times.ENGINE_SILENT_S
     assert 3 * times.LOAD_KEEPALIVE_S < times.ENGINE_SILENT_S < times.LOOP_STUCK_S < times.CHILD_SILENT_S
+    assert times.STEP_DEADLINE_S < times.ENGINE_STUCK_S, "an engine core has let go of a hung worker before it is left"
     assert 3 * times.CHILD_BEAT_S < times.CHILD_SILENT_S
     assert times.REPORT_AGE_S < times.REPORT_WAIT_S < times.ENGINE_SILENT_S
 

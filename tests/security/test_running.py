@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
+import resource
 import socket
 import string
 from collections.abc import Iterator
@@ -221,3 +223,31 @@ def test_sec_32_bytes_that_are_no_message_cost_their_own_call_only(stack: Stack,
 def test_sec_32_a_message_beyond_the_limit_is_refused(channel: grpc.Channel) -> None:
     request = pb.GenerateRequest(record=pb.RequestRecord(request_id="x" * (65 * 2**20)))
     assert status_of(engine_pb2_grpc.EngineStub(channel).Generate(request)) is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_without_descriptors_it_serves_who_is_there_and_then_everybody(stack: Stack) -> None:
+    (gateway,) = stack.children("gateway")
+    limits = resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE)
+    body = COMPLETION | {"max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0}
+    with httpx.Client(base_url=stack.url, timeout=PATIENCE_S) as client, contextlib.ExitStack() as held:
+        undisturbed = client.post("/v1/completions", json=body).text
+        with client.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            begun = [next(lines) for _ in range(3)]
+            most = gateway.num_fds() + 3
+            resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, (most, limits[1]))
+            try:
+                for _ in range(40):
+                    held.enter_context(connect(stack))
+                told = [*begun, *lines]
+                assert gateway.num_fds() == most
+            finally:
+                resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, limits)
+    assert texts_of(told) == texts_of(undisturbed.splitlines())
+    assert httpx.get(f"{stack.url}/health/live", timeout=PATIENCE_S).status_code == 200
+    assert stack.children("gateway") == [gateway]
+
+
+def texts_of(lines: list[str]) -> str:
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(event["choices"][0]["text"] for event in events)

@@ -275,6 +275,12 @@ class RequestShown(Answered):
     waits_s: dict[str, float]
 
 
+class RequestSpent(RequestShown):
+    """`waits_s` sums to `total_s`."""
+
+    object: Literal["request"]
+
+
 class StackAnswer(Answered):
     """`report` is null while no engine core answers; `requests` are the caller's own, newest first."""
 

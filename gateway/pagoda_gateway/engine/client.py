@@ -1,8 +1,8 @@
-"""Requests know of no engine core: however many there are, a request waits until one takes it, and goes on at any.
+"""Requests are the pool's and sessions the links'; whether there is an engine core to ask is known here.
 
-`SessionClient` keeps a link to each engine core and multiplexes all requests on them. It knows whether one of them may
-be used, and for how long a new request waits for that; the requests themselves are the pool's. One task keeps each
-link, another one ticks: it sees silence and tends the pool's deadlines.
+`SessionClient` has a link to each engine core and multiplexes all requests on their sessions. What it says of them is
+what they say together: it is connected where one is, and gets on where one does. One task ticks for all: it sees
+silence and tends the pool's deadlines.
 """
 
 from __future__ import annotations
@@ -12,22 +12,29 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from pagoda_gateway.engine.link import NOT_CONNECTED, Link, reports_together, together
+from pagoda_gateway.engine.cores import merged
+from pagoda_gateway.engine.link import NOT_CONNECTED, EngineLink
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
-from pagoda_gateway.engine.recent import RecentRequests, WholeRequest
-from pagoda_gateway.engine.report import EngineReport, Reports
+from pagoda_gateway.engine.recent import RecentRequests
+from pagoda_gateway.engine.report import EngineReport, Reports, joined
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.request_pool import RequestPool
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Absence, Waits
+from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, Load, RequestRecord
+from pagoda_proto.records import Delta, RequestRecord
 from pagoda_proto.times import LivedClock
 
 
 class SessionClient:
-    """Implements `EngineClient`. Call `start` once inside the loop, and `aclose` at the end."""
+    """Implements `EngineClient`. Call `start` once inside the loop, and `aclose` at the end.
+
+    Attributes (read by others, written here only):
+        load: The engine cores' last words, as one; without a connection no workers, the limits stay.
+        problem: Why no engine core takes requests from here, as the end of a sentence about it; "" if one does.
+    """
 
     def __init__(
         self,
@@ -43,24 +50,15 @@ class SessionClient:
         self._absence = Absence(self._waits, self.clock.now())
         self._meter = RequestMeter(metrics, log_requests=log_requests)
         self._pool = RequestPool(self.clock, self._waits, metrics, self._meter, self._absence.retry_after_s)
-        silent_s = self._waits.silent_s
-        self._links = [Link(each, self.clock, silent_s, self._pool, self._on_change) for each in addresses]
+        self._links = [
+            EngineLink(address, self._pool, self.clock, self._waits.silent_s, self._on_change) for address in addresses
+        ]
         self._reports = Reports(self._ask_report)
-        self._num_lost = 0
+        self.problem = NOT_CONNECTED
+        self.load = merged([])
         self._usable = asyncio.Event()  # an engine core is connected, and takes new requests
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ticking: asyncio.Task[None] | None = None
         metrics.watch_engine(lambda: self.load, lambda: self.connected, lambda: self.num_open)
-
-    @property
-    def load(self) -> Load:
-        """The last word of the engine cores that are connected, or of all; without a connection no workers."""
-        return together([link.load for link in self._links if link.connected] or [link.load for link in self._links])
-
-    @property
-    def problem(self) -> str:
-        """Why no engine core takes requests from here, as the end of a sentence about one; "" if one does."""
-        problems = {link.problem for link in self._links}
-        return "" if "" in problems else min(problems, key=lambda problem: problem == NOT_CONNECTED)
 
     @property
     def connected(self) -> bool:
@@ -82,34 +80,38 @@ class SessionClient:
         return await self._reports.latest()
 
     async def _ask_report(self) -> EngineReport | None:
-        reports = await asyncio.gather(*(link.report() for link in self._links))
-        return reports_together([report for report in reports if report is not None])
+        return joined(await asyncio.gather(*(link.report() for link in self._links)))
 
     @property
     def last_progress_at(self) -> float:
         """By `clock`: when a token last came here, or a step of an engine core's last advanced."""
-        return max(link.progress.at for link in self._links)
+        return max(link.core.got_on_at for link in self._links)
 
     def dead_tasks(self) -> list[str]:
         """Long-lived tasks that should be running and are not."""
-        names = (*(_task_name(number) for number in range(len(self._links))), "engine clock")
-        return [name for name in names if name not in self._tasks or self._tasks[name].done()]
+        found = {
+            "engine session": all(link.running for link in self._links),
+            "engine clock": self._ticking is not None and not self._ticking.done(),
+        }
+        return [name for name, runs in found.items() if not runs]
 
     def start(self) -> None:
-        for number, link in enumerate(self._links):
-            name = _task_name(number)
-            self._tasks[name] = asyncio.create_task(link.run(), name=name.replace(" ", "-"))
-        self._tasks["engine clock"] = asyncio.create_task(self._keep_ticking(), name="engine-clock")
+        for link in self._links:
+            link.start()
+        self._ticking = asyncio.create_task(self._keep_ticking(), name="engine-clock")
 
     async def aclose(self) -> None:
         """End what is open and leave."""
         self.end_all("the gateway is shutting down")
-        for task in self._tasks.values():
-            task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        if self._ticking is not None:
+            self._ticking.cancel()
+            await asyncio.gather(self._ticking, return_exceptions=True)
+        await asyncio.gather(*(link.aclose() for link in self._links))
 
     def end_all(self, why: str) -> None:
         self._pool.fail_all(why)
+
+    # Requests
 
     async def submit(
         self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()
@@ -143,6 +145,8 @@ class SessionClient:
                     await self._usable.wait()
             now = self.clock.now()
 
+    # The links
+
     async def _keep_ticking(self) -> None:
         while True:
             await asyncio.sleep(self._waits.tick_s)
@@ -151,16 +155,14 @@ class SessionClient:
             self._pool.tend()
 
     def _on_change(self) -> None:
-        num_lost = sum(link.num_lost for link in self._links)
-        self._metrics.sessions_lost.inc(num_lost - self._num_lost)
-        self._num_lost = num_lost
-        if any(link.usable for link in self._links):
+        """What one engine core says of itself changes what they say together."""
+        problems = [link.problem for link in self._links]
+        told = [problem for problem in problems if problem != NOT_CONNECTED]
+        self.problem = "" if "" in problems else (told or problems)[0]
+        self.load = merged([link.core.load for link in self._links])
+        if any(link.core.usable for link in self._links):
             self._absence.end()
             self._usable.set()
         else:
             self._absence.begin(self.clock.now())
             self._usable.clear()
-
-
-def _task_name(number: int) -> str:
-    return f"engine session {number + 1}" if number else "engine session"

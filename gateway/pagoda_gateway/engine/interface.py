@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from pagoda_gateway.engine.recent import RecentRequests, WholeRequest
+from pagoda_gateway.engine.recent import RecentRequests
 from pagoda_gateway.engine.report import EngineReport
+from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_proto.records import Delta, Load, RequestRecord
 
 

@@ -1,4 +1,4 @@
-"""One open request as its consumer sees it, and how fast it came."""
+"""One open request as its consumer sees it, how fast it came, and the pool's books about it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from pagoda_gateway.engine.cores import Core
 from pagoda_gateway.engine.open_request import OpenRequest
-from pagoda_gateway.engine.place import Place
 from pagoda_proto.records import Delta
 
 
@@ -90,12 +90,14 @@ class PooledGeneration:
 class PooledRequest:
     """The pool's books about one open request. `give_up_at` runs from the loss until it is taken again, None while
     nothing is lost; `why` is what its present wait is said to be for, "" for an engine core; `losing_since` is when it
-    was first lost since its last token; `place` is where it runs, and `streams` are the numbers of its choices there.
+    was first lost since its last token; `core` has it since `sent_at`, None has it while it is parked, and `streams`
+    are the numbers of its choices there.
     """
 
     generation: PooledGeneration
-    vocab_size: int = 0
-    place: Place | None = None
+    vocab_size: int
+    core: Core | None = None
+    sent_at: float = 0.0
     parked_at: float | None = None
     retry_at: float = 0.0
     give_up_at: float | None = None
@@ -110,7 +112,7 @@ class PooledRequest:
 
     @property
     def parked(self) -> bool:
-        return self.parked_at is not None
+        return self.core is None
 
     def settled(self) -> None:
         """An engine core took it: no wait is running."""

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
-from typing import NamedTuple
 
 import msgspec
 
-from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import FinishReason, RequestRecord, Usage
-
 MOST_PER_TENANT = 64
 MOST_TENANTS = 256
-
-
-class WholeRequest(NamedTuple):
-    """A user's request that was made of others: it ends once, and its tokens come with its end. `code` says why where
-    `outcome` is ERROR."""
-
-    record: RequestRecord
-    usage: Usage
-    outcome: FinishReason
-    code: ErrorCode | None
-    total_s: float
+OUTSIDE = "outside_engine_core"
+ANSWER_PREFIX = re.compile(r"(?:[a-z]+[-_])?")  # of an answer's id, as chatcmpl-
 
 
 class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +37,16 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True):
     attempts: int
     waits_s: dict[str, float] = {}
 
+    def spent_s(self) -> dict[str, float]:
+        """Seconds by cause that sum to `total_s`: what the engine core did not tell passed on links, here, and in
+        attempts before the last."""
+        return {**self.waits_s, OUTSIDE: max(0.0, self.total_s - sum(self.waits_s.values()))}
+
+    def is_called(self, name: str) -> bool:
+        """By its id, the client's own name at the end of it, or the id of the answer it was the first part of."""
+        own = self.id.partition(".")[2] or self.id
+        return name == self.id or (name.endswith(own) and ANSWER_PREFIX.fullmatch(name.removesuffix(own)) is not None)
+
 
 class RecentRequests:
     """Of each tenant the last ones, and of the tenants those whose requests ended last."""
@@ -66,3 +64,7 @@ class RecentRequests:
     def of(self, tenant: str) -> list[EndedRequest]:
         """Newest first."""
         return [*reversed(self._by_tenant.get(tenant, ()))]
+
+    def find(self, tenant: str, name: str) -> EndedRequest | None:
+        """The newest of that name."""
+        return next((request for request in self.of(tenant) if request.is_called(name)), None)

@@ -1,4 +1,4 @@
-"""What an engine core says of itself and its workers when it is asked; however many ask, it is asked twice a second.
+"""What engine cores say of themselves and their workers when they are asked; however many ask, that is twice a second.
 
 Whoever wants to look gets the last answer, or a new one if that is old. Without an engine core there is none.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
@@ -34,6 +35,24 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     workers: tuple[WorkerReport, ...]
     totals: dict[str, int]
+
+
+def joined(reports: Sequence[EngineReport | None]) -> EngineReport | None:
+    """One of several, in which a worker of the second engine core is called `2/worker-0`; None of none."""
+    if len(reports) == 1:
+        return reports[0]
+    known = [(number, report) for number, report in enumerate(reports, 1) if report is not None]
+    if not known:
+        return None
+    totals: Counter[str] = Counter()
+    for _, report in known:
+        totals.update(report.totals)
+    workers = [
+        msgspec.structs.replace(worker, worker_id=f"{number}/{worker.worker_id}")
+        for number, report in known
+        for worker in report.workers
+    ]
+    return EngineReport(at_s=max(report.at_s for _, report in known), workers=tuple(workers), totals=dict(totals))
 
 
 Ask = Callable[[], Awaitable[EngineReport | None]]

@@ -11,7 +11,8 @@ from typing import Any
 
 from pagoda_gateway.clients import tenant_of
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
-from pagoda_gateway.engine.recent import EndedRequest, RecentRequests, WholeRequest
+from pagoda_gateway.engine.recent import EndedRequest, RecentRequests
+from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import FinishReason, RequestRecord, Usage

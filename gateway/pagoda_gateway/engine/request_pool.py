@@ -1,9 +1,8 @@
 """A request outlives the session that carries it: when the session breaks, its record goes out again with its tokens.
 
 The pool keeps every request without an ending, and nothing else. One whose attempt is over (its session broke, it was
-told to move, tokens were missing) is *parked* until there is an engine core that takes requests and has the weights
-and numerics it began under; then it is submitted with a higher attempt. Where an engine core is to leave, and there is
-another one, its requests move at once. What a request waits for decides how long:
+told to move, tokens were missing, another engine core would get on) is *parked* until one is there that takes requests
+and has the weights and numerics it began under; it goes there with a higher attempt. What it waits for says how long:
 
     an engine core                                        waits.resume_s since it was lost
     workers of its numerics, where the engine core stands  waits.no_worker_s since it was lost
@@ -19,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pagoda_gateway.engine.model_view import Obstacle
+from pagoda_gateway.engine.cores import Core, choose
+from pagoda_gateway.engine.model_view import ModelView, Obstacle
 from pagoda_gateway.engine.open_request import OpenRequest, Taken
-from pagoda_gateway.engine.place import Place, Send, choose
 from pagoda_gateway.engine.pooled_generation import PooledGeneration, PooledRequest
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.waits import Waits
@@ -29,7 +28,7 @@ from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.convert import delta_from_pb, record_to_pb, resume_to_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError, error_code_from
-from pagoda_proto.records import Delta, Load, RequestRecord
+from pagoda_proto.records import Delta, RequestRecord
 from pagoda_proto.times import LivedClock
 
 RETRY_LEAST_S = 0.2
@@ -61,7 +60,7 @@ class RequestPool:
         self._retry_after_s = retry_after_s
         self._open: dict[str, PooledRequest] = {}
         self._parked: dict[str, PooledRequest] = {}  # a part of `_open`
-        self._places: list[Place] = []
+        self._streams: dict[Core, dict[int, tuple[PooledRequest, int]]] = {}  # choices by their numbers on its session
 
     @property
     def num_open(self) -> int:
@@ -71,14 +70,9 @@ class RequestPool:
     def num_parked(self) -> int:
         return len(self._parked)
 
-    def new_place(self) -> Place:
-        """For one more engine core."""
-        self._places.append(Place())
-        return self._places[-1]
-
-    @property
-    def _usable(self) -> bool:
-        return any(place.usable for place in self._places)
+    def add(self, core: Core) -> None:
+        """One that may be met."""
+        self._streams[core] = {}
 
     # What consumers ask
 
@@ -90,15 +84,14 @@ class RequestPool:
         """
         if record.request_id in self._open:
             raise PagodaError(ErrorCode.INTERNAL, f"request id {record.request_id} is in use")
-        request = OpenRequest(record, prior)
-        generation = PooledGeneration(request, self, counted=counted, now=time.monotonic())
-        vocab_size = next((place.view.vocab_size for place in self._places if place.view.vocab_size), 0)
-        pooled = self._open[record.request_id] = PooledRequest(generation, vocab_size)
-        place = choose(self._places, request, 0)
-        if isinstance(place, Place) and not request.wants_nothing_more:
-            self._submit(pooled, place)
-        else:
+        generation = PooledGeneration(OpenRequest(record, prior), self, counted=counted, now=time.monotonic())
+        pooled = PooledRequest(generation, next((c.view.vocab_size for c in self._streams if c.view.vocab_size), 0))
+        self._open[record.request_id] = pooled
+        core = self._choice(pooled)
+        if core is None or pooled.request.wants_nothing_more:
             self._park(pooled, self._clock.now())
+        else:
+            self._submit(pooled, core)
         return generation
 
     def abort(self, generation: PooledGeneration, choices: tuple[int, ...]) -> None:
@@ -108,16 +101,14 @@ class RequestPool:
             return
         generation.request.close(choices)
         self._send_abort(pooled, choices)
-        if generation.request.wants_nothing_more and (
-            pooled.parked or pooled.place is None or pooled.place.send is None
-        ):
+        if generation.request.wants_nothing_more and pooled.parked:
             self._end_here(pooled)
 
     def release(self, generation: PooledGeneration) -> None:
         """The consumer is gone. Nothing of the request stays here; the engine core is told."""
         pooled = self._pooled(generation)
         if pooled is not None:
-            self._send_abort(pooled, ())
+            self._send_abort(pooled)
             generation.request.drop()
             self._ended(pooled)
 
@@ -129,41 +120,31 @@ class RequestPool:
         pooled = self._open.get(generation.request.record.request_id)
         return pooled if pooled is not None and pooled.generation is generation else None
 
-    # What the session tells
+    # What the sessions tell
 
-    def meet(self, place: Place, load: Load, send: Send) -> None:
+    def meet(self, core: Core, view: ModelView) -> None:
         """An engine core is there, or has other workers than before, or takes no more requests."""
-        before = place.view
-        place.told(load, self._clock.now())
-        place.send, place.usable = send, not load.draining
-        for pooled in self._at(place) if before != place.view else ():
-            # Workers of other numerics are the engine core's own business as long as it holds the request.
-            pooled.vocab_size = pooled.vocab_size or place.view.vocab_size
-            obstacle = place.view.obstacle(pooled.request.begun, pooled.vocab_size)
-            if obstacle is not None and obstacle.final:
-                self._leave(pooled)
-        if self._usable:
+        if view != core.view:
+            core.view = view
+            self._look_again(core)
+        for leaving in [each for each in self._streams if each.send is not None and not each.works]:
+            for pooled in self._of(leaving):
+                other = self._choice(pooled)
+                if other is not None and other.works:
+                    self._move(pooled)
+        if core.usable:
             for pooled in [pooled for pooled in self._parked.values() if not pooled.retry_at]:
                 self._go_on(pooled)
-            self._move_on()
 
-    def lose(self, place: Place) -> None:
-        """The session is over: its requests go on with another engine core, or the same one restarted."""
-        place.send, place.usable = None, False
-        for pooled in self._at(place) if self._usable else list(self._open.values()):
-            pooled.settled()
-            self._attempt_over(pooled, self._clock.now())
-
-    def _move_on(self) -> None:
-        """What an engine core has that is to leave, or is without a worker, goes to another one if it can at once."""
+    def lose(self, core: Core) -> None:
+        """Its session is over: every request that it had goes on with another one, or the same one restarted."""
+        self._metrics.sessions_lost.inc()
         now = self._clock.now()
-        for pooled in [each for each in self._open.values() if each.place is not None and each.place.forsaken(now)]:
-            other = choose(self._places, pooled.request, pooled.vocab_size)
-            if isinstance(other, Place) and other.num_workers and other is not pooled.place:
-                self._leave(pooled)
-
-    def _at(self, place: Place) -> list[PooledRequest]:
-        return [pooled for pooled in self._open.values() if pooled.place is place]
+        core.failed(now)
+        nobody_is_there = all(each.send is None for each in self._streams)
+        for pooled in [*self._parked.values()] * nobody_is_there + self._of(core):
+            pooled.settled()
+            self._attempt_over(pooled, now)
 
     def tend(self) -> None:
         """Whose wait is over, whose turn to try again it is. Called every `waits.tick_s`."""
@@ -171,30 +152,59 @@ class RequestPool:
         for pooled in list(self._parked.values()):
             if pooled.give_up_at is not None and now >= pooled.give_up_at:
                 self._give_up(pooled)
-            elif self._usable and now >= pooled.retry_at:
+            elif now >= pooled.retry_at:
                 self._go_on(pooled)
-        if len(self._places) > 1:
-            self._move_on()
+        for core in self._streams:
+            if self._fails(core, now) and any(self._is_well(each, now) for each in self._streams if each is not core):
+                logger.warning("engine core %s does not get on; its requests go elsewhere", core.load.engine_id)
+                core.failed(now)
+                self._leave(core)
 
-    def on_accepted(self, place: Place, accepted: pb.Accepted) -> None:
-        pooled = self._current(accepted.request_id, accepted.attempt)
+    def _fails(self, core: Core, now: float) -> bool:
+        """It has requests, and is silent or gets on with none of them."""
+        oldest_at = min((pooled.sent_at for pooled in self._of(core)), default=now)
+        stuck_s = now - max(core.got_on_at, oldest_at)
+        return oldest_at < now and (now - core.heard_at >= self._waits.suspect_s or stuck_s >= self._waits.stuck_s)
+
+    def _is_well(self, core: Core, now: float) -> bool:
+        return core.works and core.avoided_until <= now and now - core.heard_at < self._waits.suspect_s
+
+    def _of(self, core: Core) -> list[PooledRequest]:
+        return [pooled for pooled in self._open.values() if pooled.core is core]
+
+    def _look_again(self, core: Core) -> None:
+        """It has other workers, or another model, than when requests were sent there."""
+        for pooled in self._of(core):
+            obstacle = self._obstacle(pooled, core)
+            pooled.vocab_size = pooled.vocab_size or core.view.vocab_size
+            if obstacle is not None and obstacle.final:
+                self._move(pooled)
+
+    def _leave(self, core: Core) -> None:
+        for pooled in self._of(core):
+            self._move(pooled)
+
+    def _move(self, pooled: PooledRequest) -> None:
+        self._send_abort(pooled)
+        self._attempt_over(pooled, self._clock.now())
+
+    def on_accepted(self, core: Core, accepted: pb.Accepted) -> None:
+        pooled = self._current(core, accepted.request_id, accepted.attempt)
         if pooled is not None:
             pooled.settled()
             pooled.generation.admitted.set()
             pooled.streams = range(accepted.stream, accepted.stream + pooled.request.record.task.params.n)
-            place.streams |= {number: (pooled, choice) for choice, number in enumerate(pooled.streams)}
+            self._streams[core] |= {number: (pooled, choice) for choice, number in enumerate(pooled.streams)}
 
-    def on_rejected(self, rejected: pb.Rejected) -> None:
+    def on_rejected(self, core: Core, rejected: pb.Rejected) -> None:
         """A refusal is final for a new request. One that was lost asks again for as long as it may wait."""
-        pooled = self._current(rejected.request_id, rejected.attempt)
+        pooled = self._current(core, rejected.request_id, rejected.attempt)
         if pooled is None:
             return
         code = error_code_from(rejected.code) or ErrorCode.INTERNAL
         if code in _RETRYABLE and pooled.give_up_at is not None:
-            now = self._clock.now()
-            pause_s = min(max(RETRY_LEAST_S, rejected.retry_after_s), RETRY_MOST_S)
-            self._park(pooled, now, retry_at=now + pause_s, why=rejected.message)
-            return
+            now, pause_s = self._clock.now(), min(max(RETRY_LEAST_S, rejected.retry_after_s), RETRY_MOST_S)
+            return self._park(pooled, now, retry_at=now + pause_s, why=rejected.message)
         if pooled.generation.counted:
             self._metrics.refused(code)
         if pooled.request.num_output_tokens and code in _RETRYABLE:
@@ -202,24 +212,25 @@ class RequestPool:
         error = PagodaError(code, rejected.message, rejected.param or None, retry_after_s=rejected.retry_after_s)
         self._fail_with(pooled, error)
 
-    def on_migrate(self, migrate: pb.Migrate) -> None:
-        pooled = self._current(migrate.request_id, migrate.attempt)
+    def on_migrate(self, core: Core, migrate: pb.Migrate) -> None:
+        pooled = self._current(core, migrate.request_id, migrate.attempt)
         if pooled is not None:
             self._attempt_over(pooled, self._clock.now())
 
-    def on_outputs(self, place: Place, outputs: pb.StepOutputs) -> bool:
+    def on_outputs(self, core: Core, outputs: pb.StepOutputs) -> bool:
         """Whether a token came for anybody."""
-        now = time.monotonic()
-        with_tokens = False
-        tokens = outputs.tokens
+        now, with_tokens = time.monotonic(), False
+        tokens, streams = outputs.tokens, self._streams[core]
         for number, first_index, token_id in zip(tokens.streams, tokens.first_indexes, tokens.token_ids, strict=True):
-            stream = place.streams.get(number)
+            stream = streams.get(number)
             if stream is not None:
                 with_tokens |= self._deliver(stream[0], self._on_next, stream[1], first_index, token_id, now)
         for message in outputs.deltas:
-            pooled = self._current(message.request_id, message.attempt)
+            pooled = self._current(core, message.request_id, message.attempt)
             if pooled is not None:
                 with_tokens |= self._deliver(pooled, self._on_message, message, now)
+        if with_tokens:
+            core.got_on()
         return with_tokens
 
     def _deliver(self, pooled: PooledRequest, take: Callable[..., bool], *news: Any) -> bool:
@@ -270,10 +281,10 @@ class RequestPool:
         else:
             self._attempt_over(pooled, self._clock.now())
 
-    def _current(self, request_id: str, attempt: int) -> PooledRequest | None:
+    def _current(self, core: Core, request_id: str, attempt: int) -> PooledRequest | None:
         """The open request a frame speaks of, unless it speaks of an earlier attempt."""
         pooled = self._open.get(request_id)
-        return pooled if pooled and not pooled.parked and pooled.request.attempt == attempt else None
+        return pooled if pooled and pooled.core is core and pooled.request.attempt == attempt else None
 
     # Waiting and going on
 
@@ -284,7 +295,7 @@ class RequestPool:
             self._fail(pooled, f"it was lost again and again, and got no token for {losing_s:.0f} s")
             return
         self._park(pooled, now)
-        if pooled.parked and self._usable:
+        if not pooled.request.ended:
             self._go_on(pooled)
 
     def _park(self, pooled: PooledRequest, now: float, retry_at: float = 0.0, why: str = "") -> None:
@@ -292,8 +303,9 @@ class RequestPool:
         if pooled.request.wants_nothing_more:
             self._end_here(pooled)
             return
-        self._leave_place(pooled)
+        self._forget_streams(pooled)
         pooled.request.attempt += not pooled.parked
+        pooled.core = None
         pooled.parked_at = now
         self._parked[pooled.request.record.request_id] = pooled
         pooled.retry_at = retry_at
@@ -302,24 +314,37 @@ class RequestPool:
             pooled.give_up_at = now + self._waits.resume_s
 
     def _go_on(self, pooled: PooledRequest) -> None:
-        """With an engine core that is there, unless its model is another one."""
-        place = choose(self._places, pooled.request, pooled.vocab_size)
-        if isinstance(place, Place):
-            pooled.parked_at = None
-            pooled.retry_at = 0.0
-            del self._parked[pooled.request.record.request_id]
-            self._metrics.resumed.inc()
-            self._submit(pooled, place)
-        elif isinstance(place, Obstacle) and place.final:
-            self._fail(pooled, f"the request cannot go on: {place.why}")
-        elif place is not None and pooled.parked_at is not None:
-            pooled.why = place.why
-            pooled.give_up_at = pooled.parked_at + self._waits.no_worker_s
+        """With an engine core that is there, unless the model of all is another one."""
+        core = self._choice(pooled)
+        if core is None:
+            self._held_up(pooled)
+            return
+        pooled.parked_at = None
+        pooled.retry_at = 0.0
+        del self._parked[pooled.request.record.request_id]
+        self._metrics.resumed.inc()
+        self._submit(pooled, core)
 
-    def _leave(self, pooled: PooledRequest) -> None:
-        """An engine core that still runs it."""
-        self._send_abort(pooled, ())
-        self._attempt_over(pooled, self._clock.now())
+    def _choice(self, pooled: PooledRequest) -> Core | None:
+        """Workers of other numerics are an engine core's own business as long as it holds the request."""
+        free = [core for core in self._streams if core.usable and self._obstacle(pooled, core) is None]
+        return choose(free, pooled.request.record, self._clock.now())
+
+    def _obstacle(self, pooled: PooledRequest, core: Core) -> Obstacle | None:
+        return core.view.obstacle(pooled.request.begun, pooled.vocab_size or core.view.vocab_size)
+
+    def _held_up(self, pooled: PooledRequest) -> None:
+        """No engine core can go on with it. Where none ever will, it ends here."""
+        found = [self._obstacle(pooled, core) for core in self._streams if core.usable]
+        obstacles = [obstacle for obstacle in found if obstacle is not None]
+        passing = next((obstacle for obstacle in obstacles if not obstacle.final), None)
+        if passing is not None and pooled.parked_at is not None:
+            pooled.why = passing.why
+            pooled.give_up_at = pooled.parked_at + self._waits.no_worker_s
+        elif obstacles and len(obstacles) == len(self._streams):
+            self._fail(pooled, f"the request cannot go on: {obstacles[0].why}")
+        elif obstacles:
+            pooled.why = obstacles[0].why
 
     def _give_up(self, pooled: PooledRequest) -> None:
         lost = f"the engine core was lost and none took over within {self._waits.resume_s:g} s"
@@ -330,7 +355,7 @@ class RequestPool:
     def _fail(self, pooled: PooledRequest, why: str, code: ErrorCode | None = None) -> None:
         begun = pooled.request.num_output_tokens > 0
         code = code or (ErrorCode.STREAM_INTERRUPTED if begun else ErrorCode.UNAVAILABLE)
-        self._send_abort(pooled, ())
+        self._send_abort(pooled)
         self._fail_with(pooled, PagodaError(code, why, retry_after_s=self._retry_after_s(self._clock.now())))
 
     def _fail_with(self, pooled: PooledRequest, error: PagodaError) -> None:
@@ -345,31 +370,31 @@ class RequestPool:
         """The one way out of the pool."""
         del self._open[pooled.request.record.request_id]
         self._parked.pop(pooled.request.record.request_id, None)
-        self._leave_place(pooled)
+        self._forget_streams(pooled)
         pooled.generation.wake()
         self._meter.ended(pooled.generation, time.monotonic())
 
-    def _leave_place(self, pooled: PooledRequest) -> None:
+    def _forget_streams(self, pooled: PooledRequest) -> None:
         """The attempt is over."""
-        if pooled.place is not None:
+        if pooled.core is not None:
             for number in pooled.streams:
-                pooled.place.streams.pop(number, None)
-            pooled.place.num_open -= 1
-        pooled.place, pooled.streams = None, range(0)
+                self._streams[pooled.core].pop(number, None)
+        pooled.streams = range(0)
 
     # Frames
 
-    def _submit(self, pooled: PooledRequest, place: Place) -> None:
-        request, pooled.place = pooled.request, place
-        pooled.vocab_size = pooled.vocab_size or place.view.vocab_size
-        place.num_open += 1
-        resume = resume_to_pb(request.resume()) if request.attempt else None
-        submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
-        if place.send is not None:
-            place.send(pb.ClientFrame(submit=submit))
+    def _submit(self, pooled: PooledRequest, core: Core) -> None:
+        request = pooled.request
+        pooled.vocab_size = pooled.vocab_size or core.view.vocab_size
+        pooled.core, pooled.sent_at = core, self._clock.now()
+        core.sent += 1
+        if core.send is not None:
+            resume = resume_to_pb(request.resume()) if request.attempt else None
+            submit = pb.Submit(record=record_to_pb(request.record), attempt=request.attempt, resume=resume)
+            core.send(pb.ClientFrame(submit=submit))
 
-    def _send_abort(self, pooled: PooledRequest, choices: tuple[int, ...]) -> None:
+    def _send_abort(self, pooled: PooledRequest, choices: tuple[int, ...] = ()) -> None:
         """Best effort: an engine core that is gone, or does not have the request yet, needs none."""
-        if pooled.place is not None and pooled.place.send is not None:
+        if pooled.core is not None and pooled.core.send is not None:
             abort = pb.Abort(request_id=pooled.request.record.request_id, choices=choices)
-            pooled.place.send(pb.ClientFrame(abort=abort))
+            pooled.core.send(pb.ClientFrame(abort=abort))

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
 import grpc
 
-from pagoda_gateway.engine.admin import ask_report
-from pagoda_gateway.engine.report import EngineReport
+from pagoda_gateway.engine.report import EngineReport, WorkerReport
+from pagoda_proto import times
 from pagoda_proto.addresses import check_host_port
 from pagoda_proto.engine.v1 import engine_pb2 as pb
-from pagoda_proto.engine.v1.engine_pb2_grpc import EngineStub
+from pagoda_proto.engine.v1.engine_pb2_grpc import AdminStub, EngineStub
 from pagoda_proto.keys import TLS_SERVER_NAME, load_tls
 from pagoda_proto.records import SESSION_PROTOCOL, SESSION_PROTOCOL_KEY
 from pagoda_proto.times import LivedClock
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineAddress:
-    """Where the engine core listens: `unix:/path`, or `host:port`, which off loopback needs the keys in `keys_dir`.
+    """Where an engine core listens: `unix:/path`, or `host:port`, which off loopback needs the keys in `keys_dir`.
 
     Raises:
         ValueError: another kind of address, or one that needs keys.
@@ -44,17 +45,26 @@ class EngineAddress:
     """
 
     def __init__(self, address: str, keys_dir: str = "") -> None:
-        self._address = address
+        self.text = address
         self._keys = load_tls(keys_dir) if keys_dir and not address.startswith("unix:") else None
         if not address.startswith("unix:"):
             check_host_port(address, address, keyed=self._keys is not None)
 
+    @classmethod
+    def several(cls, addresses: str, keys_dir: str = "") -> list[EngineAddress]:
+        """Of one or more with commas between them. Raises ValueError where one stands twice, too."""
+        texts = [text.strip() for text in addresses.split(",")]
+        twice = next((text for text in texts if texts.count(text) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice!r} stands twice")
+        return [cls(text, keys_dir) for text in texts]
+
     def channel(self) -> grpc.aio.Channel:
         if self._keys is None:
-            return grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS)
+            return grpc.aio.insecure_channel(self.text, options=CHANNEL_OPTIONS)
         credentials = grpc.ssl_channel_credentials(self._keys.ca, self._keys.private_key, self._keys.certificate)
         options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", TLS_SERVER_NAME))
-        return grpc.aio.secure_channel(self._address, credentials, options=options)
+        return grpc.aio.secure_channel(self.text, credentials, options=options)
 
 
 class SessionEnded(Exception):
@@ -129,3 +139,28 @@ def _ending(task: asyncio.Task[None]) -> str:
     if not isinstance(error, TimeoutError | OSError | asyncio.InvalidStateError):
         logger.error("engine core session: unexpected %s", type(error).__name__, exc_info=error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+async def ask_report(channel: grpc.aio.Channel) -> EngineReport | None:
+    """On the connection of its session; None where the engine core does not answer in time, or at all."""
+    admin = AdminStub(channel)  # type: ignore[no-untyped-call]
+    questions = ((admin.ListWorkers, pb.ListWorkersRequest()), (admin.GetStats, pb.GetStatsRequest()))
+    calls = [asyncio.ensure_future(method(asked, timeout=times.REPORT_WAIT_S)) for method, asked in questions]
+    try:
+        await asyncio.wait(calls)  # a channel that is closed cancels its calls, which is no cancellation of ours
+    finally:
+        for call in calls:
+            call.cancel()
+    if any(call.cancelled() or isinstance(call.exception(), grpc.aio.AioRpcError) for call in calls):
+        return None
+    return _report(*(call.result() for call in calls))
+
+
+def _report(workers: pb.ListWorkersResponse, stats: pb.GetStatsResponse) -> EngineReport:
+    totals = [field.name for field in stats.DESCRIPTOR.fields if field.name != "load"]
+    fields = WorkerReport.__struct_fields__
+    return EngineReport(
+        at_s=time.monotonic(),
+        workers=tuple(WorkerReport(**{name: getattr(each, name) for name in fields}) for each in workers.workers),
+        totals={name: getattr(stats, name) for name in totals},
+    )

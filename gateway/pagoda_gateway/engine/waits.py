@@ -22,6 +22,8 @@ class Waits:
     submit_s: float = times.SUBMIT_WAIT_S
     connect_s: float = times.CONNECT_WAIT_S
     silent_s: float = times.ENGINE_SILENT_S
+    suspect_s: float = times.ENGINE_SUSPECT_S
+    stuck_s: float = times.ENGINE_STUCK_S
     restart_s: float = times.RESTART_MOST_S + times.START_S
     tick_s: float = 0.1
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pagoda_gateway.engine.interface import EngineClient, Generation
-from pagoda_gateway.engine.recent import WholeRequest
+from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.generation.beams import Beam, BeamSearch, Candidates, Ended
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import SamplingParams

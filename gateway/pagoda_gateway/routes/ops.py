@@ -11,12 +11,13 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from pagoda_gateway.api.answer_schemas import Live, LoadAnswer, Ready, StackAnswer, Startup, Version
+from pagoda_gateway.api.answer_schemas import Live, LoadAnswer, Ready, RequestSpent, StackAnswer, Startup, Version
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.health import Health
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes.body import caller_of
 from pagoda_gateway.routes.described import endpoint
+from pagoda_proto.errors import ErrorCode, PagodaError
 
 VERSION = metadata.version("pagoda-serve")
 DOCS_CSP = "default-src 'none'; style-src 'unsafe-inline'; script-src 'self'; connect-src 'self'; base-uri 'none'"
@@ -80,6 +81,15 @@ def _add_reports(routes: APIRouter, ctx: GatewayContext, health: Health, metrics
             "requests": ctx.engine.recent.of(caller.tenant),
         }
         return JSONResponse(msgspec.to_builtins(content), headers={"cache-control": "no-store"})
+
+    @get("/v1/requests/{request_id}", "Where the time of one of the caller's last requests went", RequestSpent)
+    async def spent(request: Request, request_id: str) -> Response:
+        found = ctx.engine.recent.find(caller_of(request).tenant, request_id)
+        if found is None:
+            message = f"no request {request_id[:64]!a} of yours ended here lately"
+            raise PagodaError(ErrorCode.NOT_FOUND, message)
+        content = msgspec.to_builtins(found) | {"object": "request", "waits_s": found.spent_s()}
+        return JSONResponse(content, headers={"cache-control": "no-store"})
 
     @get("/load", "Open requests here, and the engine core's own report", LoadAnswer, unavailable=None)
     async def load() -> Response:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.fakes import make_delta
 from tests.gateway.fake_engine_core import FakeEngineCore, Run, expected_tokens, running_engine, until
-from tests.gateway.streams import Connect, collect, record, sample, tokens_of
+from tests.gateway.streams import Connect, collect, record, sample, tokens_of, waits
 
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.interface import EngineClient
+from pagoda_gateway.engine.session import EngineAddress
+from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, FinishReason
@@ -456,3 +461,39 @@ async def test_closing_ends_open_requests(engine: FakeEngineCore, client: Sessio
     [last] = await generation.next()
     assert last.error_code is ErrorCode.STREAM_INTERRUPTED
     assert client.dead_tasks() == ["engine session", "engine clock"]
+
+
+async def test_the_death_of_one_of_two_engine_cores_is_the_others_work(tmp_path: Path) -> None:
+    """Nobody waits for the dead one to come back, and it has its share again when it does."""
+    places = [f"unix:{tmp_path}/{name}" for name in "ab"]
+    client = SessionClient([EngineAddress(place) for place in places], GatewayMetrics("m"), waits())
+    async with running_engine(places[0]) as first, running_engine(places[1]) as second:
+        client.start()
+        await until(lambda: client.load.num_workers == 2)
+        first.steps, second.steps = asyncio.Semaphore(20), (going_on := asyncio.Semaphore(20))
+        requests = [msgspec.structs.replace(record(n=2), prompt_token_ids=[i]) for i in range(8)]
+        reading = [asyncio.create_task(collect(await client.submit(request))) for request in requests]
+        await first.wait_sent(20)
+        assert first.submits
+        assert second.submits
+        await first.kill()
+        await until(lambda: client.load.num_workers == 1)
+        first.steps = None
+        for _ in range(1000):
+            going_on.release()
+        for request, deltas in zip(requests, await asyncio.gather(*reading), strict=True):
+            assert [tokens_of(deltas, choice) for choice in (0, 1)] == [
+                expected_tokens(request, choice) for choice in (0, 1)
+            ]
+        assert not client.problem
+        second.steps = None
+        await first.start()
+        await until(lambda: client.load.num_workers == 2)
+        asked = len(first.submits)
+        async with asyncio.timeout(20):
+            for i in itertools.count():
+                await collect(await client.submit(msgspec.structs.replace(record(), prompt_token_ids=[i % 400])))
+                if len(first.submits) > asked:
+                    break
+    await client.aclose()
+    assert client.num_open == 0

@@ -46,6 +46,28 @@ def test_of_many_tenants_those_who_asked_last_are_kept() -> None:
     assert len(recent.of("tenant 0")) == 1
 
 
+@pytest.mark.parametrize("name", ["ab12", "chatcmpl-ab12", "resp_ab12"])
+def test_the_newest_is_found_by_its_id_or_its_answers(name: str) -> None:
+    recent = RecentRequests()
+    for request in (ended("ab12"), msgspec.structs.replace(ended("ab12"), attempts=2), ended("12")):
+        recent.add("a", request)
+    assert recent.find("a", name) == msgspec.structs.replace(ended("ab12"), attempts=2)
+    assert recent.find("b", name) is None
+
+
+def test_a_clients_own_name_finds_a_request_too() -> None:
+    recent = RecentRequests()
+    recent.add("a", ended("ab12.mine"))
+    assert all(recent.find("a", name) for name in ("mine", "chatcmpl-mine", "ab12.mine"))
+    assert not any(recent.find("a", name) for name in ("ab12", "ine", "chatcmpl-ine", "not mine", ""))
+
+
+def test_time_by_cause_sums_to_all_of_it() -> None:
+    request = msgspec.structs.replace(ended("1"), total_s=2.0, waits_s={"queued_behind": 0.25, "decode": 1.5})
+    assert request.spent_s() == {"queued_behind": 0.25, "decode": 1.5, "outside_engine_core": 0.25}
+    assert msgspec.structs.replace(request, waits_s={}).spent_s() == {"outside_engine_core": 2.0}
+
+
 def owned(tenant: str, asked: str | None = None) -> RequestRecord:
     return msgspec.structs.replace(record(), cache_salt=origin_of(Caller("", tenant), asked).cache_salt)
 

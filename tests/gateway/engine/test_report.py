@@ -11,9 +11,9 @@ import grpc
 import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, until
 
-from pagoda_gateway.engine.admin import ask_report
 from pagoda_gateway.engine.client import SessionClient
-from pagoda_gateway.engine.report import EngineReport, Reports
+from pagoda_gateway.engine.report import EngineReport, Reports, WorkerReport, joined
+from pagoda_gateway.engine.session import ask_report
 from pagoda_proto import times
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import AdminServicer, add_AdminServicer_to_server
@@ -80,6 +80,19 @@ async def test_a_session_without_workers_to_tell_of_tells_nothing(
     assert await client.report() is None  # not connected yet, or one that has no such service
     await until(lambda: client.connected)
     assert await client.report() is None
+
+
+def test_several_engine_cores_are_told_as_one_and_their_workers_apart() -> None:
+    worker = WorkerReport(
+        worker_id="w", state="ready", epoch=1, device="cpu", num_blocks=9, num_free_blocks=4, num_rows=1, steps_done=7,
+        rss_bytes=1,
+    )  # fmt: skip
+    one, two = (EngineReport(at_s=at_s, workers=(worker,), totals={"n": 2}) for at_s in (1.0, 2.0))
+    assert joined([one]) is one
+    both = joined([one, None, two])
+    assert both is not None
+    assert ([each.worker_id for each in both.workers], both.totals, both.at_s) == (["1/w", "3/w"], {"n": 4}, 2.0)
+    assert joined([None, None]) is joined([None]) is None
 
 
 class Asking:

@@ -12,7 +12,7 @@ from tests.gateway.streams import collect, record, sample
 
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.pooled_generation import TokenTimes
-from pagoda_gateway.engine.recent import WholeRequest
+from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import FinishReason, Usage

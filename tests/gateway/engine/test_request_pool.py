@@ -8,106 +8,24 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.gateway.engine.pool_bench import BEGUN, HERE, Bench, ending, tokens_of
 from tests.gateway.fake_engine_core import next_token
-from tests.gateway.streams import record, waits
 
+from pagoda_gateway.engine.cores import Core
 from pagoda_gateway.engine.model_view import ModelView
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
 from pagoda_gateway.engine.request_meter import RequestMeter
-from pagoda_gateway.engine.request_pool import RequestPool
-from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.convert import begun_to_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import Begun, Delta, FinishReason, Load, RequestRecord
-from pagoda_proto.times import LivedClock
+from pagoda_proto.records import Begun, Delta, FinishReason, RequestRecord
 
-HERE = ModelView(fingerprint="m1", numerics_id="n1", vocab_size=512)
-BEGUN = Begun(model_fingerprint="m1", numerics_id="n1", cached_prompt_tokens=2)
 NO_ONE = ModelView()
-
-
-def load_of(view: ModelView, *, draining: bool = False, **fields: int) -> Load:
-    about = {"model_fingerprint": view.fingerprint, "numerics_id": view.numerics_id, "vocab_size": view.vocab_size}
-    return Load(engine_id="e", draining=draining, **({"num_workers": 1} | fields), **about)
-
-
-class Bench:
-    """A pool whose clock and whose engine core are this test's."""
-
-    def __init__(self, meter: type[RequestMeter] = RequestMeter, **times: float) -> None:
-        self.now = 100.0
-        self.metrics = GatewayMetrics("m")
-        self.sent: list[pb.ClientFrame] = []
-        clock = LivedClock(1e9, lambda: self.now)
-        self.waits = waits(**times)
-        self.pool = RequestPool(
-            clock, self.waits, self.metrics, meter(self.metrics, log_requests=True), lambda now: 7.0
-        )
-        self.place = self.pool.new_place()
-        self.meet()
-
-    def meet(self, view: ModelView = HERE, *, usable: bool = True) -> None:
-        self.pool.meet(self.place, load_of(view, draining=not usable), self.sent.append)
-
-    def open(self, **params: Any) -> PooledGeneration:
-        return self.pool.open(record(**params), counted=True)
-
-    def submits(self, generation: PooledGeneration) -> list[pb.Submit]:
-        name = generation.request.record.request_id
-        return [f.submit for f in self.sent if f.HasField("submit") and f.submit.record.request_id == name]
-
-    def tokens(self, generation: PooledGeneration, *tokens: int, at: int = 0, begun: Begun | None = BEGUN) -> None:
-        delta = pb.Delta(
-            request_id=generation.request.record.request_id,
-            attempt=generation.request.attempt,
-            tokens=pb.Tokens(first_index=at, token_ids=tokens),
-        )
-        if begun is not None and not at:
-            delta.tokens.begun.CopyFrom(begun_to_pb(begun))
-        self.pool.on_outputs(self.place, pb.StepOutputs(deltas=[delta]))
-
-    def last(self, generation: PooledGeneration, token: int) -> None:
-        delta = pb.Delta(
-            request_id=generation.request.record.request_id,
-            tokens=pb.Tokens(token_ids=[token]),
-            finish_reason=pb.FINISH_REASON_STOP,
-            usage=pb.Usage(),
-        )
-        self.pool.on_outputs(self.place, pb.StepOutputs(deltas=[delta]))
-
-    def reject(self, generation: PooledGeneration, code: str, message: str = "no", retry_after_s: float = 0.0) -> None:
-        about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
-        self.pool.on_rejected(pb.Rejected(code=code, message=message, retry_after_s=retry_after_s, **about))
-
-    def accept(self, generation: PooledGeneration, stream: int = 0) -> None:
-        about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
-        self.pool.on_accepted(self.place, pb.Accepted(stream=stream, **about))
-
-    def column(self, *entries: tuple[int, int, int]) -> None:
-        """Of each entry the number of its stream, its index and its token."""
-        streams, indexes, tokens = zip(*entries, strict=True)
-        columns = pb.NextTokens(streams=streams, first_indexes=indexes, token_ids=tokens)
-        self.pool.on_outputs(self.place, pb.StepOutputs(tokens=columns))
-
-    def after(self, seconds: float) -> None:
-        self.now += seconds
-        self.pool.tend()
 
 
 @pytest.fixture
 async def bench() -> Bench:
     return Bench()
-
-
-def ending(generation: PooledGeneration) -> tuple[ErrorCode | None, str]:
-    assert generation.request.ended
-    assert generation.request.error is not None
-    return generation.request.error.code, generation.request.error.message
-
-
-def tokens_of(generation: PooledGeneration) -> list[list[int]]:
-    return [list(output.token_ids) for output in generation.request.resume().prior_outputs]
 
 
 async def test_tokens_in_columns_are_those_of_the_choice_with_that_number(bench: Bench) -> None:
@@ -128,7 +46,7 @@ async def test_numbers_are_forgotten_with_the_attempt_that_had_them(bench: Bench
     bench.accept(first, 0)
     bench.accept(second, 1)
     bench.tokens(first, 5)
-    bench.pool.lose(bench.place)
+    bench.lose()
     bench.meet()
     bench.accept(second, 0)  # another session, whose numbers begin anew
     bench.column((0, 0, 6), (1, 0, 7))
@@ -137,20 +55,20 @@ async def test_numbers_are_forgotten_with_the_attempt_that_had_them(bench: Bench
     await first.aclose()
     await second.aclose()
     bench.column((0, 1, 6))
-    assert bench.place.streams == {}
+    assert bench.pool._streams == {bench.core: {}}
 
 
 @pytest.mark.parametrize("columns", [pb.NextTokens(streams=[0], token_ids=[1]), pb.NextTokens(first_indexes=[0])])
 async def test_columns_of_different_lengths_end_the_session(bench: Bench, columns: pb.NextTokens) -> None:
     with pytest.raises(ValueError, match="zip"):
-        bench.pool.on_outputs(bench.place, pb.StepOutputs(tokens=columns))
+        bench.pool.on_outputs(bench.core, pb.StepOutputs(tokens=columns))
 
 
 async def test_what_it_began_under_goes_out_with_every_resubmission(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
     for _ in range(3):
-        bench.pool.lose(bench.place)
+        bench.lose()
         bench.meet()
     first, *later = bench.submits(generation)
     assert not first.resume.HasField("begun")
@@ -161,7 +79,7 @@ async def test_what_it_began_under_goes_out_with_every_resubmission(bench: Bench
 async def test_without_tokens_nothing_is_bound(bench: Bench) -> None:
     generation = bench.open()
     bench.accept(generation)
-    bench.pool.lose(bench.place)
+    bench.lose()
     bench.meet(ModelView(fingerprint="m2", numerics_id="n2", vocab_size=512))
     assert [submit.resume.HasField("begun") for submit in bench.submits(generation)] == [False, False]
 
@@ -169,7 +87,7 @@ async def test_without_tokens_nothing_is_bound(bench: Bench) -> None:
 async def test_the_first_word_on_where_it_began_stays(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose(bench.place)
+    bench.lose()
     bench.meet()
     bench.tokens(generation, 5, 6, begun=Begun(model_fingerprint="m9", numerics_id="n9"))
     assert generation.request.begun == BEGUN
@@ -180,7 +98,7 @@ async def test_another_model_is_named_and_nothing_spliced(bench: Bench, lost: bo
     generation, fresh = bench.open(), bench.open()
     bench.tokens(generation, 5)
     if lost:
-        bench.pool.lose(bench.place)
+        bench.lose()
     bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512))
     code, message = ending(generation)
     assert code is ErrorCode.STREAM_INTERRUPTED
@@ -196,7 +114,7 @@ async def test_each_request_is_judged_by_what_it_began_under_itself(bench: Bench
     bench.tokens(old, 5)
     bench.meet(ModelView(fingerprint="m2", numerics_id="n2", vocab_size=512))
     bench.tokens(new, 5, begun=Begun(model_fingerprint="m2", numerics_id="n2"))
-    bench.pool.lose(bench.place)
+    bench.lose()
     bench.meet(ModelView(fingerprint="m2", numerics_id="n2", vocab_size=512))
     assert old.request.ended
     assert len(bench.submits(new)) == 2
@@ -204,7 +122,7 @@ async def test_each_request_is_judged_by_what_it_began_under_itself(bench: Bench
 
 async def test_a_prompt_does_not_go_to_another_vocabulary(bench: Bench) -> None:
     generation = bench.open()
-    bench.pool.lose(bench.place)
+    bench.lose()
     bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=600))
     code, message = ending(generation)
     assert code is ErrorCode.UNAVAILABLE
@@ -216,7 +134,7 @@ async def test_other_numerics_are_waited_out(bench: Bench) -> None:
     """The engine core stands; a worker of the old kind may still come, for longer than an engine core is waited for."""
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose(bench.place)
+    bench.lose()
     others = ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512)
     bench.meet(others)
     bench.after(bench.waits.resume_s + 1)
@@ -229,7 +147,7 @@ async def test_other_numerics_are_waited_out(bench: Bench) -> None:
 async def test_other_numerics_to_the_end_are_named(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose(bench.place)
+    bench.lose()
     bench.meet(ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512))
     bench.after(1.0)
     bench.after(bench.waits.no_worker_s)
@@ -243,7 +161,7 @@ async def test_other_numerics_to_the_end_are_named(bench: Bench) -> None:
 async def test_an_engine_core_that_knows_no_worker_yet_may_hold_it(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose(bench.place)
+    bench.lose()
     bench.meet(NO_ONE)
     assert len(bench.submits(generation)) == 2
 
@@ -252,7 +170,7 @@ async def test_an_engine_core_that_knows_no_worker_yet_may_hold_it(bench: Bench)
 async def test_a_refusal_of_what_was_lost_is_tried_again(bench: Bench, code: str) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose(bench.place)
+    bench.lose()
     bench.meet()
     for attempt in (1, 2, 3):
         bench.reject(generation, code, retry_after_s=0.5)
@@ -269,7 +187,7 @@ async def test_a_refusal_of_what_was_lost_is_tried_again(bench: Bench, code: str
 async def test_refused_to_the_end_it_tells_the_engine_cores_own_reason(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose(bench.place)
+    bench.lose()
     bench.meet()
     bench.reject(generation, "unavailable", "no worker for 120 s")
     bench.after(bench.waits.resume_s)
@@ -282,7 +200,7 @@ async def test_refused_to_the_end_it_tells_the_engine_cores_own_reason(bench: Be
 async def test_refused_after_it_was_taken_it_tells_that_reason_too(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose(bench.place)
+    bench.lose()
     bench.meet()
     bench.accept(generation)
     bench.after(120.0)
@@ -295,7 +213,7 @@ async def test_each_loss_has_a_wait_of_its_own(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
     for _ in range(4):
-        bench.pool.lose(bench.place)
+        bench.lose()
         bench.after(0.9 * bench.waits.resume_s)
         bench.meet()
         bench.reject(generation, "unavailable", "no worker yet")
@@ -307,7 +225,7 @@ async def test_each_loss_has_a_wait_of_its_own(bench: Bench) -> None:
 async def test_none_that_takes_over_is_called_lost(bench: Bench) -> None:
     generation, fresh = bench.open(), bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose(bench.place)
+    bench.lose()
     bench.after(bench.waits.resume_s - 0.1)
     assert not generation.request.ended
     bench.after(0.2)
@@ -323,14 +241,14 @@ async def test_losses_without_a_token_are_bounded_by_time(bench: Bench) -> None:
     num_losses = 0
     while not generation.request.ended:
         bench.after(2.0)
-        bench.pool.lose(bench.place)
+        bench.lose()
         bench.meet()
         num_losses += 1
     assert num_losses == int(bench.waits.losing_s / 2.0) + 2
     generation = bench.open()
     for i in range(3 * num_losses):  # a token now and then, and there is no bound
         bench.after(2.0)
-        bench.pool.lose(bench.place)
+        bench.lose()
         bench.meet()
         if i % 10 == 0:
             bench.tokens(generation, 1, at=generation.request.num_output_tokens)
@@ -340,7 +258,7 @@ async def test_losses_without_a_token_are_bounded_by_time(bench: Bench) -> None:
 async def test_a_stop_string_found_while_lost_ends_it_here_with_what_is_known(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
-    bench.pool.lose(bench.place)
+    bench.lose()
     await generation.abort([0])
     *_, last = await generation.next()
     assert last.usage is not None
@@ -373,65 +291,57 @@ async def test_what_raises_about_one_request_ends_it_once_and_no_other(meter: ty
 
 
 async def test_a_request_opened_in_a_gap_of_the_session_is_not_forgotten(bench: Bench) -> None:
-    bench.pool.lose(bench.place)
+    bench.lose()
     generation = bench.open()
     assert bench.submits(generation) == []
     bench.meet()
     assert len(bench.submits(generation)) == 1
 
 
-EVENTS = st.lists(
-    st.sampled_from(["open", "step", "step", "step", "lose", "meet", "drain", "other", "move", "hole", "no", "wait"]),
-    max_size=60,
-)
+KINDS = ["open", "step", "step", "step", "lose", "meet", "drain", "idle", "other", "move", "hole", "no", "wait"]
+EVENTS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 1)), max_size=60)
+OTHER = ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512)
 
 
 class Story:
-    """Any sequence of events; what is sent is answered as an engine core that begins with m1 and n1 would."""
+    """Any sequence of events; what is sent is answered as engine cores that begin with m1 and n1 would."""
 
-    def __init__(self) -> None:
-        self.bench = Bench(resume_s=3.0, no_worker_s=6.0, losing_s=9.0)
-        self.view = HERE
-        self.usable = True
-        self.there = True
+    def __init__(self, num_cores: int) -> None:
+        self.bench = Bench(num_cores=num_cores, resume_s=3.0, no_worker_s=6.0, losing_s=9.0)
         self.generations: list[PooledGeneration] = []
 
-    def happen(self, event: str) -> None:
-        bench, pool = self.bench, self.bench.pool
+    def happen(self, event: str, number: int) -> None:
+        bench = self.bench
+        core = bench.cores[number % len(bench.cores)]
         if event == "open":
             self.generations.append(bench.open(n=2, max_tokens=6))
         elif event == "lose":
-            pool.lose(self.bench.place)
-            self.there = False
-        elif event in ("meet", "drain", "other"):
-            self.view = HERE if event != "other" else ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512)
-            self.there, self.usable = True, event != "drain"
-            bench.meet(self.view, usable=self.usable)
+            bench.lose(core)
+        elif event in ("meet", "drain", "idle", "other"):
+            view = OTHER if event == "other" else HERE
+            bench.meet(view, usable=event != "drain", num_workers=event != "idle", core=core)
         elif event == "wait":
             bench.after(1.0)
         else:
             for generation in self.generations:
-                self._to_one(generation, event)
+                self._to_one(generation, event, core)
 
-    def _to_one(self, generation: PooledGeneration, event: str) -> None:
-        """Only what this engine core has been sent can it speak of."""
-        submits = self.bench.submits(generation)
-        if not (
-            self.there
-            and submits
-            and submits[-1].attempt == generation.request.attempt
-            and not generation.request.ended
-        ):
+    def _to_one(self, generation: PooledGeneration, event: str, core: Core) -> None:
+        """Only of what this engine core was sent can it speak; where that is elsewhere by now, in vain."""
+        request = generation.request
+        name = request.record.request_id
+        attempts = [attempt for (of, attempt), place in self.bench.place.items() if of == name and place is core]
+        if core.send is None or not attempts or request.ended:
             return
-        about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
+        about = {"request_id": name, "attempt": attempts[-1]}
         if event == "move":
-            self.bench.pool.on_migrate(pb.Migrate(**about))
+            self.bench.pool.on_migrate(core, pb.Migrate(**about))
         elif event == "no":
-            self.bench.reject(generation, "overloaded")
+            self.bench.pool.on_rejected(core, pb.Rejected(code="overloaded", message="no", **about))
         else:
-            self._tokens(generation, about, hole=event == "hole")
+            self._tokens(generation, about, core, hole=event == "hole")
 
-    def _tokens(self, generation: PooledGeneration, about: dict[str, Any], *, hole: bool) -> None:
+    def _tokens(self, generation: PooledGeneration, about: dict[str, Any], core: Core, *, hole: bool) -> None:
         priors = {prior.choice: prior.token_ids for prior in generation.request.resume().prior_outputs}
         deltas = []
         for choice in range(2):
@@ -448,7 +358,7 @@ class Story:
             deltas.append(delta)
         if deltas and not hole and all(delta.finish_reason for delta in deltas):
             deltas[-1].usage.output_tokens = 12
-        self.bench.pool.on_outputs(self.bench.place, pb.StepOutputs(deltas=deltas))
+        self.bench.pool.on_outputs(core, pb.StepOutputs(deltas=deltas))
 
 
 async def read(generation: PooledGeneration) -> list[Delta]:
@@ -471,19 +381,23 @@ def check(record: RequestRecord, deltas: list[Delta]) -> None:
     assert sorted(ended) == [0, 1]
 
 
-@given(EVENTS)
-@settings(max_examples=200, deadline=None)
-def test_any_story_ends_each_request_once_with_a_prefix_of_its_tokens(events: list[str]) -> None:
+@pytest.mark.parametrize("num_cores", [1, 2])
+@given(events=EVENTS)
+@settings(max_examples=150, deadline=None)
+def test_any_story_ends_each_request_once_with_a_prefix_of_its_tokens(
+    events: list[tuple[str, int]], num_cores: int
+) -> None:
     async def tell() -> None:
-        story = Story()
+        story = Story(num_cores)
         for event in events:
-            story.happen(event)
+            story.happen(*event)
         for generation in story.generations:
             for submit in story.bench.submits(generation):
                 assert submit.resume.HasField("begun") == bool(submit.resume.prior_outputs)
-        story.happen("lose")
+        for number in range(num_cores):
+            story.happen("lose", number)
         for _ in range(7):
-            story.happen("wait")
+            story.happen("wait", 0)
         assert story.bench.pool.num_open == story.bench.pool.num_parked == 0
         for generation in story.generations:
             check(generation.request.record, await read(generation))

@@ -200,12 +200,12 @@ FRAMES = st.one_of(
 def test_no_frame_raises_whatever_is_in_it(frames: list[pb.ServerFrame]) -> None:
     async def take() -> None:
         client = SessionClient([EngineAddress("unix:/nowhere")], GatewayMetrics("m"))
-        [link] = client._links
+        (link,) = client._links
         link._session = Session(EngineAddress("unix:/nowhere"), client.clock, 5.0)
-        link._on_frame(pb.ServerFrame(load=pb.Load(protocol=SESSION_PROTOCOL)))
+        link.on_frame(pb.ServerFrame(load=pb.Load(protocol=SESSION_PROTOCOL)))
         generation = client._pool.open(msgspec.structs.replace(record(n=2), request_id="r"), counted=True)
         for frame in frames:
-            link._on_frame(frame)
+            link.on_frame(frame)
         client.end_all("over")
         deltas = []
         while batch := await generation.next():
@@ -236,3 +236,10 @@ def test_only_local_engine_cores(address: str) -> None:
 @pytest.mark.parametrize("address", ["unix:/run/x", "127.0.0.1:5", "localhost:5", "[::1]:5"])
 def test_local_addresses(address: str) -> None:
     EngineAddress(address)
+
+
+def test_several_engine_cores_have_commas_between_them() -> None:
+    assert [each.text for each in EngineAddress.several("unix:/a, localhost:5")] == ["unix:/a", "localhost:5"]
+    for wrong in ("unix:/a,", "unix:/a,unix:/a", "unix:/a,10.0.0.1:5"):
+        with pytest.raises(ValueError, match=r"loopback|host:port|twice"):
+            EngineAddress.several(wrong)

@@ -13,7 +13,7 @@ from tests.gateway.fakes_engine import NUM_CACHED, Batch, Gateway, make_gateway
 from pagoda_gateway.api.schemas import CompletionRequest
 from pagoda_gateway.clients import NOBODY
 from pagoda_gateway.dialects.completions import completion_job
-from pagoda_gateway.engine.recent import WholeRequest
+from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.generation.beams import BeamSearch, Candidates
 from pagoda_gateway.generation.requests import BYTES_PER_TOKEN, held_bytes
 from pagoda_gateway.routes.body import parse_body

@@ -1,0 +1,48 @@
+"""docs/security.md and docs/reliability.md name every number once, and tests that exist."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import functools
+import re
+
+import pytest
+from tests.test_house_rules import ROOT, python_files
+
+NUMBERS = {
+    "docs/security.md": [f"SEC-{number:02}" for number in range(1, 33)],
+    "docs/reliability.md": [f"F{number:02}" for number in range(1, 71)],
+}
+
+
+def rows(document: str) -> list[tuple[str, str, str, str]]:
+    """Of each: its number, two columns of words, and the one that names tests."""
+    return re.findall(r"^\| ((?:SEC-|F)\d\d) \| (.*) \| (.*) \| ?(.*) ?\|$", (ROOT / document).read_text(), re.M)
+
+
+@functools.cache
+def known() -> set[str]:
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in python_files("tests"))
+    functions = (
+        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return {function.name for function in functions if function.name.startswith("test_")}
+
+
+@pytest.mark.parametrize("document", NUMBERS)
+def test_every_number_has_its_row(document: str) -> None:
+    assert [row[0] for row in rows(document)] == NUMBERS[document]
+
+
+@pytest.mark.parametrize("row", [row for document in NUMBERS for row in rows(document)], ids=lambda row: row[0])
+def test_a_row_names_tests_that_exist_or_says_why_not(row: tuple[str, str, str, str]) -> None:
+    patterns = re.findall(r"`(test_\w+\*?)`", row[3])
+    assert patterns or any(words.startswith("Not yet: ") for words in row[1:3])
+    missing = [pattern for pattern in patterns if not fnmatch.filter(known(), pattern)]
+    assert not missing
+
+
+def test_every_test_with_a_number_belongs_to_a_row() -> None:
+    numbers = {f"SEC-{match[1]}" for name in known() if (match := re.match(r"test_sec_(\d\d)_", name))}
+    assert numbers <= set(NUMBERS["docs/security.md"])
