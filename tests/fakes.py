@@ -131,7 +131,7 @@ class FakeRunner:
         self._cells: dict[int, int] = {}  # block * block_size + offset -> hash of the prefix up to there
         self._swapped: dict[int, int] = {}  # the same of swap blocks
         self._decodes = DecodeList()
-        self._last_row_id = -1
+        self._row_ids: set[int] = set()  # all there ever were
 
     def execute(self, plan: StepPlan) -> StepResult:
         """One step, in the order the contract gives: drop, add, append, swap out, swap in, copy, compute, sample."""
@@ -165,8 +165,8 @@ class FakeRunner:
         return StepResult(step=plan.step, tokens=tokens, outputs=outputs, errors=errors)
 
     def _add(self, new: NewRow) -> None:
-        self._require(new.row_id > self._last_row_id, f"row id {new.row_id} used before")
-        self._last_row_id = new.row_id
+        self._require(new.row_id not in self._row_ids, f"row id {new.row_id} used before")
+        self._row_ids.add(new.row_id)
         self._require(0 <= new.num_computed < len(new.token_ids), f"row {new.row_id} has nothing to compute")
         self._require(0 < new.num_prompt_tokens <= len(new.token_ids), f"row {new.row_id} has a bad prompt length")
         tokens = list(new.token_ids)

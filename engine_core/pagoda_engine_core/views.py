@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pagoda_engine_core.dispatch.admission import Admission
 from pagoda_engine_core.dispatch.router import Router
-from pagoda_engine_core.scheduling.counters import BlockCounts
+from pagoda_engine_core.scheduling.kv_cache import BlockCounts
 from pagoda_engine_core.workers.executor import Executor, WorkerInfo, WorkerState
 from pagoda_proto.records import SESSION_PROTOCOL, Load
 

@@ -98,6 +98,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     grammar: Annotated[
         str, Parameter("what the output must look like, as llguidance reads it; see pagoda_proto.grammars")
     ] = ""
+    use_beam_search: Annotated[
+        bool, Parameter("the n likeliest sequences that a search with n beams finds, instead of n sampled ones")
+    ] = False
+    length_penalty: Annotated[
+        float, Parameter("of a beam search: sums of log-probabilities are divided by length to this power", -10, 10)
+    ] = 1.0
     include_stop_str_in_output: Annotated[bool, Parameter("keep the stop string that ended the text")] = False
     skip_special_tokens: Annotated[bool, Parameter("leave special tokens out of the text")] = True
 
@@ -121,6 +127,11 @@ def _parameters() -> dict[str, Parameter]:
 PARAMETERS = _parameters()  # by name
 SamplingParams.__doc__ = f"{SamplingParams.__doc__}\n\n    Attributes:\n" + "".join(
     f"        {name}: {parameter.about[0].upper()}{parameter.about[1:]}.\n" for name, parameter in PARAMETERS.items()
+)
+# What a beam search heeds, or is none of its business; everything else would have no effect on it.
+OF_BEAMS = frozenset(
+    {"n", "use_beam_search", "length_penalty", "max_tokens", "stop_token_ids", "ignore_eos", "logprobs", "seed"}
+    | {"include_stop_str_in_output", "skip_special_tokens"}
 )
 # Numbers and switches that every request has: they come in from a client as they are and go to the sampler so.
 PLAIN = tuple(field.name for field in msgspec.structs.fields(SamplingParams) if isinstance(field.default, int | float))
@@ -158,6 +169,31 @@ def _own_problems(p: SamplingParams) -> Iterator[Problem]:
     if p.grammar and p.ignore_eos:
         yield Problem("ignore_eos", "cannot go with a grammar, whose end is an end of sequence")
     yield from _list_problems(p)
+    yield from _beam_problems(p)
+
+
+def _beam_problems(p: SamplingParams) -> Iterator[Problem]:
+    if not p.use_beam_search:
+        if p.length_penalty != 1.0:
+            yield Problem("length_penalty", "needs use_beam_search: true")
+        return
+    for field in msgspec.structs.fields(SamplingParams):
+        value = getattr(p, field.name)
+        empty = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+        if field.name not in (*OF_BEAMS, "temperature") and value != empty:
+            yield Problem(field.name, "does not go with use_beam_search")
+    if p.temperature not in (0.0, 1.0):
+        yield Problem("temperature", "does not go with use_beam_search, which ranks by the model's own likelihoods")
+
+
+def num_candidates(p: SamplingParams, num_ends: int) -> int:
+    """Tokens that each beam of a search has to name: whoever is behind so many of its own beam is behind `n` that go
+    on. Raises InvalidParams where log-probabilities of that many are not told."""
+    count = p.n + num_ends
+    if count > MAX_LOGPROBS:
+        rule = f"beams and the tokens that may end them are at most {MAX_LOGPROBS} together"
+        raise InvalidParams([Problem("n", f"{rule}, got {p.n} and {num_ends}")])
+    return count
 
 
 def _list_problems(p: SamplingParams) -> Iterator[Problem]:

@@ -12,11 +12,11 @@ from enum import StrEnum
 import msgspec
 
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.params import SamplingParams
+from pagoda_proto.params import SamplingParams, num_candidates
 from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.steps import TopLogprobs
 
-SESSION_PROTOCOL = 4
+SESSION_PROTOCOL = 5
 """Version of the contract between gateway and engine core (engine.proto): raised with every change that breaks it.
 Another arm of `task` and `result` breaks nothing."""
 SESSION_PROTOCOL_KEY = "pagoda-protocol"
@@ -31,11 +31,24 @@ class FinishReason(StrEnum):
 
 
 class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Continue the prompt. `seed` is the seed in force: `params.seed`, or the one drawn at admission."""
+    """Continue the prompt. `seed` is the seed in force: `params.seed`, or the one drawn at admission.
+
+    Raises InvalidParams for a beam search that would need more log-probabilities than are told.
+    """
 
     params: SamplingParams
     seed: int
     eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.params.use_beam_search:
+            num_candidates(self.params, len(self.ends))
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a choice."""
+        eos = () if self.params.ignore_eos else self.eos_token_ids
+        return frozenset(eos + self.params.stop_token_ids)
 
 
 class Pool(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.e2e.streams import MODEL, PLAIN_TOKENS, plain, run_all
 
 pytestmark = pytest.mark.e2e
 NUM_STREAMS = 12
+BEAMS, SEARCHED_TOKENS = 4, 150
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,31 @@ def test_streams_survive_the_death_of_a_worker(stack: Stack, undisturbed: list[A
     assert stack.stats().worker_deaths == deaths + 1
     assert stack.stats().replays > 0
     stack.wait_until(lambda: len(stack.ready_workers()) == 2)
+
+
+@pytest.mark.parametrize("role", ["worker", "engine-core"])
+def test_a_search_survives_the_death_of_whoever_works_on_it(stack: Stack, role: str) -> None:
+    alone, in_time = [found(stack, index) for index in range(2)], False
+    while not in_time:
+        before = stack.stats().output_tokens
+        with ThreadPoolExecutor() as threads:
+            searches = [threads.submit(found, stack, index) for index in range(2)]
+            stack.wait_until(lambda before=before: stack.stats().output_tokens > before + BEAMS * 8)
+            busy = max(stack.ready_workers(), key=lambda worker: worker.num_rows)
+            kill(busy.pid if role == "worker" else stack.children("engine-core")[0].pid)
+            in_time = not any(search.done() for search in searches)
+        assert [search.result() for search in searches] == alone
+        stack.wait_until(lambda: len(stack.ready_workers()) == 2)
+
+
+def found(stack: Stack, index: int) -> list[list[int]]:
+    """What one search over HTTP finds."""
+    extra = {"use_beam_search": True, "ignore_eos": True, "return_token_ids": True}
+    asked = {"prompt": plain(index)["prompt"], "n": BEAMS, "max_tokens": SEARCHED_TOKENS, "extra_body": extra}
+    with stack.client(timeout=240) as client:
+        choices = client.completions.create(model=MODEL, **asked).choices
+    assert [len(choice.token_ids) for choice in choices] == [SEARCHED_TOKENS] * BEAMS
+    return [choice.token_ids for choice in choices]
 
 
 def test_streams_survive_the_death_of_the_engine_core(stack: Stack, undisturbed: list[Any]) -> None:

@@ -9,17 +9,29 @@ from typing import Any
 
 import msgspec
 from tests.engine_core.fake_worker import make_hello
-from tests.fakes import FakeModel, FakeRow, FakeRunner, ManualClock, prefix_hashes, reference_outputs
+from tests.fakes import (
+    FakeModel,
+    FakeRow,
+    FakeRunner,
+    ManualClock,
+    ReferenceChoice,
+    prefix_hashes,
+    reference_outputs,
+)
 
 from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.scheduling.beams import BeamSearch
 from pagoda_engine_core.scheduling.decoding import News
 from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_proto.decodes import DecodeList
 from pagoda_proto.errors import ErrorCode
+from pagoda_proto.params import num_candidates
 from pagoda_proto.records import Delta, FinishReason, PriorOutput, RequestRecord, Resume
-from pagoda_proto.steps import Decodes, StepPlan, StepResult, TopLogprobs
+from pagoda_proto.steps import Decodes, NewRow, StepPlan, StepResult, TopLogprobs
+
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
 class Client:
@@ -67,7 +79,8 @@ class Client:
 
     def check_against_reference(self, model: FakeModel) -> None:
         """Choices that ended by themselves match the reference exactly, all others are a prefix of it."""
-        for index, reference in enumerate(reference_outputs(self.record, model)):
+        searches = self.record.task.params.use_beam_search
+        for index, reference in enumerate((found_outputs if searches else reference_outputs)(self.record, model)):
             if self.reasons[index] in (FinishReason.STOP, FinishReason.LENGTH):
                 got = (self.tokens[index], self.reasons[index], self.stop_token_ids[index])
                 assert got == reference
@@ -81,6 +94,29 @@ class Client:
             assert self.prompt_logprobs == [expected], "prompt log-probabilities go out once"
         else:
             assert self.prompt_logprobs == []
+
+
+def found_outputs(record: RequestRecord, model: FakeModel) -> list[ReferenceChoice]:
+    """What a beam search must yield: `BeamSearch`, with a model and nothing else."""
+    task, params = record.task, record.task.params
+    assert params.max_tokens is not None
+    search = BeamSearch(params.n, params.length_penalty, task.ends, params.max_tokens, params.logprobs)
+    asked = msgspec.structs.replace(params, temperature=0.0, logprobs=num_candidates(params, len(task.ends)))
+    while not search.done:
+        for place, beam in enumerate(search.running):
+            tokens = [*record.prompt_token_ids, *beam.token_ids]
+            row = NewRow(
+                row_id=0, token_ids=tokens, num_prompt_tokens=1, num_computed=0, block_ids=[], params=asked,
+                seed=task.seed, choice=place, eos_token_ids=() if params.ignore_eos else task.eos_token_ids,
+            )  # fmt: skip
+            prefix = prefix_hashes(tokens)[-1]
+            token = model.next_token(prefix, row, len(beam.token_ids))
+            search.find(place, model.logprobs(prefix, token, asked.logprobs or 0))
+        search.advance()
+    return [
+        ReferenceChoice(list(beam.token_ids), *((STOP, beam.token_ids[-1]) if at_end else (LENGTH, None)))
+        for beam, _, at_end in search.best
+    ]
 
 
 class Harness:
@@ -138,8 +174,8 @@ class Harness:
     def has_work(self) -> bool:
         """Whether a choice waits, a row can advance, or a row must be dropped."""
         scheduler = self.scheduler
-        advancing = any(choice.distance for choice in scheduler._running)
-        return bool(scheduler._waiting or scheduler._dropped_rows) or advancing
+        advancing = any(choice.distance for choice in scheduler._rows.running)
+        return bool(scheduler._rows.waiting or scheduler._rows.dropped) or advancing
 
     def request(self, record: RequestRecord, *, attempt: int = 0, prior: Sequence[PriorOutput] = ()) -> Request:
         limit = record.task.params.max_tokens

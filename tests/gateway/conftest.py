@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, running_engine
+from tests.gateway.fakes_engine import Gateway
 from tests.gateway.streams import Connect, waits
 
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.metrics import GatewayMetrics
+
+
+@pytest.fixture(autouse=True)
+def stores_end() -> Iterator[None]:
+    """What a fake gateway opened for itself, does not outlive its test."""
+    yield
+    while Gateway.opened:
+        Gateway.opened.pop().close()
 
 
 @pytest.fixture

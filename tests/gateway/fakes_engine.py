@@ -7,6 +7,7 @@ import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
@@ -22,10 +23,10 @@ from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.recent import RecentRequests
 from pagoda_gateway.engine.report import EngineReport
-from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.routes import batches, files, generating, models, responses, streams, tokenize
 from pagoda_gateway.routes.pooling import embeddings, ranking
 from pagoda_gateway.store.interface import Store
+from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_gateway.tickets.tickets import Tickets
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -88,7 +89,6 @@ class FakeEngine:
         self.recent = RecentRequests()
         self.num_counted = 0
         self.priors: list[list[Delta]] = []
-        self.whole: list[WholeRequest] = []
         self.load = Load(engine_id="fake", num_workers=1, max_model_len=MAX_MODEL_LEN, model_fingerprint="fp-tiny")
 
     async def submit(
@@ -100,9 +100,6 @@ class FakeEngine:
         self.generations.append(generation)
         self.submitted.set()
         return generation
-
-    def count_whole(self, ended: WholeRequest) -> None:
-        self.whole.append(ended)
 
     async def report(self) -> EngineReport | None:
         return None
@@ -224,9 +221,15 @@ def breaking(*token_ids: int, code: ErrorCode = ErrorCode.STREAM_INTERRUPTED) ->
 
 
 class Gateway:
-    """The text routes around a fake engine, and a client to them."""
+    """The text routes around a fake engine, and a client to them. A store of its own is closed when the test is over
+    (see conftest), one that it was given by whoever gave it."""
+
+    opened: ClassVar[list[SqliteStore]] = []
 
     def __init__(self, model_dir: Path, script: Script, kept_in: Store | None = None, **config: object) -> None:
+        if kept_in is None:
+            kept_in = SqliteStore(MEMORY)
+            self.opened.append(kept_in)
         self.text = ModelText.load(model_dir)
         self.engine = FakeEngine(script)
         self.context = GatewayContext.new(

@@ -138,12 +138,13 @@ class Router:
         return deltas
 
     def ended(self, worker: Worker, deltas: list[Delta]) -> list[Delta]:
-        """Note which of a worker's requests the deltas end, or acquit, and pass them on."""
+        """Note which of a worker's requests the deltas end, and pass them on; and whether its suspect is none now."""
         for delta in deltas:
             if delta.ends_request:
                 self._fairness.charge(filter(None, [worker.requests.pop(delta.request_id, None)]))
-            if delta.request_id == worker.suspect and (delta.has_output or delta.ends_request):
-                worker.suspect = ""
+        suspect = worker.requests.get(worker.suspect)
+        if suspect is None or not suspect.suspect:
+            worker.suspect = ""
         return deltas
 
     def take_all(self, now: float) -> list[Request]:

@@ -44,6 +44,12 @@ class HashChain:
         self.block_size = block_size
         self.hashes: list[bytes] = []
 
+    def copy(self) -> HashChain:
+        """Of a list that begins the same."""
+        chain = HashChain(self._salt, self.block_size)
+        chain.hashes = list(self.hashes)
+        return chain
+
     def extend(self, num_blocks: int, tokens: Callable[[int, int], Sequence[int]]) -> None:
         """Hash up to `num_blocks` blocks; `tokens(start, end)` returns that range of the token list."""
         for index in range(len(self.hashes), num_blocks):

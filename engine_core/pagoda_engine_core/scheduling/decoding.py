@@ -56,7 +56,7 @@ NOBODY = DecodingRows([], [], [])
 def mark_quiet(choice: Choice, kv: KvCache) -> None:
     """It has been thought about: it computes one token, for which it has a block of its own."""
     request = choice.request
-    choice.quiet_until = min(kv.capacity(choice), request.num_prompt_tokens + request.max_output_tokens - 1)
+    choice.quiet_until = min(kv.capacity(choice), request.num_prompt_tokens + choice.max_outputs - 1)
 
 
 def mark_heed(choice: Choice, kv: KvCache) -> None:

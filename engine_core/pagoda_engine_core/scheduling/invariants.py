@@ -12,19 +12,13 @@ from pagoda_engine_core.scheduling.blocks import require
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.plan import Flight
-from pagoda_engine_core.scheduling.policy import OrderedChoices
+from pagoda_engine_core.scheduling.policy import OrderedChoices, Rows
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
 
 
-def check_books(
-    kv: KvCache,
-    requests: Collection[Request],
-    waiting: OrderedChoices,
-    running: OrderedChoices,
-    flights: Iterable[Flight],
-    counts: tuple[int, int],
-) -> None:
-    """`counts` are those of requests with a row, and of prompt tokens of the others. Raises BrokenInvariant."""
+def check_books(kv: KvCache, requests: Collection[Request], rows: Rows, flights: Iterable[Flight]) -> None:
+    """Raises BrokenInvariant."""
+    waiting, running = rows.waiting, rows.running
     for pool in (kv.pool, kv.swap_pool):
         pool.check_invariants()
     _check_references(kv, waiting, running)
@@ -35,9 +29,13 @@ def check_books(
     for choice in waiting:
         _check_swapped(choice, kv)
     _check_flights(flights, running)
+    for request in requests:
+        _check_search(request)
     idle = [request for request in requests if not request.num_rows]
+    counts = rows.num_requests, rows.queued_tokens
     expected = len(requests) - len(idle), sum(request.num_prompt_tokens for request in idle)
     require(counts == expected, f"active requests and queued tokens are {expected}, but counted as {counts}")
+    require(len(running) <= rows.max_rows, "more rows than allowed")
 
 
 def _check_references(kv: KvCache, waiting: OrderedChoices, running: OrderedChoices) -> None:
@@ -82,7 +80,21 @@ def _check_row(choice: Choice, kv: KvCache) -> None:
 def _check_swapped(choice: Choice, kv: KvCache) -> None:
     require(len(choice.swap_block_ids) == kv.blocks_for(choice.num_swapped), "swap blocks != swapped tokens")
     require(not choice.num_swapped or choice.state is ChoiceState.PREEMPTED, "swapped, but not preempted")
-    require(choice.num_swapped < choice.num_tokens, "nothing is left to compute")
+    require(choice.num_swapped < choice.num_tokens or not choice.distance, "nothing is left to compute")
+
+
+def _check_search(request: Request) -> None:
+    search = request.search
+    if search is None:
+        return
+    beams = search.running[: len(request.choices)]
+    require(len(beams) == len(search.running) and not search.done, "a search has no choices for its beams")
+    require(not all(search.is_found(place) for place in range(len(beams))), "all is found, and nobody goes on")
+    for choice in request.choices:
+        tokens = list(beams[choice.index].token_ids) if choice.index < len(beams) else []
+        computes = choice.index < len(beams) and not search.is_found(choice.index)
+        require(choice.output_ids == tokens, "a choice is not the beam in its place")
+        require(choice.max_outputs == len(tokens) + computes or not beams, "a beam has another token to compute")
 
 
 def _check_marks(choice: Choice, kv: KvCache) -> None:

@@ -1,9 +1,10 @@
 """A block table may share any block and may write only into blocks it has alone.
 
-Everything here follows: a prefix hit shares full blocks, a fork shares a sibling's prompt blocks, and whoever is about
-to write into a block with another user first gets a copy of it. Blocks are offered to the prefix cache once a worker
-has confirmed that it computed them. Only what is confirmed is swapped out, too: a choice that is preempted with a step
-in flight loses that step and no other, and should that step fail, nothing of it is kept.
+Everything here follows: a prefix hit shares full blocks, a fork shares a sibling's prompt blocks, beams share what the
+one had that they come from, and whoever is about to write into a block with another user first gets a copy of it.
+Blocks are offered to the prefix cache once a worker has confirmed that it computed them. Only what is confirmed is
+swapped out, too: a choice that is preempted with a step in flight loses that step and no other, and should that step
+fail, nothing of it is kept.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ class Growth(NamedTuple):
     copies: list[tuple[int, int]]
 
 
+class BlockCounts(NamedTuple):
+    """Of the moment."""
+
+    blocks_total: int = 0
+    blocks_used: int = 0
+    blocks_cached: int = 0
+    swap_blocks_total: int = 0
+    swap_blocks_used: int = 0
+
+
 NOTHING_CACHED = Prefix([], 0)
 NO_GROWTH = Growth([], [], [])
 
@@ -50,7 +61,10 @@ def fork_source(request: Request) -> Choice | None:
 
 
 def awaits_sibling(choice: Choice) -> bool:
-    """Whether a sibling computes the prompt right now, which this choice would otherwise compute, too."""
+    """Whether a sibling computes the prompt right now, which this choice would otherwise compute, too; or, in a search,
+    what has to be known before this choice goes on."""
+    if not choice.distance:
+        return True
     return choice.request.num_rows > 0 and not choice.num_swapped and fork_source(choice.request) is None
 
 
@@ -69,9 +83,18 @@ class KvCache:
         pool = BlockPool(self.pool.num_blocks, self.pool.block_size, self.pool.prefix_cache)
         return KvCache(pool, self.swap_pool.num_blocks)
 
+    @property
+    def counts(self) -> BlockCounts:
+        pool, swapped = self.pool, self.swap_pool
+        return BlockCounts(pool.num_blocks, pool.num_used, pool.num_cached, swapped.num_blocks, swapped.num_used)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
         return -(-num_tokens // self._block_size) if self.keeps else 0
+
+    def lifetime_blocks(self, request: Request) -> int:
+        """Blocks of a choice at its longest: the last token sampled needs none."""
+        return self.blocks_for(request.num_prompt_tokens + request.max_output_tokens - 1)
 
     def shortage(self, choice: Choice) -> int:
         """Blocks that it lacks for all tokens known."""

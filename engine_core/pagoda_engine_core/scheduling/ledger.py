@@ -1,10 +1,12 @@
 """At every moment a request has exactly one reason why it is not finished yet; the ledger adds up the time per reason.
 
-Because one cause ends where the next begins, the entries sum to the request's latency by construction.
+Because one cause ends where the next begins, the entries sum to the request's latency by construction. What a scheduler
+has done is added up in `Totals`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 from pagoda_proto.records import LedgerEntry
@@ -58,3 +60,19 @@ class Ledger:
     def _settle(self, now: float) -> None:
         self._spent[self.cause] = self._spent.get(self.cause, 0) + (now - self._since)
         self._since = now
+
+
+@dataclass(slots=True, kw_only=True)
+class Totals:
+    """Since the scheduler was made. `draft_tokens` were tried, `accepted_draft_tokens` of them became output; of
+    `preemptions` so many kept their K and V in swap blocks."""
+
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+    swap_preemptions: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0

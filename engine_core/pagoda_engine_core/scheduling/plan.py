@@ -156,6 +156,8 @@ def _check_output(choice: Choice, chunk: Chunk, output: RowOutput | None) -> Non
     wants = choice.request.params.logprobs is not None
     if wants and (output.logprobs is None or len(output.logprobs) != len(token_ids)):
         raise _protocol_error(f"row {chunk.row_id} must yield log-probabilities")
+    if choice.request.search is not None and not all(one.top_ids for one in output.logprobs or ()):
+        raise _protocol_error(f"row {chunk.row_id} must name what may follow")
     if choice.owes_prompt_logprobs:
         num_known = len(choice.request.prompt_logprobs) + len(output.prompt_logprobs or ())
         num_expected = choice.request.num_prompt_tokens - 1
@@ -200,7 +202,12 @@ class PlanBuilder:
         self._block_copies += growth.copies
         self._new_rows.append(_new_row(choice))
 
-    def grow_row(self, row_id: int, growth: Growth) -> None:
+    def grow_row(self, choice: Choice, growth: Growth) -> None:
+        """The table of a choice that runs has grown; one that the worker never heard of starts with it."""
+        row_id = choice.row_id
+        if not choice.launched:
+            self.start_row(choice, growth, [])
+            return
         if growth.appended:
             self._append_blocks.append(AppendBlocks(row_id, growth.appended))
         if growth.replaced:

@@ -1,4 +1,4 @@
-"""A policy is an order of requests; who waits longer and who is preempted first both follow from it.
+"""A policy is an order of requests; who has a row, who waits for one and who is preempted first all follow from it.
 
 Rows that run are planned in that order and preempt from its end, so a row is never preempted by one behind it, and the
 first request always advances: preemption cannot go round in circles.
@@ -7,10 +7,10 @@ first request always advances: preemption cannot go round in circles.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from operator import attrgetter
 
-from pagoda_engine_core.scheduling.request import Choice, Request
+from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Request
 from pagoda_proto.params import BACKGROUND_PRIORITY
 
 PRIORITY_LEVEL_S = 10.0
@@ -60,3 +60,77 @@ class OrderedChoices:
         if index == len(self._choices) or self._choices[index] is not choice:
             raise ValueError(f"choice {choice.index} of {choice.request.request_id} is not here")
         del self._choices[index]
+
+
+class Rows:
+    """Choices that have a row of a worker (`running`) and those that wait for one.
+
+    `dropped` are rows that the worker still holds: the next plan tells it. `num_requests` are requests with a row,
+    `queued_tokens` the prompt tokens of the others. Whoever leaves has given up his blocks.
+    """
+
+    def __init__(self, row_ids: Iterator[int], max_rows: int) -> None:
+        self.waiting, self.running = OrderedChoices(), OrderedChoices()
+        self.dropped: list[int] = []
+        self.max_rows = max_rows
+        self.num_requests = self.queued_tokens = 0
+        self._row_ids = row_ids
+
+    def emptied(self) -> Rows:
+        """Of the same worker, without any."""
+        return Rows(self._row_ids, self.max_rows)
+
+    @property
+    def num_free(self) -> int:
+        return self.max_rows - len(self.running)
+
+    def enter(self, choice: Choice) -> None:
+        """One that waits gets a row."""
+        request = choice.request
+        self.waiting.remove(choice)
+        choice.become_row(next(self._row_ids))
+        self.running.add(choice)
+        request.num_rows += 1
+        if request.num_rows == 1:
+            self.num_requests += 1
+            self.queued_tokens -= request.num_prompt_tokens
+
+    def renew(self, choice: Choice) -> None:
+        """It goes on as another, in a row of its own."""
+        if choice.state is not ChoiceState.RUNNING:
+            self.enter(choice)
+            return
+        self._drop(choice)
+        choice.become_row(next(self._row_ids))
+
+    def leave(self, choice: Choice, state: ChoiceState, now: float) -> None:
+        """A row goes."""
+        request = choice.request
+        self.running.remove(choice)
+        self._drop(choice)
+        choice.leave_worker(state)
+        request.num_rows -= 1
+        if not request.num_rows:
+            self.num_requests -= 1
+            self.queued_tokens += request.num_prompt_tokens
+            request.note_idle(now)
+
+    def preempt(self, choice: Choice, now: float) -> None:
+        """It goes on later, from what it has swapped out, or by computing again."""
+        if choice.state is ChoiceState.RUNNING:
+            self.leave(choice, ChoiceState.PREEMPTED, now)
+            self.waiting.add(choice)
+        else:
+            choice.leave_worker(ChoiceState.PREEMPTED)
+
+    def _drop(self, choice: Choice) -> None:
+        if choice.launched:
+            self.dropped.append(choice.row_id)  # else the worker never heard of it
+
+    def drop_rows(self, failed: Collection[int]) -> None:
+        """The worker has dropped these by itself."""
+        self.dropped = [row_id for row_id in self.dropped if row_id not in failed]
+
+    def take_dropped(self) -> list[int]:
+        dropped, self.dropped = self.dropped, []
+        return dropped

@@ -3,6 +3,9 @@
     Request   one record on its way to its one ending: choices, ledger, usage
     Choice    one of its n continuations: output tokens for ever; row, blocks and progress only while on a worker
 
+In a beam search a choice is one of the beams, and another one after each step: it has a token to compute while what may
+follow is not found, and nothing until that is known of all beams. What its tokens are, is told at the end.
+
 Requests make their own deltas, so that a request ends in one way whether a scheduler, or nobody, holds it.
 """
 
@@ -14,9 +17,11 @@ from typing import NamedTuple
 
 import msgspec
 
+from pagoda_engine_core.scheduling.beams import BeamSearch
 from pagoda_engine_core.scheduling.blocks import HashChain
 from pagoda_engine_core.scheduling.ledger import QUEUED, Cause, Ledger
 from pagoda_proto.errors import ErrorCode
+from pagoda_proto.params import SamplingParams, num_candidates
 from pagoda_proto.records import (
     FROM_THE_START,
     Begun,
@@ -63,9 +68,9 @@ class Choice:
     """
 
     __slots__ = (
-        "block_ids", "chains", "heed_at", "index", "launched", "num_computed", "num_confirmed", "num_drafting",
-        "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "plain_until",
-        "quiet_until", "request", "row_id", "state", "stop_ids", "stream", "swap_block_ids",
+        "block_ids", "chains", "heed_at", "index", "launched", "max_outputs", "num_computed", "num_confirmed",
+        "num_drafting", "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids",
+        "plain_until", "quiet_until", "request", "row_id", "state", "stop_ids", "stream", "swap_block_ids",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int) -> None:
@@ -74,6 +79,7 @@ class Choice:
         self.stop_ids = request.stop_ids
         self.stream = Stream(number=index, request_id=request.request_id, attempt=request.attempt, choice=index)
         self.output_ids: list[int] = []
+        self.max_outputs = request.max_output_tokens if request.search is None else int(index == 0)  # for now
         self.state = ChoiceState.WAITING
         self.order: tuple[float, ...] = ()  # place in the policy's order, fixed when a scheduler takes the request
         self.row_id = NO_ROW
@@ -103,17 +109,16 @@ class Choice:
     def distance(self) -> int:
         """Tokens to compute before the next can be sampled; 0 while the last one it may have is being sampled, or
         nobody knows how many are."""
-        request = self.request
         num_outputs = len(self.output_ids) + self.num_pending
-        if num_outputs >= request.max_output_tokens or self.num_drafting:
+        if num_outputs >= self.max_outputs or self.num_drafting:
             return 0
-        return request.num_prompt_tokens + num_outputs - self.num_computed
+        return self.request.num_prompt_tokens + num_outputs - self.num_computed
 
     @property
     def draft_room(self) -> int:
         """Drafts that the worker would try with the next token to be planned, and that the choice could keep."""
         num_outputs = len(self.output_ids) + self.num_pending
-        return max(0, min(self.num_drafts, self.request.max_output_tokens - num_outputs - 1))
+        return max(0, min(self.num_drafts, self.max_outputs - num_outputs - 1))
 
     @property
     def owes_prompt_logprobs(self) -> bool:
@@ -133,6 +138,12 @@ class Choice:
         self.num_computed += num_kept - 1
         self.num_drafting = 0
         self.num_drafts = num_drafts
+
+    def become_row(self, row_id: int) -> None:
+        """One that the worker is yet to be told of."""
+        self.row_id, self.state = row_id, ChoiceState.RUNNING
+        self.launched = False
+        self.quiet_until = self.plain_until = self.heed_at = 0
 
     def leave_worker(self, state: ChoiceState) -> None:
         """Forget everything that a worker would have to hold, but keep what a preempted choice has swapped out. The
@@ -157,7 +168,8 @@ class Request:
     since its last new token; the router writes them. `num_rows`, `started` and the usage counters are the scheduler's
     that holds it. Once `begun`, its tokens come from the same weights and numerics to its end.
 
-    Whoever makes one has checked that `resume` fits the record: at most one entry for each of its choices.
+    Whoever makes one has checked that `resume` fits the record: at most one entry for each of its choices. A `search`
+    begins anew, for nothing is told of it before its end; `params` are then what each of its rows is asked.
     """
 
     def __init__(
@@ -170,7 +182,7 @@ class Request:
         resume: Resume = FROM_THE_START,
     ) -> None:
         self.record = record
-        self.params = record.task.params
+        self.params: SamplingParams = record.task.params
         self.begun = begun = resume.begun
         self.request_id = record.request_id
         self.attempt = attempt
@@ -188,8 +200,10 @@ class Request:
         self.num_rows = 0
         self.prompt_logprobs: list[TopLogprobs] = []
         self.stop_ids = frozenset(self.eos_token_ids + self.params.stop_token_ids)
+        self.search = self._search() if self.params.use_beam_search else None
         self.choices = [Choice(self, index) for index in range(self.params.n)]
-        self._take_prior(resume.prior_outputs)
+        if self.search is None:
+            self._take_prior(resume.prior_outputs)
 
     @property
     def live_choices(self) -> list[Choice]:
@@ -233,6 +247,13 @@ class Request:
         """Where the tokens of choice i go is known there by the number `first` + i."""
         for choice in self.choices:
             choice.stream = msgspec.structs.replace(choice.stream, number=first + choice.index)
+
+    def named(self, choices: Collection[int]) -> list[Choice]:
+        """The live ones of these choices; of none, all. Of a search that is all or none: which is which, is known at
+        its end."""
+        live = self.live_choices
+        named = [choice for choice in live if not choices or choice.index in choices]
+        return [] if self.search is not None and len(named) < len(live) else named
 
     def begin(self, model_fingerprint: str, numerics_id: str) -> Begun | None:
         """Its first token was made by a worker of these. What the client is to be told of that, once."""
@@ -278,7 +299,6 @@ class Request:
         if choice.owes_prompt_logprobs:
             tokens.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, []
         ending = None
-        self.deaths = self.lost_lives = 0
         for token_id in token_ids:
             choice.output_ids.append(token_id)
             tokens.token_ids.append(token_id)
@@ -287,8 +307,7 @@ class Request:
                 break
         if self.params.logprobs is not None and logprobs is not None:
             tokens.logprobs = logprobs[: len(tokens.token_ids)]
-        if self.ledger.cause is not Cause.DECODE:
-            self.ledger.enter(Cause.DECODE, now)
+        self.note_progress(now)
         return delta, ending
 
     def ending_of(self, choice: Choice) -> Ending | None:
@@ -301,7 +320,9 @@ class Request:
     def finish(self, choice: Choice, ending: Ending, now: float, delta: Delta | None = None) -> Delta:
         """End a live choice, in `delta` or one of its own; the last one carries usage and ledger."""
         choice.state = ChoiceState.FINISHED
-        delta = delta or self.delta(choice, len(choice.output_ids))
+        if delta is None:
+            choice.output_ids = choice.output_ids if self.search is None else []  # of which nothing was told
+            delta = self.delta(choice, len(choice.output_ids))
         delta.finish_reason = ending.reason
         if isinstance(delta.result, Tokens):
             delta.result.stop_token_id = ending.stop_token_id
@@ -312,13 +333,18 @@ class Request:
     def abort(self, choices: Collection[int], now: float) -> list[Delta]:
         """End these live choices (empty: all) without a worker's help."""
         ending = Ending(FinishReason.ABORT)
-        doomed = [choice for choice in self.live_choices if not choices or choice.index in choices]
-        return [self.finish(choice, ending, now) for choice in doomed]
+        return [self.finish(choice, ending, now) for choice in self.named(choices)]
 
     def fail(self, code: ErrorCode, message: str, now: float) -> list[Delta]:
         """End all live choices with an error."""
         ending = Ending(FinishReason.ERROR, None, code, message)
         return [self.finish(choice, ending, now) for choice in self.live_choices]
+
+    def note_progress(self, now: float) -> None:
+        """A worker has made something of it."""
+        self.deaths = self.lost_lives = 0
+        if self.ledger.cause is not Cause.DECODE:
+            self.ledger.enter(Cause.DECODE, now)
 
     def note_row(self, cached_tokens: int, now: float) -> None:
         """A row of this request has been planned; `cached_tokens` of its prompt come from the prefix cache."""
@@ -339,6 +365,12 @@ class Request:
         """First in line and still waiting, because of `cause`. What resumes keeps its own cause."""
         if not self.num_rows and self.ledger.cause in QUEUED and self.ledger.cause is not cause:
             self.ledger.enter(cause, now)
+
+    def _search(self) -> BeamSearch:
+        params = self.params
+        count = num_candidates(params, len(self.stop_ids))
+        self.params = msgspec.structs.replace(params, temperature=0.0, logprobs=count)
+        return BeamSearch(params.n, params.length_penalty, self.stop_ids, self.max_output_tokens, params.logprobs)
 
     def _take_prior(self, prior: Sequence[PriorOutput]) -> None:
         for output in prior:

@@ -13,19 +13,19 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.scheduling.blocks import BlockPool, require
-from pagoda_engine_core.scheduling.counters import BlockCounts, Totals
+from pagoda_engine_core.scheduling.beams import BeamSearch
+from pagoda_engine_core.scheduling.blocks import BlockPool
 from pagoda_engine_core.scheduling.decoding import NOBODY, News, mark_heed, mark_quiet, restless
 from pagoda_engine_core.scheduling.invariants import check_books
-from pagoda_engine_core.scheduling.kv_cache import KvCache, Prefix, awaits_sibling
-from pagoda_engine_core.scheduling.ledger import Cause
+from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, BlockCounts, KvCache, Prefix, awaits_sibling
+from pagoda_engine_core.scheduling.ledger import Cause, Totals
 from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder
-from pagoda_engine_core.scheduling.policy import OrderedChoices, Policy
-from pagoda_engine_core.scheduling.preemption import Preemption
+from pagoda_engine_core.scheduling.policy import Policy, Rows
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
 from pagoda_engine_core.scheduling.room import Need, Room
+from pagoda_engine_core.scheduling.searching import endings, go_on
 from pagoda_engine_core.scheduling.speculation import grant_drafts, may_draft
-from pagoda_engine_core.scheduling.speed import Speed
+from pagoda_engine_core.scheduling.speed import Preemption, Speed
 from pagoda_proto.errors import ErrorCode, PagodaError, error_code_from
 from pagoda_proto.records import Delta
 from pagoda_proto.steps import Chunk, Hello, RowError, RowOutput, StepPlan, StepResult
@@ -38,34 +38,38 @@ class Scheduler:
         self._config = config
         self._identity = (hello.model_fingerprint, hello.numerics_id)
         self._policy = policy
-        self._row_ids = row_ids
-        self._max_rows = min(config.max_rows, hello.max_rows)
+        self._rows = Rows(row_ids, min(config.max_rows, hello.max_rows))
         pool = BlockPool(hello.num_blocks, hello.block_size, config.prefix_cache and hello.num_blocks > 0)
         self._kv = KvCache(pool, hello.num_swap_blocks)
         self._speed = Speed(min(config.max_tokens_per_step, hello.max_tokens_per_step), config.prompt_step_s)
         self._preemption = Preemption(config.preemption, hello.swap_block_s, self._speed)
         self._requests: dict[str, Request] = {}
-        self._waiting, self._running = OrderedChoices(), OrderedChoices()
-        self._dropped_rows: list[int] = []  # the worker still holds these; the next plan tells it
-        self._swap_outs: list[tuple[int, int]] = []  # what the same plan is to save of them
+        self._swap_outs: list[tuple[int, int]] = []  # what the next plan is to save of the rows it drops
         self._in_flight: deque[Flight] = deque()
         self._decoding = NOBODY  # in the last plan
         self._num_added = self._step = 0
-        # Read by others, written here only.
-        self.num_running = 0  # requests with a row
-        self.queued_tokens = 0  # prompt tokens of the others
-        self.totals = Totals()
+        self.totals = Totals()  # read by others, written here only
 
     # --- what others may ask -----------------------------------------------------------------------------------------
 
     @property
+    def num_running(self) -> int:
+        """Requests with a row."""
+        return self._rows.num_requests
+
+    @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """The others."""
         return len(self._requests) - self.num_running
 
     @property
+    def queued_tokens(self) -> int:
+        """Their prompt tokens."""
+        return self._rows.queued_tokens
+
+    @property
     def num_rows(self) -> int:
-        return len(self._running)
+        return len(self._rows.running)
 
     @property
     def steps_in_flight(self) -> int:
@@ -73,12 +77,11 @@ class Scheduler:
 
     @property
     def block_counts(self) -> BlockCounts:
-        pool, swapped = self._kv.pool, self._kv.swap_pool
-        return BlockCounts(pool.num_blocks, pool.num_used, pool.num_cached, swapped.num_blocks, swapped.num_used)
+        return self._kv.counts
 
     def fits(self, request: Request) -> bool:
         """Whether one choice at its longest fits into all blocks. The last token sampled needs no KV."""
-        return self._lifetime_blocks(request) <= self._kv.pool.num_blocks
+        return self._kv.lifetime_blocks(request) <= self._kv.pool.num_blocks
 
     def serves(self, request: Request) -> bool:
         """Whether it could run here, now or later: it fits, and began, if it has, with this model and numerics."""
@@ -88,13 +91,14 @@ class Scheduler:
 
     def room(self) -> Room:
         """What the next step has left for requests that are not here yet."""
-        awake = restless(self._running)
-        num_free = self._max_rows - len(self._running) + len(awake)  # the others take a row and what is promised
-        return Room(num_free, self._budget(awake, 1), self._kv).without(awake, self._waiting)
+        rows = self._rows
+        awake = restless(rows.running)
+        num_free = rows.num_free + len(awake)  # the others take a row and what is promised
+        return Room(num_free, self._budget(awake, 1), self._kv).without(awake, rows.waiting)
 
     def need(self, request: Request, room: Room) -> Need:
         """What a request would take of the next step."""
-        return room.need(request.live_choices, self._lifetime_blocks(request))
+        return room.need(request.live_choices, self._kv.lifetime_blocks(request))
 
     def requests_in(self, step: int) -> set[str]:
         """The requests whose rows a step in flight computes."""
@@ -107,9 +111,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Raises BrokenInvariant when the books do not add up; for tests and idle moments."""
-        counts = self.num_running, self.queued_tokens
-        check_books(self._kv, self._requests.values(), self._waiting, self._running, self._in_flight, counts)
-        require(len(self._running) <= self._max_rows, "more rows than allowed")
+        check_books(self._kv, self._requests.values(), self._rows, self._in_flight)
 
     # --- requests come and go ----------------------------------------------------------------------------------------
 
@@ -123,17 +125,17 @@ class Scheduler:
         if not self.fits(request):
             message = (
                 f"{request.num_prompt_tokens} prompt tokens and up to {request.max_output_tokens} output tokens need "
-                f"{self._lifetime_blocks(request)} KV blocks; the worker has {self._kv.pool.num_blocks}"
+                f"{self._kv.lifetime_blocks(request)} KV blocks; the worker has {self._kv.pool.num_blocks}"
             )
             return deltas + request.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, now)
         request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_BEHIND, now)
         self._requests[request.request_id] = request
-        self.queued_tokens += request.num_prompt_tokens
+        self._rows.queued_tokens += request.num_prompt_tokens
         self._num_added += 1
         for choice in request.choices:
             choice.order = (*self._policy(request), self._num_added, choice.index)
             if choice.live:
-                self._waiting.add(choice)
+                self._rows.waiting.add(choice)
         return deltas
 
     def abort(self, request_id: str, choices: Collection[int], now: float) -> list[Delta]:
@@ -150,8 +152,7 @@ class Scheduler:
         """Another worker goes on with this request, from its tokens."""
         if request := self._detach(request_id, (), now):
             request.leave_worker(now)
-            del self._requests[request_id]
-            self.queued_tokens -= request.num_prompt_tokens
+            self._rows.queued_tokens -= self._requests.pop(request_id).num_prompt_tokens
 
     def take_back(self, now: float) -> list[Request]:
         """The worker is lost: hand out all open requests, in order, with nothing but their tokens. The books are not
@@ -160,10 +161,9 @@ class Scheduler:
         for request in requests:
             request.leave_worker(now)
         self._kv = self._kv.emptied()
-        self._waiting, self._running, self._decoding = OrderedChoices(), OrderedChoices(), NOBODY
-        for collection in (self._requests, self._in_flight, self._dropped_rows, self._swap_outs):
+        self._rows, self._decoding = self._rows.emptied(), NOBODY
+        for collection in (self._requests, self._in_flight, self._swap_outs):
             collection.clear()
-        self.num_running = self.queued_tokens = 0
         return requests
 
     def reset_prefix_cache(self) -> int:
@@ -177,20 +177,25 @@ class Scheduler:
         At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL)."""
         if len(self._in_flight) >= self._config.max_steps_in_flight:
             raise PagodaError(ErrorCode.INTERNAL, f"{len(self._in_flight)} steps are in flight already")
-        drafting = may_draft(self._running, self._waiting, self._config.speculation_tokens)
+        rows = self._rows
+        drafting = may_draft(rows.running, rows.waiting, self._config.speculation_tokens)
         if drafting and self._in_flight:
             return None
-        awake = restless(self._running)
-        builder = PlanBuilder(self._budget(awake, min(1, len(self._waiting))))
+        awake = restless(rows.running)
+        builder = PlanBuilder(self._budget(awake, min(1, len(rows.waiting))))
         preempted = self._plan_running(builder, awake, now)
         self._plan_waiting(builder, preempted, now)
         if drafting and not preempted:
             grant_drafts(builder, self._kv, self._config.speculation_tokens)
-        if builder.empty and not self._dropped_rows:
+        if builder.empty and not self._in_flight:
+            # Whoever has a row waits for a sibling that finds no room: beams, which lose nothing that they have found.
+            for choice in list(rows.running):
+                self._preempt(choice, now)
+        if builder.empty and not rows.dropped:
             return None
         self._step += 1
-        plan, flight = builder.launch(self._step, self._decoding, self._dropped_rows, self._swap_outs)
-        self._decoding, self._dropped_rows, self._swap_outs = flight.rows, [], []
+        plan, flight = builder.launch(self._step, self._decoding, rows.take_dropped(), self._swap_outs)
+        self._decoding, self._swap_outs = flight.rows, []
         self._in_flight.append(flight)
         return plan
 
@@ -213,7 +218,7 @@ class Scheduler:
 
     def _budget(self, awake: Collection[Choice], num_beginning: int) -> Budget:
         distances = [choice.distance for choice in awake]
-        decodes = len(self._running) - len(awake) + distances.count(1)
+        decodes = self.num_rows - len(awake) + distances.count(1)
         prompts = num_beginning + sum(distance > 1 for distance in distances)
         tokens = self._speed.step_tokens(decodes)
         chunk_size = self._speed.chunk_tokens(self._config.chunk_size, tokens, decodes, prompts)
@@ -227,7 +232,8 @@ class Scheduler:
         Whoever is not awake need not ask for the token that is promised to it, unless there are too few.
         """
         num_preempted = self.totals.preemptions
-        for choice in awake if builder.budget.keeps_promises else list(self._running):
+        running = self._rows.running
+        for choice in awake if builder.budget.keeps_promises else list(running):
             distance = choice.distance
             if choice.row_id == NO_ROW or not distance:
                 continue  # preempted meanwhile, or nothing is left to plan
@@ -235,14 +241,16 @@ class Scheduler:
                 self._plan_decode(choice, builder, now)
             else:
                 self._plan_chunk(choice, builder, now)
-        builder.decodes = [choice for choice in self._running if choice.num_computed < choice.quiet_until]
+        builder.decodes = [choice for choice in running if choice.num_computed < choice.quiet_until]
         return self.totals.preemptions != num_preempted
 
     def _plan_decode(self, choice: Choice, builder: PlanBuilder, now: float) -> None:
-        if builder.budget.grant_promised() and self._hold(choice, 1, builder, now):
+        if not (builder.budget.grant_promised() and self._hold(choice, 1, builder, now)):
+            choice.quiet_until = 0
+        elif choice.launched:
             mark_quiet(choice, self._kv)
         else:
-            choice.quiet_until = 0
+            builder.compute(choice, 1)
 
     def _plan_chunk(self, choice: Choice, builder: PlanBuilder, now: float) -> None:
         num_tokens = builder.budget.grant(choice.distance)
@@ -254,21 +262,22 @@ class Scheduler:
 
     def _hold(self, choice: Choice, num_tokens: int, builder: PlanBuilder, now: float) -> bool:
         """Find blocks for its next tokens; False if it was the one to give up its own."""
-        target = choice.num_computed + num_tokens
+        target, growth = choice.num_computed + num_tokens, NO_GROWTH
         if self._kv.missing(choice, target):
             while self._kv.missing(choice, target) > self._kv.pool.num_free:
-                victim = self._running[-1]
+                victim = self._rows.running[-1]
                 self._preempt(victim, now)
                 if victim is choice:
                     return False
-            builder.grow_row(choice.row_id, self._kv.grow(choice, target))
+            growth = self._kv.grow(choice, target)
+        builder.grow_row(choice, growth)
         return True
 
     def _plan_waiting(self, builder: PlanBuilder, preempted: bool, now: float) -> None:
         """Start rows in order until one does not fit; it is not overtaken, and its ledger says what it waits for."""
-        index = 0
-        while index < len(self._waiting):
-            choice = self._waiting[index]
+        index, waiting = 0, self._rows.waiting
+        while index < len(waiting):
+            choice = waiting[index]
             if awaits_sibling(choice):
                 index += 1
                 continue
@@ -281,12 +290,12 @@ class Scheduler:
         """Make the first waiting choice a row, or say what it waits for. It must find room for all its known tokens and
         a block to go on with, beside what running rows still need; otherwise it would soon be preempted and have
         computed for nothing."""
-        if len(self._running) >= self._max_rows:
+        if self._rows.num_free < 1:
             return Cause.QUEUED_ROWS
         prefix = self._kv.lookup(choice)
         if not builder.budget.fits(choice.num_tokens - prefix.num_tokens):
             return Cause.QUEUED_BUDGET
-        cost = self._kv.admission_cost(prefix, choice.num_tokens, self._lifetime_blocks(choice.request))
+        cost = self._kv.admission_cost(prefix, choice.num_tokens, self._kv.lifetime_blocks(choice.request))
         if cost > self._kv.pool.num_free - builder.reserved_blocks:
             return Cause.QUEUED_BLOCKS
         self._admit(choice, prefix, builder, now)
@@ -294,7 +303,6 @@ class Scheduler:
 
     def _admit(self, choice: Choice, prefix: Prefix, builder: PlanBuilder, now: float) -> None:
         request = choice.request
-        self._waiting.remove(choice)
         swap_ins = self._kv.attach(choice, prefix)
         num_tokens = builder.budget.grant(choice.distance)
         growth = self._kv.grow(choice, choice.num_computed + num_tokens)
@@ -303,14 +311,9 @@ class Scheduler:
             self.totals.prompt_tokens += request.num_prompt_tokens
             self.totals.cached_prompt_tokens += cached
         request.note_row(cached, now)
-        choice.row_id, choice.state = next(self._row_ids), ChoiceState.RUNNING
-        self._running.add(choice)
+        self._rows.enter(choice)
         for sibling in request.choices:
             sibling.quiet_until = 0  # it may share the block it writes into from now on
-        request.num_rows += 1
-        if request.num_rows == 1:
-            self.num_running += 1
-            self.queued_tokens -= request.num_prompt_tokens
         self.totals.swapped_in_blocks += len(swap_ins)
         builder.start_row(choice, growth, swap_ins)
         builder.compute(choice, num_tokens)
@@ -322,18 +325,19 @@ class Scheduler:
             self._swap_outs += self._kv.swap_out(choice)
             self.totals.swap_preemptions += 1
             self.totals.swapped_out_blocks += len(choice.swap_block_ids)
-        self._leave(choice, ChoiceState.PREEMPTED, now)
-        self._waiting.add(choice)
+        self._kv.free(choice)
+        self._rows.preempt(choice, now)
         self.totals.preemptions += 1
         choice.request.preemptions += 1
 
     def _apply_errors(self, errors: dict[int, RowError], now: float) -> list[Delta]:
         deltas: list[Delta] = []
-        for choice in [choice for choice in self._running if choice.row_id in errors]:
-            error = errors[choice.row_id]
-            code = error_code_from(error.code) or ErrorCode.INTERNAL
-            deltas += self.fail(choice.request.request_id, code, error.message, now)
-        self._dropped_rows = [row_id for row_id in self._dropped_rows if row_id not in errors]
+        for choice in list(self._rows.running):
+            error = errors.get(choice.row_id)
+            if error is not None:  # nor has a sibling's ended it
+                code = error_code_from(error.code) or ErrorCode.INTERNAL
+                deltas += self.fail(choice.request.request_id, code, error.message, now)
+        self._rows.drop_rows(errors)
         return deltas
 
     def _apply_row(self, choice: Choice, chunk: Chunk, output: RowOutput | None, now: float, news: News) -> None:
@@ -342,6 +346,9 @@ class Scheduler:
             request.prompt_logprobs += output.prompt_logprobs
         if output is None or not chunk.sample:
             self._kv.commit(choice, chunk.start + chunk.num_tokens)
+            return
+        if request.search is not None:
+            news.deltas += self._apply_found(choice, output, request.search, now)
             return
         delta, num_kept, ending = request.add_output(choice, output, now)
         news.deltas.append(delta)  # it is in the books now, whatever comes next
@@ -357,43 +364,37 @@ class Scheduler:
             self._withdraw(choice, now)
             self._told(request, [request.finish(choice, ending, now, delta)])
 
+    def _apply_found(self, choice: Choice, output: RowOutput, search: BeamSearch, now: float) -> list[Delta]:
+        """A beam knows what may follow it. Once all do, the likeliest go on, or the search is over."""
+        request = choice.request
+        request.begin(*self._identity)
+        self.totals.output_tokens += 1
+        go_on(choice, search, output, self._kv, self._rows, now)
+        if not search.done:
+            return []
+        self._detach(request.request_id, (), now)
+        return self._told(request, endings(request, search, now))
+
     # --- rows and requests leave -------------------------------------------------------------------------------------
 
     def _withdraw(self, choice: Choice, now: float) -> None:
         """Take a live choice out of its queue, or off the worker."""
         if choice.state is ChoiceState.RUNNING:
-            self._leave(choice, ChoiceState.WAITING, now)
+            self._kv.free(choice)  # which may be given away at once: plans are executed in order
+            self._rows.leave(choice, ChoiceState.WAITING, now)
         else:
-            self._waiting.remove(choice)
+            self._rows.waiting.remove(choice)
             self._kv.free_swapped(choice)
-
-    def _leave(self, choice: Choice, state: ChoiceState, now: float) -> None:
-        """A row goes. Its blocks may be given away at once: plans are executed in order."""
-        request = choice.request
-        self._running.remove(choice)
-        self._kv.free(choice)
-        self._dropped_rows.append(choice.row_id)
-        choice.leave_worker(state)
-        request.num_rows -= 1
-        if not request.num_rows:
-            self.num_running -= 1
-            self.queued_tokens += request.num_prompt_tokens
-            request.note_idle(now)
 
     def _detach(self, request_id: str, choices: Collection[int], now: float) -> Request | None:
         """Withdraw the live ones of these choices (all, if none is named), which are about to end."""
         request = self._requests.get(request_id)
-        for choice in request.live_choices if request else ():
-            if not choices or choice.index in choices:
-                self._withdraw(choice, now)
+        for choice in request.named(choices) if request else ():
+            self._withdraw(choice, now)
         return request
 
     def _told(self, request: Request, deltas: list[Delta]) -> list[Delta]:
         """Endings have been written down; after its last one a request is no longer here."""
         if request.ended:
-            del self._requests[request.request_id]
-            self.queued_tokens -= request.num_prompt_tokens
+            self._rows.queued_tokens -= self._requests.pop(request.request_id).num_prompt_tokens
         return deltas
-
-    def _lifetime_blocks(self, request: Request) -> int:
-        return self._kv.blocks_for(request.num_prompt_tokens + request.max_output_tokens - 1)

@@ -35,7 +35,7 @@ def grant_drafts(builder: PlanBuilder, kv: KvCache, max_tokens: int) -> None:
         spare_blocks = kv.pool.num_free - builder.reserved_blocks - len(decodes)
         count = _fitting(choice, min(choice.draft_room, share), kv, spare_blocks)
         if count > 0:
-            builder.grow_row(choice.row_id, kv.grow(choice, _end(choice, count)))
+            builder.grow_row(choice, kv.grow(choice, _end(choice, count)))
             builder.allow_drafts(choice, count)
             spare -= count
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from pagoda_engine_core.engine import EngineCore
-from pagoda_engine_core.scheduling.counters import BlockCounts
+from pagoda_engine_core.scheduling.kv_cache import BlockCounts
 from pagoda_engine_core.sessions.session import abort_with
 from pagoda_engine_core.views import Stats, WorkerView
 from pagoda_proto import convert

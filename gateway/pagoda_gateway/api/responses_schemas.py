@@ -190,7 +190,7 @@ if TYPE_CHECKING:
 
     class Plain(Body): ...
 else:
-    Plain = with_plain_parameters("Plain", Body, "n", "include_stop_str_in_output")
+    Plain = with_plain_parameters("Plain", Body, "n", "include_stop_str_in_output", "use_beam_search", "length_penalty")
 
 
 class ResponsesRequest(Plain):

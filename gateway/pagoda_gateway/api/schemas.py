@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 from pydantic import BeforeValidator, Discriminator, Field, Tag, create_model, field_validator, model_validator
 
 from pagoda_gateway.api.body import Body, Text, only
-from pagoda_gateway.api.forms.fields import Form, Formed
+from pagoda_gateway.api.forms.fields import Formed
 from pagoda_gateway.api.json_body import MAX_VALUES
 from pagoda_gateway.api.tools import NONE, ToolChoice, Tools, check_choice, chosen_names
 from pagoda_proto.params import MAX_BAD_WORDS, MAX_LOGPROBS, PARAMETERS, PLAIN, Parameter, SamplingParams
@@ -29,17 +29,12 @@ Word = Annotated[str, Field(min_length=1, max_length=256)]
 RequestName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 
 
-# What a beam search does not look at, so that it is refused; and values of these that say nothing.
+# What a beam search does not look at, so that it is refused, beside what `pagoda_proto.params` refuses.
 BESIDE_BEAMS = (
-    "stream", "stop", "stop_token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "best_of", "echo", "suffix",
-    "logit_bias", "bad_words", "allowed_token_ids", "form", "tools", "min_tokens", "top_k", "top_p", "min_p",
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "thinking_budget", "thinking_token_budget",
+    "stream", "logprobs", "top_logprobs", "best_of", "echo", "suffix", "tools", "thinking_budget",
+    "thinking_token_budget",
 )  # fmt: skip
 PLAIN_VERBOSITY = "medium"  # what clients send who ask for nothing in particular
-WITHOUT_EFFECT: dict[str, tuple[float, ...]] = {
-    "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "repetition_penalty": (1,),
-    "presence_penalty": (0,), "frequency_penalty": (0,),
-}  # fmt: skip
 
 
 class TextPart(Body):
@@ -137,6 +132,8 @@ if TYPE_CHECKING:
     class PlainParameters(Formed):
         n: int | None
         temperature: float | None
+        use_beam_search: bool | None
+        length_penalty: float | None
 else:
     PlainParameters = with_plain_parameters("PlainParameters", Formed)
 
@@ -165,18 +162,6 @@ class Sampling(PlainParameters):
         None, description="keep only so many tokens of the prompt, the last ones; -1: as many as there is room for"
     )
 
-    use_beam_search: bool | None = Field(None, description="the n likeliest sequences, instead of n sampled ones")
-    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = Field(
-        None, description="of beam search: sums of log-probabilities are divided by length to this power; 1 if absent"
-    )
-
-    @property
-    def beam_penalty(self) -> float | None:
-        """None where there is no beam search."""
-        if not self.use_beam_search:
-            return None
-        return 1.0 if self.length_penalty is None else self.length_penalty
-
     @model_validator(mode="after")
     def _beams_are_plain(self) -> Sampling:
         if not self.use_beam_search:
@@ -185,11 +170,8 @@ class Sampling(PlainParameters):
             return self
         for name in BESIDE_BEAMS:
             value = getattr(self, name, None)
-            nothing = value is None or value is False or value in ([], {})
-            if not nothing and value not in WITHOUT_EFFECT.get(name, ()):
-                raise ValueError(f"{value.field if isinstance(value, Form) else name} does not go with use_beam_search")
-        if self.temperature not in (None, 0, 1):
-            raise ValueError("temperature does not go with use_beam_search, which ranks by the model's own likelihoods")
+            if value is not None and value is not False and value != []:
+                raise ValueError(f"{name} does not go with use_beam_search")
         return self
 
     @field_validator("truncate_prompt_tokens")

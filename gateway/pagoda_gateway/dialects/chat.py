@@ -115,8 +115,8 @@ async def chat_job(ctx: GatewayContext, body: ChatRequest, caller: Caller) -> Jo
         echoes=echoes,
         thoughts=body.include_reasoning,
     )
-    more = {"length_penalty": body.beam_penalty, "loose_grammar": plan.loose_grammar}
-    return new_job("chatcmpl-", ctx.catalogue.find(body.model, caller), [record], shown, body.request_id, **more)
+    model = ctx.catalogue.find(body.model, caller)
+    return new_job("chatcmpl-", model, [record], shown, body.request_id, loose_grammar=plan.loose_grammar)
 
 
 def echoed(body: ChatRequest) -> str:

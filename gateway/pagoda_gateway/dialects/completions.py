@@ -104,7 +104,7 @@ async def completion_job(ctx: GatewayContext, body: CompletionRequest, caller: C
     told = tuple(echoes) if body.echo else None
     shown = openai.shown(body, logprobs=body.logprobs, echoes=told, prompt_only=shows_no_output(body))
     records = [record for _, record in prepared]
-    return new_job("cmpl-", model, records, shown, body.request_id, length_penalty=body.beam_penalty)
+    return new_job("cmpl-", model, records, shown, body.request_id)
 
 
 @dataclass

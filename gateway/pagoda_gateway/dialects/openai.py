@@ -38,11 +38,13 @@ class Chunk(NamedTuple):
 
 
 def params(body: Sampling, text: ModelText, **asked: Any) -> SamplingParams:
-    """What is `asked` as this dialect has it, else the body's values, the model author's defaults, OpenAI's.
+    """What is `asked` as this dialect has it, else the body's values, the model author's defaults, OpenAI's. What the
+    author recommends is for sampling, and not for a beam search.
 
     Raises InvalidParams; the rules are in `pagoda_proto.params`, one set for all doors.
     """
-    fields: dict[str, Any] = {**text.sampling_defaults, "prompt_logprobs": body.prompt_logprobs}
+    defaults = {} if body.use_beam_search else text.sampling_defaults
+    fields: dict[str, Any] = {**defaults, "prompt_logprobs": body.prompt_logprobs}
     fields |= {name: value for name in PLAIN if (value := getattr(body, name)) is not None}
     stop: Any = () if body.stop is None else body.stop
     form = body.form or NO_FORM

@@ -21,7 +21,6 @@ from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.request_pool import RequestPool
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Absence, Waits
-from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, RequestRecord
@@ -71,9 +70,6 @@ class SessionClient:
     @property
     def recent(self) -> RecentRequests:
         return self._meter.recent
-
-    def count_whole(self, ended: WholeRequest) -> None:
-        self._meter.whole(ended)
 
     async def report(self) -> EngineReport | None:
         """What the engine cores say of their workers, at most `REPORT_AGE_S` old; None where none answers."""

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from pagoda_gateway.engine.recent import RecentRequests
 from pagoda_gateway.engine.report import EngineReport
-from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_proto.records import Delta, Load, RequestRecord
 
 
@@ -48,10 +47,6 @@ class EngineClient(Submitting, Protocol):
     @property
     def recent(self) -> RecentRequests:
         """Requests of users that have ended here."""
-        ...
-
-    def count_whole(self, ended: WholeRequest) -> None:
-        """Of a user's request that was made of others, which were not counted."""
         ...
 
     async def report(self) -> EngineReport | None:

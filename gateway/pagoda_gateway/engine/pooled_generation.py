@@ -33,11 +33,11 @@ class TokenTimes:
         return None if self._first_at is None else self._first_at - self.submitted_at
 
     def tpot_s(self, num_tokens: int) -> float | None:
-        """Between two tokens of a choice on average; None where no choice has two."""
+        """Between two tokens of a choice on average; None where no choice has two, or all came at once."""
         num_gaps = num_tokens - len(self._last_at)
         if self._first_at is None or num_gaps < 1:
             return None
-        return sum(at - self._first_at for at in self._last_at.values()) / num_gaps
+        return sum(at - self._first_at for at in self._last_at.values()) / num_gaps or None
 
     def on_tokens(self, choice: int, now: float) -> float | None:
         """Seconds since the choice's tokens before these; None for its first."""

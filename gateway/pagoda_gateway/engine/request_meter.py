@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 from pagoda_gateway.clients import tenant_of
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
 from pagoda_gateway.engine.recent import EndedRequest, RecentRequests
-from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import FinishReason, RequestRecord, Usage
+from pagoda_proto.records import FinishReason
 
 logger = logging.getLogger("pagoda_gateway.generation.requests")
 
@@ -44,43 +42,24 @@ class RequestMeter:
         if not generation.counted:
             return
         request, times, usage = generation.request, generation.times, generation.request.usage()
-        self._tell(
-            request.record,
-            _end(request.outcome, request.error_code),
-            usage,
+        ended = EndedRequest(
+            id=request.record.request_id,
+            model=self._metrics.model_name,
+            ended_at=time.time(),
+            end=_end(request.outcome, request.error_code),
+            prompt_tokens=usage.prompt_tokens,
+            cached_prompt_tokens=usage.cached_prompt_tokens,
+            output_tokens=usage.output_tokens,
             ttft_s=times.ttft_s,
             tpot_s=times.tpot_s(usage.output_tokens),
             total_s=now - times.submitted_at,
             attempts=request.attempt + 1,
             waits_s={entry.cause: entry.seconds for entry in request.ledger},
         )
-        self._metrics.ended(request.outcome, usage if request.was_read else None, now - times.submitted_at)
-
-    def whole(self, whole: WholeRequest) -> None:
-        """One that was made of others."""
-        usage, begun = whole.usage, whole.usage.output_tokens > 0
-        if begun:
-            self._metrics.output_tokens.inc(usage.output_tokens)
-            self._metrics.ttft.observe(whole.total_s)
-        ttft_s = whole.total_s if begun else None
-        end = _end(whole.outcome, whole.code)
-        self._tell(whole.record, end, usage, ttft_s=ttft_s, tpot_s=None, total_s=whole.total_s, attempts=1)
-        self._metrics.ended(whole.outcome, usage if begun else None, whole.total_s)
-
-    def _tell(self, record: RequestRecord, end: str, usage: Usage, **measured: Any) -> None:
-        ended = EndedRequest(
-            id=record.request_id,
-            model=self._metrics.model_name,
-            ended_at=time.time(),
-            end=end,
-            prompt_tokens=usage.prompt_tokens,
-            cached_prompt_tokens=usage.cached_prompt_tokens,
-            output_tokens=usage.output_tokens,
-            **measured,
-        )
-        self.recent.add(tenant_of(record.cache_salt), ended)
+        self.recent.add(tenant_of(request.record.cache_salt), ended)
         if self._log_requests:
             logger.info("%s", _line(ended))
+        self._metrics.ended(request.outcome, usage if request.was_read else None, now - times.submitted_at)
 
 
 def _end(outcome: FinishReason, code: ErrorCode | None) -> str:

@@ -48,8 +48,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     `owner` is the tenant who asked. `head` is what the answer says of what was asked, and `items` what the conversation
     is to be kept as, in dialects that have such. `loose_grammar` says less than the records' own, and is used where
-    that cannot be, if it is not "". With a `length_penalty` it is searched for with beams, and not
-    sampled.
+    that cannot be, if it is not "".
     """
 
     id: str
@@ -57,7 +56,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     records: tuple[RequestRecord, ...]
     shown: Shown = Shown()
-    length_penalty: float | None = None
     loose_grammar: str = ""
     owner: str = ""
     head: dict[str, Any] = {}

@@ -59,13 +59,12 @@ def check_products(
 
 def held_bytes(job: Job) -> int:
     """What is kept of a job while it runs: its grammars, its conversation, its prompt log-probabilities while they are
-    gathered and written, and with beams a prompt for each of them."""
+    gathered and written."""
     params = job.records[0].task.params
     top = params.prompt_logprobs
     told = 0 if top is None else job.num_prompt_tokens * (1 + top) * BYTES_PER_LOGPROB
-    beams = 0 if job.length_penalty is None else params.n * job.num_prompt_tokens * BYTES_PER_TOKEN
     schemas = sum(text_size(function.parameters) for function in job.shown.how.functions)
-    return len(params.grammar) + len(job.loose_grammar) + schemas + len(job.items) + told + beams
+    return len(params.grammar) + len(job.loose_grammar) + schemas + len(job.items) + told
 
 
 def new_record(

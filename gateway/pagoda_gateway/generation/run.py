@@ -15,7 +15,6 @@ from enum import StrEnum
 
 from pagoda_gateway.engine.interface import EngineClient, Generation, Submitting
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.searching import BeamSearching
 from pagoda_gateway.generation.updates import ChoiceReader, Update
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -130,8 +129,7 @@ class Run:
         Raises:
             PagodaError: one of them was not admitted; the others are still to be closed.
         """
-        penalty = self.job.length_penalty
-        taker = through(engine if penalty is None else BeamSearching(engine, penalty))
+        taker = through(engine)
         try:
             await self.attach(taker, engine.load.model_fingerprint)
         except PagodaError as error:

@@ -93,6 +93,9 @@ class SqliteStore:
             self._connection = None
 
     async def aclose(self) -> None:
+        self.close()
+
+    def close(self) -> None:
         """A call that hangs is not waited for. Safe to call twice."""
         with contextlib.suppress(RuntimeError):  # the thread is on its way out already
             self._thread.submit(self._end)

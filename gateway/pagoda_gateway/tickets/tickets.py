@@ -115,7 +115,7 @@ class Tickets:
         """Where it cannot be kept it is generated again; so are searches, and what may have another grammar than its
         job says."""
         job, tape = live.job, live.tape
-        plain = not job.loose_grammar and job.length_penalty is None
+        plain = not (job.loose_grammar or job.records[0].task.params.use_beam_search)
         if plain and tape.was_started and tape.num_numbers <= MAX_VALUE_BYTES:
             so_far = tape.dump()
             with suppress(PagodaError):

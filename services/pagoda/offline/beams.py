@@ -1,13 +1,11 @@
-"""Beam search over a model in this process: each step of all beams of all prompts is one call of `generate`."""
+"""Beam search over a model in this process: a request as any other, whose choices are the sequences found."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pagoda.offline.outputs import RequestOutput
-from pagoda_gateway.generation.beams import BeamSearch, Candidates
-from pagoda_gateway.text.model_text import ModelText
+from pagoda.offline.outputs import CompletionOutput, RequestOutput
+from pagoda_engine_core.scheduling.beams import score
 from pagoda_proto.params import SamplingParams
 
 
@@ -26,6 +24,17 @@ class BeamSearchParams:
     max_tokens: int
     ignore_eos: bool = False
     length_penalty: float = 1.0
+
+    def asked(self) -> SamplingParams:
+        """What a request asks for. Raises InvalidParams."""
+        return SamplingParams(
+            n=self.beam_width,
+            use_beam_search=True,
+            length_penalty=self.length_penalty,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=0,
+        )
 
 
 @dataclass(frozen=True)
@@ -46,39 +55,17 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
+def searched(output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+    """What was found of one prompt."""
+    return BeamSearchOutput([_sequence(output.prompt_token_ids, one, params) for one in output.outputs])
 
 
-def search(
-    generate: Generate, prompts: Sequence[list[int]], params: BeamSearchParams, text: ModelText
-) -> list[BeamSearchOutput]:
-    """Raises PagodaError, as `generate` does."""
-    ends = frozenset() if params.ignore_eos else frozenset(text.eos_token_ids)
-    searches = [BeamSearch(params.beam_width, params.length_penalty, ends, params.max_tokens) for _ in prompts]
-    asked = SamplingParams(temperature=0.0, max_tokens=1, logprobs=searches[0].num_candidates if searches else 0)
-    while going := [(prompt, one) for prompt, one in zip(prompts, searches, strict=True) if not one.done]:
-        inputs = [[*prompt, *beam.token_ids] for prompt, one in going for beam in one.running]
-        outputs = iter(generate(inputs, asked))
-        for _, one in going:
-            one.take([_candidates(next(outputs), one.num_candidates) for _ in one.running])
-    return [_output(prompt, one, text) for prompt, one in zip(prompts, searches, strict=True)]
-
-
-def _candidates(output: RequestOutput, count: int) -> Candidates:
-    (found,) = output.outputs[0].logprobs or ({},)
-    return [(token, entry.logprob) for token, entry in found.items() if entry.rank <= count]
-
-
-def _output(prompt: list[int], search: BeamSearch, text: ModelText) -> BeamSearchOutput:
-    return BeamSearchOutput(
-        [
-            BeamSearchSequence(
-                tokens=[*prompt, *one.beam.token_ids],
-                cum_logprob=one.beam.logprob,
-                score=one.score,
-                text=text.decode(one.beam.token_ids[: -1 if one.at_end else None]),
-                finish_reason="stop" if one.at_end else "length",
-            )
-            for one in search.best
-        ]
+def _sequence(prompt: list[int], output: CompletionOutput, params: BeamSearchParams) -> BeamSearchSequence:
+    logprob = output.cumulative_logprob or 0.0
+    return BeamSearchSequence(
+        tokens=[*prompt, *output.token_ids],
+        cum_logprob=logprob,
+        score=score(logprob, len(output.token_ids), params.length_penalty),
+        text=output.text,
+        finish_reason=output.finish_reason or "",
     )

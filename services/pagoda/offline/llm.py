@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pagoda.offline.beams import BeamSearchOutput, BeamSearchParams, search
+from pagoda.offline.beams import BeamSearchOutput, BeamSearchParams, searched
 from pagoda.offline.local import Local, Prompt, as_list, failure
 from pagoda.offline.outputs import OfflineRequest, RequestOutput
 from pagoda.offline.reading import (
@@ -107,13 +107,7 @@ class LLM:
         Raises:
             PagodaError: a prompt does not fit, or the width is more than there are log-probabilities for.
         """
-        longest = SamplingParams(max_tokens=params.max_tokens)
-        opened = self._open(as_list(prompts), [longest] * len(as_list(prompts)))
-
-        def generate(inputs: list[list[int]], asked: SamplingParams) -> list[RequestOutput]:
-            return self.generate(inputs, asked, use_tqdm)
-
-        return search(generate, [one.record.prompt_token_ids for one in opened], params, self._local.text)
+        return [searched(output, params) for output in self.generate(prompts, params.asked(), use_tqdm)]
 
     def chat(
         self,

@@ -372,6 +372,17 @@ def test_a_suspect_proves_itself_by_a_token_while_others_run_beside_it() -> None
     assert all(ending.finish_reason is FinishReason.LENGTH for ending in bench.endings().values())
 
 
+def test_a_search_proves_itself_by_what_it_finds_and_tells_nobody() -> None:
+    bench = Bench()
+    epoch = bench.join()
+    first, second = (make_suspect(bench, make_record([i], use_beam_search=True, n=2, max_tokens=9)) for i in range(2))
+    bench.dispatch()
+    assert bench.router.workers[epoch].suspect == first.request_id
+    bench.step(epoch)
+    bench.dispatch()
+    assert (bench.router.workers[epoch].suspect, bench.deltas) == (second.request_id, [])
+
+
 def test_only_the_unproven_suspect_is_convicted() -> None:
     bench = Bench(chunk_size=2)
     epoch = bench.join()

@@ -8,9 +8,11 @@ import pytest
 from tests.engine_core.harness import Harness
 from tests.fakes import make_record
 
+from pagoda_engine_core.scheduling.beams import Beam
 from pagoda_engine_core.scheduling.blocks import BrokenInvariant
 from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
+from pagoda_proto.steps import TopLogprobs
 
 Falsify = Callable[[Scheduler, Request, Choice, Choice], None]
 
@@ -18,7 +20,7 @@ Falsify = Callable[[Scheduler, Request, Choice, Choice], None]
 def _set(target: str, name: str, value: object) -> Falsify:
     def falsify(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
         setattr(
-            {"request": request, "running": running, "waiting": waiting, "scheduler": scheduler}[target], name, value
+            {"request": request, "running": running, "waiting": waiting, "rows": scheduler._rows}[target], name, value
         )
 
     return falsify
@@ -42,7 +44,7 @@ FALSIFICATIONS: list[tuple[str, Falsify]] = [
     ("ref counts != block tables", _set("running", "block_ids", [])),
     ("appears twice", _repeat_a_block),
     ("queues != live choices", _set("running", "state", ChoiceState.FINISHED)),
-    ("queued twice", lambda s, _, running, waiting: s._waiting._choices.append(waiting)),
+    ("queued twice", lambda s, _, running, waiting: s._rows.waiting._choices.append(waiting)),
     ("out of order", _set("waiting", "order", (99.0,))),
     ("another state", _set("waiting", "state", ChoiceState.RUNNING)),
     ("it holds something", _set("waiting", "row_id", 3)),
@@ -57,12 +59,34 @@ FALSIFICATIONS: list[tuple[str, Falsify]] = [
     ("swap blocks != swapped tokens", _set("waiting", "num_swapped", 1)),
     ("swapped, but not preempted", _swap_one_that_never_ran),
     ("nothing is left to compute", _swap_everything),
-    ("active requests", _set("scheduler", "num_running", 0)),
-    ("queued tokens", _set("scheduler", "queued_tokens", 1)),
-    ("more rows than allowed", _set("scheduler", "_max_rows", 0)),
+    ("active requests", _set("rows", "num_requests", 0)),
+    ("queued tokens", _set("rows", "queued_tokens", 1)),
+    ("more rows than allowed", _set("rows", "max_rows", 0)),
     ("pending tokens != plans in flight", lambda s, *_: s._in_flight.clear()),
     ("an ended request is kept", lambda s, request, *_: s._requests.update(gone=_ended_request())),
 ]
+
+
+SEARCH_FALSIFICATIONS: list[tuple[str, Callable[[Scheduler, Request], None]]] = [
+    ("no choices for its beams", lambda _, request: request.search.running.append(Beam())),  # type: ignore[union-attr]
+    ("not the beam in its place", lambda _, request: request.choices[0].output_ids.append(7)),
+    ("another token to compute", lambda _, request: setattr(request.choices[1], "max_outputs", 9)),
+    ("nobody goes on", lambda _, request: request.search._found.update({0: NAMED, 1: NAMED})),  # type: ignore[union-attr]
+]
+NAMED = TopLogprobs(-1.0, 1, [1], [-1.0])
+
+
+@pytest.mark.parametrize(
+    ("complaint", "falsify"), SEARCH_FALSIFICATIONS, ids=[name for name, _ in SEARCH_FALSIFICATIONS]
+)
+def test_wrong_books_of_a_search_are_seen(complaint: str, falsify: Callable[[Scheduler, Request], None]) -> None:
+    harness = Harness()
+    request = harness.add(make_record([1] * 8, n=2, use_beam_search=True, max_tokens=8))
+    harness.step()
+    harness.scheduler.check_invariants()
+    falsify(harness.scheduler, request)
+    with pytest.raises(BrokenInvariant, match=complaint):
+        harness.scheduler.check_invariants()
 
 
 def _ended_request() -> Request:

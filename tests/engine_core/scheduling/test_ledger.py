@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import fields
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_engine_core.scheduling.ledger import QUEUED, Cause, Ledger
+from pagoda_engine_core import metrics
+from pagoda_engine_core.scheduling.kv_cache import BlockCounts
+from pagoda_engine_core.scheduling.ledger import QUEUED, Cause, Ledger, Totals
+from pagoda_proto.engine.v1 import engine_pb2 as pb
 
 CHANGES = st.lists(st.tuples(st.sampled_from(list(Cause)), st.integers(0, 10**6)))
 
@@ -60,3 +64,11 @@ def test_the_queued_causes_are_those_named_so() -> None:
     assert {cause.value for cause in Cause} - {cause.value for cause in QUEUED} == {
         "prefill", "decode", "preempted", "replaying",
     }  # fmt: skip
+
+
+def test_whatever_a_scheduler_counts_is_told_to_admins_and_to_prometheus() -> None:
+    told = {field.name for field in pb.GetStatsResponse.DESCRIPTOR.fields}
+    totals = {field.name for field in fields(Totals)}
+    assert {*totals, *BlockCounts._fields} <= told
+    by_kind = {"preemptions", "swap_preemptions"}
+    assert totals - by_kind <= set(metrics._TOTALS)

@@ -82,9 +82,13 @@ def test_rows_with_drafts_have_chunks_and_so_have_those_beside_them() -> None:
 
 def test_growth_of_a_known_row_is_told_as_changes() -> None:
     builder = PlanBuilder(Budget(100, 100, 0))
-    builder.grow_row(3, NO_GROWTH)
-    builder.grow_row(4, Growth([8, 9], [(1, 7)], [(2, 7)]))
+    known = [make_choice(4, row_id) for row_id in (3, 4)]
+    for choice in known:
+        choice.launched = True
+    builder.grow_row(known[0], NO_GROWTH)
+    builder.grow_row(known[1], Growth([8, 9], [(1, 7)], [(2, 7)]))
     plan, _ = builder.launch(1, NOBODY, [], [])
+    assert not plan.new_rows
     assert plan.append_blocks == [AppendBlocks(4, [8, 9])]
     assert plan.replace_blocks == [ReplaceBlock(4, 1, 7)]
     assert plan.block_copies == [(2, 7)]

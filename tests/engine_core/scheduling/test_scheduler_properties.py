@@ -25,6 +25,8 @@ def records(draw: st.DrawFn) -> RequestRecord:
     if draw(st.booleans()):
         prompt = [*prompt[:-1], draw(st.integers(13, 16))]  # 16 is poison
     max_tokens = draw(st.sampled_from([12, 12, 1, 2, 5, 9]))
+    if draw(st.integers(0, 3)) == 0:
+        return draw(searches(prompt, max_tokens))
     return make_record(
         prompt,
         n=draw(st.sampled_from([1, 1, 1, 2, 3])),
@@ -37,6 +39,22 @@ def records(draw: st.DrawFn) -> RequestRecord:
         eos_token_ids=draw(st.sampled_from([(), (1, 2)])),
         seed=draw(st.integers(0, 3)),
         cache_salt=draw(st.sampled_from(["", "", "b"])),
+        priority=draw(st.integers(-1, 1)),
+    )
+
+
+@st.composite
+def searches(draw: st.DrawFn, prompt: list[int], max_tokens: int) -> RequestRecord:
+    return make_record(
+        prompt,
+        n=draw(st.sampled_from([1, 2, 3, 3])),
+        use_beam_search=True,
+        length_penalty=draw(st.sampled_from([1.0, 0.0, 3.0])),
+        max_tokens=max_tokens,
+        stop_token_ids=draw(st.sampled_from([(), (3, 5, 8), tuple(range(0, 32, 3))])),
+        logprobs=draw(st.sampled_from([None, 0, 2])),
+        eos_token_ids=draw(st.sampled_from([(), (1, 2)])),
+        cache_salt=draw(st.sampled_from(["", "b"])),
         priority=draw(st.integers(-1, 1)),
     )
 

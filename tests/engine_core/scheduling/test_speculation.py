@@ -235,7 +235,7 @@ def test_a_row_may_go_while_its_drafts_are_in_flight(how: str) -> None:
     elif how == "lose":
         harness.lose_worker()
     else:
-        harness.scheduler._preempt(harness.scheduler._running[0], harness.clock())
+        harness.scheduler._preempt(harness.scheduler._rows.running[0], harness.clock())
     harness.scheduler.check_invariants()
     if harness.results:
         assert harness.land() == []

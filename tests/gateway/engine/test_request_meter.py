@@ -12,10 +12,9 @@ from tests.gateway.streams import collect, record, sample
 
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.pooled_generation import TokenTimes
-from pagoda_gateway.engine.whole_request import WholeRequest
 from pagoda_proto.engine.v1 import engine_pb2 as pb
-from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import FinishReason, Usage
+from pagoda_proto.errors import PagodaError
+from pagoda_proto.records import FinishReason
 
 LOGGER = "pagoda_gateway.generation.requests"
 
@@ -88,22 +87,6 @@ async def test_one_line_per_ended_request(
     assert second.endswith(" attempts=1 end=error:overloaded")
 
 
-async def test_a_request_made_of_others_is_one_line_and_counted_once(
-    client: SessionClient, caplog: pytest.LogCaptureFixture
-) -> None:
-    made, usage = record(), Usage(prompt_tokens=3, cached_prompt_tokens=1, output_tokens=6)
-    with caplog.at_level(logging.INFO, LOGGER):
-        client.count_whole(WholeRequest(made, usage, FinishReason.LENGTH, None, 0.5))
-        client.count_whole(WholeRequest(made, Usage(prompt_tokens=3), FinishReason.ERROR, ErrorCode.OVERLOADED, 0.25))
-    lines = [r.getMessage() for r in caplog.records if r.name == LOGGER]
-    numbers = "prompt_tokens=3 cached_tokens=1 output_tokens=6 ttft_ms=500.0 tpot_ms=- total_ms=500.0"
-    assert lines[0] == f'request id={made.request_id} model="m" {numbers} attempts=1 end=length'
-    assert lines[1].endswith("total_ms=250.0 attempts=1 end=error:overloaded")
-    assert ended(client) == {"length": 1, "error": 1}
-    assert sample(client, "prompt_tokens_total") == 3
-    assert [one.id for one in client.recent.of("")] == [made.request_id] * 2
-
-
 def test_the_pace_of_several_choices() -> None:
     times = TokenTimes(10.0)
     assert times.ttft_s is None
@@ -111,6 +94,7 @@ def test_the_pace_of_several_choices() -> None:
     assert times.on_tokens(0, 11.0) is None
     assert times.on_tokens(1, 11.0) is None
     assert times.tpot_s(2) is None
+    assert times.tpot_s(9) is None  # the sequences that a beam search tells at its end have no pace
     assert times.on_tokens(0, 13.0) == 2.0
     assert times.on_tokens(1, 15.0) == 4.0
     assert times.ttft_s == 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -54,6 +55,30 @@ def _trimmed(tokens: list[int], num_prompt: int, ends: list[int]) -> list[int]:
     return tokens
 
 
-def test_more_beams_than_there_are_log_probabilities_for_are_refused(llm: LLM) -> None:
-    with pytest.raises(PagodaError, match=r"at most .* beams here, got 11"):
-        llm.beam_search(PROMPTS, BeamSearchParams(beam_width=11, max_tokens=4))
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"beam_width": 17}, r"n: must be between 1 and 16, got 17"),
+        ({"length_penalty": 11.0}, r"length_penalty: must be between -10 and 10"),
+        ({"max_tokens": 0}, r"max_tokens: must be between 1 and"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused(llm: LLM, fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(PagodaError, match=says):
+        llm.beam_search(PROMPTS, BeamSearchParams(**({"beam_width": 2, "max_tokens": 4} | fields)))
+
+
+def test_beams_are_as_wide_as_choices_may_be(llm: LLM) -> None:
+    (found,) = llm.beam_search("Hello", BeamSearchParams(beam_width=16, max_tokens=3))
+    assert len({tuple(sequence.tokens) for sequence in found.sequences}) == 16
+    scores = [sequence.score for sequence in found.sequences]
+    assert scores == sorted(scores, reverse=True)
+    assert [one.cum_logprob for one in found.sequences] == [
+        one.score * (len(one.tokens) - len(llm.tokenize("Hello"))) for one in found.sequences
+    ]
+
+
+def test_company_changes_nothing(llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=8)
+    alone = [llm.beam_search(prompt, params)[0] for prompt in PROMPTS]
+    assert llm.beam_search([*PROMPTS, "A dog", *PROMPTS], params)[:2] == alone

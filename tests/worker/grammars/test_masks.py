@@ -25,6 +25,10 @@ def test_a_mask_allows_what_its_bits_say(vocab_size: int, spare_bytes: int, data
         assert mask.keeps or vocab_size < 16
 
 
+def test_bits_behind_the_vocabulary_do_not_turn_a_mask_round() -> None:
+    assert mask_of(np.array([1, 0, 0, 0, 128, 1, 1], np.uint8), 39) == (np.array([0]), True)
+
+
 @given(st.lists(st.integers(0, 47)), st.lists(st.integers(0, 47)))
 def test_bits_are_set_and_cleared_one_by_one(given_ids: list[int], taken: list[int]) -> None:
     bits = np.zeros(6, np.uint8)

@@ -27,6 +27,7 @@ class Mask(NamedTuple):
 
 def mask_of(bits: Bits, vocab_size: int) -> Mask:
     """Of one bit per token, the lowest of a byte first; bits behind the vocabulary are not looked at."""
+    bits = bits[: -(-vocab_size // 8)]
     places = np.flatnonzero(bits)
     keeps = 2 * len(places) <= len(bits)
     if not keeps:

@@ -48,22 +48,34 @@ class Matcher:
         self._ends = ends
         self._ended = False
         self._num_consumed = 0
+        self._bits: Bits | None = None
         self._mask: Mask | None = None
         self._forced: Ids | None = None
         self.error = ""
 
+    def bits(self) -> Bits:
+        """What may come next, a bit per token, the lowest of a byte first; after an end, ends alone. The caller writes
+        nothing into it, and looks at no bits behind the vocabulary."""
+        if self._bits is None:
+            self._bits = self._allowed()
+        return self._bits
+
     def mask(self) -> Mask:
-        """What may come next; after an end, ends alone."""
+        """The same, in as few numbers as say it."""
         if self._mask is None:
-            self._mask = mask_of(self._allowed(), self._tokens.vocab_size)
+            self._mask = mask_of(self.bits(), self._tokens.vocab_size)
         return self._mask
+
+    def allows(self, token: int) -> bool:
+        """Whether this token of the vocabulary may come next."""
+        return bool(has(self.bits(), np.array([token])).all())
 
     def forced(self, limit: int) -> Ids:
         """The tokens that come next, up to `limit`, as far as the grammar leaves no choice. The mask is found first, so
         this finds out nothing that a row without drafts would not know."""
         if self._ended or limit < 1:
             return NOTHING
-        self.mask()
+        self.bits()
         if self.error:
             return NOTHING
         if self._forced is None:
@@ -73,18 +85,18 @@ class Matcher:
     def may_begin(self, tokens: Ids) -> bool:
         """Whether the first of these tokens may come next. To look further, even on a copy, would find out what a row
         without drafts does not know, and move the place where a grammar becomes too much."""
-        return not self.error and not self._ended and len(tokens) > 0 and self.mask().allows(int(tokens[0]))
+        return not self.error and not self._ended and len(tokens) > 0 and self.allows(int(tokens[0]))
 
     def consume(self, token: int) -> None:
         """Take the next output; a token that is forbidden is an error."""
-        if not self.mask().allows(token):
+        if not self.allows(token):
             self._fail("its tokens so far do not fit it")
         elif token in self._ends:
             self._ended = True
         elif not self._state.consume_token(token):
             self._fail(self._state.get_error())
         self._num_consumed += 1
-        self._mask = self._forced = None
+        self._bits = self._mask = self._forced = None
 
     def _allowed(self) -> Bits:
         tokens = self._tokens

@@ -80,7 +80,7 @@ class Compute:
         rows = [row for row, chunk in work if chunk.sample]
         for row, chunk in work:
             row.num_computed = chunk.start + chunk.num_tokens
-        if self._accelerator is None or not self._device_chooses(work, rows):
+        if self._accelerator is None or drafts or not self._device_chooses(work, rows):
             return OnHost(
                 starts=batch.query_starts, hidden=hidden, logits=logits, drafts=drafts, num_drafted=num_drafted
             )
@@ -173,9 +173,9 @@ class Compute:
 
     def _choose(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Sample | Fault]:
         if self._accelerator is None or not self._sampler.takes(rows):
-            found = zip(self._ops.sample(logits, rows), rows, strict=True)
-            return [_explained(one, row) if isinstance(one, Fault) else one for one, row in found]
-        return samples_of(rows, [tensor.cpu() for tensor in self._sampler.sample(logits, rows).tensors])
+            return _explained(self._ops.sample(logits, rows), rows)
+        chosen = self._sampler.sample(logits, rows)
+        return _explained(samples_of(rows, [tensor.cpu() for tensor in chosen.tensors]), rows)
 
     def _answer(
         self, row: Row, sampled: list[Sample] | Fault | None, prompt: list[TopLogprobs] | Fault | None, num_drafted: int
@@ -218,18 +218,20 @@ def _processed(logits: torch.Tensor, row: Row) -> Fault | None:
     return None
 
 
-def _explained(one: Fault, row: Row) -> Fault:
+def _explained(samples: Sequence[Sample | Fault], rows: Sequence[Row]) -> list[Sample | Fault]:
     """A matcher that has failed allows nothing, and knows why."""
-    matcher = row.matcher
-    if one != NOTHING_ALLOWED or matcher is None or not matcher.error:
-        return one
-    return Fault(ErrorCode.INVALID_ARGUMENT, f"grammar: {matcher.error}")
+    return [
+        Fault(ErrorCode.INVALID_ARGUMENT, f"grammar: {row.matcher.error}")
+        if one == NOTHING_ALLOWED and row.matcher is not None and row.matcher.error
+        else one
+        for one, row in zip(samples, rows, strict=True)
+    ]
 
 
 def _fetched(launched: OnDevice, rows: Sequence[Row]) -> Sampled:
     """What the device chose, taken by the rows it was promised to."""
     samples: Sampled = {}
-    for row, one in zip(rows, samples_of(rows, launched.fetch.wait()), strict=True):
+    for row, one in zip(rows, _explained(samples_of(rows, launched.fetch.wait()), rows), strict=True):
         _, place = launched.promised[row.row_id]
         row.fulfil(place, 0 if isinstance(one, Fault) else one.token_id)
         samples[row.row_id] = one if isinstance(one, Fault) else [one]

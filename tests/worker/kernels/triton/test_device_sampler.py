@@ -16,12 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.worker.fakes_accelerator import FakeAccelerator
 from tests.worker.fakes_model import POISON, VOCAB, Driver, fake_runner, new_row
-from tests.worker.grammars.support import started
 from tests.worker.kernels.triton.support import DEVICE, walking
 from tests.worker.process.test_startup import Device, config, loaded_by, start, streams
 
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.grammars import regex
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import Chunk, RowOutput, StepPlan, StepResult, TopLogprobs
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
@@ -252,12 +250,6 @@ def test_more_ends_of_sequence_than_there_is_room_for() -> None:
     assert OnDevice(1, 64).takes([one])
     more = msgspec.structs.replace(new, eos_token_ids=tuple(range(MAX_EDITS + 1)))
     assert not OnDevice(1, 64).takes([Row.of(more, np.array([1]), np.zeros(0, np.int64))])
-
-
-def test_a_grammar_is_followed_on_the_host() -> None:
-    plain = new_row(1, [1], [], num_prompt_tokens=1, params=SamplingParams(grammar=regex("h")))
-    formed = Row.of(plain, np.array([1]), np.zeros(0, np.int64), started(regex("h")))
-    assert not OnDevice(1, 64).takes([formed])
 
 
 def test_the_most_that_can_be_asked() -> None:

@@ -33,6 +33,7 @@ class Asked:
         reported: Places [P] int64 on the device of rows that want log-probabilities; None if nobody does.
         num_top: The most likely tokens that one of these wants, and at least 1.
         shifting: Places of rows whose `near_words` may be others with every step.
+        formed: Places of rows with a grammar, whose mask is another one with every step.
     """
 
     lines: list[int]
@@ -41,6 +42,7 @@ class Asked:
     reported: torch.Tensor | None
     num_top: int
     shifting: list[int]
+    formed: list[int]
 
 
 class TritonSampler:
@@ -64,14 +66,16 @@ class TritonSampler:
         The device knows the last output of every line. But a bad word of three and more tokens is looked up by the host
         in the outputs before the last; and the host can write a line (its counts, its last output) only of a row whose
         outputs it all knows. Neither happens while two steps are in flight and all of them come through here. Nor are
-        there models with so many ends of sequence that a row's edits do not fit into its line. A grammar's mask is made
-        on the host, from all outputs.
+        there models with so many ends of sequence that a row's edits do not fit into its line. A grammar's mask is
+        found by the host in all outputs: of two steps in flight, such a row is taken in the first.
         """
         return all(row.processing is None or self._knows(row) for row in rows)
 
     def _knows(self, row: Row) -> bool:
         processing = row.processing
-        if processing is not None and (processing.matcher is not None or num_edits(processing) > MAX_EDITS):
+        if processing is not None and num_edits(processing) > MAX_EDITS:
+            return False
+        if row.matcher is not None and row.num_promised:
             return False
         return not row.num_promised or (row.num_promised == 1 and self._line(row) != NO_LINE)
 
@@ -102,6 +106,8 @@ class TritonSampler:
             asked = self._asked = self._asked_by(rows, lines)
         for place in asked.shifting:
             self._shift(lines[place], rows[place])
+        if asked.formed:
+            self._table.write_masks([lines[place] for place in asked.formed], [rows[place] for place in asked.formed])
         return asked
 
     def _write(self, rows: Sequence[Row], lines: list[int]) -> None:
@@ -133,6 +139,7 @@ class TritonSampler:
             reported=there[len(lines) :] if reported else None,
             num_top=min(self._vocab_size, max([1, *(rows[place].params.logprobs or 1 for place in reported)])),
             shifting=[place for place, row in enumerate(rows) if row.processing is not None and shifts(row.processing)],
+            formed=[place for place, row in enumerate(rows) if row.matcher is not None],
         )
 
     def _shift(self, line: int, row: Row) -> None:

@@ -1,8 +1,9 @@
 """What rows ask of sampling and how far they have come, on the device: a line per row, the same one in every table.
 
 The host writes a line when it first sees the row; `sampling` then brings it up to date with every token it chooses, so
-no token has to come back before the next can be chosen. Nothing is said of rows that have ended: a line is only ever
-written over.
+no token has to come back before the next can be chosen, except of rows with a grammar: what may come next, the host
+finds in their outputs, and sends as bits, in one copy for all such rows of a step. Nothing is said of rows that have
+ended: a line is only ever written over.
 
 The tables are as large as they ever get, so that they are in the memory plan and no step can fail for want of them. Of
 their bytes nearly all are counts, 4 per row and token: 156 MB for 256 rows and a vocabulary of 152 000.
@@ -51,7 +52,8 @@ class SamplingLines:
         numbers: [L, WIDTH] int64, a LINE each; `reals` is the same memory as float64. `position` counts the outputs,
             `last` is the latest (NEVER if there is none); both are the device's to advance, like `counts`.
         counts: [L, V] int32, how often a token is in the output, plus IN_PROMPT; of rows with penalties.
-        allowed: [L, ceil(V / 32)] int32 bit masks, lowest bit first; of rows that have `allowed` set.
+        allowed: [L, ceil(V / 32)] int32 bit masks, lowest bit first; of rows that have `allowed` set. With a grammar
+            it is that of one position.
         edits: [L, 1 + 3 * MAX_EDITS] int32, of rows that have `edited` set: their number, then of each the token, the
             float32 bits of what is added to its logit (-inf forbids it), and when: after this last output, ALWAYS, or
             EARLY, that is before `min_tokens` outputs.
@@ -85,11 +87,27 @@ class SamplingLines:
         edits = edits_of(processing, words)
         self._fill(self.edits[line], np.concatenate((np.array([len(edits)], np.int32), edits.ravel())))
 
+    def write_masks(self, lines: Sequence[int], rows: Sequence[Row]) -> None:
+        """Have the lines know what their rows' grammars leave the next token. The host knows all outputs of these."""
+        masks = np.zeros((len(rows), 1 + self.allowed.shape[1]), np.int32)
+        masks[:, 0] = lines
+        for mask, row in zip(masks[:, 1:], rows, strict=True):
+            if row.processing is not None and row.processing.matcher is not None:
+                bits = row.processing.matcher.bits()[: mask.nbytes]
+                mask.view(np.uint8)[: len(bits)] = bits
+                if row.processing.allowed is not None:
+                    mask &= self._packed(row.processing.allowed)
+        there = self._upload(torch.from_numpy(masks))
+        self.allowed.index_copy_(0, there[:, 0].long(), there[:, 1:])
+
+    def _packed(self, ids: Ids) -> NDArray[np.int32]:
+        bits = np.zeros(32 * self.allowed.shape[1], bool)
+        bits[ids] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
     def _write_processing(self, line: int, processing: Processing) -> None:
         if processing.allowed is not None:
-            bits = np.zeros(32 * self.allowed.shape[1], bool)
-            bits[processing.allowed] = True
-            self._fill(self.allowed[line], np.packbits(bits, bitorder="little").view(np.int32))
+            self._fill(self.allowed[line], self._packed(processing.allowed))
         if processing.counts is not None:
             times = processing.counts.output_counts
             counted = np.stack((processing.counts.ids, np.where(times, times, IN_PROMPT)))
@@ -106,7 +124,7 @@ def _line_of(row: Row) -> tuple[float, ...]:
     return (
         p.temperature, p.top_k, p.top_p, p.min_p, row.seed, row.choice,
         p.repetition_penalty, p.frequency_penalty, p.presence_penalty,
-        processing is not None and processing.allowed is not None,
+        processing is not None and (processing.allowed is not None or processing.matcher is not None),
         processing is not None and num_edits(processing) > 0,
         p.min_tokens, len(outputs), int(outputs[-1]) if len(outputs) else NEVER,
     )  # fmt: skip

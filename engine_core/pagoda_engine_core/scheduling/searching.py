@@ -1,0 +1,111 @@
+"""In a beam search a choice is one of the beams, and another one after each step.
+
+It has one token to compute while it is not known what may follow it, and none until that is known of all beams. Then
+each choice takes over what is computed of the beam that it comes from: blocks are shared, so whoever writes into one
+that others have gets a copy first, as all choices do. A beam without a row waits as any preempted choice does, and
+loses nothing that was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import NamedTuple
+
+from pagoda_engine_core.scheduling.beams import BeamSearch, Ended
+from pagoda_engine_core.scheduling.blocks import HashChain
+from pagoda_engine_core.scheduling.kv_cache import KvCache
+from pagoda_engine_core.scheduling.policy import Rows
+from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Ending, Request
+from pagoda_proto.records import Delta, FinishReason, Tokens
+from pagoda_proto.steps import RowOutput
+
+
+class Computed(NamedTuple):
+    """What is computed of a choice's tokens, and where that is; see `Choice`."""
+
+    num_computed: int = 0
+    num_confirmed: int = 0
+    num_registered: int = 0
+    block_ids: Sequence[int] = ()
+    num_swapped: int = 0
+    swap_block_ids: Sequence[int] = ()
+    chains: Sequence[HashChain] = ()
+
+    @classmethod
+    def of(cls, choice: Choice | None) -> Computed:
+        if choice is None:
+            return cls()
+        chains = list(choice.chains.values())
+        computed = choice.num_computed, choice.num_confirmed, choice.num_registered, choice.block_ids
+        return cls(*computed, choice.num_swapped, choice.swap_block_ids, chains)
+
+    def give(self, choice: Choice) -> None:
+        """To one whose tokens begin with those."""
+        choice.num_computed, choice.num_confirmed, choice.num_registered = self[:3]
+        choice.block_ids, choice.swap_block_ids = list(self.block_ids), list(self.swap_block_ids)
+        choice.num_swapped = self.num_swapped
+        choice.chains = {chain.block_size: chain.copy() for chain in self.chains}
+
+
+def go_on(choice: Choice, search: BeamSearch, output: RowOutput, kv: KvCache, rows: Rows, now: float) -> None:
+    """A row says what may follow a beam. If that is known of all now, the search goes on, or is done."""
+    choice.sampled(1, 0)
+    choice.max_outputs = len(choice.output_ids)
+    kv.commit(choice, choice.num_tokens)
+    choice.request.note_progress(now)
+    if output.logprobs and search.find(choice.index, output.logprobs[0]):
+        search.advance()
+        if not search.done:
+            _advance(choice.request, search, kv, rows, now)
+
+
+def _advance(request: Request, search: BeamSearch, kv: KvCache, rows: Rows, now: float) -> None:
+    """Choices become the next beams, with rows where their sources have some."""
+    seated = {choice.index for choice in request.choices if choice.state is ChoiceState.RUNNING}
+    places = search.sources
+    sources = [request.choices[place] for place in places]
+    _pass_on(kv, request.choices, sources)
+    for choice, beam in zip_longest(request.choices, search.running):
+        choice.output_ids = list(beam.token_ids) if beam else []
+        choice.max_outputs = len(choice.output_ids) + 1 if beam else 0
+    heirs = [index for index, place in enumerate(places) if place in seated][: rows.num_free + len(seated)]
+    for index in heirs:
+        rows.renew(request.choices[index])
+    for choice in request.choices:
+        if choice.index not in heirs:
+            kv.free(choice)
+            rows.preempt(choice, now)
+
+
+def _pass_on(kv: KvCache, choices: Sequence[Choice], sources: Sequence[Choice]) -> None:
+    """Let each choice have what its source has, the last ones nothing if sources are too few, all at once. Blocks are
+    shared, also in swap space; what nobody takes over is free."""
+    left = [(choice.block_ids, choice.swap_block_ids) for choice in choices]
+    taken = [(choice, Computed.of(source)) for choice, source in zip_longest(choices, sources)]
+    for _, computed in taken:
+        kv.pool.share(computed.block_ids)
+        kv.swap_pool.share(computed.swap_block_ids)
+    for block_ids, swap_block_ids in left:
+        kv.pool.free(block_ids)
+        kv.swap_pool.free(swap_block_ids)
+    for choice, computed in taken:
+        computed.give(choice)
+
+
+def endings(request: Request, search: BeamSearch, now: float) -> list[Delta]:
+    """It is over, and nobody has a row any more: choices are what ended, the best first."""
+    deltas = [_ending(choice, ended, now) for choice, ended in zip_longest(request.choices, search.best)]
+    deltas[0].tokens.begun = request.begun
+    return deltas
+
+
+def _ending(choice: Choice, ended: Ended | None, now: float) -> Delta:
+    request = choice.request
+    choice.output_ids = list(ended.beam.token_ids) if ended else []
+    told = list(ended.beam.told) if ended else []
+    delta = request.delta(choice, 0)
+    delta.result = Tokens(first_index=0, token_ids=list(choice.output_ids), logprobs=told or None)
+    at_end = ended is not None and ended.at_end
+    ending = Ending(FinishReason.STOP, choice.output_ids[-1]) if at_end else Ending(FinishReason.LENGTH)
+    return request.finish(choice, ending, now, delta)
