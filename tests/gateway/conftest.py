@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.gateway.fake_engine_core import FakeEngineCore, running_engine
-from tests.gateway.fakes_engine import Gateway
+from tests.gateway.fakes_engine import SCRATCH
 from tests.gateway.streams import Connect, waits
 
 from pagoda_gateway.engine.client import SessionClient
@@ -18,10 +18,10 @@ from pagoda_gateway.metrics import GatewayMetrics
 
 @pytest.fixture(autouse=True)
 def stores_end() -> Iterator[None]:
-    """What a fake gateway opened for itself, does not outlive its test."""
+    """What a gateway of a test opened for itself, does not outlive it."""
     yield
-    while Gateway.opened:
-        Gateway.opened.pop().close()
+    while SCRATCH:
+        SCRATCH.pop().close()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import itertools
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from fastapi import FastAPI
 from httpx import ASGITransport, AsyncClient
@@ -220,16 +219,19 @@ def breaking(*token_ids: int, code: ErrorCode = ErrorCode.STREAM_INTERRUPTED) ->
     return script
 
 
-class Gateway:
-    """The text routes around a fake engine, and a client to them. A store of its own is closed when the test is over
-    (see conftest), one that it was given by whoever gave it."""
+SCRATCH: list[SqliteStore] = []
 
-    opened: ClassVar[list[SqliteStore]] = []
+
+def scratch() -> SqliteStore:
+    """A store in memory that is closed when the test is over; see conftest."""
+    SCRATCH.append(SqliteStore(MEMORY))
+    return SCRATCH[-1]
+
+
+class Gateway:
+    """The text routes around a fake engine, and a client to them."""
 
     def __init__(self, model_dir: Path, script: Script, kept_in: Store | None = None, **config: object) -> None:
-        if kept_in is None:
-            kept_in = SqliteStore(MEMORY)
-            self.opened.append(kept_in)
         self.text = ModelText.load(model_dir)
         self.engine = FakeEngine(script)
         self.context = GatewayContext.new(
@@ -238,7 +240,7 @@ class Gateway:
             self.engine,
             served_model_name=MODEL,
             created=1_700_000_000,
-            store=kept_in,
+            store=scratch() if kept_in is None else kept_in,
         )
         self.app = FastAPI(redirect_slashes=False)
         errors.install(self.app)
