@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.worker.grammars.support import allowed, end, small_grammars, small_tokenizer, started, vocabulary
 
 from pagoda_proto import grammars
-from pagoda_worker.grammars.compiling import GrammarError
+from pagoda_worker.grammars.compiling import CompiledGrammars, GrammarError
 
 TEXTS = st.lists(
     st.text(st.sampled_from("helo wrdt<é\n"), min_size=1, max_size=12), min_size=1, max_size=5, unique=True
@@ -123,9 +123,9 @@ def test_tokens_that_do_not_fit_are_an_error_that_stays() -> None:
         started(grammars.choice(["hhh"]), [h, w])
 
 
-def death(outputs: list[int], neighbours: int = 0) -> tuple[int, str]:
+def death(outputs: list[int], neighbours: int = 0, grammars: CompiledGrammars | None = None) -> tuple[int, str]:
     """After how many of these outputs the grammar fails, and how; neighbours write other things meanwhile."""
-    compiled = small_grammars()
+    compiled = grammars or small_grammars()
     others = [started(DIES, grammars=compiled) for _ in range(neighbours)]
     matcher, rng = started(DIES, grammars=compiled), random.Random(1)
     for place, token in enumerate(outputs):
@@ -147,6 +147,20 @@ def test_it_fails_in_the_same_place_alone_in_company_and_when_replayed() -> None
         started(DIES, outputs[: place + 1])
     assert str(replayed.value) == error
     assert started(DIES, outputs[:place]).error == ""
+
+
+def test_what_others_used_up_is_not_missing() -> None:
+    """Whoever comes after one that failed, or was there before it, fails where it would alone, or not at all."""
+    outputs, harmless = small_tokenizer().tokenize_str("h" * 200), small_tokenizer().tokenize_str("w" * 60)
+    alone = death(outputs)
+    compiled = small_grammars()
+    before = started(DIES, harmless[:30], grammars=compiled)
+    for _ in range(3):
+        assert death(outputs, grammars=compiled) == alone
+        assert death(harmless, grammars=compiled) == (len(harmless), "")
+    for token in harmless:
+        before.consume(token)
+    assert before.error == ""
 
 
 @pytest.mark.parametrize("begin", ["", "hello world"])

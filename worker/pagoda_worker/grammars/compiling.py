@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -64,7 +65,7 @@ class CompiledGrammars:
         if not ends:
             raise GrammarError("it ends by an end of sequence, and the request has none")
         state = self._compile(grammar).deep_copy()
-        matcher = Matcher(state, self._tokens, np.array(ends, np.int64))
+        matcher = Matcher(state, self._tokens, np.array(ends, np.int64), partial(self._anew, grammar))
         for token in outputs.tolist():
             matcher.consume(token)
         if matcher.error:
@@ -74,7 +75,7 @@ class CompiledGrammars:
     def _compile(self, grammar: str) -> LLMatcher:
         found = self._compiled.pop(grammar, None)
         if found is None:
-            found = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+            found = self._made(grammar)
             if found.is_error():
                 raise GrammarError(found.get_error())
             self._num_chars += len(grammar)
@@ -82,6 +83,15 @@ class CompiledGrammars:
         while len(self._compiled) > MAX_COMPILED or self._num_chars > MAX_COMPILED_CHARS:
             self._num_chars -= len(self._compiled.popitem(last=False)[0])
         return found
+
+    def _anew(self, grammar: str) -> LLMatcher:
+        """What is kept of it has no room left for anybody."""
+        if self._compiled.pop(grammar, None) is not None:
+            self._num_chars -= len(grammar)
+        return self._made(grammar)
+
+    def _made(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
 
 def load_grammars(model_dir: Path, vocab_size: int) -> Grammars:

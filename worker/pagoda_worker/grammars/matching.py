@@ -1,8 +1,13 @@
 """A row's place in its grammar. Every position has its mask computed once, before its token is consumed, whoever asks:
 so what a grammar costs, and where it becomes too much, depends on the row's tokens alone, also when they are replayed.
+
+Copies of a compiled grammar share what was found out about its texts, and the room for that. A row for which there is
+none left begins anew with a grammar that nobody shares, and fails only if that becomes too much, too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -38,12 +43,14 @@ class GrammarTokens:
 class Matcher:
     """Of one row; dropped with it.
 
-    `state` is its own. `ends` are the request's ends of sequence: they are allowed where the grammar may end, and
-    nowhere else. Once it has failed, it allows nothing, and `error` says why.
+    `state` is its own, and `anew` makes one that shares nothing. `ends` are the request's ends of sequence: they are
+    allowed where the grammar may end, and nowhere else. Once it has failed, it allows nothing, and `error` says why.
     """
 
-    def __init__(self, state: LLMatcher, tokens: GrammarTokens, ends: Ids) -> None:
+    def __init__(self, state: LLMatcher, tokens: GrammarTokens, ends: Ids, anew: Callable[[], LLMatcher]) -> None:
         self._state = state
+        self._anew: Callable[[], LLMatcher] | None = anew
+        self._taken: list[int] = []  # by the state
         self._tokens = tokens
         self._ends = ends
         self._ended = False
@@ -93,16 +100,35 @@ class Matcher:
             self._fail("its tokens so far do not fit it")
         elif token in self._ends:
             self._ended = True
-        elif not self._state.consume_token(token):
+        elif not self._take(token):
             self._fail(self._state.get_error())
         self._num_consumed += 1
         self._bits = self._mask = self._forced = None
+
+    def _take(self, token: int) -> bool:
+        if not self._state.consume_token(token):
+            return self._begin_anew() and self._take(token)
+        self._taken.append(token)
+        return True
+
+    def _begin_anew(self) -> bool:
+        """The state has failed, by others' needs or its own. Whether there is one now that stands where it did."""
+        if self._anew is None:
+            return False
+        self._state, self._anew = self._anew(), None
+        for token in self._taken:
+            self._state.compute_bitmask()
+            if not self._state.consume_token(token):
+                return False
+        return not self._state.is_error()
 
     def _allowed(self) -> Bits:
         tokens = self._tokens
         allowed = np.zeros(tokens.num_bytes, np.uint8)
         if not self.error and not self._ended:
             found = self._state.compute_bitmask()
+            if self._state.is_error() and self._begin_anew():
+                found = self._state.compute_bitmask()
             if self._state.is_error():
                 self._fail(self._state.get_error())
             else:
