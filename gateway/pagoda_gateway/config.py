@@ -127,7 +127,7 @@ class GatewayConfig:
     slow_client_timeout_s: float = option(60.0, "a stream whose client reads nothing for this long is ended", least=0.1)
     resume_wait_s: float = option(times.RESUME_WAIT_S, "how long open streams wait for a lost engine core to come back")
     ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long; 0: never")
-    drain_timeout_s: float = option(30.0, "after SIGTERM, how long open requests may finish")
+    drain_timeout_s: float = option(times.GATEWAY_DRAINS_S, "after SIGTERM, how long open requests may finish")
     lame_duck_s: float = option(0.0, "after SIGTERM, how long to go on accepting while already unready")
     store: str = option(
         "",

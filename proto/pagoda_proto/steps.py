@@ -154,7 +154,7 @@ class BeatAck(Message, frozen=True, tag="beat_ack"):
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """Finish the current step, say Goodbye, exit."""
+    """Nothing is left to do there: finish the current step, say Goodbye, exit."""
 
 
 class ResetWorker(Message, frozen=True, tag="reset"):
@@ -250,6 +250,7 @@ class Beat(Message, frozen=True, tag="beat"):
 
     busy_s: float  # how long the step now running has run; 0 when idle
     rss_bytes: int = 0  # resident memory of the process; 0 where the system does not tell
+    leaving: bool = False  # it was asked to end: nothing new, and a Drain once it holds nothing
 
 
 class StepFailed(Message, frozen=True, tag="step_failed"):

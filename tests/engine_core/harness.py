@@ -247,6 +247,13 @@ class Harness:
             self.receive(self.scheduler.add(request, self.clock()))
         return requests
 
+    def move(self, request: Request) -> None:
+        """It leaves while the worker goes on with the others, and comes again, as to another one."""
+        self.scheduler.release(request.request_id, self.clock())
+        self.scheduler.check_invariants()
+        assert request.num_rows == 0
+        self.receive(self.scheduler.add(request, self.clock()))
+
     def drain(self, max_steps: int = 3000) -> None:
         """Run until nothing is left, with as many steps in flight as allowed."""
         for _ in range(max_steps):

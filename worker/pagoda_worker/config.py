@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pagoda_proto import times
 from pagoda_proto.adapters.identity import named_paths
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
@@ -28,6 +29,7 @@ class WorkerConfig:
     engine: str = option("", "ZMQ address of the engine core: ipc:///path or tcp://host:port", required=True)
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     worker_id: str = option("", "stable name of this worker; made from host and process id when empty")
+    drain_timeout_s: float = option(times.WORKER_DRAINS_S, "after SIGTERM, how long open requests may finish")
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU if a usable one is there, else the CPU")
     dtype: str = option(

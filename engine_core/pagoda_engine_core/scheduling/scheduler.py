@@ -148,6 +148,12 @@ class Scheduler:
         request = self._detach(request_id, (), now)
         return self._told(request, request.fail(code, message, now)) if request else []
 
+    def release(self, request_id: str, now: float) -> None:
+        """Another worker goes on with this request, from its tokens."""
+        if request := self._detach(request_id, (), now):
+            request.leave_worker(now)
+            self._rows.queued_tokens -= self._requests.pop(request_id).num_prompt_tokens
+
     def take_back(self, now: float) -> list[Request]:
         """The worker is lost: hand out all open requests, in order, with nothing but their tokens. The books are not
         balanced but thrown away, so this works even when they are wrong."""
@@ -168,9 +174,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None when there is nothing to compute or drop, or it is better planned after the next result.
-
-        At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL).
-        """
+        At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL)."""
         if len(self._in_flight) >= self._config.max_steps_in_flight:
             raise PagodaError(ErrorCode.INTERNAL, f"{len(self._in_flight)} steps are in flight already")
         rows = self._rows
@@ -283,11 +287,9 @@ class Scheduler:
                 return
 
     def _start(self, choice: Choice, builder: PlanBuilder, now: float) -> Cause | None:
-        """Make the first waiting choice a row, or say what it waits for.
-
-        It must find room for all its known tokens and a block to go on with, beside what running rows still need;
-        otherwise it would soon be preempted and have computed for nothing.
-        """
+        """Make the first waiting choice a row, or say what it waits for. It must find room for all its known tokens and
+        a block to go on with, beside what running rows still need; otherwise it would soon be preempted and have
+        computed for nothing."""
         if lacking := self._rows.lacks(choice):
             return lacking
         prefix = self._kv.lookup(choice)
@@ -394,6 +396,5 @@ class Scheduler:
     def _told(self, request: Request, deltas: list[Delta]) -> list[Delta]:
         """Endings have been written down; after its last one a request is no longer here."""
         if request.ended:
-            del self._requests[request.request_id]
-            self._rows.queued_tokens -= request.num_prompt_tokens
+            self._rows.queued_tokens -= self._requests.pop(request.request_id).num_prompt_tokens
         return deltas

@@ -40,6 +40,23 @@ def test_a_request_runs_from_prompt_to_length() -> None:
     harness.check_all()
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+def test_a_request_that_moves_leaves_nothing_behind_and_goes_on_with_its_tokens(steps: int) -> None:
+    """Also one with a step in flight, whose result is for nobody then."""
+    harness = Harness()
+    records = [make_record(PROMPT, max_tokens=8, n=2, seed=3), make_record(PROMPT[:3], max_tokens=8)]
+    requests = [harness.add(record) for record in records]
+    for _ in range(steps):
+        harness.step()
+    harness.plan()
+    for request in requests:
+        harness.move(request)
+    harness.drain()
+    for record in records:
+        assert harness.clients[record.request_id].tokens == reference_tokens(record)
+    harness.check_all()
+
+
 def test_decoding_sends_changes_only() -> None:
     harness = Harness()
     harness.add(make_record(PROMPT, max_tokens=8))

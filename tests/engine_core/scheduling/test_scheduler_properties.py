@@ -168,6 +168,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if bad_luck == 3:
             self.harness.lose_worker()
 
+    @precondition(lambda self: self.harness.scheduler.num_running)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        self.harness.move(data.draw(st.sampled_from(list(self.harness.scheduler._requests.values()))))
+
     @rule(dropped=st.booleans())
     def reset_prefix_cache(self, dropped: bool) -> None:
         if dropped:

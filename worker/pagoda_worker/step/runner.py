@@ -105,6 +105,11 @@ class ModelRunner:
         self._settled_at = 0.0
         self._last_failure = ""
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that it holds, all steps launched so far considered."""
+        return len(self._table)
+
     def reset(self) -> None:
         """Forget all rows and every step that was not answered, once the device is done with them.
 
