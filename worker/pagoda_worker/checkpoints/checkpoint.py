@@ -238,6 +238,14 @@ def json_object(content: bytes, file: Path, subject: str) -> dict[str, Any]:
     return value
 
 
+def entries_of(file: Path, content: bytes | bytearray, most_header_bytes: int) -> dict[str, Entry]:
+    """What the header says of a file with this content. Raises CheckpointError when it is not sound."""
+    length = struct.unpack_from("<Q", content)[0] if len(content) >= 8 else 0
+    if length > most_header_bytes or not 2 <= length <= len(content) - 8:
+        raise CheckpointError(file, [f"header of {length} bytes in a file of {len(content)}"])
+    return _entries(file, bytes(memoryview(content)[8 : 8 + length]), len(content))
+
+
 def _header(file: Path) -> tuple[bytes, int]:
     """Header bytes and file size."""
     try:

@@ -61,6 +61,8 @@ def load_any_model(config: WorkerConfig, progress: Progress | None = None) -> Lo
     if kind == GENERATE:
         return load_model(config, progress)
     log.info("the model is for: %s", kind)
+    if config.takes_adapters:
+        raise UnsupportedConfig(f"lora_modules, lora_dir: adapters are for models that generate, not that {kind}")
     check_sizes(fields)
     device = choose_device(config.device)
     config = config.settled(device.type)
