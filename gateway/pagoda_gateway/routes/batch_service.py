@@ -56,6 +56,7 @@ class BatchService:
         try:
             holding.grow_to(size)
             body = await self._ctx.pool.run(CLIENT, len(line), lambda: self._body(dialect, line))
+            await self._ctx.adapters.resolve(body.model, caller)
             job = in_background(await dialect.job(self._ctx, body, caller))
             del body
             holding.release()

@@ -56,6 +56,21 @@ def test_the_blocks_of_a_long_prompt_cost_a_step_nothing() -> None:
     assert calls[1] < calls[0] + 27, "fewer than one for each block"
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_a_search_that_moves_finds_what_it_would_have_found(steps: int) -> None:
+    undisturbed, harness = Harness(), Harness()
+    record = search()
+    undisturbed.add(record)
+    finished(undisturbed)
+    request = harness.add(record)
+    for _ in range(steps):
+        harness.step()
+    harness.plan()
+    harness.move(request)
+    finished(harness)
+    assert harness.clients[record.request_id].tokens == undisturbed.clients[record.request_id].tokens
+
+
 def test_one_beam_goes_on_in_its_own_blocks() -> None:
     harness = Harness()
     harness.add(search(n=1))
