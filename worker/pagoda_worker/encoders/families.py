@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pagoda_proto.pooling.kinds import HF_COLBERT, architecture_of
 from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, invalid
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.rope_fields import RopeDefaults, rope_shape
@@ -300,6 +301,19 @@ FAMILIES: dict[str, Callable[[ConfigReader], EncoderSpec]] = {
 }
 HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForPreTraining")
 """What an architecture's name ends with; all keep the same encoder."""
+
+
+WRAPPED = {
+    "bert": "BertModel", "roberta": "RobertaModel", "xlm-roberta": "XLMRobertaModel", "camembert": "CamembertModel",
+    "mpnet": "MPNetModel", "distilbert": "DistilBertModel", "modernbert": "ModernBertModel",
+}  # fmt: skip
+"""By `model_type`, what HF_ColBERT has below its matrix."""
+
+
+def encoder_architecture(fields: Mapping[str, Any]) -> str:
+    """The architecture of config.json, of a wrapper what it wraps."""
+    name = architecture_of(fields)
+    return WRAPPED.get(str(fields.get("model_type")), name) if name == HF_COLBERT else name
 
 
 def family_of(architecture: str) -> str:

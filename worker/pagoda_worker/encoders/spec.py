@@ -67,6 +67,10 @@ class EncoderSpec:
     num_buckets: int = 0  # of MPNet's bias by distance; 0: there is none
 
     @property
+    def biased_by_distance(self) -> bool:
+        return bool(self.num_buckets)
+
+    @property
     def ropes(self) -> tuple[RopeShape, ...]:
         """All that layers turn by, each once."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
