@@ -16,7 +16,7 @@ PROTO_TOOLS := grpcio-tools==1.78.0
 LOCK_TOOL := uv==0.13.9
 PROTO := proto/pagoda_proto/engine/v1/engine.proto
 
-.PHONY: redis-server browser help install run test test-clients test-containers test-matrix check lint format types arch proto proto-check locks bench clean
+.PHONY: redis-server browser help install run test test-clients test-containers test-matrix check lint format types arch proto proto-check locks bench chaos-demo clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ locks: $(VENV)/.locks  ## lock anew what the images install
 	lock gateway pyproject.toml --extra gateway --extra redis; \
 	lock engine-core pyproject.toml --extra engine-core; \
 	lock worker pyproject.toml --extra worker deploy/locks/torch.in --override deploy/locks/without-torch.txt
+
+chaos-demo: $(VENV)/.installed-dev  ## two of everything, a kill -9 every two seconds for a minute, and not a token lost
+	@$(BIN)/python bench/chaos.py $(ARGS)
 
 bench: $(VENV)/.installed  ## load a running server; ARGS="--rate 4" and so on
 	$(BIN)/pagoda bench serve $(ARGS)

@@ -11,6 +11,7 @@ stack did not come back to ready with no block in use and no process left over. 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import itertools
 import os
 import sys
@@ -22,9 +23,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.faults import batches, scenarios
+from tests.faults import leaving as scenes
+from tests.faults.doubled import ENGINE_CORES, GATEWAYS, doubled
 from tests.faults.failing import FAIL_FILE, POINTS
 from tests.faults.stack import apart, served
 from tests.faults.streams import Report, undisturbed
+from tests.faults.variants import undisturbed as undisturbed_variants
 
 FAULTS = ("half-open", "blackhole", "reset", "delay")
 
@@ -85,8 +89,29 @@ def batch(directory: Path, seed: int) -> Iterator[Report]:
     yield batches.kill_everything_under_a_batch(directory)
 
 
+def leaving(directory: Path, seed: int) -> Iterator[Report]:
+    with apart(directory) as alone:
+        yield scenarios.last_worker_leaves(alone, seed=seed)
+    with doubled(directory) as place:
+        oracle = asyncio.run(undisturbed_variants(place.urls))
+        for name in ("core-0-a", "core-1-a", *ENGINE_CORES, GATEWAYS[0]):
+            yield scenes.asked_to_leave(place, name, oracle)
+        yield scenes.scaled(place, oracle)
+
+
+def gateways(directory: Path, seed: int) -> Iterator[Report]:
+    with doubled(directory) as place:
+        oracle = asyncio.run(undisturbed_variants(place.urls))
+        for name in (GATEWAYS[0], *ENGINE_CORES):
+            yield scenes.killed(place, name, oracle)
+            yield scenes.stopped(place, name, oracle)
+        for link in ("gateway", "worker"):
+            yield scenes.cut(place, link, oracle)
+
+
 SCENARIOS: dict[str, Callable[[Path, int], Iterator[Report]]] = {
-    function.__name__: function for function in (kills, pauses, standstill, links, choices, strangers, failing, batch)
+    function.__name__: function
+    for function in (kills, pauses, standstill, links, choices, strangers, failing, batch, leaving, gateways)
 }
 
 

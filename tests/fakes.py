@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.decodes import DecodeList, packed
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
@@ -50,9 +51,10 @@ def mix(left: int, right: int) -> int:
     return value ^ (value >> 31)
 
 
-def prefix_hashes(token_ids: Sequence[int]) -> list[int]:
-    """hashes[i] covers token_ids[: i + 1]."""
-    return list(itertools.accumulate(token_ids, mix, initial=EMPTY_PREFIX))[1:]
+def prefix_hashes(token_ids: Sequence[int], adapter: Adapter | None = None) -> list[int]:
+    """hashes[i] covers token_ids[: i + 1], and the adapter."""
+    initial = EMPTY_PREFIX if adapter is None else mix(EMPTY_PREFIX, int(adapter.digest[:8], 16))
+    return list(itertools.accumulate(token_ids, mix, initial=initial))[1:]
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class FakeRunner:
     model: FakeModel = field(default_factory=FakeModel)
     max_rows: int = 256
     max_tokens_per_step: int = 8192
+    max_adapters: int = 0
     poison_token_id: int | None = None
     poison_code: str = ErrorCode.NUMERICAL_ERROR.value
     poison_at: int = 0
@@ -144,6 +147,8 @@ class FakeRunner:
         for new in plan.new_rows:
             self._add(new)
         self._require(len(self.rows) <= self.max_rows, f"{len(self.rows)} rows at once")
+        adapters = {row.new.adapter for row in self.rows.values()} - {None}
+        self._require(len(adapters) <= self.max_adapters, f"{len(adapters)} adapters at once")
         self._change_tables(plan)
         blocks, swap_blocks = range(self.num_blocks), range(self.num_swap_blocks)
         self._check_pairs(plan.swap_outs, blocks, swap_blocks)
@@ -170,7 +175,9 @@ class FakeRunner:
         self._require(0 <= new.num_computed < len(new.token_ids), f"row {new.row_id} has nothing to compute")
         self._require(0 < new.num_prompt_tokens <= len(new.token_ids), f"row {new.row_id} has a bad prompt length")
         tokens = list(new.token_ids)
-        self.rows[new.row_id] = FakeRow(new, tokens, prefix_hashes(tokens), list(new.block_ids), new.num_computed)
+        self.rows[new.row_id] = FakeRow(
+            new, tokens, prefix_hashes(tokens, new.adapter), list(new.block_ids), new.num_computed
+        )
         self._check_table(self.rows[new.row_id])
 
     def _change_tables(self, plan: StepPlan) -> None:
@@ -344,7 +351,7 @@ def _reference_choice(record: RequestRecord, model: FakeModel, limit: int, choic
         row_id=0, token_ids=[], num_prompt_tokens=0, num_computed=0, block_ids=[], params=params, seed=record.task.seed,
         choice=choice, eos_token_ids=eos,
     )  # fmt: skip
-    prefix = prefix_hashes(record.prompt_token_ids)[-1]
+    prefix = prefix_hashes(record.prompt_token_ids, record.adapter)[-1]
     output: list[int] = []
     while len(output) < limit:
         token = model.next_token(prefix, row, len(output))
@@ -366,6 +373,7 @@ def make_record(
     queue_timeout_s: float = 0.0,
     tenant: str = "",
     weight: int = 1,
+    adapter: Adapter | None = None,
     **params: Any,
 ) -> RequestRecord:
     """A record with a fresh id; further keywords are SamplingParams (max_tokens is 8 unless given)."""
@@ -378,6 +386,7 @@ def make_record(
         queue_timeout_s=queue_timeout_s,
         tenant=tenant,
         weight=weight,
+        adapter=adapter,
     )
 
 

@@ -60,6 +60,7 @@ class EngineConfig:
     step_deadline_s: float = option(
         times.STEP_DEADLINE_S, "a step running longer than this is hung and its worker dead", least=0.1
     )
+    drain_timeout_s: float = option(times.ENGINE_CORE_DRAINS_S, "after SIGTERM, how long open requests may finish")
     max_attempts: int = option(3, "losses of its worker without a new token after which a request is failed", least=1)
     metrics_port: int = option(
         -1, "loopback port for Prometheus metrics; -1 is off, 0 picks a free one", least=-1, most=65535

@@ -21,7 +21,7 @@ import msgspec
 from pagoda_engine_core import views
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.admission import Admission, HeldSubmission
-from pagoda_engine_core.dispatch.answers import Answers, NoObserver, Observer, Sink, Submission
+from pagoda_engine_core.dispatch.answers import Answers, Draining, NoObserver, Observer, Sink, Submission
 from pagoda_engine_core.dispatch.inbox import Inbox, stopped
 from pagoda_engine_core.dispatch.router import Router
 from pagoda_engine_core.dispatch.worker import Worker
@@ -103,8 +103,12 @@ class EngineCore:
         self._inbox.post(partial(self._abandon, sink))
 
     def hand_back(self, reason: str) -> Future[None]:
-        """Admit nothing from now on, and give every request back to where it came from."""
+        """As `drain`, and give back what is open."""
         return self.call(partial(self._hand_back, reason))
+
+    def drain(self, reason: str) -> Future[None]:
+        """Admit nothing from now on: whatever comes is given back to where it came from. What is open goes on."""
+        return self.call(partial(self._drain, reason))
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Run a function between two passes, by the thread that may change things."""
@@ -136,13 +140,8 @@ class EngineCore:
         return sum(worker.scheduler.reset_prefix_cache() for worker in self._router.workers.values())
 
     def drain_worker(self, worker_id: str) -> None:
-        """Ask a worker to leave; its requests continue elsewhere, or wait for another. PagodaError NOT_FOUND."""
-        workers = [worker for worker in self._router.workers.values() if worker.hello.worker_id == worker_id]
-        if not workers:
-            raise PagodaError(ErrorCode.NOT_FOUND, f"no worker {worker_id!r} is at work here", "worker_id")
-        for worker in workers:
-            self._leave(WorkerLeft(worker.epoch, LeaveCause.LEFT, "drained"), self._clock())
-            self._executor.send(worker.epoch, Drain())
+        """Ask a worker to leave, once its requests continue elsewhere or have ended. PagodaError NOT_FOUND."""
+        self._router.drain(worker_id, self._clock())
 
     def run(self, stop: threading.Event) -> None:
         """The loop thread's life: passes until `stop` is set. `call` something afterwards to be noticed at once."""
@@ -162,7 +161,9 @@ class EngineCore:
         for event in events:
             self._handle(event, self._clock())
         now = self._clock()
-        self._forgive(self._guard.tick(now))
+        if held_up_s := self._guard.tick(now):
+            self._router.forgive(held_up_s)
+            self.admission.forgive(held_up_s)
         self._audit(now)
         self._publish(self._expire(now) or not all(isinstance(event, StepDone) for event in events))
         return busy or bool(events)
@@ -176,9 +177,12 @@ class EngineCore:
             self._checker.close()
 
     @property
+    def num_open(self) -> int:  # requests
+        return len(self._answers) + self.admission.num_held
+
+    @property
     def idle(self) -> bool:
-        """Whether no request is open and nothing is in the inbox."""
-        return not (len(self._answers) or self.admission.num_held or len(self._inbox))
+        return not (self.num_open or len(self._inbox))
 
     def _plan(self, now: float) -> bool:
         """Plan steps, one for each worker at a time, until all have as many in flight as they may or nothing to do."""
@@ -193,13 +197,12 @@ class EngineCore:
         """A worker has answered: unless there is somebody to be placed first, its next step need not wait for what the
         others have answered."""
         worker = self._router.workers.get(epoch)
-        somebody = self._router.anybody_waits or len(self._inbox)
-        if worker is not None and worker.plannable and not somebody:
+        if worker is not None and worker.plannable and not (self._router.anybody_waits or len(self._inbox)):
             self._plan_step(worker, now)
 
     def _rooms(self, now: float) -> dict[int, Room]:
         """By epoch, what the workers that have any have left, if somebody waits for it."""
-        workers = self._router.plannable() if self._router.anybody_waits else []
+        workers = [worker for worker in self._router.plannable() if worker.ready] if self._router.anybody_waits else []
         rooms = {worker.epoch: self._asked(worker, worker.scheduler.room, now) for worker in workers}
         return {epoch: room for epoch, room in rooms.items() if room is not None and not room.full}
 
@@ -227,15 +230,13 @@ class EngineCore:
             case WorkerJoined():
                 self._join(event, now)
             case WorkerChanged():
-                worker = self._router.workers.get(event.epoch)
-                if worker is not None:
-                    worker.state = event.state
+                if (worker := self._router.workers.get(event.epoch)) is not None:
+                    worker.change(event.state)
             case WorkerLeft():
                 self._leave(event, now)
 
     def _apply(self, event: StepDone, now: float) -> None:
-        worker = self._router.workers.get(event.epoch)
-        if worker is None:
+        if (worker := self._router.workers.get(event.epoch)) is None:
             return
         news = News()
         try:
@@ -263,8 +264,7 @@ class EngineCore:
             self._admit_held(self.admission.open(event.hello), now)
 
     def _leave(self, left: WorkerLeft, now: float) -> None:
-        worker = self._router.workers.get(left.epoch)
-        if worker is None:
+        if (worker := self._router.workers.get(left.epoch)) is None:
             return
         try:
             deltas = self._router.leave(left, now)
@@ -281,15 +281,13 @@ class EngineCore:
         self._leave(WorkerLeft(worker.epoch, cause, "its scheduler failed"), now)
         self._executor.send(worker.epoch, ResetWorker())
 
-    def _forgive(self, held_up_s: float) -> None:
-        if held_up_s:
-            self._router.forgive(held_up_s)
-            self.admission.forgive(held_up_s)
-
     def _expire(self, now: float) -> bool:
         if now - self._expired_at < EXPIRY_INTERVAL_S:
             return False
         self._expired_at = now
+        for worker in [worker for worker in self._router.workers.values() if worker.leaves(now)]:
+            self._leave(WorkerLeft(worker.epoch, LeaveCause.LEFT, "drained"), now)
+            self._executor.send(worker.epoch, Drain())
         if not self._router.workers:
             needed = self._router.needed_numerics or self.admission.needed_numerics
             self._router.refused_numerics = self._executor.hold(needed)
@@ -381,10 +379,13 @@ class EngineCore:
             self._end(request_id, (), now)
             self._totals["requests_abandoned"] += 1
 
+    def _drain(self, reason: str) -> None:
+        for held in self.admission.close(reason):
+            self._reject(held.submission, Draining(reason))
+
     def _hand_back(self, reason: str) -> None:
+        self._drain(reason)
         self._router.take_all(self._clock())
-        for held in self.admission.close():
-            self._answers.reject(held.submission, PagodaError(ErrorCode.UNAVAILABLE, reason))
         self._answers.migrate_all(reason)
 
     def _publish(self, load_too: bool) -> None:

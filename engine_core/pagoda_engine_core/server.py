@@ -1,6 +1,6 @@
 """One process of the engine core: gRPC in the main thread's event loop, the engine loop in a thread of its own.
 
-serve    build, report "listening", run until `stop`, hand back, close: every part of the way down has a time limit
+serve    build, report "listening", run until `stop`, drain, hand back, close: every part of the way down has a limit
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -54,10 +55,11 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 SCRAPE_S = 2.0
 PULSE_S = 1.0
+DRAIN_LOOK_S = 0.05
 
 
 async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> None:
-    """Run an engine core until `stop` is set; returns within 10 s then.
+    """Run an engine core until `stop` is set; returns within `drain_timeout_s` and 10 s then.
 
     Reports `{"event": "listening", "address", "worker_endpoint"}` once, with a "metrics" address if there is one, and
     `{"event": "workers", "ready": n}` whenever that number changes.
@@ -85,6 +87,7 @@ async def serve(config: EngineConfig, report: Report, stop: asyncio.Event) -> No
         await _start_task(board.run(), stack)
         await _start_task(end_when_stuck(lambda: engine.passed_at), stack)
         await stop.wait()
+        await _drain(engine, config.drain_timeout_s)
         await _hand_back(engine, board)
         await grpc_server.stop(SESSIONS_END_S)
     loop_thread.check()
@@ -208,6 +211,17 @@ async def _start_task(coroutine: Coroutine[Any, Any, None], stack: AsyncExitStac
         await asyncio.gather(task, return_exceptions=True)
 
     stack.push_async_callback(end)
+
+
+async def _drain(engine: EngineCore, timeout_s: float) -> None:
+    """Gateways that know another engine core move their requests there, the others let them end here."""
+    log.info("stopping: %d requests open", engine.num_open)
+    with contextlib.suppress(Exception):  # a loop that is gone has nothing that could end
+        async with asyncio.timeout(HAND_BACK_S):
+            await asyncio.wrap_future(engine.drain("the engine core is draining"))
+    until = time.monotonic() + timeout_s
+    while engine.num_open and engine.alive and time.monotonic() < until:  # noqa: ASYNC110 - asked about another thread
+        await asyncio.sleep(DRAIN_LOOK_S)
 
 
 async def _hand_back(engine: EngineCore, board: LoadBoard) -> None:

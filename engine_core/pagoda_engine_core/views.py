@@ -9,7 +9,7 @@ from typing import NamedTuple
 from pagoda_engine_core.dispatch.admission import Admission
 from pagoda_engine_core.dispatch.router import Router
 from pagoda_engine_core.scheduling.kv_cache import BlockCounts
-from pagoda_engine_core.workers.executor import Executor, WorkerInfo
+from pagoda_engine_core.workers.executor import Executor, WorkerInfo, WorkerState
 from pagoda_proto.records import SESSION_PROTOCOL, Load
 
 
@@ -36,6 +36,8 @@ def workers(executor: Executor, router: Router) -> list[WorkerView]:
         worker = router.workers.get(info.epoch)
         used = worker.scheduler.block_counts.blocks_used if worker else 0
         rows = worker.scheduler.num_rows if worker else 0
+        if worker is not None and worker.leaving:
+            info = info._replace(state=WorkerState.DRAINING)
         views.append(WorkerView(info, info.hello.num_blocks - used if info.state.alive else 0, rows))
     return views
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagoda_gateway.clients import NOBODY, Caller
 from pagoda_gateway.engine.interface import EngineClient
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import ModelLimits
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """`created` is since when it is served, in Unix seconds."""
+    """`created` is since when it is served, in Unix seconds. With an `adapter` it is that of the model `parent`."""
 
     name: str
     text: ModelText
     engine: EngineClient
     created: int
+    adapter: Adapter | None = None
+    parent: str | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -35,17 +38,36 @@ class ServedModel:
 
 
 class Catalogue:
-    """Served models. To a caller there are those that its key allows; the first is meant where a request names none."""
+    """Served models. To a caller there are those that its key allows; the first is meant where a request names none.
+
+    The first is the model itself and stays; adapters of it come and go. A request keeps what it found.
+    """
 
     def __init__(self, models: Sequence[ServedModel]) -> None:
         self._by_name = {model.name: model for model in models}
 
-    def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._by_name.values())
+    @property
+    def model(self) -> ServedModel:
+        """Without an adapter."""
+        return next(iter(self))
 
-    def of_job(self, name: str) -> ServedModel:
-        """Of a job, which was made by who might use it. Raises PagodaError MODEL_NOT_FOUND."""
-        return self.find(name, NOBODY)
+    def put(self, model: ServedModel) -> None:
+        """Served from now on, in place of what has had its name."""
+        self._by_name[model.name] = model
+
+    def remove(self, name: str) -> None:
+        """Served no more, if it was. What has begun goes on."""
+        self._by_name.pop(name, None)
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(list(self._by_name.values()))
+
+    def of_job(self, name: str, adapter: Adapter | None) -> ServedModel:
+        """Of a job, which was made by who might use it, and which has its adapter with it, whatever the name means by
+        now. Raises PagodaError MODEL_NOT_FOUND."""
+        if adapter is None:
+            return self.find(name, NOBODY)
+        return replace(self.model, name=name, adapter=adapter, parent=self.model.name)
 
     def of(self, caller: Caller) -> list[ServedModel]:
         return [model for model in self if caller.grant.allows_model(model.name)]

@@ -12,6 +12,7 @@ from pagoda_gateway.store.opening import store_problem
 from pagoda_gateway.text.reasoning import REASONING_FORMAT_NAMES
 from pagoda_gateway.text.tool_formats.choosing import TOOL_FORMAT_NAMES
 from pagoda_proto import times
+from pagoda_proto.adapters.identity import named_paths
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 from pagoda_proto.params import MAX_PRIORITY, MIN_PRIORITY
@@ -23,7 +24,7 @@ ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:]+\])(:[0-9]{1,5})?")
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    model: str = option("", "model directory: tokenizer and config files")
+    model: str = option("", "model directory with tokenizer and config files, or GGUF file")
     served_model_name: str = option("", "name clients use; the directory's name when empty")
     engine: str = option("", "engine core address: unix:/path or host:port; several with commas between", required=True)
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
@@ -126,7 +127,7 @@ class GatewayConfig:
     slow_client_timeout_s: float = option(60.0, "a stream whose client reads nothing for this long is ended", least=0.1)
     resume_wait_s: float = option(times.RESUME_WAIT_S, "how long open streams wait for a lost engine core to come back")
     ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long; 0: never")
-    drain_timeout_s: float = option(30.0, "after SIGTERM, how long open requests may finish")
+    drain_timeout_s: float = option(times.GATEWAY_DRAINS_S, "after SIGTERM, how long open requests may finish")
     lame_duck_s: float = option(0.0, "after SIGTERM, how long to go on accepting while already unready")
     store: str = option(
         "",
@@ -141,6 +142,19 @@ class GatewayConfig:
         "what the model is for: generate, embed, classify (also to rerank); auto goes by the model's files",
         words=(AUTO, *KINDS),
     )
+    lora_modules: str = option(
+        "", "adapters (LoRA, as PEFT saves them) to serve beside the model: name=directory, comma-separated"
+    )
+    lora_dir: str = option("", "directory below which adapters may lie that are loaded while serving; empty: nowhere")
+    lora_loading: bool = option(
+        False, "let clients (with keys: admins) load adapters of lora_dir by /v1/load_lora_adapter, and unload them"
+    )
+    lora_resolver: bool = option(
+        False,
+        "take a model name that is not known for that of a directory in lora_dir, and load it when it is asked for",
+    )
+    max_lora_names: int = option(256, "most adapters that have a name at once", least=1, most=65536)
+    max_lora_bytes: int = option(1024**3, "largest file of an adapter", least=1, most=2**40)
     tool_call_parser: str = option(
         "", f"how the model writes tool calls, if not as its chat template shows: {', '.join(TOOL_FORMAT_NAMES)}"
     )
@@ -158,6 +172,7 @@ class GatewayConfig:
             rule = f"ping_interval_s must be 0 or at least {LEAST_PING_S}"
             yield Problem("ping_interval_s", f"{rule}, got {self.ping_interval_s}")
         yield from self._key_problems()
+        yield from self._adapter_problems()
         for name, known in (("tool_call_parser", TOOL_FORMAT_NAMES), ("reasoning_parser", REASONING_FORMAT_NAMES)):
             if getattr(self, name) not in ("", *known):
                 yield Problem(name, f"{name}: must be one of {', '.join(known)}, got {getattr(self, name)[:64]!a}")
@@ -171,6 +186,15 @@ class GatewayConfig:
             TrustedProxies(self.forwarded_allow_ips)
         except ValueError as error:
             yield Problem("forwarded_allow_ips", f"forwarded_allow_ips: {error}")
+
+    def _adapter_problems(self) -> Iterator[Problem]:
+        try:
+            named_paths(self.lora_modules)
+        except ValueError as error:
+            yield Problem("lora_modules", str(error))
+        for name in ("lora_loading", "lora_resolver"):
+            if getattr(self, name) and not self.lora_dir:
+                yield Problem(name, f"{name} needs a lora_dir, outside of which nothing is loaded")
 
     def _key_problems(self) -> Iterator[Problem]:
         for name, keys in (("api_key", self.api_key), ("admin_api_key", self.admin_api_key)):

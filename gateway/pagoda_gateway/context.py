@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagoda_gateway.adapters import AdapterNames
 from pagoda_gateway.catalogue import Catalogue, ServedModel
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
@@ -28,6 +29,7 @@ class GatewayContext:
     config: GatewayConfig
     engine: EngineClient
     catalogue: Catalogue
+    adapters: AdapterNames
     pool: TextPool
     memory: MemoryBudget
     store: Store
@@ -48,14 +50,15 @@ class GatewayContext:
         store: Store | None = None,
     ) -> GatewayContext:
         """With one model, a pool and a budget of the configured sizes, and a store in memory where none is given."""
-        model = ServedModel(name=served_model_name, text=text, engine=engine, created=created)
+        catalogue = Catalogue([ServedModel(name=served_model_name, text=text, engine=engine, created=created)])
         queue = FairQueue(config.max_waiting_texts, config.max_waiting_texts_per_client)
         store = SqliteStore(MEMORY) if store is None else store
         register = KeyRegister(store)
         return cls(
             config=config,
             engine=engine,
-            catalogue=Catalogue([model]),
+            catalogue=catalogue,
+            adapters=AdapterNames(config, catalogue),
             pool=TextPool(config.text_threads, queue),
             memory=MemoryBudget(config.max_held_bytes),
             store=store,

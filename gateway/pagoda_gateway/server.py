@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pagoda_gateway.adapters import named_adapters
 from pagoda_gateway.app import create_app
 from pagoda_gateway.background.runner import BackgroundResponses
 from pagoda_gateway.batches.batches import Batches
@@ -35,6 +36,7 @@ from pagoda_gateway.store.guard import OUTCOMES, GuardedStore
 from pagoda_gateway.store.opening import open_store
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_gateway.tickets.tickets import WAYS, Tickets
+from pagoda_proto import times
 from pagoda_proto.errors import PagodaError
 
 Report = Callable[[dict[str, object]], None]
@@ -62,8 +64,10 @@ async def serve(
     listener = bind(config.host, config.port)
     with contextlib.closing(listener):
         text = await asyncio.to_thread(load_text, config)
+        adapters = await asyncio.to_thread(named_adapters, config)
         metrics = GatewayMetrics(served_name(config))
         parts = _Parts.of(config, text, metrics, health_times)
+        parts.ctx.adapters.name_all(adapters)
         guard = ConnectionGuard(config, metrics.slow_client, parts.engine.clock.now)
         app = create_app(parts.ctx, parts.health, metrics, parts.background, parts.batches, parts.tickets)
         server = HttpServer(uvicorn_config(app, config, guard))
@@ -122,8 +126,7 @@ class _Parts:
 
     async def hand_over(self) -> None:
         """What runs without a client is left where it is: another gateway may go on with it. Safe to call twice."""
-        self.tickets.leave()
-        await asyncio.gather(self.background.aclose(), self.runner.aclose())
+        await asyncio.gather(self.tickets.leave(), self.background.aclose(), self.runner.aclose())
 
     async def aclose(self) -> None:
         await self.hand_over()
@@ -188,7 +191,7 @@ async def _run(
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             handing_over = asyncio.create_task(parts.hand_over())
-            await _leave(server, serving, config, parts.engine, parts.health)
+            await _leave(server, serving, config, parts)
             await asyncio.wait({handing_over}, timeout=LEAVE_S)
         await serving
     finally:
@@ -197,18 +200,20 @@ async def _run(
         await asyncio.gather(*waiting, serving, return_exceptions=True)
 
 
-async def _leave(
-    server: HttpServer, serving: asyncio.Task[None], config: GatewayConfig, engine: SessionClient, health: Health
-) -> None:
+async def _leave(server: HttpServer, serving: asyncio.Task[None], config: GatewayConfig, parts: _Parts) -> None:
     """Unready at once, accept for the lame-duck time, then wait for open requests and end those that are left."""
+    engine = parts.engine
     logger.info("stopping: %d requests open", engine.num_open)
-    health.drain()
+    parts.health.drain()
     await asyncio.sleep(config.lame_duck_s)
     server.should_exit = True
     done, _ = await asyncio.wait({serving}, timeout=config.drain_timeout_s)
     if done:
         return
     logger.warning("drain time is over: ending %d requests", engine.num_open)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(times.HAND_BACK_S):
+            await parts.tickets.hand_over_all()
     engine.end_all("the gateway is shutting down")
     done, _ = await asyncio.wait({serving}, timeout=LEAVE_S)
     if not done:

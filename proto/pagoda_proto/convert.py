@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode, InvalidParams, Problem, error_code_from
 from pagoda_proto.params import SamplingParams
@@ -110,6 +111,7 @@ def record_to_pb(record: RequestRecord) -> pb.RequestRecord:
         queue_timeout_s=record.queue_timeout_s,
         tenant=record.tenant,
         weight=record.weight,
+        adapter=None if record.adapter is None else pb.Adapter(**msgspec.structs.asdict(record.adapter)),
         generate=_generate_to_pb(task) if isinstance(task, Generate) else None,
         pool=_pool_to_pb(task) if isinstance(task, Pool) else None,
     )
@@ -125,6 +127,7 @@ def record_from_pb(message: pb.RequestRecord) -> RequestRecord:
         queue_timeout_s=message.queue_timeout_s,
         tenant=message.tenant,
         weight=message.weight or 1,
+        adapter=Adapter(message.adapter.digest, message.adapter.path) if message.HasField("adapter") else None,
         task=_task_from_pb(message),
     )
 

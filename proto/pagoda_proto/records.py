@@ -11,12 +11,13 @@ from enum import StrEnum
 
 import msgspec
 
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams, num_candidates
 from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.steps import TopLogprobs
 
-SESSION_PROTOCOL = 5
+SESSION_PROTOCOL = 6
 """Version of the contract between gateway and engine core (engine.proto): raised with every change that breaks it.
 Another arm of `task` and `result` breaks nothing."""
 SESSION_PROTOCOL_KEY = "pagoda-protocol"
@@ -83,7 +84,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `cache_salt` is the prefix-cache domain. `priority`: lower runs earlier under the priority policy. `tenant` is who
     asks, as far as the gateway can tell; under the fair policy those who wait are served in proportion to `weight`.
-    `queue_timeout_s` 0 means the engine core's own.
+    `queue_timeout_s` 0 means the engine core's own. `adapter` is what is computed with beside the model's weights.
     """
 
     request_id: str
@@ -94,6 +95,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     queue_timeout_s: float = 0.0
     tenant: str = ""
     weight: int = 1
+    adapter: Adapter | None = None
 
 
 class PriorOutput(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,10 +28,11 @@ from __future__ import annotations
 
 import msgspec
 
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP, SamplingParams
 from pagoda_proto.pooling.params import PoolingParams
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 NO_TOKEN = -1
 """In `StepResult.tokens`: what the row yields stands elsewhere."""
 
@@ -49,6 +50,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `token_ids` are prompt then output tokens so far; the first `num_prompt_tokens` are prompt, the rest stay output
     for ever (penalties, min_tokens and the random stream count them as output also after a replay). `num_computed`
     leading tokens already have their KV in `block_ids` (prefix hit, shared prompt, or swapped in by the same plan).
+    `adapter` is what the row is computed with beside the model's weights; the worker reads it when it has not yet.
     `seed` and `choice` key the random stream; `eos_token_ids` is empty when the request ignores end of sequence.
     """
 
@@ -61,6 +63,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: int
     choice: int = 0
     eos_token_ids: tuple[int, ...] = ()
+    adapter: Adapter | None = None
     pooling: PoolingParams | None = None  # its prompt is read: the last of it yields `RowOutput.pooled` and no token
 
 
@@ -151,7 +154,7 @@ class BeatAck(Message, frozen=True, tag="beat_ack"):
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """Finish the current step, say Goodbye, exit."""
+    """Nothing is left to do there: finish the current step, say Goodbye, exit."""
 
 
 class ResetWorker(Message, frozen=True, tag="reset"):
@@ -191,6 +194,7 @@ class Hello(Message, frozen=True, tag="hello"):
     swap_block_s: float = 0.0  # how long it takes to move one block, as measured at start
     pools: tuple[str, ...] = ()
     pooled_width: int = 0
+    max_adapters: int = 0  # that rows may have at once, each counted once; without any, rows with one fail
 
 
 class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -246,6 +250,7 @@ class Beat(Message, frozen=True, tag="beat"):
 
     busy_s: float  # how long the step now running has run; 0 when idle
     rss_bytes: int = 0  # resident memory of the process; 0 where the system does not tell
+    leaving: bool = False  # it was asked to end: nothing new, and a Drain once it holds nothing
 
 
 class StepFailed(Message, frozen=True, tag="step_failed"):

@@ -1,6 +1,8 @@
 """How long everybody waits for everybody else. Each wait outlasts what it waits for; the rungs are asserted in a test.
 
     a beat < suspicion < a worker's death < its lease < its step is stuck for good
+    an engine core that leaves, and a restart < a new request waits for it
+    a worker that leaves, and a restart < a begun request waits for it
     a call to the store is given up < a batch is taken over
     a call to the store is given up < a ticket's run is taken over < it ends without its client < it is forgotten
     a locked file < a call to the store is given up < its next trial at the latest
@@ -76,8 +78,11 @@ GRAMMAR_COMPUTE_S = 0.1  # a grammar that takes more processor time is refused: 
 GRAMMAR_CHECK_S = 2.0  # .. and one that takes longer, whoever else computes
 GRAMMAR_SILENT_S = 5.0  # .. by a process that is killed when it neither answers nor ends
 
-# An engine core's way down
-HAND_BACK_S = 2.0  # requests go back to their gateways
+# On the way down
+GATEWAY_DRAINS_S = 30.0  # what is open at a gateway that was asked to leave may go on for so long
+WORKER_DRAINS_S = 30.0  # .. at a worker, as far as no other one has room for it
+ENGINE_CORE_DRAINS_S = 6.0  # .. and at an engine core, as far as its gateways know no other one
+HAND_BACK_S = 2.0  # what is left goes back to the gateways, or into the store
 SESSIONS_END_S = 2.0  # .. and take their answers along
 THREAD_ENDS_S = 3.0  # .. and the loop ends
 
@@ -93,8 +98,8 @@ RESTART_NEVER_UP_MOST_S = 30.0
 STEADY_S = 10.0  # a child that lived this long after coming up has recovered
 START_S = 10.0  # a child needs no longer to start on a busy machine, loading of weights aside
 LAST_WORDS_S = 1.0  # the supervisor reads this long what an ended child had said
-GATEWAY_LEAVES_S = 5.0  # a gateway is killed so long after its lame duck and drain times are over
-ENGINE_CORE_STOPS_S = 12.0  # an engine core that was asked to stop is killed after this
+GATEWAY_LEAVES_S = 8.0  # a gateway is killed so long after its lame duck and drain times are over
+ENGINE_CORE_STOPS_S = 12.0  # an engine core is killed so long after its drain time
 WORKER_STOPS_S = 8.0  # .. and a worker
 OFFLINE_STOPS_S = 30.0  # a closing AsyncLLM waits this long for the step that its thread computes
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pagoda.offline.beams import BeamSearchParams as BeamSearchParams
     from pagoda.offline.llm import LLM as LLM
     from pagoda.offline.llm import GenerationFailed as GenerationFailed
+    from pagoda.offline.local import LoRARequest as LoRARequest
     from pagoda.offline.outputs import CompletionOutput as CompletionOutput
     from pagoda.offline.outputs import RequestOutput as RequestOutput
     from pagoda_proto.errors import PagodaError as PagodaError
@@ -22,6 +23,7 @@ _HOMES = {
     "CompletionOutput": "pagoda.offline.outputs",
     "GenerationFailed": "pagoda.offline.llm",
     "LLM": "pagoda.offline.llm",
+    "LoRARequest": "pagoda.offline.local",
     "PagodaError": "pagoda_proto.errors",
     "PoolingParams": "pagoda_proto.pooling.params",
     "RequestOutput": "pagoda.offline.outputs",

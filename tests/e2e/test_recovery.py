@@ -14,22 +14,36 @@ from typing import Any
 import pytest
 from tests.e2e.stack import Stack, kill, running_stack
 from tests.e2e.streams import MODEL, PLAIN_TOKENS, plain, run_all
+from tests.worker.adapters.files import DEMO, adapter_of
 
 pytestmark = pytest.mark.e2e
 NUM_STREAMS = 12
+NAMES = (MODEL, "one", "two")
 BEAMS, SEARCHED_TOKENS = 4, 150
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("pair"), "--served-model-name", MODEL, workers=2) as running:
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What `lora_modules` says of two adapters."""
+    out = tmp_path_factory.mktemp("adapters")
+    made = {name: adapter_of(DEMO, out / name, seed, size=0.08)[0] for seed, name in enumerate(NAMES[1:])}
+    return ",".join(f"{name}={path}" for name, path in made.items())
+
+
+def named(adapters: str) -> tuple[str, ...]:
+    return "--served-model-name", MODEL, "--lora-modules", adapters
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, adapters: str) -> Iterator[Stack]:
+    with running_stack(tmp_path_factory.mktemp("pair"), *named(adapters), workers=2) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def undisturbed(stack: Stack) -> list[Any]:
     """Each request alone."""
-    return [asyncio.run(run_all(stack, [plain(index)]))[0] for index in range(NUM_STREAMS)]
+    return [asyncio.run(run_all(stack, [request]))[0] for request in requests()]
 
 
 def check(results: list[Any], undisturbed: list[Any]) -> None:
@@ -39,7 +53,8 @@ def check(results: list[Any], undisturbed: list[Any]) -> None:
 
 
 def requests() -> list[dict[str, Any]]:
-    return [plain(index) for index in range(NUM_STREAMS)]
+    """Of the model, and of two adapters of it, by turns."""
+    return [plain(index) | {"model": NAMES[index % len(NAMES)]} for index in range(NUM_STREAMS)]
 
 
 def test_company_changes_nothing(stack: Stack, undisturbed: list[Any]) -> None:
@@ -94,16 +109,18 @@ def test_streams_survive_the_death_of_the_engine_core(stack: Stack, undisturbed:
 
 
 def test_streams_survive_the_death_of_the_only_worker(
-    tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Any]
+    tmp_path_factory: pytest.TempPathFactory, adapters: str, undisturbed: list[Any]
 ) -> None:
-    with running_stack(tmp_path_factory.mktemp("single"), "--served-model-name", MODEL) as single:
+    with running_stack(tmp_path_factory.mktemp("single"), *named(adapters)) as single:
         victim = single.children("worker")[0]
         check(asyncio.run(run_all(single, requests(), lambda: kill(victim.pid))), undisturbed)
         assert not victim.is_running()
 
 
-def test_a_tiny_block_pool_changes_nothing(tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Any]) -> None:
-    arguments = ("--served-model-name", MODEL, "--num-blocks", "24", "--max-model-len", "512")
+def test_a_tiny_block_pool_changes_nothing(
+    tmp_path_factory: pytest.TempPathFactory, adapters: str, undisturbed: list[Any]
+) -> None:
+    arguments = (*named(adapters), "--num-blocks", "24", "--max-model-len", "512")
     with running_stack(tmp_path_factory.mktemp("tiny"), *arguments) as tiny:
         check(asyncio.run(run_all(tiny, requests())), undisturbed)
         assert tiny.stats().preemptions > 0
@@ -113,8 +130,10 @@ def test_a_tiny_block_pool_changes_nothing(tmp_path_factory: pytest.TempPathFact
 SWAPPING = ("--num-blocks", "24", "--max-model-len", "512", "--swap-space-gib", "0.05", "--preemption", "swap")
 
 
-def test_swapping_changes_nothing(tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Any]) -> None:
-    with running_stack(tmp_path_factory.mktemp("swap"), "--served-model-name", MODEL, *SWAPPING) as swapping:
+def test_swapping_changes_nothing(
+    tmp_path_factory: pytest.TempPathFactory, adapters: str, undisturbed: list[Any]
+) -> None:
+    with running_stack(tmp_path_factory.mktemp("swap"), *named(adapters), *SWAPPING) as swapping:
         check(asyncio.run(run_all(swapping, requests())), undisturbed)
         stats = swapping.stats()
         assert stats.preemptions >= stats.swap_preemptions > 0
@@ -123,9 +142,9 @@ def test_swapping_changes_nothing(tmp_path_factory: pytest.TempPathFactory, undi
 
 
 def test_swapped_streams_survive_the_death_of_the_worker_that_keeps_them(
-    tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Any]
+    tmp_path_factory: pytest.TempPathFactory, adapters: str, undisturbed: list[Any]
 ) -> None:
-    with running_stack(tmp_path_factory.mktemp("kept"), "--served-model-name", MODEL, *SWAPPING) as swapping:
+    with running_stack(tmp_path_factory.mktemp("kept"), *named(adapters), *SWAPPING) as swapping:
         victim = swapping.children("worker")[0]
 
         def kill_the_keeper() -> None:
@@ -140,9 +159,9 @@ def test_swapped_streams_survive_the_death_of_the_worker_that_keeps_them(
 
 
 def test_speculation_changes_nothing_also_when_a_worker_dies(
-    tmp_path_factory: pytest.TempPathFactory, undisturbed: list[Any]
+    tmp_path_factory: pytest.TempPathFactory, adapters: str, undisturbed: list[Any]
 ) -> None:
-    arguments = ("--served-model-name", MODEL, "--speculation", "ngram", "--speculation-tokens", "64")
+    arguments = (*named(adapters), "--speculation", "ngram", "--speculation-tokens", "64")
     with running_stack(tmp_path_factory.mktemp("drafts"), *arguments) as drafting:
         victim = drafting.children("worker")[0]
         check(asyncio.run(run_all(drafting, requests(), lambda: kill(victim.pid))), undisturbed)

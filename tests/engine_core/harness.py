@@ -89,7 +89,7 @@ class Client:
         params, prompt = self.record.task.params, self.record.prompt_token_ids
         assert len(self.logprobs) == (0 if params.logprobs is None else sum(map(len, self.tokens)))
         if params.prompt_logprobs is not None and self.tokens[0]:
-            known = list(zip(prefix_hashes(prompt), prompt[1:], strict=False))
+            known = list(zip(prefix_hashes(prompt, self.record.adapter), prompt[1:], strict=False))
             expected = [model.logprobs(prefix, token, params.prompt_logprobs) for prefix, token in known]
             assert self.prompt_logprobs == [expected], "prompt log-probabilities go out once"
         else:
@@ -127,6 +127,7 @@ class Harness:
         block_size: int = 4,
         num_swap_blocks: int = 0,
         swap_block_s: float = 0.0,
+        max_adapters: int = 1,
         model: FakeModel | None = None,
         poison_token_id: int | None = None,
         poison_at: int = 0,
@@ -139,6 +140,7 @@ class Harness:
         self.block_size = block_size
         self.num_swap_blocks = num_swap_blocks
         self.swap_block_s = swap_block_s
+        self.max_adapters = max_adapters
         self.config = EngineConfig(**({"max_steps_in_flight": 1, "max_rows": 16} | config))
         self.clock = ManualClock()
         self.clients: dict[str, Client] = {}
@@ -158,6 +160,7 @@ class Harness:
             max_rows=self.config.max_rows,
             max_tokens_per_step=self.config.max_tokens_per_step,
             num_swap_blocks=self.num_swap_blocks,
+            max_adapters=self.max_adapters,
             **self._behaviour,
         )
         hello = make_hello(
@@ -165,6 +168,7 @@ class Harness:
             block_size=self.block_size,
             num_swap_blocks=self.num_swap_blocks,
             swap_block_s=self.swap_block_s,
+            max_adapters=self.max_adapters,
         )
         self.scheduler = Scheduler(self.config, hello, POLICIES[self.config.policy], self._row_ids)
         self.results.clear()
@@ -242,6 +246,13 @@ class Harness:
         for request in requests:
             self.receive(self.scheduler.add(request, self.clock()))
         return requests
+
+    def move(self, request: Request) -> None:
+        """It leaves while the worker goes on with the others, and comes again, as to another one."""
+        self.scheduler.release(request.request_id, self.clock())
+        self.scheduler.check_invariants()
+        assert request.num_rows == 0
+        self.receive(self.scheduler.add(request, self.clock()))
 
     def drain(self, max_steps: int = 3000) -> None:
         """Run until nothing is left, with as many steps in flight as allowed."""

@@ -22,7 +22,7 @@ from pagoda_engine_core.workers.executor import (
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import FinishReason, PriorOutput, RequestRecord
 from pagoda_proto.steps import Drain, ResetWorker, StepPlan, StepResult
-from pagoda_proto.times import NO_WORKER_WAIT_S
+from pagoda_proto.times import NO_WORKER_WAIT_S, WORKER_DRAINS_S
 
 
 @pytest.fixture
@@ -356,6 +356,9 @@ def test_draining_a_worker_moves_its_requests(bench: Bench) -> None:
     bench.executor.join(2, make_hello("w1"))
     bench.engine.step(0)
     bench.engine.drain_worker("w0")
+    bench.engine.step(0)
+    assert (1, Drain()) not in bench.executor.sent
+    bench.pass_time(0.25)
     assert (1, Drain()) in bench.executor.sent
     bench.settle()
     assert bench.deltas(record.request_id) == reference_tokens(record)
@@ -389,9 +392,60 @@ def test_handing_back_stops_admission_but_not_the_loop(bench: Bench) -> None:
     late = bench.submit(make_record())
     bench.settle()
     assert handed.done()
-    assert bench.sink.migrated == [(running, 0)]
-    assert bench.sink.rejections[late].code is ErrorCode.UNAVAILABLE
+    assert sorted(bench.sink.migrated) == sorted([(running, 0), (late, 0)])
+    assert not bench.sink.rejections
     assert bench.engine.load().draining
+
+
+def test_an_engine_core_that_drains_goes_on_and_gives_back_what_comes(bench: Bench) -> None:
+    record = make_record(max_tokens=10)
+    bench.submit(record)
+    bench.engine.step(0)
+    bench.engine.drain("test")
+    late = bench.submit(make_record())
+    bench.settle()
+    assert bench.sink.migrated == [(late, 0)]
+    assert bench.deltas(record.request_id) == reference_tokens(record)
+    assert not bench.engine.num_open
+
+
+def test_a_worker_that_leaves_keeps_what_nobody_has_room_for(bench: Bench) -> None:
+    record = make_record(max_tokens=30)
+    bench.submit(record)
+    bench.engine.step(0)
+    bench.executor.answer_all()
+    bench.executor.events.append(WorkerChanged(1, WorkerState.DRAINING))
+    waits = make_record()
+    bench.submit(waits)
+    bench.engine.step(0)
+    assert bench.engine.load().num_workers == 0
+    assert bench.engine.load().num_running == 1
+    for _ in range(5):
+        bench.executor.answer_all()
+        bench.engine.step(0)
+    assert len(bench.deltas(record.request_id)[0]) >= 5
+    bench.executor.join(2, make_hello("w1"))  # who comes takes it, and what waited
+    bench.engine.step(0)
+    bench.engine.step(0)
+    assert bench.engine.stats().totals["replays"] == 1
+    bench.settle()
+    for each in (record, waits):
+        assert bench.deltas(each.request_id) == reference_tokens(each)
+    assert bench.executor.sent.count((1, Drain())) == 1
+
+
+def test_a_worker_that_leaves_in_vain_is_sent_away_when_its_time_is_up(bench: Bench) -> None:
+    record = make_record(max_tokens=20)
+    bench.submit(record)
+    bench.engine.step(0)
+    bench.engine.drain_worker("w0")
+    bench.pass_time(WORKER_DRAINS_S - 1)
+    assert (1, Drain()) not in bench.executor.sent
+    bench.pass_time(1.5)
+    assert (1, Drain()) in bench.executor.sent
+    bench.executor.join(2, make_hello("w1"))
+    bench.settle()
+    assert bench.deltas(record.request_id) == reference_tokens(record)
 
 
 def test_call_passes_results_and_errors(bench: Bench) -> None:

@@ -444,8 +444,29 @@ async def test_health_follows_the_workers(server: Server) -> None:
         await eventually(serving)
 
 
+async def test_an_engine_core_that_is_to_leave_ends_what_is_open_and_gives_back_what_comes(socket_dir: Path) -> None:
+    server = Server(socket_dir, drain_timeout_s=600.0)
+    await server.event("listening")
+    worker = FakeWorker(server.config.worker_endpoint)
+    worker.hold.set()
+    with worker:
+        await server.workers(1)
+        session, record, late = Session(server), make_record(max_tokens=50), make_record()
+        session.submit(record)
+        await session.answer()
+        server.stop.set()
+        while not (await session.read()).load.draining:
+            pass
+        session.submit(late)
+        assert (await session.answer()).migrate.request_id == late.request_id
+        worker.hold.clear()
+        await session.until(record.request_id)
+        assert session.tokens(record.request_id) == reference_tokens(record)[0]
+        await server.close()
+
+
 async def test_stopping_migrates_running_requests_and_removes_the_sockets(socket_dir: Path) -> None:
-    server = Server(socket_dir)
+    server = Server(socket_dir, drain_timeout_s=0.0)
     await server.event("listening")
     worker = FakeWorker(server.config.worker_endpoint)
     worker.hold.set()

@@ -146,6 +146,26 @@ def links(place: Apart, link: str, fault: str, *, times: int = 10, hold_s: float
     return report
 
 
+def last_worker_leaves(place: Apart, *, seed: int = 0) -> Report:
+    """SIGTERM while nobody could go on with its streams: it tells them to their end. What comes meanwhile waits for the
+    next one."""
+    report = Report("the last worker leaves")
+    requests = make_requests(seed, 8, max_tokens=400)
+    oracle, replays = undisturbed(place.url, requests), place.stats().replays
+
+    async def disturb(flow: Flow) -> None:
+        await flow.more(20)
+        [worker] = place.children("worker-0")
+        worker.terminate()
+        await asyncio.to_thread(place.wait_until, lambda: not place.children("worker-0"), RECOVERY_S)
+        place.start_worker("worker-0")
+
+    _judge(place, report, requests, oracle, disturb, clients=4)  # the other half comes when it is leaving
+    if place.stats().replays != replays:
+        report.problems.append("a request was computed again")
+    return report
+
+
 def many_choices(
     place: Place, *, seed: int = 0, count: int = 2000, gap_s: float = 5.0, most_kills: int = 100
 ) -> Report:

@@ -56,6 +56,10 @@ def test_a_bad_link_costs_no_stream(tiers: Apart, link: str, fault: str) -> None
     check(scenarios.links(tiers, link, fault, times=1, hold_s=6.0))
 
 
+def test_a_worker_that_nobody_stands_in_for_tells_its_streams_to_their_end(tiers: Apart) -> None:
+    check(scenarios.last_worker_leaves(tiers))
+
+
 def test_other_weights_take_over_nothing(tiers: Apart, tmp_path: Path) -> None:
     changed = scenarios.changed_weights(tmp_path)
     check(scenarios.stranger_takes_over_nothing(tiers, "other weights", ["--model", str(changed)]))

@@ -87,10 +87,14 @@ class FakeEngine:
         self.submitted = asyncio.Event()
         self.recent = RecentRequests()
         self.num_counted = 0
+        self.priors: list[list[Delta]] = []
         self.load = Load(engine_id="fake", num_workers=1, max_model_len=MAX_MODEL_LEN, model_fingerprint="fp-tiny")
 
-    async def submit(self, record: RequestRecord, *, counted: bool = True) -> FakeGeneration:
-        generation = FakeGeneration(record, self.script(record))
+    async def submit(
+        self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()
+    ) -> FakeGeneration:
+        generation = FakeGeneration(record, _behind(prior, self.script(record)))
+        self.priors.append(list(prior))
         self.num_counted += counted
         self.generations.append(generation)
         self.submitted.set()
@@ -104,6 +108,15 @@ class FakeEngine:
         """Of the only request."""
         (generation,) = self.generations
         return generation.record
+
+
+def _behind(prior: Sequence[Delta], script: Sequence[Batch]) -> Sequence[Batch]:
+    """What is left of a script of one choice."""
+    num_known = sum(len(delta.tokens.token_ids) for delta in prior)
+    if not num_known:
+        return script
+    begins = [item[0].tokens.first_index if isinstance(item, list) else -1 for item in script]
+    return script[begins.index(num_known) :]
 
 
 def logprobs_for(record: RequestRecord, token_ids: Sequence[int], top: int | None) -> list[TopLogprobs] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import MAX_LOGPROBS, MAX_SEED, SamplingParams
 from pagoda_proto.pooling.params import CLASSIFY, EMBED, TOKEN_EMBED, PoolingParams
@@ -90,6 +91,7 @@ RECORDS = st.builds(
     queue_timeout_s=F64,
     tenant=TEXT,
     weight=st.integers(1, 2**32 - 1),
+    adapter=st.none() | st.builds(Adapter, digest=TEXT, path=TEXT),
 )
 PRIORS = st.builds(PriorOutput, choice=U32, token_ids=TOKENS, finished=st.booleans())
 LOGPROBS = st.builds(TopLogprobs, F32, U32, TOKENS, st.lists(F32, max_size=3))

@@ -93,6 +93,13 @@ def test_a_new_request_outwaits_a_restart_and_a_begun_one_waits_longer() -> None
     assert times.RESUME_WAIT_S < times.NO_WORKER_WAIT_S < times.LOSING_S
 
 
+def test_who_leaves_and_is_replaced_is_outwaited() -> None:
+    restarted_s = times.RESTART_MOST_S + times.START_S
+    assert times.ENGINE_CORE_DRAINS_S + restarted_s < times.SUBMIT_WAIT_S
+    assert times.WORKER_DRAINS_S + times.WORKER_STOPS_S + restarted_s < times.NO_WORKER_WAIT_S
+    assert times.GATEWAY_DRAINS_S <= times.TICKET_GRACE_S
+
+
 def test_time_that_was_slept_through_does_not_count() -> None:
     moments = iter([10.0, 10.5, 11.0, 251.0, 251.5, 252.75])
     clock = LivedClock(0.5, lambda: next(moments))

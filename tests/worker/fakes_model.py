@@ -14,6 +14,7 @@ import torch
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, StepPlan, StepResult
+from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, Grammars
@@ -106,6 +107,7 @@ class FakeLoaded:
     fingerprint: str = "fake"
     numerics_id: str = "fake-numerics"
     grammars: Grammars = NO_GRAMMARS
+    adapters: Adapters = NO_ADAPTERS
     pooler: None = None
     spare_blocks: int = 0
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from pagoda_proto import times
+from pagoda_proto.adapters.identity import named_paths
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
@@ -23,10 +25,11 @@ BLOCK_SIZES = {"cpu": 32, "cuda": 64}
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerConfig:
-    model: str = option("", "model directory: config.json and safetensors files")
+    model: str = option("", "model directory with config.json and safetensors files, or GGUF file")
     engine: str = option("", "ZMQ address of the engine core: ipc:///path or tcp://host:port", required=True)
     keys_dir: str = option("", "keys for links that leave the host, as `pagoda keygen` writes them")
     worker_id: str = option("", "stable name of this worker; made from host and process id when empty")
+    drain_timeout_s: float = option(times.WORKER_DRAINS_S, "after SIGTERM, how long open requests may finish")
     alive_file: str = option("", "touched whenever the engine core acknowledges a beat; for health checks")
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes a GPU if a usable one is there, else the CPU")
     dtype: str = option(
@@ -69,8 +72,17 @@ class WorkerConfig:
         DEFAULT_MAX_TOKENS_PER_STEP, "most tokens one step may compute", least=1, most=2**20
     )
     speculation: str = option("", "guess tokens and verify them: ngram, draft-model; empty: off", words=SPECULATIONS)
-    draft_model: str = option("", "model directory for draft-model; same vocabulary as the model")
+    draft_model: str = option("", "model directory or GGUF file for draft-model; same vocabulary as the model")
     max_drafts: int = option(0, "most tokens guessed at once for a choice; 0: 8", most=1024)
+    lora_modules: str = option(
+        "", "adapters (LoRA, as PEFT saves them) to serve beside the model: name=directory, comma-separated"
+    )
+    lora_dir: str = option("", "directory below which adapters may lie that are loaded while serving; empty: nowhere")
+    max_loras: int = option(
+        8, "most adapters in use at once; others wait, or take the place of one that nobody uses", least=1, most=1024
+    )
+    max_lora_rank: int = option(64, "highest rank of an adapter", least=1, most=4096)
+    max_lora_bytes: int = option(1024**3, "largest file of an adapter", least=1, most=2**40)
     task: str = option(
         AUTO,
         "what the model is for: generate, embed, classify (also to rerank); auto goes by the model's files",
@@ -80,6 +92,10 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check(self, _further_problems(self))
+
+    @property
+    def takes_adapters(self) -> bool:
+        return bool(self.lora_modules or self.lora_dir)
 
     def settled(self, device_type: str) -> WorkerConfig:
         """With what nobody said: block_size as this kind of device likes it, and as many threads as there are cores."""
@@ -93,6 +109,10 @@ def _further_problems(config: WorkerConfig) -> Iterator[Problem]:
             parse(text)
         except ValueError as error:
             yield Problem(name, str(error))
+    try:
+        named_paths(config.lora_modules)
+    except ValueError as error:
+        yield Problem("lora_modules", str(error))
     if config.block_size % 16:
         yield Problem("block_size", f"block_size must be a multiple of 16, got {config.block_size}")
     if AUTO_SWAP_SPACE < config.swap_space_gib < 0:

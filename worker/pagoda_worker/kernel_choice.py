@@ -17,7 +17,8 @@ BACKENDS = ("reference", "torch", "native", "triton")
 FLASH = "flash"
 FAMILIES = {
     "linear": (
-        "pack_linear", "pack_gated", "pack_experts", "linear", "gated_linear", "activated_linear", "moe", "logits",
+        "pack_linear", "pack_gated", "pack_experts", "new_slots", "fill_slot", "linear", "gated_linear",
+        "activated_linear", "moe", "logits",
     ),
     "pointwise": ("embed", "add_positions", "add", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"),
     "attention": (

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.dispatch.answers import Sink, Submission
+from pagoda_engine_core.dispatch.answers import Draining, Sink, Submission
 from pagoda_engine_core.grammars.checker import Verdict
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.workers.pace import Throughput
+from pagoda_proto.adapters.identity import adapter_problems
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import MAX_PRIORITY, MAX_SEED, MIN_PRIORITY, ModelLimits, check_for_model
@@ -74,6 +75,7 @@ class Admission:
         self.readings = Readings()
         self.model_fingerprint = ""
         self.closed = False
+        self.why_closed = ""
 
     @property
     def num_held(self) -> int:
@@ -87,7 +89,7 @@ class Admission:
         `num_waiting` requests with `num_tokens` prompt tokens wait already. Raises PagodaError.
         """
         if self.closed:
-            raise PagodaError(ErrorCode.UNAVAILABLE, "the engine core is draining")
+            raise Draining(self.why_closed)
         held = self._held.get(submission.request_id)
         known = running or (held.submission if held else None)
         if known is not None and known.attempt >= submission.attempt:
@@ -125,9 +127,9 @@ class Admission:
         self.model_fingerprint = hello.model_fingerprint
         return self._take_held()
 
-    def close(self) -> list[HeldSubmission]:
+    def close(self, why: str) -> list[HeldSubmission]:
         """Nothing gets in any more; the submissions that were held."""
-        self.closed = True
+        self.closed, self.why_closed = True, why
         return self._take_held()
 
     def withdraw(self, request_id: str, choices: tuple[int, ...], sink: Sink | None) -> Submission | None:
@@ -293,6 +295,7 @@ def record_problems(record: RequestRecord, attempt: int) -> Iterator[Problem]:
         yield Problem("request_id", f"must have 1 to {MAX_ID_BYTES} bytes, got {size}")
     if not 0 <= attempt <= MAX_ATTEMPT:
         yield Problem("attempt", f"must be between 0 and {MAX_ATTEMPT}, got {attempt}")
+    yield from adapter_problems(record.adapter)
     seed, asked = record.task.seed, record.task.params.seed
     if not 0 <= seed <= MAX_SEED:
         yield Problem("seed", f"must be between 0 and {MAX_SEED}, got {seed}")

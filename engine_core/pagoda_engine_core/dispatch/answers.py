@@ -52,6 +52,13 @@ class Observer(Protocol):
         """A worker spent `elapsed_s` on a step, `forward_s` of it in model and sampler."""
 
 
+class Draining(PagodaError):
+    """Nothing gets in any more, and nothing is wrong with what was submitted: it is given back."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(ErrorCode.UNAVAILABLE, why)
+
+
 class NoObserver:
     def ended(self, delta: Delta, first_token_s: float | None, latency_s: float) -> None: ...
 
@@ -123,6 +130,9 @@ class Answers:
         return first
 
     def reject(self, submission: Submission, error: PagodaError, retry_after_s: float = 0.0) -> None:
+        if isinstance(error, Draining):
+            self._give_back(submission, error.message)
+            return
         self._observer.rejected(error.code)
         sink = submission.sink
         self._tell(sink, partial(sink.rejected, submission.request_id, submission.attempt, error, retry_after_s))
@@ -193,14 +203,16 @@ class Answers:
             self._forget(request_id)
         return request_ids
 
+    def _give_back(self, submission: Submission, reason: str) -> None:
+        self._tell(submission.sink, partial(submission.sink.migrate, submission.request_id, submission.attempt, reason))
+
     def migrate_all(self, reason: str) -> None:
         """After what has been emitted, give every open request back."""
         self.publish()
         accepted_by_id, self._accepted = self._accepted, {}
         self._num_open.clear()
-        for request_id, accepted in accepted_by_id.items():
-            sink = accepted.submission.sink
-            self._tell(sink, partial(sink.migrate, request_id, accepted.submission.attempt, reason))
+        for accepted in accepted_by_id.values():
+            self._give_back(accepted.submission, reason)
 
     def _end(self, accepted: AcceptedSubmission, delta: Delta, now: float) -> None:
         self._forget(delta.request_id)

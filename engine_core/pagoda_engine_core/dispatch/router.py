@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.fairness import Fairness
@@ -30,7 +32,7 @@ from pagoda_engine_core.workers.pace import Pace
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta
 from pagoda_proto.steps import Hello
-from pagoda_proto.times import NO_WORKER_WAIT_S
+from pagoda_proto.times import NO_WORKER_WAIT_S, WORKER_DRAINS_S
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +101,14 @@ class Router:
         """Without a worker: what the first one to come must be like, for a request that has begun waits for it."""
         begun_by = (queued.request.begun for queued in self._queue)
         return next((begun.numerics_id for begun in begun_by if begun is not None), "")
+
+    def drain(self, worker_id: str, now: float) -> None:
+        """Have a worker leave, within the time that one takes that leaves by itself. PagodaError NOT_FOUND."""
+        workers = [worker for worker in self.workers.values() if worker.hello.worker_id == worker_id]
+        if not workers:
+            raise PagodaError(ErrorCode.NOT_FOUND, f"no worker {worker_id!r} is at work here", "worker_id")
+        for worker in workers:
+            worker.leave_by = min(worker.leave_by or math.inf, now + WORKER_DRAINS_S)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -184,23 +194,31 @@ class Router:
 
     @property
     def anybody_waits(self) -> bool:
-        return len(self._queue) > 0
+        """For a place: in the queue, or on a worker that is to leave."""
+        return len(self._queue) > 0 or any(worker.leaving and worker.requests for worker in self.workers.values())
 
     def dispatch(self, rooms: dict[int, Room], now: float) -> list[Delta]:
         """Give waiting requests, in order, to workers that can begin them in the step that is planned next. `rooms`, by
-        epoch, are what those have left; what is taken goes off them."""
+        epoch, are what those have left; what is taken goes off them. First goes on what a worker holds that is to
+        leave, if it can; otherwise it stays there."""
         deltas: list[Delta] = []
         if self.anybody_waits:
             self._fairness.charge(itertools.chain.from_iterable(w.requests.values() for w in self.workers.values()))
+        for leaving in [worker for worker in self.workers.values() if worker.leaving]:
+            for request in list(leaving.requests.values()):
+                deltas += self._guarded(request, partial(self._move, request, leaving, rooms, now), now)
         for queued in self._queue:
             if not rooms:
                 break
-            try:
-                deltas += self._try(queued.request, rooms, now)
-            except Exception:  # about this request; the others go on
-                log.exception("request %r cannot be placed", queued.request.request_id)
-                deltas += self._drop(queued.request, now)
+            deltas += self._guarded(queued.request, partial(self._try, queued.request, rooms, now), now)
         return deltas
+
+    def _guarded(self, request: Request, place: Callable[[], list[Delta]], now: float) -> list[Delta]:
+        try:
+            return place()
+        except Exception:  # about this request; the others go on
+            log.exception("request %r cannot be placed", request.request_id)
+            return self._drop(request, now)
 
     def _try(self, request: Request, rooms: dict[int, Room], now: float) -> list[Delta]:
         takers = [worker for worker in self.workers.values() if worker.takes(request)]
@@ -211,17 +229,27 @@ class Router:
                 rooms.pop(epoch, None)
                 request.note_blocked(cause or Cause.QUEUED_BEHIND, now)
             return []
-        worker = min(able, key=lambda worker: worker.cost(request))
         self._queue.remove(request.request_id)
-        rooms[worker.epoch].take(worker.scheduler.need(request, rooms[worker.epoch]))
-        return self._place(request, worker, now)
+        return self._place(request, able, rooms, now)
+
+    def _move(self, request: Request, leaving: Worker, rooms: dict[int, Room], now: float) -> list[Delta]:
+        takers = [worker for worker in self.workers.values() if worker.takes(request)]
+        able = [worker for worker in takers if self._lacks(worker, request, rooms.get(worker.epoch)) is None]
+        if not able:
+            return []
+        leaving.scheduler.release(request.request_id, now)
+        leaving.forget(request.request_id)
+        self._totals["replays"] += request.started
+        return self._place(request, able, rooms, now)
 
     def _lacks(self, worker: Worker, request: Request, room: Room | None) -> Cause | None:
         if room is None or room.full:
             return Cause.QUEUED_BEHIND
         return room.lacks(worker.scheduler.need(request, room))
 
-    def _place(self, request: Request, worker: Worker, now: float) -> list[Delta]:
+    def _place(self, request: Request, able: list[Worker], rooms: dict[int, Room], now: float) -> list[Delta]:
+        worker = min(able, key=lambda worker: worker.cost(request))
+        rooms[worker.epoch].take(worker.scheduler.need(request, rooms[worker.epoch]))
         worker.requests[request.request_id] = request
         self._fairness.charge([request])
         if request.suspect:
@@ -233,9 +261,7 @@ class Router:
         if self.is_waiting(request.request_id):
             self._queue.remove(request.request_id)
         for worker in self.workers.values():
-            worker.requests.pop(request.request_id, None)
-            if worker.suspect == request.request_id:
-                worker.suspect = ""
+            worker.forget(request.request_id)
         return request.fail(ErrorCode.INTERNAL, "the engine core cannot place this request", now)
 
     # --- numbers -----------------------------------------------------------------------------------------------------

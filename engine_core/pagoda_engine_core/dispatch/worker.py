@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from pagoda_engine_core.scheduling.request import Request
@@ -31,14 +32,36 @@ class Worker:
     pace: Pace = field(default_factory=Pace)
     served: int = 0  # tokens of requests, prompt and output, up to the last step
     unaudited: bool = False  # it has worked since its books were last audited
+    leave_by: float | None = None  # when it must be rid of its requests, once it is to leave
 
     @property
     def ready(self) -> bool:
-        return self.state is WorkerState.READY
+        return self.state is WorkerState.READY and not self.leaving
+
+    @property
+    def leaving(self) -> bool:
+        return self.leave_by is not None
 
     @property
     def plannable(self) -> bool:
-        return self.ready and self.scheduler.steps_in_flight < self.max_steps_in_flight
+        """A worker that is to leave goes on with what it holds."""
+        works = self.state in (WorkerState.READY, WorkerState.DRAINING)
+        return works and self.scheduler.steps_in_flight < self.max_steps_in_flight
+
+    def leaves(self, now: float) -> bool:
+        """Whether it need not stay any longer, or may not."""
+        return self.leave_by is not None and (not self.requests or now >= self.leave_by)
+
+    def change(self, state: WorkerState) -> None:
+        self.state = state
+        if state is WorkerState.DRAINING and self.leave_by is None:
+            self.leave_by = math.inf  # it was told when to end, and says goodbye then
+
+    def forget(self, request_id: str) -> None:
+        """It holds this request no longer."""
+        self.requests.pop(request_id, None)
+        if self.suspect == request_id:
+            self.suspect = ""
 
     def takes(self, request: Request) -> bool:
         """Whether it would take the request if there were room: one suspect at a time."""

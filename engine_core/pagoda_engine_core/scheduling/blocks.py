@@ -33,29 +33,34 @@ def require(condition: bool, what: str) -> None:
 class HashChain:
     """Names of the leading full blocks of one growing list of tokens.
 
-    A name covers the block's own tokens, everything before it (through the parent's name) and the cache salt (at the
-    root), so equal names mean equal KV within one salt. Each block is hashed once, when it becomes full.
+    A name covers the block's own tokens, everything before it (through the parent's name), the cache salt and the
+    digest of the adapter (at the root), so equal names mean equal KV within one salt. Each block is hashed once, when
+    it becomes full.
     """
 
-    __slots__ = ("_salt", "block_size", "hashes")
+    __slots__ = ("_adapter", "_salt", "block_size", "hashes")
 
-    def __init__(self, salt: str, block_size: int) -> None:
+    def __init__(self, salt: str, block_size: int, adapter: str = "") -> None:
         self._salt = salt
+        self._adapter = adapter
         self.block_size = block_size
         self.hashes: list[bytes] = []
 
     def copy(self) -> HashChain:
         """Of a list that begins the same."""
-        chain = HashChain(self._salt, self.block_size)
+        chain = HashChain(self._salt, self.block_size, self._adapter)
         chain.hashes = list(self.hashes)
         return chain
 
     def extend(self, num_blocks: int, tokens: Callable[[int, int], Sequence[int]]) -> None:
         """Hash up to `num_blocks` blocks; `tokens(start, end)` returns that range of the token list."""
         for index in range(len(self.hashes), num_blocks):
-            parent = self.hashes[-1] if index else blake2b(self._salt.encode(), digest_size=DIGEST_BYTES).digest()
+            parent = self.hashes[-1] if index else self._root()
             own = array("Q", tokens(index * self.block_size, (index + 1) * self.block_size)).tobytes()
             self.hashes.append(blake2b(parent + own, digest_size=DIGEST_BYTES).digest())
+
+    def _root(self) -> bytes:
+        return blake2b(self._salt.encode(), digest_size=DIGEST_BYTES, key=bytes.fromhex(self._adapter)).digest()
 
 
 class BlockPool:

@@ -226,7 +226,7 @@ class KvCache:
         """Names of at least the first `num_blocks` blocks. Choices of one request hash their prompt once."""
         chain = choice.chains.get(self._block_size)
         if chain is None:
-            chain = HashChain(choice.request.record.cache_salt, self._block_size)
+            chain = HashChain(choice.request.record.cache_salt, self._block_size, choice.request.adapter_digest)
             chain.hashes.extend(self._prompt_names(choice.request))
             choice.chains[self._block_size] = chain
         chain.extend(num_blocks, choice.tokens)

@@ -20,6 +20,7 @@ class Cause(StrEnum):
     QUEUED_BLOCKS = "queued_blocks"  # first in line, but too few free KV blocks
     QUEUED_BUDGET = "queued_budget"  # first in line, but the steps' token budget is used up
     QUEUED_ROWS = "queued_rows"  # first in line, but as many rows run as the worker holds
+    QUEUED_ADAPTERS = "queued_adapters"  # first in line, but its rows have as many other adapters as the worker holds
     PREFILL = "prefill"  # first row planned until first token
     DECODE = "decode"
     PREEMPTED = "preempted"  # lost its blocks: waiting, and computing again what was there

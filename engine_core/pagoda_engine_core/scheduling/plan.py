@@ -278,4 +278,5 @@ def _new_row(choice: Choice) -> NewRow:
         choice=choice.index,
         eos_token_ids=request.eos_token_ids,
         pooling=task.pooling if isinstance(task, Pool) else None,
+        adapter=request.record.adapter,
     )

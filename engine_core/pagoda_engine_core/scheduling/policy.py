@@ -7,9 +7,10 @@ first request always advances: preemption cannot go round in circles.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import attrgetter
 
+from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Request
 from pagoda_proto.params import BACKGROUND_PRIORITY
 
@@ -62,27 +63,62 @@ class OrderedChoices:
         del self._choices[index]
 
 
+class Adapters:
+    """Digests of the adapters that rows of one worker have, of which there may be `most`.
+
+    A worker that takes none says so of each row itself, so there is always a place for one.
+    """
+
+    def __init__(self, most: int, choices: Iterable[Choice]) -> None:
+        self._most = max(1, most)
+        self._choices = choices
+        self._taken: set[str] = set()
+
+    def fits(self, digest: str) -> bool:
+        if not digest:
+            return True
+        held = self._taken | {choice.request.adapter_digest for choice in self._choices} - {""}
+        return digest in held or len(held) < self._most
+
+    def take(self, digest: str) -> None:
+        self._taken |= {digest} - {""}
+
+
 class Rows:
     """Choices that have a row of a worker (`running`) and those that wait for one.
 
     `dropped` are rows that the worker still holds: the next plan tells it. `num_requests` are requests with a row,
-    `queued_tokens` the prompt tokens of the others. Whoever leaves has given up his blocks.
+    `queued_tokens` the prompt tokens of the others. Whoever leaves has given up his blocks. Rows have at most
+    `max_adapters` adapters at once.
     """
 
-    def __init__(self, row_ids: Iterator[int], max_rows: int) -> None:
+    def __init__(self, row_ids: Iterator[int], max_rows: int, max_adapters: int = 0) -> None:
         self.waiting, self.running = OrderedChoices(), OrderedChoices()
         self.dropped: list[int] = []
         self.max_rows = max_rows
+        self.max_adapters = max_adapters
         self.num_requests = self.queued_tokens = 0
         self._row_ids = row_ids
 
     def emptied(self) -> Rows:
         """Of the same worker, without any."""
-        return Rows(self._row_ids, self.max_rows)
+        return Rows(self._row_ids, self.max_rows, self.max_adapters)
 
     @property
     def num_free(self) -> int:
         return self.max_rows - len(self.running)
+
+    def lacks(self, choice: Choice) -> Cause | None:
+        """What keeps one that waits from getting a row, whatever it computes."""
+        if self.num_free < 1:
+            return Cause.QUEUED_ROWS
+        fits = Adapters(self.max_adapters, self.running).fits(choice.request.adapter_digest)
+        return None if fits else Cause.QUEUED_ADAPTERS
+
+    @property
+    def adapters(self) -> Adapters:
+        """Of all that are here."""
+        return Adapters(self.max_adapters, [*self.running, *self.waiting])
 
     def enter(self, choice: Choice) -> None:
         """One that waits gets a row."""

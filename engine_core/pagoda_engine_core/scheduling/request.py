@@ -185,6 +185,7 @@ class Request:
         self.params: SamplingParams = record.task.params
         self.begun = begun = resume.begun
         self.request_id = record.request_id
+        self.adapter_digest = record.adapter.digest if record.adapter else ""
         self.attempt = attempt
         self.max_output_tokens = max_output_tokens
         self.num_prompt_tokens = len(record.prompt_token_ids)

@@ -13,21 +13,25 @@ from typing import NamedTuple
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.plan import Budget
+from pagoda_engine_core.scheduling.policy import Adapters
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice
 
 
 class Need(NamedTuple):
-    """What a request takes when it begins: rows at once or later, tokens of the first step, blocks of all it knows."""
+    """What a request takes when it begins: rows at once or later, tokens of the first step, blocks of all it knows, a
+    place for its adapter, if it has one and no other row has the same."""
 
     rows: int
     tokens: int
     blocks: int
+    adapter: str = ""
 
 
 class Room:
-    """Rows, tokens and blocks that the next step of one worker has left."""
+    """Rows, tokens, blocks and places for adapters that the next step of one worker has left."""
 
-    def __init__(self, rows: int, budget: Budget, kv: KvCache) -> None:
+    def __init__(self, rows: int, budget: Budget, kv: KvCache, adapters: Adapters) -> None:
+        self._adapters = adapters
         self._rows = rows
         self._budget = budget
         self._blocks = kv.pool.num_free
@@ -52,17 +56,20 @@ class Room:
         choice = next((choice for choice in choices if choice.distance), choices[0])
         prefix = self._kv.lookup(choice)
         blocks = self._kv.admission_cost(prefix, choice.num_tokens, lifetime_blocks)
-        return Need(len(choices), choice.num_tokens - prefix.num_tokens, blocks)
+        return Need(len(choices), choice.num_tokens - prefix.num_tokens, blocks, choice.request.adapter_digest)
 
     def lacks(self, need: Need) -> Cause | None:
         """What keeps a request from beginning in the next step."""
         if self._rows < 1:
             return Cause.QUEUED_ROWS
+        if not self._adapters.fits(need.adapter):
+            return Cause.QUEUED_ADAPTERS
         if not self._budget.fits(need.tokens):
             return Cause.QUEUED_BUDGET
         return Cause.QUEUED_BLOCKS if need.blocks > self._blocks else None
 
     def take(self, need: Need) -> None:
         self._rows -= need.rows
+        self._adapters.take(need.adapter)
         self._budget.grant(need.tokens)
         self._blocks -= need.blocks

@@ -38,7 +38,7 @@ class Scheduler:
         self._config = config
         self._identity = (hello.model_fingerprint, hello.numerics_id)
         self._policy = policy
-        self._rows = Rows(row_ids, min(config.max_rows, hello.max_rows))
+        self._rows = Rows(row_ids, min(config.max_rows, hello.max_rows), hello.max_adapters)
         pool = BlockPool(hello.num_blocks, hello.block_size, config.prefix_cache and hello.num_blocks > 0)
         self._kv = KvCache(pool, hello.num_swap_blocks)
         self._speed = Speed(min(config.max_tokens_per_step, hello.max_tokens_per_step), config.prompt_step_s)
@@ -94,7 +94,7 @@ class Scheduler:
         rows = self._rows
         awake = restless(rows.running)
         num_free = rows.num_free + len(awake)  # the others take a row and what is promised
-        return Room(num_free, self._budget(awake, 1), self._kv).without(awake, rows.waiting)
+        return Room(num_free, self._budget(awake, 1), self._kv, rows.adapters).without(awake, rows.waiting)
 
     def need(self, request: Request, room: Room) -> Need:
         """What a request would take of the next step."""
@@ -148,6 +148,12 @@ class Scheduler:
         request = self._detach(request_id, (), now)
         return self._told(request, request.fail(code, message, now)) if request else []
 
+    def release(self, request_id: str, now: float) -> None:
+        """Another worker goes on with this request, from its tokens."""
+        if request := self._detach(request_id, (), now):
+            request.leave_worker(now)
+            self._rows.queued_tokens -= self._requests.pop(request_id).num_prompt_tokens
+
     def take_back(self, now: float) -> list[Request]:
         """The worker is lost: hand out all open requests, in order, with nothing but their tokens. The books are not
         balanced but thrown away, so this works even when they are wrong."""
@@ -168,9 +174,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step; None when there is nothing to compute or drop, or it is better planned after the next result.
-
-        At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL).
-        """
+        At most `max_steps_in_flight` plans may be unanswered (PagodaError INTERNAL)."""
         if len(self._in_flight) >= self._config.max_steps_in_flight:
             raise PagodaError(ErrorCode.INTERNAL, f"{len(self._in_flight)} steps are in flight already")
         rows = self._rows
@@ -283,13 +287,11 @@ class Scheduler:
                 return
 
     def _start(self, choice: Choice, builder: PlanBuilder, now: float) -> Cause | None:
-        """Make the first waiting choice a row, or say what it waits for.
-
-        It must find room for all its known tokens and a block to go on with, beside what running rows still need;
-        otherwise it would soon be preempted and have computed for nothing.
-        """
-        if self._rows.num_free < 1:
-            return Cause.QUEUED_ROWS
+        """Make the first waiting choice a row, or say what it waits for. It must find room for all its known tokens and
+        a block to go on with, beside what running rows still need; otherwise it would soon be preempted and have
+        computed for nothing."""
+        if lacking := self._rows.lacks(choice):
+            return lacking
         prefix = self._kv.lookup(choice)
         if not builder.budget.fits(choice.num_tokens - prefix.num_tokens):
             return Cause.QUEUED_BUDGET
@@ -394,6 +396,5 @@ class Scheduler:
     def _told(self, request: Request, deltas: list[Delta]) -> list[Delta]:
         """Endings have been written down; after its last one a request is no longer here."""
         if request.ended:
-            del self._requests[request.request_id]
-            self._rows.queued_tokens -= request.num_prompt_tokens
+            self._rows.queued_tokens -= self._requests.pop(request.request_id).num_prompt_tokens
         return deltas

@@ -31,6 +31,7 @@ class Change(NamedTuple):
 class _Life:
     heard_at: float
     draining: bool = False
+    dismissed: bool = False  # nothing is left to do there
     suspect: bool = False
     owes_since: float | None = None  # since when its oldest unanswered plan (or drain) is the oldest
     deadlines_s: deque[float] = field(default_factory=deque)  # how long each of those plans may take
@@ -78,12 +79,18 @@ class Liveness:
         life.heard_at = now
         life.busy_s = 0.0
         life.deadlines_s.popleft()
-        life.owes_since = now if life.deadlines_s or life.draining else None
+        life.owes_since = now if life.deadlines_s or life.dismissed else None
+
+    def leaves(self, epoch: int) -> bool:
+        """The worker is to leave, as it says; whether that is news."""
+        life = self._lives[epoch]
+        is_news, life.draining = not life.draining, True
+        return is_news
 
     def drain(self, epoch: int, now: float) -> None:
-        """The worker was asked to leave, and owes us that."""
+        """The worker was asked to leave now, and owes us that."""
         life = self._lives[epoch]
-        life.draining = True
+        life.draining = life.dismissed = True
         if life.owes_since is None:
             life.owes_since = now
 

@@ -237,6 +237,9 @@ class ZmqExecutor:
             case Beat() if kind == CONTROL:
                 self._liveness.beat(peer.epoch, message.busy_s, now)
                 peer.rss_bytes = message.rss_bytes
+                if message.leaving and self._liveness.leaves(peer.epoch):
+                    log.info("worker %r (epoch %d) is to leave", peer.hello.worker_id, peer.epoch)
+                    self._events.append(WorkerChanged(peer.epoch, WorkerState.DRAINING))
                 self._send(peer, CONTROL, BeatAck())
             case Goodbye():
                 self._lose(peer.epoch, LeaveCause.LEFT, message.reason or "said goodbye")

@@ -213,7 +213,7 @@ class Model(Answered):
     created: int
     owned_by: str
     root: str
-    parent: None
+    parent: str | None
     max_model_len: int | None
 
 

@@ -217,7 +217,7 @@ class BackgroundResponses:
 
     def _has_model(self, job: Job) -> bool:
         try:
-            self._ctx.catalogue.of_job(job.model)
+            self._ctx.catalogue.of_job(job.model, job.adapter)
         except PagodaError:
             return False
         return True
@@ -259,7 +259,7 @@ class BackgroundResponses:
     async def _generated(self, running: _Running) -> Iterator[Told]:
         """Generate it, and give its last event."""
         job, telling = running.job, running.telling
-        model, charge = self._ctx.catalogue.of_job(job.model), running.charge
+        model, charge = self._ctx.catalogue.of_job(job.model, job.adapter), running.charge
 
         def on_end(usage: Usage, outcome: Outcome) -> None:
             running.usage = usage

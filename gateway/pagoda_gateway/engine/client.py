@@ -23,7 +23,7 @@ from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.engine.waits import Absence, Waits
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import RequestRecord
+from pagoda_proto.records import Delta, RequestRecord
 from pagoda_proto.times import LivedClock
 
 
@@ -109,14 +109,16 @@ class SessionClient:
 
     # Requests
 
-    async def submit(self, record: RequestRecord, *, counted: bool = True) -> PooledGeneration:
-        """Send a record and wait until an engine core took it.
+    async def submit(
+        self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()
+    ) -> PooledGeneration:
+        """Send a record and wait until an engine core took it. `prior` is what came of it before, at another gateway.
 
         Raises:
             PagodaError: UNAVAILABLE without an engine core, or what the engine core refused it with.
         """
         await self._wait_usable()
-        generation = self._pool.open(record, counted=counted)
+        generation = self._pool.open(record, counted=counted, prior=prior)
         try:
             await generation.admitted.wait()
         except asyncio.CancelledError:

@@ -29,8 +29,9 @@ class Generation(Protocol):
 class Submitting(Protocol):
     """Takes requests."""
 
-    async def submit(self, record: RequestRecord, *, counted: bool = True) -> Generation:
-        """Start a request. One that is not `counted` is no user's: metrics and log of theirs do not know it.
+    async def submit(self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()) -> Generation:
+        """Start a request. One that is not `counted` is no user's: metrics and log of theirs do not know it. `prior` is
+        what came of it before, at another gateway; it goes on behind that.
 
         Raises:
             PagodaError: it was not admitted (OVERLOADED, UNAVAILABLE, INVALID_ARGUMENT, ..). The exception may carry

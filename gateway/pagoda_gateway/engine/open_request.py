@@ -7,6 +7,7 @@ yet. They are all that is needed to submit the request again after a loss. No cl
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -65,7 +66,8 @@ class OpenRequest:
     the end of the last attempt.
     """
 
-    def __init__(self, record: RequestRecord) -> None:
+    def __init__(self, record: RequestRecord, prior: Sequence[Delta] = ()) -> None:
+        """`prior` is what was read of it before, at another gateway: it is known, and not told again."""
         self.record = record
         self.attempt = 0
         self.ended = False
@@ -78,6 +80,9 @@ class OpenRequest:
         self._choices = [_Choice() for _ in range(record.task.params.n)]
         self._pending = WaitingDeltas()
         self._failed: list[Delta] = []  # delivered by themselves, after the tokens that came before
+        for delta in prior:
+            self._know(self._choices[delta.choice], delta)
+        self.attempt = int(bool(prior))
 
     @property
     def num_output_tokens(self) -> int:
@@ -152,14 +157,17 @@ class OpenRequest:
         self._book(choice, delta)
         return Taken.NEWS
 
-    def _book(self, choice: _Choice, delta: Delta) -> None:
+    def _know(self, choice: _Choice, delta: Delta) -> None:
         tokens = delta.tokens
         choice.tokens.extend(tokens.token_ids)
         self.was_read |= delta.has_output
         choice.prompt_logprobs_seen |= tokens.prompt_logprobs is not None
         choice.reason = choice.reason or delta.finish_reason
-        self.error_code = delta.error_code or self.error_code
         self.begun = self.begun or tokens.begun
+
+    def _book(self, choice: _Choice, delta: Delta) -> None:
+        self._know(choice, delta)
+        self.error_code = delta.error_code or self.error_code
         self._usage = delta.usage
         self.ledger = delta.ledger or []
         self.ended = delta.ends_request

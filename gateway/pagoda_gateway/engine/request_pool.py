@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pagoda_gateway.engine.cores import Core, choose
@@ -76,19 +76,19 @@ class RequestPool:
 
     # What consumers ask
 
-    def open(self, record: RequestRecord, *, counted: bool) -> PooledGeneration:
-        """Submit a record to an engine core that is there.
+    def open(self, record: RequestRecord, *, counted: bool, prior: Sequence[Delta] = ()) -> PooledGeneration:
+        """Submit a record to an engine core that is there. `prior` has been read of it, and does not come again.
 
         Raises:
             PagodaError: INTERNAL, the id is in use.
         """
         if record.request_id in self._open:
             raise PagodaError(ErrorCode.INTERNAL, f"request id {record.request_id} is in use")
-        generation = PooledGeneration(OpenRequest(record), self, counted=counted, now=time.monotonic())
+        generation = PooledGeneration(OpenRequest(record, prior), self, counted=counted, now=time.monotonic())
         pooled = PooledRequest(generation, next((c.view.vocab_size for c in self._streams if c.view.vocab_size), 0))
         self._open[record.request_id] = pooled
         core = self._choice(pooled)
-        if core is None:
+        if core is None or pooled.request.wants_nothing_more:
             self._park(pooled, self._clock.now())
         else:
             self._submit(pooled, core)
@@ -127,9 +127,11 @@ class RequestPool:
         if view != core.view:
             core.view = view
             self._look_again(core)
-        if any(each.works for each in self._streams):
-            for idle in [each for each in self._streams if each.usable and not each.works]:
-                self._leave(idle)
+        for leaving in [each for each in self._streams if each.send is not None and not each.works]:
+            for pooled in self._of(leaving):
+                other = self._choice(pooled)
+                if other is not None and other.works:
+                    self._move(pooled)
         if core.usable:
             for pooled in [pooled for pooled in self._parked.values() if not pooled.retry_at]:
                 self._go_on(pooled)
@@ -282,8 +284,7 @@ class RequestPool:
     def _current(self, core: Core, request_id: str, attempt: int) -> PooledRequest | None:
         """The open request a frame speaks of, unless it speaks of an earlier attempt."""
         pooled = self._open.get(request_id)
-        is_current = pooled is not None and pooled.core is core and pooled.request.attempt == attempt
-        return pooled if is_current else None
+        return pooled if pooled and pooled.core is core and pooled.request.attempt == attempt else None
 
     # Waiting and going on
 

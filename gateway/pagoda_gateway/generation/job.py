@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from pagoda_gateway.text.answers import HowRead
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.records import RequestRecord
 
 
@@ -64,6 +65,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_prompt_tokens(self) -> int:
         return sum(len(record.prompt_token_ids) for record in self.records)
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.records[0].adapter if self.records else None
 
     def loosened(self) -> Job:
         """The same with the grammar that says less."""

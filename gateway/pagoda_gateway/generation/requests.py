@@ -91,6 +91,7 @@ def new_record(
             eos_token_ids=model.text.eos_token_ids,
         ),
         priority=priority,
+        adapter=model.adapter,
         **origin._asdict(),
     )
 

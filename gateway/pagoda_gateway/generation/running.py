@@ -21,7 +21,7 @@ async def running(
     ctx: GatewayContext, job: Job, client: str, charge: Charge, through: Through = lambda taker: taker
 ) -> AsyncIterator[Run]:
     """`client` is for the log; `through` as in `Run.start`. Raises PagodaError where no engine core takes it."""
-    model = ctx.catalogue.of_job(job.model)
+    model = ctx.catalogue.of_job(job.model, job.adapter)
 
     def on_end(usage: Usage, outcome: Outcome) -> None:
         charge.end(usage)

@@ -40,12 +40,22 @@ class Tape:
     def of(cls, job_id: str, kept: bytes) -> Tape:
         """One that has ended, from its `dump`. Raises msgspec.DecodeError, ValidationError."""
         tape = cls(job_id)
-        fingerprint, deltas = msgspec.msgpack.decode(kept, type=tuple[str, list[Delta]])
-        for delta in deltas:
-            tape.add(delta)
-        tape.start(fingerprint)
+        tape.start(tape._fill(kept))
         tape.end()
         return tape
+
+    @classmethod
+    def begun(cls, job_id: str, life: str, kept: bytes) -> Tape:
+        """One that is to be gone on with, from its `dump`. Raises msgspec.DecodeError, ValidationError."""
+        tape = cls(job_id, life)
+        tape._fill(kept)
+        return tape
+
+    def _fill(self, kept: bytes) -> str:
+        fingerprint, deltas = msgspec.msgpack.decode(kept, type=tuple[str, list[Delta]])
+        for delta in deltas:
+            self.add(delta)
+        return fingerprint
 
     @property
     def num_numbers(self) -> int:
@@ -120,9 +130,13 @@ class Tape:
             for reading in readings:
                 reading.news.set()
 
-    async def submit(self, record: RequestRecord, *, counted: bool = True) -> Generation:
+    def so_far(self, request_id: str) -> list[Delta]:
+        """They are the taker's."""
+        return _copies(self._whole.get(request_id, WaitingDeltas()))
+
+    async def submit(self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()) -> Generation:
         reading = _Reading(self)
-        for delta in _copies(self._whole.get(record.request_id, WaitingDeltas())):
+        for delta in self.so_far(record.request_id):
             reading.add(delta)
         self._readings.setdefault(record.request_id, []).append(reading)
         return reading
@@ -169,24 +183,33 @@ class _Recorder:
         self._engine = engine
         self._life = life
 
-    async def submit(self, record: RequestRecord, *, counted: bool = True) -> Generation:
-        """Its id is no part of what is generated; what a client called it stays at its end."""
+    async def submit(self, record: RequestRecord, *, counted: bool = True, prior: Sequence[Delta] = ()) -> Generation:
+        """Its id is no part of what is generated; what a client called it stays at its end. What is on the tape of it
+        is not generated again."""
         head, dot, name = record.request_id.partition(".")
         request_id = f"{head}-{self._life}{dot}{name}" if self._life else record.request_id
-        generation = await self._engine.submit(msgspec.structs.replace(record, request_id=request_id), counted=counted)
-        self._tape.begin(record.request_id)
-        return _Recorded(self._tape, record.request_id, generation)
+        named, so_far = msgspec.structs.replace(record, request_id=request_id), self._tape.so_far(record.request_id)
+        if not so_far:
+            generation = await self._engine.submit(named, counted=counted)
+            self._tape.begin(record.request_id)
+        else:
+            generation = await self._engine.submit(named, counted=counted, prior=so_far)
+        return _Recorded(self._tape, record.request_id, generation, so_far)
 
 
 class _Recorded:
-    """Implements `Generation` by another one."""
+    """Implements `Generation` by another one; `so_far` is on the tape, and comes first."""
 
-    def __init__(self, tape: Tape, request_id: str, generation: Generation) -> None:
+    def __init__(self, tape: Tape, request_id: str, generation: Generation, so_far: list[Delta]) -> None:
         self._tape = tape
         self._request_id = request_id
         self._generation = generation
+        self._so_far = so_far
 
     async def next(self) -> list[Delta]:
+        if self._so_far:
+            so_far, self._so_far = self._so_far, []
+            return so_far
         deltas = await self._generation.next()
         for delta in deltas:
             self._tape.add(msgspec.structs.replace(delta, request_id=self._request_id))

@@ -19,6 +19,7 @@ class Right(StrEnum):
     USE = "use"  # ask the model, and see what is one's own
     WATCH = "watch"  # numbers of all together, in which nobody's request is seen
     MANAGE = "manage"  # keys, and what each of them used
+    LOAD = "load"  # adapters, for everybody
 
 
 class Role(StrEnum):
@@ -33,8 +34,11 @@ RIGHTS: Mapping[Role, frozenset[Right]] = {
     Role.ADMIN: frozenset(Right),
 }
 ADMIN_PATH = "/v1/admin"
+LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 NEEDED: Mapping[str, frozenset[Right]] = {  # any of these, at the path and below it
     ADMIN_PATH: frozenset({Right.MANAGE}),
+    LOAD_PATH: frozenset({Right.LOAD}),
+    UNLOAD_PATH: frozenset({Right.LOAD}),
     "/metrics": frozenset({Right.WATCH}),
     "/load": frozenset({Right.USE, Right.WATCH}),
     "/version": frozenset({Right.USE, Right.WATCH}),
@@ -81,4 +85,4 @@ class Grant:
 
 
 # Where there are no keys; to make the first is no stranger's.
-ANYBODY = Grant(rights=frozenset({Right.USE, Right.WATCH}))
+ANYBODY = Grant(rights=frozenset({Right.USE, Right.WATCH, Right.LOAD}))

@@ -72,7 +72,7 @@ function meter(used, all) {
 // Requests
 
 const KINDS = { queued: "queued", prefill: "prefill", decode: "decode", preempted: "preempted", replaying: "replayed after a loss" };
-const CAUSES = { queued_no_worker: "no worker", queued_behind: "behind others", queued_blocks: "no free blocks", queued_budget: "step full", queued_rows: "rows full" };
+const CAUSES = { queued_no_worker: "no worker", queued_behind: "behind others", queued_blocks: "no free blocks", queued_budget: "step full", queued_rows: "rows full", queued_adapters: "adapters full" };
 
 export function requestTable(requests) {
   const title = h("h3", {}, "Last requests");

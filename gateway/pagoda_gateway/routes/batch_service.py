@@ -71,6 +71,7 @@ class BatchService:
 
     async def _generated(self, dialect: Dialect[Any], line: bytes, caller: Caller, holding: Holding) -> bytes:
         body = await self._body(dialect.body, line)
+        await self._ctx.adapters.resolve(body.model, caller)
         check_generates(self._ctx.catalogue.find(body.model, caller))
         job = in_background(await dialect.job(self._ctx, body, caller))
         del body

@@ -27,7 +27,7 @@ from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.routes.body import caller_of, hold_for, read_body, while_connected
 from pagoda_gateway.routes.described import JSON, endpoint
 from pagoda_gateway.store.tickets import Found
-from pagoda_gateway.tickets.naming import Naming, headers_of, position_of
+from pagoda_gateway.tickets.naming import Naming, headers_of, reader_of
 from pagoda_gateway.tickets.tickets import Named, NewJob, Opened, Tickets
 
 DIALECTS: Sequence[Dialect[Any]] = (CHAT, COMPLETIONS, MESSAGES)
@@ -103,7 +103,7 @@ def _by_ticket(
     hold_for(request, 0, instead=True)
     caller = caller_of(request)
     return partial(
-        tickets.reading, found, job, dialect, lambda model: ctx.charge_for(caller, model), position_of(request)
+        tickets.reading, found, job, dialect, lambda model: ctx.charge_for(caller, model), reader_of(request)
     )
 
 
@@ -118,6 +118,7 @@ def job_maker(ctx: GatewayContext, dialect: Dialect[Any], request: Request, bodi
     caller = caller_of(request)
 
     async def new_job() -> Job:
+        await ctx.adapters.resolve(bodies[0].model, caller)
         check_generates(ctx.catalogue.find(bodies[0].model, caller))
         job = await dialect.job(ctx, bodies.pop(), caller)
         hold_for(request, held_bytes(job), instead=True)

@@ -16,7 +16,7 @@ from pagoda_gateway.http.sse import EventStream
 from pagoda_gateway.routes.body import caller_of, json_response
 from pagoda_gateway.routes.described import endpoint
 from pagoda_gateway.store.tickets import not_found
-from pagoda_gateway.tickets.naming import STREAMS, position_of
+from pagoda_gateway.tickets.naming import STREAMS, reader_of
 from pagoda_gateway.tickets.tickets import Tickets
 
 ONE = f"{STREAMS}/{{stream_id}}"
@@ -35,14 +35,16 @@ def router(ctx: GatewayContext, tickets: Tickets, dialects: Mapping[str, Dialect
     @endpoint(routes, ONE, "Go on with a stream behind its Last-Event-ID", None)
     async def follow(request: Request, stream_id: str) -> Response:
         caller = caller_of(request)
-        found, at = await tickets.find(stream_id, caller.tenant), position_of(request)
+        found, reader = await tickets.find(stream_id, caller.tenant), reader_of(request)
         dialect = dialects.get(found.ticket.path)
         if dialect is None:
             raise not_found(stream_id)
         set_shape_of(request.scope, dialect.error)
 
         async def events() -> AsyncGenerator[bytes, None]:
-            async with tickets.reading(found, None, dialect, lambda model: ctx.charge_for(caller, model), at) as writer:
+            async with tickets.reading(
+                found, None, dialect, lambda model: ctx.charge_for(caller, model), reader
+            ) as writer:
                 async for data in writer.events():
                     yield data
 

@@ -29,6 +29,11 @@ def store_problem(address: str) -> str:
     )
 
 
+def is_lasting(address: str) -> bool:
+    """Whether what is kept there outlives the processes that began it."""
+    return address not in ("", MEMORY) and not address.startswith(SCRATCH)
+
+
 def open_store(address: str) -> Store:
     """A store in memory for "". The path of sqlite:///path is absolute; scratch:///path is bounded and lasts less.
 

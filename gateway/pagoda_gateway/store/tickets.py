@@ -8,6 +8,7 @@ it; the answer is a log that is written once, at its first place. All of it vani
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from pagoda_proto.errors import ErrorCode, PagodaError
 
 TICKETS = "tickets"
 JOBS = "ticket_jobs"
+HANDED = "ticket_tapes"
 NAME_PREFIX = "stream_"
 
 
@@ -118,6 +120,17 @@ class KeptTickets:
             raise not_found(found.name)
         return record.value
 
+    async def hand_over(self, found: Found, so_far: bytes, for_s: float) -> None:
+        """What there is of its answer, for the gateway that goes on with it; one that is too large is not kept."""
+        if len(so_far) <= MAX_VALUE_BYTES:
+            expires_at = min(found.record.expires_at or math.inf, time.time() + for_s)
+            await self._store.put(HANDED, found.ticket.job_id, so_far, owner=found.owner, expires_at=expires_at)
+
+    async def handed_over(self, found: Found) -> bytes:
+        """b"" where there is nothing."""
+        record = await self._store.get(HANDED, found.ticket.job_id)
+        return b"" if record is None else record.value
+
     async def keep_answer(self, found: Found, answer: bytes) -> bool:
         """False for one that is too large. Raises Conflict where another gateway has kept it, or is at it."""
         if len(answer) > MAX_APPEND_BYTES:
@@ -138,6 +151,7 @@ class KeptTickets:
     async def delete(self, found: Found) -> None:
         await self._store.delete(TICKETS, found.name)
         await self._store.delete(JOBS, found.ticket.job_id)
+        await self._store.delete(HANDED, found.ticket.job_id)
         await self._store.drop(_answer_log(found))
 
     async def held_by(self, owner: str) -> Held:

@@ -22,6 +22,8 @@ from pagoda_gateway.text.reading import LateText, ReadingText, late_text, read_f
 from pagoda_gateway.text.special import MARK, SpecialTokens
 from pagoda_gateway.text.vocabulary import TokenTable, byte_level_alphabet, read_rules
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
+from pagoda_proto.model_files.files import FileTooLarge, model_files
+from pagoda_proto.model_files.gguf import BadGguf
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.pooling.kinds import AUTO, CLASSIFY, EMBED, GENERATE, MODULES, is_yes_no_reranker, kind_of
 from pagoda_proto.pooling.late import METADATA
@@ -194,23 +196,22 @@ def _chat(messages: Sequence[Message], tools: Any = None, **options: Any) -> Cha
 
 
 class _ModelFiles:
-    """The files of a model directory, each read at most once, with bounds."""
+    """The files of a model, each read at most once, with bounds."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._files = model_files(root)
         self.config = self.json_object("config.json")
         self.generation = self.json_object("generation_config.json")
         self.tokenizer_config = self.json_object("tokenizer_config.json")
 
     def text(self, name: str, max_bytes: int) -> str | None:
         """A file's text, None if there is no such file."""
-        path = self.root / name
-        if not path.is_file():
-            return None
-        if path.stat().st_size > max_bytes:
-            raise BadModelFiles(f"{name}: larger than {max_bytes} bytes")
         try:
-            return path.read_text(encoding="utf-8")
+            content = self._files.read(name, max_bytes)
+            return None if content is None else content.decode()
+        except (BadGguf, FileTooLarge) as error:
+            raise BadModelFiles(str(error)) from error
         except (OSError, UnicodeDecodeError) as error:
             raise BadModelFiles(f"{name}: {error}") from error
 

@@ -28,18 +28,21 @@ class Live:
         self.tape = Tape(job.id, life)
         self.task: asyncio.Task[None] | None = None
         self.num_readers = 0
+        self.num_resuming = 0  # of them, those who ask elsewhere when they are told to
         self.why: PagodaError | None = None  # it was stopped
         self._grace_s = grace_s
         self._timer: asyncio.TimerHandle | None = None
 
     @contextmanager
-    def reader(self) -> Iterator[None]:
+    def reader(self, resumes: bool) -> Iterator[None]:
         self.num_readers += 1
+        self.num_resuming += resumes
         self._hold()
         try:
             yield
         finally:
             self.num_readers -= 1
+            self.num_resuming -= resumes
             if not self.num_readers:
                 self._leave_alone()
 

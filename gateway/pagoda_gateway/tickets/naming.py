@@ -11,10 +11,11 @@ from starlette.requests import Request
 from pagoda_gateway.dialects.dialect import Asked
 from pagoda_gateway.generation.positions import Position
 from pagoda_gateway.http.sse import NO_HEADERS
-from pagoda_gateway.tickets.tickets import Named, Opened
+from pagoda_gateway.tickets.tickets import Named, Opened, Reader
 from pagoda_proto.errors import InvalidParams, Problem
 
 KEY, LAST_ID = "Idempotency-Key", "Last-Event-ID"
+RESUMES = "Pagoda-Resumes"  # of any value: this client asks again, elsewhere, when its stream says that it cannot go on
 STREAMS = "/v1/streams"
 HEADERS = ("content-location", "idempotency-status", "idempotent-replayed")  # of answers
 _KEY_FORM = re.compile(r"[\x21-\x7e]{1,255}")
@@ -55,13 +56,13 @@ class Naming:
         )
 
 
-def position_of(request: Request) -> Position | None:
-    """Where the client's stream broke off. Raises InvalidParams."""
+def reader_of(request: Request) -> Reader:
+    """Raises InvalidParams."""
     last = _one(request, LAST_ID)
     if not last:
-        return None
+        return Reader(None, RESUMES in request.headers)
     try:
-        return Position.read(last)
+        return Reader(Position.read(last), resumes=True)
     except ValueError as error:
         raise InvalidParams([Problem(LAST_ID, str(error))]) from error
 

@@ -26,7 +26,8 @@ from pagoda_gateway.generation.run import Run
 from pagoda_gateway.generation.running import running
 from pagoda_gateway.generation.tape import Tape
 from pagoda_gateway.keys.charge import Charge
-from pagoda_gateway.store.interface import MAX_APPEND_BYTES, Conflict
+from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_VALUE_BYTES, Conflict
+from pagoda_gateway.store.opening import is_lasting
 from pagoda_gateway.store.tickets import Found, KeptTickets, Ticket, not_found, ticket_name
 from pagoda_gateway.tickets.live import Live
 from pagoda_gateway.tickets.room import TicketRoom
@@ -60,6 +61,13 @@ class Opened(NamedTuple):
     repeated: bool = False
 
 
+class Reader(NamedTuple):
+    """Whoever reads an answer: what it has of it, and whether it asks elsewhere when it is told that it ends here."""
+
+    at: Position | None
+    resumes: bool
+
+
 class Ended(NamedTuple):
     """What was generated of a job, out of the store."""
 
@@ -84,11 +92,35 @@ class Tickets:
         self._live: dict[str, Live] = {}
         self._grace_s = ctx.config.ticket_grace_s
 
-    def leave(self) -> None:
-        """What nobody reads here is left to whoever is asked for it."""
+    async def leave(self) -> None:
+        """What nobody reads here is left to whoever is asked for it; and what is read by those only who ask elsewhere,
+        if another gateway finds what is kept."""
         self._grace_s = 0.0
-        for live in self._live.values():
+        lasts = is_lasting(self._ctx.config.store)
+        moving = [live for live in self._live.values() if lasts and live.num_resuming == live.num_readers]
+        await self._hand_over(moving)
+        for live in list(self._live.values()):
             live.hurry()
+
+    async def hand_over_all(self) -> None:
+        """There is no more time for any of them."""
+        await self._hand_over(list(self._live.values()))
+
+    async def _hand_over(self, several: list[Live]) -> None:
+        await asyncio.gather(*(self._keep_so_far(live) for live in several))
+        for live in several:
+            live.stop(PagodaError(ErrorCode.UNAVAILABLE, "this gateway is shutting down; ask another one"))
+
+    async def _keep_so_far(self, live: Live) -> None:
+        """Where it cannot be kept it is generated again; so are searches, and what may have another grammar than its
+        job says."""
+        job, tape = live.job, live.tape
+        plain = not (job.loose_grammar or job.records[0].task.params.use_beam_search)
+        if plain and tape.was_started and tape.num_numbers <= MAX_VALUE_BYTES:
+            so_far = tape.dump()
+            with suppress(PagodaError):
+                await self._room.take(live.found.owner, len(so_far), number=0)
+                await self._kept.hand_over(live.found, so_far, 2 * times.TICKET_GRACE_S)
 
     async def aclose(self) -> None:
         tasks = [live.task for live in self._live.values() if live.task is not None]
@@ -142,7 +174,7 @@ class Tickets:
             message = f"a stream with an Idempotency-Key has at most {MAX_CHOICES} choices, prompts x n"
             raise InvalidParams([Problem("n", message)])
         whole = msgspec.structs.replace(job.shown, stream=False)
-        check_products(self._ctx.config, self._ctx.catalogue.of_job(job.model), params, prompts, whole)
+        check_products(self._ctx.config, self._ctx.catalogue.of_job(job.model, job.adapter), params, prompts, whole)
 
     async def find(self, name: str, owner: str) -> Found:
         """Raises PagodaError NOT_FOUND."""
@@ -161,16 +193,16 @@ class Tickets:
 
     @asynccontextmanager
     async def reading(
-        self, found: Found, job: Job | None, dialect: Dialect[Any], charge: Callable[[str], Charge], at: Position | None
+        self, found: Found, job: Job | None, dialect: Dialect[Any], charge: Callable[[str], Charge], reader: Reader
     ) -> AsyncIterator[Writer]:
-        """`job` where it is at hand; `charge` makes that of a run of a model; `at` is what the reader has.
+        """`job` where it is at hand; `charge` makes that of a run of a model.
 
         Raises:
             PagodaError: IN_PROGRESS where it is no stream and is answered elsewhere; as a run does.
         """
         source = await self._source(found, job, charge)
-        with source.reader() if isinstance(source, Live) else nullcontext():
-            async with self._read(found, source.job, source.tape, dialect, at) as writer:
+        with source.reader(reader.resumes) if isinstance(source, Live) else nullcontext():
+            async with self._read(found, source.job, source.tape, dialect, reader.at) as writer:
                 yield writer
 
     async def _source(self, found: Found, job: Job | None, charge: Callable[[str], Charge]) -> Live | Ended:
@@ -210,7 +242,7 @@ class Tickets:
         self, found: Found, job: Job, tape: Tape, dialect: Dialect[Any], at: Position | None
     ) -> AsyncIterator[Writer]:
         await tape.started()
-        model = self._ctx.catalogue.of_job(job.model)
+        model = self._ctx.catalogue.of_job(job.model, job.adapter)
         async with aclosing(Run(job, model.text, lambda usage, outcome: None)) as run:
             await run.attach(tape, tape.fingerprint)
             marks = None
@@ -241,12 +273,16 @@ class Tickets:
                 message = "the request with this Idempotency-Key is being answered by another gateway"
                 raise PagodaError(ErrorCode.IN_PROGRESS, message, retry_after_s=times.RESPONSE_SWEEP_S)
             found = await self._kept.change(found, runner=self._holder)
+        so_far = await self._kept.handed_over(found) if life else b""
         if (live := self._running(found)) is not None:
             return live  # somebody was quicker
         holding = self._ctx.memory.holding(f"ticket {found.owner}")
         holding.grow_to(held_bytes(job) + BYTES_PER_TOKEN * job.num_prompt_tokens)
         crowded = len(self._live) >= self._ctx.config.max_background_responses
         live = self._live[found.name] = Live(found, job, life, holding, 0.0 if crowded else self._grace_s)
+        if so_far:
+            with suppress(msgspec.DecodeError):
+                live.tape = Tape.begun(job.id, life, so_far)
         live.task = asyncio.create_task(self._to_its_end(live, charge), name=found.name)
         return live
 

@@ -34,6 +34,7 @@ from pagoda.settings.resolving import ConfigError, argument
 from pagoda.tools import checkpoints
 from pagoda.tools.asking import first_model
 from pagoda.tools.http_stream import HttpError, Target
+from pagoda_proto.model_files.gguf import part_paths
 
 READ_BYTES = 8 * 2**20
 STOP_TIMEOUT_S = 60.0
@@ -61,7 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     options = given_flags(arguments, "serve")
-    weights = sorted(checkpoints.locate(options.get("model", ""), options.get("revision", "")).glob("*.safetensors"))
+    path = checkpoints.locate(options.get("model", ""), options.get("revision", ""))
+    weights = (part_paths(path) or [path]) if path.is_file() else sorted(path.glob("*.safetensors"))
     runs = [one_start(arguments, options, weights) for _ in range(arguments.runs)]
     report = {"model": options.get("model", ""), "cold": arguments.cold, "runs": runs} | medians(runs)
     report["weight_bytes"] = sum(path.stat().st_size for path in weights)

@@ -11,7 +11,7 @@ from pagoda.client.events import EventCutter
 from pagoda_proto import times
 
 GENERATING = ("/chat/completions", "/completions", "/responses", "/messages")
-KEY, LAST_ID = "Idempotency-Key", "Last-Event-ID"
+KEY, LAST_ID, RESUMES = "Idempotency-Key", "Last-Event-ID", "Pagoda-Resumes"
 TRIED_AGAIN = frozenset((502, 503, 504, 529))  # and 409 where the server says so
 MAX_FAILURES = 12  # in a row
 
@@ -52,7 +52,7 @@ class Going:
         self.events.begin()
         url = self._request.url.copy_with(scheme=origin.scheme, host=origin.host, port=origin.port)
         headers = httpx.Headers(self._request.headers)
-        headers["Host"], headers[KEY] = url.netloc.decode("ascii"), self._key
+        headers["Host"], headers[KEY], headers[RESUMES] = url.netloc.decode("ascii"), self._key, "1"
         if self.events.last_id:
             headers[LAST_ID] = self.events.last_id
         return httpx.Request("POST", url, headers=headers, content=self._request.content, extensions=self._extensions)

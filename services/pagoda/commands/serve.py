@@ -114,7 +114,8 @@ class Tower:
             ),
             ChildSpec(
                 name="engine-core", command=lambda: self._command("engine-core", self.engine), environment=plain,
-                stop_order=1, stop_timeout_s=times.ENGINE_CORE_STOPS_S, silence_timeout_s=times.CHILD_SILENT_S,
+                stop_order=1, stop_timeout_s=self.engine.drain_timeout_s + times.ENGINE_CORE_STOPS_S,
+                silence_timeout_s=times.CHILD_SILENT_S,
             ),
             *(self._worker_spec(config) for config in self.workers),
         ]  # fmt: skip
@@ -123,7 +124,8 @@ class Tower:
         environment = child_environment(PYTHONUNBUFFERED="1", OMP_NUM_THREADS=str(config.threads), **QUIET_THREADS)
         return ChildSpec(
             name=config.worker_id, command=lambda: self._command("worker", config), environment=environment,
-            stop_order=2, stop_timeout_s=times.WORKER_STOPS_S, silence_timeout_s=times.WORKER_SILENT_S,
+            stop_order=2, stop_timeout_s=config.drain_timeout_s + times.WORKER_STOPS_S,
+            silence_timeout_s=times.WORKER_SILENT_S,
         )  # fmt: skip
 
     def _gateway_command(self) -> list[str]:

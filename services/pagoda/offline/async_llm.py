@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pagoda.offline.local import Local, Prompt
+from pagoda.offline.local import Local, LoRARequest, Prompt
 from pagoda.offline.outputs import OfflineRequest, RequestOutput
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -42,7 +42,11 @@ class AsyncLLM:
         self._thread.start()
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str = ""
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str = "",
+        lora_request: LoRARequest | str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs as they grow: each holds everything so far, the last is `finished`. Steps that come faster than the
         caller takes them are merged. Leaving the iteration early aborts the request.
@@ -52,7 +56,8 @@ class AsyncLLM:
         """
         if self._stop.is_set() or not self._thread.is_alive():
             raise PagodaError(ErrorCode.UNAVAILABLE, "this AsyncLLM is closed, or its engine loop has failed")
-        request = self._local.open(prompt, sampling_params or self._local.default_params(), request_id)
+        adapter = self._local.adapter(lora_request)
+        request = self._local.open(prompt, sampling_params or self._local.default_params(), request_id, adapter)
         name = request.record.request_id
         sink = self._sink_of_this_loop()
         news = sink.add(request)

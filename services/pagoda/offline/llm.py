@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pagoda.offline.beams import BeamSearchOutput, BeamSearchParams, searched
-from pagoda.offline.local import Local, Prompt, as_list, failure
+from pagoda.offline.local import Local, LoRARequest, Prompt, as_list, failure
 from pagoda.offline.outputs import OfflineRequest, RequestOutput
 from pagoda.offline.reading import (
     ClassificationOutput,
@@ -29,6 +29,7 @@ from pagoda.offline.reading import (
     Reads,
     ScoringOutput,
 )
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.pooling.params import PoolingParams
@@ -70,6 +71,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         logits_processors: Processor | Sequence[Processor | None] | None = None,
+        lora_request: LoRARequest | str | None = None,
     ) -> list[RequestOutput]:
         """Continue prompts: text, token ids, or {"prompt": ..} / {"prompt_token_ids": ..}; one or a list of them.
 
@@ -79,6 +81,7 @@ class LLM:
             logits_processors: For all prompts, or one or None for each: a function of a choice's output tokens and the
                 logits that follow them (numpy, [vocab_size] float32), to those to choose from. What it returns is taken
                 for the model's own: all other parameters come after it, and log-probabilities are of it.
+            lora_request: An adapter for all prompts: a name of `lora_modules`, or as vLLM has it.
 
         Returns:
             One output per prompt, in the order of the prompts.
@@ -97,23 +100,29 @@ class LLM:
             raise InvalidParams([Problem("sampling_params", message)])
         if logits_processors is not None:
             sampling_params = _processed(sampling_params, logits_processors)
-        return self._run(self._open(given, sampling_params), use_tqdm)
+        return self._run(self._open(given, sampling_params, self._local.adapter(lora_request)), use_tqdm)
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        lora_request: LoRARequest | str | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations that a search with `params.beam_width` beams finds, for each of the prompts.
 
         Raises:
             PagodaError: a prompt does not fit, or the width is more than there are log-probabilities for.
         """
-        return [searched(output, params) for output in self.generate(prompts, params.asked(), use_tqdm)]
+        outputs = self.generate(prompts, params.asked(), use_tqdm, lora_request=lora_request)
+        return [searched(output, params) for output in outputs]
 
     def chat(
         self,
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | str | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation (a list of {"role", "content"}), or each of several.
@@ -134,7 +143,7 @@ class LLM:
                 )
         several = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self._local.text.encode_chat(one, **template_options) for one in several]  # type: ignore[arg-type]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def embed(
         self,
@@ -231,11 +240,13 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[OfflineRequest]:
+    def _open(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], adapter: Adapter | None = None
+    ) -> list[OfflineRequest]:
         opened, errors = [], {}
         for index, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             try:
-                opened.append(self._local.open(prompt, one))
+                opened.append(self._local.open(prompt, one, adapter=adapter))
             except PagodaError as error:
                 errors[index] = error
         if errors:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from pagoda.offline.outputs import OfflineRequest
 from pagoda.settings.options import ModelSourceConfig
@@ -18,6 +19,8 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_gateway.text.model_text import ModelText
+from pagoda_proto.adapters.files import AdapterError, identify
+from pagoda_proto.adapters.identity import Adapter, named_paths
 from pagoda_proto.errors import InvalidParams, PagodaError, Problem
 from pagoda_proto.params import ModelLimits, SamplingParams, check_for_model
 from pagoda_proto.records import Generate, RequestRecord
@@ -29,10 +32,27 @@ NO_LIMIT = 2**31 - 1
 Prompt = str | list[int] | Mapping[str, Any]
 
 
-class Local:
-    """The parts, wired. `engine` is driven by its owner: by calling `step`, or by a thread in `run`."""
+class LoRARequest(NamedTuple):
+    """An adapter to be used, with the arguments that vLLM's has; the number means nothing here.
 
-    def __init__(self, text: ModelText, engine: EngineCore) -> None:
+    Without a path it is the one of this name in `lora_modules`; else what lies there, in one of them or in `lora_dir`.
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+
+class Local:
+    """The parts, wired. `engine` is driven by its owner: by calling `step`, or by a thread in `run`. `adapters` are
+    those of `lora_modules`, by their names; others are read when they are asked for, files of up to `most_bytes`.
+    """
+
+    def __init__(
+        self, text: ModelText, engine: EngineCore, adapters: Mapping[str, Adapter] | None = None, most_bytes: int = 0
+    ) -> None:
+        self._adapters = dict(adapters or {})
+        self._most_bytes = most_bytes
         self.text = text
         self.engine = engine
         engine.step(0.0)  # the runner joins, and its limits become known
@@ -52,7 +72,7 @@ class Local:
             if options:
                 raise TypeError(f"a model that is wired already takes no options, got {', '.join(options)}")
             return model
-        settings = from_keywords(model=model, **options)
+        settings = from_keywords(model=model, **_spelt(options))
         choose_libraries()
         from pagoda_worker.process.loop import Identity
         from pagoda_worker.process.startup import load_runner  # imports torch: bad options are told before
@@ -60,20 +80,38 @@ class Local:
         model_dir = checkpoints.locate(model, settings.build(ModelSourceConfig).revision)
         try:
             text = ModelText.load(model_dir, task=settings.build(WorkerConfig).task)
-            runner = load_runner(settings.build(WorkerConfig, model=str(model_dir)), lambda done, total: None)
+            worker = settings.build(WorkerConfig, model=str(model_dir))
+            runner = load_runner(worker, lambda done, total: None)
+            named = named_paths(worker.lora_modules).items()
+            adapters = {name: identify(Path(path).absolute(), worker.max_lora_bytes) for name, path in named}
         except ValueError as error:
             raise ConfigError([f"model {model or model_dir}: {error}"]) from error
         config = settings.build(
             EngineConfig, max_queued_requests=NO_LIMIT, max_queued_tokens=2**53, queue_timeout_s=1e9
         )
         hello = Identity.of_this_process().hello(runner.facts)
-        return Local(text, EngineCore(config, InprocExecutor(runner, hello)))
+        return Local(text, EngineCore(config, InprocExecutor(runner, hello)), adapters, worker.max_lora_bytes)
 
     def default_params(self) -> SamplingParams:
         """What the model's author recommends, and no limit but the context."""
         return SamplingParams(**self.text.sampling_defaults)
 
-    def open(self, prompt: Prompt, params: SamplingParams, request_id: str = "") -> OfflineRequest:
+    def adapter(self, asked: LoRARequest | str | None) -> Adapter | None:
+        """Raises InvalidParams for a name that `lora_modules` does not have, or files that are no adapter's."""
+        if asked is None:
+            return None
+        name, path = (asked, "") if isinstance(asked, str) else (asked.lora_name, asked.lora_path)
+        if not path and name not in self._adapters:
+            known = ", ".join(map(repr, self._adapters)) or "none"
+            raise InvalidParams([Problem("lora_request", f"{name[:64]!a} is none of lora_modules, which has {known}")])
+        try:
+            return identify(Path(path).absolute(), self._most_bytes) if path else self._adapters[name]
+        except AdapterError as error:
+            raise InvalidParams([Problem("lora_request", str(error))]) from error
+
+    def open(
+        self, prompt: Prompt, params: SamplingParams, request_id: str = "", adapter: Adapter | None = None
+    ) -> OfflineRequest:
         """A request ready to be submitted, checked against the model.
 
         Raises:
@@ -89,6 +127,7 @@ class Local:
                 seed=secrets.randbits(64) if params.seed is None else params.seed,
                 eos_token_ids=self.text.eos_token_ids,
             ),
+            adapter=adapter,
         )
         return OfflineRequest(record, text, self.text)
 
@@ -105,6 +144,13 @@ class Local:
         if not all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
             raise InvalidParams([Problem("prompt", "must be text or a list of token ids")])
         return None, list(prompt)
+
+
+def _spelt(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Adapters may be named by a mapping, too."""
+    named = options.get("lora_modules")
+    text = ",".join(f"{name}={path}" for name, path in named.items()) if isinstance(named, Mapping) else named
+    return dict(options) | ({} if text is None else {"lora_modules": text})
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

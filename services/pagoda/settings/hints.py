@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 _ONE_DEVICE = "a model runs on one device here; workers starts several whole copies of it"
 _NO_COOKIES = "pages of --allowed-origins may use every method and header; there are no cookies to allow"
-_NO_ADAPTERS = "adapters are not supported"
+_ADAPTERS = "lora_modules or lora_dir says which adapters there are"
 _TLS = "TLS for clients is a proxy's work; between tiers see `pagoda keygen`"
 _TOKENIZER = "the tokenizer is the one in the model's directory"
 _AUTOMATIC = "is not needed: it is always so"
@@ -49,7 +49,7 @@ ABSENT: Mapping[str, str] = {
     "hf_token": "set HF_TOKEN in the environment",
     "seed": "a request has its own seed, drawn for it if it brings none",
     "ssl_keyfile": _TLS, "ssl_certfile": _TLS,
-    "enable_lora": _NO_ADAPTERS, "lora_modules": _NO_ADAPTERS,
+    "enable_lora": _ADAPTERS, "max_cpu_loras": "adapters are kept where they are used, max_loras of them",
     "cpu_offload_gb": "weights are not offloaded",
     "enable_chunked_prefill": _AUTOMATIC, "enable_auto_tool_choice": _AUTOMATIC, "jinja": _AUTOMATIC,
     "continuous_batching": _AUTOMATIC, "enable_deterministic_inference": _AUTOMATIC,

@@ -1,4 +1,4 @@
-"""From what a user calls a model to a directory with its files: the bundled one, a local directory, or a hub id."""
+"""From what a user calls a model to where it is: the bundled one, a local directory or GGUF file, or a hub id."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from pagoda.settings.resolving import ConfigError
+from pagoda_proto.model_files.files import gguf_in, is_gguf
 
 DEMO_NAME = "pagoda-demo"
 TEXT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -15,15 +16,18 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def served_name(model: str) -> str:
-    """What clients call the model unless the operator names it: a hub id as it is, otherwise the directory's name."""
+    """What clients call the model unless the operator names it: a hub id as it is, otherwise the directory's name or
+    that of the file, without its ending."""
     if not model:
         return DEMO_NAME
     path = Path(model).expanduser()
+    if path.is_file() and is_gguf(path):
+        return path.stem
     return path.resolve().name if path.is_dir() else model
 
 
 def locate(model: str, revision: str = "", *, weights: bool = True) -> Path:
-    """The directory of a model's files, downloaded first if it is a hub id; "" is the bundled demo model.
+    """The directory of a model's files, or its GGUF file. A hub id is downloaded first; "" is the bundled demo model.
 
     Args:
         weights: False leaves the weights out, for a process that needs only the text side.
@@ -35,14 +39,28 @@ def locate(model: str, revision: str = "", *, weights: bool = True) -> Path:
         return Path(str(importlib.resources.files("pagoda"))) / "demo_model"
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigError([f"model {model}: the directory has no config.json, so it is not a checkpoint"])
+        return _in_directory(model, path.resolve())
+    if path.is_file() and is_gguf(path):
         return path.resolve()
     if path.exists():
-        raise ConfigError([f"model {model}: is a file; a directory with config.json and safetensors files is needed"])
+        raise ConfigError([f"model {model}: is a file, and no GGUF file; name that, or the directory of a checkpoint"])
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise ConfigError([f"model {model}: no such directory, and it is not of the form of a hub id (org/name)"])
-    return _download(model, revision, TEXT_FILES + (WEIGHT_FILES if weights else ()))
+    return _in_directory(model, _download(model, revision, TEXT_FILES + (WEIGHT_FILES if weights else ())), hub=True)
+
+
+def _in_directory(model: str, path: Path, hub: bool = False) -> Path:
+    """Safetensors files go before a GGUF file, the same model in another form; of the `hub` only they come."""
+    found = [] if hub or any(path.glob("*.safetensors")) else gguf_in(path)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        named = ", ".join(one.name for one in found[:8])
+        raise ConfigError([f"model {model}: {len(found)} GGUF models are in the directory ({named}); name one of them"])
+    if not (path / "config.json").is_file():
+        advice = "download a GGUF file of the hub, and name its path" if hub else "so it is not a checkpoint"
+        raise ConfigError([f"model {model}: there is no config.json; {advice}"])
+    return path
 
 
 def _download(model: str, revision: str, patterns: tuple[str, ...]) -> Path:

@@ -133,8 +133,8 @@ def test_check_invariants_sees_a_lost_reference_and_a_broken_link() -> None:
         pool.check_invariants()
 
 
-def chain(tokens: list[int], salt: str = "", block_size: int = 4) -> list[bytes]:
-    result = HashChain(salt, block_size)
+def chain(tokens: list[int], salt: str = "", block_size: int = 4, adapter: str = "") -> list[bytes]:
+    result = HashChain(salt, block_size, adapter)
     result.extend(len(tokens) // block_size, lambda start, end: tokens[start:end])
     return result.hashes
 
@@ -148,6 +148,13 @@ def test_a_name_covers_everything_before_the_block_and_the_salt() -> None:
     assert chain(tokens, salt="tenant")[0] != base[0]
     assert chain([5] * 8)[0] != chain([5] * 8)[1]
     assert chain(tokens, block_size=6)[0] != base[0]
+
+
+def test_a_name_covers_the_adapter_and_without_one_is_what_it_always_was() -> None:
+    tokens, digests = list(range(8)), ["1" * 64, "2" * 64]
+    names = [chain(tokens), *(chain(tokens, adapter=digest) for digest in digests), chain(tokens, salt=digests[0])]
+    assert len({name for several in names for name in several}) == 8
+    assert names[0][0].hex() == "1fe49eb63c7e7b4b76888b95a913ec7d0846a78660de8305ed9258fc17db57a6"
 
 
 def test_each_block_is_hashed_once() -> None:

@@ -6,6 +6,8 @@ import pytest
 from tests.engine_core.harness import Harness
 from tests.fakes import FakeModel, make_record, reference_tokens
 
+from pagoda_engine_core.scheduling.ledger import Cause
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, FinishReason, PriorOutput
 from pagoda_proto.steps import AppendBlocks, Chunk, RowError, RowOutput, StepResult, TopLogprobs
@@ -35,6 +37,23 @@ def test_a_request_runs_from_prompt_to_length() -> None:
     assert harness.step().chunks == [Chunk(new.row_id, 11, 1, True)]
     harness.drain()
     assert harness.clients[record.request_id].tokens == reference_tokens(record)
+    harness.check_all()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5])
+def test_a_request_that_moves_leaves_nothing_behind_and_goes_on_with_its_tokens(steps: int) -> None:
+    """Also one with a step in flight, whose result is for nobody then."""
+    harness = Harness()
+    records = [make_record(PROMPT, max_tokens=8, n=2, seed=3), make_record(PROMPT[:3], max_tokens=8)]
+    requests = [harness.add(record) for record in records]
+    for _ in range(steps):
+        harness.step()
+    harness.plan()
+    for request in requests:
+        harness.move(request)
+    harness.drain()
+    for record in records:
+        assert harness.clients[record.request_id].tokens == reference_tokens(record)
     harness.check_all()
 
 
@@ -422,3 +441,25 @@ def test_replayed_requests_keep_their_place() -> None:
         harness.scheduler.add(request, 1.0)
     (new,) = harness.step().new_rows
     assert len(new.token_ids) == 11
+
+
+def test_as_many_adapters_run_as_the_worker_has_places_for_and_the_others_wait_in_order() -> None:
+    one, two = (Adapter(digit * 64, "/adapters") for digit in "12")
+    harness = Harness(max_adapters=1)
+    first, second, third = (harness.add(make_record(adapter=adapter)) for adapter in (one, two, one))
+    base = harness.add(make_record())
+    harness.step()
+    assert (first.num_rows, second.num_rows, third.num_rows, base.num_rows) == (1, 0, 0, 0), "nobody overtakes"
+    assert second.ledger.cause is Cause.QUEUED_ADAPTERS
+    harness.drain()
+    for client in harness.clients.values():
+        client.check_against_reference(harness.model)
+
+
+def test_a_prefix_is_shared_by_requests_of_one_adapter_only() -> None:
+    one, two = (Adapter(digit * 64, "/adapters") for digit in "12")
+    harness, prompt = Harness(max_adapters=2), list(range(1, 14))
+    for adapter, cached in ((None, 0), (one, 0), (two, 0), (one, 12), (None, 12), (two, 12)):
+        request = harness.add(make_record(prompt, adapter=adapter))
+        harness.drain()
+        assert request.cached_prompt_tokens == cached

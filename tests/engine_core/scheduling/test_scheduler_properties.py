@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.engine_core.harness import Harness
 from tests.fakes import FakeModel, FakeRow, make_record, mix
 
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.records import RequestRecord
 
 LONG_PROMPT = [(7 * i) % 13 for i in range(24)]
@@ -39,6 +40,7 @@ def records(draw: st.DrawFn) -> RequestRecord:
         eos_token_ids=draw(st.sampled_from([(), (1, 2)])),
         seed=draw(st.integers(0, 3)),
         cache_salt=draw(st.sampled_from(["", "", "b"])),
+        adapter=draw(st.sampled_from([None, None, *ADAPTERS])),
         priority=draw(st.integers(-1, 1)),
     )
 
@@ -67,6 +69,9 @@ def sometimes_accept(row: FakeRow, allowed: int) -> int:
     return min(allowed, mix(row.hashes[-1], 6) % 7)
 
 
+ADAPTERS = [Adapter(digit * 64, f"/adapters/{digit}") for digit in "123"]
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         depth=st.integers(1, 3),
@@ -77,15 +82,27 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         eos_at=st.sampled_from([None, 2]),
         speculation_tokens=st.sampled_from([0, 2, 5, 16]),
+        max_adapters=st.sampled_from([1, 2, 8]),
         swap=st.sampled_from([(0, "auto"), (5, "swap"), (40, "swap"), (40, "auto"), (40, "recompute")]),
     )
     def start(
-        self, depth, chunk_size, max_tokens, max_rows, prefix_cache, policy, eos_at, speculation_tokens, swap
+        self,
+        depth,
+        chunk_size,
+        max_tokens,
+        max_rows,
+        prefix_cache,
+        policy,
+        eos_at,
+        speculation_tokens,
+        max_adapters,
+        swap,
     ) -> None:
         self.depth = depth
         self.harness = Harness(
             num_blocks=NUM_BLOCKS,
             num_swap_blocks=swap[0],
+            max_adapters=max_adapters,
             preemption=swap[1],
             block_size=BLOCK_SIZE,
             model=FakeModel(vocab_size=32, eos_at=eos_at),
@@ -150,6 +167,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def lose_worker(self, bad_luck: int) -> None:
         if bad_luck == 3:
             self.harness.lose_worker()
+
+    @precondition(lambda self: self.harness.scheduler.num_running)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        self.harness.move(data.draw(st.sampled_from(list(self.harness.scheduler._requests.values()))))
 
     @rule(dropped=st.booleans())
     def reset_prefix_cache(self, dropped: bool) -> None:

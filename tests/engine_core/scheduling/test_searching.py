@@ -42,6 +42,21 @@ def test_beams_share_what_they_have_in_common_and_copy_what_they_write() -> None
     assert harness.clients[request.request_id].last is not None
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2, 4])
+def test_a_search_that_moves_finds_what_it_would_have_found(steps: int) -> None:
+    undisturbed, harness = Harness(), Harness()
+    record = search()
+    undisturbed.add(record)
+    finished(undisturbed)
+    request = harness.add(record)
+    for _ in range(steps):
+        harness.step()
+    harness.plan()
+    harness.move(request)
+    finished(harness)
+    assert harness.clients[record.request_id].tokens == undisturbed.clients[record.request_id].tokens
+
+
 def test_one_beam_goes_on_in_its_own_blocks() -> None:
     harness = Harness()
     harness.add(search(n=1))

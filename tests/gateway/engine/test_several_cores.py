@@ -52,6 +52,34 @@ async def test_who_has_no_workers_gives_its_requests_to_who_has() -> None:
     ]
 
 
+async def test_who_is_to_leave_gives_each_request_to_who_can_go_on_with_it_now() -> None:
+    bench = Bench(num_cores=2)
+    generations = [bench.open() for _ in range(8)]
+    first = bench.core_of(generations[0])
+    (second,) = [core for core in bench.cores if core is not first]
+    bench.tokens(generations[0], 5)
+    moving = sum(bench.core_of(generation) is first for generation in generations)
+    bench.meet(ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512), core=second)
+    bench.meet(core=first, usable=False)
+    assert bench.core_of(generations[0]) is first, "the other one would make other tokens"
+    assert sum(bench.core_of(generation) is first for generation in generations) == 1
+    bench.meet(core=second)
+    assert {bench.core_of(generation) for generation in generations} == {second}
+    assert len([frame for frame in bench.sent if frame.HasField("abort")]) == moving
+
+
+async def test_who_is_to_leave_goes_on_while_nobody_else_works() -> None:
+    bench = Bench(num_cores=2)
+    generation = bench.open()
+    first = bench.core_of(generation)
+    (second,) = [core for core in bench.cores if core is not first]
+    bench.meet(core=second, num_workers=0)
+    bench.meet(core=first, usable=False)
+    assert (bench.core_of(generation), generation.request.attempt) == (first, 0)
+    bench.tokens(generation, 5)
+    assert tokens_of(generation) == [[5]]
+
+
 async def test_who_is_there_and_gets_nowhere_is_left_while_another_works() -> None:
     bench = Bench(num_cores=2, stuck_s=10.0, losing_s=1000.0)
     generation = bench.open()

@@ -88,7 +88,7 @@ async def test_an_admin_makes_keys_lists_them_and_takes_them_back(tmp_path: Path
         assert answer.headers["cache-control"] == "no-store"
         made = NewKeyObject.model_validate(answer.json())
         assert (made.name, made.models, made.role, made.state, made.weight) == ("Ann", [MODEL], "client", "active", 5)
-        secret = made.value.rpartition("-")[2]
+        secret = made.value[-43:]
         client = app.client(made.value)
         answer = await client.get("/v1/models")
         assert (answer.status_code, answer.headers["x-ratelimit-limit-requests"]) == (200, "9")

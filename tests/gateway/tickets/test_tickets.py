@@ -260,9 +260,47 @@ async def test_it_ends_when_it_is_deleted_or_its_gateway_leaves(tmp_path: Path) 
             if end == "delete":
                 await gateway.client.delete(f"/v1/streams/{ticket_name('', 'k')}")
             else:
-                gateway.tickets.leave()
+                await gateway.tickets.leave()
             async with asyncio.timeout(60):
                 await generation.closed.wait()
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+async def test_a_gateway_that_leaves_hands_over_what_its_reader_asks_for_elsewhere(
+    tmp_path: Path, resumes: bool
+) -> None:
+    """Nothing of it is computed again. Who would not ask elsewhere is served to the end."""
+    lasting = {"store": f"sqlite://{tmp_path}/named-only"}
+    async with shared() as store, running(tmp_path, store, **lasting) as first, running(tmp_path, store) as second:
+        undisturbed = await post(second, ASK, key="other")
+        go = held_up(first)
+        headers = {"Idempotency-Key": "k"} | ({"Pagoda-Resumes": "1"} if resumes else {})
+        asking = asyncio.create_task(first.client.post(CHAT, json=ASK, headers=headers))
+        await first.engine.submitted.wait()
+        await first.engine.generations[-1].waiting.wait()
+        await first.tickets.leave()
+        if not resumes:
+            go.set()
+            assert text_of((await asking).text) == TEXT
+            return
+        told = (await asking).text
+        assert '"code":"unavailable"' in told
+        rest = await post(second, ASK, last=ids_of(told)[-1])
+        assert text_of(told.partition('data: {"error"')[0]) + text_of(rest.text) == text_of(undisturbed.text)
+        assert sum(len(delta.tokens.token_ids) for delta in second.engine.priors[-1]) == 3
+
+
+async def test_a_gateway_out_of_time_hands_over_what_is_no_stream(tmp_path: Path) -> None:
+    async with shared() as store, running(tmp_path, store) as first, running(tmp_path, store) as second:
+        held_up(first)
+        asking = asyncio.create_task(post(first, WHOLE))
+        await first.engine.submitted.wait()
+        await first.engine.generations[-1].waiting.wait()
+        await first.tickets.hand_over_all()
+        assert code_of(await asking) == (503, "unavailable")
+        again = (await post(second, WHOLE)).json()
+        assert again["choices"][0]["message"]["content"] == TEXT
+        assert second.engine.priors[-1]
 
 
 async def test_a_reader_is_told_when_it_was_deleted(tmp_path: Path) -> None:

@@ -64,6 +64,27 @@ def test_a_model_that_is_not_there_is_refused_with_its_cause(
 def test_a_directory_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         locate(str(tmp_path))
-    (tmp_path / "model.gguf").touch()
-    with pytest.raises(ConfigError, match="is a file"):
-        locate(str(tmp_path / "model.gguf"))
+    (tmp_path / "model.bin").touch()
+    with pytest.raises(ConfigError, match="is a file, and no GGUF file"):
+        locate(str(tmp_path / "model.bin"))
+
+
+def test_a_gguf_file_is_itself_and_its_directory_may_stand_for_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine-Q8_0.gguf"
+    path.touch()
+    assert locate(str(path)) == locate(str(tmp_path)) == path
+    assert served_name(str(path)) == "mine-Q8_0"
+    (tmp_path / "config.json").write_text("{}")  # as repositories of GGUF files often have
+    assert locate(str(tmp_path)) == path
+    (tmp_path / "model.safetensors").touch()
+    assert locate(str(tmp_path)) == tmp_path
+
+
+def test_parts_of_one_model_are_one_and_several_models_are_refused_by_name(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{index}-of-00002.gguf" for index in (1, 2)]
+    for part in parts:
+        part.touch()
+    assert locate(str(tmp_path)) == parts[0]
+    (tmp_path / "mmproj.gguf").touch()
+    with pytest.raises(ConfigError, match=r"2 GGUF models .* \(m-00001-of-00002\.gguf, mmproj\.gguf\); name one"):
+        locate(str(tmp_path))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from pagoda_worker.kernels.kv_cache import KVCache
 from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 
 BLOCK_SIZE = 16
 
@@ -39,12 +41,13 @@ def make_batch(rows: Sequence[tuple[list[int], int, list[int]]], block_size: int
 
 @dataclass
 class Row:
-    """A row of the harness; `logits` has one [V] entry per computed token."""
+    """A row of the harness; `logits` has one [V] entry per computed token, `slot` is that of its adapter."""
 
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     logits: list[torch.Tensor] = field(default_factory=list)
+    slot: int = NO_ADAPTER
 
 
 class Harness:
@@ -63,9 +66,13 @@ class Harness:
             missing = -(-(row.computed + count) // self.block_size) - len(row.blocks)
             row.blocks += [self.free.pop() for _ in range(missing)]
             parts.append((row.tokens[row.computed : row.computed + count], row.computed, row.blocks))
-        batch = make_batch(parts, self.block_size)
+        slots = np.repeat([row.slot for row, _ in work], [count for _, count in work]).astype(np.int32)
+        adapted = TokenSlots(slots, self.loaded.device) if (slots != NO_ADAPTER).any() else None
+        batch = replace(make_batch(parts, self.block_size), slots=adapted)
+        model = self.loaded.model
         with torch.inference_mode():
-            logits = self.loaded.model.logits(self.loaded.model.forward(batch, self.kv))
+            hidden = model.forward(batch, self.kv)
+            logits = model.logits(hidden) if adapted is None else model.logits(hidden, slots=adapted)
         for (row, count), start in zip(work, batch.query_starts, strict=False):
             row.logits += list(logits[start : start + count])
             row.computed += count
@@ -95,9 +102,9 @@ class Harness:
         return [row.tokens[-count:] for row in rows]
 
 
-def logits_of(loaded: LoadedModel, tokens: list[int], chunks: Sequence[int]) -> torch.Tensor:
+def logits_of(loaded: LoadedModel, tokens: list[int], chunks: Sequence[int], slot: int = NO_ADAPTER) -> torch.Tensor:
     """Logits [n, V] after every token of one row alone, computed in chunks of these sizes (the last one repeats)."""
-    harness, row = Harness(loaded), Row(tokens)
+    harness, row = Harness(loaded), Row(tokens, slot=slot)
     sizes = list(chunks)
     while row.computed < len(tokens):
         size = sizes.pop(0) if len(sizes) > 1 else sizes[0]

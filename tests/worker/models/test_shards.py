@@ -77,7 +77,7 @@ class ShardOps:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ops, name)
 
-    def linear(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, packed: Any, added: None = None) -> torch.Tensor:
         if not isinstance(packed, Cut):
             return self._ops.linear(x, packed)
         total = self._exchange.total(self._rank, self._ops.logits(x, packed.packed))

@@ -56,7 +56,7 @@ def start(endpoint: str) -> Iterator[Start]:
     made: list[Worker] = []
 
     def begin(model: FakeModel | None = None, config: WorkerConfig | None = None) -> Worker:
-        made.append(Worker(config or WorkerConfig(engine=endpoint, worker_id="w-1"), model))
+        made.append(Worker(config or WorkerConfig(engine=endpoint, worker_id="w-1", drain_timeout_s=0.0), model))
         return made[-1]
 
     yield begin
@@ -302,6 +302,44 @@ def test_stop_says_goodbye(engine: FakeEngine, worker: Worker) -> None:
     assert worker.error is None
 
 
+def leaving_with_a_row(engine: FakeEngine, start: Start, drain_timeout_s: float) -> Worker:
+    """It was asked to stop while it held a row, and has said so."""
+    config = WorkerConfig(engine=engine.endpoint, worker_id="w-1", drain_timeout_s=drain_timeout_s)
+    worker = start(config=config)
+    engine.admit()
+    engine.send(first_plan())
+    engine.result()
+    worker.stop.set()
+    while not engine.until(Beat)[1].leaving:
+        pass
+    return worker
+
+
+def test_a_worker_that_is_to_leave_goes_on_with_its_rows(engine: FakeEngine, start: Start) -> None:
+    worker = leaving_with_a_row(engine, start, 600.0)
+    engine.send(StepPlan(step=2, chunks=[Chunk(1, 3, 1, True)]))
+    assert engine.result().step == 2
+    assert worker.thread.is_alive()
+    engine.send(StepPlan(step=3, finished_rows=[1]))
+    assert engine.result().step == 3
+    assert engine.until(Goodbye)[1].reason == "stopped"
+    worker.join()
+    assert worker.error is None
+
+
+def test_a_worker_that_is_dismissed_does_not_wait_for_its_rows(engine: FakeEngine, start: Start) -> None:
+    worker = leaving_with_a_row(engine, start, 600.0)
+    engine.send(Drain(), kind="/c")
+    assert engine.until(Goodbye)[1].reason == "drained"
+    worker.join()
+
+
+def test_a_worker_whose_rows_nobody_takes_leaves_in_the_end(engine: FakeEngine, start: Start) -> None:
+    worker = leaving_with_a_row(engine, start, 0.5)
+    engine.until(Goodbye)
+    worker.join()
+
+
 def test_stop_while_no_engine_core_is_there(worker: Worker) -> None:
     worker.event("registering")
     worker.stop.set()
@@ -415,7 +453,7 @@ from tests.worker.fakes_model import fake_runner
 
 stop = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: stop.set())
-serve(fake_runner(), WorkerConfig(engine=sys.argv[1], worker_id="w-1"), lambda event: None, stop)
+serve(fake_runner(), WorkerConfig(engine=sys.argv[1], worker_id="w-1", drain_timeout_s=0.0), lambda event: None, stop)
 """
 
 

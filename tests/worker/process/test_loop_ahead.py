@@ -60,7 +60,9 @@ class Stage:
     def __init__(self, endpoint: str) -> None:
         self.engine = FakeEngine(endpoint)
         self.device = SlowDevice()
-        self.worker = Worker(WorkerConfig(engine=endpoint, worker_id="w-1"), FakeModel(), self.device)
+        self.worker = Worker(
+            WorkerConfig(engine=endpoint, worker_id="w-1", drain_timeout_s=0.0), FakeModel(), self.device
+        )
 
     def close(self) -> None:
         self.worker.stop.set()

@@ -28,7 +28,7 @@ def link(engine: FakeEngine) -> Iterator[Link]:
 
 @pytest.fixture
 def worker(link: Link) -> Iterator[Worker]:
-    made = Worker(WorkerConfig(engine=link.endpoint, worker_id="w-1"))
+    made = Worker(WorkerConfig(engine=link.endpoint, worker_id="w-1", drain_timeout_s=0.0))
     yield made
     made.end()
 

@@ -1,4 +1,4 @@
-"""Safetensors checkpoints: judged by their headers, mapped into memory, read tensor by tensor.
+"""Checkpoints: judged by headers, mapped into memory, read tensor by tensor. Safetensors files are opened here.
 
 A file is 8 bytes of header length (little endian), a JSON header name -> {dtype, shape, data_offsets}, then the data.
 Every number of a header is checked before it is used, so a damaged or hostile file is refused and nothing more. Tensors
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from pagoda_worker.checkpoints.blocks import BLOCKS
 from pagoda_worker.checkpoints.fingerprint import Entry, content_digest
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
@@ -44,21 +45,29 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a model expects of a tensor by its header."""
+    """What a model expects of a tensor by its header. Where any numbers will do, they may lie in blocks."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...] = LOADABLE
     optional: bool = False
 
+    def takes(self, dtype: str) -> bool:
+        return dtype in self.dtypes or (self.dtypes == LOADABLE and dtype in BLOCKS)
+
 
 @dataclass
 class Checkpoint:
-    """All tensors of a model directory. Use as a context manager: leaving it gives the mappings back."""
+    """All tensors of a model. Use as a context manager: leaving it gives the mappings back.
+
+    `undone`: name -> what makes of a tensor as it is stored the one that the model's authors published. It may move
+    rows, or change numbers of a tensor that does not lie in blocks.
+    """
 
     path: Path
     entries: dict[str, Entry]
     digest: str  # of its content, see `fingerprint`
     progress: Progress | None = None
+    undone: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     bytes_read: int = 0
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict)
 
@@ -76,10 +85,13 @@ class Checkpoint:
 
     def get(self, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A tensor in `dtype` on `device`; a view of the file if nothing has to change. Counts as progress."""
-        return self.stored(name).to(device=device, dtype=dtype)
+        stored, kind = self.stored(name), self.entries[name].dtype
+        if kind in BLOCKS:
+            return BLOCKS[kind].widened(stored.to(device), dtype)
+        return stored.to(device=device, dtype=dtype)
 
     def stored(self, name: str) -> torch.Tensor:
-        """A tensor as it is stored, a view of the file. Counts as progress."""
+        """A tensor as it is stored, a view of the file; of one in blocks, their bytes. Counts as progress."""
         entry = self.entries[name]
         if entry.num_bytes:
             raw = torch.frombuffer(
@@ -92,7 +104,9 @@ class Checkpoint:
         self.bytes_read += entry.num_bytes
         if self.progress is not None:
             self.progress(min(self.bytes_read, self.num_bytes), self.num_bytes)
-        return raw.view(DTYPES[entry.dtype]).view(entry.shape)
+        dtype = DTYPES.get(entry.dtype)
+        tensor = raw.view(*entry.shape[:-1], -1) if dtype is None else raw.view(dtype).view(entry.shape)
+        return self.undone[name](tensor) if name in self.undone else tensor
 
     def check(self, expected: Mapping[str, Wanted], ignored_suffixes: tuple[str, ...], tied: bool) -> None:
         """Compare names, shapes and dtypes with what the model needs, before anything is loaded.
@@ -115,7 +129,7 @@ class Checkpoint:
         dtypes = [
             f"{name} is {entry.dtype}, expected {' or '.join(expected[name].dtypes)}"
             for name, entry in found.items()
-            if entry.dtype not in expected[name].dtypes
+            if not expected[name].takes(entry.dtype)
         ]
         problems = [
             *_listing("missing tensors", missing),
@@ -158,13 +172,17 @@ def open_checkpoint(path: Path, progress: Progress | None = None) -> Checkpoint:
         entries |= {name: found[name] for name in (found if names is None else names & set(found))}
         if names is not None and names - set(found):
             raise CheckpointError(path, _listing(f"{INDEX} names, but {file.name} lacks", sorted(names - set(found))))
+    return Checkpoint(path, entries, digest_of(path, entries), progress)
+
+
+def digest_of(path: Path, entries: Mapping[str, Entry]) -> str:
+    """See `content_digest`. Raises CheckpointError when a file cannot be read."""
     try:
-        digest = content_digest(entries)
+        return content_digest(entries)
     except EOFError as error:
         raise CheckpointError(Path(error.args[0]), ["the file is shorter than its header says"]) from error
     except OSError as error:
         raise CheckpointError(path, [_told(error)]) from error
-    return Checkpoint(path, entries, digest, progress)
 
 
 def _files(path: Path) -> list[tuple[Path, set[str] | None]]:
@@ -178,7 +196,7 @@ def _files(path: Path) -> list[tuple[Path, set[str] | None]]:
         return [(path / SINGLE, None)]
     if not path.is_dir():
         raise CheckpointError(path, ["no such directory"])
-    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf"))
+    others = sorted(file.name for file in path.iterdir() if file.suffix in (".bin", ".pt", ".pth"))
     if others:
         advice = f"only {', '.join(others[:3])} found; convert the model to safetensors, other formats are not loaded"
         raise CheckpointError(path, [advice])
@@ -206,10 +224,11 @@ def read_json(path: Path) -> dict[str, Any]:
         content = path.read_bytes()
     except OSError as error:
         raise CheckpointError(path, [_told(error)]) from error
-    return _json_object(content, path, "")
+    return json_object(content, path, "")
 
 
-def _json_object(content: bytes, file: Path, subject: str) -> dict[str, Any]:
+def json_object(content: bytes, file: Path, subject: str) -> dict[str, Any]:
+    """Raises CheckpointError, which names `subject` of the `file`, for what is no JSON object."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -217,6 +236,14 @@ def _json_object(content: bytes, file: Path, subject: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(file, [f"{subject}not a JSON object"])
     return value
+
+
+def entries_of(file: Path, content: bytes | bytearray, most_header_bytes: int) -> dict[str, Entry]:
+    """What the header says of a file with this content. Raises CheckpointError when it is not sound."""
+    length = struct.unpack_from("<Q", content)[0] if len(content) >= 8 else 0
+    if length > most_header_bytes or not 2 <= length <= len(content) - 8:
+        raise CheckpointError(file, [f"header of {length} bytes in a file of {len(content)}"])
+    return _entries(file, bytes(memoryview(content)[8 : 8 + length]), len(content))
 
 
 def _header(file: Path) -> tuple[bytes, int]:
@@ -234,7 +261,7 @@ def _header(file: Path) -> tuple[bytes, int]:
 
 
 def _entries(file: Path, header: bytes, size: int) -> dict[str, Entry]:
-    fields = _json_object(header, file, "header is ")
+    fields = json_object(header, file, "header is ")
     start = 8 + len(header)
     fields.pop("__metadata__", None)
     parsed = {name: _entry(file, value, start) for name, value in fields.items()}

@@ -158,6 +158,18 @@ def linear_layers(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
     return shapes if spec.tied else shapes | {spec.names.head: (spec.vocab_size, spec.hidden_size)}
 
 
+def matrices_of_all(spec: DecoderSpec) -> list[str]:
+    """The names of the matrices that every token passes, in an order that does not depend on how they are spelt."""
+    names, found = spec.names, []
+    for index, layer in enumerate(spec.layers):
+        parts = [*names.qkv, names.out]
+        if dense_mlp(layer) is not None:
+            up, down = dense_names(names, layer)
+            parts += [*up, down]
+        found += [names.in_layer(index, part) for part in parts]
+    return found if spec.tied else [*found, names.head]
+
+
 def _layer_matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     names, hidden, attention = spec.names, spec.hidden_size, layer.attention
     attended, kept = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))

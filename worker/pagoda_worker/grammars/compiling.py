@@ -17,6 +17,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pagoda_proto.grammars import LIMITS
+from pagoda_proto.model_files.files import FileTooLarge, ModelFiles, model_files
 from pagoda_worker.grammars.masks import Ids
 from pagoda_worker.grammars.matching import GrammarTokens, Matcher
 
@@ -94,26 +95,25 @@ class CompiledGrammars:
         return LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
 
 
-def load_grammars(model_dir: Path, vocab_size: int) -> Grammars:
+def load_grammars(path: Path, vocab_size: int) -> Grammars:
     """Grammars over the vocabulary of a checkpoint; where that is not possible, those that say why."""
-    path = model_dir / "tokenizer.json"
-    if not path.is_file():
-        return NoGrammars("the model has no tokenizer.json, which grammars need")
-    if path.stat().st_size > MAX_TOKENIZER_BYTES:
-        return NoGrammars(f"the model's tokenizer.json has more than {MAX_TOKENIZER_BYTES} bytes")
+    files = model_files(path)
     try:
-        ends = _model_ends(model_dir)
-        tokenizer = LLTokenizer(path.read_text(encoding="utf-8"), n_vocab=vocab_size, eos_token=ends)
+        definition = files.read("tokenizer.json", MAX_TOKENIZER_BYTES)
+        if definition is None:
+            return NoGrammars("the model has no tokenizer.json, which grammars need")
+        tokenizer = LLTokenizer(definition.decode(), n_vocab=vocab_size, eos_token=_model_ends(files))
+    except FileTooLarge:
+        return NoGrammars(f"the model's tokenizer.json has more than {MAX_TOKENIZER_BYTES} bytes")
     except ValueError as error:
         return NoGrammars(f"the model's tokenizer.json cannot be used for grammars: {error}")
     return CompiledGrammars(tokenizer, vocab_size)
 
 
-def _model_ends(model_dir: Path) -> list[int] | None:
+def _model_ends(files: ModelFiles) -> list[int] | None:
     """What the checkpoint says ends a sequence; None leaves it to llguidance, which knows some names."""
     for name in ("generation_config.json", "config.json"):
-        path = model_dir / name
-        fields: Any = json.loads(path.read_bytes()) if path.is_file() else {}
+        fields: Any = json.loads(files.read(name, MAX_TOKENIZER_BYTES) or "{}")
         if not isinstance(fields, dict):
             raise ValueError(f"{name} is no object")
         said = fields.get("eos_token_id")

@@ -27,10 +27,10 @@ from torch import Tensor
 
 from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import KVCache
-from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import Added, AttentionShape, HeadNorm, LowRank, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.kernels.reference import HostOps, activated
+from pagoda_worker.kernels.reference import HostOps, activated, add_low_rank
 from pagoda_worker.kernels.routing import Beside, Routing, routed
 from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.library_choice import bfloat16_is_native
@@ -74,14 +74,22 @@ class AtenOps(HostOps):
 
     pack_gated = pack_linear
 
-    def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        return self._linear(x, packed).to(x.dtype)
+    def fill_slot(self, slots: list[LowRank | None], slot: int, factors: LowRank | None) -> None:
+        if factors is not None:
+            a, b = (one.to(self.device, torch.float32).contiguous() for one in (factors.a, factors.b))
+            if self._native:
+                a, b = (torch.ops.mkldnn._reorder_linear_weight(one, None) for one in (a, b))
+            factors = factors._replace(a=a, b=b, scales=factors.scales.to(self.device))
+        slots[slot] = factors
 
-    def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
-        return act_mul(self.linear(x, packed), activation)
+    def linear(self, x: Tensor, packed: Packed, added: Added | None = None) -> Tensor:
+        return self._linear(x, packed, added).to(x.dtype)
 
-    def activated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
-        y = self.linear(x, packed)
+    def gated_linear(self, x: Tensor, packed: Packed, activation: str, added: Added | None = None) -> Tensor:
+        return act_mul(self.linear(x, packed, added), activation)
+
+    def activated_linear(self, x: Tensor, packed: Packed, activation: str, added: Added | None = None) -> Tensor:
+        y = self.linear(x, packed, added)
         width = y.shape[1]
         if activation == "gelu":  # erf has no other code for ends
             wide = y.float()
@@ -108,13 +116,18 @@ class AtenOps(HostOps):
 
         return routed(x, logits, routing, product, beside)
 
-    def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, packed: Packed, softcap: float | None = None, added: Added | None = None
+    ) -> Tensor:
         """A product in the run dtype is then widened: oneDNN's float32 output is not reachable from torch."""
-        logits = self._linear(hidden, packed).float()
+        logits = self._linear(hidden, packed, added).float()
         return logits if softcap is None else soft_cap(logits, softcap)
 
-    def _linear(self, x: Tensor, packed: Packed) -> Tensor:
+    def _linear(self, x: Tensor, packed: Packed, added: Added | None = None) -> Tensor:
         """In the run dtype, as each segment is; in float32 where segments were added."""
+        return add_low_rank(x, self._base(x, packed), added, lambda x, w: _product(x, w, None, bool(self._native)))
+
+    def _base(self, x: Tensor, packed: Packed) -> Tensor:
         seen = x.float() if packed.wide else x
         if len(packed.weights) == 1:
             return _product(seen, packed.weights[0], packed.bias, packed.prepacked).to(x.dtype)

@@ -2,6 +2,9 @@
 
 T packed tokens of B rows, H hidden size, Hq query and Hkv KV heads of D dims, G = Hq / Hkv, I intermediate size.
 
+An adapter in use has a *slot*, the same in all layers. A token's slot says which matrices its line passes besides, so
+lines of many adapters and of none share a batch: those without are not touched.
+
 The rule every back end keeps: the bits of one row's result depend on that row alone, not on its neighbours in the
 batch, nor on how its tokens were cut into chunks. `reference` is the exception: it is the arithmetic written down,
 which the others are tested against.
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.quantized import Weight
 from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.slots import TokenSlots
 from pagoda_worker.sampling.device_sampler import DeviceSampler, Upload
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
@@ -90,6 +94,33 @@ class Rotation:
         return torch.cat((-sin, sin), -1).unsqueeze(1)
 
 
+class LowRank(NamedTuple):
+    """What one adapter has for one linear layer [N, K], whose parts' ranks stand behind one another.
+
+    `spans` are which of the ranks an output reads, [first, end): of the others `b` has zeros.
+    """
+
+    a: Tensor  # [R, K], as are `b` and the layer itself in the run dtype
+    b: Tensor  # [N, R]
+    scales: Tensor  # [R] float32
+    spans: Tensor  # [N, 2] int32
+
+
+class Added(NamedTuple):
+    """What is to be added in a call: a layer's `slots`, as its back end keeps them, by the slots of the tokens."""
+
+    slots: Any
+    tokens: TokenSlots
+
+
+@dataclass(frozen=True)
+class SlotRoom:
+    """How many adapters there is room for, and the highest rank that one may have for one matrix."""
+
+    count: int
+    rank: int
+
+
 class Cache(Protocol):
     """The part of a back end's KV cache that models know. It holds one group of layers, whose own order counts them."""
 
@@ -143,16 +174,27 @@ class Ops(Protocol):
     def pack_gated(self, weight: Weight, bias: Tensor | None = None) -> Any:
         """weight [2 I, K] and bias [2 I], gate above up -> a packed form for `gated_linear`."""
 
-    def linear(self, x: Tensor, packed: Any) -> Tensor:
-        """x [T, K] -> [T, N] in the dtype of x."""
+    def new_slots(self, packed: Any, count: int, rank: int, *, gated: bool = False) -> Any:
+        """Room for what `count` adapters add to a packed layer, of up to `rank` for all its parts together.
 
-    def gated_linear(self, x: Tensor, packed: Any, activation: str) -> Tensor:
+        `gated`: it was packed by `pack_gated`.
+        """
+
+    def fill_slot(self, slots: Any, slot: int, factors: LowRank | None) -> None:
+        """An adapter takes this slot, or, with None, adds nothing to this layer. No step is under way."""
+
+    def linear(self, x: Tensor, packed: Any, added: Added | None = None) -> Tensor:
+        """x [T, K] -> [T, N] in the dtype of x, with what is `added` in float32 before it is rounded, or rounded again;
+        so in all operations that take it. Lines of tokens without an adapter have the bits they have without `added`.
+        """
+
+    def gated_linear(self, x: Tensor, packed: Any, activation: str, added: Added | None = None) -> Tensor:
         """x [T, K] -> act(gate) * up [T, I]; activation is "silu", "gelu_tanh" or "gelu".
 
         Gate, up and act(gate) are rounded to the dtype of x where separate operations would round them.
         """
 
-    def activated_linear(self, x: Tensor, packed: Any, activation: str) -> Tensor:
+    def activated_linear(self, x: Tensor, packed: Any, activation: str, added: Added | None = None) -> Tensor:
         """x [T, K] -> act(x W^T) [T, N], `packed` by `pack_linear`; activation is one of ACTIVATIONS.
 
         What is activated is rounded to the dtype of x, where a separate operation would round it.
@@ -169,7 +211,7 @@ class Ops(Protocol):
         Each product is rounded to the dtype of x, as those of linear layers are.
         """
 
-    def logits(self, hidden: Tensor, packed: Any, softcap: float | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, packed: Any, softcap: float | None = None, added: Added | None = None) -> Tensor:
         """hidden [R, H] -> [R, V] float32, or softcap * tanh(logit / softcap) of it.
 
         Without a cap they may be in the run dtype, where the hardware accumulates into it.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
-from pagoda_worker.kernels.ops import AttentionShape, Forward, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import Added, AttentionShape, Forward, HeadNorm, LowRank, Rotation
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
 from pagoda_worker.kernels.routing import Beside, Routing, routed
 from pagoda_worker.kernels.segments import tree_sum
@@ -39,6 +39,9 @@ class HostOps:
 
     def record(self, forward: Forward, kv: Sequence[KVCache], max_tokens: int) -> None:
         return None
+
+    def new_slots(self, packed: Any, count: int, rank: int, *, gated: bool = False) -> list[LowRank | None]:
+        return [None] * count
 
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
         return new_kv_cache(shape, num_blocks, block_size, self.device)
@@ -75,7 +78,16 @@ class ReferenceOps(HostOps):
 
     pack_gated = pack_linear
 
-    def linear(self, x: Tensor, packed: Plain) -> Tensor:
+    def fill_slot(self, slots: list[LowRank | None], slot: int, factors: LowRank | None) -> None:
+        if factors is not None:
+            a, b, scales = (_wide(one).to(self.device) for one in factors[:3])
+            factors = factors._replace(a=a, b=b, scales=scales)
+        slots[slot] = factors
+
+    def linear(self, x: Tensor, packed: Plain, added: Added | None = None) -> Tensor:
+        return add_low_rank(x, self._base(x, packed), added, F.linear)
+
+    def _base(self, x: Tensor, packed: Plain) -> Tensor:
         if not packed.quantized and packed.segments == 1:
             return F.linear(x, packed.weight, packed.bias)
         wide = _wide(x)
@@ -84,12 +96,12 @@ class ReferenceOps(HostOps):
         total = tree_sum(torch.stack([F.linear(*part) for part in zip(*parts, strict=True)]))
         return (total if packed.bias is None else total + packed.bias).to(x.dtype)
 
-    def gated_linear(self, x: Tensor, packed: Plain, activation: str) -> Tensor:
-        gate, up = self.linear(x, packed).chunk(2, dim=-1)
+    def gated_linear(self, x: Tensor, packed: Plain, activation: str, added: Added | None = None) -> Tensor:
+        gate, up = self.linear(x, packed, added).chunk(2, dim=-1)
         return activated(gate, activation) * up
 
-    def activated_linear(self, x: Tensor, packed: Plain, activation: str) -> Tensor:
-        return activated(self.linear(x, packed), activation)
+    def activated_linear(self, x: Tensor, packed: Plain, activation: str, added: Added | None = None) -> Tensor:
+        return activated(self.linear(x, packed, added), activation)
 
     def pack_experts(self, experts: Iterable[tuple[Weight, Weight]], count: int) -> list[tuple[Plain, Plain]]:
         return [(self.pack_gated(gate_up), self.pack_linear(down)) for gate_up, down in experts]
@@ -109,8 +121,8 @@ class ReferenceOps(HostOps):
 
         return routed(x, logits, routing, product, beside)
 
-    def logits(self, hidden: Tensor, packed: Plain, softcap: float | None = None) -> Tensor:
-        logits = self.linear(hidden, packed).float()
+    def logits(self, hidden: Tensor, packed: Plain, softcap: float | None = None, added: Added | None = None) -> Tensor:
+        logits = self.linear(hidden, packed, added).float()
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float | None) -> Tensor:
@@ -193,6 +205,20 @@ class ReferenceOps(HostOps):
             weights = scores.softmax(-1)[..., :length]
             rows.append(torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype))
         return torch.cat(rows)
+
+
+def add_low_rank(x: Tensor, y: Tensor, added: Added | None, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """y [T, N], which may be overwritten, with what is added for x [T, K]; computed in float32, rounded once more.
+
+    `product` is x [n, K] by a matrix of `added.slots`, which are LowRank or None.
+    """
+    for slot, places in added.tokens.groups if added is not None else ():
+        factors = added.slots[slot] if added is not None else None
+        if factors is None:
+            continue
+        low = product(_wide(x[places]), factors.a) * factors.scales
+        y[places] = (_wide(y[places]) + product(low, factors.b)).to(y.dtype)
+    return y
 
 
 def activated(x: Tensor, activation: str) -> Tensor:

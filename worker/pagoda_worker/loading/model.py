@@ -11,25 +11,34 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint, read_json
+from pagoda_proto.adapters.files import AdapterError
+from pagoda_proto.adapters.identity import named_paths
+from pagoda_proto.model_files.files import is_gguf
+from pagoda_worker.adapters.reading import Limits, modules_of
+from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters, AdapterStore
+from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress
 from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, check_sizes
 from pagoda_worker.checkpoints.fingerprint import fingerprint
 from pagoda_worker.checkpoints.formats import FIELD, read_layout
+from pagoda_worker.checkpoints.formats.gguf import block_layout, rounding_remark
 from pagoda_worker.checkpoints.formats.layout import Layout
 from pagoda_worker.checkpoints.formats.source import Formats, choose_formats, left_alone, open_source
+from pagoda_worker.checkpoints.gguf import open_weights
+from pagoda_worker.checkpoints.reading import read_config
 from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled, linear_layers
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.devices import choose_device
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, Grammars
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import Cache, Needs, Ops, guarded
+from pagoda_worker.kernels.ops import Cache, Needs, Ops, SlotRoom, guarded
 from pagoda_worker.loading.numerics import numerics_id
 from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.pooling.pooler import Pooler
 from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.slots import TokenSlots
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +54,8 @@ class Model(Protocol):
     def forward(self, batch: Batch, kv: Sequence[Cache]) -> torch.Tensor:
         """Write K and V of the batch's tokens, return final hidden states [T, H]."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, H] -> [R, V] float32."""
+    def logits(self, hidden: torch.Tensor, *, slots: TokenSlots | None = None) -> torch.Tensor:
+        """hidden [R, H] -> [R, V] float32; `slots` are of these, where one has an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +71,7 @@ class LoadedModel:
     numerics_id: str
     batch_invariant: bool  # whether a token's bits are its row's alone, whatever is computed beside it
     grammars: Grammars = NO_GRAMMARS  # over its vocabulary
+    adapters: Adapters = NO_ADAPTERS
     pooler: Pooler | None = None  # of a model that reads: it makes vectors of states, and there are no logits
     scratch: KVShape | None = None  # of one that reads whole prompts: what a layer needs of K and V while it computes
     second_place: int = 0  # how far behind the first text's positions those of a pair's second are
@@ -80,20 +90,20 @@ class LoadedModel:
 def load_model(
     config: WorkerConfig,
     progress: Progress | None = None,
-    open_weights: Callable[[Path, Progress | None], Checkpoint] = open_checkpoint,
+    opened: Callable[[Path, Progress | None], Checkpoint] = open_weights,
 ) -> LoadedModel:
     """Load the model of `config.model`.
 
     Args:
         config: Which model, where and how.
         progress: Called with bytes loaded and bytes in all; what it raises ends the loading.
-        open_weights: Where its tensors come from; a benchmark makes them up.
+        opened: Where its tensors come from; a benchmark makes them up.
 
     Raises:
         ValueError: the directory, its configuration or the worker's configuration cannot be used; says which and why.
     """
     path = Path(config.model)
-    fields = read_json(path / "config.json")
+    fields = read_config(path)
     _refuse_hopeless(fields)
     device = choose_device(config.device)
     config = config.settled(device.type)
@@ -101,7 +111,7 @@ def load_model(
         torch.cuda.set_device(device)  # where kernels are launched, the first ones by the back end's self-check
     torch.set_num_threads(config.threads)
     spec, layout = _what_to_load(config, fields)
-    with open_weights(path, progress) as checkpoint:
+    with opened(path, progress) as checkpoint:
         dtype = run_dtype(config.dtype, fields, checkpoint.dtype(), device)
         ops = _load_ops(config, device, dtype, spec)
         if spec is None:
@@ -120,6 +130,7 @@ def load_model(
         fingerprint=fingerprint(fields, HARMLESS - CHOOSES_THE_CODE, checkpoint.digest),
         numerics_id=numerics_id(ops, kv_groups[0], made.implementation, made.formats.description),
         batch_invariant=ops.batch_invariant and made.batch_invariant,
+        adapters=made.adapters,
     )
 
 
@@ -132,6 +143,7 @@ class _Made(NamedTuple):
     implementation: str
     formats: Formats = Formats()
     batch_invariant: bool = True
+    adapters: Adapters = NO_ADAPTERS
 
 
 def _natively(
@@ -142,21 +154,45 @@ def _natively(
     ops: Ops,
     dtype: torch.dtype,
 ) -> _Made:
-    formats = choose_formats(spec, layout, config.quantization)
+    formats = choose_formats(spec, layout or block_layout(checkpoint.entries), config.quantization)
     source = open_source(checkpoint, spec, formats, dtype, ops.device)
     _tell_formats(ops, dtype, spec, formats)
+    if remark := rounding_remark(checkpoint.entries, linear_layers(spec)):
+        log.warning("weights: %s", remark)
     max_len = model_len(config.max_model_len, spec.reach, spec.max_positions)
     with torch.inference_mode():
-        decoder = Decoder(spec, ops, source, dtype, max_len)
+        room = SlotRoom(config.max_loras, config.max_lora_rank) if config.takes_adapters else None
+        decoder = Decoder(spec, ops, source, dtype, max_len, room=room)
+        adapters = _adapters(config, spec, decoder, dtype) if config.takes_adapters else NO_ADAPTERS
         model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
     fixed = sorted({found for rope in spec.ropes if (found := rope.fixed_at(max_len))})
     for found in fixed:
         log.info("rotary embedding: %s, for all requests alike, because max_model_len is %d", found, max_len)
-    return _Made(model, spec.vocab_size, max_len, " ".join(("native", *fixed)), formats)
+        adapters = _adapters(config, spec, decoder, dtype) if config.takes_adapters else NO_ADAPTERS
+    return _Made(model, spec.vocab_size, max_len, " ".join(("native", *fixed)), formats, adapters=adapters)
+
+
+def _adapters(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder, dtype: torch.dtype) -> AdapterStore:
+    """With those that were named read, so that what is wrong with one is told at once. Raises ValueError."""
+    named = {name: Path(path).absolute() for name, path in named_paths(config.lora_modules).items()}
+    below = [Path(config.lora_dir)] if config.lora_dir else []
+    store = AdapterStore(
+        decoder, modules_of(spec, decoder.adapted), dtype,
+        count=config.max_loras, limits=Limits(config.max_lora_rank, config.max_lora_bytes),
+        allowed=[*named.values(), *below],
+    )  # fmt: skip
+    for name, path in named.items():
+        try:
+            store.load(path)
+        except AdapterError as error:
+            raise ValueError(f"lora_modules: {name!a} at {path}: {error}") from error
+    return store
 
 
 def _through_transformers(config: WorkerConfig, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> _Made:
     _refuse_quantised_cache(config)
+    if config.takes_adapters:
+        raise UnsupportedConfig("lora_modules, lora_dir: models that run through transformers take no adapters")
     from pagoda_worker.models.fallback import TransformersModel
 
     model = TransformersModel(checkpoint.path, ops, dtype, checkpoint)
@@ -230,7 +266,7 @@ def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[Decoder
             raise UnsupportedConfig(
                 f"{asked}: only models with a native implementation can be quantised: {error}"
             ) from error
-        if not config.fallback:
+        if not config.fallback or is_gguf(Path(config.model)):
             raise
         log.warning("%s runs through transformers' code, not natively: %s", name or "the model", error)
         return None, None

@@ -13,11 +13,14 @@ import torch
 
 from pagoda_proto.pooling.kinds import CLASSIFY, GENERATE, MODULES, architecture_of, is_yes_no_reranker, kind_of
 from pagoda_proto.pooling.late import Late
-from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress, open_checkpoint, read_json
+from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress
 from pagoda_worker.checkpoints.config_reader import HARMLESS, UnsupportedConfig, check_sizes
 from pagoda_worker.checkpoints.fingerprint import fingerprint
+from pagoda_worker.checkpoints.formats.gguf import block_layout
 from pagoda_worker.checkpoints.formats.source import choose_formats, open_source
+from pagoda_worker.checkpoints.gguf import open_weights
 from pagoda_worker.checkpoints.names import Names
+from pagoda_worker.checkpoints.reading import read_config, read_fields
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled
 from pagoda_worker.config import WorkerConfig
@@ -56,16 +59,18 @@ BESIDE_THE_DECODER = {
 def load_any_model(config: WorkerConfig, progress: Progress | None = None) -> LoadedModel:
     """Load the model of `config.model`, whatever it is for. Raises ValueError as `load_model` does."""
     path = Path(config.model)
-    fields = read_json(path / "config.json")
+    fields = read_config(path)
     kind = kind_of(fields, config.model, has_modules=(path / MODULES).is_file(), asked=config.task)
     if kind == GENERATE:
         return load_model(config, progress)
     log.info("the model is for: %s", kind)
+    if config.takes_adapters:
+        raise UnsupportedConfig(f"lora_modules, lora_dir: adapters are for models that generate, not that {kind}")
     check_sizes(fields)
     device = choose_device(config.device)
     config = config.settled(device.type)
     torch.set_num_threads(config.threads)
-    with open_checkpoint(path, progress) as checkpoint, torch.inference_mode():
+    with open_weights(path, progress) as checkpoint, torch.inference_mode():
         reading = _Reading(config, fields, kind, device, checkpoint)
         return _encoder(reading) if family_of(encoder_architecture(fields)) else _decoder(reading)
 
@@ -171,7 +176,7 @@ def _decoder(reading: _Reading) -> LoadedModel:
     for key in [key for key in checkpoint.entries if key.startswith("score.")]:
         del checkpoint.entries[key]
     spec = replace(spec, tied=True, logit_scale=1.0)  # whatever makes logits of states is not loaded
-    formats = choose_formats(spec, None, config.quantization)
+    formats = choose_formats(spec, block_layout(checkpoint.entries), config.quantization)
     source = open_source(checkpoint, spec, formats, dtype, reading.device)
     max_len = model_len(config.max_model_len, spec.reach, spec.max_positions)
     if not config.max_model_len:
@@ -233,7 +238,7 @@ def _decoder_pooler(reading: _Reading, spec: DecoderSpec) -> Pooler:
 
 def _answers(path: Path) -> tuple[int, int]:
     """The ids of "yes" and "no"."""
-    vocab = read_json(path / "tokenizer.json").get("model", {}).get("vocab", {})
+    vocab = read_fields(path, "tokenizer.json").get("model", {}).get("vocab", {})
     yes, no = (vocab.get(word) if isinstance(vocab, dict) else None for word in ("yes", "no"))
     if not (isinstance(yes, int) and isinstance(no, int)):
         raise UnsupportedConfig("tokenizer.json: a reranker that answers yes or no must have tokens for both")

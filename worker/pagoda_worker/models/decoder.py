@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,13 @@ from pagoda_worker.checkpoints.rope import RotaryTable
 from pagoda_worker.checkpoints.source import Source
 from pagoda_worker.checkpoints.spec import DecoderSpec
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
-from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation
-from pagoda_worker.models.linear import Linear, Packer
+from pagoda_worker.kernels.ops import Added, AttentionShape, Cache, HeadNorm, Ops, Rotation, SlotRoom
+from pagoda_worker.models.linear import Factors, Linear, Packer
 from pagoda_worker.models.moe import Branch, load_mlp
 from pagoda_worker.models.norms import Norm, load_head_norm, load_norm
 from pagoda_worker.models.order import qkv_order
 from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.slots import TokenSlots
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Layer:
 class Decoder:
     """A model as the runner sees it."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - two are what few models have
         self,
         spec: DecoderSpec,
         ops: Ops,
@@ -47,8 +48,9 @@ class Decoder:
         max_positions: int,
         *,
         head: bool = True,
+        room: SlotRoom | None = None,
     ) -> None:
-        """Without a `head` there are hidden states, and no logits."""
+        """Without a `head` there are hidden states, and no logits; without `room` there are no adapters."""
         self.spec = spec
         self.ops = ops
         kept = [
@@ -57,7 +59,7 @@ class Decoder:
         ]
         self.kv_groups, kv_layers = grouped(kept)
         self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
-        packer = Packer(ops, source, dtype)
+        packer = Packer(ops, source, dtype, room)
         self._layers = [_load_layer(spec, packer, index, kv) for index, kv in enumerate(kv_layers)]
         names = spec.names
         self._final_norm = load_norm(spec, source.tensor, names.top(names.final_norm), True, spec.logit_scale)
@@ -66,9 +68,11 @@ class Decoder:
         self._positions: torch.Tensor | None = None
         if spec.learned_positions:
             self._positions = source.tensor(f"{names.top(names.positions)}.weight")[spec.position_offset :]
-        self._head = None
+        self._head: Linear | None = None
         if head:
-            self._head = ops.pack_linear(source.tied(self._embed) if spec.tied else source.linear(names.head))
+            packed = ops.pack_linear(source.tied(self._embed) if spec.tied else source.linear(names.head))
+            slots = None if spec.tied else packer.slots(packed, 1)
+            self._head = Linear(packed, {names.head: slice(0, spec.vocab_size)}, slots=slots)
 
     def on(self, ops: Ops) -> Decoder:
         """The same weights, computed by `ops`, which must be of the back end that packed them."""
@@ -89,15 +93,45 @@ class Decoder:
         stream = self.ops.embed(batch.token_ids, self._embed, self._embed_scale)
         if self._positions is not None:
             stream = self.ops.add_positions(stream, self._positions, batch.positions)
-        hidden = self._run(stream, _Step(batch, kv, plan, rotations))
+        hidden = self._run(stream, _Step(batch, kv, plan, rotations, batch.slots))
         for group in kv:
             group.inspect(batch, hidden)
         return hidden
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden [R, H] -> [R, V] float32, in `out` if that is given."""
-        logits = self.ops.logits(hidden, self._head, self.spec.final_softcap)
+    def logits(
+        self, hidden: torch.Tensor, out: torch.Tensor | None = None, slots: TokenSlots | None = None
+    ) -> torch.Tensor:
+        """hidden [R, H] -> [R, V] float32, in `out` if that is given; `slots` are of those tokens."""
+        head = self._head
+        if head is None:
+            raise TypeError("a model without a head has no logits")
+        added = None if slots is None or head.slots is None else Added(head.slots, slots)
+        logits = self.ops.logits(hidden, head.packed, self.spec.final_softcap, added)
         return logits.float() if out is None else out.copy_(logits)
+
+    @property
+    def adapted(self) -> dict[str, tuple[Linear, str]]:
+        """Where adapters may add: by the checkpoint's name of a matrix the linear layer it is in, and as which part."""
+        names = self.spec.names
+        layers = [(layer.qkv, layer.out, *layer.mlp.linears) for layer in self._layers]
+        found = {
+            names.in_layer(index, part): (linear, part)
+            for index, linears in enumerate(layers)
+            for linear in linears
+            for part in linear.columns
+        }
+        head = self._head
+        return found if head is None or head.slots is None else found | {names.head: (head, names.head)}
+
+    def adapt(self, slot: int, factors: Mapping[str, Factors]) -> None:
+        """The adapter of this slot is now what `factors` say, by the names of `adapted`; {}: none."""
+        parts: dict[int, tuple[Linear, dict[str, Factors]]] = {}
+        for name, (linear, part) in self.adapted.items():
+            _, found = parts.setdefault(id(linear), (linear, {}))
+            if name in factors:
+                found[part] = factors[name]
+        for linear, found in parts.values():
+            linear.fill(slot, found, self.ops)
 
     def _run(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
         """Branches leave the stream and are added to it; which of the norms on their ways there are is data."""
@@ -107,10 +141,10 @@ class Decoder:
             branch = self._come_back(self._attend(x, layer, step), layer.norms.get("after_attention"))
             if self.spec.parallel:
                 own = layer.norms.get("mlp")
-                branch = ops.add(layer.mlp.run(x if own is None else own.run(stream, ops), ops), branch)
+                branch = ops.add(layer.mlp.run(x if own is None else own.run(stream, ops), ops, step.slots), branch)
             else:
                 x, stream = self._leave(stream, branch, layer.norms.get("mlp"))
-                branch = self._come_back(layer.mlp.run(x, ops), layer.norms.get("after_mlp"))
+                branch = self._come_back(layer.mlp.run(x, ops, step.slots), layer.norms.get("after_mlp"))
         return self._leave(stream, branch, self._final_norm)[0]
 
     def _leave(
@@ -130,9 +164,9 @@ class Decoder:
     def _attend(self, x: torch.Tensor, layer: Layer, step: _Step) -> torch.Tensor:
         ops, (group, index) = self.ops, layer.kv
         kv, plan = step.kv[group], step.plan[group]
-        qkv, rotation = layer.qkv.linear(x, ops), None if layer.rope is None else step.rotations[layer.rope]
+        qkv, rotation = layer.qkv.linear(x, ops, step.slots), None if layer.rope is None else step.rotations[layer.rope]
         query = ops.rope_write(qkv, rotation, layer.head_norm, kv, index, step.batch.kv_indices)
-        return layer.out.linear(ops.attend(query, kv, index, plan, layer.attention), ops)
+        return layer.out.linear(ops.attend(query, kv, index, plan, layer.attention), ops, step.slots)
 
 
 @dataclass(frozen=True)
@@ -143,6 +177,7 @@ class _Step:
     kv: Sequence[Cache]  # of each group, as is `plan`
     plan: list[Any]
     rotations: list[Rotation]
+    slots: TokenSlots | None
 
 
 def _embed_scale(spec: DecoderSpec, dtype: torch.dtype) -> float | None:

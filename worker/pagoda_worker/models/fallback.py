@@ -36,6 +36,7 @@ from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import AttentionShape, Cache, Needs, Ops
 from pagoda_worker.models.widened import Widened
 from pagoda_worker.rows.batch import Batch, batch_of_spans
+from pagoda_worker.rows.slots import TokenSlots
 
 ATTENTION = "pagoda_paged"
 PROBE_TOKENS = 12
@@ -107,8 +108,8 @@ class TransformersModel:
             group.inspect(batch, hidden)
         return hidden
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [R, H] -> [R, V] float32, by whatever the model does after its last layer."""
+    def logits(self, hidden: torch.Tensor, *, slots: TokenSlots | None = None) -> torch.Tensor:
+        """hidden [R, H] -> [R, V] float32, by whatever the model does after its last layer; nothing has `slots`."""
         self._given.hidden = hidden[None]
         logits: torch.Tensor = self._causal(input_ids=hidden.new_zeros((1, len(hidden)), dtype=torch.int64)).logits[0]
         return logits.float()

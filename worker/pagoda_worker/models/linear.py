@@ -12,9 +12,10 @@ import torch
 from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.source import Source, joined
 from pagoda_worker.checkpoints.spec import MlpShape
-from pagoda_worker.kernels.ops import Ops
+from pagoda_worker.kernels.ops import Added, LowRank, Ops, SlotRoom
 from pagoda_worker.kernels.quantized import Weight, by_rows
 from pagoda_worker.kernels.segments import segmented
+from pagoda_worker.rows.slots import TokenSlots
 
 
 @dataclass(frozen=True)
@@ -26,20 +27,52 @@ class Linear:
         columns: Which of the outputs are whose, by the names of the parts.
         activation: Of gate and up, of which comes act(gate) * up, or of all outputs where nothing is `gated`; "" leaves
             them as they are.
+        order: Which of the outputs stands at each place, if not each at its own.
+        slots: What adapters add, as the back end keeps it; None where none can.
     """
 
     packed: Any
     columns: Mapping[str, slice]
     activation: str = ""
     gated: bool = True
+    order: Sequence[int] | None = None
+    slots: Any = None
 
-    def linear(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, ops: Ops, tokens: TokenSlots | None = None) -> torch.Tensor:
         """x [T, K] -> [T, N], or [T, N / 2] of gate and up; `ops` are of the back end that packed it."""
+        added = None if tokens is None else Added(self.slots, tokens)
         if not self.activation:
-            return ops.linear(x, self.packed)
+            return ops.linear(x, self.packed, added)
         if self.gated:
-            return ops.gated_linear(x, self.packed, self.activation)
-        return ops.activated_linear(x, self.packed, self.activation)
+            return ops.gated_linear(x, self.packed, self.activation, added)
+        return ops.activated_linear(x, self.packed, self.activation, added)
+
+    def fill(self, slot: int, factors: Mapping[str, Factors], ops: Ops) -> None:
+        """Let the adapter of a slot add what `factors` say by the names of the parts, and nothing to the others."""
+        ops.fill_slot(self.slots, slot, self._joined(factors) if factors else None)
+
+    def _joined(self, factors: Mapping[str, Factors]) -> LowRank:
+        ranks = list(accumulate((one.a.shape[0] for one in factors.values()), initial=0))
+        first = next(iter(factors.values())).a
+        outputs = max(columns.stop for columns in self.columns.values())
+        b, spans = first.new_zeros(outputs, ranks[-1]), torch.zeros(outputs, 2, dtype=torch.int32)
+        for (part, one), (start, end) in zip(factors.items(), pairwise(ranks), strict=True):
+            b[self.columns[part], start:end] = one.b
+            spans[self.columns[part]] = torch.tensor([start, end], dtype=torch.int32)
+        if self.order is not None:
+            places = torch.tensor(self.order)
+            b, spans = b[places.to(b.device)], spans[places]
+        scales = torch.cat([torch.full((one.a.shape[0],), one.scale) for one in factors.values()])
+        return LowRank(torch.cat([one.a for one in factors.values()]), b, scales, spans)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What an adapter adds to one matrix [N, K] of a checkpoint: scale * B A; a [r, K], b [N, r] in the run dtype."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -47,18 +80,24 @@ class Mlp:
     up: Linear  # and gate, if there is one
     down: Linear
 
-    def run(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+    def run(self, x: torch.Tensor, ops: Ops, tokens: TokenSlots | None = None) -> torch.Tensor:
         """x [T, H] -> [T, H]"""
-        return self.down.linear(self.up.linear(x, ops), ops)
+        return self.down.linear(self.up.linear(x, ops, tokens), ops, tokens)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.up, self.down
 
 
 @dataclass(frozen=True)
 class Packer:
-    """Makes the linear layers of a model from a checkpoint's. `dtype`: of matrices that are not quantised alike."""
+    """Makes the linear layers of a model from a checkpoint's. `dtype`: of matrices that are not quantised alike;
+    `room`: for adapters, if there is any."""
 
     ops: Ops
     source: Source
     dtype: torch.dtype
+    room: SlotRoom | None = None
 
     def pack(
         self,
@@ -75,13 +114,21 @@ class Packer:
         """
         weight, bias, columns = self._joined(prefix, parts, biased, order)
         weight, segments = segmented(weight, segments)
-        return Linear(self.ops.pack_linear(weight, bias, segments), columns)
+        packed = self.ops.pack_linear(weight, bias, segments)
+        return Linear(packed, columns, order=order, slots=self.slots(packed, len(parts)))
 
     def pack_up(self, prefix: str, parts: Sequence[str], mlp: MlpShape) -> Linear:
         """Gate and up, or up alone."""
         weight, bias, columns = self._joined(prefix, parts, mlp.bias, None)
         pack = self.ops.pack_gated if mlp.gated else self.ops.pack_linear
-        return Linear(pack(weight, bias), columns, mlp.activation, mlp.gated)
+        packed = pack(weight, bias)
+        slots = self.slots(packed, len(parts), gated=mlp.gated)
+        return Linear(packed, columns, mlp.activation, mlp.gated, slots=slots)
+
+    def slots(self, packed: Any, num_parts: int, *, gated: bool = False) -> Any:
+        if self.room is None:
+            return None
+        return self.ops.new_slots(packed, self.room.count, num_parts * self.room.rank, gated=gated)
 
     def pack_experts(self, prefix: str, names: Names, count: int) -> Any:
         """Gate and up, and down, of all experts of a layer."""

@@ -10,12 +10,17 @@ import torch
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, MoeShape, dense_names
 from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.kernels.routing import Beside
-from pagoda_worker.models.linear import Mlp, Packer
+from pagoda_worker.models.linear import Linear, Mlp, Packer
+from pagoda_worker.rows.slots import TokenSlots
 
 
 class Branch(Protocol):
-    def run(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """x [T, H] -> [T, H]"""
+    def run(self, x: torch.Tensor, ops: Ops, tokens: TokenSlots | None = None) -> torch.Tensor:
+        """x [T, H] -> [T, H]; `tokens` says which have what adapter."""
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Those that adapters may add to."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,18 @@ class Moe:
     shared: Mlp | None
     shared_gate: Any | None
 
-    def run(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
+    def run(self, x: torch.Tensor, ops: Ops, tokens: TokenSlots | None = None) -> torch.Tensor:
         beside = None
         if self.shared is not None:
             gate = None if self.shared_gate is None else ops.logits(x, self.shared_gate)
-            beside = Beside(self.shared.run(x, ops), gate)
+            beside = Beside(self.shared.run(x, ops, tokens), gate)
         logits = ops.logits(x, self.router)
         return ops.moe(x, logits, self.experts, self.shape.routing, self.shape.activation, beside)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Experts have no place for adapters."""
+        return () if self.shared is None else self.shared.linears
 
 
 def load_mlp(spec: DecoderSpec, layer: LayerSpec, packer: Packer, prefix: str) -> Branch:

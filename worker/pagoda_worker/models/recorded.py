@@ -6,6 +6,7 @@ The op-by-op path stays: it is what is recorded, what other back ends run, and t
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.slots import TokenSlots, slots_of
 
 Run = Callable[[Batch], tuple[torch.Tensor, ...]]
 
@@ -27,41 +29,46 @@ class Recorded:
         self._decoder = decoder
         self._max_tokens, self._max_rows = max_tokens, max_rows
         self._kv: Any = None
-        self._forward: Run | None = None
-        self._decode: Run | None = None
+        self._runs: dict[tuple[str, bool], Run | None] = {}
 
     def forward(self, batch: Batch, kv: Any) -> torch.Tensor:
         """Hidden states [T, H] of the batch; where recorded, valid until the next call."""
-        self._record(kv)
-        return self._decoder.forward(batch, kv) if self._forward is None else self._forward(batch)[0]
+        run = self._recorded("forward", batch, kv)
+        return self._decoder.forward(batch, kv) if run is None else run(batch)[0]
 
     def decoded(self, batch: Batch, kv: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Hidden states and logits of a step whose every token is sampled from, in one call, valid until the next.
 
         None: it is no such step, or the back end cannot record it.
         """
-        self._record(kv)
-        if self._decode is None or not len(batch.logit_indices) == batch.num_tokens <= self._max_rows:
+        if not len(batch.logit_indices) == batch.num_tokens <= self._max_rows:
             return None
-        hidden, logits = self._decode(batch)
+        run = self._recorded("decode", batch, kv)
+        if run is None:
+            return None
+        hidden, logits = run(batch)
         return hidden, logits
 
-    def _record(self, kv: Any) -> None:
-        if kv is self._kv:
-            return
-        record, decoder = self._decoder.ops.record, self._decoder
+    def _recorded(self, what: str, batch: Batch, kv: Any) -> Run | None:
+        """The recording for such batches. Those of which a row has an adapter have one of their own, so that the others
+        pay nothing for them."""
+        if kv is not self._kv:
+            self._kv, self._runs = kv, {}
+        key = what, batch.slots is not None
+        if key not in self._runs:
+            self._runs[key] = self._record(what, adapted=batch.slots is not None)
+        return self._runs[key]
 
-        def forward(ops: Ops, batch: Batch, cache: Any) -> tuple[torch.Tensor, ...]:
-            return (decoder.on(ops).forward(batch, cache),)
+    def _record(self, what: str, *, adapted: bool) -> Run | None:
+        decoder, decodes = self._decoder, what == "decode"
 
-        def decode(ops: Ops, batch: Batch, cache: Any) -> tuple[torch.Tensor, ...]:
+        def compute(ops: Ops, batch: Batch, cache: Any) -> tuple[torch.Tensor, ...]:
             by = decoder.on(ops)
-            hidden = by.forward(batch, cache)
-            return hidden, by.logits(hidden)
+            slots = slots_of(0, batch.num_tokens, ops.device) if adapted else None  # only that there are any
+            hidden = by.forward(replace(batch, slots=slots), cache)
+            return (hidden, by.logits(hidden, slots=slots)) if decodes else (hidden,)
 
-        self._kv = kv
-        self._forward = record(forward, kv, self._max_tokens)
-        self._decode = record(decode, kv, self._max_rows)
+        return decoder.ops.record(compute, self._kv, self._max_rows if decodes else self._max_tokens)
 
 
 class Reading(Protocol):
@@ -94,6 +101,6 @@ class RecordedReader:
             )
         return self._model.forward(batch, kv) if self._forward is None else self._forward(batch)[0]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, *, slots: TokenSlots | None = None) -> torch.Tensor:
         """Raises TypeError: it continues nothing."""
         raise TypeError("a model that reads has no logits")

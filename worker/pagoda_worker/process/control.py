@@ -20,6 +20,7 @@ from typing import NamedTuple
 from pagoda_proto import times
 from pagoda_proto.channel import Envelope, FrameError, decode_to_worker
 from pagoda_proto.steps import Beat, BeatAck, Drain, Refused, ResetWorker, Welcome
+from pagoda_worker.process.departure import Departure
 from pagoda_worker.process.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -85,9 +86,9 @@ class Progress:
 
     busy_since: float | None = None
 
-    def beat(self, now: float) -> Beat:
+    def beat(self, now: float, leaving: bool = False) -> Beat:
         since = self.busy_since
-        return Beat(busy_s=0.0 if since is None else now - since, rss_bytes=_rss_bytes())
+        return Beat(busy_s=0.0 if since is None else now - since, rss_bytes=_rss_bytes(), leaving=leaving)
 
 
 class StuckWatch:
@@ -115,8 +116,9 @@ class Control:
     Attributes:
         connected: Set while the connection stands. Hello waits for it: an engine core may use it right after Welcome.
 
-    `connect` makes its wire, in the thread that it belongs to. `drain` is set when the engine core asks this worker to
-    leave; `alive_file` is touched at every acknowledged beat: health, for whoever cannot ask a process without a port.
+    `connect` makes its wire, in the thread that it belongs to. `departure` is announced to the engine core at once, and
+    told when that dismisses this worker. `alive_file` is touched at every acknowledged beat: health, for whoever cannot
+    ask a process without a port.
     """
 
     def __init__(
@@ -124,12 +126,12 @@ class Control:
         connect: Callable[[], Wire],
         membership: Membership,
         progress: Progress,
-        drain: threading.Event,
+        departure: Departure,
         alive_file: str = "",
     ) -> None:
         self.connected = threading.Event()
         self._connect = connect
-        self._drain = drain
+        self._departure = departure
         self._membership = membership
         self._progress = progress
         self._alive_file = Path(alive_file) if alive_file else None
@@ -160,14 +162,15 @@ class Control:
             wire.close()
 
     def _serve(self, wire: Wire) -> None:
-        next_beat = 0.0
+        next_beat, announced = 0.0, False
         watch = StuckWatch(time.monotonic())
         while not self._closing.is_set():
             now = time.monotonic()
             standing = self._membership.standing(now)
-            if standing is not None and now >= next_beat:
-                wire.send(self._progress.beat(now), standing.boot_id, standing.epoch)
-                next_beat = now + times.BEAT_S
+            leaving = self._departure.announced
+            if standing is not None and (now >= next_beat or leaving > announced):
+                wire.send(self._progress.beat(now, leaving), standing.boot_id, standing.epoch)
+                next_beat, announced = now + times.BEAT_S, leaving
             if wire.reaches():
                 self.connected.set()
             else:
@@ -197,7 +200,7 @@ class Control:
                 if self._membership.heard(standing, time.monotonic()) and self._alive_file is not None:
                     self._alive_file.touch()
             case Drain() if envelope.epoch:
-                self._drain.set()
+                self._departure.dismiss()
             case ResetWorker() if envelope.epoch:
                 self._membership.lose(standing, "reset by the engine core")
             case _:

@@ -38,6 +38,7 @@ from pagoda_proto.steps import (
 )
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.process.control import Progress
+from pagoda_worker.process.departure import Departure
 from pagoda_worker.process.registration import POLL_S, Registration
 from pagoda_worker.process.step_budget import MIN_TOKENS, StepBudget
 from pagoda_worker.process.wire import local_or_encrypted
@@ -92,7 +93,8 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
         report: Called with events: {"event": "loading", "bytes", "of"}, {"event": "recording", "graphs", "of"} on a
             GPU, {"event": "loaded", "seconds", "num_blocks"}, {"event": "registering"} when no engine core
             knows this worker, {"event": "ready", "epoch"} when one does.
-        stop: Once it is set the worker ends the step it is in, says Goodbye and returns.
+        stop: Once it is set the worker says so, goes on with the rows that it has for as long as the engine core finds
+            no other place for them, `drain_timeout_s` at most, says Goodbye and returns.
 
     Raises:
         ValueError: the model, the address, its keys or the worker's name cannot be used.
@@ -127,7 +129,7 @@ def run(config: WorkerConfig, report: Report, stop: threading.Event) -> None:
 
 
 def serve(runner: ModelRunner, config: WorkerConfig, report: Report, stop: threading.Event) -> None:
-    """Serve the engine core at `config.engine` until `stop` is set or it asks this worker to leave.
+    """Serve the engine core at `config.engine` until it has no use for this worker, or `stop` is set: see `run`.
 
     Raises:
         ValueError: the address, its keys or the worker's name cannot be used.
@@ -136,13 +138,13 @@ def serve(runner: ModelRunner, config: WorkerConfig, report: Report, stop: threa
     """
     identity = Identity.of_this_process(config.worker_id)
     link = local_or_encrypted(config.engine, identity.worker_id, config.keys_dir)
-    progress, drain = Progress(), threading.Event()
+    progress, departure = Progress(), Departure(stop, config.drain_timeout_s)
     with zmq.Context(io_threads=1) as context:
 
         def connect(hello: Hello) -> Registration:
-            return Registration(context, link, hello, progress, drain, config.alive_file)
+            return Registration(context, link, hello, progress, departure, config.alive_file)
 
-        StepLoop(runner, identity, connect, progress, drain).run(report, stop)
+        StepLoop(runner, identity, connect, progress, departure).run(report, stop)
 
 
 class StepLoop:
@@ -154,31 +156,28 @@ class StepLoop:
         identity: Identity,
         connect: Callable[[Hello], Registration],
         progress: Progress,
-        drain: threading.Event,
+        departure: Departure,
     ) -> None:
         self._runner = runner
         self._identity = identity
         self._connect = connect
         self._progress = progress
-        self._drain = drain
+        self._departure = departure
         whole = 0 if runner.facts.num_blocks else runner.facts.max_model_len  # a prompt is one step's
         self._budget = StepBudget(runner.facts.max_tokens_per_step, max(MIN_TOKENS, whole))
         self._next_step = 1
         self._pending: deque[Pending] = deque()  # launched and not answered, oldest first
 
     def run(self, report: Report, stop: threading.Event) -> None:
-        def leaving() -> bool:
-            return stop.is_set() or self._drain.is_set()
-
         number = failed = 0  # registrations so far, and those of them in a row that nothing came of
-        while not leaving():
+        while not self._departure.announced:
             number += 1
             if not failed:
                 report({"event": "registering"})
             with self._connect(self._hello(number)) as registration:
-                answer = registration.ask(times.hello_answer_s(failed), leaving)
+                answer = registration.ask(times.hello_answer_s(failed), lambda: self._departure.announced)
                 if isinstance(answer, Welcome):
-                    self._live(registration, answer, report, leaving)
+                    self._live(registration, answer, report)
             failed = 0 if isinstance(answer, Welcome) else failed + 1
             if isinstance(answer, Refused):
                 stop.wait(_pause_s(answer, failed))
@@ -187,18 +186,18 @@ class StepLoop:
         offered = self._budget.offered(time.monotonic())
         return self._identity.hello(replace(self._runner.facts, max_tokens_per_step=offered), number)
 
-    def _live(self, registration: Registration, welcome: Welcome, report: Report, leaving: Callable[[], bool]) -> None:
+    def _live(self, registration: Registration, welcome: Welcome, report: Report) -> None:
         """One life of this worker at an engine core, from its Welcome until it is over."""
         standing = registration.admit(welcome)
         log.info("registered as epoch %d of engine core %s", *reversed(standing))
         report({"event": "ready", "epoch": standing.epoch})
         try:
-            self._serve(registration, leaving)
+            self._serve(registration)
         except LostStep as lost:
             self._tell_lost(registration, lost)
-        if leaving() and not registration.over:
-            registration.send(Goodbye(reason="drained" if self._drain.is_set() else "stopped"))
-        elif not leaving():
+        if not registration.over:
+            registration.send(Goodbye(reason=self._departure.reason))
+        elif not self._departure.announced:
             log.warning("forgetting all rows and registering anew: %s", registration.why_over)
         self._forget()
 
@@ -210,14 +209,14 @@ class StepLoop:
             registration.send(StepFailed(step=lost.step, reason=lost.reason))
         registration.lose(str(lost))
 
-    def _serve(self, registration: Registration, leaving: Callable[[], bool]) -> None:
-        """Execute plans until this standing is over.
+    def _serve(self, registration: Registration) -> None:
+        """Execute plans until this standing is over, or it is time to go.
 
         A step that is over is answered before anything else. While one is under way on a device the next is launched
         as soon as its plan comes, so that the device does not wait for the host.
         """
         self._next_step, heard_at = 1, time.monotonic()
-        while not leaving():
+        while not self._departure.due(time.monotonic(), self._runner.num_rows):
             if registration.over:
                 return
             now = time.monotonic()
@@ -246,7 +245,7 @@ class StepLoop:
             case ResetWorker():
                 registration.lose("reset by the engine core")
             case Drain():
-                self._drain.set()
+                self._departure.dismiss()
             case Refused() as refused:
                 registration.lose(f"refused: {refused.reason}")
 

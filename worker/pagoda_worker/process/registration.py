@@ -8,7 +8,6 @@ engine core still takes for a connection it does not know to be dead.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +17,7 @@ import zmq
 from pagoda_proto.channel import FrameError, decode_to_worker
 from pagoda_proto.steps import Hello, Message, Refused, ToWorker, Welcome
 from pagoda_worker.process.control import Control, Membership, Progress, Standing
+from pagoda_worker.process.departure import Departure
 from pagoda_worker.process.wire import Link, Wire
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Registration:
         link: Link,
         hello: Hello,
         progress: Progress,
-        drain: threading.Event,
+        departure: Departure,
         alive_file: str = "",
     ) -> None:
         route = f"{hello.incarnation}.{hello.registration}"
@@ -50,7 +50,7 @@ class Registration:
         self._membership = Membership()
         self._wire = Wire(context, link, f"{route}/d")
         connect = partial(Wire, context, link, f"{route}/c")
-        self._control = Control(connect, self._membership, progress, drain, alive_file)
+        self._control = Control(connect, self._membership, progress, departure, alive_file)
 
     def __enter__(self) -> Registration:
         self._control.__enter__()

@@ -17,6 +17,7 @@ import torch
 
 from pagoda_proto.steps import Chunk
 from pagoda_worker.rows.rows import Ids, Ints
+from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 
 NO_DRAFTS: Mapping[int, Ids] = {}
 
@@ -36,6 +37,7 @@ class Batch:
     query_lens: list[int]  # [B]
     context_lens: list[int]  # [B], tokens in the KV cache after this step's are written
     logit_indices: torch.Tensor  # [R] int64, tokens whose logits are wanted, in row order
+    slots: TokenSlots | None = None  # of the tokens' adapters; None where no row has one
     device_lengths: torch.Tensor | None = None  # see `lengths`; given where the device has them already
 
     @cached_property
@@ -63,6 +65,8 @@ class Laid(Protocol):
     def tokens(self) -> Ints: ...
     @property
     def blocks(self) -> Ints: ...
+    @property
+    def slot(self) -> int: ...
 
 
 def build_batch(
@@ -101,6 +105,7 @@ def build_batch(
         query_lens=lens,
         context_lens=context_lens,
         logit_indices=torch.from_numpy(_logit_indices(work, starts, bool(drafts))).to(device),
+        slots=_slots(work, row_of_token, device),
     )
 
 
@@ -121,6 +126,12 @@ def batch_of_spans(spans: Sequence[tuple[int, int]], tables: torch.Tensor) -> Ba
         context_lens=[end for _, end in spans],
         logit_indices=positions[:0],
     )
+
+
+def _slots(work: Sequence[tuple[Laid, Chunk]], row_of_token: Ids, device: torch.device) -> TokenSlots | None:
+    if all(row.slot == NO_ADAPTER for row, _ in work):
+        return None
+    return TokenSlots(np.array([row.slot for row, _ in work], np.int32)[row_of_token], device)
 
 
 def _logit_indices(work: Sequence[tuple[Laid, Chunk]], starts: Ids, drafted: bool) -> Ids:

@@ -16,6 +16,7 @@ from pagoda_worker.grammars.matching import Matcher
 from pagoda_worker.rows.drafts import RowDrafts
 from pagoda_worker.rows.order import Ids as Ids
 from pagoda_worker.rows.penalties import Processing
+from pagoda_worker.rows.slots import NO_ADAPTER
 
 _MIN_ROOM = 64
 
@@ -69,6 +70,7 @@ class Row:
         processing: What changes the row's logits before sampling; None for most rows.
         drafts: The drafter's own; None until it has seen the row.
         pooling: How its prompt is to be read; None where it is to be continued.
+        slot: That of its adapter, while it has one here.
         num_promised: Outputs at the end of `tokens` that the host does not know yet.
     """
 
@@ -83,12 +85,13 @@ class Row:
     processing: Processing | None
     drafts: RowDrafts | None = None
     pooling: PoolingParams | None = None
+    slot: int = NO_ADAPTER
     num_promised: int = 0
 
     @classmethod
-    def of(cls, new: NewRow, tokens: Ids, blocks: Ids, matcher: Matcher | None = None) -> Row:
+    def of(cls, new: NewRow, tokens: Ids, blocks: Ids, matcher: Matcher | None = None, slot: int = NO_ADAPTER) -> Row:
         """The row that `new` describes; `tokens` and `blocks` are its lists, checked and as arrays, `matcher` is of its
-        grammar."""
+        grammar, `slot` that of its adapter."""
         return cls(
             row_id=new.row_id,
             tokens=Ints(tokens),
@@ -99,6 +102,7 @@ class Row:
             seed=new.seed,
             choice=new.choice,
             pooling=new.pooling,
+            slot=slot,
             processing=Processing.of(new.params, new.eos_token_ids, tokens, new.num_prompt_tokens, matcher),
         )
 

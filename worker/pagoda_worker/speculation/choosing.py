@@ -26,7 +26,8 @@ def load_draft_model(config: WorkerConfig, target: LoadedModel, progress: Progre
     if not config.draft_model:
         return None
     try:
-        draft = load_model(replace(config, model=config.draft_model, max_model_len=target.max_model_len), progress)
+        plain = replace(config, model=config.draft_model, lora_modules="", lora_dir="")
+        draft = load_model(replace(plain, max_model_len=target.max_model_len), progress)
     except ValueError as error:
         raise ValueError(f"draft_model {config.draft_model}: {error}") from error
     if draft.vocab_size != target.vocab_size:

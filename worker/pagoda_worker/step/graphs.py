@@ -24,6 +24,7 @@ from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import BackendError, guarded
 from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.slots import TokenSlots
 from pagoda_worker.step.lines import Lines
 from pagoda_worker.step.pending import OnDevice, Work
 
@@ -75,7 +76,9 @@ class Plannable(Protocol):
 
     def forward(self, batch: Batch, kv: Any, plan: Any = None) -> torch.Tensor: ...
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def logits(
+        self, hidden: torch.Tensor, out: torch.Tensor | None = None, slots: TokenSlots | None = None
+    ) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)

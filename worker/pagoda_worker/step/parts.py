@@ -29,6 +29,7 @@ class Part:
     row_id: int
     tokens: Ints
     blocks: Ints
+    slot: int
 
 
 class _Span(NamedTuple):
@@ -47,7 +48,8 @@ def laid_out(work: Work, block_size: int) -> Batch:
     for row, chunk in work:
         for span in _spans(row, chunk.num_tokens):
             after = first_block - -(span.end - span.start) // block_size
-            part = Part(row.row_id, Ints(row.tokens.array[span.start : span.end]), Ints(np.arange(first_block, after)))
+            tokens, blocks = row.tokens.array[span.start : span.end], np.arange(first_block, after)
+            part = Part(row.row_id, Ints(tokens), Ints(blocks), row.slot)
             first_block = after
             seen = span.end - span.start - span.unseen
             for start, count in ((0, seen), *((seen + i, 1) for i in range(span.unseen))):

@@ -96,13 +96,19 @@ class ModelRunner:
             swap_block_s=self._mover.seconds_per_block(num_blocks),
             pools=() if loaded.pooler is None else loaded.pooler.outputs,
             pooled_width=0 if loaded.pooler is None else loaded.pooler.width,
+            max_adapters=loaded.adapters.count,
         )
         self.depth = 1 if accelerator is None else MAX_PENDING  # launches worth making before the first is collected
-        self._table = RowTable(self.facts, loaded.grammars)
+        self._table = RowTable(self.facts, loaded.grammars, loaded.adapters)
         self._decodes = DecodeList()
         self._pending: deque[Pending] = deque()
         self._settled_at = 0.0
         self._last_failure = ""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that it holds, all steps launched so far considered."""
+        return len(self._table)
 
     def reset(self) -> None:
         """Forget all rows and every step that was not answered, once the device is done with them.

@@ -13,12 +13,15 @@ from typing import TypeVar
 
 import numpy as np
 
+from pagoda_proto.adapters.files import AdapterError
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import ModelLimits, model_problems
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowError, StepPlan
+from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, GrammarError, Grammars
 from pagoda_worker.grammars.matching import Matcher
 from pagoda_worker.rows.rows import Ids, Ints, Row
+from pagoda_worker.rows.slots import NO_ADAPTER
 
 MAX_CHOICE = 2**32 - 1
 MAX_SEED = 2**64 - 1
@@ -45,6 +48,7 @@ class RunnerFacts:
     swap_block_s: float = 0.0
     pools: tuple[str, ...] = ()
     pooled_width: int = 0
+    max_adapters: int = 0
 
 
 class BadClaim(ValueError):
@@ -58,8 +62,9 @@ class BadClaim(ValueError):
 class RowTable:
     """Rows by id, the errors of the step in progress, and which swap blocks hold something."""
 
-    def __init__(self, facts: RunnerFacts, grammars: Grammars = NO_GRAMMARS) -> None:
+    def __init__(self, facts: RunnerFacts, grammars: Grammars = NO_GRAMMARS, adapters: Adapters = NO_ADAPTERS) -> None:
         self._facts = facts
+        self._adapters = adapters
         self._grammars = grammars
         self._rows: dict[int, Row] = {}
         self._errors: dict[int, RowError] = {}
@@ -177,7 +182,15 @@ class RowTable:
         if problems:
             raise BadClaim(f"{problems[0].param}: {problems[0].message}", ErrorCode.INVALID_ARGUMENT)
         matcher = self._matcher(new, tokens) if new.params.grammar else None
-        return Row.of(new, tokens, self._block_ids(new.block_ids), matcher)
+        return Row.of(new, tokens, self._block_ids(new.block_ids), matcher, self._slot(new))
+
+    def _slot(self, new: NewRow) -> int:
+        if new.adapter is None:
+            return NO_ADAPTER
+        try:
+            return self._adapters.slot(new.adapter, {row.slot for row in self._rows.values()})
+        except AdapterError as error:
+            raise BadClaim(f"adapter: {error}", ErrorCode.INVALID_ARGUMENT) from error
 
     def _matcher(self, new: NewRow, tokens: Ids) -> Matcher:
         try:

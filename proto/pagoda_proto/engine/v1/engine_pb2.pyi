@@ -80,7 +80,7 @@ class TokenSequence(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RequestRecord(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "cache_salt", "priority", "queue_timeout_s", "generate", "pool", "tenant", "weight")
+    __slots__ = ("request_id", "prompt_token_ids", "cache_salt", "priority", "queue_timeout_s", "generate", "pool", "tenant", "weight", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class RequestRecord(_message.Message):
     POOL_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     cache_salt: str
@@ -99,7 +100,16 @@ class RequestRecord(_message.Message):
     pool: Pool
     tenant: str
     weight: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., queue_timeout_s: _Optional[float] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ...) -> None: ...
+    adapter: Adapter
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., queue_timeout_s: _Optional[float] = ..., generate: _Optional[_Union[Generate, _Mapping]] = ..., pool: _Optional[_Union[Pool, _Mapping]] = ..., tenant: _Optional[str] = ..., weight: _Optional[int] = ..., adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
+
+class Adapter(_message.Message):
+    __slots__ = ("digest", "path")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    digest: str
+    path: str
+    def __init__(self, digest: _Optional[str] = ..., path: _Optional[str] = ...) -> None: ...
 
 class Generate(_message.Message):
     __slots__ = ("params", "seed", "eos_token_ids")

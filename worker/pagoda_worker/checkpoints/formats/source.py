@@ -57,7 +57,7 @@ def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) 
     if not quantization:
         return Formats(packings=packings)
     kinds = {(packing.form.bits, packing.form.activation_bits) for packing in packings.values()}
-    if quantization != "int4" or kinds != {(4, 16)}:
+    if quantization != "int4" or (4, 16) not in kinds or kinds - {(4, 16), (8, 8)}:
         described = Formats(packings=packings).description
         raise UnsupportedConfig(
             f"quantization={quantization!r}: the checkpoint is quantised already ({layout.method}: {described}); only "

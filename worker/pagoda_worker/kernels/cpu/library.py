@@ -23,7 +23,7 @@ from pagoda_worker.kernels.quantized import QuantizedWeight
 
 # Raised, here and in csrc/pagoda.cpp, when a function or a struct of the library changes: one of another build is then
 # refused. What changes bits raises `numerics.NUMERICS_VERSION` instead.
-ABI = 12
+ABI = 13
 LEVELS = tuple(level.name for level in build.LEVELS)
 PANEL = 32  # columns of a packed panel
 PAIR = 2  # inputs that are multiplied at once
@@ -47,6 +47,7 @@ class Step(ctypes.Structure):
         ("block_tables", ctypes.c_void_p),
         ("query_starts", ctypes.c_void_p),
         ("context_lens", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
     ]
 
 

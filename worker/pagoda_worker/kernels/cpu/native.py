@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagoda_proto.steps import TopLogprobs
 from pagoda_worker.cores import placement
-from pagoda_worker.kernels.cpu import cache, experts, sampling
+from pagoda_worker.kernels.cpu import cache, experts, low_rank, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.operations import (
@@ -33,7 +33,16 @@ from pagoda_worker.kernels.cpu.operations import (
     program_of,
 )
 from pagoda_worker.kernels.cpu.program import Program, Recording
-from pagoda_worker.kernels.ops import ACTIVATIONS, AttentionShape, BackendError, Forward, HeadNorm, Needs, Rotation
+from pagoda_worker.kernels.ops import (
+    ACTIVATIONS,
+    Added,
+    AttentionShape,
+    BackendError,
+    Forward,
+    HeadNorm,
+    Needs,
+    Rotation,
+)
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
 from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.rows.batch import Batch, batch_of_spans
@@ -115,14 +124,19 @@ class NativeOps:
         packed = self.pack_linear(by_rows(weight, _side_by_side), None if bias is None else _side_by_side(bias))
         return packed._replace(n=weight.shape[0])
 
-    def linear(self, x: Tensor, packed: NativeLinear) -> Tensor:
-        return self._linear(x, packed, torch.bfloat16)
+    def new_slots(self, packed: NativeLinear, count: int, rank: int, *, gated: bool = False) -> low_rank.Slots:
+        return low_rank.new_slots(count, rank, _side_by_side if gated else None)
 
-    def gated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
-        return self._linear(x, packed, torch.bfloat16, 1 + ACTIVATIONS.index(activation))
+    fill_slot = staticmethod(low_rank.fill_slot)
 
-    def activated_linear(self, x: Tensor, packed: NativeLinear, activation: str) -> Tensor:
-        return self._linear(x, packed, torch.bfloat16, -1 - ACTIVATIONS.index(activation))
+    def linear(self, x: Tensor, packed: NativeLinear, added: Added | None = None) -> Tensor:
+        return self._linear(x, packed, torch.bfloat16, added=added)
+
+    def gated_linear(self, x: Tensor, packed: NativeLinear, activation: str, added: Added | None = None) -> Tensor:
+        return self._linear(x, packed, torch.bfloat16, 1 + ACTIVATIONS.index(activation), added=added)
+
+    def activated_linear(self, x: Tensor, packed: NativeLinear, activation: str, added: Added | None = None) -> Tensor:
+        return self._linear(x, packed, torch.bfloat16, -1 - ACTIVATIONS.index(activation), added=added)
 
     def pack_experts(self, weights: Iterable[tuple[Weight, Weight]], count: int) -> experts.NativeExperts:
         pairs = ((self.pack_gated(gate_up), self.pack_linear(down)) for gate_up, down in weights)
@@ -142,9 +156,11 @@ class NativeOps:
         gated = 1 + ACTIVATIONS.index(activation)
         return experts.run(self._tape, x.contiguous(), logits, packed, routing, gated, beside)
 
-    def logits(self, hidden: Tensor, packed: NativeLinear, softcap: float | None = None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, packed: NativeLinear, softcap: float | None = None, added: Added | None = None
+    ) -> Tensor:
         """float32 straight from the accumulators."""
-        return self._linear(hidden, packed, torch.float32, softcap=softcap)
+        return self._linear(hidden, packed, torch.float32, softcap=softcap, added=added)
 
     def _linear(
         self,
@@ -153,14 +169,16 @@ class NativeOps:
         dtype: torch.dtype,
         activation: int = 0,
         softcap: float | None = None,
+        added: Added | None = None,
     ) -> Tensor:
         """`activation`: see `LinearOp` in csrc/program.h."""
         x = x.contiguous()
+        slots, low, width = low_rank.shrink(self._tape, x, added) if added is not None else (None, None, 0)
         y = self._tape.buffer(x.shape[0], packed.n if activation <= 0 else packed.n // 2, dtype)
         operation = Linear(
             x=x, panels=packed.panels, y=y, bias=packed.bias, n=packed.n, k=packed.k,
             activation=activation, out_f32=int(dtype == torch.float32), form=packed.form,
-             segments=packed.segments, softcap=softcap or 0.0,
+            segments=packed.segments, softcap=softcap or 0.0, slots=slots, low=low, low_width=width,
         )  # fmt: skip
         self._tape.take(operation, num_tokens=x.shape[0])
         return y

@@ -62,6 +62,10 @@ class Linear(NamedTuple):
     form: Form
     softcap: float = 0.0
     segments: int = 1
+    slots: Tensor | None = None
+    low: Tensor | None = None
+    low_width: int = 0
+    unused: int = 0
 
 
 class LayerCache(NamedTuple):
@@ -174,7 +178,17 @@ class Combine(NamedTuple):
     unused: int = 0
 
 
-Operation = Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add | Route | Sort | Gather | Experts | Combine
+class Shrink(NamedTuple):
+    x: Tensor
+    slots: Tensor
+    low: Tensor
+    k: int
+    width: int
+
+
+Operation = (
+    Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add | Route | Sort | Gather | Experts | Combine | Shrink
+)
 KINDS: tuple[type[Operation], ...] = get_args(Operation)  # in the order of `Kind`
 
 

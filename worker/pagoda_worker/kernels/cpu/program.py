@@ -111,6 +111,7 @@ class Program:
             token_ids=batch.token_ids,
             positions=batch.positions,
             kv_indices=batch.kv_indices,
+            slots=None if batch.slots is None else batch.slots.tensor,
             **plan,
         )
         self._library.run(self._ops, step)

@@ -20,9 +20,9 @@ import triton
 from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
-from pagoda_worker.kernels.ops import AttentionShape, BackendError, Forward, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import Added, AttentionShape, BackendError, Forward, HeadNorm, LowRank, Rotation
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.kernels.reference import activated
+from pagoda_worker.kernels.reference import activated, add_low_rank
 from pagoda_worker.kernels.routing import Beside, Routing, choose, combine
 from pagoda_worker.kernels.triton import pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
@@ -98,17 +98,27 @@ class TritonOps:
 
     pack_gated = pack_linear
 
-    def linear(self, x: Tensor, packed: Packed) -> Tensor:
-        return F.linear(x, packed.weight, packed.bias)
+    def new_slots(self, packed: Packed, count: int, rank: int, *, gated: bool = False) -> list[LowRank | None]:
+        return [None] * count
 
-    def gated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
+    def fill_slot(self, slots: list[LowRank | None], slot: int, factors: LowRank | None) -> None:
+        if factors is not None:
+            a, b = (one.to(self.device, torch.float32) for one in (factors.a, factors.b))
+            factors = factors._replace(a=a, b=b, scales=factors.scales.to(self.device))
+        slots[slot] = factors
+
+    def linear(self, x: Tensor, packed: Packed, added: Added | None = None) -> Tensor:
+        """What is added comes by torch, a slot at a time, and is never part of a recorded step."""
+        return add_low_rank(x, F.linear(x, packed.weight, packed.bias), added, F.linear)
+
+    def gated_linear(self, x: Tensor, packed: Packed, activation: str, added: Added | None = None) -> Tensor:
         if activation == "gelu":
-            gate, up = self.linear(x, packed).chunk(2, dim=-1)
+            gate, up = self.linear(x, packed, added).chunk(2, dim=-1)
             return activated(gate, activation).mul_(up)
-        return pointwise.act_mul(self.linear(x, packed), activation)
+        return pointwise.act_mul(self.linear(x, packed, added), activation)
 
-    def activated_linear(self, x: Tensor, packed: Packed, activation: str) -> Tensor:
-        return activated(self.linear(x, packed), activation)
+    def activated_linear(self, x: Tensor, packed: Packed, activation: str, added: Added | None = None) -> Tensor:
+        return activated(self.linear(x, packed, added), activation)
 
     def pack_experts(self, experts: Iterable[tuple[Weight, Weight]], count: int) -> tuple[Tensor, Tensor]:
         """Gate and up of all [E, 2 I, H], and down [E, H, I]."""
@@ -140,8 +150,10 @@ class TritonOps:
             products = torch.where((ids == expert).unsqueeze(2), found.unsqueeze(1), products)
         return combine(products, weights, beside)
 
-    def logits(self, hidden: Tensor, packed: Packed, softcap: float | None = None) -> Tensor:
-        logits = self.linear(hidden, packed)
+    def logits(
+        self, hidden: Tensor, packed: Packed, softcap: float | None = None, added: Added | None = None
+    ) -> Tensor:
+        logits = self.linear(hidden, packed, added)
         return logits if softcap is None else logits.float().div_(softcap).tanh_().mul_(softcap)
 
     embed = staticmethod(pointwise.embed)

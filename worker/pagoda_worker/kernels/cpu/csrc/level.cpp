@@ -96,7 +96,7 @@ static Cut linear_cut(const LinearOp& op, const RopeKvOp* rope, const Step& s) {
 }
 
 static LinearOp linear_of(const ExpertsOp& op) {
-  return {op.x, op.panels, op.y, nullptr, op.n, op.k, op.activation, 0, op.form, 0.0f, 1};
+  return {op.x, op.panels, op.y, nullptr, op.n, op.k, op.activation, 0, op.form, 0.0f, 1, nullptr, nullptr, 0, 0};
 }
 
 // As many pieces as the experts with rows have panels, and more: which these are is not known when work is cut up.
@@ -149,6 +149,7 @@ static Cut cut(const Op* ops, int count, const Step& s, int threads) {
     case LINEAR: return linear_cut(linear_of(work), around(work).rope, s);
     case ATTENTION: return attention_cut(attention_args(*ops, s), s.num_rows, threads);
     case SORT: return {1, 0, 0, 0};
+    case SHRINK: return {shrink_pieces(ops->shrink, s), 0, 0, 0};
     case EXPERTS: return {expert_pieces(ops->experts, s), 0, 0, 0};
     default: return {s.num_tokens, 0, 0, 0};
   }
@@ -169,6 +170,7 @@ static void run(const Step& s, const Work& work, int first, int last) {
     case GATHER: for (int t = first; t < last; ++t) gather_row(op.gather, t); break;
     case EXPERTS: run_experts(op.experts, work.use, first, last); break;
     case COMBINE: for (int t = first; t < last; ++t) combine_row(op.combine, t); break;
+    case SHRINK: for (int i = first; i < last; ++i) shrink_piece(op.shrink, s, i); break;
     default: break;
   }
 }

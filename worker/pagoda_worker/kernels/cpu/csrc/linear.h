@@ -6,6 +6,7 @@
 #include "amx.h"
 #include "ints.h"
 #include "kept.h"
+#include "low_rank.h"
 #include "program.h"
 #include "segments.h"
 #include "tile.h"
@@ -98,7 +99,8 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const Line
 
 // The rows of a tile through the epilogue. The accumulators are handed over in memory, once: there is one copy of the
 // epilogue then, and no address of an accumulator is taken, which would keep it out of its register.
-static __attribute__((noinline)) void finish_rows(const float* tile, int rows, int first, int column, const LinearOp& op) {
+static __attribute__((noinline)) void finish_rows(float* tile, int rows, int first, int column, const LinearOp& op) {
+  if (op.slots) expand(tile, rows, first, column, op);
   for (int r = 0; r < rows; ++r, tile += PANEL) finish_row(load(tile), load(tile + 16), (size_t)(first + r), column, op);
 }
 // Calls f(count, from) for tiles of at most MOST rows that make up [first, last); the count is a constant.

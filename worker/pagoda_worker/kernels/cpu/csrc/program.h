@@ -17,6 +17,16 @@ struct QuantForm {
   int32_t has_zeros;   // else the middle level is zero
 };
 
+// What one adapter adds to one linear layer [n, k]; rank 0: nothing.
+struct LowSlot {
+  const uint16_t* a;      // [rank, k] bf16
+  const uint16_t* b;      // of 16 outputs after the other: bf16 [ranks that they read, 16]
+  const int32_t* groups;  // [outputs of the panels / 16, 3]: first of the ranks that they read, how many, where in b / 16
+  const float* scales;    // [rank]
+  int64_t rank;
+};
+constexpr int LOW_HEAD = 16;
+
 // What each operation reads and writes of a step's tokens. Pointers are never null unless that is said.
 struct EmbedOp {
   const uint16_t* table;  // [vocab, dim]
@@ -47,6 +57,17 @@ struct LinearOp {
   QuantForm form;        // 16 bits: weights are bf16
   float softcap;         // of float y: softcap * tanh(y / softcap), or 0
   int32_t segments;      // of k, a power of two up to 8; each has an even number of inputs and whole groups. See segments.h
+  const LowSlot* slots;  // what adapters add, or null; see low_rank.h
+  const float* low;      // [tokens, LOW_HEAD + low_width], as ShrinkOp makes it
+  int32_t low_width, unused;
+};
+
+// What the adapters of the step's tokens make of the inputs of a linear layer, which then adds the rest.
+struct ShrinkOp {
+  const uint16_t* x;     // [tokens, k]
+  const LowSlot* slots;
+  float* low;            // [tokens, LOW_HEAD + width]: the slot of a token as an int32 or -1, and from LOW_HEAD on its numbers
+  int32_t k, width;      // width: a multiple of 16
 };
 
 // One layer's cache; see attention.h.
@@ -140,7 +161,7 @@ struct CombineOp {
   int32_t dim, experts, chosen, unused;
 };
 
-enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, LAYER_NORM, ADD, ROUTE, SORT, GATHER, EXPERTS, COMBINE };
+enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, LAYER_NORM, ADD, ROUTE, SORT, GATHER, EXPERTS, COMBINE, SHRINK };
 
 // `joined`: this operation and the one before it may be done as one, by threads that do not wait for each other in between.
 // What it takes from that one it then takes as soon as it is there; otherwise neither writes what the other reads or writes.
@@ -160,6 +181,7 @@ struct Op {
     GatherOp gather;
     ExpertsOp experts;
     CombineOp combine;
+    ShrinkOp shrink;
   };
 };
 
@@ -171,6 +193,7 @@ struct Step {
   const int32_t* block_tables;   // [num_rows, max_blocks]
   const int32_t* query_starts;   // [num_rows + 1]
   const int32_t* context_lens;   // [num_rows]
+  const int32_t* slots;          // [num_tokens] of adapters, -1 for none; null where no token has one
 };
 
 // A matrix [n, k] in levels, before it is packed.

@@ -32,7 +32,7 @@ class SegmentSums {
     for (int i = 0; i < rows * PANEL; i += 16) put(segment, row, i, load(from + i));
   }
   // Of all segments, once the last has ended.
-  PAGODA_INLINE_MEMBER const float* total(int row) const { return places_[0][row]; }
+  PAGODA_INLINE_MEMBER float* total(int row) { return places_[0][row]; }
 
  private:
   alignas(64) float places_[4][ROWS][PANEL];

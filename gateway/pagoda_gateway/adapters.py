@@ -1,0 +1,133 @@
+"""Names of adapters: what one means is found out once, when it is loaded, and every request takes the digest along.
+
+So a name that is loaded again, from other files, means them from the next request on, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pagoda_gateway.catalogue import Catalogue
+from pagoda_gateway.clients import Caller
+from pagoda_gateway.config import GatewayConfig
+from pagoda_proto.adapters.files import CONFIG, AdapterError, identify, inside
+from pagoda_proto.adapters.identity import NAME, Adapter, named_paths
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
+from pagoda_proto.params import SamplingParams
+from pagoda_proto.records import Generate, RequestRecord
+
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+"""Of a directory that is found by the name of a model."""
+
+
+def named_adapters(config: GatewayConfig) -> dict[str, Adapter]:
+    """What `lora_modules` names, all of it read. Raises ValueError."""
+    found: dict[str, Adapter] = {}
+    for name, path in named_paths(config.lora_modules).items():
+        try:
+            found[name] = identify(Path(path).absolute(), config.max_lora_bytes)
+        except AdapterError as error:
+            raise ValueError(f"lora_modules: {name!a} at {path}: {error}") from error
+    return found
+
+
+class AdapterNames:
+    """The adapters in a catalogue, which only this changes; one is loaded at a time."""
+
+    def __init__(self, config: GatewayConfig, catalogue: Catalogue) -> None:
+        self._config = config
+        self._catalogue = catalogue
+        self._loading = asyncio.Lock()
+
+    def name_all(self, adapters: Mapping[str, Adapter]) -> None:
+        """Raises ValueError when the model itself has one of the names."""
+        for name, adapter in adapters.items():
+            if name == self._catalogue.model.name:
+                raise ValueError(f"lora_modules: {name!a} is the name of the model itself")
+            self._name(name, adapter)
+
+    async def load(self, name: str, path: str, *, in_place: bool) -> None:
+        """Let a name mean what lies at `path` in `lora_dir`, once a worker has computed a token with it.
+
+        Raises:
+            PagodaError: INVALID_ARGUMENT where name or files are no good, or what a worker says of them.
+        """
+        if not NAME.fullmatch(name):
+            raise _refused("lora_name", f"a name has 1 to 256 characters, no space, comma, = or \\, got {name[:64]!a}")
+        async with self._loading:
+            self._check_name(name, in_place=in_place)
+            await self._load(name, Path(self._config.lora_dir, path))
+
+    def unload(self, name: str) -> None:
+        """What has begun goes on. Raises PagodaError MODEL_NOT_FOUND."""
+        if name not in self._names():
+            raise PagodaError(ErrorCode.MODEL_NOT_FOUND, f"there is no adapter {name[:64]!a} here", "lora_name")
+        self._catalogue.remove(name)
+
+    async def resolve(self, name: str | None, caller: Caller) -> None:
+        """Load an adapter that is called like its directory, if the caller may use one of that name, and there is one.
+
+        Raises:
+            PagodaError: it cannot be used.
+        """
+        known = name is None or not self._config.lora_resolver or name in {model.name for model in self._catalogue}
+        if known or not PLAIN_NAME.fullmatch(name or "") or not caller.grant.allows_model(name or ""):
+            return
+        async with self._loading:
+            path = Path(self._config.lora_dir, name or "")
+            if name not in self._names() and await asyncio.to_thread((path / CONFIG).is_file):
+                self._check_name(name or "", in_place=False)
+                await self._load(name or "", path)
+
+    async def _load(self, name: str, path: Path) -> None:
+        allowed, most = [Path(self._config.lora_dir)], self._config.max_lora_bytes
+        try:
+            adapter = await asyncio.to_thread(lambda: identify(inside(path, allowed), most))
+        except AdapterError as error:
+            raise _refused("lora_path", str(error)) from error
+        await self._try(adapter)
+        self._name(name, adapter)
+
+    async def _try(self, adapter: Adapter) -> None:
+        """Have a token computed, along the way of every request."""
+        record = RequestRecord(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=[0],
+            task=Generate(params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), seed=0),
+            cache_salt="adapter",
+            adapter=adapter,
+        )
+        generation = await self._catalogue.model.engine.submit(record, counted=False)
+        try:
+            while deltas := await generation.next():
+                last = deltas[-1]
+                if last.error_code is not None:
+                    raise PagodaError(last.error_code, last.error_message, "lora_path")
+        finally:
+            await generation.aclose()
+
+    def _check_name(self, name: str, *, in_place: bool) -> None:
+        names = self._names()
+        if name == self._catalogue.model.name:
+            raise _refused("lora_name", f"{name[:64]!a} is the model itself")
+        if name in names and not in_place:
+            raise _refused("lora_name", f"{name[:64]!a} is loaded already; load_inplace true replaces it")
+        if name not in names and len(names) >= self._config.max_lora_names:
+            raise _refused("lora_name", f"{len(names)} adapters are loaded, as many as max_lora_names allows")
+
+    def _names(self) -> set[str]:
+        return {model.name for model in self._catalogue if model.adapter is not None}
+
+    def _name(self, name: str, adapter: Adapter) -> None:
+        base = self._catalogue.model
+        self._catalogue.put(replace(base, name=name, adapter=adapter, parent=base.name, created=int(time.time())))
+
+
+def _refused(param: str, message: str) -> InvalidParams:
+    return InvalidParams([Problem(param, message)])

@@ -1,0 +1,100 @@
+"""The two files of an adapter, as PEFT writes them: how large they may be, where they may lie, what their digest is.
+
+Gateway and worker both read them here, so that what a name meant is what is computed with, or nothing is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from pagoda_proto.adapters.identity import Adapter, digest_of
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+PIECE_BYTES = 1 << 20
+
+
+class AdapterError(ValueError):
+    """An adapter that cannot be used, and why."""
+
+
+def identify(path: Path, max_bytes: int) -> Adapter:
+    """The adapter in a directory, which is to be absolute; all of its files is read.
+
+    Raises:
+        AdapterError: files are missing, too large, or no adapter's.
+    """
+    config = read_config(path)
+    sha256 = hashlib.sha256()
+    with open_weights(path, max_bytes) as file:
+        while piece := file.read(PIECE_BYTES):
+            sha256.update(piece)
+    return Adapter(digest_of(config, sha256.digest()), str(path))
+
+
+def inside(path: Path, allowed: Iterable[Path]) -> Path:
+    """The directory that a path leads to, through all links, if it is one of those allowed or lies below one.
+
+    Raises:
+        AdapterError: it does not.
+    """
+    try:
+        real = path.resolve(strict=True)
+        if any(real.is_relative_to(one.resolve()) for one in allowed):
+            return real
+    except (OSError, RuntimeError, ValueError):
+        raise AdapterError("there is no such directory") from None
+    raise AdapterError("the path is outside of the directories that adapters may be loaded from")
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """adapter_config.json. Raises AdapterError."""
+    with _regular(path, CONFIG, MAX_CONFIG_BYTES) as file:
+        content = file.read(MAX_CONFIG_BYTES + 1)
+    if len(content) > MAX_CONFIG_BYTES:
+        raise AdapterError(f"{CONFIG} has more than {MAX_CONFIG_BYTES} bytes")
+    try:
+        config = json.loads(content, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{CONFIG} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterError(f"{CONFIG} is not a JSON object")
+    return config
+
+
+def open_weights(path: Path, max_bytes: int) -> BinaryIO:
+    """adapter_model.safetensors, to be read. Raises AdapterError."""
+    if not (path / WEIGHTS).exists() and (path / "adapter_model.bin").exists():
+        raise AdapterError(f"there is adapter_model.bin but no {WEIGHTS}; other formats are not loaded")
+    return _regular(path, WEIGHTS, max_bytes)
+
+
+def _regular(path: Path, name: str, max_bytes: int) -> BinaryIO:
+    """A file of the directory: no link out of it, no pipe that nobody writes to."""
+    file = path / name
+    try:
+        if file.is_symlink():  # a hub's cache links to its own blobs, which are then what is meant
+            inside(file, (path, *_blobs(path)))
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise AdapterError(f"{name} is no regular file")
+        if found.st_size > max_bytes:
+            raise AdapterError(f"{name} has {found.st_size} bytes, more than the {max_bytes} allowed")
+        return file.open("rb")
+    except OSError as error:
+        raise AdapterError(f"{name}: {error.strerror or error}") from error
+
+
+def _blobs(path: Path) -> list[Path]:
+    """Where a hub's cache keeps the files of the snapshot that `path` is."""
+    return [path.parent.parent / "blobs"] if path.parent.name == "snapshots" else []
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")

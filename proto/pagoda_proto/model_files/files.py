@@ -1,0 +1,91 @@
+"""Whatever a model comes as, it is read by the names of files: those it has, or those it stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from pagoda_proto.model_files.gguf import Gguf, part_paths, read_gguf
+from pagoda_proto.model_files.gguf_config import config_of, generation_of
+from pagoda_proto.model_files.gguf_tokenizer import tokenizer_config_of, tokenizer_of
+
+SUFFIX = ".gguf"
+
+
+class FileTooLarge(ValueError):
+    """More than its reader takes."""
+
+
+class ModelFiles(Protocol):
+    """What a model says of itself, besides its weights."""
+
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        """A file's content; None if there is no such file.
+
+        Raises:
+            OSError: it cannot be read.
+            FileTooLarge: it has more than `max_bytes`.
+            BadGguf: it is made of a GGUF file, which does not say what it needs.
+        """
+
+
+def model_files(path: Path) -> ModelFiles:
+    return GgufFiles(path) if is_gguf(path) else DirectoryFiles(path)
+
+
+def is_gguf(path: Path) -> bool:
+    """By its name, whether it is there or not."""
+    return path.suffix == SUFFIX and not path.is_dir()
+
+
+def gguf_in(directory: Path) -> list[Path]:
+    """The GGUF models of a directory: their files, or the first of the parts of each."""
+    found = sorted(path for path in directory.iterdir() if is_gguf(path))
+    return [path for path in found if (parts := part_paths(path)) is None or parts[0] == path]
+
+
+class DirectoryFiles:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        path = self._root / name
+        if not path.is_file():
+            return None
+        if path.stat().st_size > max_bytes:
+            raise FileTooLarge(f"{name}: larger than {max_bytes} bytes")
+        return path.read_bytes()
+
+
+class GgufFiles:
+    """The files of the directory that a GGUF file was made of, as far as it tells; each is made when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @cached_property
+    def _gguf(self) -> Gguf:
+        return read_gguf(self._path)
+
+    def read(self, name: str, max_bytes: int) -> bytes | None:
+        make = _MADE.get(name)
+        if make is None:
+            return None
+        content = make(self._gguf)
+        if isinstance(content, Mapping):
+            content = json.dumps(content, ensure_ascii=False)
+        encoded = content.encode("utf-8", "surrogatepass")
+        if len(encoded) > max_bytes:
+            raise FileTooLarge(f"{self._path.name}: {name} of it is larger than {max_bytes} bytes")
+        return encoded
+
+
+_MADE: Mapping[str, Callable[[Gguf], Mapping[str, Any] | str]] = {
+    "config.json": config_of,
+    "generation_config.json": generation_of,
+    "tokenizer.json": tokenizer_of,
+    "tokenizer_config.json": tokenizer_config_of,
+}

@@ -1,0 +1,125 @@
+"""Any one process of two of everything is asked to leave, is killed, stands still or loses its link: nobody notices."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+
+from tests.faults.doubled import ENGINE_CORES, GATEWAYS, Doubled
+from tests.faults.stack import pause
+from tests.faults.streams import Flow, Report
+from tests.faults.variants import Answer, Request, disturbed
+
+RECOVERY_S = 240.0
+FLOWING = 60  # events, of all streams together, after which they are under way
+Oracle = Sequence[tuple[Request, Answer]]
+
+
+def _run(
+    place: Doubled,
+    report: Report,
+    oracle: Oracle,
+    act: Callable[[Flow], Awaitable[None]],
+    *,
+    again: bool = False,
+    resumes: bool = False,
+    timeout_s: float = 240.0,
+) -> Report:
+    """`act` happens in mid-stream. With `resumes`, streams must be gone on with at the other gateway."""
+
+    async def disturb(flow: Flow) -> None:
+        if not await flow.more(FLOWING):
+            report.problems.append("the streams ended before anything happened")
+        await act(flow)
+
+    num_resumed = asyncio.run(disturbed(place.urls, oracle, disturb, report, again=again, timeout_s=timeout_s))
+    report.note = "; ".join(filter(None, [report.note, f"{num_resumed} streams resumed"]))
+    if resumes and not num_resumed:
+        report.problems.append("no stream was gone on with at the other gateway")
+    try:
+        place.wait_until(place.whole, RECOVERY_S)
+    except (TimeoutError, AssertionError) as error:
+        report.problems.append(f"the stack did not recover: {error}")
+    return report
+
+
+def asked_to_leave(place: Doubled, name: str, oracle: Oracle) -> Report:
+    """SIGTERM; it ends by itself, well, and is started again. An engine core's requests go to the other one at once."""
+    report = Report(f"SIGTERM: {name}")
+
+    async def act(flow: Flow) -> None:
+        moved = await asyncio.to_thread(place.num_moved)
+        place.process(name).send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(place.exit_code, name)
+        if code:
+            report.problems.append(f"{name} ended with {code}")
+        if name not in GATEWAYS:
+            moved = await asyncio.to_thread(place.num_moved) - moved
+            report.note = f"{moved} requests moved"
+        if name in ENGINE_CORES and not moved:
+            report.problems.append("no request went to the other one")
+        place.start(name)
+
+    return _run(place, report, oracle, act, resumes=name in GATEWAYS)
+
+
+def streams_of(oracle: Oracle) -> Oracle:
+    """Without those that are no streams: another gateway answers them only once it is certain that nobody is at it."""
+    return [(request, expected) for request, expected in oracle if request["stream"]]
+
+
+def killed(place: Doubled, name: str, oracle: Oracle) -> Report:
+    async def act(flow: Flow) -> None:
+        place.process(name).kill()
+        await asyncio.to_thread(place.exit_code, name)
+        place.start(name)
+
+    return _run(place, Report(f"kill -9: {name}"), oracle, act, resumes=name in GATEWAYS)
+
+
+def stopped(place: Doubled, name: str, oracle: Oracle, seconds: float = 10.0) -> Report:
+    """SIGSTOP. A client that hears nothing for half of that time goes elsewhere."""
+
+    async def act(flow: Flow) -> None:
+        await asyncio.to_thread(pause, [place.process(name)], seconds)
+
+    report = Report(f"SIGSTOP for {seconds:g} s: {name}")
+    return _run(place, report, oracle, act, resumes=name in GATEWAYS, timeout_s=seconds / 2)
+
+
+def cut(place: Doubled, link: str, oracle: Oracle, seconds: float = 8.0) -> Report:
+    """Nothing passes on the link between the first engine core and its gateways, or its workers, for a while."""
+    proxy = place.gateway_link if link == "gateway" else place.worker_link
+
+    async def act(flow: Flow) -> None:
+        proxy.hold()
+        await asyncio.sleep(seconds)
+        proxy.release()
+
+    return _run(place, Report(f"network cut for {seconds:g} s: {ENGINE_CORES[0]} to its {link}s"), oracle, act)
+
+
+def scaled(place: Doubled, oracle: Oracle) -> Report:
+    """An engine core's workers: 1, 4, and 1 again, in mid-stream."""
+    core = ENGINE_CORES[1]
+    report = Report(f"{core}: 1 to 4 to 1 workers")
+    more = [f"{core}-{letter}" for letter in "bcd"]
+
+    async def act(flow: Flow) -> None:
+        for name in more:
+            place.start(name)
+        await asyncio.to_thread(place.wait_until, lambda: len(place.workers(core)) == 4)
+        await flow.more(FLOWING)
+        leaving = [f"{core}-a", *more[:2]]
+        for name in leaving:
+            place.process(name).send_signal(signal.SIGTERM)
+        codes = [await asyncio.to_thread(place.exit_code, name) for name in leaving]
+        if any(codes):
+            report.problems.append(f"{leaving} ended with {codes}")
+        replays = await asyncio.to_thread(lambda: place.stats(core).replays)
+        report.note = f"left is {', '.join(place.workers(core))}, {replays} requests moved"
+        if not replays:
+            report.problems.append("no request went to another worker")
+
+    return _run(place, report, oracle, act, again=True)

@@ -1,0 +1,63 @@
+"""Two of everything, and one of them goes: every answer is the one that an undisturbed stack gives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from tests.faults import leaving
+from tests.faults.doubled import Doubled, doubled
+from tests.faults.leaving import Oracle
+from tests.faults.streams import Flow, Report
+from tests.faults.variants import disturbed, undisturbed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doubled]:
+    with doubled(tmp_path_factory.mktemp("doubled")) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def oracle(place: Doubled) -> Oracle:
+    return asyncio.run(undisturbed(place.urls))
+
+
+def check(report: Report) -> None:
+    assert not report.problems, "\n".join([report.line(), *report.problems])
+
+
+@pytest.mark.parametrize("name", ["core-0-a", "core-0", "gateway-0"])
+def test_who_is_asked_to_leave_takes_nothing_along(place: Doubled, oracle: Oracle, name: str) -> None:
+    """An engine core's only worker, an engine core, a gateway."""
+    check(leaving.asked_to_leave(place, name, oracle))
+
+
+def test_workers_come_and_go(place: Doubled, oracle: Oracle) -> None:
+    check(leaving.scaled(place, oracle))
+
+
+def test_a_gateway_that_is_killed_breaks_no_stream(place: Doubled, oracle: Oracle) -> None:
+    check(leaving.killed(place, "gateway-0", leaving.streams_of(oracle)))
+
+
+def test_a_gateway_that_stands_still_breaks_no_stream(place: Doubled, oracle: Oracle) -> None:
+    check(leaving.stopped(place, "gateway-0", leaving.streams_of(oracle), seconds=4.0))
+
+
+def test_the_judge_sees_a_stream_that_broke_and_one_that_is_another(place: Doubled, oracle: Oracle) -> None:
+    report = Report("")
+    swapped = [
+        (oracle[0][0] | {"seed": 1, "temperature": 1.5}, oracle[0][1]),
+        (oracle[1][0] | {"max_tokens": -1}, oracle[1][1]),
+    ]
+
+    async def nothing(flow: Flow) -> None:
+        await flow.more(1)
+
+    asyncio.run(disturbed(place.urls, swapped, nothing, report))
+    assert report.kinds == {"different": 1, "broken": 1}
+    assert len(report.problems) == 2

@@ -1,0 +1,146 @@
+"""One request of every kind that a stream may be of, and all that a client sees of its answer.
+
+Texts, several choices, log-probabilities, a stop string, a schema, tool calls; greedy and sampled, streamed and whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import httpx
+import openai
+from tests.e2e.streams import Request, Seen, formed, plain
+from tests.faults.streams import Flow, Report
+
+from pagoda.client.transport import AsyncResumingTransport
+
+Answer = tuple[list[Seen], dict[str, int]]
+USAGE = {"prompt_tokens", "completion_tokens", "total_tokens"}
+TALK: Request = {
+    "model": "demo", "messages": [{"role": "user", "content": "Count."}], "stream": True, "max_tokens": 380,
+    "temperature": 1.0, "seed": 5, "extra_body": {"ignore_eos": True},
+}  # fmt: skip
+
+
+def whole(request: Request) -> Request:
+    """The same, not as a stream."""
+    return request | {"stream": False}
+
+
+def variants() -> list[Request]:
+    """Greedy; sampled, of two choices; a schema and a call; a chat."""
+    streams = [plain(1), plain(4), formed(4), formed(5), TALK]
+    return [*streams, *(whole(request) for request in (plain(3), plain(8), formed(12)))]
+
+
+def with_stop(text: str) -> Request:
+    """One that ends by a string in the later half of what it says, which is `text`."""
+    places = (i for i in range(len(text) // 2, len(text) - 4) if text.find(text[i : i + 4]) == i)
+    at = next(places)
+    return TALK | {"stop": [text[at : at + 4], "never said"]}
+
+
+async def answer(client: openai.AsyncOpenAI, request: Request, flowing: Callable[[], None] = lambda: None) -> Answer:
+    """What came of every choice, and the tokens used. `flowing` is called with every event."""
+    api: Any = client.chat.completions if "messages" in request else client.completions
+    if not request["stream"]:
+        told = await api.create(**request)
+        return [_of_whole(choice) for choice in told.choices], told.usage.model_dump(include=USAGE)
+    choices: dict[int, Seen] = {}
+    usage: dict[str, int] = {}
+    async for chunk in await api.create(**request, stream_options={"include_usage": True}):
+        flowing()
+        for choice in chunk.choices:
+            choices.setdefault(choice.index, Seen()).add(choice)
+        if chunk.usage is not None:
+            usage = chunk.usage.model_dump(include=USAGE)
+    return [choices[index] for index in sorted(choices)], usage
+
+
+def _of_whole(choice: Any) -> Seen:
+    message = getattr(choice, "message", None)
+    seen = Seen(text=(message.content or "") if message else choice.text, finish=choice.finish_reason)
+    if message is not None and message.tool_calls:
+        seen.calls = {i: (call.function.name, call.function.arguments) for i, call in enumerate(message.tool_calls)}
+    if message is None and choice.logprobs is not None:
+        seen.tokens = list(zip(choice.logprobs.tokens, choice.logprobs.token_logprobs, strict=True))
+    elif choice.logprobs is not None:
+        seen.tokens = [(one.token, one.logprob) for one in choice.logprobs.content or ()]
+    return seen
+
+
+class Client(httpx.AsyncClient):
+    """Over a transport that resumes. It counts: streams gone on with, and what a server told of trouble."""
+
+    def __init__(self, urls: Sequence[str], timeout_s: float = 240.0) -> None:
+        self.counted = Counted()
+        super().__init__(transport=AsyncResumingTransport(urls, self.counted), timeout=timeout_s)
+
+    def openai(self, url: str, max_retries: int = 0) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=max_retries, http_client=self, timeout=self.timeout
+        )
+
+
+class Counted(httpx.AsyncHTTPTransport):
+    def __init__(self) -> None:
+        super().__init__(limits=httpx.Limits(max_connections=None))
+        self.num_resumed = 0
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.num_resumed += "Last-Event-ID" in request.headers
+        return await super().handle_async_request(request)
+
+
+async def undisturbed(urls: Sequence[str]) -> list[tuple[Request, Answer]]:
+    """The requests, and how they are answered where nothing happens."""
+    async with Client(urls) as http:
+        client = http.openai(urls[0])
+        talk, _ = await answer(client, TALK)
+        requests = [*variants(), with_stop(talk[0].text)]
+        answers = await asyncio.gather(*(answer(client, request) for request in requests))
+        return list(zip(requests, answers, strict=True))
+
+
+async def disturbed(
+    urls: Sequence[str],
+    oracle: Sequence[tuple[Request, Answer]],
+    disturb: Callable[[Flow], Awaitable[None]],
+    report: Report,
+    *,
+    again: bool = False,
+    timeout_s: float = 240.0,
+) -> int:
+    """All of them at once, to the first gateway, while something happens; with `again`, round and round until it has.
+    How many streams were gone on with."""
+    flow, over = Flow(), not again
+
+    async def ask(client: openai.AsyncOpenAI, number: int) -> None:
+        request, expected = oracle[number]
+        while True:
+            try:
+                got = await answer(client, request, flow)
+                kind, told = (
+                    "identical" if got == expected else "different",
+                    f"{got!r:.300} instead of {expected!r:.300}",
+                )
+            except Exception as error:  # noqa: BLE001 - whatever a client is told, it broke
+                kind, told = "broken", repr(error)[:300]
+            report.kinds[kind] += 1
+            if kind != "identical":
+                report.problems.append(f"request {number} is {kind}: {told}")
+            if over:
+                return
+
+    async with Client(urls, timeout_s) as http:
+        client = http.openai(urls[0])
+        asking = asyncio.gather(*(ask(client, number) for number in range(len(oracle))))
+        asking.add_done_callback(lambda _: flow.end())
+        try:
+            await disturb(flow)
+        finally:
+            over = True
+            await asking
+    return http.counted.num_resumed

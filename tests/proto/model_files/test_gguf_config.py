@@ -1,0 +1,133 @@
+"""What a GGUF file says of a model is what config.json says of it, by the spec that comes of both."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.gguf_files import GgufFile, Stored, demo_pairs, write_demo
+from tests.worker.models.published import PUBLISHED
+
+from pagoda_proto.model_files.gguf import BadGguf, read_gguf
+from pagoda_proto.model_files.gguf_config import FAMILIES, config_of, generation_of
+from pagoda_worker.checkpoints.config_reader import HARMLESS
+from pagoda_worker.loading.model import native_spec
+
+ARCHITECTURES = {family.architecture: name for name, family in FAMILIES.items()} | {"MistralForCausalLM": "llama"}
+
+
+def written(config: dict[str, Any], path: Path) -> Path:
+    """A published config.json as pairs, over tensors that are there by name only."""
+    arch = ARCHITECTURES[config["architectures"][0]]
+    scaling = config.get("rope_scaling") or {}
+    said = {
+        "context_length": config["max_position_embeddings"], "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"], "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"], "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": float(config.get("rope_theta", 10000.0)),
+    }  # fmt: skip
+    if "head_dim" in config:
+        said |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
+    if config.get("sliding_window") and arch in ("llama", "gemma2", "gemma3"):
+        said["attention.sliding_window"] = config["sliding_window"]
+    rows = config["vocab_size"]
+    tensors = {"token_embd.weight": Stored(bytes(2 * rows), (rows, 1), "F16")}
+    if not config.get("tie_word_embeddings", arch.startswith("gemma")):
+        tensors["output.weight"] = tensors["token_embd.weight"]
+    assert scaling.get("rope_type") in (None, "llama3")
+    vocabulary = {"tokenizer.ggml.tokens": ["a", "b"], "general.architecture": arch}
+    return GgufFile(vocabulary | {f"{arch}.{name}": value for name, value in said.items()}, tensors).write(path)
+
+
+@pytest.mark.parametrize("name", [name for name, config in PUBLISHED.items() if not config.get("rope_scaling")])
+def test_published_models_have_the_spec_of_their_config(name: str, tmp_path: Path) -> None:
+    """But for what Llama 3 says of rope, which a file has as a tensor."""
+    config = PUBLISHED[name]
+    ours = config_of(read_gguf(written(config, tmp_path / "m.gguf")))
+    assert native_spec(ours["architectures"][0], ours) == native_spec(config["architectures"][0], config)
+
+
+def test_the_bundled_model_says_what_its_config_says(tmp_path: Path) -> None:
+    ours = config_of(read_gguf(write_demo(tmp_path / "m.gguf", "BF16")))
+    assert {name: value for name, value in ours.items() if name not in HARMLESS} == {
+        "vocab_size": 512, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 5,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2048,
+        "rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-05, "hidden_act": "silu",
+        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+    }  # fmt: skip
+    assert ours["torch_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F32", "float32"), ("F16", "float16"), ("Q4_0", "bfloat16")])
+def test_dtypes(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Whole numbers name none. Where the embedding is made of them, it is read for the output matrix anew."""
+    ours = config_of(read_gguf(write_demo(tmp_path / "m.gguf", kind)))
+    assert ours["torch_dtype"] == dtype
+    assert ours["tie_word_embeddings"] == (kind != "Q4_0")
+
+
+def opened(changes: dict[str, Any], path: Path, tensors: dict[str, Stored] | None = None) -> dict[str, Any]:
+    pairs = {key: value for key, value in (demo_pairs() | changes).items() if value is not None}
+    embedding = {"token_embd.weight": Stored(bytes(1024), (512, 1), "F16")}
+    return config_of(read_gguf(GgufFile(pairs, embedding | (tensors or {})).write(path / "m.gguf")))
+
+
+FACTORS = Stored(b"\0\0\x80\x3f" * 2, (2,))
+SCALED: list[tuple[dict[str, Any], dict[str, Stored], dict[str, Any] | None]] = [
+    ({"llama.rope.scaling.type": "none"}, {}, None),
+    ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, {},
+     {"rope_type": "linear", "factor": 4.0}),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0,
+      "llama.rope.scaling.original_context_length": 512}, {},
+     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}),
+    ({}, {"rope_freqs.weight": FACTORS},
+     {"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [1, 1], "attention_factor": 1, "factor": 1}),
+    ({"llama.rope.scaling.original_context_length": 512, "llama.rope.scaling.attn_factor": 1.25},
+     {"rope_factors_long.weight": FACTORS, "rope_factors_short.weight": FACTORS},
+     {"rope_type": "longrope", "short_factor": [1, 1], "long_factor": [1, 1], "attention_factor": 1.25, "factor": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "tensors", "scaling"), SCALED)
+def test_scalings_of_rope(
+    changes: dict[str, Any], tensors: dict[str, Stored], scaling: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    assert opened(changes, tmp_path, tensors)["rope_scaling"] == scaling
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"general.architecture": "clip"}, "architecture 'clip' is not one of llama, qwen2"),
+    ({"general.architecture": None}, "'general.architecture' is missing"),
+    ({"llama.block_count": None}, "'llama.block_count' is missing"),
+    ({"llama.logit_scale": 2.0}, "not supported: llama.logit_scale"),
+    ({"llama.attention.value_length": 32}, "values and keys of different sizes"),
+    ({"llama.attention.head_count_kv": [2, 4]}, "'llama.attention.head_count_kv' differs by layer"),
+    ({"llama.attention.causal": False}, "both directions"),
+    ({"llama.pooling_type": 1}, "'llama.pooling_type' is 1"),
+    ({"llama.rope.scaling.type": "other"}, "'other' is not one of none, linear, yarn, longrope"),
+    ({"llama.rope.scaling.type": "longrope"}, "'longrope' needs 'rope_factors_long.weight'"),
+    ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.attn_factor": 2.0}, "attn_factor' with rope scaling"),
+    ({"llama.rope.scale_linear": 2.0}, "older kind of file"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_is_not_known_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(BadGguf, match=message):
+        opened(changes, tmp_path)
+
+
+def test_a_decoder_that_embeds_says_so(tmp_path: Path) -> None:
+    assert opened({"llama.pooling_type": 3}, tmp_path)["architectures"] == ["LlamaModel"]
+
+
+def test_a_number_for_each_layer_may_be_one_number(tmp_path: Path) -> None:
+    assert opened({"llama.attention.head_count_kv": [2] * 5}, tmp_path)["num_key_value_heads"] == 2
+
+
+def test_what_the_author_recommends(tmp_path: Path) -> None:
+    pairs = demo_pairs() | {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.top_p": 0.95}
+    found = generation_of(read_gguf(GgufFile(pairs).write(tmp_path / "m.gguf")))
+    assert found == {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [511, 509]}

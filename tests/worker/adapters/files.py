@@ -1,0 +1,97 @@
+"""Adapters as PEFT writes them, made from random numbers, and checkpoints with the same merged in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import pagoda
+from pagoda_worker.checkpoints.checkpoint import open_checkpoint, read_json
+from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled, linear_layers, matrices_of_all
+from pagoda_worker.loading.model import native_spec
+
+CONFIG: dict[str, Any] = {
+    "peft_type": "LORA",
+    "task_type": "CAUSAL_LM",
+    "r": 8,
+    "lora_alpha": 16,
+    "target_modules": "all-linear",
+    "lora_dropout": 0.1,
+    "bias": "none",
+    "base_model_name_or_path": "somewhere/else",
+    "inference_mode": True,
+    "use_dora": False,
+    "modules_to_save": None,
+    "init_lora_weights": True,
+}
+DEMO = Path(pagoda.__file__).parent / "demo_model"
+RANKS = {"down_proj": 3, "q_proj": 17, "c_fc": 5, "qkv_proj": 20}
+PREFIX = "base_model.model."
+Tensors = dict[str, torch.Tensor]
+
+
+def factors(
+    shapes: Mapping[str, tuple[int, int]],
+    rank: Callable[[str], int] = lambda name: 8,
+    seed: int = 1,
+    size: float = 0.06,
+) -> Tensors:
+    """A and B of every (outputs, inputs) by the name of its module."""
+    random = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, (outputs, inputs) in shapes.items():
+        tensors[f"{PREFIX}{name}.lora_A.weight"] = size * torch.randn(rank(name), inputs, generator=random)
+        tensors[f"{PREFIX}{name}.lora_B.weight"] = size * torch.randn(outputs, rank(name), generator=random)
+    return tensors
+
+
+def write(path: Path, tensors: Tensors, **changes: Any) -> Path:
+    """An adapter's directory; `changes` are of its config."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "adapter_config.json").write_text(json.dumps(CONFIG | changes))
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def rank_of(name: str) -> int:
+    return RANKS.get(name.rpartition(".")[2], 8)
+
+
+def spelt(path: Path) -> DecoderSpec:
+    fields = read_json(path / "config.json")
+    spec = native_spec(fields["architectures"][0], fields)
+    with open_checkpoint(path) as checkpoint:
+        return as_spelled(spec, checkpoint.entries)
+
+
+def scale_of(name: str) -> float:
+    return 16 / rank_of(name)
+
+
+def adapter_of(path: Path, out: Path, seed: int = 1, size: float = 0.06, **changes: Any) -> tuple[Path, Tensors]:
+    """One for every matrix of a checkpoint that may have one, of many ranks."""
+    spec = spelt(path)
+    shapes = {name: linear_layers(spec)[name] for name in matrices_of_all(spec)}
+    tensors = factors(shapes, rank_of, seed, size)
+    targets = sorted({name.rpartition(".")[2] for name in shapes})
+    return write(out, tensors, target_modules=targets, rank_pattern=RANKS, **changes), tensors
+
+
+def merged(model: Path, tensors: Tensors, out: Path, scale: Callable[[str], float], transposed: bool = False) -> Path:
+    """The checkpoint of `model`, in float32, with scale * B A added to each matrix that has factors."""
+    shutil.copytree(model, out)
+    weights = {name: weight.float() for name, weight in load_file(model / "model.safetensors").items()}
+    modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
+    for module in modules:
+        a, b = (tensors[f"{PREFIX}{module}.lora_{side}.weight"] for side in "AB")
+        delta = scale(module) * b.double() @ a.double()
+        weight = weights[f"{module}.weight"]
+        weights[f"{module}.weight"] = (weight + (delta.T if transposed else delta)).float().contiguous()
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out

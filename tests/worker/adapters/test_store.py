@@ -1,0 +1,179 @@
+"""Adapters from files to slots: hostile files change nothing, and slots are taken from those who do not need them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.worker.adapters.files import PREFIX, Tensors, factors, write
+
+from pagoda_proto.adapters.files import CONFIG, WEIGHTS, AdapterError, identify
+from pagoda_proto.adapters.identity import Adapter
+from pagoda_worker.adapters.reading import Limits, Module, read_adapter
+from pagoda_worker.adapters.store import NO_ADAPTERS, AdapterStore
+from pagoda_worker.models.linear import Factors
+
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+SHAPES = {Q: (32, 16), DOWN: (16, 48)}
+MODULES = {name: Module(name, *shape) for name, shape in SHAPES.items()}
+LIMITS = Limits(rank=16, num_bytes=100_000)
+A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
+
+
+class Slots:
+    """What a model has been told to add, by slot."""
+
+    def __init__(self) -> None:
+        self.filled: dict[int, Mapping[str, Factors]] = {}
+
+    def adapt(self, slot: int, factors: Mapping[str, Factors]) -> None:
+        self.filled[slot] = factors
+
+
+def store_of(model: Slots, *allowed: Path, count: int = 2) -> AdapterStore:
+    return AdapterStore(model, MODULES, torch.bfloat16, count=count, limits=LIMITS, allowed=allowed)
+
+
+def made(path: Path, seed: int = 1) -> Adapter:
+    return identify(write(path, factors(SHAPES, seed=seed)), LIMITS.num_bytes)
+
+
+def test_an_adapter_is_read_as_it_was_written(tmp_path: Path) -> None:
+    tensors, model = factors(SHAPES), Slots()
+    adapter = identify(write(tmp_path, tensors), LIMITS.num_bytes)
+    assert store_of(model, tmp_path).slot(adapter, ()) == 0
+    found = model.filled[0][Q]
+    assert torch.equal(found.a, tensors[A].bfloat16())
+    assert torch.equal(found.b, tensors[B].bfloat16())
+    assert found.scale == 2.0
+
+
+def test_slots_go_to_who_needs_them_and_stay_with_who_is_in_use(tmp_path: Path) -> None:
+    model, adapters = Slots(), [made(tmp_path / str(seed), seed) for seed in range(4)]
+    store = store_of(model, tmp_path)
+    assert [store.slot(adapters[i], ()) for i in (0, 1, 0)] == [0, 1, 0]
+    assert store.slot(adapters[2], {0}) == 1
+    assert store.slot(adapters[0], ()) == 0, "it was there all the time"
+    with pytest.raises(AdapterError, match="max_loras"):
+        store.slot(adapters[3], {0, 1})
+    assert store.slot(adapters[3], {0}) == 1
+    assert store.slot(adapters[0], {0}) == 0
+
+
+def test_files_that_have_changed_are_another_adapter(tmp_path: Path) -> None:
+    model, old = Slots(), made(tmp_path / "a")
+    store = store_of(model, tmp_path)
+    assert store.slot(old, ()) == 0
+    new = made(tmp_path / "a", seed=2)
+    assert store.slot(new, {0}) == 1
+    assert store.slot(old, {1}) == 0, "what is here is kept"
+    with pytest.raises(AdapterError, match="have changed"):
+        store_of(Slots(), tmp_path).slot(old, ())
+
+
+def test_what_lies_elsewhere_is_not_read(tmp_path: Path) -> None:
+    outside, allowed = made(tmp_path / "outside"), tmp_path / "allowed"
+    allowed.mkdir()
+    (allowed / "link").symlink_to(outside.path)
+    for path in (outside.path, str(allowed / "link"), str(allowed / ".." / "outside"), "outside"):
+        with pytest.raises(AdapterError):
+            store_of(Slots(), allowed).slot(Adapter(outside.digest, path), ())
+
+
+def test_a_worker_without_adapters_says_so() -> None:
+    with pytest.raises(AdapterError, match="lora_modules"):
+        NO_ADAPTERS.slot(Adapter("1" * 64, "/a"), ())
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {own: tensor for own, tensor in tensors.items() if own != name}
+
+
+Change = Callable[[Tensors], Tensors]
+HOSTILE: list[tuple[Change, dict[str, Any], str]] = [
+    (lambda t: t | {"other": torch.zeros(1)}, {}, "unknown tensors: other"),
+    (lambda t: t | {f"{PREFIX}{Q}.lora_magnitude_vector": torch.zeros(1)}, {}, "unknown tensors"),
+    (lambda t: t | factors({"model.layers.7.self_attn.q_proj": (32, 16)}), {}, "unknown tensors"),
+    (lambda t: t | {f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.zeros(8, 9)}, {}, "unknown tensors"),
+    (lambda t: t, {"target_modules": ["q_proj"]}, "unknown tensors.*down_proj"),
+    (lambda t: without(t, B), {}, "missing tensors.*lora_B"),
+    (lambda t: {}, {}, "none of its tensors"),
+    (lambda t: t | {A: t[A][:, :8].contiguous()}, {}, r"shape \[8, 8\], expected \[8, 16\]"),
+    (lambda t: t | {A: t[A].T.contiguous()}, {}, "has shape"),
+    (lambda t: t | {A: t[A].flatten()}, {}, "has shape"),
+    (lambda t: t | {A: t[A].to(torch.int8)}, {}, "is I8"),
+    (lambda t: t, {"r": 4}, r"expected \[4, 16\]"),
+    (lambda t: factors(SHAPES, lambda name: 17), {"r": 17}, "rank 17, more than the 16"),
+    (lambda t: t, {"rank_pattern": {"q_proj": 2**30}}, "more than the 16"),
+]
+
+
+@pytest.mark.parametrize(("change", "config", "why"), HOSTILE, ids=[why for *_, why in HOSTILE])
+def test_what_does_not_fit_the_model_is_refused_with_its_names(
+    change: Change, config: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    adapter = identify(write(tmp_path, change(factors(SHAPES)), **config), LIMITS.num_bytes)
+    model = Slots()
+    with pytest.raises(AdapterError, match=why):
+        store_of(model, tmp_path).slot(adapter, ())
+    assert not model.filled
+
+
+def header(fields: object, length: int | None = None) -> bytes:
+    text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text
+
+
+def entry(shape: object, offsets: object, dtype: str = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+BROKEN = [
+    b"", b"1234567", header({}, 2**63), header({}, 2**64 - 1), header(b"{" * 90_000), header(b"NaN"), header([]),
+    header({A: entry([8, 16], [0, 512])}), header({A: entry([-8, 16], [0, 512])}) + bytes(512),
+    header({A: entry([8, 16], [512, 0])}) + bytes(512), header({A: entry([2**62, 4], [0, 512])}) + bytes(512),
+    header({A: entry([8, 1e400], [0, 512])}) + bytes(512), header({A: entry("NaN", [0, 512])}) + bytes(512),
+    header({A: entry([8, 16], [0, 512], "F4")}) + bytes(512), header({A: None}), header({A: entry([8, 16], 3)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", BROKEN, ids=range(len(BROKEN)))
+def test_files_that_are_not_sound_are_refused(content: bytes, tmp_path: Path) -> None:
+    write(tmp_path, factors(SHAPES))
+    (tmp_path / WEIGHTS).write_bytes(content)
+    adapter = identify(tmp_path, LIMITS.num_bytes)
+    with pytest.raises(AdapterError):
+        store_of(Slots(), tmp_path).slot(adapter, ())
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    adapter = made(tmp_path)
+    small = Limits(rank=16, num_bytes=100)
+    with pytest.raises(AdapterError, match="more than the 100"):
+        read_adapter(tmp_path, adapter.digest, MODULES, small, torch.bfloat16)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_whatever_is_done_to_the_bytes_they_are_read_as_they_are_or_refused(data: Any, tmp_path_factory: Any) -> None:
+    path = tmp_path_factory.mktemp("adapter")
+    write(path, factors(SHAPES))
+    content = bytearray((path / WEIGHTS).read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, min(len(content) - 1, 600)))] = data.draw(st.integers(0, 255))
+    (path / WEIGHTS).write_bytes(content[: data.draw(st.integers(0, len(content)))])
+    (path / CONFIG).write_text((path / CONFIG).read_text())
+    model = Slots()
+    try:
+        assert store_of(model, path).slot(identify(path, LIMITS.num_bytes), ()) == 0
+    except AdapterError:
+        assert not model.filled
+    else:
+        assert {name: tuple(one.b.shape) for name, one in model.filled[0].items()} == {Q: (32, 8), DOWN: (16, 8)}

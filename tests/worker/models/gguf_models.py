@@ -1,0 +1,119 @@
+"""Tiny checkpoints as converters write them in GGUF: tensors renamed and rearranged, config.json as pairs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from tests.gguf_files import GgufFile, Stored, demo_pairs, demo_tensors, gguf_name, interleaved, stored
+
+FOUR_NORMS = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+EXPERT_PARTS = {
+    "w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"
+}  # fmt: skip
+VOCABULARY = {
+    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.merges": [],
+    "tokenizer.ggml.eos_token_id": 2,
+}  # fmt: skip
+
+
+def write_gguf(directory: Path, config: Any, arch: str, path: Path, kind: str = "F32") -> Path:
+    """The safetensors checkpoint of a transformers `config` as a GGUF file of architecture `arch`."""
+    tensors = _tensors(directory, config, arch, kind)
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    turning = int(head_dim * rope.get("partial_rotary_factor", 1.0))
+    if rope["rope_type"] == "llama3":
+        tensors["rope_freqs.weight"] = stored(_llama3_factors(rope, head_dim))
+    if rope["rope_type"] == "longrope":
+        for name in ("long", "short"):
+            tensors[f"rope_factors_{name}.weight"] = stored(torch.tensor(rope[f"{name}_factor"]))
+    pairs = {"general.architecture": arch} | VOCABULARY
+    pairs["tokenizer.ggml.tokens"] = [f"t{i}" for i in range(config.vocab_size)]
+    said = {
+        "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim, "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps, "rope.dimension_count": turning,
+        "rope.freq_base": float(rope["rope_theta"]), **FIELDS.get(arch, lambda config, rope: {})(config, rope),
+    }  # fmt: skip
+    return GgufFile(pairs | {f"{arch}.{name}": value for name, value in said.items()}, tensors).write(path)
+
+
+def _experts(config: Any, rope: Any) -> dict[str, Any]:
+    if not hasattr(config, "num_local_experts") and not hasattr(config, "num_experts"):
+        return {}
+    return {"expert_count": getattr(config, "num_local_experts", None) or config.num_experts,
+            "expert_used_count": config.num_experts_per_tok}  # fmt: skip
+
+
+def _phi3(config: Any, rope: Any) -> dict[str, Any]:
+    said = {"attention.sliding_window": config.sliding_window or 0}
+    if rope["rope_type"] == "longrope":
+        original = config.original_max_position_embeddings
+        magnitude = math.sqrt(1 + math.log(rope["factor"]) / math.log(original))
+        said |= {"rope.scaling.original_context_length": original, "rope.scaling.attn_factor": magnitude}
+    return said
+
+
+FIELDS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
+    "llama": lambda config, rope: _experts(config, rope)
+    | ({"attention.sliding_window": config.sliding_window} if getattr(config, "sliding_window", None) else {}),
+    "qwen3moe": lambda config, rope: _experts(config, rope)
+    | {"expert_feed_forward_length": config.moe_intermediate_size},
+    "gemma2": lambda config, rope: {
+        "attention.sliding_window": config.sliding_window, "attn_logit_softcapping": config.attn_logit_softcapping,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    },
+    "gemma3": lambda config, rope: {"attention.sliding_window": config.sliding_window},
+    "phi3": _phi3,
+}  # fmt: skip
+
+
+def _tensors(directory: Path, config: Any, arch: str, kind: str) -> dict[str, Stored]:
+    others = FOUR_NORMS if arch in ("gemma2", "gemma3") else {}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch == "llama" else {}
+    found: dict[str, Stored] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if match := EXPERT.fullmatch(name):
+            layer, expert, part = match.groups()
+            experts.setdefault(f"blk.{layer}.ffn_{EXPERT_PARTS[part]}_exps.weight", {})[int(expert)] = tensor
+            continue
+        part = name.split(".")[-2]
+        tensor = interleaved(tensor, heads[part]) if part in heads else tensor
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            tensor = tensor.float() + 1
+        found[gguf_name(name, others)] = stored(tensor, kind)
+    for name, of_layer in experts.items():
+        found[name] = stored(torch.stack([of_layer[i] for i in range(len(of_layer))]), kind)
+    return found
+
+
+def _llama3_factors(rope: dict[str, Any], head_dim: int) -> torch.Tensor:
+    """By how much each frequency is divided."""
+    plain = 1 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).double() / head_dim)
+    turns = rope["original_max_position_embeddings"] / (2 * math.pi / plain)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return 1 / ((1 - blend) / rope["factor"] + blend)
+
+
+def demo_parts(directory: Path) -> Path:
+    """The bundled model in three parts, its metadata in the first."""
+    tensors = list(demo_tensors("BF16").items())
+    paths = [directory / f"demo-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    for number, path in enumerate(paths):
+        split = {"split.no": number, "split.count": 3, "split.tensors.count": len(tensors)}
+        GgufFile((demo_pairs() if not number else {}) | split, dict(tensors[number::3])).write(path)
+    return paths[0]

@@ -1,0 +1,57 @@
+"""Every architecture that GGUF files are read of gives the logits of the safetensors checkpoint it was made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.worker.models.checkpoints import NATIVE, make_model, save
+from tests.worker.models.gguf_models import write_gguf
+from tests.worker.models.harness import logits_of
+
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.loading.model import LoadedModel, load_model
+
+TOKENS = [3, 17, 200, 9, 41, 77, 5, 130, 22, 64] * 6  # beyond the windows of these models
+# Architecture -> the models it is tried with, and what a GGUF file cannot say otherwise.
+MODELS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "llama", {}),
+    ("llama", "llama3", {}),
+    ("llama", "mistral", {}),
+    ("llama", "mixtral", {"sliding_window": None}),
+    ("qwen2", "qwen2", {"use_sliding_window": False}),
+    ("qwen3", "qwen3", {}),
+    ("qwen3moe", "qwen3_moe", {"decoder_sparse_step": 1}),
+    ("gemma", "gemma", {}),
+    ("gemma2", "gemma2", {"query_pre_attn_scalar": 16}),
+    ("gemma3", "gemma3", {"query_pre_attn_scalar": 16}),
+    ("phi3", "phi3", {}),
+    ("phi3", "phi4", {}),
+]
+ROUNDED_ONCE_MORE = {"llama3"}  # its frequencies come as factors
+
+
+def loaded(path: Path) -> LoadedModel:
+    return load_model(WorkerConfig(model=str(path), dtype="float32", kernels="torch", fallback=False))
+
+
+@pytest.mark.parametrize(("arch", "name", "changes"), MODELS, ids=[name for _, name, _ in MODELS])
+def test_logits_are_those_of_the_safetensors_checkpoint(
+    arch: str, name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    transformers.logging.disable_progress_bar()
+    model_type, fields = NATIVE[name]
+    model = make_model(model_type, fields | changes)
+    directory = save(model, tmp_path / "model")
+    ours = loaded(write_gguf(directory, model.config, arch, tmp_path / "model.gguf"))
+    with torch.inference_mode():
+        found = logits_of(ours, TOKENS, [32])
+        wanted = logits_of(loaded(directory), TOKENS, [32])
+    if name in ROUNDED_ONCE_MORE:
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-5)
+        assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+    else:
+        assert torch.equal(found, wanted)

@@ -1,0 +1,74 @@
+"""Rows and their adapters: what cannot be had ends the row that asks; a slot is a row's for as long as it is here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tests.worker.fakes_model import FakeLoaded, FakeModel, new_row
+
+from pagoda_proto.adapters.files import AdapterError
+from pagoda_proto.adapters.identity import Adapter
+from pagoda_proto.errors import ErrorCode
+from pagoda_proto.steps import Chunk, StepPlan
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.rows.slots import NO_ADAPTER
+from pagoda_worker.step.runner import ModelRunner
+
+ONE, TWO, BAD = (Adapter(digit * 64, "/adapters") for digit in "12b")
+
+
+class FakeAdapters:
+    """Slots by digest; remembers which were said to be in use."""
+
+    count = 2
+
+    def __init__(self) -> None:
+        self.in_use: list[set[int]] = []
+
+    def slot(self, adapter: Adapter, in_use: Collection[int]) -> int:
+        self.in_use.append(set(in_use))
+        if adapter == BAD:
+            raise AdapterError("the files have changed")
+        return int(adapter.digest[0]) - 1
+
+
+def runner_of(adapters: FakeAdapters | None) -> tuple[ModelRunner, FakeModel]:
+    model = FakeModel()
+    loaded = FakeLoaded(model) if adapters is None else FakeLoaded(model, adapters=adapters)
+    return ModelRunner(loaded, 16, WorkerConfig(block_size=16)), model  # type: ignore[arg-type]
+
+
+def test_rows_have_the_slots_of_their_adapters_and_a_row_that_can_have_none_ends_alone() -> None:
+    adapters = FakeAdapters()
+    runner, model = runner_of(adapters)
+    model.logits = lambda hidden, slots=None: FakeModel.logits(model, hidden)  # type: ignore[method-assign]
+    assert runner.facts.max_adapters == 2
+    asked = [None, ONE, BAD, TWO]
+    rows = [new_row(index, [5, 6, 7], [index], adapter=adapter) for index, adapter in enumerate(asked)]
+    chunks = [Chunk(index, 0, 3, True) for index in range(len(rows))]
+    result = runner.execute(StepPlan(step=1, new_rows=rows, chunks=chunks))
+    (error,) = result.errors
+    assert (error.row_id, error.code) == (2, ErrorCode.INVALID_ARGUMENT.value)
+    assert error.message == "adapter: the files have changed"
+    assert sorted(output.row_id for output in result.outputs) == [0, 1, 3]
+    (batch,) = model.batches
+    assert batch.slots is not None
+    assert batch.slots.slots.tolist() == [NO_ADAPTER] * 3 + [0] * 3 + [1] * 3
+    assert adapters.in_use == [{NO_ADAPTER}, {NO_ADAPTER, 0}, {NO_ADAPTER, 0}]
+    again = new_row(4, [1], [4], adapter=ONE)
+    runner.execute(StepPlan(step=2, finished_rows=[0, 1, 3], new_rows=[again], chunks=[Chunk(4, 0, 1, True)]))
+    assert adapters.in_use[-1] == set(), "who has left needs no slot"
+
+
+def test_a_step_without_adapters_is_none_with_slots() -> None:
+    runner, model = runner_of(FakeAdapters())
+    runner.execute(StepPlan(step=1, new_rows=[new_row(0, [5], [0])], chunks=[Chunk(0, 0, 1, True)]))
+    assert model.batches[0].slots is None
+
+
+def test_a_worker_without_adapters_ends_rows_that_ask_for_one() -> None:
+    runner, _ = runner_of(None)
+    row = new_row(0, [5], [0], adapter=ONE)
+    result = runner.execute(StepPlan(step=1, new_rows=[row], chunks=[Chunk(0, 0, 1, True)]))
+    assert "no adapters are served" in result.errors[0].message
+    assert runner.facts.max_adapters == 0

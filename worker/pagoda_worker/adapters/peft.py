@@ -1,0 +1,129 @@
+"""What adapter_config.json says, as PEFT means it: which matrices have an adapter, of what rank, times what.
+
+Every field is known here: taken, harmless, or refused by its name as soon as it asks for anything.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pagoda_proto.adapters.files import AdapterError
+from pagoda_worker.adapters.patterns import Matches, by_name, by_pattern
+
+ALL_LINEAR = "all-linear"
+# Whom or what for, how it was trained, and how the base stores its matrices, which its tensors do not depend on.
+HARMLESS = frozenset({
+    "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_type",
+    "peft_version", "revision", "runtime_config", "loftq_config", "eva_config", "corda_config", "megatron_config",
+    "megatron_core", "lora_ga_config", "ensure_weight_tying",
+})  # fmt: skip
+TAKEN = frozenset({
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules",
+    "layers_to_transform", "layers_pattern", "init_lora_weights", "task_type", "bias",
+})  # fmt: skip
+KEEP_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Ways to begin that leave the model's own weights as they are."""
+REASONS = {
+    "use_dora": "DoRA scales the model's own weights",
+    "lora_bias": "a bias of an adapter is not added",
+    "layer_replication": "layers are not repeated",
+    "modules_to_save": "whole modules are not replaced",
+    "trainable_token_indices": "embeddings of tokens are not replaced",
+    "target_parameters": "experts in one tensor have no adapters",
+    "alora_invocation_tokens": "an adapter is in force for the whole prompt",
+    "use_qalora": "QALoRA pools the inputs",
+}
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """What it says of a module by its name."""
+
+    targets: Matches
+    rank: Callable[[str], int]
+    scale: Callable[[str], float]
+
+
+def read_peft(config: Mapping[str, Any]) -> PeftConfig:
+    """Raises AdapterError for what is not LoRA as it is served here; the message names the field."""
+    _refuse(config)
+    rank, alpha = config.get("r", 8), config.get("lora_alpha", 8)
+    if not _is_rank(rank):
+        raise AdapterError(f"r: must be a whole number from 1 on, got {rank!r:.100}")
+    if not _is_alpha(alpha):
+        raise AdapterError(f"lora_alpha: must be a number, got {alpha!r:.100}")
+    ranks = by_pattern("rank_pattern", config.get("rank_pattern") or {}, _is_rank)
+    alphas = by_pattern("alpha_pattern", config.get("alpha_pattern") or {}, _is_alpha)
+    rooted = _flag(config, "use_rslora")
+
+    def rank_of(name: str) -> int:
+        found = ranks(name)
+        return rank if found is None else int(found)  # type: ignore[call-overload, no-any-return]
+
+    def scale_of(name: str) -> float:
+        found = alphas(name)
+        own = float(alpha if found is None else found)  # type: ignore[arg-type]
+        return own / (math.sqrt(rank_of(name)) if rooted else rank_of(name))
+
+    return PeftConfig(_targets(config), rank_of, scale_of)
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    if config.get("peft_type") != "LORA":
+        raise AdapterError(f"peft_type: only 'LORA' is served, got {config.get('peft_type')!r:.100}")
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise AdapterError(f"task_type: only 'CAUSAL_LM' is served, got {config['task_type']!r:.100}")
+    if config.get("bias", "none") != "none":
+        raise AdapterError(f"bias: biases are not replaced, so it must be 'none', got {config['bias']!r:.100}")
+    begun = config.get("init_lora_weights", True)
+    if not isinstance(begun, bool | str | None) or begun not in KEEP_THE_BASE:
+        why = "it changed the model's own weights, so the adapter has to be converted"
+        raise AdapterError(f"init_lora_weights: {why}, got {begun!r:.100}")
+    for field, value in config.items():
+        if value and field not in HARMLESS and field not in TAKEN:
+            raise AdapterError(f"{field[:100]}: {REASONS.get(field, 'is not known here')}, got {value!r:.100}")
+
+
+def _targets(config: Mapping[str, Any]) -> Matches:
+    value, none = config.get("target_modules"), config.get("exclude_modules")
+    if not value:
+        raise AdapterError(f"target_modules: must name modules, got {value!r:.100}")
+    wanted = _all_but_heads if value == ALL_LINEAR else by_name("target_modules", value)
+    excluded = by_name("exclude_modules", none) if none else lambda name: False
+    layers = _layers(config)
+    return lambda name: wanted(name) and not excluded(name) and layers(name)
+
+
+def _all_but_heads(name: str) -> bool:
+    return "." in name  # the output matrix stands alone
+
+
+def _layers(config: Mapping[str, Any]) -> Matches:
+    value = config.get("layers_to_transform")
+    if value is None:
+        return lambda name: True
+    numbers = value if isinstance(value, list) else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in numbers):
+        raise AdapterError(f"layers_to_transform: must be numbers of layers, got {value!r:.100}")
+    layers = frozenset(numbers)
+    return lambda name: (found := _LAYER.search(name)) is not None and int(found[1]) in layers
+
+
+def _flag(config: Mapping[str, Any], field: str) -> bool:
+    value = config.get(field) or False
+    if not isinstance(value, bool):
+        raise AdapterError(f"{field}: must be true or false, got {value!r:.100}")
+    return value
+
+
+def _is_rank(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31
+
+
+def _is_alpha(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e6

@@ -1,0 +1,84 @@
+"""GGUF: every matrix lies in blocks of the kind that its own header names; see `checkpoints.blocks`.
+
+What has a scale for 32 levels and no minimum becomes our levels as it is. All else is widened and rounded to int8 in
+groups of 32, which takes about half the bytes of bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from pagoda_worker.checkpoints.blocks import AT_ONCE, BLOCKS, Block
+from pagoda_worker.checkpoints.checkpoint import Wanted
+from pagoda_worker.checkpoints.fingerprint import Entry
+from pagoda_worker.checkpoints.formats.layout import Layout, Packing, Stored
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, quantize
+
+GROUP = 32
+SCALE_BITS = {4: 16, 8: 32}  # of a scale that the kernels keep
+ROUNDED = Format(bits=8, group=GROUP, activation_bits=8)
+
+
+@dataclass(frozen=True)
+class BlockPacking:
+    kind: str  # of BLOCKS
+
+    @property
+    def form(self) -> Format:
+        """Of 4 bits the inputs are not rounded, unless `quantization` says so, as with other checkpoints."""
+        levels = BLOCKS[self.kind].levels
+        if levels is None or levels.bits == 8:
+            return ROUNDED
+        return Format(bits=levels.bits, group=GROUP, activation_bits=16)
+
+    def tensors(self, linear: str, shape: tuple[int, int]) -> dict[str, Wanted]:
+        return {"weight": Wanted(shape, (self.kind,))}
+
+    def faults(self, stored: Stored) -> list[str]:
+        return []
+
+    def read(self, stored: Stored) -> QuantizedWeight:
+        block, rows = BLOCKS[self.kind], stored["weight"]
+        parts = [self._read(block, part) for part in torch.split(rows, max(1, AT_ONCE // stored.shape[1]))]
+        levels, scales = torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts])
+        return replace(parts[0], levels=levels, scales=scales)
+
+    def _read(self, block: Block, rows: torch.Tensor) -> QuantizedWeight:
+        if block.levels is None:
+            return quantize(block.widened(rows, torch.float32), self.form)
+        levels, scales = block.levels.of(rows.reshape(-1, block.num_bytes))
+        return QuantizedWeight(
+            levels=levels.view(len(rows), -1),
+            scales=scales.view(len(rows), -1),
+            zeros=None,
+            bits=self.form.bits,
+            activation_bits=self.form.activation_bits,
+        )
+
+
+def block_layout(entries: Mapping[str, Entry]) -> Layout | None:
+    """How the matrices among these lie; None where none lies in blocks."""
+
+    def packing_of(linear: str) -> Packing | None:
+        entry = entries.get(f"{linear}.weight")
+        return BlockPacking(entry.dtype) if entry is not None and entry.dtype in BLOCKS else None
+
+    return Layout("gguf", packing_of) if any(entry.dtype in BLOCKS for entry in entries.values()) else None
+
+
+def rounding_remark(entries: Mapping[str, Entry], linears: Mapping[str, tuple[int, int]]) -> str:
+    """What is said of matrices that the kernels cannot hold as they are; "" where there is none."""
+    found = [entry for name in linears if (entry := entries.get(f"{name}.weight")) is not None]
+    rounded = [entry for entry in found if entry.dtype in BLOCKS and BLOCKS[entry.dtype].levels is None]
+    if not rounded:
+        return ""
+    values = sum(BLOCKS[entry.dtype].values * (entry.num_bytes // BLOCKS[entry.dtype].num_bytes) for entry in rounded)
+    before, after = sum(entry.num_bytes for entry in rounded), values * (8 + SCALE_BITS[8] / GROUP) / 8
+    kinds = ", ".join(sorted({entry.dtype for entry in rounded}))
+    return (
+        f"{len(rounded)} matrices of {kinds} are rounded to int8 in groups of {GROUP}, as there are no kernels "
+        f"for their minima and smaller groups: {after / 2**20:.0f} MiB instead of {before / 2**20:.0f}"
+    )

@@ -1,0 +1,135 @@
+"""A GGUF file as a checkpoint: its tensors under the names, and in the order of rows, that the authors gave them.
+
+Converters rename tensors, interleave the rows of Llama's queries and keys, add one to Gemma's norms, and put the
+experts of a layer into one tensor. All of it is undone here, exactly, so nobody behind this knows of GGUF.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from pagoda_proto.model_files.files import is_gguf
+from pagoda_proto.model_files.gguf import BadGguf, Gguf, GgufTensor, read_gguf
+from pagoda_proto.model_files.gguf_config import EMBEDDING, FREQUENCIES, LONG, OUTPUT, SHORT, Keys, family_of, is_tied
+from pagoda_worker.checkpoints.blocks import BLOCKS
+from pagoda_worker.checkpoints.checkpoint import Checkpoint, CheckpointError, Progress, digest_of, open_checkpoint
+from pagoda_worker.checkpoints.fingerprint import Entry
+
+Undo = Callable[[torch.Tensor], torch.Tensor]
+
+TOP = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", OUTPUT: "lm_head.weight"}
+CONFIGURING = {FREQUENCIES, LONG, SHORT}  # which are read as part of config.json
+PARTS = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "ffn_gate_inp": "mlp.gate",
+}  # fmt: skip
+EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj", "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}  # fmt: skip
+FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+OF_FAMILY: Mapping[str, Mapping[str, str]] = {
+    "gemma2": FOUR_NORMS, "gemma3": FOUR_NORMS, "phi3": {"ffn_up": "mlp.gate_up_proj"}
+}  # fmt: skip
+INTERLEAVED = {"llama": {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}}
+ONE_ADDED = ("gemma", "gemma2", "gemma3")
+MOST_ENTRIES = 2**18  # experts of one tensor are entries of their own, and a header can have them in millions
+_LAYER = re.compile(r"blk\.(0|[1-9][0-9]{0,4})\.([a-z_]+)\.(weight|bias)")
+
+
+def open_weights(path: Path, progress: Progress | None = None) -> Checkpoint:
+    """The checkpoint of a model: a directory with safetensors files, or a GGUF file. Raises CheckpointError."""
+    return open_gguf(path, progress) if is_gguf(path) else open_checkpoint(path, progress)
+
+
+def open_gguf(path: Path, progress: Progress | None = None) -> Checkpoint:
+    """Read the header of a GGUF file, and of the tensors what tells which they are.
+
+    Raises:
+        CheckpointError: it is not sound, or of an architecture that is not known.
+    """
+    try:
+        gguf = read_gguf(path)
+        family = family_of(gguf)
+        entries, undone = _entries(gguf, family)
+        return Checkpoint(path, entries, digest_of(path, entries), progress, undone)
+    except BadGguf as error:
+        raise CheckpointError(path, [str(error).removeprefix(f"{path.name}: ")]) from error
+
+
+def _entries(gguf: Gguf, family: str) -> tuple[dict[str, Entry], dict[str, Undo]]:
+    entries: dict[str, Entry] = {}
+    undone: dict[str, Undo] = {}
+    undo_of = _undoing(gguf, family)
+    for stored, tensor in gguf.tensors.items():
+        if stored in CONFIGURING:
+            continue
+        if len(tensor.shape) == 1 and tensor.kind in BLOCKS:
+            raise gguf.bad(f"tensor {stored!r} is a list in blocks, which no converter makes")
+        many = tensor.shape[0] if len(tensor.shape) == 3 else 1
+        if len(entries) + many > MOST_ENTRIES:
+            raise gguf.bad(f"tensor {stored!r} has {many} matrices, more than any model has with those before it")
+        for name, entry in _published(gguf, family, stored, tensor):
+            entries[name] = entry
+            undo = undo_of(stored)
+            if undo is not None:
+                undone[name] = undo
+    if OUTPUT not in gguf.tensors and EMBEDDING in gguf.tensors and not is_tied(gguf):
+        entries[TOP[OUTPUT]] = entries[TOP[EMBEDDING]]
+    return entries, undone
+
+
+def _published(gguf: Gguf, family: str, stored: str, tensor: GgufTensor) -> Iterator[tuple[str, Entry]]:
+    """The name, or of experts the names, that a tensor has in other checkpoints."""
+    if stored in TOP:
+        yield TOP[stored], _entry(tensor)
+        return
+    match = _LAYER.fullmatch(stored)
+    layer, part, kind = match.groups() if match else ("", "", "")
+    if part in EXPERTS and kind == "weight" and len(tensor.shape) == 3:
+        size = (tensor.end - tensor.begin) // tensor.shape[0]
+        for expert in range(tensor.shape[0]):
+            begin = tensor.begin + expert * size
+            name = f"model.layers.{layer}.{EXPERTS[part].format(expert)}.weight"
+            yield name, Entry(tensor.file, tensor.kind, tensor.shape[1:], begin, begin + size)
+        return
+    known = {**PARTS, **OF_FAMILY.get(family, {})}
+    if part not in known:
+        raise gguf.bad(f"tensor {stored!r} is none that a model of architecture {family!r} has here")
+    yield f"model.layers.{layer}.{known[part]}.{kind}", _entry(tensor)
+
+
+def _entry(tensor: GgufTensor) -> Entry:
+    return Entry(tensor.file, tensor.kind, tensor.shape, tensor.begin, tensor.end)
+
+
+def _undoing(gguf: Gguf, family: str) -> Callable[[str], Undo | None]:
+    """What has to be undone of a tensor, by its name in the file."""
+    keys = Keys(gguf, family)
+    most = keys.whole("attention.head_count")
+    heads = {part: keys.whole(key, most) for part, key in INTERLEAVED.get(family, {}).items()}
+
+    def undo_of(stored: str) -> Undo | None:
+        part = stored.rsplit(".", 2)[-2] if stored.count(".") >= 2 else ""
+        if part in heads:
+            return lambda rows: _apart(rows, heads[part])
+        if family in ONE_ADDED and stored.endswith("norm.weight"):
+            return lambda weight: weight - 1
+        return None
+
+    return undo_of
+
+
+def _apart(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """rows [N, ..] with the two halves of each head's dimensions taken in turns -> first half, second half."""
+    paired = rows.view(heads, -1, 2, *rows.shape[1:])
+    return paired.transpose(1, 2).reshape(rows.shape)

@@ -1,0 +1,32 @@
+"""What a model's files say, whatever they are: JSON objects by their names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pagoda_proto.model_files.files import FileTooLarge, model_files
+from pagoda_proto.model_files.gguf import BadGguf
+from pagoda_worker.checkpoints.checkpoint import CheckpointError, json_object
+
+MAX_FILE_BYTES = 256 * 1024 * 1024
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What config.json says, or would say. Raises CheckpointError."""
+    return read_fields(path, "config.json")
+
+
+def read_fields(path: Path, name: str) -> dict[str, Any]:
+    """A file of a model. Raises CheckpointError: there is none, it cannot be read, or it holds something else."""
+    try:
+        content = model_files(path).read(name, MAX_FILE_BYTES)
+    except BadGguf as error:
+        raise CheckpointError(path, [str(error).removeprefix(f"{path.name}: ")]) from error
+    except FileTooLarge as error:
+        raise CheckpointError(path, [str(error)]) from error
+    except OSError as error:
+        raise CheckpointError(path / name, [error.strerror or str(error)]) from error
+    if content is None:
+        raise CheckpointError(path / name, ["No such file or directory"])
+    return json_object(content, path / name, "")

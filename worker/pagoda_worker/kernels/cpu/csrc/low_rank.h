@@ -1,0 +1,126 @@
+// What adapters add to a linear layer, by `add_low_rank` in kernels/reference.py: first down to the ranks, then, in the
+// epilogue of the layer, up to its outputs. Both add in one order, whatever else is computed.
+#pragma once
+
+#include <cstring>
+
+#include "program.h"
+#include "segments.h"
+#include "simd.h"
+
+namespace PAGODA_NS {
+
+constexpr int RANKS_AT_ONCE = 4, TOKENS_AT_ONCE = 4;  // sums in registers, of neighbours with the same adapter
+
+PAGODA_INLINE f16 bf16_below(const uint16_t* p, int count) {
+  if (count >= 16) return load_bf16(p);
+  uint16_t t[16] = {};
+  memcpy(t, p, 2 * (size_t)count);
+  return load_bf16(t);
+}
+
+PAGODA_INLINE int slot_in(const float* low) {
+  int32_t slot;
+  memcpy(&slot, low, sizeof slot);
+  return slot;
+}
+
+// Products of so many tokens with so many lines of a.
+template <int TOKENS, int RANKS>
+static __attribute__((noinline)) void shrink_some(const ShrinkOp& op, const LowSlot& adapter, int row, int rank) {
+  const uint16_t *x = op.x + (size_t)row * op.k, *a = adapter.a + (size_t)rank * op.k;
+  f16 acc[TOKENS][RANKS];
+#pragma GCC unroll 4
+  for (int t = 0; t < TOKENS; ++t)
+#pragma GCC unroll 4
+    for (int r = 0; r < RANKS; ++r) acc[t][r] = zero();
+  for (int i = 0; i < op.k; i += 16) {
+    f16 lines[RANKS];
+#pragma GCC unroll 4
+    for (int r = 0; r < RANKS; ++r) lines[r] = bf16_below(a + (size_t)r * op.k + i, op.k - i);
+#pragma GCC unroll 4
+    for (int t = 0; t < TOKENS; ++t) {
+      const f16 values = bf16_below(x + (size_t)t * op.k + i, op.k - i);
+#pragma GCC unroll 4
+      for (int r = 0; r < RANKS; ++r) acc[t][r] = fma(values, lines[r], acc[t][r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int t = 0; t < TOKENS; ++t) {
+    float* low = op.low + (size_t)(row + t) * (LOW_HEAD + op.width) + LOW_HEAD + rank;
+#pragma GCC unroll 4
+    for (int r = 0; r < RANKS; ++r) low[r] = sum(acc[t][r]) * adapter.scales[rank + r];
+  }
+}
+
+template <int TOKENS>
+PAGODA_INLINE void shrink_tokens(const ShrinkOp& op, int slot, int row, int from) {
+  const LowSlot& adapter = op.slots[slot];
+  const int to = adapter.rank < from + 16 ? (int)adapter.rank : from + 16;
+  int rank = from;
+  for (; rank + RANKS_AT_ONCE <= to; rank += RANKS_AT_ONCE) shrink_some<TOKENS, RANKS_AT_ONCE>(op, adapter, row, rank);
+  for (; rank < to; ++rank) shrink_some<TOKENS, 1>(op, adapter, row, rank);
+}
+
+static int shrink_pieces(const ShrinkOp& op, const Step& s) {
+  return (s.num_tokens + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE * (op.width / 16);
+}
+
+// A piece is 16 of the ranks for a few tokens; the first of them also says which slots these have.
+static void shrink_piece(const ShrinkOp& op, const Step& s, int item) {
+  const int pieces = op.width / 16, first = item / pieces * TOKENS_AT_ONCE, from = item % pieces * 16;
+  const int count = s.num_tokens - first < TOKENS_AT_ONCE ? s.num_tokens - first : TOKENS_AT_ONCE;
+  int32_t slots[TOKENS_AT_ONCE];
+  bool same = count == TOKENS_AT_ONCE;
+  for (int t = 0; t < count; ++t) {
+    slots[t] = s.slots ? s.slots[first + t] : -1;
+    if (slots[t] >= 0 && op.slots[slots[t]].rank == 0) slots[t] = -1;
+    same = same && slots[t] == slots[0];
+    if (from == 0) memcpy(op.low + (size_t)(first + t) * (LOW_HEAD + op.width), slots + t, sizeof *slots);
+  }
+  if (same) {
+    if (slots[0] >= 0) shrink_tokens<TOKENS_AT_ONCE>(op, slots[0], first, from);
+    return;
+  }
+  for (int t = 0; t < count; ++t)
+    if (slots[t] >= 0) shrink_tokens<1>(op, slots[t], first + t, from);
+}
+
+// Adds what an adapter has for 16 outputs to so many lines of a tile.
+template <int TOKENS>
+PAGODA_INLINE void expand_some(const LowSlot& adapter, const float* low, size_t stride, int group, float* sums) {
+  const int32_t* span = adapter.groups + 3 * group;
+  const uint16_t* b = adapter.b + 16 * (size_t)span[2];
+  f16 total[TOKENS];
+#pragma GCC unroll 4
+  for (int t = 0; t < TOKENS; ++t) total[t] = zero();
+  low += LOW_HEAD + span[0];
+  for (int i = 0; i < span[1]; ++i) {
+    const f16 line = load_bf16(b + 16 * i);
+#pragma GCC unroll 4
+    for (int t = 0; t < TOKENS; ++t) total[t] = fma(set1(low[t * stride + i]), line, total[t]);
+  }
+#pragma GCC unroll 4
+  for (int t = 0; t < TOKENS; ++t) store(sums + t * PANEL, load(sums + t * PANEL) + total[t]);
+}
+
+// Adds what the adapters of rows have for the outputs of a panel to their sums [rows][PANEL]. Others stay as they are.
+static __attribute__((noinline)) void expand(float* sums, int rows, int first, int column, const LinearOp& op) {
+  const size_t stride = LOW_HEAD + op.low_width;
+  const float* low = op.low + (size_t)first * stride;
+  for (int r = 0; r < rows;) {
+    const int slot = slot_in(low + r * stride);
+    int same = 1;
+    while (same < TOKENS_AT_ONCE && r + same < rows && slot_in(low + (r + same) * stride) == slot) ++same;
+    const int count = same == TOKENS_AT_ONCE ? TOKENS_AT_ONCE : 1;
+    for (int half = 0; slot >= 0 && half < 2; ++half) {
+      const LowSlot& adapter = op.slots[slot];
+      float* to = sums + r * PANEL + 16 * half;
+      if (count > 1) expand_some<TOKENS_AT_ONCE>(adapter, low + r * stride, stride, column / 16 + half, to);
+      else expand_some<1>(adapter, low + r * stride, stride, column / 16 + half, to);
+    }
+    r += count;
+  }
+}
+
+}  // namespace PAGODA_NS

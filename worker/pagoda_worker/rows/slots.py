@@ -1,0 +1,42 @@
+"""An adapter in use has a slot; a row has that of its adapter, and so has each of its tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+NO_ADAPTER = -1
+"""In place of a slot."""
+
+
+@dataclass(frozen=True)
+class TokenSlots:
+    """The slot of each token of a step, or NO_ADAPTER; at least one has one."""
+
+    slots: NDArray[np.int32]  # [T]
+    device: torch.device
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """[T] int32, on the host."""
+        return torch.from_numpy(self.slots)
+
+    @cached_property
+    def groups(self) -> list[tuple[int, Tensor]]:
+        """Each slot, and which tokens have it, on the device."""
+        used = (slot for slot in np.unique(self.slots).tolist() if slot != NO_ADAPTER)
+        return [(slot, torch.from_numpy(np.flatnonzero(self.slots == slot)).to(self.device)) for slot in used]
+
+    def at(self, places: Tensor) -> TokenSlots:
+        """Those of some of the tokens."""
+        return TokenSlots(self.slots[places.cpu().numpy()], self.device)
+
+
+def slots_of(slot: int, count: int, device: torch.device) -> TokenSlots | None:
+    """Of so many tokens of one row."""
+    return None if slot == NO_ADAPTER else TokenSlots(np.full(count, slot, np.int32), device)
