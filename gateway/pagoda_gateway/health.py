@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 ONE_TOKEN = Generate(params=SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True), seed=0)
 
 
-def canary_of(kind: str) -> Task:
-    """What is asked of a model of this kind to see that it gets on."""
-    return ONE_TOKEN if kind == GENERATE else Pool(pooling=PoolingParams(output=kind))
+def canary_of(output: str) -> Task:
+    """What is asked of a model that makes this of a text, to see that it gets on."""
+    return ONE_TOKEN if output == GENERATE else Pool(pooling=PoolingParams(output=output))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,7 @@ class _Parts:
         return cls(
             ctx=ctx,
             engine=engine,
-            health=Health(engine, metrics, health_times, canary_of(text.reading.kind)),
+            health=Health(engine, metrics, health_times, canary_of(text.reading.output)),
             background=BackgroundResponses(ctx),
             tickets=Tickets(ctx, metrics.watch_tickets(WAYS)),
             batches=batches,

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec.structs import replace
+
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.clients import Caller, origin_of
 from pagoda_gateway.context import GatewayContext
@@ -17,7 +19,7 @@ from pagoda_gateway.text.reading import Pair, Tokens
 from pagoda_proto.errors import InvalidParams, Problem
 from pagoda_proto.params import ModelLimits, too_long
 from pagoda_proto.pooling.kinds import CLASSIFY, EMBED, GENERATE
-from pagoda_proto.pooling.params import PoolingParams
+from pagoda_proto.pooling.params import TOKEN_EMBED, PoolingParams
 from pagoda_proto.records import Pool, RequestRecord
 
 BYTES_PER_NUMBER = 24  # of a vector, as it came and as JSON
@@ -72,6 +74,7 @@ class Inputs:
         if not given:
             raise InvalidParams([Problem(asked.param, "must have at least one text")])
         check_priority(self.ctx.config, self.model, asked.priority)
+        self._check_output()
         self._check_dimensions()
         prompt, skip = self._prompt()
         keep = self._keep(limits)
@@ -111,6 +114,7 @@ class Inputs:
         return partial(
             reading.tokens_of, text.reading, text.tokenizer, text.special,
             keep=keep, left=asked.left, add_special=asked.special, instruction=asked.instruction,
+            role=asked.prompt_name, room=self.model.limits.max_model_len,
         )  # fmt: skip
 
     def _keep(self, limits: ModelLimits) -> int | None:
@@ -123,6 +127,9 @@ class Inputs:
     def _prompt(self) -> tuple[str, int]:
         """What goes before each text, and how many tokens of it a mean may leave out."""
         own, name = self.model.text.reading, self.asked.prompt_name
+        if own.late is not None:
+            own.late.check_role(name)
+            return "", 0
         if name is not None and name not in own.prompts:
             known = ", ".join(sorted(own.prompts)) or "none"
             raise InvalidParams([Problem("prompt_name", f"this model has {known}, not {name[:64]!a}")])
@@ -130,6 +137,11 @@ class Inputs:
         if not prompt or not self.asked.special:
             return prompt, 0
         return prompt, len(reading.encode(self.model.text.tokenizer, prompt, None, keep=None).token_ids) - 1
+
+    def _check_output(self) -> None:
+        if self.model.text.reading.late is not None and self.asked.pooling.output == EMBED:
+            message = f"{self.model.name!r} makes a vector of each token: use /pooling, /score or /rerank"
+            raise InvalidParams([Problem("model", message)])
 
     def _check_dimensions(self) -> None:
         wanted, known = self.asked.pooling.dimensions, self.model.text.reading.dimensions
@@ -148,12 +160,12 @@ class Inputs:
 
     def _record(self, tokens: Tokens, skip: int) -> RequestRecord:
         params = self.asked.pooling
-        fields = {name: getattr(params, name) for name in PoolingParams.__struct_fields__}
         skip = skip if skip < len(tokens.token_ids) else 0
+        asked = replace(params, second_start=tokens.second_start, unseen=tokens.unseen, skip=skip)
         return RequestRecord(
             request_id=secrets.token_hex(16),
             prompt_token_ids=tokens.token_ids,
-            task=Pool(pooling=PoolingParams(**fields | {"second_start": tokens.second_start, "skip": skip})),
+            task=Pool(pooling=asked),
             priority=self.asked.priority,
             **origin_of(self.caller, self.asked.cache_salt)._asdict(),
         )
@@ -174,4 +186,9 @@ def _prefixed(prompt: str, text: str | Pair) -> str | Pair:
 def held_bytes(records: Sequence[RequestRecord], width: int) -> int:
     """What is kept of a body while it is read, and of its answer."""
     tokens = sum(len(record.prompt_token_ids) for record in records)
-    return tokens * BYTES_PER_TOKEN + len(records) * width * BYTES_PER_NUMBER
+    vectors = tokens if any(_of_tokens(record) for record in records) else len(records)
+    return tokens * BYTES_PER_TOKEN + vectors * width * BYTES_PER_NUMBER
+
+
+def _of_tokens(record: RequestRecord) -> bool:
+    return isinstance(record.task, Pool) and record.task.pooling.output == TOKEN_EMBED

@@ -1,4 +1,4 @@
-"""How well texts go together: by a head that reads both, or by how alike their vectors are."""
+"""How well texts go together: by a head that reads both, by how alike their vectors are, or those of their tokens."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ class Scoring:
     """The pairs of one request: `records` first, then what came of them to `scores`."""
 
     def __init__(self, ctx: GatewayContext, model: ServedModel, caller: Caller, asked: Asked) -> None:
-        self._both = model.text.reading.kind == CLASSIFY
-        if self._both and len(model.text.reading.labels) != 1:
+        own = model.text.reading
+        self._both = bool(own.of_pairs)
+        if own.kind == CLASSIFY and len(model.text.reading.labels) != 1:
             count = len(model.text.reading.labels)
             message = f"{model.name!r} has {count} labels, and a score is of one; /classify tells them all"
             raise InvalidParams([Problem("model", message)])
-        pooling = asked.pooling if self._both else PoolingParams(output=EMBED, normalize=True)
-        if not self._both and asked.pooling.activate is False:
+        pooling = PoolingParams(output=own.of_pairs) if self._both else PoolingParams(output=EMBED, normalize=True)
+        pooling = asked.pooling if own.kind == CLASSIFY else pooling
+        if own.kind != CLASSIFY and asked.pooling.activate is False:
             raise InvalidParams([Problem("raw_scores", "are of a model with a head; this one makes embeddings")])
         self._inputs = Inputs(ctx, model, caller, replace(asked, pooling=pooling))
         self._pairs: list[tuple[int, int]] = []

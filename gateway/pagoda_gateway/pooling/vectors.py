@@ -9,6 +9,8 @@ from base64 import b64encode
 from collections.abc import Sequence
 from typing import Any
 
+from pagoda_proto.pooling.late import Marks
+
 BASE64 = "base64"
 
 
@@ -23,6 +25,13 @@ def floats(data: bytes) -> list[float]:
 
 def shown(data: bytes, encoding: str | None) -> Any:
     return b64encode(data).decode() if encoding == BASE64 else floats(data)
+
+
+def of_tokens(data: bytes, token_ids: Sequence[int], marks: Marks | None) -> list[bytes]:
+    """Vectors of a text's tokens, in order, less those that late interaction leaves out."""
+    size = len(data) // len(token_ids)
+    kept = range(len(token_ids)) if marks is None else marks.kept(token_ids)
+    return [data[place * size : (place + 1) * size] for place in kept]
 
 
 def cosine(one: Sequence[float], other: Sequence[float]) -> float:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from pagoda_gateway.api.encoding import encoded
 from pagoda_gateway.api.json_body import MAX_VALUES, parse_object, parsed_bytes
+from pagoda_gateway.api.pooling_schemas import EmbeddingsRequest
 from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.batches.lines import ENVELOPE_BYTES
 from pagoda_gateway.batches.runner import BatchRunner
@@ -23,14 +26,20 @@ from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.dialects.dialect import Dialect
 from pagoda_gateway.dialects.responses import RESPONSES
 from pagoda_gateway.generation.job import Job
-from pagoda_gateway.generation.requests import held_bytes
-from pagoda_gateway.routes.body import checked_body
+from pagoda_gateway.generation.requests import check_generates, held_bytes
+from pagoda_gateway.http.memory import Holding
+from pagoda_gateway.routes.body import Body, checked_body
 from pagoda_gateway.routes.files import files_of
 from pagoda_gateway.routes.generating import writing
+from pagoda_gateway.routes.pooling.answering import Place, model_for
+from pagoda_gateway.routes.pooling.embeddings import PATH as EMBEDDINGS
+from pagoda_gateway.routes.pooling.embeddings import embedded
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import BACKGROUND_PRIORITY
+from pagoda_proto.pooling.kinds import EMBED
 
 DIALECTS: dict[str, Dialect[Any]] = {dialect.path: dialect for dialect in (CHAT, COMPLETIONS, RESPONSES)}
+ENDPOINTS = (*DIALECTS, EMBEDDINGS)
 CLIENT = "batches"  # whose turn it is where clients take turns
 SHARE = 4  # of the memory for requests, a line may take one in so many
 
@@ -48,31 +57,51 @@ class BatchService:
         await self._ctx.pool.run(CLIENT, num_bytes, work)
 
     async def answer(self, endpoint: str, line: bytes, owner: str) -> bytes:
-        dialect, size = DIALECTS[endpoint], parsed_bytes(line)
+        size = parsed_bytes(line)
         if size > self._ctx.config.max_held_bytes // SHARE:
             raise PagodaError(ErrorCode.REQUEST_TOO_LARGE, "the line is larger than this server can read at once")
         caller = Caller(CLIENT, owner, await self._ctx.gate.grant_of(owner))
         holding = self._ctx.memory.holding(CLIENT)
         try:
             holding.grow_to(size)
-            body = await self._ctx.pool.run(CLIENT, len(line), lambda: self._body(dialect, line))
-            await self._ctx.adapters.resolve(body.model, caller)
-            job = in_background(await dialect.job(self._ctx, body, caller))
-            del body
-            holding.release()
-            holding.grow_to(held_bytes(job))
-            charge = self._ctx.charge_for_batch(owner, job.model)
-            async with writing(self._ctx, dialect, job, caller, charge) as writer:
-                return await writer.whole()
+            answer = self._embedded if endpoint == EMBEDDINGS else partial(self._generated, DIALECTS[endpoint])
+            return await answer(line, caller, holding)
         finally:
             holding.release()
 
-    def _body(self, dialect: Dialect[Any], line: bytes) -> Any:
-        body = checked_body(self._ctx, dialect.body, parse_object(line, MAX_VALUES)["body"])
+    async def _generated(self, dialect: Dialect[Any], line: bytes, caller: Caller, holding: Holding) -> bytes:
+        body = await self._body(dialect.body, line)
+        await self._ctx.adapters.resolve(body.model, caller)
+        check_generates(self._ctx.catalogue.find(body.model, caller))
+        job = in_background(await dialect.job(self._ctx, body, caller))
+        del body
+        _hold(holding, held_bytes(job))
+        charge = self._ctx.charge_for_batch(caller.tenant, job.model)
+        async with writing(self._ctx, dialect, job, caller, charge) as writer:
+            return await writer.whole()
+
+    async def _embedded(self, line: bytes, caller: Caller, holding: Holding) -> bytes:
+        body = await self._body(EmbeddingsRequest, line)
+        model = model_for(self._ctx, body.model, caller, EMBED)
+        charge = self._ctx.charge_for_batch(caller.tenant, model.name)
+        place = Place(self._ctx, model, caller, charge, partial(_hold, holding), BACKGROUND_PRIORITY)
+        return encoded(await embedded(place, body))
+
+    async def _body(self, schema: type[Body], line: bytes) -> Body:
+        return await self._ctx.pool.run(CLIENT, len(line), lambda: self._checked(schema, line))
+
+    def _checked(self, schema: type[Body], line: bytes) -> Body:
+        body = checked_body(self._ctx, schema, parse_object(line, MAX_VALUES)["body"])
         for name in ("stream", "background"):
             if getattr(body, name, None):
                 raise InvalidParams([Problem(name, "must be false in a batch")])
         return body
+
+
+def _hold(holding: Holding, num_bytes: int) -> None:
+    """Instead of what was held."""
+    holding.release()
+    holding.grow_to(num_bytes)
 
 
 def batch_runner(

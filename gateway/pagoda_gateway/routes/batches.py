@@ -10,7 +10,7 @@ from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.batches.files import BATCH, Files
 from pagoda_gateway.batches.schemas import BatchesQuery, BatchList, BatchObject, BatchRequest, NoBody
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.routes.batch_service import DIALECTS
+from pagoda_gateway.routes.batch_service import ENDPOINTS
 from pagoda_gateway.routes.body import caller_of, json_response, listed, query_of, read_body
 from pagoda_gateway.routes.described import endpoint
 from pagoda_gateway.routes.files import KEPT_S, files_of
@@ -34,8 +34,8 @@ def _add_create(routes: APIRouter, ctx: GatewayContext, batches: Batches) -> Non
     async def create_batch(request: Request) -> Response:
         body = await read_body(ctx, request, BatchRequest)
         owner = caller_of(request).tenant
-        if body.endpoint not in DIALECTS:
-            rule = f"must be one of {', '.join(DIALECTS)}, got {body.endpoint[:64]!a}"
+        if body.endpoint not in ENDPOINTS:
+            rule = f"must be one of {', '.join(ENDPOINTS)}, got {body.endpoint[:64]!a}"
             raise InvalidParams([Problem("endpoint", rule)])
         await _check_input(files, owner, body.input_file_id)
         kept_s = KEPT_S if body.output_expires_after is None else body.output_expires_after.seconds

@@ -18,14 +18,15 @@ from pagoda_gateway.text.answers import Formats
 from pagoda_gateway.text.chat import RESERVED, ChatTemplate
 from pagoda_gateway.text.conversation import Chat, Message, template_messages, turns_of
 from pagoda_gateway.text.detokenizer import Detokenizer
-from pagoda_gateway.text.reading import ReadingText, read_files
+from pagoda_gateway.text.reading import LateText, ReadingText, late_text, read_files
 from pagoda_gateway.text.special import MARK, SpecialTokens
 from pagoda_gateway.text.vocabulary import TokenTable, byte_level_alphabet, read_rules
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError
 from pagoda_proto.model_files.files import FileTooLarge, model_files
 from pagoda_proto.model_files.gguf import BadGguf
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.pooling.kinds import AUTO, CLASSIFY, GENERATE, MODULES, is_yes_no_reranker, kind_of
+from pagoda_proto.pooling.kinds import AUTO, CLASSIFY, EMBED, GENERATE, MODULES, is_yes_no_reranker, kind_of
+from pagoda_proto.pooling.late import METADATA
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class ModelText:
         files = _ModelFiles(Path(model_dir))
         tokenizer, definition = files.tokenizer()
         text = _build(files, tokenizer, definition, chat_template_override, (tool_parser, reasoning_parser))
-        return replace(text, reading=_reading(files, task))
+        return replace(text, reading=_reading(files, tokenizer, task))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Runs without the interpreter lock, so long texts belong into a thread.
@@ -266,12 +267,23 @@ def _build(
     )
 
 
-def _reading(files: _ModelFiles, task: str) -> ReadingText:
+def _reading(files: _ModelFiles, tokenizer: Tokenizer, task: str) -> ReadingText:
     root = str(files.root)
     kind = kind_of(files.config, root, has_modules=(files.root / MODULES).is_file(), asked=task)
     sentence = files.json_object("config_sentence_transformers.json") if kind != GENERATE else {}
     yes_no = kind == CLASSIFY and is_yes_no_reranker(files.config, root)
-    return read_files(kind, files.config, sentence, yes_no=yes_no)
+    late = _late(files, tokenizer, sentence) if kind == EMBED else None
+    return read_files(kind, files.config, sentence, yes_no=yes_no, late=late)
+
+
+def _late(files: _ModelFiles, tokenizer: Tokenizer, sentence: Mapping[str, Any]) -> LateText | None:
+    mask = _special_tokens(files.tokenizer_config).get("mask_token", "[MASK]")
+    try:
+        modules = json.loads(files.text(MODULES, MAX_CONFIG_BYTES) or "[]")
+        listed = modules if isinstance(modules, list) else []
+        return late_text(tokenizer, mask, files.config, listed, sentence, files.json_object(METADATA))
+    except (ValueError, RecursionError) as error:
+        raise BadModelFiles(f"{files.root.name!r}: {error}") from error
 
 
 def _integer(value: Any) -> int:

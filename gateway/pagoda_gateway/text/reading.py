@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tokenizers import Encoding, Tokenizer
 
 from pagoda_gateway.text.special import SpecialTokens
-from pagoda_proto.pooling.kinds import GENERATE, architecture_of
+from pagoda_proto.errors import InvalidParams, Problem
+from pagoda_proto.pooling.kinds import CLASSIFY, GENERATE, architecture_of
+from pagoda_proto.pooling.late import MARKER_AT, Late, Marks, late_of, marks_of
+from pagoda_proto.pooling.params import MAX_SIM, TOKEN_EMBED
 
 MAX_LABELS = 100_000
 MAX_PROMPTS = 1024
+QUERY, DOCUMENT = "query", "document"
+ROLES = (DOCUMENT, QUERY)
 
 
 class Tokens(NamedTuple):
-    """`second_start`: where the second text of a pair begins, for models that tell texts apart; else 0."""
+    """`second_start`: where the second text of a pair begins, for models that tell texts apart; else 0. `unseen`: see
+    `PoolingParams`."""
 
     token_ids: list[int]
     second_start: int = 0
+    unseen: int = 0
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,40 @@ QWEN3_RERANKER = Template(
 )
 
 
+class Marked(NamedTuple):
+    """`unseen`: tokens at its end that no token sees."""
+
+    token_ids: list[int]
+    unseen: int
+
+
+@dataclass(frozen=True)
+class LateText:
+    """How texts of late interaction are marked, and queries filled up; see `pagoda_proto.pooling.late`."""
+
+    files: Late
+    marks: Marks
+    mask: int
+
+    def query(self, token_ids: Sequence[int]) -> Marked:
+        """`token_ids` as the tokenizer has them, with special tokens."""
+        marked = _marked(token_ids, self.marks.query)
+        missing = max(0, self.files.filled - len(marked))
+        return Marked(marked + [self.mask] * missing, 0 if self.files.seen else missing)
+
+    def document(self, token_ids: Sequence[int]) -> Marked:
+        return Marked(_marked(token_ids, self.marks.document), 0)
+
+    def check_role(self, name: str | None) -> None:
+        """Raises InvalidParams."""
+        if name is not None and name not in ROLES:
+            raise InvalidParams([Problem("prompt_name", f"this model has {', '.join(ROLES)}, not {name[:64]!a}")])
+
+
+def _marked(token_ids: Sequence[int], marker: int) -> list[int]:
+    return [*token_ids[:MARKER_AT], marker, *token_ids[MARKER_AT:]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReadingText:
     """What a model is for, and what its files say of reading.
@@ -55,6 +96,7 @@ class ReadingText:
         dimensions: Which a request may ask for: None, none; empty, any.
         labels: Of the model's scores.
         template: How pairs are put; None for two texts side by side.
+        late: Of a model of late interaction.
     """
 
     kind: str = GENERATE
@@ -64,22 +106,56 @@ class ReadingText:
     dimensions: tuple[int, ...] | None = None
     labels: tuple[str, ...] = ()
     template: Template | None = None
+    late: LateText | None = None
+
+    @property
+    def output(self) -> str:
+        """What it makes of a text, if nothing else is asked."""
+        return self.kind if self.late is None else TOKEN_EMBED
+
+    @property
+    def of_pairs(self) -> str:
+        """What it makes of two texts at once; "" where each is read alone."""
+        return MAX_SIM if self.late is not None else CLASSIFY if self.kind == CLASSIFY else ""
 
 
-def read_files(kind: str, config: Mapping[str, Any], sentence: Mapping[str, Any], *, yes_no: bool) -> ReadingText:
+def late_text(
+    tokenizer: Tokenizer,
+    mask_token: str,
+    config: Mapping[str, Any],
+    modules: Sequence[Any],
+    sentence: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+) -> LateText | None:
+    """None for a model of another kind. Raises ValueError for files that do not go together."""
+    late = late_of(config, modules, sentence, metadata)
+    if late is None:
+        return None
+    mask = tokenizer.token_to_id(mask_token)
+    if mask is None and late.filled:
+        raise ValueError(f"tokenizer.json has no token {mask_token!a}, which queries are filled up with")
+    return LateText(late, marks_of(late, tokenizer.token_to_id), mask or 0)
+
+
+def read_files(
+    kind: str, config: Mapping[str, Any], sentence: Mapping[str, Any], *, yes_no: bool, late: LateText | None = None
+) -> ReadingText:
     """`config` is config.json, `sentence` config_sentence_transformers.json."""
     prompts = sentence.get("prompts")
     kept = prompts if isinstance(prompts, dict) and len(prompts) <= MAX_PROMPTS else {}
     default = sentence.get("default_prompt_name")
     width = config.get("hidden_size") or config.get("dim") or config.get("n_embd") or 0
+    if late is not None:
+        width = late.files.width or width
     return ReadingText(
         kind=kind,
         width=width if isinstance(width, int) else 0,
         prompts={str(name): text for name, text in kept.items() if isinstance(text, str)},
-        default_prompt=default if isinstance(default, str) and default in kept else "",
+        default_prompt=default if isinstance(default, str) and default in kept and late is None else "",
         dimensions=_dimensions(config),
         labels=("yes",) if yes_no else _labels(config),
         template=QWEN3_RERANKER if yes_no else None,
+        late=late,
     )
 
 
@@ -113,14 +189,43 @@ def tokens_of(  # noqa: PLR0913 - what a request may say
     left: bool = False,
     add_special: bool = True,
     instruction: str | None = None,
+    role: str | None = None,
+    room: int = 0,
 ) -> Tokens:
-    """Of a text, or of a pair as this model is asked about one; see `encode`."""
+    """Of a text, or of a pair as this model is asked about one; see `encode`. `role` and `room` are for late
+    interaction: what a text is, and how many tokens a pair may have."""
+    if own.late is not None and add_special:
+        return _late(own.late, tokenizer, given, keep, left=left, role=role, room=room)
     if isinstance(given, str):
         return encode(tokenizer, given, None, keep=keep, left=left, special=add_special)
     if own.template is None:
         return encode(tokenizer, *given, keep=keep, left=left, special=add_special)
     asked = own.template.instruction if instruction is None else instruction
     return templated(tokenizer, special, own.template, (asked, *given), keep)
+
+
+def _late(  # noqa: PLR0913 - as above
+    late: LateText,
+    tokenizer: Tokenizer,
+    given: str | Pair,
+    keep: int | None,
+    *,
+    left: bool,
+    role: str | None,
+    room: int,
+) -> Tokens:
+    """Each text with its marker; of a pair that is to be cut, the document has what the query leaves."""
+
+    def read(text: str, keep: int | None) -> list[int]:
+        return encode(tokenizer, text, None, keep=None if keep is None else keep - 1, left=left).token_ids
+
+    if isinstance(given, str):
+        found = late.query(read(given, keep)) if role == QUERY else late.document(read(given, keep))
+        return Tokens(found.token_ids, 0, found.unseen)
+    query = late.query(read(given[0], keep))
+    start = len(query.token_ids)
+    document = late.document(read(given[1], None if keep is None else min(keep, room - start)))
+    return Tokens(query.token_ids + document.token_ids, start, query.unseen)
 
 
 def encode(

@@ -17,6 +17,7 @@ AUTO = "auto"
 
 MODULES = "modules.json"  # of sentence-transformers; a causal model that has them embeds
 BASES = ("Model", "ForMaskedLM", "ForPreTraining")  # what continues nothing, and has no head of its own
+HF_COLBERT = "HF_ColBERT"  # any encoder below a matrix for the vectors of its tokens
 HEADED = "LMHeadModel"  # ends like these, and continues
 NAMED_PARTS = 4  # of a directory's path: a hub's snapshot lies three below the model's name
 
@@ -42,5 +43,5 @@ def kind_of(config: Mapping[str, Any], model_dir: str, *, has_modules: bool, ask
     name = architecture_of(config)
     if name.endswith("ForSequenceClassification") or is_yes_no_reranker(config, model_dir):
         return CLASSIFY
-    is_base = name.endswith(BASES) and not name.endswith(HEADED)
+    is_base = name == HF_COLBERT or (name.endswith(BASES) and not name.endswith(HEADED))
     return EMBED if has_modules or is_base else GENERATE

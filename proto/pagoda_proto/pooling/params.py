@@ -3,6 +3,7 @@
     embed        one vector of the whole prompt
     token_embed  a vector of each of its tokens, in order
     classify     the scores of a head over the model's labels
+    max_sim      of a pair, how well its texts go together token by token; see `pagoda_proto.pooling.late`
 
 How hidden states become a vector is in the model's files, and the worker's business; here is what a request may change.
 """
@@ -16,8 +17,8 @@ import msgspec
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import MAX_TOKENS_CEILING, ModelLimits
 
-EMBED, TOKEN_EMBED, CLASSIFY = "embed", "token_embed", "classify"
-OUTPUTS = (EMBED, TOKEN_EMBED, CLASSIFY)
+EMBED, TOKEN_EMBED, CLASSIFY, MAX_SIM = "embed", "token_embed", "classify", "max_sim"
+OUTPUTS = (EMBED, TOKEN_EMBED, CLASSIFY, MAX_SIM)
 MAX_POOLED_BYTES = 4 * 1024 * 1024
 """Of one answer: a frame holds several."""
 FLOAT_BYTES = 4
@@ -32,6 +33,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         activate: Whether scores go through the model's activation (a sigmoid, a softmax).
         dimensions: The first so many numbers of each vector, normalised after that if at all; 0 for all.
         second_start: Where the second text of a pair begins in the prompt; 0 where there is one text.
+        unseen: So many tokens at the end of the first text are seen by none: they fill up a query.
         skip: So many leading tokens are read, but no part of a mean: an instruction, for models that say so.
     """
 
@@ -41,6 +43,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     dimensions: int = 0
     second_start: int = 0
     skip: int = 0
+    unseen: int = 0
 
     def __post_init__(self) -> None:
         problems = list(_own_problems(self))
@@ -51,12 +54,12 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 def _own_problems(params: PoolingParams) -> Iterator[Problem]:
     if params.output not in OUTPUTS:
         yield Problem("output", f"must be one of {', '.join(OUTPUTS)}, got {params.output[:64]!r}")
-    for name in ("dimensions", "second_start", "skip"):
+    for name in ("dimensions", "second_start", "skip", "unseen"):
         if not 0 <= getattr(params, name) <= MAX_TOKENS_CEILING:
             yield Problem(name, f"must be between 0 and {MAX_TOKENS_CEILING}, got {getattr(params, name)}")
-    if params.output == CLASSIFY and (params.dimensions or params.normalize is not None):
+    if params.output in (CLASSIFY, MAX_SIM) and (params.dimensions or params.normalize is not None):
         name = "dimensions" if params.dimensions else "normalize"
-        yield Problem(name, "is for embeddings, and the output is classify")
+        yield Problem(name, f"is for embeddings, and the output is {params.output}")
     if params.output != CLASSIFY and params.activate is not None:
         yield Problem("activate", f"is for scores, and the output is {params.output}")
 
@@ -91,6 +94,7 @@ def _model_problems(
         yield Problem("task", "this model generates text; it has no embeddings and no scores")
     elif params.output not in readings.outputs:
         yield Problem("task", f"this model gives {' and '.join(readings.outputs)}, not {params.output}")
+    yield from _late_problems(params, len(ids), readings)
     if params.dimensions > readings.width > 0:
         yield Problem("dimensions", f"must be at most {readings.width}, got {params.dimensions}")
     if not ids:
@@ -101,6 +105,15 @@ def _model_problems(
     for name in ("second_start", "skip"):
         if ids and getattr(params, name) >= len(ids):
             yield Problem(name, f"must be below the prompt's {len(ids)} tokens, got {getattr(params, name)}")
+
+
+def _late_problems(params: PoolingParams, length: int, readings: Readings) -> Iterator[Problem]:
+    if params.output == MAX_SIM and not params.second_start:
+        yield Problem("second_start", "max_sim is of a pair of texts")
+    if params.unseen and MAX_SIM not in readings.outputs:
+        yield Problem("unseen", "is for models of late interaction")
+    elif params.unseen and params.unseen >= (params.second_start or length):
+        yield Problem("unseen", f"must be below the first text's {params.second_start or length} tokens")
 
 
 def prompt_too_long(max_model_len: int, num_tokens: int, param: str, *, at_least: bool = False) -> PagodaError:

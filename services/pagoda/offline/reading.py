@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from msgspec.structs import replace
+
 from pagoda.offline.local import Local, Prompt, as_list, failure
-from pagoda_gateway.pooling.vectors import cosine, floats
+from pagoda_gateway.pooling.vectors import cosine, floats, of_tokens
 from pagoda_gateway.text.reading import Pair, Tokens, tokens_of
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.pooling.kinds import CLASSIFY
@@ -100,14 +102,21 @@ class Reads:
         self, prompts: Any, params: PoolingParams | Sequence[PoolingParams] | None, task: str | None, keep: int | None
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         given = as_list(prompts)
-        kind = task or self.local.text.reading.kind
-        params = PoolingParams(output=kind) if params is None else params
+        output = task or self.local.text.reading.output
+        params = PoolingParams(output=output) if params is None else params
         several = [params] * len(given) if isinstance(params, PoolingParams) else list(params)
         if len(several) != len(given):
             message = f"one for all prompts or one for each is needed; got {len(several)} for {len(given)}"
             raise InvalidParams([Problem("pooling_params", message)])
         done = self.run(self._opened(given, several, keep))
-        return [one.shown(PoolingOutput(_data(one, how))) for one, how in zip(done, several, strict=True)]
+        return [one.shown(PoolingOutput(self._data(one, how))) for one, how in zip(done, several, strict=True)]
+
+    def _data(self, one: ReadRequest, params: PoolingParams) -> list[float] | list[list[float]]:
+        if params.output != TOKEN_EMBED:
+            return floats(one.data)
+        late = self.local.text.reading.late
+        vectors = of_tokens(one.data, one.record.prompt_token_ids, None if late is None else late.marks)
+        return [floats(vector) for vector in vectors]
 
     def embed(
         self, prompts: Any, params: PoolingParams | None, keep: int | None
@@ -130,10 +139,11 @@ class Reads:
             message = f"must have one text or as many as data_2 ({len(documents)}), got {len(queries)}"
             raise InvalidParams([Problem("data_1", message)])
         queries *= len(documents) if len(queries) == 1 else 1
-        if self.local.text.reading.kind != CLASSIFY:
+        output = self.local.text.reading.of_pairs
+        if not output:
             return self._alike(queries, documents, keep)
         pairs = list(zip(queries, documents, strict=True))
-        done = self.run(self._opened(pairs, [PoolingParams(output=CLASSIFY)] * len(pairs), keep))
+        done = self.run(self._opened(pairs, [PoolingParams(output=output)] * len(pairs), keep))
         return [one.shown(ScoringOutput(floats(one.data)[0])) for one in done]
 
     def _alike(self, queries: Sequence[str], documents: Sequence[str], keep: int | None) -> list[Any]:
@@ -163,22 +173,16 @@ class Reads:
         if isinstance(prompt, str | tuple):
             own, name = text.reading, text.reading.default_prompt
             given = own.prompts[name] + prompt if name and isinstance(prompt, str) else prompt
-            tokens = tokens_of(own, text.tokenizer, text.special, given, keep=keep)
+            tokens = tokens_of(own, text.tokenizer, text.special, given, keep=keep, room=local.limits.max_model_len)
         else:
             tokens = Tokens(local.read(prompt)[1])
-        fields = {name: getattr(params, name) for name in PoolingParams.__struct_fields__}
-        asked = PoolingParams(**fields | {"second_start": tokens.second_start or params.second_start})
+        asked = replace(
+            params,
+            second_start=tokens.second_start or params.second_start,
+            unseen=tokens.unseen or params.unseen,
+        )
         check_pooling(asked, tokens.token_ids, local.limits, local.readings)
         record = RequestRecord(
             request_id=secrets.token_hex(16), prompt_token_ids=tokens.token_ids, task=Pool(pooling=asked)
         )
         return ReadRequest(record)
-
-
-def _data(one: ReadRequest, params: PoolingParams) -> list[float] | list[list[float]]:
-    numbers = floats(one.data)
-    if params.output != TOKEN_EMBED:
-        return numbers
-    count = len(one.record.prompt_token_ids)
-    width = len(numbers) // count
-    return [numbers[i * width : (i + 1) * width] for i in range(count)]

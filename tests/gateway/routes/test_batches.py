@@ -229,7 +229,7 @@ async def test_listing_goes_on_after_what_was_seen(served: Served) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/score"}, "endpoint"),
         ({"endpoint": "/v1/messages"}, "endpoint"),
         ({"completion_window": "48h"}, "completion_window"),
         ({"input_file_id": "file-none"}, "input_file_id"),

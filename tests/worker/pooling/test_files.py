@@ -119,3 +119,9 @@ def test_damaged_modules_are_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "modules.json").write_text(content)
     with pytest.raises(CheckpointError):
         embedder(tmp_path, 4, "cls", whole=True)
+
+
+def test_a_dense_with_a_residual_is_refused(tmp_path: Path) -> None:
+    kind, folder, config = dense(tmp_path)
+    with pytest.raises(UnsupportedConfig, match="use_residual"):
+        embedder(write(tmp_path, pooling(), (kind, folder, config | {"use_residual": True})), 4, "cls", whole=True)

@@ -62,7 +62,7 @@ class Encoder:
         self._embed_norm = _norm(spec, source, spec.names.embed_norm)
         self._final_norm = _norm(spec, source, spec.names.final_norm) if spec.names.final_norm else None
         self._words, self._places = _tables(spec, source, dtype)
-        self._bias = _distances(spec, source, max_len) if spec.num_buckets else None
+        self._bias = _bias(spec, source, max_len)
 
     @property
     def num_types(self) -> int:
@@ -182,6 +182,25 @@ def _tables(spec: EncoderSpec, source: Source, dtype: torch.dtype) -> tuple[torc
     if types is not None:
         places = torch.cat([places + kind for kind in types[:2]])
     return words, places.to(dtype).contiguous()
+
+
+def _bias(spec: EncoderSpec, source: Source, max_len: int) -> torch.Tensor | None:
+    """[Hq, 2 max_len - 1] float32 by how far the key is from the query, for families that have one."""
+    if spec.num_buckets:
+        return _distances(spec, source, max_len)
+    if not spec.alibi:
+        return None
+    apart = torch.arange(1 - max_len, max_len).abs().float()
+    slopes = torch.tensor(alibi_slopes(spec.layers[0].attention.num_heads))
+    return (-slopes[:, None] * apart).to(source.tensor(f"{spec.names.words}.weight").device)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """By which scores of each head fall per token (arXiv 2108.12409): a geometric row for as many heads as there are
+    powers of two, and for the rest every other of a row twice as long."""
+    whole = 2 ** (heads.bit_length() - 1)
+    row = [2.0 ** (-8 * (i + 1) / whole) for i in range(whole)]
+    return row + [2.0 ** (-4 * (i + 1) / whole) for i in range(0, 2 * whole, 2)][: heads - whole]
 
 
 def _distances(spec: EncoderSpec, source: Source, max_len: int) -> torch.Tensor:

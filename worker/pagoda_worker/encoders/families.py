@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pagoda_proto.pooling.kinds import HF_COLBERT, architecture_of
 from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, invalid
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.rope_fields import RopeDefaults, rope_shape
@@ -28,13 +29,16 @@ ENCODER_HARMLESS = HARMLESS | {
     "use_xentropy", "unpad_inputs", "use_memory_efficient_attention", "last_layer_subset",
     "dense_seq_output", "embd_pdrop", "attn_pdrop", "resid_pdrop", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj", "reorder_and_upcast_attn",
-    "pack_qkv",
+    "pack_qkv", "emb_pooler", "attn_implementation", "model_max_length",
     "add_cross_attention", "chunk_size_feed_forward",
 }  # fmt: skip
 ACTIVATIONS = {
     "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
     "relu": "relu", "silu": "silu", "swish": "silu", "swiglu": "silu", "geglu": "gelu",
 }  # fmt: skip
+
+
+JINA_GATES = {"geglu": "gelu", "reglu": "relu"}
 
 
 def _activation(config: ConfigReader, name: str, default: str = "gelu") -> str:
@@ -85,6 +89,30 @@ def _bert_like(config: ConfigReader, names: Names, reserved: int = 0, **more: An
 def read_bert(config: ConfigReader) -> EncoderSpec:
     """arXiv 1810.04805"""
     return _bert_like(config, Names(), num_types=config.size("type_vocab_size", 2))
+
+
+def read_jina_bert(config: ConfigReader) -> EncoderSpec:
+    """arXiv 2310.19923: BERT with ALiBi (arXiv 2108.12409) in place of positions, and a gated MLP."""
+    layers, hidden, heads = _sizes(config)
+    config.choice("position_embedding_type", "alibi")
+    kind = config.take("feed_forward_type", str, "original")
+    if kind not in JINA_GATES:
+        raise UnsupportedConfig(f"config.json: feed_forward_type={kind[:64]!r} is not one of {', '.join(JINA_GATES)}")
+    config.take("hidden_act", str, "gelu")  # of the MLP that is not gated
+    return EncoderSpec(
+        names=Names(up=("mlp.gated_layers",), down="mlp.wo", mlp_norm="mlp.layernorm"),
+        vocab_size=config.size("vocab_size"),
+        hidden_size=hidden,
+        width=config.size("intermediate_size"),
+        activation=JINA_GATES[kind],
+        norm_eps=config.positive("layer_norm_eps", 1e-12),
+        max_positions=config.size("max_position_embeddings"),
+        layers=(EncoderLayer(attention=_attention(hidden, heads)),) * layers,
+        gated=True,
+        up_bias=False,
+        num_types=config.size("type_vocab_size", 2),
+        alibi=True,
+    )
 
 
 def read_roberta(config: ConfigReader) -> EncoderSpec:
@@ -297,9 +325,23 @@ FAMILIES: dict[str, Callable[[ConfigReader], EncoderSpec]] = {
     "New": read_gte,
     "Gte": read_gte,
     "ModernBert": read_modernbert,
+    "JinaBert": read_jina_bert,
 }
 HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForPreTraining")
 """What an architecture's name ends with; all keep the same encoder."""
+
+
+WRAPPED = {
+    "bert": "BertModel", "roberta": "RobertaModel", "xlm-roberta": "XLMRobertaModel", "camembert": "CamembertModel",
+    "mpnet": "MPNetModel", "distilbert": "DistilBertModel", "modernbert": "ModernBertModel",
+}  # fmt: skip
+"""By `model_type`, what HF_ColBERT has below its matrix."""
+
+
+def encoder_architecture(fields: Mapping[str, Any]) -> str:
+    """The architecture of config.json, of a wrapper what it wraps."""
+    name = architecture_of(fields)
+    return WRAPPED.get(str(fields.get("model_type")), name) if name == HF_COLBERT else name
 
 
 def family_of(architecture: str) -> str:

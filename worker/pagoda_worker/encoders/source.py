@@ -17,7 +17,7 @@ from pagoda_worker.kernels.quantized import FORMATS, Weight, by_rows
 BESIDE = (
     "cls.", "lm_head.", "vocab_transform.", "vocab_layer_norm.", "vocab_projector.", "pooler.", "classifier.",
     "pre_classifier.", "head.", "decoder.", "embeddings.position_ids", "embeddings.token_type_ids", "score.",
-    "rotary_emb.inv_freq",
+    "rotary_emb.inv_freq", "linear.",
 )  # fmt: skip
 OLD_NAMES = {".gamma": ".weight", ".beta": ".bias"}
 

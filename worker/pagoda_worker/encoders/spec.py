@@ -1,7 +1,7 @@
 """An encoder as data: everything in which the families of text encoders differ, and by which names they keep it.
 
 A layer is attention and an MLP, each a branch that is added to its input; norms stand before the branches or after the
-sums. Positions are learned, turned by, or a bias of scores.
+sums. Positions are learned, turned by, or a bias of scores, which is learned or given.
 """
 
 from __future__ import annotations
@@ -65,6 +65,11 @@ class EncoderSpec:
     num_places: int = 0  # lines of the table of learned positions; 0: there is none
     first_place: int = 0
     num_buckets: int = 0  # of MPNet's bias by distance; 0: there is none
+    alibi: bool = False  # scores fall with the distance, as much as the head has it
+
+    @property
+    def biased_by_distance(self) -> bool:
+        return bool(self.num_buckets) or self.alibi
 
     @property
     def ropes(self) -> tuple[RopeShape, ...]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pagoda_proto.pooling.kinds import CLASSIFY, GENERATE, MODULES, architecture_of, is_yes_no_reranker, kind_of
+from pagoda_proto.pooling.late import Late
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress
 from pagoda_worker.checkpoints.config_reader import HARMLESS, UnsupportedConfig, check_sizes
 from pagoda_worker.checkpoints.fingerprint import fingerprint
@@ -25,8 +26,9 @@ from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.devices import choose_device
 from pagoda_worker.encoders.encoder import Encoder
-from pagoda_worker.encoders.families import ENCODER_HARMLESS, encoder_spec, family_of
+from pagoda_worker.encoders.families import ENCODER_HARMLESS, encoder_architecture, encoder_spec, family_of
 from pagoda_worker.encoders.source import open_encoder_source
+from pagoda_worker.encoders.spec import EncoderSpec
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.ops import Needs
 from pagoda_worker.loading.model import (
@@ -42,6 +44,7 @@ from pagoda_worker.loading.numerics import numerics_id
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.recorded import RecordedReader
 from pagoda_worker.pooling import files, heads
+from pagoda_worker.pooling.late import late_pooler, read_late
 from pagoda_worker.pooling.pooler import Pooler
 
 log = logging.getLogger(__name__)
@@ -69,7 +72,7 @@ def load_any_model(config: WorkerConfig, progress: Progress | None = None) -> Lo
     torch.set_num_threads(config.threads)
     with open_weights(path, progress) as checkpoint, torch.inference_mode():
         reading = _Reading(config, fields, kind, device, checkpoint)
-        return _encoder(reading) if family_of(architecture_of(fields)) else _decoder(reading)
+        return _encoder(reading) if family_of(encoder_architecture(fields)) else _decoder(reading)
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class _Reading:
 
 def _encoder(reading: _Reading) -> LoadedModel:
     config, fields, checkpoint = reading.config, reading.fields, reading.checkpoint
-    name = architecture_of(fields)
+    name = encoder_architecture(fields)
     spec = encoder_spec(name, fields)
     # Vectors need fewer digits than training did, and kernels are a few times quicker without them.
     auto = config.dtype == "auto" and reading.device.type == "cpu"
@@ -114,11 +117,7 @@ def _encoder(reading: _Reading) -> LoadedModel:
     if not config.max_model_len:
         max_len = min(max_len, files.longest(reading.path) or max_len)
     source = open_encoder_source(checkpoint, spec, config.quantization, dtype, reading.device)
-    if reading.kind == CLASSIFY:
-        way = str(fields.get("classifier_pooling", "cls"))
-        pooler = heads.classifier(checkpoint, heads.HEADS[family_of(name)], way, spec.hidden_size, fields)
-    else:
-        pooler = files.embedder(reading.path, spec.hidden_size, "cls", whole=True)
+    pooler = _encoder_pooler(reading, spec)
     encoder = Encoder(spec, ops, source, dtype, max_len)
     weights = source.plain.formats.description
     return LoadedModel(
@@ -136,6 +135,28 @@ def _encoder(reading: _Reading) -> LoadedModel:
         scratch=encoder.scratch,
         second_place=spec.max_positions if encoder.num_types > 1 else 0,
     )
+
+
+def _encoder_pooler(reading: _Reading, spec: EncoderSpec) -> Pooler:
+    fields, path = reading.fields, reading.path
+    if reading.kind == CLASSIFY:
+        way, layers = str(fields.get("classifier_pooling", "cls")), heads.HEADS[family_of(encoder_architecture(fields))]
+        return heads.classifier(reading.checkpoint, layers, way, spec.hidden_size, fields)
+    late = read_late(path, fields)
+    if late is not None:
+        _check_reach(late, spec)
+        return late_pooler(late, path, fields, reading.checkpoint, spec.hidden_size)
+    return files.embedder(path, spec.hidden_size, "cls", whole=True)
+
+
+def _check_reach(late: Late, spec: EncoderSpec) -> None:
+    """What fills a query up sees all of it, wherever it stands: no window may end before, and no bias count places."""
+    windows = [layer.attention.window for layer in spec.layers if layer.attention.window]
+    if late.seen or not late.filled:
+        return
+    if spec.biased_by_distance or late.filled > min(windows, default=late.filled):
+        why = "a bias by distance" if spec.biased_by_distance else f"windows of {min(windows)} tokens"
+        raise UnsupportedConfig(f"late interaction: queries of {late.filled} tokens whose ends are unseen, over {why}")
 
 
 def _decoder(reading: _Reading) -> LoadedModel:

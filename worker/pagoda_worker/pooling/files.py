@@ -109,8 +109,23 @@ def _pooling(fields: dict[str, Any]) -> tuple[tuple[str, ...], bool]:
     return tuple(way for way in ORDER if way in wanted), fields.get("include_prompt") is False
 
 
+def stages_of(path: Path, hidden_size: int) -> tuple[Stage, ...]:
+    """What follows the states of tokens where there is no Pooling. Raises as `embedder` does."""
+    stages: list[Stage] = []
+    for module in read_modules(path)[1:]:
+        kind = module["type"].rpartition(".")[2]
+        if kind == "Dense":
+            stages.append(_dense(path / module["path"], widest(stages, hidden_size)))
+        elif kind not in ("Normalize", "Dropout"):
+            raise UnsupportedConfig(f"{MODULES}: a module of type {kind[:64]!r} on vectors of tokens is not supported")
+    return tuple(stages)
+
+
 def _dense(place: Path, inputs: int) -> Stage:
-    named = str(read_json(place / "config.json").get("activation_function", "Identity")).rpartition(".")[2]
+    fields = read_json(place / "config.json")
+    if fields.get("use_residual"):
+        raise UnsupportedConfig("Dense: use_residual is not supported")
+    named = str(fields.get("activation_function", "Identity")).rpartition(".")[2]
     if named not in ACTIVATIONS:
         raise UnsupportedConfig(f"Dense: the activation {named[:64]!r} is not supported")
     with open_checkpoint(place) as checkpoint:

@@ -39,6 +39,7 @@ HEADS: Mapping[str, tuple[Layer, ...]] = {
     "NomicBert": POOLER,
     "New": POOLER,
     "Gte": POOLER,
+    "JinaBert": POOLER,
     "ModernBert": (Layer("head.dense", "gelu", "head.norm"), Layer("classifier")),
 }
 DECODER_HEAD = (Layer("score"),)

@@ -9,8 +9,17 @@ from hashlib import sha256
 import numpy as np
 
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.pooling.params import CLASSIFY, EMBED, MAX_POOLED_BYTES, TOKEN_EMBED, PoolingParams, Readings
-from pagoda_worker.pooling.stages import ACTIVATIONS, WAYS, Floats, Stage, normalized
+from pagoda_proto.pooling.late import Marks
+from pagoda_proto.pooling.params import (
+    CLASSIFY,
+    EMBED,
+    MAX_POOLED_BYTES,
+    MAX_SIM,
+    TOKEN_EMBED,
+    PoolingParams,
+    Readings,
+)
+from pagoda_worker.pooling.stages import ACTIVATIONS, WAYS, Floats, Stage, max_sim, normalized
 from pagoda_worker.sampling.sampler import NOT_A_NUMBER, Fault
 
 
@@ -25,6 +34,8 @@ class Pooler:
         normalizes: Whether vectors have length 1 where the request does not say.
         skips: Whether a mean leaves out an instruction at the front.
         activation: Of scores.
+        marks: Tokens that late interaction knows; None for other models.
+        filled: Tokens that its queries are filled up to.
     """
 
     ways: tuple[str, ...]
@@ -34,6 +45,8 @@ class Pooler:
     normalizes: bool = False
     skips: bool = False
     activation: str = "identity"
+    marks: Marks | None = None
+    filled: int = 0
 
     @property
     def readings(self) -> Readings:
@@ -47,19 +60,26 @@ class Pooler:
     def digest(self) -> bytes:
         """Of all that a vector depends on here."""
         told = sha256(repr((self.ways, self.outputs, self.normalizes, self.skips, self.activation)).encode())
+        if self.marks is not None:
+            told.update(repr((self.marks.query, self.marks.document, sorted(self.marks.skipped))).encode())
         for stage in self.stages:
             for value in vars(stage).values():
                 told.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
         return told.digest()
 
-    def read(self, states: Floats, params: PoolingParams) -> bytes | Fault:
-        """states [T, H] of a whole prompt, or of its end where only the last is looked at -> see `RowOutput.pooled`."""
+    def read(self, states: Floats, params: PoolingParams, token_ids: Sequence[int] = ()) -> bytes | Fault:
+        """states [T, H] of a whole prompt, or of its end where only the last is looked at -> see `RowOutput.pooled`.
+        `token_ids` are the prompt's."""
+        if params.unseen and (params.second_start or len(states)) > self.filled:
+            return Fault(ErrorCode.INVALID_ARGUMENT, f"unseen: queries are filled up to {self.filled} tokens")
         if params.output == TOKEN_EMBED:
             size = len(states) * (params.dimensions or self.width) * states.itemsize
             if size > MAX_POOLED_BYTES:
                 message = f"vectors of {len(states)} tokens have {size} bytes; at most {MAX_POOLED_BYTES} are allowed"
                 return Fault(ErrorCode.INVALID_ARGUMENT, message)
             found = self._vectors(states, params)
+        elif params.output == MAX_SIM and self.marks is not None:
+            found = self._alike(states, params.second_start, token_ids, self.marks)
         elif params.output == CLASSIFY:
             found = self._staged(self._pooled(states, 0))
             found = found if params.activate is False else ACTIVATIONS[self.activation](found)
@@ -68,6 +88,11 @@ class Pooler:
         if not np.isfinite(found).all():
             return NOT_A_NUMBER
         return found.astype("<f4").tobytes()
+
+    def _alike(self, states: Floats, second_start: int, token_ids: Sequence[int], marks: Marks) -> Floats:
+        vectors = normalized(self._staged(states))
+        kept = [second_start + place for place in marks.kept(token_ids[second_start:])]
+        return max_sim(vectors[:second_start], vectors[kept])
 
     def _pooled(self, states: Floats, skip: int) -> Floats:
         parts = [WAYS[way](states if way in ("cls", "last") else states[skip:]) for way in self.ways]

@@ -106,6 +106,12 @@ class LayerNorm:
         return found if self.bias is None else found + self.bias
 
 
+def max_sim(query: Floats, document: Floats) -> Floats:
+    """vectors [Q, N] and [D, N] -> [1]: how alike each of the first is to its likest of the second, summed in order."""
+    best = [np.add.reduce(document * one, axis=1).max(initial=-1.0) for one in query]
+    return np.array([np.add.reduce(np.array(best, np.float32))], np.float32)
+
+
 def normalized(vectors: Floats) -> Floats:
     """Of length 1; zeros stay."""
     lengths = np.sqrt(np.add.reduce(np.square(vectors), axis=-1, keepdims=True))

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from pagoda_proto.steps import Chunk
-from pagoda_worker.rows.rows import Ids, Row
+from pagoda_worker.rows.rows import Ids, Ints
 from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 
 NO_DRAFTS: Mapping[int, Ids] = {}
@@ -55,8 +56,21 @@ class Batch:
         return self.query_starts[-1]
 
 
+class Laid(Protocol):
+    """What a batch is laid out of: rows, and what stands for them."""
+
+    @property
+    def row_id(self) -> int: ...
+    @property
+    def tokens(self) -> Ints: ...
+    @property
+    def blocks(self) -> Ints: ...
+    @property
+    def slot(self) -> int: ...
+
+
 def build_batch(
-    work: Sequence[tuple[Row, Chunk]], block_size: int, device: torch.device, drafts: Mapping[int, Ids] = NO_DRAFTS
+    work: Sequence[tuple[Laid, Chunk]], block_size: int, device: torch.device, drafts: Mapping[int, Ids] = NO_DRAFTS
 ) -> Batch:
     """Lay out at least one chunk, each of a different row whose tokens and blocks cover it.
 
@@ -114,13 +128,13 @@ def batch_of_spans(spans: Sequence[tuple[int, int]], tables: torch.Tensor) -> Ba
     )
 
 
-def _slots(work: Sequence[tuple[Row, Chunk]], row_of_token: Ids, device: torch.device) -> TokenSlots | None:
+def _slots(work: Sequence[tuple[Laid, Chunk]], row_of_token: Ids, device: torch.device) -> TokenSlots | None:
     if all(row.slot == NO_ADAPTER for row, _ in work):
         return None
     return TokenSlots(np.array([row.slot for row, _ in work], np.int32)[row_of_token], device)
 
 
-def _logit_indices(work: Sequence[tuple[Row, Chunk]], starts: Ids, drafted: bool) -> Ids:
+def _logit_indices(work: Sequence[tuple[Laid, Chunk]], starts: Ids, drafted: bool) -> Ids:
     """The last known token of each chunk that samples, and the drafts behind it."""
     sampled = np.array([chunk.sample for _, chunk in work])
     indices: Ids = starts[1:][sampled] - 1

@@ -1,17 +1,18 @@
 """What a step computes of rows that are read: states of all their tokens, and of those at their end what was asked.
 
-Where a model keeps no K and V, its rows lie one behind the other in a cache that holds one layer of one step, and are
-given their blocks there as the step begins.
+Where a model keeps no K and V, its rows lie one behind the other in a cache that holds one layer of one step, where
+`parts` gives them their blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
-import numpy as np
 import torch
 
+from pagoda_proto.pooling.params import MAX_SIM
 from pagoda_proto.steps import Chunk, RowOutput
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator
@@ -19,12 +20,17 @@ from pagoda_worker.kernels.ops import Cache
 from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.pooling.pooler import Pooler
 from pagoda_worker.rows.batch import Batch, build_batch
-from pagoda_worker.rows.rows import Ints, Row
+from pagoda_worker.rows.rows import Row
 from pagoda_worker.sampling.sampler import Fault
 from pagoda_worker.step.feeding import uploaded
+from pagoda_worker.step.parts import laid_out
 from pagoda_worker.step.pending import OnDevice, OnHost, Work
 
 HOST = torch.device("cpu")
+
+
+def _built(work: Work, block_size: int) -> Batch:
+    return build_batch(work, block_size, HOST)
 
 
 class Reading:
@@ -46,7 +52,8 @@ class Reading:
             self.kv = loaded.new_kv_cache(num_blocks, config.block_size)
             self.caches: tuple[tuple[LoadedModel, Sequence[Cache]], ...] = ((loaded, self.kv),)
         else:
-            blocks = -(-self.most_tokens(config.max_tokens_per_step) // config.block_size) + config.max_rows
+            most_parts = 2 * config.max_rows
+            blocks = -(-self.most_tokens(config.max_tokens_per_step) // config.block_size) + most_parts
             self.kv = (loaded.ops.new_kv_cache(loaded.scratch, blocks, config.block_size),)
             self.caches = ()
 
@@ -61,28 +68,24 @@ class Reading:
         """Compute; None where there is nothing to answer."""
         if not work:
             return None
-        if self._whole:
-            self._place(work)
-        batch = self._paired(build_batch(work, self._block_size, HOST), work)
+        starts = [0, *accumulate(chunk.num_tokens for _, chunk in work)]
+        batch = (laid_out if self._whole else _built)(work, self._block_size)
+        batch = self._paired(batch, work, starts)
         batch = batch if self._accelerator is None else uploaded(batch, self._accelerator)
         hidden = self._loaded.model.forward(batch, self.kv)
         for row, chunk in work:
             row.num_computed = chunk.start + chunk.num_tokens
-        return OnHost(starts=batch.query_starts, hidden=hidden, logits=None, drafts={}, num_drafted={})
+        return OnHost(starts=starts, hidden=hidden, logits=None, drafts={}, num_drafted={})
 
-    def _place(self, work: Work) -> None:
-        """Give rows blocks one behind the other."""
-        first = 0
-        for row, chunk in work:
-            after = first - -chunk.num_tokens // self._block_size
-            row.blocks = Ints(np.arange(first, after))
-            first = after
-
-    def _paired(self, batch: Batch, work: Work) -> Batch:
+    def _paired(self, batch: Batch, work: Work, starts: Sequence[int]) -> Batch:
         """The second text of a pair has positions of its own kind, where the model tells them apart."""
         beyond, positions = self._loaded.second_place, batch.positions
-        seconds = [(start, row, chunk) for (row, chunk), start in zip(work, batch.query_starts, strict=False)]
-        pairs = [(start, row.pooling.second_start, chunk) for start, row, chunk in seconds if row.pooling is not None]
+        seconds = [(start, row.pooling, chunk) for (row, chunk), start in zip(work, starts, strict=False)]
+        pairs = [
+            (start, asked.second_start, chunk)
+            for start, asked, chunk in seconds
+            if asked is not None and asked.output != MAX_SIM
+        ]
         if not beyond or not any(second for _, second, _ in pairs):
             return batch
         positions = positions.clone()
@@ -107,5 +110,5 @@ class Reading:
         states = hidden[start if self._pooler.needs_all else end - 1 : end].float().cpu().numpy()
         if row.pooling is None:
             raise TypeError("the row is to be continued")
-        found = self._pooler.read(states, row.pooling)
+        found = self._pooler.read(states, row.pooling, row.tokens.array.tolist())
         return found if isinstance(found, Fault) else RowOutput(row.row_id, [], pooled=found)

@@ -4,43 +4,69 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
+from msgspec.structs import replace
 
 from pagoda_gateway.api.encoding import encoded_list
+from pagoda_gateway.api.pooling_schemas import EmbedRequest, Reading
 from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.context import GatewayContext
+from pagoda_gateway.http.sse import until_disconnect
+from pagoda_gateway.keys.charge import Charge
 from pagoda_gateway.pooling.inputs import Given, check_kind, held_bytes
 from pagoda_gateway.pooling.run import PoolRun
-from pagoda_gateway.routes.body import caller_of, hold_for
+from pagoda_gateway.routes.body import caller_of, hold_for, read_body
 from pagoda_proto.records import RequestRecord
+
+Asks = TypeVar("Asks", bound=Reading | EmbedRequest)
 
 
 class Place(NamedTuple):
-    """Whose request of which model it is."""
+    """Whose request of which model it is. `hold` counts bytes as held for it, instead of its body's; records of a
+    request that nobody waits for are `behind` all others by so much priority."""
 
     ctx: GatewayContext
-    request: Request
     model: ServedModel
     caller: Caller
+    charge: Charge
+    hold: Callable[[int], None]
+    behind: int = 0
 
     async def read(self, records: Sequence[RequestRecord]) -> list[bytes]:
         """What comes of them. Raises PagodaError."""
-        hold_for(self.request, held_bytes(records, self.model.text.reading.width), instead=True)
-        charge = self.ctx.charge_for(self.caller, self.model.name)
-        charge.check(num_tokens(records))
-        return await PoolRun(records).run(self.model.engine, charge)
+        self.hold(held_bytes(records, self.model.text.reading.width))
+        self.charge.check(num_tokens(records))
+        placed = [replace(record, priority=self.behind + record.priority) for record in records]
+        return await PoolRun(placed).run(self.model.engine, self.charge)
 
 
-def place_of(ctx: GatewayContext, request: Request, name: str | None, *kinds: str) -> Place:
+@asynccontextmanager
+async def asking(
+    ctx: GatewayContext, request: Request, schema: type[Asks], *kinds: str
+) -> AsyncIterator[tuple[Asks, Place]]:
+    """The body, while its client stays.
+
+    Raises:
+        PagodaError: of the body, or there is no such model, or it is for something else than one of `kinds`.
+    """
+    body, caller = await read_body(ctx, request, schema), caller_of(request)
+    async with until_disconnect(request.receive):
+        model = model_for(ctx, body.model, caller, *kinds)
+        hold = partial(hold_for, request, instead=True)
+        yield body, Place(ctx, model, caller, ctx.charge_for(caller, model.name), hold)
+
+
+def model_for(ctx: GatewayContext, name: str | None, caller: Caller, *kinds: str) -> ServedModel:
     """Raises PagodaError where there is no such model, or it is for something else."""
-    caller = caller_of(request)
     model = ctx.catalogue.find(name, caller)
     check_kind(model, *kinds)
-    return Place(ctx, request, model, caller)
+    return model
 
 
 def num_tokens(records: Sequence[RequestRecord]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -11,16 +12,18 @@ from starlette.responses import Response
 from pagoda_gateway.api.encoding import encoded_list
 from pagoda_gateway.api.pooling_answers import ClassifyAnswer, EmbeddingsAnswer, PoolingAnswer, Vectors
 from pagoda_gateway.api.pooling_schemas import ClassifyRequest, EmbeddingsRequest, EmbedRequest, PoolingRequest
+from pagoda_gateway.catalogue import ServedModel
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.http.sse import until_disconnect
 from pagoda_gateway.pooling.inputs import Asked, Inputs
-from pagoda_gateway.pooling.vectors import floats, shown
-from pagoda_gateway.routes.body import json_response, read_body
+from pagoda_gateway.pooling.vectors import BASE64, floats, of_tokens, shown
+from pagoda_gateway.routes.body import json_response
 from pagoda_gateway.routes.described import endpoint
-from pagoda_gateway.routes.pooling.answering import Place, as_list, given, listed, place_of
+from pagoda_gateway.routes.pooling.answering import Place, as_list, asking, given, listed
 from pagoda_proto.pooling.kinds import CLASSIFY, EMBED
 from pagoda_proto.pooling.params import TOKEN_EMBED, PoolingParams
 from pagoda_proto.records import RequestRecord
+
+PATH = "/v1/embeddings"
 
 
 def router(ctx: GatewayContext) -> APIRouter:
@@ -50,27 +53,28 @@ async def _read(place: Place, asked: Asked, value: Any) -> tuple[list[RequestRec
 
 
 def _add_embeddings(routes: APIRouter, ctx: GatewayContext) -> None:
-    @endpoint(routes, "/v1/embeddings", "Vectors of texts", EmbeddingsAnswer, request=EmbeddingsRequest)
+    @endpoint(routes, PATH, "Vectors of texts", EmbeddingsAnswer, request=EmbeddingsRequest)
     async def embeddings(request: Request) -> Response:
-        body = await read_body(ctx, request, EmbeddingsRequest)
-        async with until_disconnect(request.receive):
-            place = place_of(ctx, request, body.model, EMBED)
-            pooling = PoolingParams(output=EMBED, normalize=body.normalize, dimensions=body.dimensions or 0)
-            records, found = await _read(place, _asked(body, pooling), body.input)
-            data = (
-                {"index": i, "object": "embedding", "embedding": shown(one, body.encoding_format)}
-                for i, one in enumerate(found)
-            )
-            return json_response(await listed(place, "embd", data, place.model.text.reading.width, records))
+        async with asking(ctx, request, EmbeddingsRequest, EMBED) as (body, place):
+            return json_response(await embedded(place, body))
+
+
+async def embedded(place: Place, body: EmbeddingsRequest) -> dict[str, Any]:
+    """The answer to a body. Raises PagodaError."""
+    pooling = PoolingParams(output=EMBED, normalize=body.normalize, dimensions=body.dimensions or 0)
+    records, found = await _read(place, _asked(body, pooling), body.input)
+    data = (
+        {"index": i, "object": "embedding", "embedding": shown(one, body.encoding_format)}
+        for i, one in enumerate(found)
+    )
+    return await listed(place, "embd", data, place.model.text.reading.width, records)
 
 
 def _add_pooling(routes: APIRouter, ctx: GatewayContext) -> None:
     @endpoint(routes, "/pooling", "What the model makes of texts", PoolingAnswer, request=PoolingRequest)
     async def pooling(request: Request) -> Response:
-        body = await read_body(ctx, request, PoolingRequest)
-        async with until_disconnect(request.receive):
-            place = place_of(ctx, request, body.model, EMBED, CLASSIFY)
-            output = body.task or place.model.text.reading.kind
+        async with asking(ctx, request, PoolingRequest, EMBED, CLASSIFY) as (body, place):
+            output = body.task or place.model.text.reading.output
             asked = PoolingParams(
                 output=output,
                 normalize=body.normalize,
@@ -78,28 +82,27 @@ def _add_pooling(routes: APIRouter, ctx: GatewayContext) -> None:
                 dimensions=body.dimensions or 0,
             )
             records, found = await _read(place, _asked(body, asked), body.input)
+            shows = partial(_pooled, model=place.model, output=output, encoding=body.encoding_format)
             data = (
-                {"index": i, "object": "pooling", "data": _pooled(one, record, output, body.encoding_format)}
+                {"index": i, "object": "pooling", "data": shows(one, record)}
                 for i, (one, record) in enumerate(zip(found, records, strict=True))
             )
             return json_response(await listed(place, "pool", data, place.model.text.reading.width, records))
 
 
-def _pooled(data: bytes, record: RequestRecord, output: str, encoding: str | None) -> Any:
+def _pooled(data: bytes, record: RequestRecord, model: ServedModel, output: str, encoding: str | None) -> Any:
     """Vectors of tokens come token by token, but in base64 all in one."""
-    if output != TOKEN_EMBED or encoding == "base64":
+    if output != TOKEN_EMBED:
         return shown(data, encoding)
-    numbers, count = floats(data), len(record.prompt_token_ids)
-    width = len(numbers) // count
-    return [numbers[i * width : (i + 1) * width] for i in range(count)]
+    late = model.text.reading.late
+    vectors = of_tokens(data, record.prompt_token_ids, None if late is None else late.marks)
+    return shown(b"".join(vectors), encoding) if encoding == BASE64 else [floats(one) for one in vectors]
 
 
 def _add_classify(routes: APIRouter, ctx: GatewayContext) -> None:
     @endpoint(routes, "/classify", "Labels of texts", ClassifyAnswer, request=ClassifyRequest)
     async def classify(request: Request) -> Response:
-        body = await read_body(ctx, request, ClassifyRequest)
-        async with until_disconnect(request.receive):
-            place = place_of(ctx, request, body.model, CLASSIFY)
+        async with asking(ctx, request, ClassifyRequest, CLASSIFY) as (body, place):
             asked = PoolingParams(output=CLASSIFY, activate=body.activation)
             records, found = await _read(place, _asked(body, asked), body.input)
             labels = place.model.text.reading.labels
@@ -118,9 +121,7 @@ def _classes(found: Sequence[bytes], labels: Sequence[str]) -> Iterator[dict[str
 def _add_embed(routes: APIRouter, ctx: GatewayContext) -> None:
     @endpoint(routes, "/embed", "Vectors of texts, and nothing else", Vectors, request=EmbedRequest)
     async def embed(request: Request) -> Response:
-        body = await read_body(ctx, request, EmbedRequest)
-        async with until_disconnect(request.receive):
-            place = place_of(ctx, request, body.model, EMBED)
+        async with asking(ctx, request, EmbedRequest, EMBED) as (body, place):
             asked = Asked(
                 param="inputs",
                 pooling=PoolingParams(output=EMBED, normalize=body.normalize, dimensions=body.dimensions or 0),

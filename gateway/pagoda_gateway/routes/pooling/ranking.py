@@ -12,12 +12,11 @@ from pagoda_gateway.api.encoding import encoded
 from pagoda_gateway.api.pooling_answers import RerankAnswers, ScoreAnswer
 from pagoda_gateway.api.pooling_schemas import Document, RerankRequest, ScoreRequest
 from pagoda_gateway.context import GatewayContext
-from pagoda_gateway.http.sse import until_disconnect
 from pagoda_gateway.pooling.inputs import Asked
 from pagoda_gateway.pooling.scoring import Scoring, ranked
-from pagoda_gateway.routes.body import json_response, read_body
+from pagoda_gateway.routes.body import json_response
 from pagoda_gateway.routes.described import endpoint
-from pagoda_gateway.routes.pooling.answering import Place, as_list, listed, place_of, usage_of
+from pagoda_gateway.routes.pooling.answering import Place, as_list, asking, listed, usage_of
 from pagoda_proto.pooling.kinds import CLASSIFY, EMBED
 from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import RequestRecord
@@ -39,9 +38,7 @@ def _add_score(routes: APIRouter, ctx: GatewayContext, path: str) -> None:
 
     @endpoint(routes, path, summary, ScoreAnswer, request=ScoreRequest, name=_name(path))
     async def score(request: Request) -> Response:
-        body = await read_body(ctx, request, ScoreRequest)
-        async with until_disconnect(request.receive):
-            place = place_of(ctx, request, body.model, CLASSIFY, EMBED)
+        async with asking(ctx, request, ScoreRequest, CLASSIFY, EMBED) as (body, place):
             asked = _asked(body, "text_2", body.truncate_prompt_tokens, body.activation)
             records, scores = await _scored(place, asked, as_list(body.text_1), as_list(body.text_2))
             data = ({"index": i, "object": "score", "score": one} for i, one in enumerate(scores))
@@ -70,9 +67,7 @@ async def _scored(
 def _add_rerank(routes: APIRouter, ctx: GatewayContext, path: str) -> None:
     @endpoint(routes, path, "Texts by how well they answer", RerankAnswers, request=RerankRequest, name=_name(path))
     async def rerank(request: Request) -> Response:
-        body = await read_body(ctx, request, RerankRequest)
-        async with until_disconnect(request.receive):
-            place = place_of(ctx, request, body.model, CLASSIFY, EMBED)
+        async with asking(ctx, request, RerankRequest, CLASSIFY, EMBED) as (body, place):
             if body.texts is not None:
                 return Response(encoded(await _rank_texts(place, body, body.texts)), media_type="application/json")
             documents = [one.text if isinstance(one, Document) else one for one in body.documents or ()]

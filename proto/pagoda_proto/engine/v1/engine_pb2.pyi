@@ -122,20 +122,22 @@ class Generate(_message.Message):
     def __init__(self, params: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Pool(_message.Message):
-    __slots__ = ("output", "normalize", "activate", "dimensions", "second_start", "skip")
+    __slots__ = ("output", "normalize", "activate", "dimensions", "second_start", "skip", "unseen")
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     ACTIVATE_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     SECOND_START_FIELD_NUMBER: _ClassVar[int]
     SKIP_FIELD_NUMBER: _ClassVar[int]
+    UNSEEN_FIELD_NUMBER: _ClassVar[int]
     output: str
     normalize: bool
     activate: bool
     dimensions: int
     second_start: int
     skip: int
-    def __init__(self, output: _Optional[str] = ..., normalize: bool = ..., activate: bool = ..., dimensions: _Optional[int] = ..., second_start: _Optional[int] = ..., skip: _Optional[int] = ...) -> None: ...
+    unseen: int
+    def __init__(self, output: _Optional[str] = ..., normalize: bool = ..., activate: bool = ..., dimensions: _Optional[int] = ..., second_start: _Optional[int] = ..., skip: _Optional[int] = ..., unseen: _Optional[int] = ...) -> None: ...
 
 class ClientFrame(_message.Message):
     __slots__ = ("submit", "abort")

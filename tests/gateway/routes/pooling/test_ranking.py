@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.gateway.fakes_engine import Gateway, reads
-from tests.gateway.model_dir import write_reader_dir
+from tests.gateway.model_dir import word_tokenizer, write_reader_dir
+from tokenizers import AddedToken
 
 from pagoda_gateway.api.pooling_answers import RankedTexts, RerankAnswer, ScoreAnswer
+from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import Pool
 
 CLS, SEP, A, B, C = 2, 3, 4, 5, 6
@@ -107,3 +110,47 @@ async def test_what_goes_with_nothing_is_refused(body: dict[str, Any], said: str
 async def test_a_score_is_of_one_label(tmp_path: Path) -> None:
     param, message = await problem(judge(tmp_path, 0.5, labels=3), "/score", text_1="a", text_2="b")
     assert (param, "3 labels" in message) == ("model", True)
+
+
+def late(root: Path) -> Path:
+    """A model of late interaction: [MASK], [Q] and [D] are 14, 15 and 16."""
+    tokenizer = word_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in ("[MASK]", "[unused0]", "[unused1]")])
+    root = write_reader_dir(root, "HF_ColBERT", max_position_embeddings=32)
+    tokenizer.save(str(root / "tokenizer.json"))
+    (root / "artifact.metadata").write_text(json.dumps({"query_maxlen": 6, "dim": 2}))
+    return root
+
+
+async def test_late_interaction_marks_texts_and_fills_queries(tmp_path: Path) -> None:
+    gateway = Gateway(late(tmp_path), reads([0.5], [2.5]))
+    answer = await gateway.client.post("/rerank", json={"query": "a", "documents": ["b :", "c"]})
+    assert [(one["index"], one["relevance_score"]) for one in answer.json()["results"]] == [(1, 2.5), (0, 0.5)]
+    first, second = (one.record for one in gateway.engine.generations)
+    query = [2, 15, 4, 3, 14, 14]
+    assert first.prompt_token_ids == [*query, 2, 16, 5, 11, 3]
+    assert first.task == Pool(pooling=PoolingParams(output="max_sim", second_start=6, unseen=2))
+    assert second.prompt_token_ids == [*query, 2, 16, 6, 3]
+
+
+async def test_late_interaction_has_vectors_of_tokens_without_punctuation(tmp_path: Path) -> None:
+    numbers = [float(i) for i in range(10)]
+    gateway = Gateway(late(tmp_path), reads(numbers, numbers, [float(i) for i in range(12)]))
+    answer = (await gateway.client.post("/pooling", json={"input": "b :"})).json()
+    assert answer["data"][0]["data"] == [[0, 1], [2, 3], [4, 5], [8, 9]]
+    packed = (await gateway.client.post("/pooling", json={"input": "b :", "encoding_format": "base64"})).json()
+    assert len(b64decode(packed["data"][0]["data"])) == 4 * 2 * 4
+    asked = await gateway.client.post("/pooling", json={"input": "a", "prompt_name": "query"})
+    assert len(asked.json()["data"][0]["data"]) == 6
+    assert gateway.engine.generations[-1].record.task == Pool(pooling=PoolingParams(output="token_embed", unseen=2))
+    gateway.engine.load = gateway.engine.load.__class__(engine_id="fake", num_workers=1, max_model_len=20)
+    for path, body, param in (
+        ("/v1/embeddings", {"input": "a"}, "model"), ("/pooling", {"input": "a", "prompt_name": "x"}, "prompt_name"),
+        ("/rerank", {"query": "a", "texts": ["b"], "raw_scores": True}, "raw_scores"),
+        ("/rerank", {"query": "a", "documents": ["b " * 40]}, "documents"),
+    ):  # fmt: skip
+        refused = await gateway.client.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    kept = {"query": "a", "documents": ["b " * 40], "truncate_prompt_tokens": -1}
+    assert (await gateway.client.post("/rerank", json=kept)).status_code == 200
+    assert len(gateway.engine.generations[-1].record.prompt_token_ids) == 20

@@ -1,0 +1,220 @@
+#!/usr/bin/env python3
+"""Vectors of texts, offline: Pagoda beside sentence-transformers on torch, and how far Pagoda's are from its vectors.
+
+    python bench/embeddings.py                              # texts of 128 tokens, random weights, texts a second
+    python bench/embeddings.py --accuracy MODEL             # real weights: least cosine per dtype, over texts of docs/
+
+All sides run in this process with the same threads, one after the other in every round, and the order turns with the
+rounds; what is to be quoted are the ratios of one round, of which the median is printed. Where sentence-transformers is
+not installed, transformers' model with the same pooling stands for it, and the table says so. Texts are equally long,
+so nobody pads; torch is given each of its dtypes and batch sizes, and held by its best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+SHAPES = {
+    "minilm-l6": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
+    "bge-small": {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 1536},
+}
+VOCAB = 30_522
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+BATCHES = (16, 64)  # of torch
+LEAST_TEXTS = 200
+Vectors = Callable[[list[str]], Any]
+
+
+def make_model(root: Path, shape: str) -> Path:
+    """A BERT of this shape with random weights, and the files of sentence-transformers: a mean, of length 1."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    path = root / shape
+    config = BertConfig(vocab_size=VOCAB, max_position_embeddings=512, **SHAPES[shape])
+    BertModel(config, add_pooling_layer=False).save_pretrained(path)
+    words = [*SPECIALS, *(f"w{i}" for i in range(VOCAB - len(SPECIALS)))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(list(SPECIALS))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    named = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    _write(path / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named})
+    kinds = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+    listed = [
+        {"idx": i, "name": str(i), "path": place, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, place) in enumerate(kinds)
+    ]
+    _write(path / "modules.json", listed)
+    _write(path / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
+    (path / "2_Normalize").mkdir()
+    _write(path / "1_Pooling/config.json", {"word_embedding_dimension": 384, "pooling_mode_mean_tokens": True})
+    return path
+
+
+def _write(path: Path, value: Any) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
+def made_texts(count: int, tokens: int) -> list[str]:
+    """Of exactly so many tokens, with the two around them."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB - len(SPECIALS), (count, tokens - 2), generator=generator)
+    return [" ".join(f"w{i}" for i in row) for row in ids.tolist()]
+
+
+def pagoda(path: Path, threads: int, **options: Any) -> Vectors:
+    from pagoda import LLM
+
+    llm = LLM(str(path), threads=threads, **options)
+    return lambda texts: [one.outputs.embedding for one in llm.embed(texts, use_tqdm=False, truncate_prompt_tokens=-1)]
+
+
+def theirs(path: Path, dtype: torch.dtype, batch: int) -> Vectors:
+    if find_spec("sentence_transformers") is None:
+        return by_transformers(path, dtype, batch)
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(str(path), device="cpu", model_kwargs={"dtype": dtype})
+    return lambda texts: model.encode(texts, batch_size=batch, convert_to_tensor=True, show_progress_bar=False)
+
+
+def by_transformers(path: Path, dtype: torch.dtype, batch: int) -> Vectors:
+    """The mean of all tokens' states, of length 1."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModel.from_pretrained(path, dtype=dtype).eval()
+
+    def read(texts: list[str]) -> torch.Tensor:
+        given = tokenizer(texts, padding=True, truncation=True, max_length=_longest(path), return_tensors="pt")
+        states = model(**given).last_hidden_state.float()
+        mask = given["attention_mask"][..., None]
+        return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+    def vectors(texts: list[str]) -> torch.Tensor:
+        with torch.inference_mode():
+            return torch.cat([read(texts[i : i + batch]) for i in range(0, len(texts), batch)])
+
+    return vectors
+
+
+def _longest(path: Path) -> int:
+    return int(json.loads((path / "sentence_bert_config.json").read_text())["max_seq_length"])
+
+
+def sides(path: Path, threads: int) -> dict[str, Vectors]:
+    found = {
+        "pagoda bfloat16": pagoda(path, threads, dtype="bfloat16"),
+        "pagoda int8": pagoda(path, threads, dtype="bfloat16", quantization="int8"),
+    }
+    torch.set_num_threads(threads)
+    library = "torch" if find_spec("sentence_transformers") is None else "sentence-transformers"
+    for dtype in (torch.float32, torch.bfloat16):
+        for batch in BATCHES:
+            found[f"{library} {str(dtype).removeprefix('torch.')} x{batch}"] = theirs(path, dtype, batch)
+    return found
+
+
+def measured(found: dict[str, Vectors], texts: list[str], rounds: int) -> dict[str, list[float]]:
+    """Texts a second of each side in each round, after one that is not counted."""
+    names = list(found)
+    rates: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            begin = time.perf_counter()
+            found[name](texts)
+            if turn:
+                rates[name].append(len(texts) / (time.perf_counter() - begin))
+    return rates
+
+
+def show(shape: str, tokens: int, rates: dict[str, list[float]]) -> dict[str, Any]:
+    """A line per side; what is Pagoda's with its ratio to the best other side of the same round."""
+    others = [values for name, values in rates.items() if not name.startswith("pagoda")]
+    best = [max(values) for values in zip(*others, strict=True)]
+    told: dict[str, Any] = {"shape": shape, "tokens": tokens, "rates": rates, "ratios": {}}
+    print(f"\n{shape}, texts of {tokens} tokens")
+    for name, values in rates.items():
+        line = (
+            f"  {name:36} {statistics.median(values):8.1f} texts/s {tokens * statistics.median(values):10.0f} tokens/s"
+        )
+        if name.startswith("pagoda"):
+            ratios = [one / other for one, other in zip(values, best, strict=True)]
+            told["ratios"][name] = statistics.median(ratios)
+            line += f"   {statistics.median(ratios):.2f} of the best of torch ({min(ratios):.2f} to {max(ratios):.2f})"
+        print(line)
+    return told
+
+
+def own_texts(least: int) -> list[str]:
+    """Lines of this repository's documents, from a few words to a row of a table."""
+    parts = [part.strip() for file in sorted((ROOT / "docs").rglob("*.md")) for part in file.read_text().split("\n")]
+    found = [part for part in parts if len(part) > 40]
+    if len(found) < least:
+        raise SystemExit(f"docs/ has {len(found)} lines, and {least} are needed")
+    return found[:: len(found) // least][: 2 * least]
+
+
+def accuracy(path: Path, threads: int) -> dict[str, Any]:
+    texts = own_texts(LEAST_TEXTS)
+    expected = torch.as_tensor(theirs(path, torch.float32, 16)(texts)).float()
+    told: dict[str, Any] = {"texts": len(texts)}
+    formats: Sequence[dict[str, str]] = ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"quantization": "int8"})
+    print(f"\ncosine with float32 on torch, of {len(texts)} texts")
+    for options in formats:
+        found = torch.tensor(pagoda(path, threads, **{"dtype": "bfloat16", **options})(texts))
+        cosines = torch.nn.functional.cosine_similarity(found, expected, dim=-1)
+        name = options.get("quantization") or options["dtype"]
+        told[name] = {"least": float(cosines.min()), "mean": float(cosines.mean())}
+        print(f"  {name:10} least {cosines.min():.6f}   mean {cosines.mean():.6f}")
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--accuracy", type=Path, metavar="MODEL", help="a sentence-transformers model; nothing is timed"
+    )
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="[all of them]")
+    parser.add_argument("--texts", type=int, default=256, help="[%(default)s]")
+    parser.add_argument("--tokens", type=int, default=128, help="of each [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=5, help="[%(default)s]")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="[%(default)s]")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    told: list[dict[str, Any]] = []
+    if given.accuracy is not None:
+        told.append(accuracy(given.accuracy, given.threads))
+    else:
+        texts = made_texts(given.texts, given.tokens)
+        with tempfile.TemporaryDirectory() as root:
+            for shape in given.shape or SHAPES:
+                found = sides(make_model(Path(root), shape), given.threads)
+                told.append(show(shape, given.tokens, measured(found, texts, given.rounds)))
+    if given.json is not None:
+        given.json.write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main()
