@@ -132,7 +132,7 @@ class FakeEngineCore(EngineServicer):
 
     async def start(self) -> None:
         self.boots += 1
-        self.set_load(engine_id=f"boot{self.boots}")
+        self.set_load(engine_id=f"{self.address}, life {self.boots}")
         options = [("grpc.http2.max_ping_strikes", 0), ("grpc.so_reuseport", 0)]
         self._server = grpc.aio.server(options=options)
         add_EngineServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]

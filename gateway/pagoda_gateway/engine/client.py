@@ -151,7 +151,13 @@ class SessionClient:
             self._pool.tend()
 
     def _on_change(self) -> None:
-        """What one engine core says of itself changes what they say together."""
+        """What one engine core says of itself changes what they say together. Each is used by one of its addresses."""
+        known: set[str] = set()
+        for link in self._links:
+            if link.connected and link.core.load.engine_id in known:
+                link.pass_over()
+            elif link.connected:
+                known.add(link.core.load.engine_id)
         problems = [link.problem for link in self._links]
         told = [problem for problem in problems if problem != NOT_CONNECTED]
         self.problem = "" if "" in problems else (told or problems)[0]

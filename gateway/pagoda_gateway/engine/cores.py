@@ -97,8 +97,9 @@ def _affinity(name: str, prefix: bytes) -> bytes:
 
 def merged(loads: Sequence[Load]) -> Load:
     """What several engine cores say together; of one, its own word. Where they differ in what a request may be, the
-    least counts."""
-    known = [load for load in loads if load.engine_id]
+    least counts, and of one by two addresses the word of who is connected."""
+    by_id = {load.engine_id: load for load in sorted(loads, key=lambda load: load.num_workers) if load.engine_id}
+    known = list(by_id.values())
     if len(known) < 2:
         return known[0] if known else NO_ENGINE
     working = [load for load in known if load.num_workers] or known

@@ -27,6 +27,7 @@ from pagoda_proto.times import LivedClock
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MOST_S = 1.0
 NOT_CONNECTED = "is not connected"
+IS_DOUBLE = "is there already, by another address"
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class EngineLink:
         self._progress = EngineProgress()
         self._session: Session | None = None
         self._task: asyncio.Task[None] | None = None
+        self._is_double = False
         self.core = Core(name=address.text)
         self.problem = NOT_CONNECTED
         pool.add(self.core)
@@ -66,6 +68,14 @@ class EngineLink:
     @property
     def running(self) -> bool:
         return self._task is not None and not self._task.done()
+
+    def pass_over(self) -> None:
+        """It is another address of an engine core that has a link already."""
+        if not self._is_double:
+            logger.warning("engine core %s has another address, too: %s", self.core.load.engine_id, self._address.text)
+        self._is_double = True
+        self.problem = IS_DOUBLE
+        self.core.usable = False
 
     async def report(self) -> EngineReport | None:
         return None if self._session is None else await self._session.report()

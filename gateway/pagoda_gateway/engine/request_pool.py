@@ -296,7 +296,8 @@ class RequestPool:
     # Waiting and going on
 
     def _attempt_over(self, pooled: PooledRequest, now: float) -> None:
-        pooled.losing_since = now if pooled.losing_since is None else pooled.losing_since
+        lasted = now - pooled.sent_at > self._waits.losing_s  # an attempt that long was none of many in a row
+        pooled.losing_since = now if pooled.losing_since is None or lasted else pooled.losing_since
         losing_s = now - pooled.losing_since
         if losing_s > self._waits.losing_s:
             self._fail(pooled, f"it was lost again and again, and got no token for {losing_s:.0f} s")

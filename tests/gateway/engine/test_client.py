@@ -16,6 +16,7 @@ from tests.gateway.streams import Connect, collect, record, sample, tokens_of, w
 
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.interface import EngineClient
+from pagoda_gateway.engine.link import IS_DOUBLE
 from pagoda_gateway.engine.session import EngineAddress
 from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.engine.v1 import engine_pb2 as pb
@@ -497,3 +498,17 @@ async def test_the_death_of_one_of_two_engine_cores_is_the_others_work(tmp_path:
                     break
     await client.aclose()
     assert client.num_open == 0
+
+
+async def test_one_engine_core_by_two_addresses_is_one(engine: FakeEngineCore, address: str) -> None:
+    again = address.replace("unix:/", "unix:/./")
+    client = SessionClient([EngineAddress(address), EngineAddress(again)], GatewayMetrics("m"), waits())
+    client.start()
+    await until(lambda: len(engine.metadata) == 2)
+    for _ in range(3):
+        request = record()
+        assert tokens_of(await collect(await client.submit(request))) == expected_tokens(request)
+    await until(lambda: sorted(link.problem for link in client._links) == ["", IS_DOUBLE])
+    assert client.load.num_workers == 1
+    assert not client.problem
+    await client.aclose()

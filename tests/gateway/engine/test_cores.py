@@ -85,6 +85,7 @@ def test_together_they_say_what_one_says_and_what_several_add_up_to() -> None:
     assert both.vocab_size == 10
     gone = Load(engine_id="c", max_model_len=64)
     assert merged([one, gone]).max_model_len == 512, "who has no worker limits nobody"
+    assert merged([one, msgspec.structs.replace(one, num_workers=0)]) == merged([one, one]) == one
     assert merged([]).engine_id == ""
 
 

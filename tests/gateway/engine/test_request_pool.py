@@ -255,6 +255,17 @@ async def test_losses_without_a_token_are_bounded_by_time(bench: Bench) -> None:
     assert not generation.request.ended
 
 
+async def test_what_tells_nothing_before_its_end_may_be_lost_now_and_then(bench: Bench) -> None:
+    """A search, or a text that is read: each time it was computed for long."""
+    generation = bench.open()
+    for _ in range(9):
+        bench.core.heard_at = bench.now + 1e6
+        bench.after(bench.waits.losing_s + 1.0)
+        bench.lose()
+        bench.meet()
+    assert not generation.request.ended
+
+
 async def test_a_stop_string_found_while_lost_ends_it_here_with_what_is_known(bench: Bench) -> None:
     generation = bench.open()
     bench.tokens(generation, 5)
