@@ -154,7 +154,7 @@ class GatewayConfig:
         "take a model name that is not known for that of a directory in lora_dir, and load it when it is asked for",
     )
     max_lora_names: int = option(256, "most adapters that have a name at once", least=1, most=65536)
-    max_lora_bytes: int = option(1024**3, "largest file of an adapter", least=1, most=2**40)
+    max_lora_bytes: int = option(1024**3, "largest file of an adapter", least=1, most=2**36)
     tool_call_parser: str = option(
         "", f"how the model writes tool calls, if not as its chat template shows: {', '.join(TOOL_FORMAT_NAMES)}"
     )

@@ -82,7 +82,7 @@ class WorkerConfig:
         8, "most adapters in use at once; others wait, or take the place of one that nobody uses", least=1, most=1024
     )
     max_lora_rank: int = option(64, "highest rank of an adapter", least=1, most=4096)
-    max_lora_bytes: int = option(1024**3, "largest file of an adapter", least=1, most=2**40)
+    max_lora_bytes: int = option(1024**3, "largest file of an adapter", least=1, most=2**36)
     task: str = option(
         AUTO,
         "what the model is for: generate, embed, classify (also to rerank); auto goes by the model's files",
