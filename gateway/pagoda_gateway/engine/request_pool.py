@@ -155,7 +155,8 @@ class RequestPool:
                 self._go_on(pooled)
         for core in self._streams:
             well = [each for each in self._streams if each is not core and each.is_well(now, self._waits.suspect_s)]
-            moving = [each for each in self._of(core) if each.fits_any(well)] if self._fails(core, now) else []
+            failing = bool(well) and self._fails(core, now)
+            moving = [each for each in self._of(core) if each.fits_any(well)] if failing else []
             if moving:
                 logger.warning("engine core %s does not get on; its requests go elsewhere", core.load.engine_id)
                 core.failed(now)

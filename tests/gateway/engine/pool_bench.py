@@ -60,6 +60,12 @@ class Bench:
         core.send, core.usable, core.load = None, False, Load(engine_id=core.name)
         self.pool.lose(core)
 
+    def core_and_other(self, generation: PooledGeneration) -> tuple[Core, Core]:
+        """Of two."""
+        first = self.core_of(generation)
+        (second,) = [core for core in self.cores if core is not first]
+        return first, second
+
     def core_of(self, generation: PooledGeneration) -> Core:
         """That of its last attempt, or of the one before while it is parked."""
         request = generation.request

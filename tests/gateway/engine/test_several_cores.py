@@ -9,14 +9,15 @@ from pagoda_gateway.engine.model_view import ModelView
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import ErrorCode
 
+OTHER = ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512)
+
 
 async def test_what_one_engine_core_had_goes_on_at_another_at_once() -> None:
     bench = Bench(num_cores=2)
     generations = [bench.open() for _ in range(8)]
     for generation in generations:
         bench.tokens(generation, 5)
-    first = bench.core_of(generations[0])
-    (second,) = [core for core in bench.cores if core is not first]
+    first, second = bench.core_and_other(generations[0])
     stayed = [generation for generation in generations if bench.core_of(generation) is second]
     bench.lose(first)
     assert {bench.core_of(generation) for generation in generations} == {second}
@@ -41,8 +42,7 @@ async def test_what_the_first_says_late_is_void() -> None:
 async def test_who_has_no_workers_gives_its_requests_to_who_has() -> None:
     bench = Bench(num_cores=2)
     generation = bench.open()
-    first = bench.core_of(generation)
-    (second,) = [core for core in bench.cores if core is not first]
+    first, second = bench.core_and_other(generation)
     bench.meet(core=second, num_workers=0)
     bench.meet(core=first, num_workers=0)
     assert bench.core_of(generation) is first, "nobody has any"
@@ -56,8 +56,7 @@ async def test_who_has_no_workers_gives_its_requests_to_who_has() -> None:
 async def test_who_is_to_leave_gives_each_request_to_who_can_go_on_with_it_now() -> None:
     bench = Bench(num_cores=2)
     generations = [bench.open() for _ in range(8)]
-    first = bench.core_of(generations[0])
-    (second,) = [core for core in bench.cores if core is not first]
+    first, second = bench.core_and_other(generations[0])
     bench.tokens(generations[0], 5)
     moving = sum(bench.core_of(generation) is first for generation in generations)
     bench.meet(ModelView(fingerprint="m1", numerics_id="n2", vocab_size=512), core=second)
@@ -72,8 +71,7 @@ async def test_who_is_to_leave_gives_each_request_to_who_can_go_on_with_it_now()
 async def test_who_is_to_leave_goes_on_while_nobody_else_works() -> None:
     bench = Bench(num_cores=2)
     generation = bench.open()
-    first = bench.core_of(generation)
-    (second,) = [core for core in bench.cores if core is not first]
+    first, second = bench.core_and_other(generation)
     bench.meet(core=second, num_workers=0)
     bench.meet(core=first, usable=False)
     assert (bench.core_of(generation), generation.request.attempt) == (first, 0)
@@ -84,8 +82,7 @@ async def test_who_is_to_leave_goes_on_while_nobody_else_works() -> None:
 async def test_who_is_there_and_gets_nowhere_is_left_while_another_works() -> None:
     bench = Bench(num_cores=2, stuck_s=10.0, losing_s=1000.0)
     generation = bench.open()
-    first = bench.core_of(generation)
-    (second,) = [core for core in bench.cores if core is not first]
+    first, second = bench.core_and_other(generation)
     first.heard_at = second.heard_at = bench.now + 1000.0
     bench.after(9.0)
     assert bench.core_of(generation) is first
@@ -100,8 +97,7 @@ async def test_who_is_there_and_gets_nowhere_is_left_while_another_works() -> No
 async def test_who_is_silent_is_left_while_another_works() -> None:
     bench = Bench(num_cores=2, suspect_s=2.5)
     generation, late = bench.open(), bench.open()
-    first = bench.core_of(generation)
-    (second,) = [core for core in bench.cores if core is not first]
+    first, second = bench.core_and_other(generation)
     bench.after(2.0)
     second.heard_at = bench.now
     assert bench.core_of(generation) is first
@@ -127,14 +123,11 @@ async def test_another_model_at_one_engine_core_sends_its_requests_to_the_other(
     for generation in generations:
         bench.tokens(generation, 5)
     changed = bench.core_of(generations[0])
-    bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512), core=changed)
+    bench.meet(OTHER, core=changed)
     assert changed not in {bench.core_of(generation) for generation in generations}
     (other,) = {bench.core_of(generation) for generation in generations}
-    bench.meet(ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512), core=other)
+    bench.meet(OTHER, core=other)
     assert {ending(generation)[0] for generation in generations} == {ErrorCode.STREAM_INTERRUPTED}
-
-
-OTHER = ModelView(fingerprint="m2", numerics_id="n1", vocab_size=512)
 
 
 async def test_what_no_other_can_go_on_with_is_left_where_it_is() -> None:
@@ -160,8 +153,7 @@ async def test_what_no_other_can_go_on_with_is_left_where_it_is() -> None:
 async def test_a_new_request_is_refused_by_all_or_by_none(code: str) -> None:
     bench = Bench(num_cores=2)
     generation = bench.open()
-    first = bench.core_of(generation)
-    (second,) = [core for core in bench.cores if core is not first]
+    _, second = bench.core_and_other(generation)
     bench.reject(generation, code)
     assert not generation.request.ended
     assert (bench.core_of(generation), generation.request.attempt) == (second, 0)

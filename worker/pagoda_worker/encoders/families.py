@@ -62,6 +62,11 @@ def _sizes(config: ConfigReader) -> tuple[int, int, int]:
     return config.size("num_hidden_layers"), config.size("hidden_size"), config.size("num_attention_heads")
 
 
+def _widths(config: ConfigReader, hidden: int, of_mlp: str = "intermediate_size") -> dict[str, Any]:
+    """How wide everything is; `of_mlp` is the field that says it of the MLP."""
+    return {"vocab_size": config.size("vocab_size"), "hidden_size": hidden, "width": config.size(of_mlp)}
+
+
 def _bert_like(config: ConfigReader, names: Names, reserved: int = 0, **more: Any) -> EncoderSpec:
     """Learned positions, less those `reserved` for padding; a norm after every sum."""
     layers, hidden, heads = _sizes(config)
@@ -73,9 +78,7 @@ def _bert_like(config: ConfigReader, names: Names, reserved: int = 0, **more: An
         raise invalid("config.json", f"'max_position_embeddings' must be above {reserved}, got {places}")
     return EncoderSpec(
         names=names,
-        vocab_size=config.size("vocab_size"),
-        hidden_size=hidden,
-        width=config.size("intermediate_size"),
+        **_widths(config, hidden),
         activation=_activation(config, "hidden_act"),
         norm_eps=config.positive("layer_norm_eps", 1e-12),
         max_positions=places - reserved,
@@ -101,9 +104,7 @@ def read_jina_bert(config: ConfigReader) -> EncoderSpec:
     config.take("hidden_act", str, "gelu")  # of the MLP that is not gated
     return EncoderSpec(
         names=Names(up=("mlp.gated_layers",), down="mlp.wo", mlp_norm="mlp.layernorm"),
-        vocab_size=config.size("vocab_size"),
-        hidden_size=hidden,
-        width=config.size("intermediate_size"),
+        **_widths(config, hidden),
         activation=JINA_GATES[kind],
         norm_eps=config.positive("layer_norm_eps", 1e-12),
         max_positions=config.size("max_position_embeddings"),
@@ -149,9 +150,7 @@ def read_distilbert(config: ConfigReader) -> EncoderSpec:
     places = config.size("max_position_embeddings", 512)
     return EncoderSpec(
         names=names,
-        vocab_size=config.size("vocab_size"),
-        hidden_size=hidden,
-        width=config.size("hidden_dim"),
+        **_widths(config, hidden, "hidden_dim"),
         activation=_activation(config, "activation"),
         norm_eps=1e-12,
         max_positions=places,
@@ -187,9 +186,7 @@ def read_nomic(config: ConfigReader) -> EncoderSpec:
     config.choice("head_dim", hidden // heads)
     return EncoderSpec(
         names=NOMIC_NAMES,
-        vocab_size=config.size("vocab_size"),
-        hidden_size=hidden,
-        width=config.size("n_inner" if old else "intermediate_size"),
+        **_widths(config, hidden, "n_inner" if old else "intermediate_size"),
         activation=_activation(config, "activation_function" if old else "hidden_act", "silu"),
         norm_eps=config.positive("layer_norm_epsilon" if old else "layer_norm_eps", 1e-12),
         max_positions=positions,
@@ -246,9 +243,7 @@ def read_gte(config: ConfigReader) -> EncoderSpec:
     )  # fmt: skip
     return EncoderSpec(
         names=names,
-        vocab_size=config.size("vocab_size"),
-        hidden_size=hidden,
-        width=config.size("intermediate_size"),
+        **_widths(config, hidden),
         activation=_activation(config, "hidden_act"),
         norm_eps=config.positive("layer_norm_eps", 1e-12),
         max_positions=positions,
@@ -276,9 +271,7 @@ def read_modernbert(config: ConfigReader) -> EncoderSpec:
     )  # fmt: skip
     return EncoderSpec(
         names=names,
-        vocab_size=config.size("vocab_size"),
-        hidden_size=hidden,
-        width=config.size("intermediate_size"),
+        **_widths(config, hidden),
         activation=_activation(config, "hidden_activation"),
         norm_eps=_agreed(config, "norm_eps", "layer_norm_eps"),
         max_positions=positions,
