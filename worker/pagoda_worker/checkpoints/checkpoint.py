@@ -108,7 +108,13 @@ class Checkpoint:
         tensor = raw.view(*entry.shape[:-1], -1) if dtype is None else raw.view(dtype).view(entry.shape)
         return self.undone[name](tensor) if name in self.undone else tensor
 
-    def check(self, expected: Mapping[str, Wanted], ignored_suffixes: tuple[str, ...], tied: bool) -> None:
+    def check(
+        self,
+        expected: Mapping[str, Wanted],
+        ignored_suffixes: tuple[str, ...],
+        tied: bool,
+        ignored_prefixes: tuple[str, ...] = (),
+    ) -> None:
         """Compare names, shapes and dtypes with what the model needs, before anything is loaded.
 
         A tied model may carry a copy of its embedding as `lm_head.weight`.
@@ -117,6 +123,7 @@ class Checkpoint:
             CheckpointError: with everything that is missing, unexpected, misshapen or of a dtype it must not have.
         """
         extra = {name for name in self.entries if not name.endswith(ignored_suffixes)} - set(expected)
+        extra = {name for name in extra if not name.startswith(ignored_prefixes)}
         if tied:
             extra.discard("lm_head.weight")
         found = {name: self.entries[name] for name in expected if name in self.entries}

@@ -9,7 +9,7 @@ from tests.worker.kernels.triton.support import DEVICE, DTYPES, assert_close, re
 from tests.worker.kernels.triton.support import walking as ops
 
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import BackendError, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import BackendError, Expert, HeadNorm, Rotation
 from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.kernels.triton.pointwise import act_mul
 
@@ -133,8 +133,8 @@ def test_experts(tokens: int) -> None:
     up, down = torch.randn(6, 64, 32, generator=generator) / 6, torch.randn(6, 32, 32, generator=generator) / 6
     x, logits = torch.randn(tokens, 32, generator=generator), torch.randn(tokens, 6, generator=generator)
     beside, gate = torch.randn(tokens, 32, generator=generator), torch.randn(tokens, 1, generator=generator)
-    stacked = ops.pack_experts(zip(up.to(DEVICE), down.to(DEVICE), strict=True), 6)
-    wide = reference.pack_experts(zip(up.double(), down.double(), strict=True), 6)
+    stacked = ops.pack_experts(map(Expert, up.to(DEVICE), down.to(DEVICE)), 6)
+    wide = reference.pack_experts(map(Expert, up.double(), down.double()), 6)
     there = [one.to(DEVICE) for one in (x, logits, beside, gate)]
     got = ops.moe(there[0], there[1], stacked, routing, "silu", Beside(there[2], there[3]))
     assert_close(got, reference.moe(x.double(), logits, wide, routing, "silu", Beside(beside.double(), gate)))

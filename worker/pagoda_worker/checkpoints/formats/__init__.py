@@ -15,12 +15,14 @@ from pagoda_worker.checkpoints.formats.awq import read_awq
 from pagoda_worker.checkpoints.formats.compressed import read_compressed
 from pagoda_worker.checkpoints.formats.gptq import read_gptq
 from pagoda_worker.checkpoints.formats.layout import Layout
+from pagoda_worker.checkpoints.formats.mxfp4 import read_mxfp4
 
 FIELD = "quantization_config"
 METHODS: dict[str, Callable[[dict[str, Any], str], Layout]] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed,
     "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
 }
 
 

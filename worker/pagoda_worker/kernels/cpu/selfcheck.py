@@ -16,7 +16,7 @@ from pagoda_proto.params import SamplingParams
 from pagoda_worker.kernels.cpu.native import FORMS, GROUP, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.kv_cache import quantize as quantize_kv
-from pagoda_worker.kernels.ops import ACTIVATIONS, AttentionShape, Ops, Rotation
+from pagoda_worker.kernels.ops import ACTIVATIONS, CLAMPED, AttentionShape, Expert, Ops, Rotation
 from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, by_rows, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.routing import Routing
@@ -75,11 +75,13 @@ def _experts_problem(ops: NativeOps, x: torch.Tensor, generator: torch.Generator
     logits = torch.randn(ROWS, routing.experts, generator=generator)
     sizes = (routing.experts, 2 * HEADS * DIM, HIDDEN), (routing.experts, HIDDEN, HEADS * DIM)
     stacks = [(torch.randn(size, generator=generator) * size[2] ** -0.5).bfloat16() for size in sizes]
-    packed = ops.pack_experts(zip(*stacks, strict=True), routing.experts)
-    expected = reference.pack_experts(zip(*(stack.double() for stack in stacks), strict=True), routing.experts)
+    packed = ops.pack_experts(map(Expert, *stacks), routing.experts)
+    expected = reference.pack_experts(map(Expert, *(stack.double() for stack in stacks)), routing.experts)
     y = ops.moe(x, logits, packed, routing, "silu")
-    if _differs(y, reference.moe(x.double(), logits, expected, routing, "silu")):
-        return "experts are wrong"
+    for activation in ("silu", CLAMPED):
+        wide = reference.moe(x.double(), logits, expected, routing, activation)
+        if _differs(ops.moe(x, logits, packed, routing, activation), wide):
+            return f"experts with {activation} are wrong"
     if not torch.equal(ops.moe(x[4:5], logits[4:5], packed, routing, "silu")[0], y[4]):
         return "what experts say of a row depends on its neighbours"
     return None
