@@ -131,8 +131,8 @@ def test_ways_of_choosing(backend: tuple[str, torch.dtype], name: str) -> None:
     ops, made = ops_of(ops_name, dtype), drawn(dtype, routing.experts)
     packed = ops.pack_experts(starmap(Expert, made.weights), routing.experts, made.favour if routing.sigmoid else None)
     got = ops.moe(made.x, made.logits, packed, routing, "silu").clone()
-    expected = plainly(made, routing)
-    assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
+    expected = plainly(made, routing, 9)
+    assert (got[:9].double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
     for row in (0, 7, TOKENS - 1):
         alone = ops.moe(made.x[row : row + 1], made.logits[row : row + 1].contiguous(), packed, routing, "silu")
         assert torch.equal(alone[0], got[row])
@@ -151,16 +151,15 @@ def drawn(dtype: torch.dtype, experts: int) -> Drawn:
     def numbers(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator)
 
-    weights = [
-        ((numbers(2 * WIDTH, HIDDEN) / 8).to(dtype), (numbers(HIDDEN, WIDTH) / 8).to(dtype)) for _ in range(experts)
-    ]
-    return Drawn(numbers(TOKENS, HIDDEN).to(dtype), numbers(TOKENS, experts) * 2, weights, numbers(experts))
+    sizes = (2 * WIDTH, HIDDEN), (HIDDEN, WIDTH)
+    weights = [tuple((numbers(*size) / 8).to(dtype) for size in sizes) for _ in range(experts)]
+    return Drawn(numbers(TOKENS, HIDDEN).to(dtype), numbers(TOKENS, experts) * 2, weights, numbers(experts))  # type: ignore[arg-type]
 
 
-def plainly(made: Drawn, routing: Routing) -> torch.Tensor:
-    """Token by token, in float64."""
+def plainly(made: Drawn, routing: Routing, tokens: int) -> torch.Tensor:
+    """Of the first tokens, one by one, in float64."""
     rows = []
-    for x, logits in zip(made.x.double(), made.logits.double(), strict=True):
+    for x, logits in zip(made.x[:tokens].double(), made.logits[:tokens].double(), strict=True):
         shares = torch.sigmoid(logits) if routing.sigmoid else logits.softmax(-1)
         scores = shares + made.favour if routing.sigmoid else shares
         groups = scores.view(routing.groups, -1).topk(routing.group_top).values.sum(-1)

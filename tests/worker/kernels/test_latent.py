@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -94,6 +95,8 @@ class Rows:
     def _step(self, ops: Ops, kv: object, spans: list[tuple[int, int]], tables: torch.Tensor) -> torch.Tensor:
         used = [row for row, (start, end) in enumerate(spans) if end > start]
         batch = batch_of_spans([spans[row] for row in used], tables[used])
+        blocks = torch.cat([tables[row, torch.arange(*spans[row]) // BLOCK] for row in used])
+        batch = replace(batch, kv_indices=blocks.long() * BLOCK + batch.positions % BLOCK)
         begins = [sum(context for _, context in self.rows[:row]) for row in used]
         places = torch.cat([torch.arange(*spans[row]) + begin for row, begin in zip(used, begins, strict=True)])
         rotation = self.table.at(batch.positions)
@@ -132,9 +135,8 @@ def test_values_are_what_keys_are_before_they_turn() -> None:
     reference.latent_write(rows.query, rows.latent, rows.turning, rotation, kv, 0, batch.kv_indices)
     key, value = kv.read(0, torch.tensor([0])).flatten(0, 1)[:3].unbind(1)
     turns, still = TURNS // 2, RANK // 2
-    expected = torch.cat(
-        (rows.turning[:, :turns], rows.latent[:, :still], rows.turning[:, turns:], rows.latent[:, still:]), 1
-    )
+    first = torch.cat((rows.turning[:, :turns], rows.latent[:, :still]), 1)
+    expected = torch.cat((first, rows.turning[:, turns:], rows.latent[:, still:]), 1)
     assert torch.equal(value[:, 0], expected)
     assert torch.equal(key[0, 0], expected[0])  # at position 0 nothing turns
     assert torch.equal(key[:, 0, turns : turns + still], expected[:, turns : turns + still])

@@ -67,6 +67,12 @@ class LayerSpec:
     latent: LatentShape | None = None
 
     @property
+    def latents(self) -> tuple[int, ...]:
+        """Their sizes."""
+        shape = self.latent
+        return () if shape is None else (shape.rank, *(() if shape.query_rank is None else (shape.query_rank,)))
+
+    @property
     def attended(self) -> int:
         """Inputs of `out`."""
         heads = self.attention.num_heads

@@ -368,6 +368,7 @@ class Needs:
     dtype: torch.dtype
     hidden_size: int = 0
     head_dims: tuple[int, ...] = ()  # of the layers
+    latents: tuple[int, ...] = ()  # sizes of what is normed besides
     inputs: tuple[int, ...] = ()  # K of every kind of linear layer
     attention: tuple[AttentionShape, ...] = ()  # of each layer
     vocab_size: int = 0

@@ -217,6 +217,7 @@ def decoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: DecoderSpec | 
         needs,
         hidden_size=spec.hidden_size,
         head_dims=tuple(sorted({layer.attention.head_dim for layer in spec.layers})),
+        latents=tuple(sorted({size for layer in spec.layers for size in layer.latents})),
         inputs=tuple(sorted({inputs for _, inputs in linear_layers(spec).values()})),
         attention=tuple(layer.attention for layer in spec.layers),
         vocab_size=spec.vocab_size,

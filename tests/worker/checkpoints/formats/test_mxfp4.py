@@ -82,9 +82,9 @@ def test_native_kernels_take_blocks_as_they_are(written: tuple[Any, Path], caplo
     with caplog.at_level("INFO"):
         loaded = load(path, dtype="bfloat16", kernels="native")
     assert "weights: float4 group 32" in caplog.text
-    got = logits_of(loaded, ids, [50])
-    difference = (got.log_softmax(-1) - expected).abs()
-    assert difference.mean() < 0.06
+    got, widened = logits_of(loaded, ids, [50]), logits_of(load(path, dtype="bfloat16", kernels="torch"), ids, [50])
+    error, other = ((one.log_softmax(-1) - expected).abs().mean() for one in (got, widened))
+    assert error < 1.25 * other + 1e-3
     assert torch.equal(logits_of(loaded, ids, [7]), got)
 
 
@@ -106,8 +106,8 @@ def test_what_is_refused_is_named(written: tuple[Any, Path], tmp_path: Path) -> 
         load(tmp_path)
 
 
-def test_other_models_have_no_such_experts(tmp_path: Path) -> None:
-    path = save(make_model(*NATIVE["mixtral"]), tmp_path)
+def test_models_without_such_experts_are_refused(tmp_path: Path) -> None:
+    path = save(make_model(*NATIVE["llama"]), tmp_path)
     said(path, METHOD)
-    with pytest.raises(CheckpointError, match="missing tensors: .*_blocks"):
+    with pytest.raises(UnsupportedConfig, match="mxfp4 is for experts that lie in one tensor"):
         load(path)

@@ -68,6 +68,10 @@ def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) 
         return Formats(layers=FORMATS[quantization] if quantization else None)
     packings = {linear: packing for linear in linear_layers(spec) if (packing := layout.packing_of(linear)) is not None}
     stacks = {} if layout.stacks is None else dict.fromkeys(expert_stacks(spec), layout.stacks)
+    if layout.stacks is not None and not stacks:
+        raise UnsupportedConfig(
+            f"quantization_config: {layout.method} is for experts that lie in one tensor, and this model has none"
+        )
     as_stored = Formats(packings=packings, stacks=stacks)
     if not quantization:
         return as_stored

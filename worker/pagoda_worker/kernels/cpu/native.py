@@ -251,10 +251,8 @@ class NativeOps:
         layer: int,
         kv_indices: Tensor,
     ) -> Tensor:
-        if rotation is None:
-            return self._write(qkv, kv, layer, kv_indices, norm)
-        tables = (rotation.cos_table, rotation.sin_table)
-        return self._write(qkv, kv, layer, kv_indices, norm, tables, positions=rotation.positions)
+        *tables, positions = _tables(rotation)
+        return self._write(qkv, kv, layer, kv_indices, norm, tables, positions)
 
     def latent_write(  # noqa: PLR0913 - see Ops.latent_write
         self,
@@ -267,7 +265,7 @@ class NativeOps:
         kv_indices: Tensor,
     ) -> Tensor:
         dim = kv.shape.head_dim
-        cos, sin, positions = (None,) * 3 if rotation is None else rotation
+        cos, sin, positions = _tables(rotation)
         q = self._tape.buffer(len(query), query.shape[1], torch.bfloat16)
         operation = RopeKv(
             qkv=query, q=q, kv=kv.layer(layer), cos=cos, sin=sin, norm=None,
@@ -286,7 +284,7 @@ class NativeOps:
         layer: int,
         kv_indices: Tensor,
         norm: HeadNorm | None = None,
-        tables: tuple[Tensor | None, Tensor | None] = (None, None),
+        tables: Sequence[Tensor | None] = (None, None),
         positions: Tensor | None = None,
     ) -> Tensor:
         head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
@@ -356,6 +354,11 @@ class NativeOps:
     device_sampler = staticmethod(greedy_sampler)
 
 
+def _tables(rotation: Rotation | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Cosines, sines, and whose they are at which positions."""
+    return (None, None, None) if rotation is None else (rotation.cos_table, rotation.sin_table, rotation.positions)
+
+
 def _gate(activation: str) -> int:
     """Of gate and up, as `LinearOp` in csrc/program.h has it."""
     return 1 + (*ACTIVATIONS, CLAMPED).index(activation)
@@ -386,12 +389,18 @@ def load_native(device: torch.device, needs: Needs) -> NativeOps:
         raise BackendError(f"kernels: native computes in bfloat16, not in {str(needs.dtype).removeprefix('torch.')}")
     if not needs.hidden_size:
         raise BackendError("kernels: native does not run models through transformers")
-    if needs.hidden_size % LANES or any(dim % LANES or dim > MAX_HEAD_DIM for dim in needs.head_dims):
+    _check_sizes(needs)
+    return NativeOps(lib.Library(placement(needs.num_threads), needs.instruction_set))
+
+
+def _check_sizes(needs: Needs) -> None:
+    sizes = {"hidden size": (needs.hidden_size,), "head size": needs.head_dims, "latents of": needs.latents}
+    if any(size % LANES for group in sizes.values() for size in group) or max((0, *needs.head_dims)) > MAX_HEAD_DIM:
+        found = [f"{name} {', '.join(map(str, group))}" for name, group in sizes.items() if group]
         raise BackendError(
             f"kernels: native needs sizes that are multiples of {LANES} and heads of up to {MAX_HEAD_DIM}, "
-            f"not hidden size {needs.hidden_size} and head size {', '.join(map(str, needs.head_dims))}"
+            f"not {' and '.join(found)}"
         )
-    return NativeOps(lib.Library(placement(needs.num_threads), needs.instruction_set))
 
 
 def unfit(needs: Needs) -> dict[str, str]:
