@@ -15,7 +15,8 @@ from pagoda_worker.kernel_choice import FAMILIES
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.library import Library
-from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps, load_native
+from pagoda_worker.kernels.cpu.load import load_native
+from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps
 from pagoda_worker.kernels.cpu.selfcheck import problems
 from pagoda_worker.kernels.ops import BackendError, Needs
 from pagoda_worker.kernels.quantized import Weight

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda_proto.steps import TopLogprobs
-from pagoda_worker.cores import placement
 from pagoda_worker.kernels.cpu import cache, experts, heads, low_rank, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
@@ -38,11 +37,9 @@ from pagoda_worker.kernels.ops import (
     CLAMPED,
     Added,
     AttentionShape,
-    BackendError,
     Expert,
     Forward,
     HeadNorm,
-    Needs,
     Rotation,
 )
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
@@ -52,10 +49,10 @@ from pagoda_worker.sampling.device_sampler import greedy_sampler
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
-MAX_HEAD_DIM = 576  # see MAX_DIM in csrc/program.h
 ATTENTION_SPLIT = 256  # keys that are summed up at a time; see SPLIT in csrc/attention.h
 BIAS_MARGIN = 64  # keys that attention reads a bias for beyond the last
-FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) that there are kernels for; of floats the last
+FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) that there are kernels for
+FLOAT_FORM = (4, 16)
 GROUP = 32  # inputs that share a scale are a multiple of so many
 MAX_GROUP = 65536  # whole numbers of 8 times 8 bits that can be added up in 32
 BF16_FORM = (16, 16, 0, 0)
@@ -369,7 +366,7 @@ def _has_kernel(weight: QuantizedWeight) -> bool:
     if not known or weight.bits != 4:
         return known
     if weight.floats:
-        return weight.activation_bits == 16
+        return (weight.bits, weight.activation_bits) == FLOAT_FORM
     half, largest = torch.finfo(torch.float16), weight.scales.abs().max().item()
     return half.tiny <= largest <= half.max  # what is subnormal beside a largest that is not is next to nothing
 
@@ -379,31 +376,3 @@ def _side_by_side(gate_up: Tensor) -> Tensor:
     halves = gate_up.reshape(2, -1, *gate_up.shape[1:])
     padded = F.pad(halves, (0, 0) * (halves.dim() - 2) + (0, -halves.shape[1] % LANES))
     return padded.view(2, -1, LANES, *gate_up.shape[1:]).transpose(0, 1).flatten(0, 2)
-
-
-def load_native(device: torch.device, needs: Needs) -> NativeOps:
-    """Raises BackendError, saying why, when these kernels cannot serve a model with such needs on this machine."""
-    if device.type != "cpu":
-        raise BackendError(f"kernels: native runs on cpu, not on {device.type}")
-    if needs.dtype != torch.bfloat16:
-        raise BackendError(f"kernels: native computes in bfloat16, not in {str(needs.dtype).removeprefix('torch.')}")
-    if not needs.hidden_size:
-        raise BackendError("kernels: native does not run models through transformers")
-    _check_sizes(needs)
-    return NativeOps(lib.Library(placement(needs.num_threads), needs.instruction_set))
-
-
-def _check_sizes(needs: Needs) -> None:
-    sizes = {"hidden size": (needs.hidden_size,), "head size": needs.head_dims, "latents of": needs.latents}
-    if any(size % LANES for group in sizes.values() for size in group) or max((0, *needs.head_dims)) > MAX_HEAD_DIM:
-        found = [f"{name} {', '.join(map(str, group))}" for name, group in sizes.items() if group]
-        raise BackendError(
-            f"kernels: native needs sizes that are multiples of {LANES} and heads of up to {MAX_HEAD_DIM}, "
-            f"not {' and '.join(found)}"
-        )
-
-
-def unfit(needs: Needs) -> dict[str, str]:
-    """What these kernels lack for this model, by the family of operations it is lacking in."""
-    odd = sorted({inputs for inputs in needs.inputs if inputs % lib.PAIR})
-    return {"linear": f"native multiplies inputs in pairs, {odd[0]} are odd"} if odd else {}

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pagoda_proto.params import SamplingParams
-from pagoda_worker.kernels.cpu.native import FORMS, GROUP, NativeOps
+from pagoda_worker.kernels.cpu.native import FLOAT_FORM, FORMS, GROUP, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.kv_cache import quantize as quantize_kv
 from pagoda_worker.kernels.ops import ACTIVATIONS, CLAMPED, AttentionShape, Expert, Ops, Rotation
@@ -57,7 +57,8 @@ def _linear_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
     bias = torch.randn(OUT, generator=generator).bfloat16()
     found = ((name, _form_problem(ops, x, form, bias)) for name, form in _forms(weight).items())
     problem = next((f"{problem} ({name})" for name, problem in found if problem), None)
-    return problem or _activation_problem(ops, x, weight) or _experts_problem(ops, x, generator)
+    others = (_activation_problem(ops, x, weight), _heads_problem(ops, x, generator))
+    return next(filter(None, (problem, *others)), None) or _experts_problem(ops, x, generator)
 
 
 def _activation_problem(ops: NativeOps, x: torch.Tensor, weight: torch.Tensor) -> str | None:
@@ -67,6 +68,17 @@ def _activation_problem(ops: NativeOps, x: torch.Tensor, weight: torch.Tensor) -
         wide = reference.activated_linear(x.double(), expected, activation)
         if _differs(ops.activated_linear(x, packed, activation), wide):
             return f"layers with {activation} are wrong"
+    return None
+
+
+def _heads_problem(ops: NativeOps, x: torch.Tensor, generator: torch.Generator) -> str | None:
+    weight = (torch.randn(HEADS, 20, HIDDEN // HEADS, generator=generator) / 4).bfloat16()
+    reference, packed = ReferenceOps(ops.device), ops.pack_heads(weight)
+    y = ops.head_linear(x, packed)
+    if _differs(y, reference.head_linear(x.double(), reference.pack_heads(weight.double()))):
+        return "layers of heads are wrong"
+    if not torch.equal(ops.head_linear(x[4:5], packed)[0], y[4]):
+        return "a row of a layer of heads depends on its neighbours"
     return None
 
 
@@ -96,6 +108,9 @@ def _forms(weight: torch.Tensor) -> dict[str, Weight]:
         name = f"{bits} bits, activations {activation_bits}"
         forms[name] = middle
         forms[f"{name}, zeros"] = dataclasses.replace(middle, zeros=zeros.to(torch.uint8))
+        if (bits, activation_bits) == FLOAT_FORM:
+            scales = middle.scales.abs().log2().floor().exp2()
+            forms["floats of 4 bits"] = dataclasses.replace(middle, scales=scales, floats=True)
     return forms
 
 
