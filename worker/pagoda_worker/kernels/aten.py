@@ -210,7 +210,7 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 def act_mul(gate_up: Tensor, activation: str) -> Tensor:
     """gate_up [T, 2 I] -> act(gate) * up [T, I]"""
     if activation == CLAMPED:
-        return gated(*gate_up.float().chunk(2, -1), activation).to(gate_up.dtype)
+        return gated(gate_up.float(), activation).to(gate_up.dtype)
     width = gate_up.shape[1] // 2
 
     def multiplied(part: Tensor) -> Tensor:

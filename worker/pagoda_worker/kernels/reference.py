@@ -154,7 +154,7 @@ class ReferenceOps(HostOps):
         return (total if packed.bias is None else total + packed.bias).to(x.dtype)
 
     def gated_linear(self, x: Tensor, packed: Plain, activation: str, added: Added | None = None) -> Tensor:
-        return gated(*self.linear(x, packed, added).chunk(2, dim=-1), activation)
+        return gated(self.linear(x, packed, added), activation)
 
     def activated_linear(self, x: Tensor, packed: Plain, activation: str, added: Added | None = None) -> Tensor:
         return activated(self.linear(x, packed, added), activation)
@@ -265,8 +265,9 @@ def add_low_rank(x: Tensor, y: Tensor, added: Added | None, product: Callable[[T
     return y
 
 
-def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """act(gate) * up; see `Ops.gated_linear`."""
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up [T, 2 I] -> act(gate) * up [T, I]; see `Ops.gated_linear`."""
+    gate, up = gate_up.chunk(2, dim=-1)
     if activation != CLAMPED:
         return activated(gate, activation) * up
     gate = gate.clamp(max=CLAMP)

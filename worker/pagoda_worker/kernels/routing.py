@@ -75,7 +75,7 @@ def _weights(logits: Tensor, own: Tensor, ids: Tensor, routing: Routing) -> Tens
 
 def _of_best_groups(scores: Tensor, routing: Routing) -> Tensor:
     """scores [T, E], -inf outside of the best groups."""
-    grouped = scores.unflatten(-1, (routing.groups, -1))
+    grouped = scores.view(*scores.shape[:-1], routing.groups, -1)
     best = _in_order(grouped.sort(dim=-1, descending=True).values[..., : routing.group_top])
     groups = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen_groups]
     others = torch.ones_like(best, dtype=torch.bool).scatter_(-1, groups, False)
@@ -84,10 +84,8 @@ def _of_best_groups(scores: Tensor, routing: Routing) -> Tensor:
 
 def _in_order(x: Tensor) -> Tensor:
     """The sums over the last dimension, which is short, from its begin to its end."""
-    total = x[..., 0]
-    for i in range(1, x.shape[-1]):
-        total = total + x[..., i]
-    return total
+    first, *others = x.unbind(-1)
+    return sum(others, first)
 
 
 def sigmoid(x: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def _by_heads(
     Lines are what turns, then the latent, in the order of `head_order`. What turns passes as it is.
     """
     both = packer.source.widened(name).view(heads, shape.plain + shape.value, shape.rank)
-    keys, values = both.split([shape.plain, shape.value], 1)
+    keys, values = both[:, : shape.plain], both[:, shape.plain :]
     still = keys.new_zeros(heads, shape.turning, shape.plain)
     own = torch.eye(shape.turning, dtype=keys.dtype, device=keys.device).expand(heads, -1, -1)
     nothing = keys.new_zeros(heads, shape.rank, shape.turning)

@@ -38,7 +38,7 @@ class Formats:
 
     @property
     def forms(self) -> set[Format]:
-        return {packing.form for packing in (*self.packings.values(), *self.stacks.values())}
+        return {one.form for one in self.packings.values()} | {one.form for one in self.stacks.values()}
 
     @property
     def description(self) -> str:

@@ -46,9 +46,10 @@ def stacked(packed: Iterable[tuple[NativeLinear, NativeLinear]], count: int, fav
             if (one.n, one.k, one.form) != (stack.n, stack.k, stack.form):
                 raise BackendError("kernels: native needs the experts of a layer quantised alike")
             stack.panels[expert] = one.panels
-            if stack.bias is not None:
+            if stack.bias is not None and one.bias is not None:
                 stack.bias[expert] = one.bias
-    return NativeExperts(*stacks, favour=favour)
+    gate_up, down = stacks
+    return NativeExperts(gate_up, down, favour)
 
 
 def _room(count: int, one: NativeLinear) -> Stack:

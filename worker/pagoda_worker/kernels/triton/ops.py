@@ -282,7 +282,7 @@ class TritonOps:
 
 def _act_mul(gate_up: Tensor, activation: str) -> Tensor:
     if activation in ("gelu", CLAMPED):
-        return gated(*gate_up.chunk(2, dim=-1), activation)
+        return gated(gate_up, activation)
     return pointwise.act_mul(gate_up, activation)
 
 
