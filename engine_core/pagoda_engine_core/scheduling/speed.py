@@ -22,18 +22,25 @@ WEIGHT = 0.25
 
 
 class Speed:
-    """One worker's; what it says decides how work is cut up and moved, never what comes of it."""
+    """One worker's; what it says decides how work is cut up and moved, never what comes of it. A step that `reports`
+    has a speed of its own. What a worker that measures has not computed yet, it computes a little of first."""
 
     def __init__(self, max_tokens: int, limit_s: float) -> None:
         self._max_tokens = max_tokens  # of a step
         self._limit_s = limit_s
-        self.tokens_per_s = 0.0  # 0: not measured yet
+        self._measures = False
+        self._by_kind = {False: 0.0, True: 0.0}  # tokens a second, of steps that report; 0: not measured yet
 
-    def step_tokens(self, num_decodes: int) -> int:
+    @property
+    def tokens_per_s(self) -> float:
+        """Of steps that report nothing."""
+        return self._by_kind[False]
+
+    def step_tokens(self, num_decodes: int, *, reports: bool = False) -> int:
         """Tokens of the next step. Beside streams, prompts get what takes no longer than the limit."""
-        if not (num_decodes and self._limit_s and self.tokens_per_s):
+        if not (num_decodes and self._limit_s and self._measures):
             return self._max_tokens
-        return min(self._max_tokens, num_decodes + max(LEAST_TOKENS, int(self.tokens_per_s * self._limit_s)))
+        return min(self._max_tokens, num_decodes + max(LEAST_TOKENS, int(self._by_kind[reports] * self._limit_s)))
 
     def chunk_tokens(self, chunk_size: int, tokens: int, num_decodes: int, num_prompts: int) -> int:
         """Most tokens of one prompt in a step of so many. One that is cut short for streams is shared by as many
@@ -43,12 +50,15 @@ class Speed:
         left = tokens - num_decodes
         return min(chunk_size, max(1, -(-left // num_prompts), left * chunk_size // self._max_tokens))
 
-    def observe(self, num_tokens: int, num_rows: int, forward_s: float) -> None:
+    def observe(self, num_tokens: int, num_rows: int, forward_s: float, *, reports: bool = False) -> None:
         """A step of so many tokens, of so many rows, took so long in model and sampler."""
-        if num_tokens - num_rows < MEASURED_TOKENS or forward_s < SHORTEST_S:
+        if forward_s < SHORTEST_S:
             return
-        rate = num_tokens / forward_s
-        self.tokens_per_s += (rate - self.tokens_per_s) * (WEIGHT if self.tokens_per_s else 1.0)
+        self._measures = True
+        if num_tokens - num_rows < MEASURED_TOKENS:
+            return
+        rate, known = num_tokens / forward_s, self._by_kind[reports]
+        self._by_kind[reports] += (rate - known) * (WEIGHT if known else 1.0)
 
 
 class Preemption:
