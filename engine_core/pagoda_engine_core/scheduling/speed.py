@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.request import Choice
+from pagoda_proto import times
 
 MEASURED_TOKENS = 64
 """Beyond one for each row."""
 LEAST_TOKENS = 128
 """Fewer are computed hardly faster: what then counts is reading the weights."""
+FIRST_TOKENS = 256
+"""Of a worker of which nothing is known: enough to measure, and soon done by the slowest."""
 SHORTEST_S = 1e-6
 """Nothing takes less; a worker that tells so has not measured."""
 WEIGHT = 0.25
@@ -37,10 +40,11 @@ class Speed:
         return self._by_kind[False]
 
     def step_tokens(self, num_decodes: int, *, reports: bool = False) -> int:
-        """Tokens of the next step. Beside streams, prompts get what takes no longer than the limit."""
-        if not (num_decodes and self._limit_s and self._measures):
-            return self._max_tokens
-        return min(self._max_tokens, num_decodes + max(LEAST_TOKENS, int(self._by_kind[reports] * self._limit_s)))
+        """Tokens of the next step. Beside streams, prompts get what takes no longer than the limit; without, what
+        takes so little that nobody thinks the worker has hung."""
+        rate, known = self._by_kind[reports], LEAST_TOKENS if self._measures else FIRST_TOKENS
+        limit_s = self._limit_s if num_decodes and self._limit_s and self._measures else times.LONGEST_STEP_S
+        return min(self._max_tokens, num_decodes + max(known, int(rate * limit_s)))
 
     def chunk_tokens(self, chunk_size: int, tokens: int, num_decodes: int, num_prompts: int) -> int:
         """Most tokens of one prompt in a step of so many. One that is cut short for streams is shared by as many

@@ -11,7 +11,8 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.blocks import BlockPool
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.request import Choice, Request
-from pagoda_engine_core.scheduling.speed import LEAST_TOKENS, Preemption, Speed
+from pagoda_engine_core.scheduling.speed import FIRST_TOKENS, LEAST_TOKENS, Preemption, Speed
+from pagoda_proto import times
 from pagoda_proto.steps import StepPlan
 
 BLOCK_SIZE = 4
@@ -44,11 +45,13 @@ def test_only_steps_with_prompts_are_measurements() -> None:
 @pytest.mark.parametrize(
     ("tokens_per_s", "limit_s", "num_decodes", "expected"),
     [
-        (0.0, 0.1, 8, 2048),  # nothing is known
+        (0.0, 0.1, 8, 8 + FIRST_TOKENS),  # nothing is known
         (4000.0, 0.1, 0, 2048),  # nobody waits for a token
         (4000.0, 0.0, 8, 2048),  # not asked for
         (4000.0, 0.1, 8, 408),
         (10.0, 0.1, 8, 8 + LEAST_TOKENS),
+        (100.0, 0.1, 0, 100 * times.LONGEST_STEP_S),  # nobody is to take it for hung
+        (1.0, 0.0, 8, 8 + LEAST_TOKENS),
         (1e9, 0.1, 8, 2048),
     ],
 )
