@@ -199,10 +199,13 @@ def linear_layers(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
 
 
 def matrices_of_all(spec: DecoderSpec) -> list[str]:
-    """The names of the matrices that every token passes, in an order that does not depend on how they are spelt."""
+    """The names of the matrices that every token passes as they are stored: neither those of experts, nor those that
+    lead to latents and back. Their order does not depend on how they are spelt.
+    """
     names, found = spec.names, []
     for index, layer in enumerate(spec.layers):
-        parts = [*_query_key_value(spec, layer), names.out]
+        latent = (names.latent_down, names.latent_up)
+        parts = [*(part for part in _query_key_value(spec, layer) if part not in latent), names.out]
         if dense_mlp(layer) is not None:
             up, down = dense_names(names, layer)
             parts += [*up, down]

@@ -40,7 +40,7 @@ class Layer:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Those around attention that adapters may add to."""
-        return (self.out,) if isinstance(self.qkv, Latent) else (self.qkv, self.out)
+        return (*self.qkv.queries, self.out) if isinstance(self.qkv, Latent) else (self.qkv, self.out)
 
 
 class Decoder:
