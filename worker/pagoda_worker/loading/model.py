@@ -280,6 +280,8 @@ def _tell_formats(ops: Ops, dtype: torch.dtype, spec: DecoderSpec, formats: Form
     log.info("weights: %s", formats.description)
     if not ops.integer_linear:
         log.info("%s kernels have no integer arithmetic: quantised weights are widened to %s", ops.name, dtype)
+    if any(form.floats and form.bits == 8 for form in formats.forms):
+        log.info("weights: there are no kernels for float8, so they are widened to %s and take more memory", dtype)
     alone = left_alone(spec, formats)
     if alone:
         log.info("weights: %d matrices stay %s, their inputs do not fill groups: %s, ..", len(alone), dtype, alone[0])

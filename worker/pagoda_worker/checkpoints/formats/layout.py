@@ -10,7 +10,7 @@ import torch
 
 from pagoda_worker.checkpoints.checkpoint import Wanted
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
-from pagoda_worker.kernels.quantized import Format, QuantizedWeight
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight
 
 WORD_BITS = 32
 
@@ -52,8 +52,8 @@ class Packing(Protocol):
             UnsupportedConfig: they ask for something that is not loaded.
         """
 
-    def read(self, stored: Stored) -> QuantizedWeight:
-        """Headers and faults have been looked at before."""
+    def read(self, stored: Stored) -> Weight:
+        """In float32, if it is widened. Headers and faults have been looked at before."""
 
 
 class StackPacking(Protocol):

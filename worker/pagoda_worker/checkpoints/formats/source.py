@@ -113,9 +113,8 @@ class CheckpointSource:
     def linear(self, name: str) -> Weight:
         packing = self.formats.packings.get(name)
         if packing is not None:
-            weight = packing.read(stored_layer(self.checkpoint, name, self.shapes[name], self.device))
-            bits = self.formats.activation_bits
-            return weight if bits is None else replace(weight, activation_bits=bits)
+            weight, bits = self._unpacked(name, packing), self.formats.activation_bits
+            return weight if bits is None or isinstance(weight, torch.Tensor) else replace(weight, activation_bits=bits)
         layers = self.formats.layers
         form = HEAD_FORMAT if layers is not None and name == self.head else layers
         stored = self.checkpoint.stored(f"{name}.weight")
@@ -126,8 +125,12 @@ class CheckpointSource:
         packing = self.formats.packings.get(name)
         if packing is None:
             return self.tensor(f"{name}.weight")
-        stored = stored_layer(self.checkpoint, name, self.shapes[name], self.device)
-        return dequantize(packing.read(stored)).to(self.dtype)
+        weight = self._unpacked(name, packing)
+        return weight if isinstance(weight, torch.Tensor) else dequantize(weight).to(self.dtype)
+
+    def _unpacked(self, name: str, packing: Packing) -> Weight:
+        weight = packing.read(stored_layer(self.checkpoint, name, self.shapes[name], self.device))
+        return weight.to(self.dtype) if isinstance(weight, torch.Tensor) else weight
 
     def experts(self, name: str) -> Iterator[Weight]:
         packing = self.formats.stacks.get(name)
