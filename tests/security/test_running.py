@@ -8,8 +8,8 @@ import random
 import re
 import resource
 import socket
-import time
 import string
+import time
 from collections.abc import Iterator
 from typing import Any
 
