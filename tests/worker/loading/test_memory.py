@@ -127,8 +127,8 @@ def test_a_gpu_with_too_little_left_says_where_the_rest_went() -> None:
 
 
 def test_a_cpu_swaps_to_nowhere_unless_told_to() -> None:
-    assert num_swap_blocks(config_of(), [SHAPE], on_cpu=True) == 0
-    assert num_swap_blocks(config_of(swap_space_gib=0.5), [SHAPE], on_cpu=True) == GIB // 2 // BLOCK_BYTES
+    assert num_swap_blocks(config_of(), [SHAPE], on_cpu=True) == [0]
+    assert num_swap_blocks(config_of(swap_space_gib=0.5), [SHAPE], on_cpu=True) == [GIB // 2 // BLOCK_BYTES]
 
 
 @pytest.mark.parametrize(("available", "swapped"), [(64, 4), (16, 4), (8, 2)])
@@ -136,14 +136,14 @@ def test_a_gpu_swaps_to_4_gib_or_a_quarter_of_the_host(
     monkeypatch: pytest.MonkeyPatch, available: int, swapped: int
 ) -> None:
     monkeypatch.setattr(memory, "host_available_bytes", lambda root: available * GIB)
-    assert num_swap_blocks(config_of(), [SHAPE], on_cpu=False) == swapped * GIB // BLOCK_BYTES
-    assert num_swap_blocks(config_of(swap_space_gib=0), [SHAPE], on_cpu=False) == 0
-    assert num_swap_blocks(config_of(swap_space_gib=9), [SHAPE], on_cpu=False) == 9 * GIB // BLOCK_BYTES
+    assert num_swap_blocks(config_of(), [SHAPE], on_cpu=False) == [swapped * GIB // BLOCK_BYTES]
+    assert num_swap_blocks(config_of(swap_space_gib=0), [SHAPE], on_cpu=False) == [0]
+    assert num_swap_blocks(config_of(swap_space_gib=9), [SHAPE], on_cpu=False) == [9 * GIB // BLOCK_BYTES]
 
 
 def test_a_draft_model_s_blocks_are_swapped_beside_the_model_s() -> None:
     config = config_of(swap_space_gib=1)
-    assert num_swap_blocks(config, [SHAPE, replace(SHAPE, num_layers=8)], on_cpu=True) == GIB // (3 * BLOCK_BYTES)
+    assert num_swap_blocks(config, [SHAPE, replace(SHAPE, num_layers=8)], on_cpu=True) == [GIB // (3 * BLOCK_BYTES)]
 
 
 @pytest.mark.parametrize("gib", [-0.5, -2.0])

@@ -55,7 +55,7 @@ def host_runner() -> ModelRunner:
 
 
 def lines_for(max_rows: int) -> Lines:
-    return Lines(max_rows=max_rows, max_len=MAX_LEN, block_size=BLOCK, scratch_block=NUM_BLOCKS, device=CPU)
+    return Lines(max_rows=max_rows, max_len=MAX_LEN, block_size=BLOCK, scratch_blocks=[NUM_BLOCKS], device=CPU)
 
 
 def device_runner(accelerator: FakeAccelerator) -> ModelRunner:
