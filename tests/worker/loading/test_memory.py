@@ -21,6 +21,7 @@ from pagoda_worker.loading.memory import (
     num_swap_blocks,
     usable_bytes,
 )
+from pagoda_worker.loading.retention import KEEP_ALL, Retention
 
 SHAPE = KVShape(num_layers=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)  # 2 KiB per token
 BLOCK_BYTES = 32 * 2048
@@ -33,6 +34,7 @@ config_of = partial(WorkerConfig, block_size=32)
 class Needs:
     kv_groups: tuple[KVShape, ...] = (SHAPE,)
     max_model_len: int = 1024
+    retentions: tuple[Retention, ...] = KEEP_ALL
 
 
 def test_bytes_of_a_token() -> None:

@@ -9,7 +9,7 @@ from tests.worker.fakes_model import new_row
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, StepPlan
+from pagoda_proto.steps import KVGroup, AppendBlocks, Chunk, NewRow, ReplaceBlock, StepPlan
 from pagoda_worker.rows.rows import Ints, Row
 from pagoda_worker.step.table import RowTable, RunnerFacts
 
@@ -19,11 +19,10 @@ FACTS = RunnerFacts(
     device="cpu",
     vocab_size=100,
     max_model_len=64,
-    num_blocks=8,
+    kv_groups=(KVGroup(8, num_swap_blocks=4),),
     block_size=16,
     max_rows=3,
     max_tokens_per_step=40,
-    num_swap_blocks=4,
 )
 
 

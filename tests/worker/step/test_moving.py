@@ -27,7 +27,7 @@ from tests.worker.speculation.test_drafting import Allowing, draft_model, plain,
 from tests.worker.step.test_runner import MANNERS, tiny_llama, tokens_of
 
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, RowOutput, StepPlan, StepResult
+from pagoda_proto.steps import KVGroup, AppendBlocks, Chunk, NewRow, RowOutput, StepPlan, StepResult
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.kv_cache import Blocks
@@ -125,7 +125,7 @@ def test_a_swapped_row_goes_on_with_the_same_bits(make: Callable[[], ModelRunner
 def test_the_draft_model_has_its_blocks_back_too() -> None:
     """The fake model hashes what its cache holds, so a block missing there would make a wrong guess."""
     runner = speculating(draft_model(), swap_space_gib=2 * SWAP_SPACE_GIB)
-    assert runner.facts.num_swap_blocks == NUM_SWAP_BLOCKS
+    assert runner.facts.kv_groups[0].num_swap_blocks == NUM_SWAP_BLOCKS
     driver = Allowing(runner)
     tokens = tokens_of(driver.decode(1, PROMPT, 9, allow=False))
     known = PROMPT + tokens
@@ -363,7 +363,7 @@ def filled(seed: int) -> torch.Tensor:
 
 def test_all_caches_move_alike() -> None:
     first, second = filled(1), filled(2)
-    mover = BlockMover([(fake_loaded(), [first]), (fake_loaded(), [second])], BLOCK_SIZE, 4, None)
+    mover = BlockMover([(fake_loaded(), [first]), (fake_loaded(), [second])], BLOCK_SIZE, [range(NUM_BLOCKS)], [range(4)], None)
     before = [cache.clone() for cache in (first, second)]
     mover.swap_out([(5, 0), (6, 3)])
     mover.copy([(1, 5), (2, 6)])
@@ -412,9 +412,9 @@ def test_too_little_host_memory_names_the_option() -> None:
 def test_a_worker_says_how_much_it_can_swap_and_how_long_that_takes() -> None:
     accelerator = FakeAccelerator()
     facts = fake_runner(accelerator=accelerator, swap_space_gib=SWAP_SPACE_GIB).facts
-    assert facts.num_swap_blocks == NUM_SWAP_BLOCKS
-    assert facts.swap_block_s > 0
+    assert facts.kv_groups[0].num_swap_blocks == NUM_SWAP_BLOCKS
+    assert facts.kv_groups[0].swap_block_s > 0
     assert accelerator.journal == ["pinned", *["synchronized"] * 4]
     none = fake_runner(swap_space_gib=0).facts
-    assert (none.num_swap_blocks, none.swap_block_s) == (0, 0.0)
-    assert fake_runner().facts.num_swap_blocks == 0, "a CPU has none by itself"
+    assert none.kv_groups == (KVGroup(NUM_BLOCKS),)
+    assert fake_runner().facts.kv_groups == (KVGroup(NUM_BLOCKS),), "a CPU has none by itself"
