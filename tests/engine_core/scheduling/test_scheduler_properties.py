@@ -1,7 +1,7 @@
-"""Whatever happens in whatever order: every request ends once, with the tokens of an undisturbed run; whatever a worker's
-layers keep.
+"""Whatever happens in whatever order: every request ends once, with the tokens of an undisturbed run.
 
-The fake worker checks the KV of every row in every step, so that a block used wrongly fails where it happens.
+The fake worker checks the KV of every row in every step, so that a block used wrongly fails where it happens; of groups
+that keep a window, what lies in it.
 """
 
 from __future__ import annotations

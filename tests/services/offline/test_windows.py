@@ -1,4 +1,4 @@
-"""Layers that keep only their window: the tokens of transformers, far beyond it, whatever becomes of rows and blocks."""
+"""Layers that keep only their window: the tokens of transformers, far beyond it, whatever becomes of blocks."""
 
 from __future__ import annotations
 

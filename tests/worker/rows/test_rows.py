@@ -9,7 +9,7 @@ from tests.worker.fakes_model import new_row
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.steps import KVGroup, AppendBlocks, Chunk, NewRow, ReplaceBlock, StepPlan
+from pagoda_proto.steps import AppendBlocks, Chunk, KVGroup, NewRow, ReplaceBlock, StepPlan
 from pagoda_worker.rows.rows import Ints, Row
 from pagoda_worker.step.table import RowTable, RunnerFacts
 

@@ -27,7 +27,7 @@ from tests.worker.speculation.test_drafting import Allowing, draft_model, plain,
 from tests.worker.step.test_runner import MANNERS, tiny_llama, tokens_of
 
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.steps import KVGroup, AppendBlocks, Chunk, NewRow, RowOutput, StepPlan, StepResult
+from pagoda_proto.steps import AppendBlocks, Chunk, KVGroup, NewRow, RowOutput, StepPlan, StepResult
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.kv_cache import Blocks
@@ -363,7 +363,9 @@ def filled(seed: int) -> torch.Tensor:
 
 def test_all_caches_move_alike() -> None:
     first, second = filled(1), filled(2)
-    mover = BlockMover([(fake_loaded(), [first]), (fake_loaded(), [second])], BLOCK_SIZE, [range(NUM_BLOCKS)], [range(4)], None)
+    mover = BlockMover(
+        [(fake_loaded(), [first]), (fake_loaded(), [second])], BLOCK_SIZE, [range(NUM_BLOCKS)], [range(4)], None
+    )
     before = [cache.clone() for cache in (first, second)]
     mover.swap_out([(5, 0), (6, 3)])
     mover.copy([(1, 5), (2, 6)])

@@ -85,7 +85,7 @@ def _tell_kv_cache(config: WorkerConfig, loaded: LoadedModel, runner: ModelRunne
         what = f"the last {group.kept} tokens" if group.kept else "all tokens"
         log.info("KV cache: %d blocks of %d tokens, for layers that keep %s", group.num_blocks, facts.block_size, what)
     if facts.kv_groups:
-        log.info("KV cache: %s", context_cost(loaded, config.block_size))
+        log.info("KV cache: %s", context_cost(settled(config, loaded)[0], config.block_size))
 
 
 def _reading(config: WorkerConfig, loaded: LoadedModel) -> ModelRunner:
