@@ -145,6 +145,11 @@ class KvCache:
     def free_blocks(self) -> Counts:
         return [group.pool.num_free for group in self.groups]
 
+    def lacks(self, wanted: Counts, reserved: Counts | None = None) -> bool:
+        """Whether fewer blocks are free than these, beside those that are reserved."""
+        free = self.free_blocks
+        return exceeds(wanted, less(free, reserved) if reserved else free)
+
     @property
     def free_swap_blocks(self) -> Counts:
         return [group.swap_pool.num_free for group in self.groups]

@@ -16,17 +16,9 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.beams import BeamSearch
 from pagoda_engine_core.scheduling.decoding import NOBODY, News, mark_heed, mark_quiet, restless
 from pagoda_engine_core.scheduling.invariants import check_books
-from pagoda_engine_core.scheduling.kv_cache import (
-    NO_GROWTH,
-    BlockCounts,
-    KvCache,
-    Prefix,
-    awaits_sibling,
-    exceeds,
-    less,
-)
+from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, BlockCounts, KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.scheduling.ledger import Cause, Totals
-from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder
+from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder, reports
 from pagoda_engine_core.scheduling.policy import Policy, Rows
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
 from pagoda_engine_core.scheduling.room import Need, Room
@@ -218,7 +210,7 @@ class Scheduler:
         if result.errors:
             news.deltas += self._apply_errors({error.row_id: error for error in result.errors}, now)
         flight = self._in_flight.popleft()
-        self._speed.observe(flight.num_tokens, flight.num_rows, result.forward_s)
+        self._speed.observe(flight.num_tokens, flight.num_rows, result.forward_s, reports=flight.reports)
         for choice, chunk, output in flight.apply(result, self._kv, news):
             self._apply_row(choice, chunk, output, now, news)
         self.totals.output_tokens += len(news.tokens)
@@ -227,7 +219,7 @@ class Scheduler:
         distances = [choice.distance for choice in awake]
         decodes = self.num_rows - len(awake) + distances.count(1)
         prompts = num_beginning + sum(distance > 1 for distance in distances)
-        tokens = self._speed.step_tokens(decodes)
+        tokens = self._speed.step_tokens(decodes, reports=reports(awake) or reports(self._rows.waiting))
         chunk_size = self._speed.chunk_tokens(self._kv.longest_chunk, tokens, decodes, prompts)
         return Budget(tokens, chunk_size if self._kv.keeps else None, decodes)
 
@@ -271,7 +263,7 @@ class Scheduler:
         """Find blocks for its next tokens; False if it was the one to give up its own."""
         target, growth = choice.num_computed + num_tokens, NO_GROWTH
         if any(self._kv.missing(choice, target)):
-            while exceeds(self._kv.missing(choice, target), self._kv.free_blocks):
+            while self._kv.lacks(self._kv.missing(choice, target)):
                 victim = self._rows.running[-1]
                 self._preempt(victim, now)
                 if victim is choice:
@@ -303,7 +295,7 @@ class Scheduler:
         if not builder.budget.fits(choice.num_tokens - prefix.num_tokens):
             return Cause.QUEUED_BUDGET
         cost = self._kv.admission_cost(prefix, choice.num_tokens, self._kv.lifetime_blocks(choice.request))
-        if exceeds(cost, less(self._kv.free_blocks, builder.reserved_blocks)):
+        if self._kv.lacks(cost, builder.reserved_blocks):
             return Cause.QUEUED_BLOCKS
         self._admit(choice, prefix, builder, now)
         return None
