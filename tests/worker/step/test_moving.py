@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -374,6 +375,25 @@ def test_all_caches_move_alike() -> None:
         assert torch.equal(cache[[5, 6, 8, 9]], old[[1, 2, 6, 5]])
         untouched = [block for block in range(NUM_BLOCKS) if block not in (5, 6, 8, 9)]
         assert torch.equal(cache[untouched], old[untouched])
+
+
+def test_blocks_of_a_group_move_in_the_caches_that_go_by_its_table() -> None:
+    """Three caches, of which the second goes by another table, whose blocks and swap blocks follow the first one's."""
+    caches = [filled(seed) for seed in (1, 2, 3)]
+    shapes = [replace(KV_SHAPE, table=table) for table in (0, 1, 0)]
+    loaded: list[Any] = [FakeLoaded(kv_groups=(shape,)) for shape in shapes]
+    pairs = [(one, [cache]) for one, cache in zip(loaded, caches, strict=True)]
+    blocks, swap_blocks = [range(6), range(6, 10)], [range(2), range(2, 5)]
+    mover = BlockMover(pairs, BLOCK_SIZE, blocks, swap_blocks, None)
+    before = [cache.clone() for cache in caches]
+    mover.swap_out([(5, 1), (7, 2), (9, 4)])
+    mover.copy([(0, 5), (6, 7)])
+    mover.swap_in([(1, 4), (2, 8), (4, 6)])
+    for cache, old in zip(caches[::2], before[::2], strict=True):
+        assert torch.equal(cache[:6], old[[0, 1, 2, 3, 5, 0]])
+    assert torch.equal(caches[1][:4], before[1][[3, 0, 1, 3]])
+    assert mover.seconds_per_block(0) > 0
+    assert mover.seconds_per_block(1) > 0
 
 
 @pytest.mark.parametrize("blocks_at_once", [1, 3])

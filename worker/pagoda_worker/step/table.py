@@ -190,7 +190,7 @@ class RowTable:
         if problems:
             raise BadClaim(f"{problems[0].param}: {problems[0].message}", ErrorCode.INVALID_ARGUMENT)
         matcher = self._matcher(new, tokens) if new.params.grammar else None
-        first, *others = self._tables(new.block_ids) or [tokens[:0]]
+        first, *others = self._tables(new.block_ids, new.num_computed) or [tokens[:0]]
         return Row.of(new, tokens, first, matcher, self._slot(new), others)
 
     def _slot(self, new: NewRow) -> int:
@@ -221,15 +221,20 @@ class RowTable:
         place = next(place for place, span in enumerate(self._blocks) if block in span)
         (row.blocks, *row.others)[place].array[replace.index] = block - self._blocks[place].start
 
-    def _tables(self, values: Sequence[int]) -> list[Ids]:
-        """Block ids as the tables of each group, by its own numbers; see `group` in `steps`."""
+    def _tables(self, values: Sequence[int], num_computed: int = 0) -> list[Ids]:
+        """Block ids as the tables of each group, by its own numbers; see `group` in `steps`. Only what a row that goes
+        on from there does not read may be lacking."""
         count = len(self._blocks)
         if len(values) % max(1, count):
             raise BadClaim(f"block_ids: {len(values)} are not as many for each of {count} groups")
         size = len(values) // max(1, count)
         parts = [values[place * size : (place + 1) * size] for place in range(count)]
         groups = zip(parts, self._blocks, self._facts.kv_groups, strict=True)
-        return [_blocks_of(part, span, may_lack=group.kept > 0) for part, span, group in groups]
+        unread = [max(0, num_computed - group.kept) // self._facts.block_size for group in self._facts.kv_groups]
+        return [
+            _blocks_of(part, span, most if group.kept else 0)
+            for (part, span, group), most in zip(groups, unread, strict=True)
+        ]
 
     def _check_chunk(self, row: Row, chunk: Chunk, budget: int) -> None:
         end, known = chunk.start + chunk.num_tokens, len(row.tokens)
@@ -259,9 +264,10 @@ def spans(counts: Iterable[int]) -> list[range]:
     return [range(*pair) for pair in pairwise(accumulate(counts, initial=0))]
 
 
-def _blocks_of(values: Sequence[int], span: range, *, may_lack: bool) -> Ids:
-    """A table by the group's own numbers. One that may lack blocks at its begin has -1 there."""
-    lacking = next((place for place, block in enumerate(values) if block != NO_BLOCK), len(values)) if may_lack else 0
+def _blocks_of(values: Sequence[int], span: range, most_lacking: int) -> Ids:
+    """A table by the group's own numbers, with -1 for the blocks that it lacks at its begin."""
+    lacking = next((place for place, block in enumerate(values[:most_lacking]) if block != NO_BLOCK), most_lacking)
+    lacking = min(lacking, len(values))
     ids = _ids("block_ids", values[lacking:], span.stop)
     if len(ids) and ids.min() < span.start:
         raise BadClaim(f"block_ids must be between {span.start} and {span.stop - 1}")
