@@ -12,14 +12,12 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from pagoda_proto.steps import MAX_KV_GROUPS
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.kv_cache import KVShape
-
-if TYPE_CHECKING:
-    from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.kernels.ops import Ops
 
 MEAN_WINDOWS = 8
 STEPS_IN_FLIGHT, CHUNK_TOKENS = 2, 512
@@ -51,7 +49,28 @@ class Retention:
 KEEP_ALL = (Retention(),)
 
 
-def settled(config: WorkerConfig, *models: LoadedModel) -> list[LoadedModel]:
+class Keeping(Protocol):
+    """What of a loaded model matters here."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def kv_groups(self) -> tuple[KVShape, ...]: ...
+
+    @property
+    def retentions(self) -> tuple[Retention, ...]: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def ops(self) -> Ops: ...
+
+
+M = TypeVar("M", bound=Keeping)
+
+
+def settled(config: WorkerConfig, *models: M) -> list[M]:
     """These models, which serve together, with what they keep; the first one's longest context is that of all."""
     max_len = models[0].max_model_len
     kept = {_kept(config, model, shape, max_len) for model in models for shape in model.kv_groups}
@@ -61,7 +80,7 @@ def settled(config: WorkerConfig, *models: LoadedModel) -> list[LoadedModel]:
     first = _whole(config, max_len) if found[0] == 0 else _window_blocks(config, found[0])
     retentions = tuple(_retention(config, tokens, max_len, first if i else 0) for i, tokens in enumerate(found))
 
-    def table(model: LoadedModel, shape: KVShape) -> int:
+    def table(model: Keeping, shape: KVShape) -> int:
         own = _kept(config, model, shape, max_len)
         return max(i for i, tokens in enumerate(found) if not tokens or (own and tokens >= own))
 
@@ -84,7 +103,7 @@ def bytes_of_row(shapes: Sequence[KVShape], retentions: Sequence[Retention], num
     )
 
 
-def context_cost(model: LoadedModel, block_size: int) -> str:
+def context_cost(model: Keeping, block_size: int) -> str:
     """What the longest context of a model that is `settled` takes, in words."""
     taken, all_kept = (
         bytes_of_row(model.kv_groups, kept, model.max_model_len, block_size)
@@ -94,7 +113,7 @@ def context_cost(model: LoadedModel, block_size: int) -> str:
     return f"{said}, {taken / all_kept:.0%} of what it would if all layers kept all" if taken < all_kept else said
 
 
-def _kept(config: WorkerConfig, model: LoadedModel, shape: KVShape, max_len: int) -> int:
+def _kept(config: WorkerConfig, model: Keeping, shape: KVShape, max_len: int) -> int:
     """Tokens; 0, all, also where a window would save next to nothing."""
     if shape.window is None or config.kv_retention == "all":
         return 0
