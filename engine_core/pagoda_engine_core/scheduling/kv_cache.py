@@ -112,7 +112,7 @@ class KvCache:
             for offer, pools in zip(offers, pools_of(offers, block_size, prefix_cache), strict=True)
         ]
         self._nothing = Prefix([Table() for _ in offers], 0, [()] * len(offers))
-        self._lets_go = not all(group.keeps_all for group in self.groups)
+        self._heeds_full = prefix_cache or not all(group.keeps_all for group in self.groups)
         self.keeps = bool(self.groups)
 
     @classmethod
@@ -147,8 +147,9 @@ class KvCache:
 
     def lacks(self, wanted: Counts, reserved: Counts | None = None) -> bool:
         """Whether fewer blocks are free than these, beside those that are reserved."""
-        free = self.free_blocks
-        return exceeds(wanted, less(free, reserved) if reserved else free)
+        if reserved is not None:
+            return exceeds(wanted, less(self.free_blocks, reserved))
+        return any(count > group.pool.num_free for count, group in zip(wanted, self.groups, strict=True))
 
     @property
     def free_swap_blocks(self) -> Counts:
@@ -186,10 +187,6 @@ class KvCache:
     def next_full(self, choice: Choice) -> int:
         """Computed tokens with which `commit` has a block to register or to let go."""
         return (choice.num_registered + 1) * self.block_size if self._heeds_full else sys.maxsize
-
-    @property
-    def _heeds_full(self) -> bool:
-        return self._prefix_cache or self._lets_go
 
     def matched_tokens(self, choice: Choice) -> int:
         """How many leading tokens a prefix hit would save right now."""
@@ -261,29 +258,31 @@ class KvCache:
 
     def missing(self, choice: Choice, num_tokens: int) -> Counts:
         """Free blocks that `grow` needs."""
-        wanted = self.blocks_for(num_tokens)
-        tables = zip(self.groups, self._tables(choice), strict=True)
-        return [
-            max(0, wanted - len(table.ids)) + len(self._shared_indices(choice, group, table, num_tokens))
-            for group, table in tables
-        ]
+        wanted, tables, found = self.blocks_for(num_tokens), self._tables(choice), []
+        for place, group in enumerate(self.groups):
+            ids = tables[place].ids
+            found.append(max(0, wanted - len(ids)) + len(self._shared_indices(choice, group, ids, wanted)))
+        return found
 
     def grow(self, choice: Choice, num_tokens: int) -> Growth:
         """Make the tables fit to write tokens [num_computed, num_tokens). `missing` blocks must be free."""
-        if not any(self.missing(choice, num_tokens)):
-            return NO_GROWTH
-        growth, wanted = Growth([], [], []), self.blocks_for(num_tokens)
-        choice.tables = [*self._tables(choice)]
-        for group, table in zip(self.groups, choice.tables, strict=True):
-            shared = self._shared_indices(choice, group, table, num_tokens)
-            appended = group.pool.allocate(max(0, wanted - len(table.ids)))
+        wanted, growth = self.blocks_for(num_tokens), NO_GROWTH
+        choice.tables = self._tables(choice)
+        for place, group in enumerate(self.groups):
+            ids = choice.tables[place].ids
+            shared = self._shared_indices(choice, group, ids, wanted)
+            if wanted <= len(ids) and not shared:
+                continue
+            if growth is NO_GROWTH:
+                growth = Growth([], [], [])
+            appended = group.pool.allocate(max(0, wanted - len(ids)))
             for index in shared:
-                source, (copy,) = table.ids[index], group.pool.allocate(1)
+                source, (copy,) = ids[index], group.pool.allocate(1)
                 growth.copies.append((source, copy))
                 growth.replaced.append((index, copy))
-                table.ids[index] = copy
+                ids[index] = copy
                 group.pool.free([source])
-            table.ids.extend(appended)
+            ids.extend(appended)
             growth.appended.extend(appended)
         return growth
 
@@ -294,12 +293,12 @@ class KvCache:
         num_full = num_computed // self.block_size
         if num_full <= choice.num_registered or not self._heeds_full:
             return
-        names = self._names(choice, num_full) if self._prefix_cache else []
-        for group, table in zip(self.groups, choice.tables, strict=True):
-            for index in range(max(choice.num_registered, table.gone), len(names[:num_full])):
+        names = self._names(choice, num_full) if self._prefix_cache else ()
+        for place, group in enumerate(self.groups):
+            table = choice.tables[place]
+            for index in range(max(choice.num_registered, table.gone), num_full if names else 0):
                 group.pool.register(table.ids[index], names[index])
-            gone = group.first_kept(num_computed)
-            if gone > table.gone:
+            if not group.keeps_all and (gone := group.first_kept(num_computed)) > table.gone:
                 group.pool.free(table.let_go(gone))
         choice.num_registered = num_full
 
@@ -320,16 +319,16 @@ class KvCache:
         pairs = zip(self.groups, block_ids, strict=True)
         return [sum(group.pool.ref_counts[block] > 1 for block in ids) for group, ids in pairs]
 
-    def _tables(self, choice: Choice) -> Sequence[Table]:
+    def _tables(self, choice: Choice) -> list[Table]:
         return choice.tables or [Table() for _ in self.groups]
 
-    def _shared_indices(self, choice: Choice, group: Group, table: Table, num_tokens: int) -> list[int]:
-        """Table entries in the way of writing [num_computed, num_tokens): blocks with another user."""
-        ids, refs = table.ids, group.pool.ref_counts
-        first, last = choice.num_computed // self.block_size, (num_tokens - 1) // self.block_size
+    def _shared_indices(self, choice: Choice, group: Group, ids: Sequence[int], end: int) -> Sequence[int]:
+        """Entries of a table in the way of writing from the first token that is not computed up to place `end`: blocks
+        with another user."""
+        first, refs = choice.num_computed // self.block_size, group.pool.ref_counts
         if first >= len(ids):
-            return []
-        return [index for index in range(first, min(last + 1, len(ids))) if refs[ids[index]] > 1]
+            return ()
+        return [index for index in range(first, min(end, len(ids))) if refs[ids[index]] > 1]
 
     def _cached_prefix(self, choice: Choice) -> Prefix:
         """The longest one that all groups have: whichever lacks a block ends it before that, for the others, too."""

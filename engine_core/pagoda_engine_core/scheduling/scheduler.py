@@ -16,7 +16,7 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.beams import BeamSearch
 from pagoda_engine_core.scheduling.decoding import NOBODY, News, mark_heed, mark_quiet, restless
 from pagoda_engine_core.scheduling.invariants import check_books
-from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, BlockCounts, KvCache, Prefix, awaits_sibling
+from pagoda_engine_core.scheduling.kv_cache import BlockCounts, KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.scheduling.ledger import Cause, Totals
 from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder, reports
 from pagoda_engine_core.scheduling.policy import Policy, Rows
@@ -261,15 +261,13 @@ class Scheduler:
 
     def _hold(self, choice: Choice, num_tokens: int, builder: PlanBuilder, now: float) -> bool:
         """Find blocks for its next tokens; False if it was the one to give up its own."""
-        target, growth = choice.num_computed + num_tokens, NO_GROWTH
-        if any(self._kv.missing(choice, target)):
-            while self._kv.lacks(self._kv.missing(choice, target)):
-                victim = self._rows.running[-1]
-                self._preempt(victim, now)
-                if victim is choice:
-                    return False
-            growth = self._kv.grow(choice, target)
-        builder.grow_row(choice, growth)
+        target = choice.num_computed + num_tokens
+        while self._kv.lacks(self._kv.missing(choice, target)):
+            victim = self._rows.running[-1]
+            self._preempt(victim, now)
+            if victim is choice:
+                return False
+        builder.grow_row(choice, self._kv.grow(choice, target))
         return True
 
     def _plan_waiting(self, builder: PlanBuilder, preempted: bool, now: float) -> None:
