@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -53,23 +54,33 @@ def tokens(llm: LLM, given: list[list[int]], params: SamplingParams = GREEDY) ->
     return [[one.token_ids for one in output.outputs] for output in found]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma2", "mistral"])
-def test_far_beyond_the_window_the_tokens_are_those_of_transformers(name: str, saved: Saved) -> None:
+SWAPS = {"swap_space_gib": 0.01, "preemption": "swap", "chunk_size": 7}
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("gemma3", [SWAPS | {"speculation": "draft-model"}, {"kv_retention": "all"}]),
+        ("gemma2", [SWAPS]),
+        ("mistral", [SWAPS | {"speculation": "ngram"}]),
+    ],
+)
+def test_far_beyond_the_window_the_tokens_are_those_of_transformers(
+    name: str, others: list[dict[str, Any]], saved: Saved, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With prefix hits, preemption by both ways, beams, guesses, and prompts cut anywhere."""
     model, path = saved(name)
-    with LLM(str(path), **TIGHT) as llm:
-        together = tokens(llm, prompts())
-        beams = tokens(llm, prompts()[2:], SEARCH)
+    with caplog.at_level(logging.INFO), LLM(str(path), **TIGHT) as llm:
+        together, beams = tokens(llm, prompts()), tokens(llm, prompts()[2:], SEARCH)
         for prompt, (continuation,) in zip(prompts(), together, strict=True):
             assert agrees(model, prompt, continuation)
         assert tokens(llm, prompts()) == together
-        turn = prompts()[0] + together[0][0]
-        (next_turn,) = tokens(llm, [[*turn, 7, 8, 9]])
-    guesses = {"speculation": "draft-model", "draft_model": str(path)} if name == "gemma3" else {"speculation": "ngram"}
-    with LLM(str(path), **(TIGHT | guesses | {"chunk_size": 7}), swap_space_gib=0.01, preemption="swap") as llm:
-        assert tokens(llm, prompts()) == together
-        assert tokens(llm, prompts()) == together
-        assert tokens(llm, prompts()[2:], SEARCH) == beams
-    with LLM(str(path), **TIGHT, kv_retention="all") as llm:
-        assert tokens(llm, prompts()) == together
-        assert tokens(llm, prompts()[2:], SEARCH) == beams
-        assert tokens(llm, [[*turn, 7, 8, 9]]) == [next_turn]
+        turn = [prompts()[0] + together[0][0] + [7, 8, 9]]
+        next_turn = tokens(llm, turn)
+    assert "for layers that keep the last 40 tokens" in caplog.text
+    for options in others:
+        draft = {"draft_model": str(path)} if options.get("speculation") == "draft-model" else {}
+        with LLM(str(path), **(TIGHT | options | draft)) as llm:
+            assert tokens(llm, prompts()) == together
+            assert tokens(llm, prompts()[2:], SEARCH) == beams
+            assert tokens(llm, turn) == next_turn
