@@ -60,9 +60,9 @@ SWAPS = {"swap_space_gib": 0.01, "preemption": "swap", "chunk_size": 7}
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        ("gemma3", [SWAPS | {"speculation": "draft-model"}, {"kv_retention": "all"}]),
-        ("gemma2", [SWAPS]),
-        ("mistral", [SWAPS | {"speculation": "ngram"}]),
+        ("gemma3", [SWAPS | {"speculation": "ngram"}, {"kv_retention": "all"}]),
+        ("gemma2", [SWAPS | {"speculation": "draft-model"}]),
+        ("mistral", [SWAPS]),
     ],
 )
 def test_far_beyond_the_window_the_tokens_are_those_of_transformers(
