@@ -45,7 +45,7 @@ from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta, Generate, NextTokens, RequestRecord
-from pagoda_proto.steps import PROTOCOL_VERSION, Hello, RowOutput, StepPlan, StepResult
+from pagoda_proto.steps import PROTOCOL_VERSION, Hello, KVGroup, RowOutput, StepPlan, StepResult
 from pagoda_proto.times import LivedClock
 
 ROWS, WORKERS, BLOCK_SIZE = 256, 32, 16
@@ -68,8 +68,8 @@ def make_record(index: int) -> RequestRecord:
 def make_hello(name: str) -> Hello:
     return Hello(
         protocol=PROTOCOL_VERSION, worker_id=name, incarnation=name, registration=1, model_fingerprint="m",
-        numerics_id="n", vocab_size=32_000, max_model_len=200_000, num_blocks=ROWS * 64, block_size=BLOCK_SIZE,
-        device="cpu", host_id="h", pid=1, max_rows=ROWS,
+        numerics_id="n", vocab_size=32_000, max_model_len=200_000, block_size=BLOCK_SIZE,
+        kv_groups=(KVGroup(ROWS * 64),), device="cpu", host_id="h", pid=1, max_rows=ROWS,
     )  # fmt: skip
 
 

@@ -6,10 +6,10 @@
     ManualClock      time that moves when told
 
 FakeRunner keeps a KV memory of its own: every cell of every block holds the hash of the row's tokens up to that
-position. A chunk writes its cells, then all cells of the row's block table up to the chunk's end are compared with what
-they must be. A block handed out twice, a missing copy-on-write, a wrong prefix hit or a block swapped in from the wrong
-place is therefore an error in the step that would have read the wrong KV, and not a strange token much later. Breaches
-of the contract raise ContractBroken.
+position. A chunk writes its cells, then all cells of the row's block tables up to the chunk's end are compared with
+what they must be; where a group keeps a window, those of the window. A block handed out twice, a missing copy-on-write,
+a wrong prefix hit, a block let go too early or swapped in from the wrong place is therefore an error in the step that
+would have read the wrong KV, and not a strange token much later. Breaches of the contract raise ContractBroken.
 A row that fails leaves tainted cells. Who reads them (a sibling forked before the failure is known) may, but samples
 wrong tokens from then on: whoever used those would not get the reference.
 """
@@ -20,6 +20,7 @@ import itertools
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -30,7 +31,17 @@ from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import Delta, FinishReason, Generate, Pool, RequestRecord, Tokens
-from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult, TopLogprobs
+from pagoda_proto.steps import (
+    NO_BLOCK,
+    Chunk,
+    KVGroup,
+    NewRow,
+    RowError,
+    RowOutput,
+    StepPlan,
+    StepResult,
+    TopLogprobs,
+)
 
 MASK64 = 2**64 - 1
 EMPTY_PREFIX = 0x9E3779B97F4A7C15
@@ -90,7 +101,7 @@ class FakeRow:
     new: NewRow
     token_ids: list[int]
     hashes: list[int]
-    block_ids: list[int]
+    tables: list[list[int]]  # of each group
     num_computed: int
     tainted: bool = False
 
@@ -122,6 +133,7 @@ class FakeRunner:
     poison_code: str = ErrorCode.NUMERICAL_ERROR.value
     poison_at: int = 0
     num_swap_blocks: int = 0
+    kv_groups: tuple[KVGroup, ...] = ()  # instead of these numbers, where there are several or one keeps a window
     verify: bool = True
     hint: Callable[[FakeRow], int] = lambda row: 0
     accept: Callable[[FakeRow, int], int] = lambda row, allowed: 0
@@ -131,6 +143,12 @@ class FakeRunner:
     tokens_computed: int = 0
 
     def __post_init__(self) -> None:
+        if not self.kv_groups and self.num_blocks:
+            self.kv_groups = (KVGroup(self.num_blocks, num_swap_blocks=self.num_swap_blocks),)
+        ends = [0, *accumulate(group.num_blocks for group in self.kv_groups)]
+        swap_ends = [0, *accumulate(group.num_swap_blocks for group in self.kv_groups)]
+        self._ranges = [range(*pair) for pair in pairwise(ends)]  # of block ids, by group
+        self._swap_ranges = [range(*pair) for pair in pairwise(swap_ends)]
         self._cells: dict[int, int] = {}  # block * block_size + offset -> hash of the prefix up to there
         self._swapped: dict[int, int] = {}  # the same of swap blocks
         self._decodes = DecodeList()
@@ -150,9 +168,9 @@ class FakeRunner:
         adapters = {row.new.adapter for row in self.rows.values()} - {None}
         self._require(len(adapters) <= self.max_adapters, f"{len(adapters)} adapters at once")
         self._change_tables(plan)
-        blocks, swap_blocks = range(self.num_blocks), range(self.num_swap_blocks)
-        self._check_pairs(plan.swap_outs, blocks, swap_blocks)
-        self._check_pairs(plan.swap_ins, swap_blocks, blocks)
+        self._check_pairs(plan.swap_outs, self._ranges, self._swap_ranges)
+        self._check_pairs(plan.swap_ins, self._swap_ranges, self._ranges)
+        self._check_pairs(plan.block_copies, self._ranges, self._ranges)
         self._move(plan.swap_outs, self._cells, self._swapped)
         self._move(plan.swap_ins, self._swapped, self._cells)
         self._copy_blocks(plan)
@@ -175,17 +193,19 @@ class FakeRunner:
         self._require(0 <= new.num_computed < len(new.token_ids), f"row {new.row_id} has nothing to compute")
         self._require(0 < new.num_prompt_tokens <= len(new.token_ids), f"row {new.row_id} has a bad prompt length")
         tokens = list(new.token_ids)
-        self.rows[new.row_id] = FakeRow(
-            new, tokens, prefix_hashes(tokens, new.adapter), list(new.block_ids), new.num_computed
-        )
+        tables = self._apart(new.block_ids)
+        self.rows[new.row_id] = FakeRow(new, tokens, prefix_hashes(tokens, new.adapter), tables, new.num_computed)
         self._check_table(self.rows[new.row_id])
 
     def _change_tables(self, plan: StepPlan) -> None:
         for append in plan.append_blocks:
-            self._row(append.row_id).block_ids.extend(append.block_ids)
+            for table, block_ids in zip(self._row(append.row_id).tables, self._apart(append.block_ids), strict=True):
+                table.extend(block_ids)
             self._check_table(self._row(append.row_id))
         for replace in plan.replace_blocks:
-            self._row(replace.row_id).block_ids[replace.index] = replace.block_id
+            places = [place for place, ids in enumerate(self._ranges) if replace.block_id in ids]
+            self._require(len(places) == 1, "block id out of range")
+            self._row(replace.row_id).tables[places[0]][replace.index] = replace.block_id
             self._check_table(self._row(replace.row_id))
 
     def _copy_blocks(self, plan: StepPlan) -> None:
@@ -195,8 +215,16 @@ class FakeRunner:
         self._require(sources.isdisjoint(destinations), "a block is copied from and to in one step")
         self._move(plan.block_copies, self._cells, self._cells)
 
-    def _check_pairs(self, pairs: list[tuple[int, int]], sources: range, destinations: range) -> None:
-        self._require(all(a in sources and b in destinations for a, b in pairs), "a swap is out of range")
+    def _apart(self, block_ids: list[int]) -> list[list[int]]:
+        """By group, of a list that has as many of each."""
+        size, rest = divmod(len(block_ids), max(1, len(self.kv_groups)))
+        self._require(not rest, f"{len(block_ids)} blocks for {len(self.kv_groups)} groups")
+        return [block_ids[place * size : (place + 1) * size] for place in range(len(self.kv_groups))]
+
+    def _check_pairs(self, pairs: list[tuple[int, int]], sources: list[range], destinations: list[range]) -> None:
+        """Both blocks of a pair are of one group."""
+        ways = list(zip(sources, destinations, strict=True))
+        self._require(all(any(a in s and b in d for s, d in ways) for a, b in pairs), "a swap is out of range")
         self._require(len({b for _, b in pairs}) == len(pairs), "a block is swapped to twice")
 
     def _move(self, pairs: list[tuple[int, int]], sources: dict[int, int], destinations: dict[int, int]) -> None:
@@ -225,24 +253,27 @@ class FakeRunner:
         last = end + chunk.num_drafts
         self._require(chunk.num_tokens > 0, f"row {chunk.row_id}: empty chunk")
         self._require(chunk.start == row.num_computed, f"row {chunk.row_id}: chunk at {chunk.start}")
-        if not self.num_blocks:
+        if not self.kv_groups:
             self._write_nothing(row, chunk)
             return
-        self._require(last <= len(row.block_ids) * self.block_size, f"row {chunk.row_id}: chunk beyond its blocks")
+        held = min(map(len, row.tables)) * self.block_size
+        self._require(last <= held, f"row {chunk.row_id}: chunk beyond its blocks")
         self._require(chunk.sample or not chunk.num_drafts, f"row {chunk.row_id}: drafts without a sample")
         if chunk.row_id not in self.failed_rows:
             self._require(end <= len(row.token_ids), f"row {chunk.row_id}: chunk beyond the known tokens")
             self._require(not chunk.sample or end == len(row.token_ids), f"row {chunk.row_id}: sampling too early")
             self.tokens_computed += chunk.num_tokens
         for position in range(chunk.start, end):
-            block = row.block_ids[position // self.block_size]
-            value = TAINTED if row.tainted else row.hashes[position]
-            self._cells[block * self.block_size + position % self.block_size] = value
+            self._keep(row, position, TAINTED if row.tainted else row.hashes[position])
         for position in range(end, last):
-            self._cells[row.block_ids[position // self.block_size] * self.block_size + position % self.block_size] = (
-                REJECTED
-            )
+            self._keep(row, position, REJECTED)
         row.num_computed = end
+
+    def _keep(self, row: FakeRow, position: int, value: int) -> None:
+        for table in row.tables:
+            block = table[position // self.block_size]
+            self._require(block != NO_BLOCK, f"row {row.new.row_id}: nowhere to write {position}")
+            self._cells[block * self.block_size + position % self.block_size] = value
 
     def _write_nothing(self, row: FakeRow, chunk: Chunk) -> None:
         """Without blocks nothing is kept, so a prompt is computed whole."""
@@ -252,15 +283,17 @@ class FakeRunner:
         row.num_computed = chunk.num_tokens
 
     def _check_prefix(self, chunk: Chunk) -> None:
-        if not (self.verify and self.num_blocks):
+        if not self.verify:
             return
         row = self._row(chunk.row_id)
-        for position in range(row.num_computed):
-            block = row.block_ids[position // self.block_size]
-            cell = self._cells.get(block * self.block_size + position % self.block_size)
-            row.tainted |= cell == TAINTED
-            sound = row.tainted or cell == row.hashes[position]
-            self._require(sound, f"row {chunk.row_id}: wrong KV at {position}, block {block}")
+        for group, table in zip(self.kv_groups, row.tables, strict=True):
+            first = max(0, chunk.start - group.kept) if group.kept else 0
+            for position in range(first, row.num_computed):
+                block = table[position // self.block_size]
+                cell = self._cells.get(block * self.block_size + position % self.block_size)
+                row.tainted |= cell == TAINTED
+                sound = row.tainted or cell == row.hashes[position]
+                self._require(sound, f"row {chunk.row_id}: wrong KV at {position}, block {block}")
 
     def _output(self, chunk: Chunk) -> RowOutput | None:
         row = self._row(chunk.row_id)
@@ -282,9 +315,7 @@ class FakeRunner:
                 logprobs.append(self.model.logprobs(prefix, token, count))
             row.append(token)
         for position in range(row.num_computed, row.num_computed + accepted):
-            block = row.block_ids[position // self.block_size]
-            value = TAINTED if row.tainted else row.hashes[position]
-            self._cells[block * self.block_size + position % self.block_size] = value
+            self._keep(row, position, TAINTED if row.tainted else row.hashes[position])
         row.num_computed += accepted
         reported = None if count is None else logprobs
         return RowOutput(chunk.row_id, tokens, reported, prompt_logprobs, chunk.num_drafts, self.hint(row))
@@ -303,10 +334,11 @@ class FakeRunner:
         return row
 
     def _check_table(self, row: FakeRow) -> None:
-        self._require(
-            len(set(row.block_ids)) == len(row.block_ids), f"row {row.new.row_id}: a block twice in its table"
-        )
-        self._require(all(0 <= block < self.num_blocks for block in row.block_ids), "block id out of range")
+        for group, ids, table in zip(self.kv_groups, self._ranges, row.tables, strict=True):
+            first = max(0, row.num_computed - group.kept) if group.kept else 0  # what was before may be another's
+            held = table[first // self.block_size :]
+            self._require(len(set(held)) == len(held), f"row {row.new.row_id}: a block twice in its table")
+            self._require(all(block in ids for block in held), "block id out of range")
 
     @staticmethod
     def _require(condition: bool, message: str) -> None:

@@ -107,14 +107,18 @@ class _StatsCollector(Collector):
         load = stats.load
         yield GaugeMetricFamily(f"{PREFIX}num_requests_running", "Requests on a worker", value=load.num_running)
         yield GaugeMetricFamily(f"{PREFIX}num_requests_waiting", "Requests without a row", value=load.num_waiting)
-        yield GaugeMetricFamily(f"{PREFIX}kv_cache_usage_perc", "Share of KV blocks in use, 0..1", value=load.kv_usage)
+        yield GaugeMetricFamily(
+            f"{PREFIX}kv_cache_usage_perc",
+            "KV blocks in use, of the fullest group, 0..1",
+            value=load.kv_usage,
+        )
         yield GaugeMetricFamily(f"{PREFIX}num_workers", "Workers that take work", value=load.num_workers)
         yield GaugeMetricFamily(
             f"{PREFIX}seconds_since_progress", "Since a step last advanced", value=load.seconds_since_progress
         )
         for kind in ("total", "used", "cached"):
             value = getattr(stats.blocks, f"blocks_{kind}")
-            yield GaugeMetricFamily(f"{PREFIX}kv_blocks_{kind}", f"KV blocks: {kind}", value=value)
+            yield GaugeMetricFamily(f"{PREFIX}kv_blocks_{kind}", f"KV blocks of all groups: {kind}", value=value)
         for kind in ("total", "used"):
             value = getattr(stats.blocks, f"swap_blocks_{kind}")
             yield GaugeMetricFamily(f"{PREFIX}swap_blocks_{kind}", f"Blocks of host memory: {kind}", value=value)

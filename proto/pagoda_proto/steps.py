@@ -17,6 +17,11 @@ a block given to another row in plan n+1 is written there only after plan n is d
 
     swap     a move of a block between the KV cache and a *swap block* in the host's memory, where the K and V of a
              preempted row outlast its blocks.
+    group    layers that keep the K and V of the same tokens. A row has a block table for each group, all as long as
+             each other: entry i is where tokens [i, i + 1) * block_size are. What a group keeps no more has NO_BLOCK
+             there in a new row; that a row which is there keeps less now is not said. Ids of blocks go through all
+             groups, those of the second follow those of the first, and so do those of swap blocks. So only lists of
+             `block_ids` tell groups apart: all of the first, then as many of the second.
 
 Within a step a worker does, in order: drop `finished_rows`, add `new_rows`, append and replace blocks, swap blocks out,
 swap blocks in, copy blocks, compute chunks (KV is written first, then attended), sample the rows whose chunk says so.
@@ -26,15 +31,20 @@ plan reads may be written again by the next.
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 
 from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP, SamplingParams
 from pagoda_proto.pooling.params import PoolingParams
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 NO_TOKEN = -1
 """In `StepResult.tokens`: what the row yields stands elsewhere."""
+NO_BLOCK = -1
+"""In `NewRow.block_ids`: nothing is kept of these tokens."""
+MAX_KV_GROUPS = 8
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -83,14 +93,15 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AppendBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """Append `block_ids` to the row's block table."""
+    """Append `block_ids` to the row's block tables, as many to each."""
 
     row_id: int
     block_ids: list[int]
 
 
 class ReplaceBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Copy-on-write: entry `index` of the row's block table becomes `block_id` (see `block_copies`)."""
+    """Copy-on-write: entry `index` of the row's block table of the group that `block_id` is of becomes `block_id` (see
+    `block_copies`)."""
 
     row_id: int
     index: int
@@ -164,6 +175,22 @@ class ResetWorker(Message, frozen=True, tag="reset"):
 # --- worker -> engine core -------------------------------------------------------------------------------------------
 
 
+class KVGroup(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has for the layers that keep the K and V of the same tokens: of all (`kept` is 0), or at least of
+    the `kept` before the next that is to be computed."""
+
+    num_blocks: int
+    kept: int = 0
+    num_swap_blocks: int = 0
+    swap_block_s: float = 0.0  # how long it takes to move one block, as measured at start
+
+    def room_in_flight(self, block_size: int, max_model_len: int) -> int:
+        """Tokens of one row that may be planned and not confirmed, by what there is beyond a window."""
+        if not self.kept or self.num_blocks * block_size >= max_model_len:
+            return sys.maxsize
+        return (self.num_blocks - -(-self.kept // block_size) - 2) * block_size
+
+
 class Hello(Message, frozen=True, tag="hello"):
     """Registration. `worker_id` is the stable name, `incarnation` 64 random bits (hex) of this process, `registration`
     counts up with every one of its attempts: each has sockets and routing ids of its own
@@ -171,7 +198,7 @@ class Hello(Message, frozen=True, tag="hello"):
     it.
 
     `host_id` and `pid` let an engine core on the same host watch the process itself. `pools` are the outputs of a model
-    that reads (see `pooling`), each vector of `pooled_width` numbers. Without `num_blocks` it keeps no K and V: every
+    that reads (see `pooling`), each vector of `pooled_width` numbers. Without `kv_groups` it keeps no K and V: every
     prompt is computed whole, in one chunk, if need be in a step of its own, however long.
     """
 
@@ -183,18 +210,26 @@ class Hello(Message, frozen=True, tag="hello"):
     numerics_id: str
     vocab_size: int
     max_model_len: int
-    num_blocks: int
     block_size: int
     device: str
     host_id: str
     pid: int
     max_rows: int = 256
     max_tokens_per_step: int = DEFAULT_MAX_TOKENS_PER_STEP
-    num_swap_blocks: int = 0
-    swap_block_s: float = 0.0  # how long it takes to move one block, as measured at start
+    kv_groups: tuple[KVGroup, ...] = ()
     pools: tuple[str, ...] = ()
     pooled_width: int = 0
     max_adapters: int = 0  # that rows may have at once, each counted once; without any, rows with one fail
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all groups together."""
+        return sum(group.num_blocks for group in self.kv_groups)
+
+    @property
+    def num_swap_blocks(self) -> int:
+        """Of all groups together."""
+        return sum(group.num_swap_blocks for group in self.kv_groups)
 
 
 class TopLogprobs(msgspec.Struct, frozen=True, array_like=True):

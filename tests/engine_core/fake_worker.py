@@ -29,6 +29,7 @@ from pagoda_proto.steps import (
     Drain,
     Goodbye,
     Hello,
+    KVGroup,
     Message,
     Refused,
     ResetWorker,
@@ -52,12 +53,15 @@ def make_hello(worker_id: str = "w0", **fields: object) -> Hello:
         numerics_id="fake-numerics",
         vocab_size=256,
         max_model_len=1024,
-        num_blocks=64,
         block_size=4,
         device="fake",
         host_id="",
         pid=os.getpid(),
+        kv_groups=(KVGroup(64),),
     )
+    one = {name: fields.pop(name) for name in KVGroup.__struct_fields__ if name in fields}  # what its one group has
+    if one:
+        fields["kv_groups"] = (KVGroup(**{"num_blocks": 64} | one),) if one.get("num_blocks", 64) else ()
     return msgspec.structs.replace(hello, **fields)
 
 
@@ -127,7 +131,7 @@ class Peer:
 
 
 def runner_of(hello: Hello) -> FakeRunner:
-    return FakeRunner(hello.num_blocks, hello.block_size, num_swap_blocks=hello.num_swap_blocks)
+    return FakeRunner(block_size=hello.block_size, kv_groups=hello.kv_groups)
 
 
 class FakeWorker:

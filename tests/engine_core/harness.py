@@ -29,7 +29,7 @@ from pagoda_proto.decodes import DecodeList
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import num_candidates
 from pagoda_proto.records import Delta, FinishReason, PriorOutput, RequestRecord, Resume
-from pagoda_proto.steps import Decodes, NewRow, StepPlan, StepResult, TopLogprobs
+from pagoda_proto.steps import Decodes, KVGroup, NewRow, StepPlan, StepResult, TopLogprobs
 
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
@@ -127,6 +127,7 @@ class Harness:
         block_size: int = 4,
         num_swap_blocks: int = 0,
         swap_block_s: float = 0.0,
+        kv_groups: tuple[KVGroup, ...] = (),
         max_adapters: int = 1,
         model: FakeModel | None = None,
         poison_token_id: int | None = None,
@@ -136,10 +137,9 @@ class Harness:
         **config: Any,
     ) -> None:
         self.model = model or FakeModel()
-        self.num_blocks = num_blocks
+        one = (KVGroup(num_blocks, num_swap_blocks=num_swap_blocks, swap_block_s=swap_block_s),)
+        self.kv_groups = kv_groups or (one if num_blocks else ())
         self.block_size = block_size
-        self.num_swap_blocks = num_swap_blocks
-        self.swap_block_s = swap_block_s
         self.max_adapters = max_adapters
         self.config = EngineConfig(**({"max_steps_in_flight": 1, "max_rows": 16} | config))
         self.clock = ManualClock()
@@ -154,20 +154,18 @@ class Harness:
 
     def new_worker(self) -> None:
         self.runner = FakeRunner(
-            self.num_blocks,
+            0,
             self.block_size,
             self.model,
             max_rows=self.config.max_rows,
             max_tokens_per_step=self.config.max_tokens_per_step,
-            num_swap_blocks=self.num_swap_blocks,
+            kv_groups=self.kv_groups,
             max_adapters=self.max_adapters,
             **self._behaviour,
         )
         hello = make_hello(
-            num_blocks=self.num_blocks,
+            kv_groups=self.kv_groups,
             block_size=self.block_size,
-            num_swap_blocks=self.num_swap_blocks,
-            swap_block_s=self.swap_block_s,
             max_adapters=self.max_adapters,
         )
         self.scheduler = Scheduler(self.config, hello, POLICIES[self.config.policy], self._row_ids)

@@ -576,7 +576,7 @@ def test_broken_books_are_found_while_nothing_runs(bench: Bench) -> None:
     record = make_record()
     bench.submit(record)
     bench.settle()
-    bench.engine._router.workers[1].scheduler._kv.pool.ref_counts[3] += 1
+    bench.engine._router.workers[1].scheduler._kv.groups[0].pool.ref_counts[3] += 1
     bench.pass_time(6.0)
     assert (1, ResetWorker()) in bench.executor.sent
     again = make_record()

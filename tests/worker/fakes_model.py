@@ -19,6 +19,7 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, Grammars
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
+from pagoda_worker.loading.retention import KEEP_ALL, Retention
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling import logprobs, sampler
 from pagoda_worker.sampling.device_sampler import DeviceSampler
@@ -110,6 +111,7 @@ class FakeLoaded:
     adapters: Adapters = NO_ADAPTERS
     pooler: None = None
     spare_blocks: int = 0
+    retentions: tuple[Retention, ...] = KEEP_ALL
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> tuple[torch.Tensor]:
         return (torch.full((num_blocks, block_size), -1, dtype=torch.int64),)

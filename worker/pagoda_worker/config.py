@@ -56,7 +56,15 @@ class WorkerConfig:
     kv_cache_dtype: str = option(
         "auto", "KV cache entries: auto (as computed) or int8, about half of bfloat16", words=("auto", "int8")
     )
-    num_blocks: int = option(0, "KV blocks, instead of kv_cache_gib; 0 means by memory")
+    num_blocks: int = option(
+        0,
+        "KV blocks of the layers that keep most, and what goes with them for others; 0 means by kv_cache_gib or memory",
+    )
+    kv_retention: str = option(
+        "window",
+        "KV that layers with a sliding window keep: window, or all (more prefix hits, for more memory)",
+        words=("window", "all"),
+    )
     swap_space_gib: float = option(
         AUTO_SWAP_SPACE,
         "host memory where preempted choices keep their KV blocks; -1: 4 (or less) on a GPU, none on a CPU",

@@ -280,9 +280,9 @@ class Router:
 
     @property
     def kv_usage(self) -> float:
-        """Part of all blocks that is in use."""
+        """Part of all blocks that is in use; of a worker with several groups, of the fullest."""
         total = sum(worker.hello.num_blocks for worker in self.workers.values())
-        used = sum(worker.scheduler.block_counts.blocks_used for worker in self.workers.values())
+        used = sum(worker.hello.num_blocks * worker.scheduler.kv_usage for worker in self.workers.values())
         return used / total if total else 0.0
 
     def totals(self) -> Counter[str]:

@@ -13,9 +13,13 @@ BlockPool touches the links. A block here is an int; the tensor behind it belong
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
+
+from pagoda_proto.steps import NO_BLOCK, KVGroup
 
 DIGEST_BYTES = 32
 
@@ -63,22 +67,58 @@ class HashChain:
         return blake2b(self._salt.encode(), digest_size=DIGEST_BYTES, key=bytes.fromhex(self._adapter)).digest()
 
 
-class BlockPool:
-    """All KV blocks of one worker. Ids are 0 .. num_blocks - 1."""
+@dataclass(slots=True)
+class Table:
+    """Blocks of one group by their place in a row. Its first `gone` places have NO_BLOCK: nothing is kept of them."""
 
-    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool) -> None:
+    ids: list[int] = field(default_factory=list)
+    gone: int = 0
+
+    @classmethod
+    def behind(cls, gone: int, ids: Sequence[int]) -> Table:
+        """With these blocks after `gone` places without one."""
+        return cls([NO_BLOCK] * gone + [*ids], gone)
+
+    @property
+    def held(self) -> list[int]:
+        return self.ids[self.gone :]
+
+    @property
+    def num_held(self) -> int:
+        return len(self.ids) - self.gone
+
+    def copy(self) -> Table:
+        return Table(list(self.ids), self.gone)
+
+    def let_go(self, gone: int) -> list[int]:
+        """Keep nothing before that place; the blocks that were there."""
+        left = self.ids[self.gone : gone]
+        self.ids[self.gone : gone] = [NO_BLOCK] * len(left)
+        self.gone = gone
+        return left
+
+
+class BlockPool:
+    """KV blocks of one worker. Ids are `first` .. `first` + num_blocks - 1; lists by id begin with 0 all the same."""
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_cache: bool, first: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.first, self.end = first, first + num_blocks
         # Read by others, written here only.
-        self.ref_counts = [0] * num_blocks
+        self.ref_counts = [0] * self.end
         self.num_free = num_blocks  # that can be allocated, those cached without a user included
         self.num_cached = 0  # free, with content that is kept for prefix hits
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._hash_of: list[bytes | None] = [None] * self.end
         self._block_of: dict[bytes, int] = {}
-        # Index num_blocks is the list's head and tail; the free list starts out in order of ids.
-        self._next: list[int] = [*range(1, num_blocks + 1), 0]
-        self._previous: list[int] = [num_blocks, *range(num_blocks)]
+        # Index `end` is the list's head and tail; the free list starts out in order of ids.
+        self._next: list[int] = [*range(1, self.end + 1), first]
+        self._previous: list[int] = [*range(-1, self.end)]
+        if num_blocks:
+            self._previous[first] = self.end
+        else:
+            self._previous[self.end] = self.end
 
     @property
     def num_used(self) -> int:
@@ -106,9 +146,9 @@ class BlockPool:
             if self.ref_counts[block]:
                 continue
             if self._hash_of[block] is None:
-                self._link_after(self.num_blocks, block)
+                self._link_after(self.end, block)
             else:
-                self._link_after(self._previous[self.num_blocks], block)
+                self._link_after(self._previous[self.end], block)
                 self.num_cached += 1
 
     def register(self, block: int, name: bytes) -> None:
@@ -117,6 +157,10 @@ class BlockPool:
         if self.prefix_cache and self._hash_of[block] is None and name not in self._block_of:
             self._hash_of[block] = name
             self._block_of[name] = block
+
+    def knows(self, name: bytes) -> bool:
+        """Whether some block is found by `name`."""
+        return name in self._block_of
 
     def match(self, names: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known prefix of `names`. Changes nothing; `share` them to keep them."""
@@ -140,7 +184,7 @@ class BlockPool:
         free = list(self._walk())
         require(len(free) == self.num_free, "free list and free count differ")
         require(
-            set(free) == {b for b in range(self.num_blocks) if not self.ref_counts[b]},
+            set(free) == {b for b in range(self.first, self.end) if not self.ref_counts[b]},
             "free list != blocks without user",
         )
         require(all(count >= 0 for count in self.ref_counts), "negative ref count")
@@ -150,15 +194,15 @@ class BlockPool:
 
     def _walk(self) -> list[int]:
         blocks: list[int] = []
-        block = self._next[self.num_blocks]
-        while block != self.num_blocks and len(blocks) <= self.num_blocks:
+        block = self._next[self.end]
+        while block != self.end and len(blocks) <= self.num_blocks:
             require(self._previous[self._next[block]] == block, f"links around block {block} are broken")
             blocks.append(block)
             block = self._next[block]
         return blocks
 
     def _take_first(self) -> int:
-        block = self._next[self.num_blocks]
+        block = self._next[self.end]
         self._unlink(block)
         name = self._hash_of[block]
         if name is not None:
@@ -182,3 +226,51 @@ class BlockPool:
         self._next[before] = self._previous[after] = block
         self._previous[block], self._next[block] = before, after
         self.num_free += 1
+
+
+class Group:
+    """One group's blocks, those of the KV cache and those of the swap space.
+
+    in_flight_tokens: Most of one row that were planned and are not confirmed.
+    """
+
+    def __init__(self, offer: KVGroup, pools: tuple[BlockPool, BlockPool], in_flight_tokens: int) -> None:
+        self.pool, self.swap_pool = pools
+        self.swap_block_s = offer.swap_block_s
+        self._block_size = self.pool.block_size
+        self._kept = -(-offer.kept // self._block_size) if offer.kept else sys.maxsize  # full blocks before the next
+        self.kept, self.keeps_all = offer.kept, not offer.kept  # tokens
+        most = self._kept + in_flight_tokens // self._block_size + 2
+        self._most = sys.maxsize if self.keeps_all else min(most, offer.num_blocks)
+
+    def first_kept(self, num_tokens: int) -> int:
+        """The first place that is read by a row that goes on from so many tokens."""
+        return max(0, num_tokens // self._block_size - self._kept)
+
+    def most(self, num_blocks: int) -> int:
+        """Blocks of a row at once, on its way through so many places."""
+        return min(num_blocks, self._most)
+
+    def reach(self, names: Sequence[bytes], num_blocks: int) -> int:
+        """How many of the first `num_blocks` could be a hit, by this group, if it were not for those behind them."""
+        if self.keeps_all:
+            return len(self.pool.match(names[:num_blocks]))
+        first = self.first_kept(num_blocks * self._block_size)
+        places = range(num_blocks - 1, first - 1, -1)
+        return next((place for place in places if not self.pool.knows(names[place])), num_blocks)
+
+    def hit(self, names: Sequence[bytes], num_blocks: int) -> Table:
+        """The table of that hit."""
+        first = self.first_kept(num_blocks * self._block_size)
+        return Table.behind(first, self.pool.match(names[first:num_blocks]))
+
+
+def pools_of(offers: Sequence[KVGroup], block_size: int, prefix_cache: bool) -> list[tuple[BlockPool, BlockPool]]:
+    """Of each group, its blocks and its swap blocks; see `group` in `steps`."""
+    found: list[tuple[BlockPool, BlockPool]] = []
+    first = first_swap = 0
+    for offer in offers:
+        pool = BlockPool(offer.num_blocks, block_size, prefix_cache, first)
+        found.append((pool, BlockPool(offer.num_swap_blocks, block_size, False, first_swap)))
+        first, first_swap = pool.end, found[-1][1].end
+    return found

@@ -8,19 +8,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from pagoda_engine_core.scheduling.blocks import require
+from pagoda_engine_core.scheduling.blocks import BlockPool, Group, Table, require
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.plan import Flight
 from pagoda_engine_core.scheduling.policy import OrderedChoices, Rows
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
+from pagoda_proto.steps import NO_BLOCK
 
 
 def check_books(kv: KvCache, requests: Collection[Request], rows: Rows, flights: Iterable[Flight]) -> None:
     """Raises BrokenInvariant."""
     waiting, running = rows.waiting, rows.running
-    for pool in (kv.pool, kv.swap_pool):
-        pool.check_invariants()
+    for group in kv.groups:
+        group.pool.check_invariants()
+        group.swap_pool.check_invariants()
     _check_references(kv, waiting, running)
     _check_queues(requests, waiting, running)
     for choice in running:
@@ -39,13 +41,22 @@ def check_books(kv: KvCache, requests: Collection[Request], rows: Rows, flights:
 
 
 def _check_references(kv: KvCache, waiting: OrderedChoices, running: OrderedChoices) -> None:
-    users = Counter(block for choice in running for block in choice.block_ids)
-    require(kv.pool.ref_counts == [users[block] for block in range(kv.pool.num_blocks)], "ref counts != block tables")
-    users = Counter(block for choice in waiting for block in choice.swap_block_ids)
-    swap_users = [users[block] for block in range(kv.swap_pool.num_blocks)]
-    require(kv.swap_pool.ref_counts == swap_users, "ref counts of swap blocks != what is swapped")
-    tables = [choice.block_ids for choice in running]
-    require(all(len(set(table)) == len(table) for table in tables), "a block appears twice in one table")
+    for place, group in enumerate(kv.groups):
+        tables = [choice.tables[place].held for choice in running if choice.tables]
+        require(_counts(group.pool) == _users(group.pool, tables), "ref counts != block tables")
+        require(all(len(set(table)) == len(table) for table in tables), "a block appears twice in one table")
+        kept = [choice.swapped[place].held for choice in waiting if choice.swapped]
+        agree = _counts(group.swap_pool) == _users(group.swap_pool, kept)
+        require(agree, "ref counts of swap blocks != what is swapped")
+
+
+def _counts(pool: BlockPool) -> list[int]:
+    return pool.ref_counts[pool.first :]
+
+
+def _users(pool: BlockPool, tables: Iterable[list[int]]) -> list[int]:
+    users = Counter(block for table in tables for block in table)
+    return [users[block] for block in range(pool.first, pool.end)]
 
 
 def _check_queues(requests: Collection[Request], waiting: OrderedChoices, running: OrderedChoices) -> None:
@@ -58,7 +69,7 @@ def _check_queues(requests: Collection[Request], waiting: OrderedChoices, runnin
         require(orders == sorted(set(orders)), "a queue is out of order")
     for choice in waiting:
         require(choice.state in (ChoiceState.WAITING, ChoiceState.PREEMPTED), "a waiting choice has another state")
-        require(choice.row_id == NO_ROW and not choice.block_ids and not choice.num_computed, "it holds something")
+        require(choice.row_id == NO_ROW and not choice.tables and not choice.num_computed, "it holds something")
     for request in requests:
         num_rows = sum(choice.state is ChoiceState.RUNNING for choice in request.choices)
         require(request.num_rows == num_rows, "number of rows of a request is wrong")
@@ -66,19 +77,33 @@ def _check_queues(requests: Collection[Request], waiting: OrderedChoices, runnin
 
 
 def _check_row(choice: Choice, kv: KvCache) -> None:
-    block_size = kv.pool.block_size
+    block_size = kv.block_size
     require(choice.state is ChoiceState.RUNNING and choice.row_id != NO_ROW, "a running choice has no row")
-    require(
-        not kv.keeps or choice.num_computed <= len(choice.block_ids) * block_size, "computed beyond the block table"
-    )
+    require(not kv.keeps or choice.num_computed <= kv.capacity(choice), "computed beyond the block table")
+    require(len({len(table.ids) for table in choice.tables}) <= 1, "tables of one row are not as long as each other")
+    for group, table in zip(kv.groups, choice.tables, strict=False):
+        _check_window(choice, group, table)
     require(choice.num_computed < choice.num_tokens + max(1, choice.num_pending), "computed beyond the tokens")
     require(choice.num_registered * block_size <= choice.num_computed, "registered before computed")
     require(choice.num_confirmed <= choice.num_computed, "confirmed before computed")
-    require(not choice.swap_block_ids and not choice.num_swapped, "a running choice is swapped out")
+    require(not choice.swapped and not choice.num_swapped, "a running choice is swapped out")
+
+
+def _check_window(choice: Choice, group: Group, table: Table) -> None:
+    """All that a token can read which is not confirmed yet is there, and what is not has no block."""
+    read = 0 if group.keeps_all else max(0, choice.num_confirmed - group.kept)
+    there = table.ids[read // group.pool.block_size :]
+    require(NO_BLOCK not in there or not choice.num_confirmed, "a block is gone that is still to be read")
+    require(table.ids[: table.gone] == [NO_BLOCK] * table.gone, "a block is gone and in a table")
+    require(NO_BLOCK not in table.held, "a block is gone and held")
+    require(table.num_held <= group.most(len(table.ids)), "a row holds more than its window and what is in flight")
 
 
 def _check_swapped(choice: Choice, kv: KvCache) -> None:
-    require(len(choice.swap_block_ids) == kv.blocks_for(choice.num_swapped), "swap blocks != swapped tokens")
+    for group, kept in zip(kv.groups, choice.swapped or [Table() for _ in kv.groups], strict=True):
+        gone = group.first_kept(choice.num_swapped)
+        fits = (len(kept.ids), kept.gone) == (kv.blocks_for(choice.num_swapped), gone)
+        require(fits, "swap blocks != swapped tokens")
     require(not choice.num_swapped or choice.state is ChoiceState.PREEMPTED, "swapped, but not preempted")
     require(choice.num_swapped < choice.num_tokens or not choice.distance, "nothing is left to compute")
 
@@ -100,7 +125,8 @@ def _check_search(request: Request) -> None:
 def _check_marks(choice: Choice, kv: KvCache) -> None:
     if choice.num_computed < choice.quiet_until:
         require(choice.distance == 1, "a quiet row has more to compute than a token, or nothing")
-        require(not kv.missing(choice, choice.num_computed + 1), "a quiet row has no block of its own for its token")
+        missing = kv.missing(choice, choice.num_computed + 1)
+        require(not any(missing), "a quiet row has no block of its own for its token")
     index, request = len(choice.output_ids), choice.request
     require(choice.heed_at <= choice.plain_until, "a token needs no thought, but is not plain")
     if index < choice.heed_at:

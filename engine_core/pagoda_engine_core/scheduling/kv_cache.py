@@ -5,6 +5,10 @@ one had that they come from, and whoever is about to write into a block with ano
 Blocks are offered to the prefix cache once a worker has confirmed that it computed them. Only what is confirmed is
 swapped out, too: a choice that is preempted with a step in flight loses that step and no other, and should that step
 fail, nothing of it is kept.
+
+A row has a table for each group of layers. A group that keeps a window lets a row's blocks go once no step can read
+them that is in flight or yet to come. That is judged by whole blocks of confirmed tokens, so it changes only when a
+block is full, and a hit may begin wherever the window before it is cached.
 """
 
 from __future__ import annotations
@@ -13,21 +17,27 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pagoda_engine_core.scheduling.blocks import BlockPool, HashChain
+from pagoda_engine_core.config import EngineConfig
+from pagoda_engine_core.scheduling.blocks import Group, HashChain, Table, pools_of
 from pagoda_engine_core.scheduling.request import Choice, Request
+from pagoda_proto.steps import Hello, KVGroup
+
+Counts = Sequence[int]
+"""Blocks of each group."""
 
 
 class Prefix(NamedTuple):
-    """What a row starts with: blocks to share, swap blocks whose content follows theirs, and how many of a choice's
-    tokens they hold together."""
+    """What a row starts with, by group: tables of blocks to share, swap blocks whose content follows theirs; and how
+    many of a choice's tokens they hold together."""
 
-    block_ids: list[int]
+    tables: Sequence[Table]
     num_tokens: int
-    swap_block_ids: Sequence[int] = ()
+    swapped: Sequence[Sequence[int]]
 
 
 class Growth(NamedTuple):
-    """How a block table changed: ids at its end; (index, new id) within it; (source, destination) to copy first."""
+    """How block tables changed: ids at their ends, group by group; (index, new id) within; (source, destination) to
+    copy first."""
 
     appended: list[int]
     replaced: list[tuple[int, int]]
@@ -35,7 +45,7 @@ class Growth(NamedTuple):
 
 
 class BlockCounts(NamedTuple):
-    """Of the moment."""
+    """Of the moment, of all groups together."""
 
     blocks_total: int = 0
     blocks_used: int = 0
@@ -44,8 +54,16 @@ class BlockCounts(NamedTuple):
     swap_blocks_used: int = 0
 
 
-NOTHING_CACHED = Prefix([], 0)
 NO_GROWTH = Growth([], [], [])
+
+
+def exceeds(wanted: Counts, there: Counts) -> bool:
+    """Whether any group has too few."""
+    return any(map(int.__gt__, wanted, there))
+
+
+def less(there: Counts, taken: Counts) -> list[int]:
+    return [one - other for one, other in zip(there, taken, strict=True)]
 
 
 def fork_source(request: Request) -> Choice | None:
@@ -70,43 +88,105 @@ def awaits_sibling(choice: Choice) -> bool:
 
 class KvCache:
     """Block tables of choices on top of one worker's blocks, those of its KV cache and those of its swap space. Where a
-    worker has no blocks, it keeps nothing and no row needs any."""
+    worker has no groups, it keeps nothing and no row needs any.
 
-    def __init__(self, pool: BlockPool, num_swap_blocks: int = 0) -> None:
-        self.pool = pool
-        self.swap_pool = BlockPool(num_swap_blocks, pool.block_size, prefix_cache=False)
-        self._block_size = pool.block_size
-        self.keeps = pool.num_blocks > 0
+    longest_chunk: Tokens that one step may compute of a row: as configured, or what a window's blocks have room for.
+    """
+
+    def __init__(
+        self,
+        offers: Sequence[KVGroup],
+        block_size: int,
+        prefix_cache: bool,
+        *,
+        longest_chunk: int = sys.maxsize // 2**16,
+        depth: int = 1,
+        max_tokens: int = sys.maxsize,
+    ) -> None:
+        self._offers, self.block_size, self._prefix_cache = offers, block_size, prefix_cache
+        self._depth, self._max_tokens = depth, max_tokens
+        rooms = [offer.room_in_flight(block_size, max_tokens) // depth for offer in offers]
+        self.longest_chunk = min([longest_chunk, *rooms])
+        self.groups = [
+            Group(offer, pools, depth * self.longest_chunk)
+            for offer, pools in zip(offers, pools_of(offers, block_size, prefix_cache), strict=True)
+        ]
+        self._nothing = Prefix([Table() for _ in offers], 0, [()] * len(offers))
+        self._heeds_full = prefix_cache or not all(group.keeps_all for group in self.groups)
+        self.keeps = bool(self.groups)
+
+    @classmethod
+    def of(cls, hello: Hello, config: EngineConfig) -> KvCache:
+        return cls(
+            hello.kv_groups, hello.block_size, config.prefix_cache and bool(hello.kv_groups),
+            longest_chunk=min(config.chunk_size, hello.max_tokens_per_step),
+            depth=config.max_steps_in_flight, max_tokens=hello.max_model_len,
+        )  # fmt: skip
 
     def emptied(self) -> KvCache:
         """One of the same sizes that holds nothing."""
-        pool = BlockPool(self.pool.num_blocks, self.pool.block_size, self.pool.prefix_cache)
-        return KvCache(pool, self.swap_pool.num_blocks)
+        sizes = self._offers, self.block_size, self._prefix_cache
+        return KvCache(*sizes, longest_chunk=self.longest_chunk, depth=self._depth, max_tokens=self._max_tokens)
 
     @property
     def counts(self) -> BlockCounts:
-        pool, swapped = self.pool, self.swap_pool
-        return BlockCounts(pool.num_blocks, pool.num_used, pool.num_cached, swapped.num_blocks, swapped.num_used)
+        counts = (
+            (one.num_blocks, one.num_used, one.num_cached, other.num_blocks, other.num_used)
+            for one, other in ((group.pool, group.swap_pool) for group in self.groups)
+        )
+        return BlockCounts(*map(sum, zip(*counts, strict=True)))
+
+    @property
+    def usage(self) -> float:
+        """Part of the blocks that is in use, of the group that has the fewest left."""
+        return max((group.pool.num_used / group.pool.num_blocks for group in self.groups), default=0.0)
+
+    @property
+    def free_blocks(self) -> Counts:
+        return [group.pool.num_free for group in self.groups]
+
+    def lacks(self, wanted: Counts, reserved: Counts | None = None) -> bool:
+        """Whether fewer blocks are free than these, beside those that are reserved."""
+        if reserved is not None:
+            return exceeds(wanted, less(self.free_blocks, reserved))
+        return any(count > group.pool.num_free for count, group in zip(wanted, self.groups, strict=True))
+
+    @property
+    def free_swap_blocks(self) -> Counts:
+        return [group.swap_pool.num_free for group in self.groups]
+
+    def reset_cache(self) -> int:
+        """Forget cached blocks that no row uses; how many those were."""
+        return sum(group.pool.reset_cache() for group in self.groups)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold this many tokens."""
-        return -(-num_tokens // self._block_size) if self.keeps else 0
+        """Blocks that hold this many tokens, in each group that keeps them."""
+        return -(-num_tokens // self.block_size) if self.keeps else 0
 
     def lifetime_blocks(self, request: Request) -> int:
-        """Blocks of a choice at its longest: the last token sampled needs none."""
+        """The length of a choice's tables at its longest: the last token sampled needs no block."""
         return self.blocks_for(request.num_prompt_tokens + request.max_output_tokens - 1)
 
-    def shortage(self, choice: Choice) -> int:
-        """Blocks that it lacks for all tokens known."""
-        return max(0, self.blocks_for(choice.num_tokens) - len(choice.block_ids))
+    def unfit(self, request: Request) -> str:
+        """Why one choice at its longest does not fit into all blocks; empty if it does."""
+        wanted = self.lifetime_blocks(request)
+        lacking = (group for group in self.groups if group.most(wanted) > group.pool.num_blocks)
+        group = next(lacking, None)
+        return f"need {wanted} KV blocks; the worker has {group.pool.num_blocks}" if group else ""
+
+    def shortage(self, choice: Choice, num_tokens: int) -> Counts:
+        """Blocks that it lacks on its way to so many tokens."""
+        wanted = self.blocks_for(num_tokens)
+        pairs = zip(self.groups, self._tables(choice), strict=True)
+        return [max(0, group.most(wanted - table.gone) - table.num_held) for group, table in pairs]
 
     def capacity(self, choice: Choice) -> int:
         """Tokens that the blocks of a choice hold."""
-        return len(choice.block_ids) * self._block_size
+        return len(choice.tables[0].ids) * self.block_size if choice.tables else 0
 
     def next_full(self, choice: Choice) -> int:
-        """Computed tokens with which `commit` has a block to register."""
-        return (choice.num_registered + 1) * self._block_size if self.pool.prefix_cache else sys.maxsize
+        """Computed tokens with which `commit` has a block to register or to let go."""
+        return (choice.num_registered + 1) * self.block_size if self._heeds_full else sys.maxsize
 
     def matched_tokens(self, choice: Choice) -> int:
         """How many leading tokens a prefix hit would save right now."""
@@ -119,120 +199,175 @@ class KvCache:
         At least one token is left to compute, for without computing there are no logits to sample from.
         """
         if choice.owes_prompt_logprobs:
-            return NOTHING_CACHED
+            return self._nothing
         cached, forked = self._cached_prefix(choice), self._forked_prefix(choice)
         found = forked if forked.num_tokens > cached.num_tokens else cached
         if found.num_tokens >= choice.num_swapped:
             return found
-        num_full = found.num_tokens // self._block_size
-        return Prefix(found.block_ids[:num_full], choice.num_swapped, choice.swap_block_ids[num_full:])
+        num_full = found.num_tokens // self.block_size
+        pairs = list(zip(found.tables, choice.swapped, strict=True))
+        shared = [Table.behind(kept.gone, table.ids[kept.gone : num_full]) for table, kept in pairs]
+        behind = [kept.ids[max(kept.gone, num_full) :] for _, kept in pairs]
+        return Prefix(shared, choice.num_swapped, behind)
 
-    def admission_cost(self, prefix: Prefix, num_tokens: int, lifetime_blocks: int) -> int:
+    def admission_cost(self, prefix: Prefix, num_tokens: int, lifetime_blocks: int) -> Counts:
         """`cost` of all tokens known, and one block to go on with, unless that is all there will ever be."""
-        return self.cost(prefix, num_tokens) + (self.blocks_for(num_tokens) < lifetime_blocks)
+        return self.cost(prefix, num_tokens, spare=int(self.blocks_for(num_tokens) < lifetime_blocks))
 
-    def cost(self, prefix: Prefix, num_tokens: int) -> int:
-        """Blocks that leave the free list when a table starts from `prefix` and grows to hold `num_tokens`."""
-        revived = sum(not self.pool.ref_counts[block] for block in prefix.block_ids)
-        copied = prefix.num_tokens % self._block_size != 0 and not prefix.swap_block_ids
-        return revived + copied + self.blocks_for(num_tokens) - len(prefix.block_ids)
+    def cost(self, prefix: Prefix, num_tokens: int, spare: int = 0) -> Counts:
+        """Blocks that leave the free lists when tables start from `prefix` and grow to hold `num_tokens`, and as many
+        more as are to spare."""
+        copied = any(prefix.num_tokens % self.block_size and not ids for ids in prefix.swapped)
+        wanted = self.blocks_for(num_tokens) + spare
+        found = []
+        for group, table in zip(self.groups, prefix.tables, strict=True):
+            revived = sum(not group.pool.ref_counts[block] for block in table.held)
+            found.append(revived + copied + group.most(wanted - table.gone) - table.num_held)
+        return found
 
     def attach(self, choice: Choice, prefix: Prefix) -> list[tuple[int, int]]:
-        """Start the empty block table of `choice` with a prefix. What is to be swapped in for it, as in StepPlan;
+        """Start the empty block tables of `choice` with a prefix. What is to be swapped in for it, as in StepPlan;
         its swap blocks are free then, for a swap-out of the next plan at the earliest."""
-        self.pool.share(prefix.block_ids)
-        own = self.pool.allocate(len(prefix.swap_block_ids))
-        choice.block_ids = prefix.block_ids + own
+        swap_ins: list[tuple[int, int]] = []
+        choice.tables = []
+        for group, table, swapped in zip(self.groups, *prefix[::2], strict=True):
+            group.pool.share(table.held)
+            own = group.pool.allocate(len(swapped))
+            choice.tables.append(Table(table.ids + own, table.gone))
+            swap_ins += zip(swapped, own, strict=True)
         choice.num_computed = prefix.num_tokens
         self.free_swapped(choice)
-        return list(zip(prefix.swap_block_ids, own, strict=True))
+        return swap_ins
+
+    def to_swap(self, choice: Choice) -> list[list[int]]:
+        """The blocks of its confirmed tokens that whoever goes on from them reads."""
+        end, num_tokens = self.blocks_for(choice.num_confirmed), choice.num_confirmed
+        pairs = zip(self.groups, choice.tables, strict=True)
+        return [table.ids[group.first_kept(num_tokens) : end] for group, table in pairs]
 
     def swap_out(self, choice: Choice) -> list[tuple[int, int]]:
-        """Keep the confirmed tokens of a choice that is to lose its blocks; `swap_pool` must have room. What is to be
-        swapped out for it, as in StepPlan."""
-        num_blocks = self.blocks_for(choice.num_confirmed)
-        choice.swap_block_ids, choice.num_swapped = self.swap_pool.allocate(num_blocks), choice.num_confirmed
-        return list(zip(choice.block_ids[:num_blocks], choice.swap_block_ids, strict=True))
+        """Keep the confirmed tokens of a choice that is to lose its blocks; there must be room. What is to be swapped
+        out for it, as in StepPlan."""
+        swap_outs: list[tuple[int, int]] = []
+        choice.num_swapped = choice.num_confirmed
+        for group, block_ids in zip(self.groups, self.to_swap(choice), strict=True):
+            taken = group.swap_pool.allocate(len(block_ids))
+            choice.swapped.append(Table.behind(group.first_kept(choice.num_swapped), taken))
+            swap_outs += zip(block_ids, taken, strict=True)
+        return swap_outs
 
-    def missing(self, choice: Choice, num_tokens: int) -> int:
+    def missing(self, choice: Choice, num_tokens: int) -> Counts:
         """Free blocks that `grow` needs."""
-        new = self.blocks_for(num_tokens) - len(choice.block_ids)
-        return max(0, new) + len(self._shared_indices(choice, num_tokens))
+        wanted, tables, found = self.blocks_for(num_tokens), self._tables(choice), []
+        for place, group in enumerate(self.groups):
+            ids = tables[place].ids
+            found.append(max(0, wanted - len(ids)) + len(self._shared_indices(choice, group, ids, wanted)))
+        return found
 
     def grow(self, choice: Choice, num_tokens: int) -> Growth:
-        """Make the table fit to write tokens [num_computed, num_tokens). `missing` blocks must be free."""
-        new = self.blocks_for(num_tokens) - len(choice.block_ids)
-        shared = self._shared_indices(choice, num_tokens)
-        if new <= 0 and not shared:
-            return NO_GROWTH
-        growth = Growth(self.pool.allocate(max(0, new)), [], [])
-        for index in shared:
-            source, (copy,) = choice.block_ids[index], self.pool.allocate(1)
-            growth.copies.append((source, copy))
-            growth.replaced.append((index, copy))
-            choice.block_ids[index] = copy
-            self.pool.free([source])
-        choice.block_ids.extend(growth.appended)
+        """Make the tables fit to write tokens [num_computed, num_tokens). `missing` blocks must be free."""
+        wanted, growth = self.blocks_for(num_tokens), NO_GROWTH
+        choice.tables = self._tables(choice)
+        for place, group in enumerate(self.groups):
+            ids = choice.tables[place].ids
+            shared = self._shared_indices(choice, group, ids, wanted)
+            if wanted <= len(ids) and not shared:
+                continue
+            if growth is NO_GROWTH:
+                growth = Growth([], [], [])
+            appended = group.pool.allocate(max(0, wanted - len(ids)))
+            for index in shared:
+                source, (copy,) = ids[index], group.pool.allocate(1)
+                growth.copies.append((source, copy))
+                growth.replaced.append((index, copy))
+                ids[index] = copy
+                group.pool.free([source])
+            ids.extend(appended)
+            growth.appended.extend(appended)
         return growth
 
     def commit(self, choice: Choice, num_computed: int) -> None:
-        """A worker has computed this many leading tokens, all known by now: full blocks enter the prefix cache."""
+        """A worker has computed this many leading tokens, all known by now: full blocks enter the prefix cache, and
+        what lies behind a window is let go."""
         choice.num_confirmed = num_computed
-        num_full = num_computed // self._block_size
-        if num_full <= choice.num_registered or not self.pool.prefix_cache:
+        num_full = num_computed // self.block_size
+        if num_full <= choice.num_registered or not self._heeds_full:
             return
-        names = self._names(choice, num_full)
-        for index in range(choice.num_registered, num_full):
-            self.pool.register(choice.block_ids[index], names[index])
+        names = self._names(choice, num_full) if self._prefix_cache else ()
+        for place, group in enumerate(self.groups):
+            table = choice.tables[place]
+            for index in range(max(choice.num_registered, table.gone), num_full if names else 0):
+                group.pool.register(table.ids[index], names[index])
+            if not group.keeps_all and (gone := group.first_kept(num_computed)) > table.gone:
+                group.pool.free(table.let_go(gone))
         choice.num_registered = num_full
 
     def free(self, choice: Choice) -> None:
-        """Give up the whole table."""
-        self.pool.free(choice.block_ids)
-        choice.block_ids = []
+        """Give up all tables."""
+        for group, table in zip(self.groups, choice.tables, strict=False):
+            group.pool.free(table.held)
+        choice.tables = []
 
     def free_swapped(self, choice: Choice) -> None:
         """Give up what was swapped out, if anything was."""
-        self.swap_pool.free(choice.swap_block_ids)
-        choice.swap_block_ids, choice.num_swapped = [], 0
+        for group, kept in zip(self.groups, choice.swapped, strict=False):
+            group.swap_pool.free(kept.held)
+        choice.swapped, choice.num_swapped = [], 0
 
-    def num_shared(self, choice: Choice, num_blocks: int) -> int:
-        """How many of the first `num_blocks` blocks have another user, and so will be there when this one is gone."""
-        return sum(self.pool.ref_counts[block] > 1 for block in choice.block_ids[:num_blocks])
+    def num_shared(self, block_ids: Sequence[Sequence[int]]) -> Counts:
+        """How many of these blocks have another user, and so will be there when this one is gone."""
+        pairs = zip(self.groups, block_ids, strict=True)
+        return [sum(group.pool.ref_counts[block] > 1 for block in ids) for group, ids in pairs]
 
-    def _shared_indices(self, choice: Choice, num_tokens: int) -> list[int]:
-        """Table entries in the way of writing [num_computed, num_tokens): blocks with another user."""
-        table, refs = choice.block_ids, self.pool.ref_counts
-        first, last = choice.num_computed // self._block_size, (num_tokens - 1) // self._block_size
-        if first >= len(table):
-            return []
-        return [index for index in range(first, min(last + 1, len(table))) if refs[table[index]] > 1]
+    def _tables(self, choice: Choice) -> list[Table]:
+        return choice.tables or [Table() for _ in self.groups]
+
+    def _shared_indices(self, choice: Choice, group: Group, ids: Sequence[int], end: int) -> Sequence[int]:
+        """Entries of a table in the way of writing from the first token that is not computed up to place `end`: blocks
+        with another user."""
+        first, refs = choice.num_computed // self.block_size, group.pool.ref_counts
+        if first >= len(ids):
+            return ()
+        return [index for index in range(first, min(end, len(ids))) if refs[ids[index]] > 1]
 
     def _cached_prefix(self, choice: Choice) -> Prefix:
-        if not self.pool.prefix_cache or choice.owes_prompt_logprobs:
-            return NOTHING_CACHED
-        num_blocks = (choice.num_tokens - 1) // self._block_size
-        blocks = self.pool.match(self._names(choice, num_blocks)[:num_blocks])
-        return Prefix(blocks, len(blocks) * self._block_size)
+        """The longest one that all groups have: whichever lacks a block ends it before that, for the others, too."""
+        if not self._prefix_cache or choice.owes_prompt_logprobs:
+            return self._nothing
+        num_blocks = (choice.num_tokens - 1) // self.block_size
+        names = self._names(choice, num_blocks)
+        reached = num_blocks + 1
+        while num_blocks < reached:
+            reached = num_blocks
+            for group in self.groups:
+                num_blocks = group.reach(names, num_blocks)
+        tables = [group.hit(names, num_blocks) for group in self.groups]
+        return Prefix(tables, num_blocks * self.block_size, self._nothing.swapped)
 
     def _forked_prefix(self, choice: Choice) -> Prefix:
+        """None of a sibling that has let go of what is read next."""
         sibling = fork_source(choice.request)
         if sibling is None:
-            return NOTHING_CACHED
+            return self._nothing
         num_tokens = min(choice.request.num_prompt_tokens, choice.num_tokens - 1)
-        return Prefix(sibling.block_ids[: self.blocks_for(num_tokens)], num_tokens)
+        end, pairs = self.blocks_for(num_tokens), list(zip(self.groups, sibling.tables, strict=True))
+        if any(table.gone > group.first_kept(num_tokens) for group, table in pairs):
+            return self._nothing
+        firsts = [group.first_kept(num_tokens) for group in self.groups]
+        tables = [Table.behind(first, table.ids[first:end]) for first, (_, table) in zip(firsts, pairs, strict=True)]
+        return Prefix(tables, num_tokens, self._nothing.swapped)
 
     def _names(self, choice: Choice, num_blocks: int) -> list[bytes]:
         """Names of at least the first `num_blocks` blocks. Choices of one request hash their prompt once."""
-        chain = choice.chains.get(self._block_size)
+        chain = choice.chains.get(self.block_size)
         if chain is None:
-            chain = HashChain(choice.request.record.cache_salt, self._block_size, choice.request.adapter_digest)
+            chain = HashChain(choice.request.record.cache_salt, self.block_size, choice.request.adapter_digest)
             chain.hashes.extend(self._prompt_names(choice.request))
-            choice.chains[self._block_size] = chain
+            choice.chains[self.block_size] = chain
         chain.extend(num_blocks, choice.tokens)
         return chain.hashes
 
     def _prompt_names(self, request: Request) -> list[bytes]:
-        chains = (c.chains[self._block_size] for c in request.choices if self._block_size in c.chains)
+        chains = (c.chains[self.block_size] for c in request.choices if self.block_size in c.chains)
         known = max((chain.hashes for chain in chains), key=len, default=[])
-        return known[: request.num_prompt_tokens // self._block_size]
+        return known[: request.num_prompt_tokens // self.block_size]

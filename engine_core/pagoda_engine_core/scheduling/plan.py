@@ -13,7 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagoda_engine_core.scheduling.decoding import DecodingRows, News, apply_tokens, launch
-from pagoda_engine_core.scheduling.kv_cache import Growth, KvCache
+from pagoda_engine_core.scheduling.kv_cache import Counts, Growth, KvCache
 from pagoda_engine_core.scheduling.request import Choice
 from pagoda_proto.decodes import changes
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -186,11 +186,12 @@ def _protocol_error(message: str) -> PagodaError:
 
 
 class PlanBuilder:
-    """Collects a StepPlan. `reserved_blocks`: free blocks that running rows still need for tokens they already have."""
+    """Collects a StepPlan. `reserved_blocks`: free blocks, of each group, that running rows still need for tokens they
+    already have."""
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, num_groups: int = 1) -> None:
         self.budget = budget
-        self.reserved_blocks = 0
+        self.reserved_blocks = [0] * num_groups
         self._new_rows: list[NewRow] = []
         self._append_blocks: list[AppendBlocks] = []
         self._replace_blocks: list[ReplaceBlock] = []
@@ -205,8 +206,11 @@ class PlanBuilder:
     def empty(self) -> bool:
         return not (self.decodes or self._last_tokens or self._chunks)
 
+    def reserve(self, blocks: Counts) -> None:
+        self.reserved_blocks = [one + other for one, other in zip(self.reserved_blocks, blocks, strict=True)]
+
     def start_row(self, choice: Choice, growth: Growth, swap_ins: list[tuple[int, int]]) -> None:
-        """`choice` becomes a row. Its whole block table travels with it, so of its growth only copies remain to do."""
+        """`choice` becomes a row. Its block tables travel with it, so of its growth only copies remain to do."""
         self._swap_ins += swap_ins
         self._block_copies += growth.copies
         self._new_rows.append(_new_row(choice))
@@ -281,7 +285,7 @@ def _new_row(choice: Choice) -> NewRow:
         token_ids=choice.tokens(0, choice.num_tokens),
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed=choice.num_computed,
-        block_ids=list(choice.block_ids),
+        block_ids=[block for table in choice.tables for block in table.ids],
         params=params,
         seed=task.seed,
         choice=choice.index,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import msgspec
 
 from pagoda_engine_core.scheduling.beams import BeamSearch
-from pagoda_engine_core.scheduling.blocks import HashChain
+from pagoda_engine_core.scheduling.blocks import HashChain, Table
 from pagoda_engine_core.scheduling.ledger import QUEUED, Cause, Ledger
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams, num_candidates
@@ -68,9 +68,9 @@ class Choice:
     """
 
     __slots__ = (
-        "block_ids", "chains", "heed_at", "index", "launched", "max_outputs", "num_computed", "num_confirmed",
-        "num_drafting", "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids",
-        "plain_until", "quiet_until", "request", "row_id", "state", "stop_ids", "stream", "swap_block_ids",
+        "chains", "heed_at", "index", "launched", "max_outputs", "num_computed", "num_confirmed", "num_drafting",
+        "num_drafts", "num_pending", "num_registered", "num_swapped", "order", "output_ids", "plain_until",
+        "quiet_until", "request", "row_id", "state", "stop_ids", "stream", "swapped", "tables",
     )  # fmt: skip
 
     def __init__(self, request: Request, index: int) -> None:
@@ -84,14 +84,14 @@ class Choice:
         self.order: tuple[float, ...] = ()  # place in the policy's order, fixed when a scheduler takes the request
         self.row_id = NO_ROW
         self.launched = False  # a plan that computes for this row has been made
-        self.block_ids: list[int] = []
+        self.tables: list[Table] = []  # of each group of its worker, all as long as each other; none without blocks
         self.num_computed = 0
         self.num_confirmed = 0  # of these, so many according to results; without a prefix hit until the first is in
         self.num_pending = 0
         self.num_drafts = 0  # what the worker last said it would try
         self.num_drafting = 0  # drafts that the plan in flight allows
-        self.num_registered = 0  # leading blocks offered to the prefix cache
-        self.swap_block_ids: list[int] = []  # while preempted: where the KV of `num_swapped` leading tokens is kept
+        self.num_registered = 0  # leading blocks that are full and were offered to the prefix cache
+        self.swapped: list[Table] = []  # swap blocks: while preempted, what is kept of `num_swapped` leading tokens
         self.num_swapped = 0
         self.quiet_until = self.plain_until = self.heed_at = 0
         self.chains: dict[int, HashChain] = {}  # by block size, so that workers compare it without hashing anew
@@ -151,12 +151,12 @@ class Choice:
         self.state = state
         self.row_id = NO_ROW
         self.launched = False
-        self.block_ids = []
+        self.tables = []
         self.num_computed = self.num_confirmed = self.num_pending = self.num_registered = 0
         self.num_drafts = self.num_drafting = 0
         self.quiet_until = self.plain_until = self.heed_at = 0
         if state is not ChoiceState.PREEMPTED:
-            self.swap_block_ids, self.num_swapped = [], 0
+            self.swapped, self.num_swapped = [], 0
         if self.owes_prompt_logprobs:
             self.request.prompt_logprobs.clear()
 

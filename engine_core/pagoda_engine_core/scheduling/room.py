@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import NamedTuple
 
-from pagoda_engine_core.scheduling.kv_cache import KvCache
+from pagoda_engine_core.scheduling.kv_cache import Counts, KvCache, exceeds, less
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.plan import Budget
 from pagoda_engine_core.scheduling.policy import Adapters
@@ -23,7 +23,7 @@ class Need(NamedTuple):
 
     rows: int
     tokens: int
-    blocks: int
+    blocks: Counts
     adapter: str = ""
 
 
@@ -34,7 +34,7 @@ class Room:
         self._adapters = adapters
         self._rows = rows
         self._budget = budget
-        self._blocks = kv.pool.num_free
+        self._blocks = kv.free_blocks
         self._kv = kv
 
     def without(self, running: Iterable[Choice], waiting: Iterable[Choice]) -> Room:
@@ -44,7 +44,7 @@ class Room:
             self._rows -= 1
             if distance > 1 or choice.row_id == NO_ROW:  # a decode has its promise
                 self._budget.grant(distance)
-            self._blocks -= max(0, self._kv.blocks_for(choice.num_computed + distance) - len(choice.block_ids))
+            self._blocks = less(self._blocks, self._kv.shortage(choice, choice.num_computed + distance))
         return self
 
     @property
@@ -66,10 +66,10 @@ class Room:
             return Cause.QUEUED_ADAPTERS
         if not self._budget.fits(need.tokens):
             return Cause.QUEUED_BUDGET
-        return Cause.QUEUED_BLOCKS if need.blocks > self._blocks else None
+        return Cause.QUEUED_BLOCKS if exceeds(need.blocks, self._blocks) else None
 
     def take(self, need: Need) -> None:
         self._rows -= need.rows
         self._adapters.take(need.adapter)
         self._budget.grant(need.tokens)
-        self._blocks -= need.blocks
+        self._blocks = less(self._blocks, need.blocks)

@@ -14,10 +14,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.beams import BeamSearch
-from pagoda_engine_core.scheduling.blocks import BlockPool
 from pagoda_engine_core.scheduling.decoding import NOBODY, News, mark_heed, mark_quiet, restless
 from pagoda_engine_core.scheduling.invariants import check_books
-from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, BlockCounts, KvCache, Prefix, awaits_sibling
+from pagoda_engine_core.scheduling.kv_cache import BlockCounts, KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.scheduling.ledger import Cause, Totals
 from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder, reports
 from pagoda_engine_core.scheduling.policy import Policy, Rows
@@ -39,10 +38,9 @@ class Scheduler:
         self._identity = (hello.model_fingerprint, hello.numerics_id)
         self._policy = policy
         self._rows = Rows(row_ids, min(config.max_rows, hello.max_rows), hello.max_adapters)
-        pool = BlockPool(hello.num_blocks, hello.block_size, config.prefix_cache and hello.num_blocks > 0)
-        self._kv = KvCache(pool, hello.num_swap_blocks)
+        self._kv = KvCache.of(hello, config)
         self._speed = Speed(min(config.max_tokens_per_step, hello.max_tokens_per_step), config.prompt_step_s)
-        self._preemption = Preemption(config.preemption, hello.swap_block_s, self._speed)
+        self._preemption = Preemption(config.preemption, self._speed)
         self._requests: dict[str, Request] = {}
         self._swap_outs: list[tuple[int, int]] = []  # what the next plan is to save of the rows it drops
         self._in_flight: deque[Flight] = deque()
@@ -59,7 +57,6 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """The others."""
         return len(self._requests) - self.num_running
 
     @property
@@ -79,9 +76,13 @@ class Scheduler:
     def block_counts(self) -> BlockCounts:
         return self._kv.counts
 
+    @property
+    def kv_usage(self) -> float:
+        return self._kv.usage
+
     def fits(self, request: Request) -> bool:
         """Whether one choice at its longest fits into all blocks. The last token sampled needs no KV."""
-        return self._kv.lifetime_blocks(request) <= self._kv.pool.num_blocks
+        return not self._kv.unfit(request)
 
     def serves(self, request: Request) -> bool:
         """Whether it could run here, now or later: it fits, and began, if it has, with this model and numerics."""
@@ -122,11 +123,9 @@ class Scheduler:
         deltas = request.settle(now)
         if request.ended:
             return deltas
-        if not self.fits(request):
-            message = (
-                f"{request.num_prompt_tokens} prompt tokens and up to {request.max_output_tokens} output tokens need "
-                f"{self._kv.lifetime_blocks(request)} KV blocks; the worker has {self._kv.pool.num_blocks}"
-            )
+        if unfit := self._kv.unfit(request):
+            num_prompt, num_output = request.num_prompt_tokens, request.max_output_tokens
+            message = f"{num_prompt} prompt tokens and up to {num_output} output tokens {unfit}"
             return deltas + request.fail(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, now)
         request.ledger.enter(Cause.REPLAYING if request.resumes else Cause.QUEUED_BEHIND, now)
         self._requests[request.request_id] = request
@@ -168,7 +167,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> int:
         """Forget cached blocks that no row uses; how many those were."""
-        return self._kv.pool.reset_cache()
+        return self._kv.reset_cache()
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
@@ -182,7 +181,7 @@ class Scheduler:
         if drafting and self._in_flight:
             return None
         awake = restless(rows.running)
-        builder = PlanBuilder(self._budget(awake, min(1, len(rows.waiting))))
+        builder = PlanBuilder(self._budget(awake, min(1, len(rows.waiting))), len(self._kv.groups))
         preempted = self._plan_running(builder, awake, now)
         self._plan_waiting(builder, preempted, now)
         if drafting and not preempted:
@@ -221,7 +220,7 @@ class Scheduler:
         decodes = self.num_rows - len(awake) + distances.count(1)
         prompts = num_beginning + sum(distance > 1 for distance in distances)
         tokens = self._speed.step_tokens(decodes, reports=reports(awake) or reports(self._rows.waiting))
-        chunk_size = self._speed.chunk_tokens(self._config.chunk_size, tokens, decodes, prompts)
+        chunk_size = self._speed.chunk_tokens(self._kv.longest_chunk, tokens, decodes, prompts)
         return Budget(tokens, chunk_size if self._kv.keeps else None, decodes)
 
     # --- how rows are planned ----------------------------------------------------------------------------------------
@@ -258,19 +257,17 @@ class Scheduler:
             if not self._hold(choice, num_tokens, builder, now):
                 return
             builder.compute(choice, num_tokens)
-        builder.reserved_blocks += self._kv.shortage(choice)
+        builder.reserve(self._kv.shortage(choice, choice.num_tokens))
 
     def _hold(self, choice: Choice, num_tokens: int, builder: PlanBuilder, now: float) -> bool:
         """Find blocks for its next tokens; False if it was the one to give up its own."""
-        target, growth = choice.num_computed + num_tokens, NO_GROWTH
-        if self._kv.missing(choice, target):
-            while self._kv.missing(choice, target) > self._kv.pool.num_free:
-                victim = self._rows.running[-1]
-                self._preempt(victim, now)
-                if victim is choice:
-                    return False
-            growth = self._kv.grow(choice, target)
-        builder.grow_row(choice, growth)
+        target = choice.num_computed + num_tokens
+        while self._kv.lacks(self._kv.missing(choice, target)):
+            victim = self._rows.running[-1]
+            self._preempt(victim, now)
+            if victim is choice:
+                return False
+        builder.grow_row(choice, self._kv.grow(choice, target))
         return True
 
     def _plan_waiting(self, builder: PlanBuilder, preempted: bool, now: float) -> None:
@@ -296,7 +293,7 @@ class Scheduler:
         if not builder.budget.fits(choice.num_tokens - prefix.num_tokens):
             return Cause.QUEUED_BUDGET
         cost = self._kv.admission_cost(prefix, choice.num_tokens, self._kv.lifetime_blocks(choice.request))
-        if cost > self._kv.pool.num_free - builder.reserved_blocks:
+        if self._kv.lacks(cost, builder.reserved_blocks):
             return Cause.QUEUED_BLOCKS
         self._admit(choice, prefix, builder, now)
         return None
@@ -317,14 +314,15 @@ class Scheduler:
         self.totals.swapped_in_blocks += len(swap_ins)
         builder.start_row(choice, growth, swap_ins)
         builder.compute(choice, num_tokens)
-        builder.reserved_blocks += self._kv.shortage(choice)
+        builder.reserve(self._kv.shortage(choice, choice.num_tokens))
 
     def _preempt(self, choice: Choice, now: float) -> None:
         """Go on later, in the policy's order: from what is swapped out now, or by computing again."""
         if self._preemption.swaps(choice, self._kv):
-            self._swap_outs += self._kv.swap_out(choice)
+            moved = self._kv.swap_out(choice)
+            self._swap_outs += moved
             self.totals.swap_preemptions += 1
-            self.totals.swapped_out_blocks += len(choice.swap_block_ids)
+            self.totals.swapped_out_blocks += len(moved)
         self._kv.free(choice)
         self._rows.preempt(choice, now)
         self.totals.preemptions += 1

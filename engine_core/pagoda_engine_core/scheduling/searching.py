@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from pagoda_engine_core.scheduling.beams import BeamSearch, Ended
-from pagoda_engine_core.scheduling.blocks import HashChain
+from pagoda_engine_core.scheduling.blocks import BlockPool, HashChain, Table
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.policy import Rows
 from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Ending, Request
@@ -27,9 +27,9 @@ class Computed(NamedTuple):
     num_computed: int = 0
     num_confirmed: int = 0
     num_registered: int = 0
-    block_ids: Sequence[int] = ()
+    tables: Sequence[Table] = ()
     num_swapped: int = 0
-    swap_block_ids: Sequence[int] = ()
+    swapped: Sequence[Table] = ()
     chains: Sequence[HashChain] = ()
 
     @classmethod
@@ -37,13 +37,14 @@ class Computed(NamedTuple):
         if choice is None:
             return cls()
         chains = list(choice.chains.values())
-        computed = choice.num_computed, choice.num_confirmed, choice.num_registered, choice.block_ids
-        return cls(*computed, choice.num_swapped, choice.swap_block_ids, chains)
+        computed = choice.num_computed, choice.num_confirmed, choice.num_registered, choice.tables
+        return cls(*computed, choice.num_swapped, choice.swapped, chains)
 
     def give(self, choice: Choice) -> None:
         """To one whose tokens begin with those."""
         choice.num_computed, choice.num_confirmed, choice.num_registered = self[:3]
-        choice.block_ids, choice.swap_block_ids = list(self.block_ids), list(self.swap_block_ids)
+        choice.tables = [table.copy() for table in self.tables]
+        choice.swapped = [table.copy() for table in self.swapped]
         choice.num_swapped = self.num_swapped
         choice.chains = {chain.block_size: chain.copy() for chain in self.chains}
 
@@ -81,23 +82,29 @@ def _advance(request: Request, search: BeamSearch, kv: KvCache, rows: Rows, now:
 def _pass_on(kv: KvCache, choices: Sequence[Choice], sources: Sequence[Choice]) -> None:
     """Let each choice have what its source has, the last ones nothing if sources are too few, all at once. Blocks are
     shared, also in swap space; what nobody takes over is free."""
-    left = [(choice.block_ids, choice.swap_block_ids) for choice in choices]
     taken = [(choice, Computed.of(source)) for choice, source in zip_longest(choices, sources)]
-    kept = _kept([ids for ids, _ in left], [computed.block_ids for _, computed in taken])
-    for _, computed in taken:
-        kv.pool.share(computed.block_ids[kept:])
-        kv.swap_pool.share(computed.swap_block_ids)
-    for block_ids, swap_block_ids in left:
-        kv.pool.free(block_ids[kept:])
-        kv.swap_pool.free(swap_block_ids)
+    for place, group in enumerate(kv.groups):
+        left = [choice.tables[place] for choice in choices if choice.tables]
+        found = [computed.tables[place] for _, computed in taken if computed.tables]
+        _exchange(group.pool, left, found, _kept(left, found))
+        swapped = [choice.swapped[place] for choice in choices if choice.swapped]
+        _exchange(group.swap_pool, swapped, [one.swapped[place] for _, one in taken if one.swapped])
     for choice, computed in taken:
         computed.give(choice)
 
 
-def _kept(left: Sequence[list[int]], taken: Sequence[Sequence[int]]) -> int:
+def _exchange(pool: BlockPool, left: Sequence[Table], taken: Sequence[Table], kept: int = 0) -> None:
+    """One user more for the blocks of what is taken, one less for those of what is left, from place `kept` on."""
+    for table in taken:
+        pool.share(table.ids[max(kept, table.gone) :])
+    for table in left:
+        pool.free(table.ids[max(kept, table.gone) :])
+
+
+def _kept(left: Sequence[Table], taken: Sequence[Table]) -> int:
     """Leading blocks of all tables, which have as many users as before: a long prompt costs a step nothing."""
-    tables = [table for table in left if table]
-    if len(tables) != sum(map(bool, taken)):
+    tables = [table.ids for table in left]
+    if len(left) != len(taken):
         return 0
     first, last = min(tables, default=[]), max(tables, default=[])  # whatever is between them begins as they do
     return next((place for place, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))

@@ -8,7 +8,7 @@ many of its drafts held, and rows in two steps at once would have the weights re
 
 from __future__ import annotations
 
-from pagoda_engine_core.scheduling.kv_cache import KvCache
+from pagoda_engine_core.scheduling.kv_cache import Counts, KvCache, exceeds, less
 from pagoda_engine_core.scheduling.plan import PlanBuilder
 from pagoda_engine_core.scheduling.policy import OrderedChoices
 from pagoda_engine_core.scheduling.request import Choice
@@ -32,7 +32,8 @@ def grant_drafts(builder: PlanBuilder, kv: KvCache, max_tokens: int) -> None:
     takers = [choice for choice in decodes if choice.draft_room]
     for index, choice in enumerate(takers):
         share = -(-spare // (len(takers) - index))
-        spare_blocks = kv.pool.num_free - builder.reserved_blocks - len(decodes)
+        reserved = [blocks + len(decodes) for blocks in builder.reserved_blocks]
+        spare_blocks = [max(0, blocks) for blocks in less(kv.free_blocks, reserved)]
         count = _fitting(choice, min(choice.draft_room, share), kv, spare_blocks)
         if count > 0:
             builder.grow_row(choice, kv.grow(choice, _end(choice, count)))
@@ -40,9 +41,9 @@ def grant_drafts(builder: PlanBuilder, kv: KvCache, max_tokens: int) -> None:
             spare -= count
 
 
-def _fitting(choice: Choice, count: int, kv: KvCache, spare_blocks: int) -> int:
+def _fitting(choice: Choice, count: int, kv: KvCache, spare_blocks: Counts) -> int:
     """How many of `count` drafts have room in blocks the row has, or in spare ones: each row is left one to go on."""
-    while count > 0 and kv.missing(choice, _end(choice, count)) > max(0, spare_blocks):
+    while count > 0 and exceeds(kv.missing(choice, _end(choice, count)), spare_blocks):
         count -= 1
     return count
 

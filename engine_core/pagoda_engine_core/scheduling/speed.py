@@ -8,7 +8,7 @@ likely still there when the row comes back: then it need neither be moved back n
 
 from __future__ import annotations
 
-from pagoda_engine_core.scheduling.kv_cache import KvCache
+from pagoda_engine_core.scheduling.kv_cache import KvCache, exceeds, less
 from pagoda_engine_core.scheduling.request import Choice
 from pagoda_proto import times
 
@@ -66,11 +66,10 @@ class Speed:
 
 
 class Preemption:
-    """The decision for the rows of one worker. `mode` is the option's, `swap_block_s` as in Hello."""
+    """The decision for the rows of one worker. `mode` is the option's."""
 
-    def __init__(self, mode: str, swap_block_s: float, speed: Speed) -> None:
+    def __init__(self, mode: str, speed: Speed) -> None:
         self._mode = mode
-        self._swap_block_s = swap_block_s
         self._speed = speed
 
     def swaps(self, choice: Choice, kv: KvCache) -> bool:
@@ -78,12 +77,14 @@ class Preemption:
 
         Not while it owes prompt log-probabilities: those would be lost with the steps that told them.
         """
-        num_blocks = kv.blocks_for(choice.num_confirmed)
-        possible = 0 < num_blocks <= kv.swap_pool.num_free and not choice.owes_prompt_logprobs
+        moved = kv.to_swap(choice) if choice.num_confirmed else []
+        counts = [len(block_ids) for block_ids in moved]
+        possible = any(counts) and not exceeds(counts, kv.free_swap_blocks) and not choice.owes_prompt_logprobs
         if not possible or self._mode == "recompute":
             return False
         if self._mode == "swap" or not self._speed.tokens_per_s:
             return True
-        num_shared = kv.num_shared(choice, num_blocks)
-        swap_s = (2 * num_blocks - num_shared) * self._swap_block_s
-        return swap_s < (choice.num_confirmed - num_shared * kv.pool.block_size) / self._speed.tokens_per_s
+        shared = kv.num_shared(moved)
+        trips = less([2 * count for count in counts], shared)
+        swap_s = sum(count * group.swap_block_s for count, group in zip(trips, kv.groups, strict=True))
+        return swap_s < (choice.num_confirmed - min(shared) * kv.block_size) / self._speed.tokens_per_s

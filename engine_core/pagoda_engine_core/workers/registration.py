@@ -17,10 +17,11 @@ from math import inf
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.params import ModelLimits
 from pagoda_proto.pooling.params import OUTPUTS
-from pagoda_proto.steps import PROTOCOL_VERSION, Hello, Refused
+from pagoda_proto.steps import MAX_KV_GROUPS, PROTOCOL_VERSION, Hello, Refused
 
 MAX_COUNT = 2**31 - 1
 MAX_REMEMBERED_PROCESSES = 1024
+MAX_STEPS_IN_FLIGHT = 64  # what any engine core may be told to have
 _COUNTS = (
     "registration", "vocab_size", "max_model_len", "block_size", "max_rows",
     "max_tokens_per_step",
@@ -110,12 +111,27 @@ def _malformed(hello: Hello) -> str | None:
     for name in _COUNTS:
         if not 1 <= getattr(hello, name) <= MAX_COUNT:
             return f"{name}: must be between 1 and {MAX_COUNT}, got {getattr(hello, name)}"
-    for name in ("num_blocks", "num_swap_blocks", "pooled_width"):
-        if not 0 <= getattr(hello, name) <= MAX_COUNT:
+    if not 0 <= hello.pooled_width <= MAX_COUNT:
+        return f"pooled_width: must be between 0 and {MAX_COUNT}, got {hello.pooled_width}"
+    return _bad_groups(hello) or _no_reader(hello)
+
+
+def _bad_groups(hello: Hello) -> str | None:
+    """Several groups are limited together: the ids of their blocks are of one space."""
+    if len(hello.kv_groups) > MAX_KV_GROUPS:
+        return f"kv_groups: at most {MAX_KV_GROUPS}, got {len(hello.kv_groups)}"
+    for group in hello.kv_groups:
+        for name, least in (("num_blocks", 1), ("kept", 0), ("num_swap_blocks", 0)):
+            if not least <= getattr(group, name) <= MAX_COUNT:
+                return f"{name}: must be between {least} and {MAX_COUNT}, got {getattr(group, name)}"
+        if not 0 <= group.swap_block_s < inf:
+            return f"swap_block_s: must not be negative, got {group.swap_block_s}"
+        if group.room_in_flight(hello.block_size, hello.max_model_len) < MAX_STEPS_IN_FLIGHT:
+            return f"kv_groups: {group.num_blocks} blocks do not hold {group.kept} tokens and a step"
+    for name in ("num_blocks", "num_swap_blocks"):
+        if getattr(hello, name) > MAX_COUNT:
             return f"{name}: must be between 0 and {MAX_COUNT}, got {getattr(hello, name)}"
-    if not 0 <= hello.swap_block_s < inf:
-        return f"swap_block_s: must not be negative, got {hello.swap_block_s}"
-    return _no_reader(hello)
+    return None
 
 
 def _no_reader(hello: Hello) -> str | None:

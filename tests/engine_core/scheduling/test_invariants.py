@@ -9,7 +9,7 @@ from tests.engine_core.harness import Harness
 from tests.fakes import make_record
 
 from pagoda_engine_core.scheduling.beams import Beam
-from pagoda_engine_core.scheduling.blocks import BrokenInvariant
+from pagoda_engine_core.scheduling.blocks import BrokenInvariant, Table
 from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_proto.steps import TopLogprobs
@@ -27,21 +27,21 @@ def _set(target: str, name: str, value: object) -> Falsify:
 
 
 def _repeat_a_block(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
-    scheduler._kv.pool.share(running.block_ids[:1])
-    running.block_ids.append(running.block_ids[0])
+    scheduler._kv.groups[0].pool.share(running.tables[0].ids[:1])
+    running.tables[0].ids.append(running.tables[0].ids[0])
 
 
 def _swap_one_that_never_ran(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
-    waiting.swap_block_ids, waiting.num_swapped = scheduler._kv.swap_pool.allocate(1), 1
+    waiting.swapped, waiting.num_swapped = [Table(scheduler._kv.groups[0].swap_pool.allocate(1))], 1
 
 
 def _swap_everything(scheduler: Scheduler, request: Request, running: Choice, waiting: Choice) -> None:
-    waiting.swap_block_ids, waiting.num_swapped = scheduler._kv.swap_pool.allocate(2), 8
+    waiting.swapped, waiting.num_swapped = [Table(scheduler._kv.groups[0].swap_pool.allocate(2))], 8
     waiting.state = ChoiceState.PREEMPTED
 
 
 FALSIFICATIONS: list[tuple[str, Falsify]] = [
-    ("ref counts != block tables", _set("running", "block_ids", [])),
+    ("ref counts != block tables", _set("running", "tables", [])),
     ("appears twice", _repeat_a_block),
     ("queues != live choices", _set("running", "state", ChoiceState.FINISHED)),
     ("queued twice", lambda s, _, running, waiting: s._rows.waiting._choices.append(waiting)),
@@ -55,7 +55,7 @@ FALSIFICATIONS: list[tuple[str, Falsify]] = [
     ("registered before computed", _set("running", "num_registered", 9)),
     ("confirmed before computed", _set("running", "num_confirmed", 99)),
     ("is swapped out", _set("running", "num_swapped", 1)),
-    ("ref counts of swap blocks", lambda s, *_: s._kv.swap_pool.allocate(1)),
+    ("ref counts of swap blocks", lambda s, *_: s._kv.groups[0].swap_pool.allocate(1)),
     ("swap blocks != swapped tokens", _set("waiting", "num_swapped", 1)),
     ("swapped, but not preempted", _swap_one_that_never_ran),
     ("nothing is left to compute", _swap_everything),

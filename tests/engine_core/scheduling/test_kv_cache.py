@@ -5,16 +5,17 @@ from typing import Any
 import pytest
 from tests.fakes import make_record
 
-from pagoda_engine_core.scheduling.blocks import BlockPool
+from pagoda_engine_core.scheduling.blocks import Table
 from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, Growth, KvCache, Prefix, fork_source
 from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Request
 from pagoda_proto.records import PriorOutput, Resume
+from pagoda_proto.steps import KVGroup
 
 BLOCK_SIZE = 4
 
 
 def make_kv(num_blocks: int = 16, prefix_cache: bool = True) -> KvCache:
-    return KvCache(BlockPool(num_blocks, BLOCK_SIZE, prefix_cache))
+    return KvCache((KVGroup(num_blocks),), BLOCK_SIZE, prefix_cache)
 
 
 def make_request(num_prompt: int, num_output: int = 0, *, salt: str = "", **params: Any) -> Request:
@@ -38,7 +39,7 @@ def cache_prompt(kv: KvCache, num_prompt: int, *, salt: str = "") -> list[int]:
     """Blocks that hold a prompt of that length, computed by a request which is gone."""
     choice = make_request(num_prompt, salt=salt).choices[0]
     compute(kv, choice, num_prompt)
-    blocks = list(choice.block_ids)
+    blocks = list(choice.tables[0].ids)
     kv.free(choice)
     return blocks
 
@@ -53,12 +54,12 @@ def test_a_table_grows_only_when_a_block_is_full() -> None:
     growth = compute(kv, choice, 6)
     assert (len(growth.appended), growth.replaced, growth.copies) == (2, [], [])
     for num_tokens in (7, 8):
-        assert kv.missing(choice, num_tokens) == 0
+        assert kv.missing(choice, num_tokens) == [0]
         assert kv.grow(choice, num_tokens) is NO_GROWTH
         choice.num_computed = num_tokens
-    assert kv.missing(choice, 9) == 1
+    assert kv.missing(choice, 9) == [1]
     assert len(kv.grow(choice, 9).appended) == 1
-    assert len(choice.block_ids) == 3
+    assert len(choice.tables[0].ids) == 3
 
 
 @pytest.mark.parametrize(("num_prompt", "hit"), [(4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
@@ -66,7 +67,7 @@ def test_a_hit_takes_full_blocks_and_leaves_a_token_to_compute(num_prompt: int, 
     kv = make_kv()
     blocks = cache_prompt(kv, num_prompt)
     choice = make_request(num_prompt).choices[0]
-    assert kv.lookup(choice) == Prefix(blocks[: hit // 4], hit)
+    assert kv.lookup(choice) == Prefix([Table(blocks[: hit // 4])], hit, [()])
     assert kv.matched_tokens(choice) == hit
 
 
@@ -74,7 +75,7 @@ def test_looking_up_changes_nothing() -> None:
     kv = make_kv()
     cache_prompt(kv, 12)
     kv.lookup(make_request(12).choices[0])
-    assert (kv.pool.num_free, kv.pool.num_cached) == (16, 3)
+    assert (kv.groups[0].pool.num_free, kv.groups[0].pool.num_cached) == (16, 3)
 
 
 def test_salts_do_not_share() -> None:
@@ -95,7 +96,7 @@ def test_output_tokens_are_found_again_after_preemption() -> None:
 def test_without_prefix_cache_nothing_is_found() -> None:
     kv = make_kv(prefix_cache=False)
     cache_prompt(kv, 12)
-    assert kv.lookup(make_request(12).choices[0]) == Prefix([], 0)
+    assert kv.lookup(make_request(12).choices[0]) == Prefix([Table()], 0, [()])
     assert kv.matched_tokens(make_request(12).choices[0]) == 0
 
 
@@ -103,7 +104,7 @@ def test_who_owes_prompt_logprobs_computes_everything() -> None:
     kv = make_kv()
     cache_prompt(kv, 12)
     request = make_request(12, n=2, prompt_logprobs=1)
-    assert kv.lookup(request.choices[0]) == Prefix([], 0)
+    assert kv.lookup(request.choices[0]) == Prefix([Table()], 0, [()])
     assert kv.matched_tokens(request.choices[0]) == 0
     assert kv.lookup(request.choices[1]).num_tokens == 8
 
@@ -125,13 +126,13 @@ def test_cost_is_what_leaves_the_free_list() -> None:
     cache_prompt(kv, 12)
     choice = make_request(13).choices[0]
     prefix = kv.lookup(choice)
-    before = kv.pool.num_free
+    before = kv.groups[0].pool.num_free
     cost = kv.cost(prefix, 13)
     kv.attach(choice, prefix)
     kv.grow(choice, 13)
-    assert before - kv.pool.num_free == cost == 4
+    assert before - kv.groups[0].pool.num_free == cost[0] == 4
     twin = make_request(13).choices[0]
-    assert kv.cost(kv.lookup(twin), 13) == 1, "blocks in use cost nothing"
+    assert kv.cost(kv.lookup(twin), 13) == [1], "blocks in use cost nothing"
 
 
 @pytest.mark.parametrize(
@@ -146,22 +147,21 @@ def test_cost_is_what_leaves_the_free_list() -> None:
 def test_a_fork_shares_the_prompt_and_copies_what_it_writes(
     num_prompt: int, num_output: int, num_shared: int, copies: int
 ) -> None:
-    kv = make_kv()
+    kv = make_kv(prefix_cache=False)
     request = make_request(num_prompt, num_output, n=2)
     resumed, leader = request.choices
-    kv.pool.prefix_cache = False
     compute(kv, leader, num_prompt)
     prefix = kv.lookup(resumed)
     assert prefix.num_tokens == (num_prompt if num_output else num_prompt - 1)
-    free_before = kv.pool.num_free
+    free_before = kv.groups[0].pool.num_free
     cost = kv.cost(prefix, resumed.num_tokens)
     kv.attach(resumed, prefix)
     growth = kv.grow(resumed, resumed.num_tokens)
     assert len(growth.copies) == copies
-    assert [source for source, _ in growth.copies] == leader.block_ids[num_shared : num_shared + copies]
-    assert resumed.block_ids[:num_shared] == leader.block_ids[:num_shared]
-    assert set(resumed.block_ids[num_shared:]).isdisjoint(leader.block_ids)
-    assert free_before - kv.pool.num_free == cost
+    assert [source for source, _ in growth.copies] == leader.tables[0].ids[num_shared : num_shared + copies]
+    assert resumed.tables[0].ids[:num_shared] == leader.tables[0].ids[:num_shared]
+    assert set(resumed.tables[0].ids[num_shared:]).isdisjoint(leader.tables[0].ids)
+    assert free_before - kv.groups[0].pool.num_free == cost[0]
 
 
 def test_no_fork_from_a_choice_that_has_not_computed_the_prompt_or_starts_only_now() -> None:
@@ -180,14 +180,14 @@ def test_no_fork_from_a_choice_that_has_not_computed_the_prompt_or_starts_only_n
 def test_whoever_writes_into_a_shared_block_gets_a_copy() -> None:
     kv, choice = make_kv(), make_request(6).choices[0]
     compute(kv, choice, 6)
-    first, second = choice.block_ids
-    kv.pool.share([first, second])
-    assert kv.missing(choice, 9) == 2
+    first, second = choice.tables[0].ids
+    kv.groups[0].pool.share([first, second])
+    assert kv.missing(choice, 9) == [2]
     growth = kv.grow(choice, 9)
-    assert growth.copies == [(second, choice.block_ids[1])]
-    assert growth.replaced == [(1, choice.block_ids[1])]
-    assert choice.block_ids == [first, growth.replaced[0][1], *growth.appended]
-    assert [kv.pool.ref_counts[block] for block in (first, second)] == [2, 1]
+    assert growth.copies == [(second, choice.tables[0].ids[1])]
+    assert growth.replaced == [(1, choice.tables[0].ids[1])]
+    assert choice.tables[0].ids == [first, growth.replaced[0][1], *growth.appended]
+    assert [kv.groups[0].pool.ref_counts[block] for block in (first, second)] == [2, 1]
 
 
 def test_choices_of_one_request_hash_their_prompt_once() -> None:
@@ -205,7 +205,7 @@ def test_choices_of_one_request_hash_their_prompt_once() -> None:
 def test_another_block_size_means_other_names() -> None:
     request = make_request(33)
     for block_size, expected in ((4, 8), (16, 2)):
-        kv = KvCache(BlockPool(16, block_size, True))
+        kv = KvCache((KVGroup(16),), block_size, True)
         kv.matched_tokens(request.choices[0])
         chain = request.choices[0].chains[block_size]
         assert (chain.block_size, len(chain.hashes)) == (block_size, expected)

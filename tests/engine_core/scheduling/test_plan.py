@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from tests.fakes import make_record
 
+from pagoda_engine_core.scheduling.blocks import Table
 from pagoda_engine_core.scheduling.decoding import NOBODY
 from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, Growth
 from pagoda_engine_core.scheduling.plan import Budget, PlanBuilder
@@ -99,7 +100,7 @@ def test_a_new_row_brings_its_table_and_only_copies_remain() -> None:
     resume = Resume(prior_outputs=(PriorOutput(choice=1, token_ids=[6]),))
     request = Request(record, max_output_tokens=8, now=0.0, resume=resume)
     choice = request.choices[1]
-    choice.row_id, choice.block_ids, choice.num_computed = 4, [3, 7], 2
+    choice.row_id, choice.tables, choice.num_computed = 4, [Table([3, 7])], 2
     builder = PlanBuilder(Budget(100, 100, 0))
     builder.start_row(choice, Growth([], [(1, 7)], [(2, 7)]), [(3, 4)])
     plan, _ = builder.launch(1, NOBODY, [], [])

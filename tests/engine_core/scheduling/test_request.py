@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from tests.fakes import make_record
 
+from pagoda_engine_core.scheduling.blocks import Table
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.request import Choice, ChoiceState, Ending, Request
 from pagoda_proto.errors import ErrorCode
@@ -180,10 +181,10 @@ def test_prompt_logprobs_are_not_owed_after_a_replay_that_brought_tokens() -> No
 def test_leaving_the_worker_forgets_everything_but_tokens() -> None:
     request = make(prompt_logprobs=1)
     choice: Choice = request.choices[0]
-    choice.row_id, choice.block_ids, choice.num_computed, choice.num_pending, choice.launched = 4, [1], 3, 1, True
+    choice.row_id, choice.tables, choice.num_computed, choice.num_pending, choice.launched = 4, [Table([1])], 3, 1, True
     request.prompt_logprobs.append(TopLogprobs(-1.0, 1, [], []))
     choice.leave_worker(ChoiceState.PREEMPTED)
-    assert (choice.row_id, choice.block_ids, choice.num_computed, choice.num_pending) == (-1, [], 0, 0)
+    assert (choice.row_id, choice.tables, choice.num_computed, choice.num_pending) == (-1, [], 0, 0)
     assert (choice.state, choice.launched) == (ChoiceState.PREEMPTED, False)
     assert request.prompt_logprobs == []
 

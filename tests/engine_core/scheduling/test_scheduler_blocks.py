@@ -121,13 +121,13 @@ def test_a_running_row_about_to_write_a_shared_block_is_given_a_copy() -> None:
     harness = Harness()
     request = harness.add(make_record(PROMPT, max_tokens=3))
     harness.step()
-    table = request.choices[0].block_ids
-    harness.scheduler._kv.pool.share(table[2:])
+    table = request.choices[0].tables[0].ids
+    harness.scheduler._kv.groups[0].pool.share(table[2:])
     shared = table[2]
     plan = harness.step()
     assert plan.block_copies == [(shared, table[2])]
     assert plan.replace_blocks == [ReplaceBlock(0, 2, table[2])]
-    harness.scheduler._kv.pool.free([shared])
+    harness.scheduler._kv.groups[0].pool.free([shared])
     harness.drain()
     harness.check_all()
 
@@ -179,7 +179,7 @@ def test_two_preempted_choices_do_not_copy_from_each_other_in_one_step() -> None
     for choice in request.choices[:2]:
         harness.scheduler._preempt(choice, 0.0)
     plan = harness.step()
-    source = request.choices[2].block_ids[2]
+    source = request.choices[2].tables[0].ids[2]
     assert [copy[0] for copy in plan.block_copies] == [source, source]
     assert [new.num_computed for new in plan.new_rows] == [10, 10]
     harness.drain()

@@ -1,6 +1,7 @@
 """Whatever happens in whatever order: every request ends once, with the tokens of an undisturbed run.
 
-The fake worker checks the KV of every row in every step, so that a block used wrongly fails where it happens.
+The fake worker checks the KV of every row in every step, so that a block used wrongly fails where it happens; of groups
+that keep a window, what lies in it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from tests.fakes import FakeModel, FakeRow, make_record, mix
 
 from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.records import RequestRecord
+from pagoda_proto.steps import KVGroup
 
 LONG_PROMPT = [(7 * i) % 13 for i in range(24)]
 BLOCK_SIZE = 4
@@ -84,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         speculation_tokens=st.sampled_from([0, 2, 5, 16]),
         max_adapters=st.sampled_from([1, 2, 8]),
         swap=st.sampled_from([(0, "auto"), (5, "swap"), (40, "swap"), (40, "auto"), (40, "recompute")]),
+        windows=st.sampled_from([(0,), (0,), (0, 9), (0, 5), (8,), (0, 12, 3), (13, 4)]),
     )
     def start(
         self,
@@ -97,11 +100,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         speculation_tokens,
         max_adapters,
         swap,
+        windows,
     ) -> None:
         self.depth = depth
         self.harness = Harness(
-            num_blocks=NUM_BLOCKS,
-            num_swap_blocks=swap[0],
+            kv_groups=tuple(KVGroup(NUM_BLOCKS - 2 * (kept > 0), kept, swap[0]) for kept in windows),
             max_adapters=max_adapters,
             preemption=swap[1],
             block_size=BLOCK_SIZE,

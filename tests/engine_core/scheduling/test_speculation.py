@@ -251,7 +251,7 @@ def test_only_tokens_that_held_enter_the_prefix_cache() -> None:
     harness.step()
     harness.step()
     (choice,) = request.choices
-    assert (choice.num_computed, choice.num_registered, len(choice.block_ids)) == (8, 2, 4)
+    assert (choice.num_computed, choice.num_registered, len(choice.tables[0].ids)) == (8, 2, 4)
     harness.drain()
     again = make_record(record.prompt_token_ids + harness.clients[record.request_id].tokens[0], max_tokens=4)
     harness.add(again)

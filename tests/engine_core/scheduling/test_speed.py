@@ -8,12 +8,11 @@ from tests.engine_core.harness import Harness
 from tests.fakes import make_record
 
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.scheduling.blocks import BlockPool
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.request import Choice, Request
 from pagoda_engine_core.scheduling.speed import FIRST_TOKENS, LEAST_TOKENS, Preemption, Speed
 from pagoda_proto import times
-from pagoda_proto.steps import StepPlan
+from pagoda_proto.steps import KVGroup, StepPlan
 
 BLOCK_SIZE = 4
 
@@ -125,8 +124,8 @@ def test_a_short_prompt_beside_a_stream_does_not_wait_for_long_ones(num_long: in
     harness.check_all()
 
 
-def make_kv(num_swap_blocks: int = 16) -> KvCache:
-    return KvCache(BlockPool(32, BLOCK_SIZE, prefix_cache=True), num_swap_blocks)
+def make_kv(num_swap_blocks: int = 16, swap_block_s: float = 0.0) -> KvCache:
+    return KvCache((KVGroup(32, 0, num_swap_blocks, swap_block_s),), BLOCK_SIZE, True)
 
 
 def confirmed(kv: KvCache, num_tokens: int, num_prompt: int = 60, **params: int) -> Choice:
@@ -138,36 +137,36 @@ def confirmed(kv: KvCache, num_tokens: int, num_prompt: int = 60, **params: int)
     return choice
 
 
-def measured(tokens_per_s: float, swap_block_s: float, mode: str = "auto") -> Preemption:
-    return Preemption(mode, swap_block_s, speed(tokens_per_s))
+def measured(tokens_per_s: float, mode: str = "auto") -> Preemption:
+    return Preemption(mode, speed(tokens_per_s))
 
 
 @pytest.mark.parametrize("swap_block_s", [0.9, 1.1])
 def test_the_quicker_of_moving_and_computing(swap_block_s: float) -> None:
     """40 tokens at 2 a second take 20 s; 10 blocks there and back are 20 moves."""
-    kv = make_kv()
+    kv = make_kv(swap_block_s=swap_block_s)
     choice = confirmed(kv, 40)
-    assert measured(2.0, swap_block_s).swaps(choice, kv) == (swap_block_s < 1.0)
-    assert measured(2.0, swap_block_s, "swap").swaps(choice, kv)
-    assert not measured(2.0, swap_block_s, "recompute").swaps(choice, kv)
+    assert measured(2.0).swaps(choice, kv) == (swap_block_s < 1.0)
+    assert measured(2.0, "swap").swaps(choice, kv)
+    assert not measured(2.0, "recompute").swaps(choice, kv)
 
 
 def test_what_others_share_need_not_come_back_nor_be_computed() -> None:
     """Of 10 blocks 9 have another user: 11 moves for the sake of 4 tokens."""
-    kv = make_kv()
-    choice = confirmed(kv, 40)
-    kv.pool.share(choice.block_ids[:9])
-    assert measured(2.0, 0.17).swaps(choice, kv)  # 1.87 s of moving, 2 s of computing
-    assert not measured(2.0, 0.19).swaps(choice, kv)
+    for swap_block_s, swaps in ((0.17, True), (0.19, False)):  # 1.87 s of moving, 2 s of computing
+        kv = make_kv(swap_block_s=swap_block_s)
+        choice = confirmed(kv, 40)
+        kv.groups[0].pool.share(choice.tables[0].ids[:9])
+        assert measured(2.0).swaps(choice, kv) == swaps
 
 
 def test_without_a_measurement_room_is_used() -> None:
     kv = make_kv()
-    assert Preemption("auto", 1e9, speed()).swaps(confirmed(kv, 40), kv)
+    assert Preemption("auto", speed()).swaps(confirmed(kv, 40), kv)
 
 
 def test_what_cannot_be_swapped_is_computed_again() -> None:
-    preemption = Preemption("swap", 0.0, speed())
+    preemption = Preemption("swap", speed())
     kv = make_kv(num_swap_blocks=10)
     assert preemption.swaps(confirmed(kv, 40), kv)
     assert not preemption.swaps(confirmed(kv, 41), kv), "eleven blocks do not fit"

@@ -41,7 +41,7 @@ def begun(num_steps: int, *, max_tokens: int = 8, **options: object) -> tuple[Ha
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_swapped_choice_goes_on_where_it_was(prefix_cache: bool) -> None:
     harness, request = begun(2, prefix_cache=prefix_cache)
-    table = list(request.choices[0].block_ids)
+    table = list(request.choices[0].tables[0].ids)
     preempt(harness, request)
     assert (harness.scheduler.block_counts.blocks_used, harness.scheduler.block_counts.swap_blocks_used) == (0, 3)
     plan = harness.step()
@@ -178,7 +178,7 @@ def test_host_memory_dies_with_its_worker() -> None:
     harness, request = begun(3)
     preempt(harness, request)
     assert harness.lose_worker() == [request]
-    assert (request.choices[0].num_swapped, request.choices[0].swap_block_ids) == (0, [])
+    assert (request.choices[0].num_swapped, request.choices[0].swapped) == (0, [])
     (new,) = harness.step().new_rows
     assert (new.num_computed, len(new.token_ids)) == (0, 13)
     harness.drain()

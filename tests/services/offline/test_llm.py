@@ -46,7 +46,7 @@ def wired(text: ModelText, **runner_options: Any) -> Local:
     hello = Hello(
         protocol=PROTOCOL_VERSION, worker_id="fake", incarnation="0", registration=1,
         model_fingerprint="f", numerics_id="n",
-        vocab_size=text.vocab_size, max_model_len=128, num_blocks=runner.num_blocks, block_size=runner.block_size,
+        vocab_size=text.vocab_size, max_model_len=128, kv_groups=runner.kv_groups, block_size=runner.block_size,
         device="fake", host_id="", pid=0,
     )  # fmt: skip
     return Local(text, EngineCore(EngineConfig(max_tokens_per_step=64, max_rows=8), InprocExecutor(runner, hello)))

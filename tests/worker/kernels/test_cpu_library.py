@@ -17,6 +17,7 @@ from tests.worker.kernels.levels import levels
 
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.build import LIBRARY, CompileError, build
+from pagoda_worker.kernels.cpu.native import NativeOps
 from pagoda_worker.kernels.cpu.operations import (
     Attention,
     Embed,
@@ -239,6 +240,21 @@ def test_attention_bits_depend_neither_on_company_nor_on_chunking(library: lib.L
     for row, query in queries:
         for count in {1, min(3, query), query}:
             assert torch.equal(cache.attend((row, count))[0], together[row][-count:])
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.window])
+def test_attention_reads_nothing_that_a_window_lets_go(library: lib.Library, name: str) -> None:
+    """Entries behind it name a block of NaN, as they may name another row's."""
+    cache = Cache(library, CASES[name])
+    queries = [(row, query) for row, (query, _) in enumerate(cache.case.rows)]
+    expected = cache.attend(*queries)
+    strange = min(set(range(160)) - set(cache.tables.flatten().tolist()))
+    for row, (query, context) in enumerate(cache.case.rows):
+        read = max(0, context - query - cache.case.window - NativeOps.lookback)
+        cache.tables[row, : read // cache.case.block_size] = strange
+    assert (cache.tables == strange).any()
+    for got, before in zip(cache.attend(*queries), expected, strict=True):
+        assert torch.equal(got, before)
 
 
 # --- one row at a time ------------------------------------------------------------------------------------------------

@@ -71,6 +71,27 @@ RAGGED = [(1, 1), (1, 16), (5, 17), (1, 64), (1, 65), (130, 130), (1, 200), (3, 
 VARIANTS = [{}, {"window": 20}, {"window": 600}, {"softcap": 5.0}, {"softcap": 5.0, "window": 20}]
 
 
+@pytest.mark.parametrize("ops", [tuned, reference], ids=lambda ops: ops.name)
+def test_attention_reads_nothing_that_a_window_lets_go(ops: AtenOps | ReferenceOps) -> None:
+    """Entries behind it name a block of NaN, as they may name another row's."""
+    rows, shape = [(1, 200), (5, 130), (1, 64), (1, 21), (40, 600)], shape_of(4, 2, 64, window=20)
+    needed = [-(-context // BLOCK) for _, context in rows]
+    order = (torch.randperm(sum(needed)) + 1).tolist()
+    tables = [[order.pop() for _ in range(count)] for count in needed]
+    keys = torch.randn((sum(needed) + 1) * BLOCK, 2, 2, 64)
+    keys[:BLOCK] = torch.nan
+    kv, found = fill(ops, torch.float32, keys), []
+    query = torch.randn(sum(new for new, _ in rows), 4, 64)
+    for gone in (False, True):
+        for table, (new, context) in zip(tables, rows, strict=True):
+            count = max(0, context - new - 20 - ops.lookback) // BLOCK
+            table[:count] = [0] * count if gone else table[:count]
+        parts = [([0] * new, context - new, table) for (new, context), table in zip(rows, tables, strict=True)]
+        batch = make_batch(parts, BLOCK)
+        found.append(ops.attend(query, kv, 0, ops.plan(batch, kv), shape))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("ratio", "head_dim"), [*itertools.product((1, 2, 3, 4, 7), (64,)), *itertools.product((2,), (80, 96, 128, 256))]

@@ -21,6 +21,7 @@ from pagoda_worker.loading.memory import (
     num_swap_blocks,
     usable_bytes,
 )
+from pagoda_worker.loading.retention import KEEP_ALL, Retention
 
 SHAPE = KVShape(num_layers=4, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)  # 2 KiB per token
 BLOCK_BYTES = 32 * 2048
@@ -33,6 +34,7 @@ config_of = partial(WorkerConfig, block_size=32)
 class Needs:
     kv_groups: tuple[KVShape, ...] = (SHAPE,)
     max_model_len: int = 1024
+    retentions: tuple[Retention, ...] = KEEP_ALL
 
 
 def test_bytes_of_a_token() -> None:
@@ -127,8 +129,8 @@ def test_a_gpu_with_too_little_left_says_where_the_rest_went() -> None:
 
 
 def test_a_cpu_swaps_to_nowhere_unless_told_to() -> None:
-    assert num_swap_blocks(config_of(), [SHAPE], on_cpu=True) == 0
-    assert num_swap_blocks(config_of(swap_space_gib=0.5), [SHAPE], on_cpu=True) == GIB // 2 // BLOCK_BYTES
+    assert num_swap_blocks(config_of(), [SHAPE], on_cpu=True) == [0]
+    assert num_swap_blocks(config_of(swap_space_gib=0.5), [SHAPE], on_cpu=True) == [GIB // 2 // BLOCK_BYTES]
 
 
 @pytest.mark.parametrize(("available", "swapped"), [(64, 4), (16, 4), (8, 2)])
@@ -136,14 +138,14 @@ def test_a_gpu_swaps_to_4_gib_or_a_quarter_of_the_host(
     monkeypatch: pytest.MonkeyPatch, available: int, swapped: int
 ) -> None:
     monkeypatch.setattr(memory, "host_available_bytes", lambda root: available * GIB)
-    assert num_swap_blocks(config_of(), [SHAPE], on_cpu=False) == swapped * GIB // BLOCK_BYTES
-    assert num_swap_blocks(config_of(swap_space_gib=0), [SHAPE], on_cpu=False) == 0
-    assert num_swap_blocks(config_of(swap_space_gib=9), [SHAPE], on_cpu=False) == 9 * GIB // BLOCK_BYTES
+    assert num_swap_blocks(config_of(), [SHAPE], on_cpu=False) == [swapped * GIB // BLOCK_BYTES]
+    assert num_swap_blocks(config_of(swap_space_gib=0), [SHAPE], on_cpu=False) == [0]
+    assert num_swap_blocks(config_of(swap_space_gib=9), [SHAPE], on_cpu=False) == [9 * GIB // BLOCK_BYTES]
 
 
 def test_a_draft_model_s_blocks_are_swapped_beside_the_model_s() -> None:
     config = config_of(swap_space_gib=1)
-    assert num_swap_blocks(config, [SHAPE, replace(SHAPE, num_layers=8)], on_cpu=True) == GIB // (3 * BLOCK_BYTES)
+    assert num_swap_blocks(config, [SHAPE, replace(SHAPE, num_layers=8)], on_cpu=True) == [GIB // (3 * BLOCK_BYTES)]
 
 
 @pytest.mark.parametrize("gib", [-0.5, -2.0])

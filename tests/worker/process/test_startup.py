@@ -130,7 +130,7 @@ def test_the_cache_takes_what_step_and_graphs_leave() -> None:
     (group,) = loaded_by(AtenOps(CPU)).kv_groups
     bytes_per_block = group.bytes_per_block(BLOCK)
     graphs = [1000, 100]
-    lines = Lines(max_rows=5, max_len=MAX_LEN, block_size=BLOCK, scratch_block=0, device=CPU).nbytes
+    lines = Lines(max_rows=5, max_len=MAX_LEN, block_size=BLOCK, scratch_blocks=[0], device=CPU).nbytes
     whole = 13 * bytes_per_block + 500 + 1000 + 100 * (len(ladder(5)) - 1) + lines
     facts = {"free": whole, "total": whole, "bytes_per_step": 500}
 

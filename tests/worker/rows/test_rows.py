@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from tests.worker.fakes_model import new_row
 
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, StepPlan
+from pagoda_proto.steps import NO_BLOCK, AppendBlocks, Chunk, KVGroup, NewRow, ReplaceBlock, StepPlan
 from pagoda_worker.rows.rows import Ints, Row
 from pagoda_worker.step.table import RowTable, RunnerFacts
 
@@ -19,11 +21,10 @@ FACTS = RunnerFacts(
     device="cpu",
     vocab_size=100,
     max_model_len=64,
-    num_blocks=8,
+    kv_groups=(KVGroup(8, num_swap_blocks=4),),
     block_size=16,
     max_rows=3,
     max_tokens_per_step=40,
-    num_swap_blocks=4,
 )
 
 
@@ -172,3 +173,47 @@ def test_two_chunks_of_a_row_in_one_step_end_it() -> None:
     assert made.accept([Chunk(1, 0, 10, False), Chunk(1, 10, 10, True)]) == []
     assert [error.row_id for error in made.take_errors()] == [1]
     assert len(made) == 0
+
+
+WINDOWED = replace(FACTS, kv_groups=(KVGroup(8, num_swap_blocks=4), KVGroup(3, 20, num_swap_blocks=2)))
+
+
+def test_a_row_has_a_table_for_each_group() -> None:
+    made = RowTable(WINDOWED)
+    new = new_row(1, [1] * 60, [0, 1, 2, 7, NO_BLOCK, 8, 9, 10], num_computed=40)
+    errors = errors_of(made, new_rows=[new], append_blocks=[AppendBlocks(1, [3, 8])])
+    assert errors == {}
+    assert errors_of(made, replace_blocks=[ReplaceBlock(1, 2, 10), ReplaceBlock(1, 3, 5)]) == {}
+    [(row, _)] = made.accept([Chunk(1, 40, 20, True)])
+    assert row.blocks.array.tolist() == [0, 1, 2, 5, 3]
+    assert [table.array.tolist() for table in row.others] == [[-1, 0, 2, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "says"),
+    [
+        ([0, 1, 8], "3 are not as many for each of 2 groups"),
+        ([0, 1, 8, 7], "block_ids must be between 8 and 10"),
+        ([0, 8, 8, 9], "block_ids must be between 0 and 7"),
+        ([NO_BLOCK, 1, 8, 9], "block_ids must be between 0 and 7"),
+        ([0, 1, 8, NO_BLOCK], "block_ids must be between"),
+        ([0, 1, NO_BLOCK, 8], "block_ids must be between"),  # the next token reads it
+        ([0, 1, 8, 11], "block_ids must be between 0 and 10"),
+    ],
+)
+def test_a_block_of_another_group_or_a_hole_ends_the_row_that_has_it(block_ids: list[int], says: str) -> None:
+    made = RowTable(WINDOWED)
+    errors = errors_of(made, new_rows=[new_row(1, [1], [0, 8]), new_row(2, [1], block_ids)])
+    assert list(errors) == [2]
+    assert says in errors[2]
+
+
+def test_nothing_is_moved_from_group_to_group() -> None:
+    made = RowTable(WINDOWED)
+    made.apply(StepPlan(step=1, new_rows=[new_row(1, [1], [3, 8]), new_row(2, [1], [4, 9])]))
+    assert made.copies(StepPlan(step=2, block_copies=[(8, 10), (9, 4)])) == [(8, 10)]
+    assert [error.row_id for error in made.take_errors()] == [2]
+    assert made.swap_outs(StepPlan(step=3, swap_outs=[(0, 0), (10, 5), (8, 1), (1, 4)])) == [(0, 0), (10, 5)]
+    assert made.swap_ins(StepPlan(step=4, swap_ins=[(5, 8)])) == [(5, 8)]
+    assert made.swap_ins(StepPlan(step=5, swap_ins=[(4, 8)])) == []
+    assert [error.row_id for error in made.take_errors()] == [1]

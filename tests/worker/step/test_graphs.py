@@ -55,7 +55,7 @@ class Case:
         for mine, its in zip(self.kv[0].layers, self.other[0].layers, strict=True):
             mine.copy_(torch.randn(mine.shape, generator=generator))
             its.copy_(mine)
-        lines = Lines(max_rows=MAX_ROWS, max_len=MAX_LEN, block_size=BLOCK, scratch_block=SCRATCH, device=CPU)
+        lines = Lines(max_rows=MAX_ROWS, max_len=MAX_LEN, block_size=BLOCK, scratch_blocks=[SCRATCH], device=CPU)
         self.graphed = Graphed(self.decoder, self.accelerator, SIZES, lines)
 
     def captured(self) -> Case:

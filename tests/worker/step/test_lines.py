@@ -16,7 +16,7 @@ from tests.worker.fakes_engine import GREEDY, Choice, Engine
 from tests.worker.fakes_model import Driver, FakeLoaded, new_row
 
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.steps import Chunk, ReplaceBlock, StepPlan
+from pagoda_proto.steps import NO_BLOCK, Chunk, ReplaceBlock, StepPlan
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.rows.batch import Batch, build_batch
 from pagoda_worker.rows.rows import Ints, Row
@@ -54,8 +54,9 @@ def host_runner() -> ModelRunner:
     return ModelRunner(Loaded(HashModel()), NUM_BLOCKS, WorkerConfig(block_size=BLOCK, max_rows=MAX_ROWS))  # type: ignore[arg-type]
 
 
-def lines_for(max_rows: int) -> Lines:
-    return Lines(max_rows=max_rows, max_len=MAX_LEN, block_size=BLOCK, scratch_block=NUM_BLOCKS, device=CPU)
+def lines_for(max_rows: int, num_tables: int = 1) -> Lines:
+    scratch = [NUM_BLOCKS] * num_tables
+    return Lines(max_rows=max_rows, max_len=MAX_LEN, block_size=BLOCK, scratch_blocks=scratch, device=CPU)
 
 
 def device_runner(accelerator: FakeAccelerator) -> ModelRunner:
@@ -165,25 +166,31 @@ def test_a_replaced_block_is_sent_with_its_table() -> None:
 # --- what the device has is what the host would have built ------------------------------------------------------------
 
 
-def row_of(row_id: int, num_tokens: int, blocks: list[int], rng: random.Random) -> Row:
+def row_of(row_id: int, num_tokens: int, rng: random.Random, num_tables: int) -> Row:
     tokens = np.array([rng.randrange(VOCAB) for _ in range(num_tokens)])
-    return Row.of(new_row(row_id, [0], [0], num_prompt_tokens=1), tokens, np.array(blocks, np.int64))
+    blocks, *others = (np.array(rng.sample(range(NUM_BLOCKS), 6)) for _ in range(num_tables))
+    for kept in others:
+        kept[: rng.randrange((num_tokens - 1) // BLOCK + 1)] = NO_BLOCK  # behind its window
+    return Row.of(new_row(row_id, [0], [0], num_prompt_tokens=1), tokens, blocks, others=others)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_lines_are_the_batch_the_host_builds(seed: int) -> None:
     """Over steps with rows that come, go, pause, are computed elsewhere, change blocks, and uploads that fail."""
-    rng, lines, accelerator = random.Random(seed), lines_for(8), Unlucky()
+    rng, accelerator = random.Random(seed), Unlucky()
+    num_tables = rng.choice([1, 1, 2, 3])
+    lines = lines_for(8, num_tables)
     rows: list[Row] = []
     earlier: list[OnDevice] = []
     for _ in range(25):
         rows = [row for row in rows if rng.random() < 0.9]
         while len(rows) < 8 and rng.random() < 0.5:
-            rows.append(row_of(rng.randrange(10**9), rng.randrange(1, 60), rng.sample(range(NUM_BLOCKS), 6), rng))
+            rows.append(row_of(rng.randrange(10**9), rng.randrange(1, 60), rng, num_tables))
         if rows and rng.random() < 0.2:
             changed = rng.choice(rows)
             changed.blocks = Ints(np.array(rng.sample(range(NUM_BLOCKS), 6)))
+            changed.others = tuple(Ints(np.array(rng.sample(range(NUM_BLOCKS), 6))) for _ in changed.others)
         rng.shuffle(rows)
         now = [row for row in rows if rng.random() < 0.9 and len(row.tokens) < MAX_LEN]
         if not now:
@@ -216,7 +223,8 @@ def test_lines_are_the_batch_the_host_builds(seed: int) -> None:
             for row, _ in work:
                 row.tokens.array[-1] = hidden.get(row.row_id, row.tokens.array[-1])
         lines.lay_out(size)
-        check(lines, truth, size)
+        for place in range(num_tables):
+            check(lines.batch(size).at(place), truth.at(place), size)
         earlier = []
         if rng.random() < 0.8:  # the device chooses, else the host did
             ids = torch.tensor([rng.randrange(-1, VOCAB) for _ in work])
@@ -235,9 +243,9 @@ def launched(rows: list[Row], ids: torch.Tensor) -> OnDevice:
     return OnDevice(ids=ids, fetch=HeldFetch(ids, []), promised=promised)
 
 
-def check(lines: Lines, truth: Batch, size: int) -> None:
+def check(batch: Batch, truth: Batch, size: int) -> None:
     """The first lines are `truth`, the others of `size` padding."""
-    batch, count = lines.batch(size), truth.num_rows
+    count = truth.num_rows
     for name in ("token_ids", "positions", "kv_indices", "lengths"):
         assert torch.equal(getattr(batch, name)[:count], getattr(truth, name)), name
     for i, length in enumerate(truth.context_lens):

@@ -6,6 +6,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from tests.worker.speculation.test_drafting import Allowing, draft_model, plain,
 from tests.worker.step.test_runner import MANNERS, tiny_llama, tokens_of
 
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, RowOutput, StepPlan, StepResult
+from pagoda_proto.steps import AppendBlocks, Chunk, KVGroup, NewRow, RowOutput, StepPlan, StepResult
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.kv_cache import Blocks
@@ -125,7 +126,7 @@ def test_a_swapped_row_goes_on_with_the_same_bits(make: Callable[[], ModelRunner
 def test_the_draft_model_has_its_blocks_back_too() -> None:
     """The fake model hashes what its cache holds, so a block missing there would make a wrong guess."""
     runner = speculating(draft_model(), swap_space_gib=2 * SWAP_SPACE_GIB)
-    assert runner.facts.num_swap_blocks == NUM_SWAP_BLOCKS
+    assert runner.facts.kv_groups[0].num_swap_blocks == NUM_SWAP_BLOCKS
     driver = Allowing(runner)
     tokens = tokens_of(driver.decode(1, PROMPT, 9, allow=False))
     known = PROMPT + tokens
@@ -363,7 +364,9 @@ def filled(seed: int) -> torch.Tensor:
 
 def test_all_caches_move_alike() -> None:
     first, second = filled(1), filled(2)
-    mover = BlockMover([(fake_loaded(), [first]), (fake_loaded(), [second])], BLOCK_SIZE, 4, None)
+    mover = BlockMover(
+        [(fake_loaded(), [first]), (fake_loaded(), [second])], BLOCK_SIZE, [range(NUM_BLOCKS)], [range(4)], None
+    )
     before = [cache.clone() for cache in (first, second)]
     mover.swap_out([(5, 0), (6, 3)])
     mover.copy([(1, 5), (2, 6)])
@@ -372,6 +375,25 @@ def test_all_caches_move_alike() -> None:
         assert torch.equal(cache[[5, 6, 8, 9]], old[[1, 2, 6, 5]])
         untouched = [block for block in range(NUM_BLOCKS) if block not in (5, 6, 8, 9)]
         assert torch.equal(cache[untouched], old[untouched])
+
+
+def test_blocks_of_a_group_move_in_the_caches_that_go_by_its_table() -> None:
+    """Three caches, of which the second goes by another table, whose blocks and swap blocks follow the first one's."""
+    caches = [filled(seed) for seed in (1, 2, 3)]
+    shapes = [replace(KV_SHAPE, table=table) for table in (0, 1, 0)]
+    loaded: list[Any] = [FakeLoaded(kv_groups=(shape,)) for shape in shapes]
+    pairs = [(one, [cache]) for one, cache in zip(loaded, caches, strict=True)]
+    blocks, swap_blocks = [range(6), range(6, 10)], [range(2), range(2, 5)]
+    mover = BlockMover(pairs, BLOCK_SIZE, blocks, swap_blocks, None)
+    before = [cache.clone() for cache in caches]
+    mover.swap_out([(5, 1), (7, 2), (9, 4)])
+    mover.copy([(0, 5), (6, 7)])
+    mover.swap_in([(1, 4), (2, 8), (4, 6)])
+    for cache, old in zip(caches[::2], before[::2], strict=True):
+        assert torch.equal(cache[:6], old[[0, 1, 2, 3, 5, 0]])
+    assert torch.equal(caches[1][:4], before[1][[3, 0, 1, 3]])
+    assert mover.seconds_per_block(0) > 0
+    assert mover.seconds_per_block(1) > 0
 
 
 @pytest.mark.parametrize("blocks_at_once", [1, 3])
@@ -412,9 +434,9 @@ def test_too_little_host_memory_names_the_option() -> None:
 def test_a_worker_says_how_much_it_can_swap_and_how_long_that_takes() -> None:
     accelerator = FakeAccelerator()
     facts = fake_runner(accelerator=accelerator, swap_space_gib=SWAP_SPACE_GIB).facts
-    assert facts.num_swap_blocks == NUM_SWAP_BLOCKS
-    assert facts.swap_block_s > 0
+    assert facts.kv_groups[0].num_swap_blocks == NUM_SWAP_BLOCKS
+    assert facts.kv_groups[0].swap_block_s > 0
     assert accelerator.journal == ["pinned", *["synchronized"] * 4]
     none = fake_runner(swap_space_gib=0).facts
-    assert (none.num_swap_blocks, none.swap_block_s) == (0, 0.0)
-    assert fake_runner().facts.num_swap_blocks == 0, "a CPU has none by itself"
+    assert none.kv_groups == (KVGroup(NUM_BLOCKS),)
+    assert fake_runner().facts.kv_groups == (KVGroup(NUM_BLOCKS),), "a CPU has none by itself"

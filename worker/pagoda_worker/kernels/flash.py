@@ -86,6 +86,7 @@ class FlashOps:
 
     name = FLASH
     capturable = True
+    lookback = 255  # no version has larger tiles of keys
     batch_invariant = True
     own_threads = False
     integer_linear = False

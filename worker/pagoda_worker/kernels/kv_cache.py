@@ -1,7 +1,7 @@
 """The KV cache as a worker holds it: one tensor per layer, blocks outermost, tokens of a block side by side.
 
 Layers that keep the same are a *group*: a cache is one group's, a model's KV cache has one for each (nearly always one
-in all). Groups share their block ids, so a group that slides keeps what lies before its window all the same.
+in all). Groups that keep the same tokens go by one of a row's block tables; see `loading.retention`.
 
     layers[l]   [num_blocks + 1, block_size, 2, Hkv, D]     2: K, then V
 
@@ -44,6 +44,7 @@ class KVShape:
     dtype: torch.dtype  # of K and V as they are computed
     quantized: bool = False  # stored as int8, see `quantize`
     window: int | None = None  # tokens that its layers see; None: all
+    table: int = 0  # by which of a row's block tables its layers go
 
     @property
     def stored_dtype(self) -> torch.dtype:

@@ -57,6 +57,8 @@ Apply = Callable[[NativeOps, torch.Tensor, torch.Tensor], object]
 class _Copies:
     """A tape for many copies of one operation, each with memory of its own, that all read the same of a step."""
 
+    all_tables = False
+
     def __init__(self) -> None:
         self.operations: list[Operation] = []
         self.step: dict[str, object] = {}

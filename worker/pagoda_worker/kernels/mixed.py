@@ -24,6 +24,7 @@ class _Mixed:
         self.batch_invariant = all(ops.batch_invariant for ops in used.values())
         self.own_threads = all(ops.own_threads for ops in used.values())
         self.integer_linear = parts["linear"].integer_linear
+        self.lookback = parts["attention"].lookback
         self.numerics = "; ".join(ops.numerics for ops in used.values())
         for family, operations in FAMILIES.items():
             for operation in operations:

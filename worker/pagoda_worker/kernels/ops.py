@@ -147,7 +147,12 @@ class Cache(Protocol):
 
 
 class Ops(Protocol):
-    """One back end on one device. Packed weights, caches (see Cache) and plans are its own: callers hand them back."""
+    """One back end on one device. Packed weights, caches (see Cache) and plans are its own: callers hand them back.
+
+    lookback: Before a window so many keys at most are read beside those in it, and masked: they must be numbers.
+    """
+
+    lookback: int
 
     name: str
     device: torch.device

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import KVCache
 from pagoda_worker.kernels.ops import AttentionShape
+from pagoda_worker.kernels.reference import first_block
 from pagoda_worker.kernels.routing import sigmoid
 from pagoda_worker.rows.batch import Batch
 
@@ -104,7 +105,7 @@ class Plan:
         tokens = None
         if len(rows) < self.batch.num_tokens:
             tokens = torch.tensor([self.batch.query_starts[row] for row in rows], device=mask.device)
-        return self._group(rows, [Slice(tokens, first, last, mask)])
+        return self._group(rows, [Slice(tokens, first, last, mask)], window)
 
     def _prefill_group(self, row: int, reach: Reach) -> Group:
         end, count, start = self.batch.context_lens[row], self.batch.query_lens[row], self.batch.query_starts[row]
@@ -120,12 +121,12 @@ class Plan:
             if not reach.causal:
                 mask = self._two_sided(position, first, last, end, reach.window)
             slices.append(Slice(tokens, first, last, mask))
-        return self._group([row], slices)
+        return self._group([row], slices, reach.window)
 
-    def _group(self, rows: list[int], slices: list[Slice]) -> Group:
+    def _group(self, rows: list[int], slices: list[Slice], window: int | None) -> Group:
         first, last = slices[0].first, slices[-1].last
         begin = first // self.kv.block_size * self.kv.block_size
-        return Group(len(rows), self._blocks(rows, first, last), begin, slices)
+        return Group(len(rows), self._blocks(rows, first, last, window), begin, slices)
 
     def _mask(self, position: Tensor, first: int, last: int, window: int | None) -> Tensor:
         keys = torch.arange(first, last, device=position.device)
@@ -143,14 +144,16 @@ class Plan:
         mask = torch.zeros(hidden.shape, dtype=self.kv.shape.dtype, device=position.device)
         return mask.masked_fill_(hidden, -torch.inf)
 
-    def _blocks(self, rows: list[int], first: int, last: int) -> Tensor:
-        """Block ids that cover keys [first, last); what lies beyond a row's tokens is the empty block."""
+    def _blocks(self, rows: list[int], first: int, last: int, window: int | None) -> Tensor:
+        """Block ids that cover keys [first, last); what lies before a row's window or beyond its tokens is the empty
+        block."""
         size, table = self.kv.block_size, self.batch.block_tables
         begin, end = first // size, -(-last // size)
         blocks = table.new_full((len(rows), end - begin), self.kv.empty_block)
         for i, row in enumerate(rows):
             used = min(end, -(-self.batch.context_lens[row] // size))
-            blocks[i, : used - begin] = table[row, begin:used]
+            seen = max(begin, first_block(self.batch, row, size, window))
+            blocks[i, seen - begin : used - begin] = table[row, seen:used]
         return blocks.flatten()
 
 

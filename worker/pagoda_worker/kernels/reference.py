@@ -44,6 +44,7 @@ class HostOps:
     """What back ends share that keep a `KVCache`, record nothing and choose tokens on the host."""
 
     capturable = False
+    lookback = 0
     own_threads = False
     integer_linear = False
     device: torch.device
@@ -223,15 +224,16 @@ class ReferenceOps(HostOps):
         rows = []
         for i in range(plan.num_rows):
             length, start = plan.context_lens[i], plan.query_starts[i]
-            num_blocks = -(-length // kv.block_size)
-            tokens = kv.read(layer, plan.block_tables[i, :num_blocks].long()).flatten(0, 1)[:length]
+            first, num_blocks = first_block(plan, i, kv.block_size, shape.window), -(-length // kv.block_size)
+            tokens = kv.read(layer, plan.block_tables[i, first:num_blocks].long()).flatten(0, 1)
+            tokens = tokens[: length - first * kv.block_size]
             key, value = _wide(tokens.repeat_interleave(shape.num_heads // shape.num_kv_heads, 2)).unbind(1)
             q = _wide(query[start : start + plan.query_lens[i]])
             scores = torch.einsum("qhd,khd->hqk", q, key) * shape.scale
             if shape.softcap is not None:
                 scores = shape.softcap * torch.tanh(scores / shape.softcap)
-            at = torch.arange(length, device=query.device)
-            position = at[length - plan.query_lens[i] :, None]
+            at = torch.arange(first * kv.block_size, length, device=query.device)
+            position = at[len(at) - plan.query_lens[i] :, None]
             reach = shape.window or length
             hidden = (at >= position + (1 if shape.causal else reach)) | (at <= position - reach)
             if bias is not None:
@@ -240,7 +242,7 @@ class ReferenceOps(HostOps):
             if sinks is not None:
                 extra = sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
                 scores = torch.cat((scores, extra), -1)
-            weights = scores.softmax(-1)[..., :length]
+            weights = scores.softmax(-1)[..., : len(at)]
             rows.append(torch.einsum("hqk,khd->qhd", weights, value).flatten(1).to(query.dtype))
         return torch.cat(rows)
 
@@ -249,6 +251,12 @@ def latent_key(latent: Tensor, turning: Tensor) -> Tensor:
     """See `Ops.latent_write`."""
     halves = [half for pair in zip(turning.chunk(2, 1), latent.chunk(2, 1), strict=True) for half in pair]
     return torch.cat(halves, 1)
+
+
+def first_block(batch: Batch, row: int, block_size: int, window: int | None) -> int:
+    """The first block of a row that its new tokens see any of."""
+    first_new = batch.context_lens[row] - batch.query_lens[row]
+    return 0 if window is None else max(0, first_new - window + 1) // block_size
 
 
 def add_low_rank(x: Tensor, y: Tensor, added: Added | None, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

@@ -11,6 +11,7 @@ CPU there is none: blocks swapped out would lie in the same memory, where more K
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,6 +19,7 @@ from typing import NamedTuple, Protocol
 from pagoda_worker.config import AUTO_SWAP_SPACE, WorkerConfig
 from pagoda_worker.cores import system_text
 from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.loading.retention import KEEP_ALL, Retention, bytes_of_row
 
 GIB = 1024**3
 SHARE = 0.6
@@ -30,6 +32,9 @@ class MemoryNeeds(Protocol):
 
     @property
     def kv_groups(self) -> tuple[KVShape, ...]: ...
+
+    @property
+    def retentions(self) -> tuple[Retention, ...]: ...
 
     @property
     def max_model_len(self) -> int: ...
@@ -60,7 +65,8 @@ def num_kv_blocks(
     use: DeviceUse | None = None,
     spare: int = 0,
 ) -> int:
-    """KV blocks for this worker; each is one of the model's and, if there is a draft model, one of its own.
+    """KV blocks of the first table (see `retention`), from which follow those of the others; each is one of the model's
+    and, if there is a draft model, one of its own.
 
     `use` is that of its GPU, None on a CPU; `spare` blocks are kept beside them.
 
@@ -68,35 +74,54 @@ def num_kv_blocks(
         NotEnoughMemory: not even one request of max_model_len tokens would fit; the message names the options.
     """
     models = (loaded,) if draft is None else (loaded, draft)
-    bytes_per_block = sum(group.bytes_per_block(config.block_size) for model in models for group in model.kv_groups)
-    if not bytes_per_block:
+    sizes = [group for model in models for group in model.kv_groups], loaded.retentions, config.block_size
+    if not sizes[0]:
         return 0  # it keeps nothing
-    blocks_per_request = -(-loaded.max_model_len // config.block_size)
+    blocks_per_request = min(-(-loaded.max_model_len // config.block_size), loaded.retentions[0].row_blocks)
     if config.num_blocks:
         blocks, source = config.num_blocks, f"num_blocks={config.num_blocks}"
     elif config.kv_cache_gib:
-        blocks, source = int(config.kv_cache_gib * GIB) // bytes_per_block, f"kv_cache_gib={config.kv_cache_gib:g}"
+        blocks, source = _fitting(int(config.kv_cache_gib * GIB), *sizes), f"kv_cache_gib={config.kv_cache_gib:g}"
     else:
         usable, source = _usable(config, use)
-        blocks = max(0, min(usable // bytes_per_block - spare, config.max_rows * blocks_per_request))
+        blocks = max(0, min(_fitting(usable, *sizes, spare), config.max_rows * blocks_per_request))
     if blocks < blocks_per_request:
+        per_token = bytes_of_row(*sizes[:2], loaded.max_model_len, config.block_size) / loaded.max_model_len
+        needed = f"of which a row takes {blocks_per_request * config.block_size}, " * bool(loaded.retentions[0].kept)
         raise NotEnoughMemory(
-            f"the KV cache holds {blocks * config.block_size} tokens ({source}, "
-            f"{bytes_per_block / config.block_size / 1024:.1f} KiB per token), but max_model_len is "
-            f"{loaded.max_model_len}: lower max_model_len, or raise "
+            f"the KV cache holds {blocks * config.block_size} tokens ({source}, {needed}"
+            f"{per_token / 1024:.1f} KiB per token), but max_model_len is {loaded.max_model_len}: "
+            f"lower max_model_len, or raise "
             f"{'gpu_memory_utilization, ' if use else ''}kv_cache_gib or num_blocks"
         )
     return blocks
 
 
-def num_swap_blocks(config: WorkerConfig, shapes: Sequence[KVShape], on_cpu: bool) -> int:
-    """Swap blocks for a worker with caches of these shapes, whose blocks move together."""
+def _fitting(
+    usable: int, shapes: Sequence[KVShape], retentions: Sequence[Retention], block_size: int, spare: int = 0
+) -> int:
+    """Blocks of the first table with which all, and so many spare ones of each, take no more bytes than are usable."""
+    sizes = [0] * len(retentions)
+    for shape in shapes:
+        sizes[shape.table] += shape.bytes_per_block(block_size)
+
+    def taken(blocks: int) -> int:
+        return sum(size * one.num_blocks(blocks) for size, one in zip(sizes, retentions, strict=True))
+
+    left = usable - spare * sum(sizes)
+    return bisect_right(range(max(0, left) // max(1, sizes[0]) + 1), left, key=taken) - 1
+
+
+def num_swap_blocks(
+    config: WorkerConfig, shapes: Sequence[KVShape], on_cpu: bool, retentions: Sequence[Retention] = KEEP_ALL
+) -> list[int]:
+    """Swap blocks of each table, for a worker with caches of these shapes; blocks of one table move together."""
     if config.swap_space_gib != AUTO_SWAP_SPACE:
         usable = int(config.swap_space_gib * GIB)
     else:
         usable = 0 if on_cpu else min(SWAP_BYTES, host_available_bytes(Path("/")) // 4)
-    bytes_per_block = sum(shape.bytes_per_block(config.block_size) for shape in shapes)
-    return usable // bytes_per_block if bytes_per_block else 0
+    blocks = _fitting(usable, shapes, retentions, config.block_size) if shapes else 0
+    return [one.num_blocks(blocks) if blocks else 0 for one in retentions]
 
 
 def _usable(config: WorkerConfig, use: DeviceUse | None) -> tuple[int, str]:

@@ -33,6 +33,7 @@ from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Cache, Needs, Ops, SlotRoom, guarded
 from pagoda_worker.loading.numerics import numerics_id
+from pagoda_worker.loading.retention import KEEP_ALL, Retention
 from pagoda_worker.models import ARCHITECTURES
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.recorded import Recorded
@@ -75,14 +76,18 @@ class LoadedModel:
     pooler: Pooler | None = None  # of a model that reads: it makes vectors of states, and there are no logits
     scratch: KVShape | None = None  # of one that reads whole prompts: what a layer needs of K and V while it computes
     second_place: int = 0  # how far behind the first text's positions those of a pair's second are
-    spare_blocks: int = 0  # of the KV cache, beyond those that rows are given: their ids follow
+    retentions: tuple[Retention, ...] = KEEP_ALL  # by the tables that groups go by
+    spare_blocks: int = 0  # of each table, beyond those that rows are given: their ids follow
 
     def new_kv_cache(self, num_blocks: int, block_size: int) -> tuple[Cache, ...]:
-        """A cache for each group. Raises BackendError when the back end has none of this kind."""
+        """A cache for each group, with `num_blocks` blocks for those of the first table.
+
+        Raises BackendError when the back end has none of this kind.
+        """
 
         def new() -> tuple[Cache, ...]:
-            blocks = num_blocks + self.spare_blocks
-            return tuple(self.ops.new_kv_cache(group, blocks, block_size) for group in self.kv_groups)
+            counts = [one.num_blocks(num_blocks) + self.spare_blocks for one in self.retentions]
+            return tuple(self.ops.new_kv_cache(group, counts[group.table], block_size) for group in self.kv_groups)
 
         return guarded(self.ops.name, new, but=(MemoryError, torch.OutOfMemoryError, torch.AcceleratorError))
 

@@ -89,20 +89,21 @@ class Decoder:
 
     def plan(self, batch: Batch, kv: Sequence[Cache]) -> list[Any]:
         """What `forward` makes for itself when it is given none: a plan for each group."""
-        return [self.ops.plan(batch, group) for group in kv]
+        return [self.ops.plan(batch.at(group.shape.table), group) for group in kv]
 
     def forward(self, batch: Batch, kv: Sequence[Cache], plan: list[Any] | None = None) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
-        for group in kv:
-            group.admit(batch)
+        places = [batch.at(group.shape.table) for group in kv]
+        for group, part in zip(kv, places, strict=True):
+            group.admit(part)
         plan = self.plan(batch, kv) if plan is None else plan
         rotations = [table.at(batch.positions) for table in self._ropes]
         stream = self.ops.embed(batch.token_ids, self._embed, self._embed_scale)
         if self._positions is not None:
             stream = self.ops.add_positions(stream, self._positions, batch.positions)
-        hidden = self._run(stream, _Step(batch, kv, plan, rotations, batch.slots))
-        for group in kv:
-            group.inspect(batch, hidden)
+        hidden = self._run(stream, _Step([part.kv_indices for part in places], kv, plan, rotations, batch.slots))
+        for group, part in zip(kv, places, strict=True):
+            group.inspect(part, hidden)
         return hidden
 
     def logits(
@@ -179,7 +180,8 @@ class Decoder:
 
     def _write(self, x: torch.Tensor, layer: Layer, step: _Step) -> torch.Tensor:
         """Keys and values into the cache; returns queries [T, Hq, D]."""
-        ops, (group, index), indices = self.ops, layer.kv, step.batch.kv_indices
+        ops, (group, index) = self.ops, layer.kv
+        indices = step.kv_indices[group]
         rotation = None if layer.rope is None else step.rotations[layer.rope]
         if isinstance(layer.qkv, Latent):
             return ops.latent_write(*layer.qkv.project(x, ops, step.slots), rotation, step.kv[group], index, indices)
@@ -191,8 +193,8 @@ class Decoder:
 class _Step:
     """What all layers of a step share."""
 
-    batch: Batch
-    kv: Sequence[Cache]  # of each group, as is `plan`
+    kv_indices: Sequence[torch.Tensor]  # of each group, as are `kv` and `plan`
+    kv: Sequence[Cache]
     plan: list[Any]
     rotations: list[Rotation]
     slots: TokenSlots | None

@@ -59,7 +59,7 @@ class Context:
     """What the attention function needs beside its arguments; set for the length of one forward pass."""
 
     ops: Ops
-    batch: Batch | None = None
+    batches: Sequence[Batch] = ()  # as each cache's layers see it
     kv: Sequence[Cache] = ()
     plans: Sequence[Any] = ()  # one per cache
     layers: Sequence[KVLayer] = ()  # where in the caches each is
@@ -94,18 +94,20 @@ class TransformersModel:
     def forward(self, batch: Batch, kv: Sequence[Cache]) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
         context = self._context
-        for group in kv:
-            group.admit(batch)
-        context.batch, context.kv, context.plans = batch, kv, [context.ops.plan(batch, group) for group in kv]
+        parts = [batch.at(group.shape.table) for group in kv]
+        for group, part in zip(kv, parts, strict=True):
+            group.admit(part)
+        context.batches, context.kv = parts, kv
+        context.plans = [context.ops.plan(part, group) for group, part in zip(kv, parts, strict=True)]
         try:
             output = self._base(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True
             )
         finally:
-            context.batch, context.kv, context.plans = None, (), ()
+            context.batches, context.kv, context.plans = (), (), ()
         hidden: torch.Tensor = output.last_hidden_state[0]
-        for group in kv:
-            group.inspect(batch, hidden)
+        for group, part in zip(kv, parts, strict=True):
+            group.inspect(part, hidden)
         return hidden
 
     def logits(self, hidden: torch.Tensor, *, slots: TokenSlots | None = None) -> torch.Tensor:
@@ -260,12 +262,12 @@ def _attend(
         kept = KVShape(num_layers=1, num_kv_heads=key.shape[1], head_dim=key.shape[3], dtype=key.dtype, window=window)
         context.calls.append((layer, kept))
         return query.transpose(1, 2), None
-    if context.batch is None:
+    if not context.batches:
         raise RuntimeError("attention outside of a forward pass")
     group, index = context.layers[layer]
     kv, plan = context.kv[group], context.plans[group]
     q, k, v = (part[0].transpose(0, 1).contiguous() for part in (query, key, value))
-    context.ops.write_kv(k, v, kv, index, context.batch.kv_indices)
+    context.ops.write_kv(k, v, kv, index, context.batches[group].kv_indices)
     shape = AttentionShape(
         num_heads=q.shape[1],
         num_kv_heads=k.shape[1],

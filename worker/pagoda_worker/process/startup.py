@@ -18,6 +18,7 @@ from pagoda_worker.kernels.ops import BackendError, guarded
 from pagoda_worker.loading.memory import DeviceUse, num_kv_blocks
 from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.loading.readers import load_any_model
+from pagoda_worker.loading.retention import context_cost, settled
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.speculation.choosing import check_invariant, load_draft_model, make_drafter
 from pagoda_worker.step.graphs import Graphed, ladder, reserve_for
@@ -69,16 +70,29 @@ def _started(config: WorkerConfig, loaded: LoadedModel, progress: Progress, reco
     runner = _generating(config, loaded, progress, recording) if generates else _reading(config, loaded)
     guarded(loaded.ops.name, runner.warm_up, but=(torch.AcceleratorError,))
     facts = runner.facts
-    if facts.num_swap_blocks:
-        log.info("swap space: %d blocks, each moved in %.2f ms", facts.num_swap_blocks, 1000 * facts.swap_block_s)
+    for group in facts.kv_groups:
+        if group.num_swap_blocks:
+            log.info("swap space: %d blocks, each moved in %.2f ms", group.num_swap_blocks, 1000 * group.swap_block_s)
+    _tell_kv_cache(config, loaded, runner)
     log.info("first step computed %.2f s later", time.monotonic() - began)
     return runner
+
+
+def _tell_kv_cache(config: WorkerConfig, loaded: LoadedModel, runner: ModelRunner) -> None:
+    """What of contexts it has room for, and what one takes."""
+    facts = runner.facts
+    for group in facts.kv_groups:
+        what = f"the last {group.kept} tokens" if group.kept else "all tokens"
+        log.info("KV cache: %d blocks of %d tokens, for layers that keep %s", group.num_blocks, facts.block_size, what)
+    if facts.kv_groups:
+        log.info("KV cache: %s", context_cost(settled(config, loaded)[0], config.block_size))
 
 
 def _reading(config: WorkerConfig, loaded: LoadedModel) -> ModelRunner:
     """Raises ValueError for speculation, of which there is none."""
     if config.speculation:
         raise ValueError(f"speculation={config.speculation!r}: this model reads its prompts and continues none")
+    (loaded,) = settled(config, loaded)
     if loaded.ops.own_threads:
         torch.set_num_threads(1)
     if loaded.device.type == "cpu":
@@ -91,6 +105,8 @@ def _reading(config: WorkerConfig, loaded: LoadedModel) -> ModelRunner:
 
 def _generating(config: WorkerConfig, loaded: LoadedModel, progress: Progress, recording: Progress) -> ModelRunner:
     draft = load_draft_model(config, loaded, progress)
+    loaded, *drafts = settled(config, loaded, *([draft] if draft else []))
+    draft = drafts[0] if drafts else None
     loaded = replace(loaded, grammars=load_grammars(Path(config.model), loaded.vocab_size))
     if loaded.ops.own_threads:
         torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
@@ -152,7 +168,7 @@ def _graphed(
         max_rows=sizes[-1],
         max_len=loaded.max_model_len,
         block_size=config.block_size,
-        scratch_block=num_blocks,
+        scratch_blocks=[one.num_blocks(num_blocks) for one in loaded.retentions],
         device=loaded.device,
     )
     return Graphed(decoder, accelerator, sizes, lines)

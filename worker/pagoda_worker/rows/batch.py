@@ -7,10 +7,10 @@ There is no prefill and no decode: a row has `query_lens[i]` new tokens at the e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,11 +22,19 @@ from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 NO_DRAFTS: Mapping[int, Ids] = {}
 
 
+class Places(NamedTuple):
+    """Where the K and V of a batch's tokens are, by one of the rows' block tables; see `Batch`."""
+
+    kv_indices: torch.Tensor
+    block_tables: torch.Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """T packed new tokens of B rows; logits are wanted for R of the tokens.
 
-    The lists repeat small facts on the host so that no op has to read a tensor back.
+    The lists repeat small facts on the host so that no op has to read a tensor back. Places are those by the first
+    table of rows, `others` those by the other tables; ops are given the batch `at` the table of their group.
     """
 
     token_ids: torch.Tensor  # [T] int64
@@ -37,8 +45,13 @@ class Batch:
     query_lens: list[int]  # [B]
     context_lens: list[int]  # [B], tokens in the KV cache after this step's are written
     logit_indices: torch.Tensor  # [R] int64, tokens whose logits are wanted, in row order
+    others: tuple[Places, ...] = ()
     slots: TokenSlots | None = None  # of the tokens' adapters; None where no row has one
     device_lengths: torch.Tensor | None = None  # see `lengths`; given where the device has them already
+
+    def at(self, table: int) -> Batch:
+        """The batch as layers see it that go by this table."""
+        return replace(self, **self.others[table - 1]._asdict(), others=()) if table else self
 
     @cached_property
     def lengths(self) -> torch.Tensor:
@@ -66,6 +79,8 @@ class Laid(Protocol):
     @property
     def blocks(self) -> Ints: ...
     @property
+    def others(self) -> Sequence[Ints]: ...
+    @property
     def slot(self) -> int: ...
 
 
@@ -87,26 +102,47 @@ def build_batch(
     context_lens = [chunk.start + length for (_, chunk), length in zip(work, lens, strict=True)]
     starts = np.zeros(len(work) + 1, np.int64)
     np.cumsum(lens, out=starts[1:])
-    tables = np.zeros((len(work), -(-max(context_lens) // block_size)), np.int32)
-    for i, (row, _) in enumerate(work):
-        blocks = row.blocks.array[: -(-context_lens[i] // block_size)]
-        tables[i, : len(blocks)] = blocks
     token_ids = np.concatenate(parts)
     row_of_token = np.repeat(np.arange(len(work)), lens)
     offsets = np.fromiter((chunk.start for _, chunk in work), np.int64, len(work)) - starts[:-1]
     positions = np.arange(starts[-1]) + offsets[row_of_token]
-    blocks_of_token = tables[row_of_token, positions // block_size].astype(np.int64)
+    place_of_token = row_of_token, positions // block_size, positions % block_size
+
+    def places(tables: Sequence[Ints]) -> Places:
+        return _places(
+            tables, [-(-length // block_size) for length in context_lens], place_of_token, block_size, device
+        )
+
     return Batch(
         token_ids=torch.from_numpy(token_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
-        kv_indices=torch.from_numpy(blocks_of_token * block_size + positions % block_size).to(device),
-        block_tables=torch.from_numpy(tables).to(device),
+        **places([row.blocks for row, _ in work])._asdict(),
+        others=tuple(places([row.others[i] for row, _ in work]) for i in range(len(work[0][0].others))),
         query_starts=starts.tolist(),
         query_lens=lens,
         context_lens=context_lens,
         logit_indices=torch.from_numpy(_logit_indices(work, starts, bool(drafts))).to(device),
         slots=_slots(work, row_of_token, device),
     )
+
+
+def _places(
+    tables: Sequence[Ints],
+    lengths: Sequence[int],
+    of_token: tuple[Ids, Ids, Ids],
+    block_size: int,
+    device: torch.device,
+) -> Places:
+    """By one table of each row, of which so many entries are wanted; `of_token`: row, entry and offset there."""
+    cells = np.zeros((len(tables), max(lengths)), np.int32)
+    for i, (table, length) in enumerate(zip(tables, lengths, strict=True)):
+        blocks = table.array[:length]
+        cells[i, : len(blocks)] = blocks
+        if len(blocks) and blocks[0] < 0:  # what is not kept is not read, but has to be some block
+            np.maximum(cells[i], 0, out=cells[i])
+    rows, entries, offsets = of_token
+    indices = cells[rows, entries].astype(np.int64) * block_size + offsets
+    return Places(torch.from_numpy(indices).to(device), torch.from_numpy(cells).to(device))
 
 
 def batch_of_spans(spans: Sequence[tuple[int, int]], tables: torch.Tensor) -> Batch:

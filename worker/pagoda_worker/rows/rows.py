@@ -5,6 +5,7 @@ Rows persist between steps, so a plan says only what changed; the worker appends
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,8 +63,9 @@ class Row:
 
     Attributes:
         tokens: Prompt then output; the first `num_prompt_tokens` are prompt.
-        blocks: The row's block table. It grows in place, and is another object once an entry was replaced: whoever
-            has copied it can tell.
+        blocks: The row's first block table. It grows in place, and is another object once an entry of any was
+            replaced: whoever has copied them can tell. Entries of what is not kept are -1.
+        others: Its other block tables, all as long as the first.
         num_computed: Leading tokens whose K and V are in the cache.
         seed: 64-bit key of the random stream.
         choice: Which of the request's choices; keys the random stream too.
@@ -83,19 +85,29 @@ class Row:
     seed: int
     choice: int
     processing: Processing | None
+    others: tuple[Ints, ...] = ()
     drafts: RowDrafts | None = None
     pooling: PoolingParams | None = None
     slot: int = NO_ADAPTER
     num_promised: int = 0
 
     @classmethod
-    def of(cls, new: NewRow, tokens: Ids, blocks: Ids, matcher: Matcher | None = None, slot: int = NO_ADAPTER) -> Row:
-        """The row that `new` describes; `tokens` and `blocks` are its lists, checked and as arrays, `matcher` is of its
-        grammar, `slot` that of its adapter."""
+    def of(
+        cls,
+        new: NewRow,
+        tokens: Ids,
+        blocks: Ids,
+        matcher: Matcher | None = None,
+        slot: int = NO_ADAPTER,
+        others: Sequence[Ids] = (),
+    ) -> Row:
+        """The row that `new` describes; `tokens`, `blocks` and `others` are its lists, checked and as arrays, `matcher`
+        is of its grammar, `slot` that of its adapter."""
         return cls(
             row_id=new.row_id,
             tokens=Ints(tokens),
             blocks=Ints(blocks),
+            others=tuple(map(Ints, others)),
             num_prompt_tokens=new.num_prompt_tokens,
             num_computed=new.num_computed,
             params=new.params,

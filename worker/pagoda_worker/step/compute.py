@@ -144,8 +144,9 @@ class Compute:
         for cache in self.kv:
             shape = cache.shape
             zeros = torch.zeros(len(places), shape.num_kv_heads, shape.head_dim, dtype=shape.dtype, device=self._device)
+            indices = batch.at(shape.table).kv_indices[places]
             for layer in range(shape.num_layers):
-                self._ops.write_kv(zeros, zeros, cache, layer, batch.kv_indices[places])
+                self._ops.write_kv(zeros, zeros, cache, layer, indices)
 
     def finish(self, launched: OnDevice | OnHost, work: Work) -> dict[int, RowOutput | Fault]:
         """What came of the step, by row id; a row of which there is nothing to say is left out."""

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 
 from pagoda_worker.device.accelerator import Accelerator
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import Batch, Places
 
 ALIGNED_BYTES = 16
 
@@ -23,17 +23,21 @@ def uploaded(batch: Batch, accelerator: Accelerator) -> Batch:
 
     Each begins where 16 bytes do, as a tensor of its own would: kernels are compiled for that, once.
     """
-    token_ids, positions, kv_indices, logit_indices = _sent(
-        (batch.token_ids, batch.positions, batch.kv_indices, batch.logit_indices), accelerator
+    wide = (batch.token_ids, batch.positions, batch.logit_indices, batch.kv_indices)
+    token_ids, positions, logit_indices, *indices = _sent(
+        (*wide, *(places.kv_indices for places in batch.others)), accelerator
     )
-    lengths, tables = _sent((batch.lengths, batch.block_tables.flatten()), accelerator)
+    held = (batch.block_tables, *(places.block_tables for places in batch.others))
+    lengths, *tables = _sent((batch.lengths, *(table.flatten() for table in held)), accelerator)
+    first, *others = map(Places, indices, (table.view(held[0].shape) for table in tables))
     return replace(
         batch,
         token_ids=token_ids,
         positions=positions,
-        kv_indices=kv_indices,
         logit_indices=logit_indices,
-        block_tables=tables.view(batch.block_tables.shape),
+        kv_indices=first.kv_indices,
+        block_tables=first.block_tables,
+        others=tuple(others),
         device_lengths=lengths,
     )
 

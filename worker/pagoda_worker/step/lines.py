@@ -16,7 +16,7 @@ import torch
 
 from pagoda_proto.steps import Chunk
 from pagoda_worker.device.accelerator import Accelerator
-from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.batch import Batch, Places
 from pagoda_worker.rows.rows import Ids, Ints, Row
 from pagoda_worker.step.pending import OnDevice, Work
 
@@ -33,22 +33,24 @@ class Lines:
         max_rows: Of the largest step.
         max_len: Most tokens of a row.
         block_size: Tokens per KV block.
-        scratch_block: Where lines without a row write; no row's block table has it.
+        scratch_blocks: Where lines without a row write, by each of a row's tables; no row has them.
         device: Of the model.
     """
 
     def __init__(
-        self, *, max_rows: int, max_len: int, block_size: int, scratch_block: int, device: torch.device
+        self, *, max_rows: int, max_len: int, block_size: int, scratch_blocks: Sequence[int], device: torch.device
     ) -> None:
         self._max_len = max_len
         self._block_size = block_size
-        self._scratch_block = scratch_block
-        self._heads = torch.zeros(3, max_rows, dtype=torch.int64, device=device)
-        self._token_ids, self._positions, self._kv_indices = self._heads.unbind()
-        self._kv_indices.fill_(scratch_block * block_size)
+        self._scratch_blocks = np.array(scratch_blocks, np.int64)
+        self._heads = torch.zeros(2 + len(scratch_blocks), max_rows, dtype=torch.int64, device=device)
+        self._token_ids, self._positions, *self._kv_indices = self._heads.unbind()
         self._lengths = torch.ones(max_rows, dtype=torch.int32, device=device)
-        self._tables = torch.zeros(max_rows, -(-max_len // block_size), dtype=torch.int32, device=device)
-        self._tables[:, 0] = scratch_block
+        width = -(-max_len // block_size)
+        self._tables = torch.zeros(len(scratch_blocks), max_rows, width, dtype=torch.int32, device=device)
+        for scratch, indices, table in zip(scratch_blocks, self._kv_indices, self._tables, strict=True):
+            indices.fill_(scratch * block_size)
+            table[:, 0] = scratch
         self._order = torch.arange(max_rows, device=device)
         # What the host made of them: whose first so many blocks a line has, and the position whose token it has.
         self._blocks: list[Ints | None] = [None] * max_rows
@@ -64,11 +66,13 @@ class Lines:
 
     def batch(self, size: int) -> Batch:
         """The first `size` lines as the batch to record: its tensors are the lines, its lists are bounds."""
+        tables = zip(self._kv_indices, self._tables, strict=True)
+        first, *others = [Places(indices[:size], table[:size]) for indices, table in tables]
         return Batch(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
-            kv_indices=self._kv_indices[:size],
-            block_tables=self._tables[:size],
+            **first._asdict(),
+            others=tuple(others),
             query_starts=list(range(size + 1)),
             query_lens=[1] * size,
             context_lens=[self._max_len] * size,
@@ -110,7 +114,8 @@ class Lines:
         stale = np.flatnonzero(lost | (starts % self._block_size == 0))
         idle = np.flatnonzero(self._at[count:size] != PADDING) + count
         if len(stale) or len(idle):
-            parts = [self._heads_of(blocks, starts, stale, idle), self._cells_of(blocks, starts, stale, idle)]
+            tables = [blocks, *([row.others[i] for row, _ in work] for i in range(len(self._scratch_blocks) - 1))]
+            parts = [self._heads_of(tables, starts, stale, idle), self._cells_of(tables, starts, stale, idle)]
             parts += _tokens_of(work, np.flatnonzero(lost).tolist(), earlier)
             self._put(parts, earlier, accelerator)
         self._blocks[:size] = [*blocks, *repeat(None, size - count)]
@@ -135,25 +140,32 @@ class Lines:
         self._at.fill(NOWHERE)
         self._line_of = {}
 
-    def _heads_of(self, blocks: Sequence[Ints], starts: Ids, stale: Ids, idle: Ids) -> Ids:
-        """[3, n]: line, position, KV index."""
+    def _heads_of(self, tables: Sequence[Sequence[Ints]], starts: Ids, stale: Ids, idle: Ids) -> Ids:
+        """[2 + tables, n]: line, position, KV indices."""
         positions = starts[stale]
         indices = positions // self._block_size
-        ids = [blocks[line].array[index] for line, index in zip(stale.tolist(), indices.tolist(), strict=True)]
-        cells = np.array(ids, np.int64) * self._block_size + positions % self._block_size
-        heads = np.zeros((3, len(stale) + len(idle)), np.int64)
-        heads[:, : len(stale)] = stale, positions, cells
-        heads[0, len(stale) :], heads[2, len(stale) :] = idle, self._scratch_block * self._block_size
+        heads = np.zeros((2 + len(tables), len(stale) + len(idle)), np.int64)
+        heads[:2, : len(stale)] = stale, positions
+        for cells, blocks in zip(heads[2:], tables, strict=True):
+            ids = [blocks[line].array[index] for line, index in zip(stale.tolist(), indices.tolist(), strict=True)]
+            cells[: len(stale)] = np.array(ids, np.int64) * self._block_size + positions % self._block_size
+        heads[0, len(stale) :] = idle
+        heads[2:, len(stale) :] = self._scratch_blocks[:, None] * self._block_size
         return heads
 
-    def _cells_of(self, blocks: Sequence[Ints], starts: Ids, stale: Ids, idle: Ids) -> Ids:
+    def _cells_of(self, tables: Sequence[Sequence[Ints]], starts: Ids, stale: Ids, idle: Ids) -> Ids:
         """[2, n]: place in all block tables, block; of the blocks that lines need and do not have."""
-        width = self._tables.shape[1]
-        places, ids = (idle * width).tolist(), [self._scratch_block] * len(idle)
+        _, lines, width = self._tables.shape
+        places: list[int] = []
+        ids: list[int] = []
         have, need = self._num_blocks[stale], starts[stale] // self._block_size + 1
-        for line, begin, end in zip(stale.tolist(), have.tolist(), need.tolist(), strict=True):
-            places += range(line * width + begin, line * width + end)
-            ids += blocks[line].array[begin:end].tolist()
+        for number, blocks in enumerate(tables):
+            places += ((idle + number * lines) * width).tolist()
+            ids += [int(self._scratch_blocks[number])] * len(idle)
+            for line, begin, end in zip(stale.tolist(), have.tolist(), need.tolist(), strict=True):
+                first = (number * lines + line) * width
+                places += range(first + begin, first + end)
+                ids += np.maximum(blocks[line].array[begin:end], 0).tolist()  # what is not kept is not read
         self._num_blocks[stale] = need
         return np.array((places, ids), np.int64)
 

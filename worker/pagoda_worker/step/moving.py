@@ -27,7 +27,7 @@ MEASURED_BLOCKS = 8
 
 
 class SwapSpace:
-    """Host memory for blocks of one cache `kv`, which is of this shape.
+    """Host memory for blocks of one cache `kv`, which is of this shape. Pairs are by the group's own numbers.
 
     Raises:
         NotEnoughMemory: there is not so much.
@@ -76,52 +76,61 @@ class SwapSpace:
 
 
 class BlockMover:
-    """Moves blocks in all caches of a worker alike, for they share their ids. Pairs are as in StepPlan.
+    """Moves blocks in all caches of a worker that go by the same table alike, for they share their ids. Pairs are as in
+    StepPlan.
 
     caches: Each model with its KV cache, as `LoadedModel.new_kv_cache` gives it.
+    blocks, swap_blocks: The ids of each table's.
     """
 
     def __init__(
         self,
         caches: Sequence[tuple[LoadedModel, Sequence[Any]]],
         block_size: int,
-        num_swap_blocks: int,
+        blocks: Sequence[range],
+        swap_blocks: Sequence[range],
         accelerator: Accelerator | None,
     ) -> None:
-        self._caches = [(loaded.ops, group) for loaded, kv in caches for group in kv]
+        groups = [(loaded, *pair) for loaded, kv in caches for pair in zip(loaded.kv_groups, kv, strict=True)]
+        self._caches = [(shape.table, loaded.ops, kv) for loaded, shape, kv in groups]
         self._accelerator = accelerator
-        self._num_swap_blocks = num_swap_blocks
+        self._blocks, self._swap_blocks = blocks, swap_blocks
         self._spaces = [
-            SwapSpace(loaded, shape, group, block_size, num_swap_blocks, accelerator)
-            for loaded, kv in (caches if num_swap_blocks else ())
-            for shape, group in zip(loaded.kv_groups, kv, strict=True)
+            (shape.table, SwapSpace(loaded, shape, kv, block_size, len(swap_blocks[shape.table]), accelerator))
+            for loaded, shape, kv in groups
+            if swap_blocks[shape.table]
         ]
 
     def copy(self, pairs: Pairs) -> None:
-        for ops, kv in self._caches if pairs else ():
-            ops.copy_blocks(kv, pairs)
+        moved = _by_table(pairs, self._blocks, self._blocks)
+        for table, ops, kv in self._caches:
+            if moved[table]:
+                ops.copy_blocks(kv, moved[table])
 
     def swap_out(self, pairs: Pairs) -> None:
-        for space in self._spaces:
-            space.swap_out(pairs)
+        moved = _by_table(pairs, self._blocks, self._swap_blocks)
+        for table, space in self._spaces:
+            space.swap_out(moved[table])
 
     def swap_in(self, pairs: Pairs) -> None:
-        for space in self._spaces:
-            space.swap_in(pairs)
+        moved = _by_table(pairs, self._swap_blocks, self._blocks)
+        for table, space in self._spaces:
+            space.swap_in(moved[table])
 
-    def seconds_per_block(self, num_blocks: int) -> float:
-        """How long a block takes to move out or in, measured on blocks that nobody uses yet; 0.0 without swap space.
+    def seconds_per_block(self, table: int) -> float:
+        """How long one of its blocks takes to move out or in, measured on blocks that nobody uses yet; 0.0 without swap
+        space.
 
         The second of two rounds counts: the first is the first to touch the memory.
         """
-        count = min(MEASURED_BLOCKS, num_blocks, self._num_swap_blocks)
-        pairs = [(block, block) for block in range(count)]
+        pairs = list(zip(self._blocks[table], self._swap_blocks[table], strict=False))[:MEASURED_BLOCKS]
+        back, count = [(swap_block, block) for block, swap_block in pairs], len(pairs)
         took = 0.0
         for _ in range(2 if count else 0):
             began = self._settled()
             with torch.inference_mode():
                 self.swap_out(pairs)
-                self.swap_in(pairs)
+                self.swap_in(back)
             took = (self._settled() - began) / (2 * count)
         return took
 
@@ -130,6 +139,16 @@ class BlockMover:
         if self._accelerator is not None:
             self._accelerator.synchronize()
         return time.perf_counter()
+
+
+def _by_table(pairs: Pairs, sources: Sequence[range], targets: Sequence[range]) -> list[Pairs]:
+    """For each table, its pairs by its group's own numbers."""
+    if len(sources) == 1 or not pairs:
+        return [pairs] * len(sources)
+    return [
+        [(one - source.start, other - target.start) for one, other in pairs if one in source]
+        for source, target in zip(sources, targets, strict=True)
+    ]
 
 
 def _pageable(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -30,6 +30,7 @@ class Part:
     tokens: Ints
     blocks: Ints
     slot: int
+    others: tuple[Ints, ...] = ()
 
 
 class _Span(NamedTuple):

@@ -6,7 +6,7 @@ Where K and V lie changes no allocation, so every block table names that one blo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,7 @@ from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.kernels.ops import guarded
 from pagoda_worker.loading.memory import DeviceUse, NotEnoughMemory
 from pagoda_worker.loading.model import LoadedModel
-from pagoda_worker.rows.batch import Batch, build_batch
+from pagoda_worker.rows.batch import Batch, Places, build_batch
 from pagoda_worker.rows.rows import Row
 from pagoda_worker.sampling.device_sampler import DeviceSampler
 from pagoda_worker.speculation.drafting import MAX_DRAFTS
@@ -75,7 +75,8 @@ class Rehearsal:
         kv = loaded.new_kv_cache(1, self.config.block_size)
         for batch in batches:
             with torch.inference_mode():
-                there = uploaded(batch, self.accelerator)
+                others = (Places(batch.kv_indices, batch.block_tables),) * (len(loaded.retentions) - 1)
+                there = uploaded(replace(batch, others=others), self.accelerator)
                 hidden = loaded.model.forward(there, kv)
                 logits = loaded.model.logits(hidden[there.logit_indices])
                 rows = [_row(i, 1, self.config.block_size) for i in range(batch.num_rows)]

@@ -23,7 +23,7 @@ from pagoda_proto.decodes import DecodeList, packed
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.pooling.params import PoolingParams
-from pagoda_proto.steps import Chunk, NewRow, RowError, RowOutput, StepPlan, StepResult
+from pagoda_proto.steps import Chunk, KVGroup, NewRow, RowError, RowOutput, StepPlan, StepResult
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.kernels.ops import Cache
@@ -36,7 +36,7 @@ from pagoda_worker.step.compute import Compute
 from pagoda_worker.step.moving import BlockMover
 from pagoda_worker.step.pending import OnDevice, OnHost, Pending
 from pagoda_worker.step.reading import Reading
-from pagoda_worker.step.table import UNKNOWN_ROW, RowTable, RunnerFacts
+from pagoda_worker.step.table import UNKNOWN_ROW, RowTable, RunnerFacts, spans
 
 log = logging.getLogger(__name__)
 
@@ -80,20 +80,24 @@ class ModelRunner:
         self.kv_cache: Sequence[Cache] = self._compute.kv
         caches = self._compute.caches
         shapes = [group for model, _ in caches for group in model.kv_groups]
-        swap_blocks = num_swap_blocks(config, shapes, loaded.device.type == "cpu")
-        self._mover = BlockMover(caches, config.block_size, swap_blocks, accelerator)
+        blocks = [one.num_blocks(num_blocks) for one in loaded.retentions] if num_blocks else []
+        swap_blocks = num_swap_blocks(config, shapes, loaded.device.type == "cpu", loaded.retentions)
+        self._mover = BlockMover(caches, config.block_size, spans(blocks), spans(swap_blocks), accelerator)
         self.facts = RunnerFacts(
             model_fingerprint=loaded.fingerprint,
             numerics_id=loaded.numerics_id,
             device=str(loaded.device),
             vocab_size=loaded.vocab_size,
             max_model_len=loaded.max_model_len,
-            num_blocks=num_blocks,
+            kv_groups=tuple(
+                KVGroup(count, one.kept, num_swapped, self._mover.seconds_per_block(table))
+                for table, (count, one, num_swapped) in enumerate(
+                    zip(blocks, loaded.retentions, swap_blocks, strict=False)
+                )
+            ),
             block_size=config.block_size,
             max_rows=config.max_rows,
             max_tokens_per_step=self._compute.most_tokens(config.max_tokens_per_step),
-            num_swap_blocks=swap_blocks,
-            swap_block_s=self._mover.seconds_per_block(num_blocks),
             pools=() if loaded.pooler is None else loaded.pooler.outputs,
             pooled_width=0 if loaded.pooler is None else loaded.pooler.width,
             max_adapters=loaded.adapters.count,
@@ -133,7 +137,7 @@ class ModelRunner:
             token_ids=[0],
             num_prompt_tokens=1,
             num_computed=0,
-            block_ids=[0][: self.facts.num_blocks],
+            block_ids=[span.start for span in spans(group.num_blocks for group in self.facts.kv_groups)],
             params=SamplingParams() if pools else SamplingParams(logprobs=0),  # whoever chooses draws and reports, too
             seed=0,
             pooling=PoolingParams(output=pools[0]) if pools else None,

@@ -7,8 +7,9 @@ who owns a block: rows share blocks by design, and which may be written is the e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from pagoda_proto.adapters.files import AdapterError
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import ModelLimits, model_problems
-from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, RowError, StepPlan
+from pagoda_proto.steps import NO_BLOCK, AppendBlocks, Chunk, KVGroup, NewRow, ReplaceBlock, RowError, StepPlan
 from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, GrammarError, Grammars
 from pagoda_worker.grammars.matching import Matcher
@@ -40,15 +41,18 @@ class RunnerFacts:
     device: str
     vocab_size: int
     max_model_len: int
-    num_blocks: int
+    kv_groups: tuple[KVGroup, ...]
     block_size: int
     max_rows: int
     max_tokens_per_step: int
-    num_swap_blocks: int = 0
-    swap_block_s: float = 0.0
     pools: tuple[str, ...] = ()
     pooled_width: int = 0
     max_adapters: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all groups together."""
+        return sum(group.num_blocks for group in self.kv_groups)
 
 
 class BadClaim(ValueError):
@@ -69,6 +73,8 @@ class RowTable:
         self._rows: dict[int, Row] = {}
         self._errors: dict[int, RowError] = {}
         self._swapped: set[int] = set()
+        self._blocks = spans(group.num_blocks for group in facts.kv_groups)
+        self._swap_blocks = spans(group.num_swap_blocks for group in facts.kv_groups)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -85,9 +91,11 @@ class RowTable:
 
     def _fail_holders(self, moves: Pairs, code: ErrorCode, message: str) -> None:
         """Drop every row whose block table has a block that one of these (source, block) did not reach."""
-        blocks = [block for _, block in moves if 0 <= block < self._facts.num_blocks]
-        for row in list(self._rows.values()) if blocks else ():
-            if np.isin(row.blocks.array, blocks).any():
+        targets = [block for _, block in moves]
+        lost = [[block - span.start for block in targets if block in span] for span in self._blocks]
+        for row in list(self._rows.values()) if any(lost) else ():
+            tables = (row.blocks, *row.others)
+            if any(np.isin(table.array, blocks).any() for table, blocks in zip(tables, lost, strict=False)):
                 self.fail(row.row_id, code, message)
 
     def take_errors(self) -> list[RowError]:
@@ -110,14 +118,14 @@ class RowTable:
 
     def swap_outs(self, plan: StepPlan) -> Pairs:
         """The swap-outs that can be made. No row is harmed by the others, until something is missed in its place."""
-        good, bad = _sorted_out(plan.swap_outs, self._facts.num_blocks, self._facts.num_swap_blocks)
+        good, bad = _sorted_out(plan.swap_outs, self._blocks, self._swap_blocks)
         self._swapped.difference_update(swap_block for _, swap_block in bad)  # they hold nothing to be swapped in
         self._swapped.update(swap_block for _, swap_block in good)
         return good
 
     def swap_ins(self, plan: StepPlan) -> Pairs:
         """The swap-ins that can be made, once the plan's swap-outs are; rows that need the others are dropped."""
-        good, bad = _sorted_out(plan.swap_ins, self._facts.num_swap_blocks, self._facts.num_blocks)
+        good, bad = _sorted_out(plan.swap_ins, self._swap_blocks, self._blocks)
         self._fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block to be swapped in is out of range, or named twice")
         lost = [pair for pair in good if pair[0] not in self._swapped]
         self._fail_holders(lost, ErrorCode.INTERNAL, "a block to be swapped in was never swapped out")
@@ -125,7 +133,7 @@ class RowTable:
 
     def copies(self, plan: StepPlan) -> Pairs:
         """The block copies that can be made; rows that need the others are dropped."""
-        good, bad = _sorted_out(plan.block_copies, self._facts.num_blocks, self._facts.num_blocks)
+        good, bad = _sorted_out(plan.block_copies, self._blocks, self._blocks)
         self._fail_holders(bad, ErrorCode.PROTOCOL_ERROR, "a block copy is out of range, or two have one destination")
         return good
 
@@ -182,7 +190,8 @@ class RowTable:
         if problems:
             raise BadClaim(f"{problems[0].param}: {problems[0].message}", ErrorCode.INVALID_ARGUMENT)
         matcher = self._matcher(new, tokens) if new.params.grammar else None
-        return Row.of(new, tokens, self._block_ids(new.block_ids), matcher, self._slot(new))
+        first, *others = self._tables(new.block_ids, new.num_computed) or [tokens[:0]]
+        return Row.of(new, tokens, first, matcher, self._slot(new), others)
 
     def _slot(self, new: NewRow) -> int:
         if new.adapter is None:
@@ -199,18 +208,33 @@ class RowTable:
             raise BadClaim(f"grammar: {error}", ErrorCode.INVALID_ARGUMENT) from error
 
     def _append_blocks(self, append: AppendBlocks) -> None:
-        self._row(append.row_id).blocks.extend(self._block_ids(append.block_ids))
+        row = self._row(append.row_id)
+        for table, block_ids in zip((row.blocks, *row.others), self._tables(append.block_ids), strict=True):
+            table.extend(block_ids)
 
     def _replace_block(self, replace: ReplaceBlock) -> None:
         row = self._row(replace.row_id)
         if not 0 <= replace.index < len(row.blocks):
             raise BadClaim(f"entry {replace.index} of {len(row.blocks)} blocks cannot be replaced")
-        blocks = Ints(row.blocks.array)
-        blocks.array[replace.index] = self._block_ids([replace.block_id])[0]
-        row.blocks = blocks
+        block = int(_ids("block_ids", [replace.block_id], self._facts.num_blocks)[0])
+        row.blocks = Ints(row.blocks.array)
+        place = next(place for place, span in enumerate(self._blocks) if block in span)
+        (row.blocks, *row.others)[place].array[replace.index] = block - self._blocks[place].start
 
-    def _block_ids(self, values: Sequence[int]) -> Ids:
-        return _ids("block_ids", values, self._facts.num_blocks)
+    def _tables(self, values: Sequence[int], num_computed: int = 0) -> list[Ids]:
+        """Block ids as the tables of each group, by its own numbers; see `group` in `steps`. Only what a row that goes
+        on from there does not read may be lacking."""
+        count = len(self._blocks)
+        if len(values) % max(1, count):
+            raise BadClaim(f"block_ids: {len(values)} are not as many for each of {count} groups")
+        size = len(values) // max(1, count)
+        parts = [values[place * size : (place + 1) * size] for place in range(count)]
+        groups = zip(parts, self._blocks, self._facts.kv_groups, strict=True)
+        unread = [max(0, num_computed - group.kept) // self._facts.block_size for group in self._facts.kv_groups]
+        return [
+            _blocks_of(part, span, most if group.kept else 0)
+            for (part, span, group), most in zip(groups, unread, strict=True)
+        ]
 
     def _check_chunk(self, row: Row, chunk: Chunk, budget: int) -> None:
         end, known = chunk.start + chunk.num_tokens, len(row.tokens)
@@ -235,15 +259,33 @@ class RowTable:
             raise BadClaim(f"a step computes at most {self._facts.max_tokens_per_step} tokens")
 
 
-def _sorted_out(pairs: Pairs, num_sources: int, num_targets: int) -> tuple[Pairs, Pairs]:
-    """The (source, target) that can be moved, and those that cannot: out of range, or of a target that has several."""
+def spans(counts: Iterable[int]) -> list[range]:
+    """The ids of blocks that each group has, of so many."""
+    return [range(*pair) for pair in pairwise(accumulate(counts, initial=0))]
+
+
+def _blocks_of(values: Sequence[int], span: range, most_lacking: int) -> Ids:
+    """A table by the group's own numbers, with -1 for the blocks that it lacks at its begin."""
+    lacking = next((place for place, block in enumerate(values[:most_lacking]) if block != NO_BLOCK), most_lacking)
+    lacking = min(lacking, len(values))
+    ids = _ids("block_ids", values[lacking:], span.stop)
+    if len(ids) and ids.min() < span.start:
+        raise BadClaim(f"block_ids must be between {span.start} and {span.stop - 1}")
+    return np.concatenate((np.full(lacking, NO_BLOCK), ids - span.start)) if lacking else ids - span.start
+
+
+def _sorted_out(pairs: Pairs, sources: Sequence[range], targets: Sequence[range]) -> tuple[Pairs, Pairs]:
+    """The (source, target) that can be moved, and those that cannot: out of range, of two groups, or of a target that
+    has several."""
     if not pairs:
         return [], []
     times = Counter(target for _, target in pairs)
+    ways = list(zip(sources, targets, strict=True))
     good: list[tuple[int, int]] = []
     bad: list[tuple[int, int]] = []
     for source, target in pairs:
-        fits = 0 <= source < num_sources and 0 <= target < num_targets and times[target] == 1
+        inside = any(source in one and target in other for one, other in ways)
+        fits = inside and times[target] == 1
         (good if fits else bad).append((source, target))
     return good, bad
 

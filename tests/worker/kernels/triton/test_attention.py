@@ -167,6 +167,23 @@ def test_what_lies_beyond_a_row_is_never_read() -> None:
         assert ops.attend(query, kv, 0, ops.plan(batch, kv), shape).isfinite().all()
 
 
+@pytest.mark.parametrize("ops", [walking, splitting], ids=["walking", "splitting"])
+def test_what_a_window_lets_go_is_never_read(ops: TritonOps) -> None:
+    """Entries behind it name a block of NaN, as they may name another row's."""
+    shape, rows = shape_of(2, 1, 64, window=20), [(1, 200), (5, 130)]
+    keys = torch.randn(23, 16, 2, 1, 64)
+    keys[0] = torch.nan
+    kv, query, found = fill(ops, keys), torch.randn(6, 2, 64, device=DEVICE), []
+    for gone in (False, True):
+        counts = [max(0, context - new - 20 - ops.lookback) // 16 * gone for new, context in rows]
+        ids = list(range(1, 14)), list(range(14, 23))
+        tables = [[0] * count + own[count:] for count, own in zip(counts, ids, strict=True)]
+        batch = moved(batch_of([(*row, table) for row, table in zip(rows, tables, strict=True)], 16))
+        found.append(ops.attend(query, kv, 0, ops.plan(batch, kv), shape))
+    assert counts == [7, 2]
+    assert torch.equal(*found)
+
+
 def test_rows_without_new_tokens_are_skipped() -> None:
     shape, keys = shape_of(2, 1, 64), torch.randn(4, 16, 2, 1, 64)
     kv, query = fill(walking, keys), torch.randn(3, 2, 64, device=DEVICE)

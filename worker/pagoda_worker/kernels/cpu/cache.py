@@ -35,7 +35,8 @@ class NativeKVCache:
         """All that belongs to a block, [num_blocks, ...] each."""
         return [*self.keys, *self.values, *self.key_scales, *self.value_scales]
 
-    def layer(self, index: int) -> LayerCache:
+    def layer(self, index: int, table: int) -> LayerCache:
+        """`table`: which of the tables that the step is given is this group's."""
         return LayerCache(
             keys=self.keys[index],
             values=self.values[index],
@@ -44,6 +45,7 @@ class NativeKVCache:
             heads=self.shape.num_kv_heads,
             dim=self.shape.head_dim,
             block_size=self.block_size,
+            table=table,
         )
 
     def admit(self, batch: Batch) -> None:

@@ -8,6 +8,7 @@ the same code either way, so both paths compute the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from pagoda_worker.kernels.cpu.operations import (
     Add,
     Attention,
     Embed,
+    LayerCache,
     LayerNorm,
     Linear,
     NativeLinear,
@@ -44,7 +46,7 @@ from pagoda_worker.kernels.ops import (
 )
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
 from pagoda_worker.kernels.routing import Beside, Routing
-from pagoda_worker.rows.batch import Batch, batch_of_spans
+from pagoda_worker.rows.batch import Batch, Places, batch_of_spans
 from pagoda_worker.sampling.device_sampler import greedy_sampler
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
@@ -67,7 +69,9 @@ class NativePlan(NamedTuple):
 
 
 class Immediate:
-    """Runs each operation as it comes."""
+    """Runs each operation as it comes. Of a step it is told the one group that the operation is about."""
+
+    all_tables = False
 
     def __init__(self, library: lib.Library) -> None:
         self._library = library
@@ -87,6 +91,7 @@ class NativeOps:
     batch_invariant = True
     own_threads = True
     integer_linear = True
+    lookback = 31  # attention begins where 32 keys do
     device = torch.device("cpu")
 
     def __init__(self, library: lib.Library, tape: Tape | None = None) -> None:
@@ -99,9 +104,18 @@ class NativeOps:
         self, forward: Forward, kv: Sequence[NativeKVCache], max_tokens: int
     ) -> Callable[[Batch], tuple[Tensor, ...]]:
         tape, longest = Recording(max_tokens), batch_of_spans([(0, max_tokens)], torch.zeros(1, 1, dtype=torch.int32))
+        others = max((group.shape.table for group in kv), default=0)
+        longest = replace(longest, others=(Places(longest.kv_indices, longest.block_tables),) * others)
         results = forward(self.on(tape), longest, kv)  # only its length is looked at
-        # Groups share their block ids, so one plan is every group's.
-        return Program(self.library, lambda batch: self.plan(batch, kv[0])._asdict(), tape, results, (forward, kv)).run
+        return Program(self.library, lambda batch: self._whole_plan(batch, kv), tape, results, (forward, kv)).run
+
+    def _whole_plan(self, batch: Batch, kv: Sequence[NativeKVCache]) -> dict[str, Tensor]:
+        """What all groups read of a step, as `lib.Step` has it."""
+        plan = {"kv_indices": batch.kv_indices, **self.plan(batch, kv[0])._asdict()}
+        if batch.others:
+            plan["kv_indices"] = torch.stack([batch.kv_indices, *(one.kv_indices for one in batch.others)])
+            plan["block_tables"] = torch.stack([batch.block_tables, *(one.block_tables for one in batch.others)])
+        return plan
 
     def on(self, tape: Tape) -> NativeOps:
         """The same operations on another tape."""
@@ -290,10 +304,14 @@ class NativeOps:
         weight, eps, whole = (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.whole)
         cos, sin = tables
         operation = RopeKv(
-            qkv=qkv, q=q, kv=kv.layer(layer), cos=cos, sin=sin, norm=weight, heads=num_heads, eps=eps, whole=int(whole)
-        )
+            qkv=qkv, q=q, kv=self._layer(kv, layer), cos=cos, sin=sin, norm=weight, heads=num_heads, eps=eps,
+            whole=int(whole),
+        )  # fmt: skip
         self._tape.take(operation, num_tokens=qkv.shape[0], positions=positions, kv_indices=kv_indices)
         return q.view(len(q), num_heads, head_dim)
+
+    def _layer(self, kv: NativeKVCache, layer: int) -> LayerCache:
+        return kv.layer(layer, kv.shape.table if self._tape.all_tables else 0)
 
     def plan(self, batch: Batch, kv: NativeKVCache) -> NativePlan:
         return NativePlan(
@@ -315,7 +333,7 @@ class NativeOps:
         query = query.contiguous()
         out = self._tape.buffer(query.shape[0], shape.num_heads * shape.head_dim, torch.bfloat16)
         operation = Attention(
-            q=query, out=out, kv=kv.layer(layer), sinks=sinks, heads=shape.num_heads, window=shape.window or 0,
+            q=query, out=out, kv=self._layer(kv, layer), sinks=sinks, heads=shape.num_heads, window=shape.window or 0,
             scale=shape.scale, softcap=shape.softcap or 0.0, bias=self._padded(bias),
             stride=0 if bias is None else bias.shape[1] + BIAS_MARGIN, zero=0 if bias is None else bias.shape[1] // 2,
             causal=int(shape.causal),

@@ -78,7 +78,7 @@ class LayerCache(NamedTuple):
     heads: int
     dim: int
     block_size: int
-    unused: int = 0
+    table: int = 0
 
 
 class RopeKv(NamedTuple):
@@ -228,7 +228,10 @@ KINDS: tuple[type[Operation], ...] = get_args(Operation)  # in the order of `Kin
 
 
 class Tape(Protocol):
-    """What happens to an operation, and where its result goes."""
+    """What happens to an operation, and where its result goes. `all_tables`: whether the step that it reads has the
+    tables of all groups, or only of the one that the operation is about."""
+
+    all_tables: bool
 
     def buffer(self, num_rows: int, width: int, dtype: torch.dtype) -> Tensor: ...
 

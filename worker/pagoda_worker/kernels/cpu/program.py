@@ -25,6 +25,8 @@ class Recording:
         stages: What was written down, in order; the operations of a stage may be done as one.
     """
 
+    all_tables = True
+
     def __init__(self, max_tokens: int) -> None:
         self.stages: list[list[Operation]] = []
         self._max_tokens = max_tokens
@@ -80,7 +82,7 @@ class Program:
 
     Args:
         library: What runs it.
-        plan: What a back end prepares of a batch before attention, as tensors by the names of `lib.Step`.
+        plan: What a back end prepares of a batch for all its groups, as tensors by the names of `lib.Step`.
         tape: What `forward` was recorded on.
         results: What it returned.
         owner: Kept alive as long as the program, because it owns weights and cache.
@@ -107,10 +109,9 @@ class Program:
         step = lib.make_step(
             num_tokens=batch.num_tokens,
             num_rows=batch.num_rows,
-            max_blocks=plan["block_tables"].shape[1],
+            max_blocks=plan["block_tables"].shape[-1],
             token_ids=batch.token_ids,
             positions=batch.positions,
-            kv_indices=batch.kv_indices,
             slots=None if batch.slots is None else batch.slots.tensor,
             **plan,
         )

@@ -86,6 +86,7 @@ class TritonKVCache:
 class TritonOps:
     name = "triton"
     capturable = True
+    lookback = TILE - 1
     batch_invariant = False  # cuBLASLt chooses a product by its number of rows
     own_threads = False
     integer_linear = False

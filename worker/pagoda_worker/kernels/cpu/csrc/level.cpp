@@ -50,7 +50,9 @@ static Around around(const Work& w) {
 }
 static const LinearOp& linear_of(const Work& w) { return w.ops[w.ops[0].kind == RMS_NORM].linear; }
 
-static RopeArgs rope_args(const RopeKvOp& op, const Step& s) { return {op, s.positions, s.kv_indices, s.num_tokens}; }
+static RopeArgs rope_args(const RopeKvOp& op, const Step& s) {
+  return {op, s.positions, s.kv_indices + (size_t)op.kv.table * s.num_tokens, s.num_tokens};
+}
 
 // After a piece: a head that it was the last to make a part of is turned or written, for the rows of the block.
 static void finish_heads(const RopeArgs& a, const LinearOp& op, const Piece& p, int32_t* done) {
@@ -150,7 +152,8 @@ static void run_heads(const HeadsOp& op, const Step& s, uint64_t use, int first,
 }
 
 static AttentionArgs attention_args(const Op& op, const Step& s) {
-  return {op.attention, s.block_tables, s.query_starts, s.context_lens, s.max_blocks};
+  const int32_t* tables = s.block_tables + (size_t)op.attention.kv.table * s.num_rows * s.max_blocks;
+  return {op.attention, tables, s.query_starts, s.context_lens, s.max_blocks};
 }
 // Too much for what every thread would have to have, so a thread takes it when it first attends.
 struct OwnScratch {

@@ -87,7 +87,8 @@ struct LayerCache {
   void* values;
   float* k_scales;  // null: the cache holds bf16
   float* v_scales;
-  int32_t heads, dim, block_size, unused;
+  int32_t heads, dim, block_size;
+  int32_t table;  // by which of a step's block tables it goes
 };
 
 struct RopeKvOp {
@@ -210,8 +211,8 @@ struct Step {
   int32_t num_tokens, num_rows, max_blocks, unused;
   const int64_t* token_ids;      // [num_tokens]
   const int64_t* positions;      // [num_tokens]
-  const int64_t* kv_indices;     // [num_tokens]
-  const int32_t* block_tables;   // [num_rows, max_blocks]
+  const int64_t* kv_indices;     // [tables, num_tokens]
+  const int32_t* block_tables;   // [tables, num_rows, max_blocks]
   const int32_t* query_starts;   // [num_rows + 1]
   const int32_t* context_lens;   // [num_rows]
   const int32_t* slots;          // [num_tokens] of adapters, -1 for none; null where no token has one

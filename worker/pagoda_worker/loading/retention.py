@@ -1,0 +1,152 @@
+"""What layers keep: the K and V of all tokens, or of a window of the last.
+
+Layers that keep the same go by one of a row's block tables. How many blocks each table has, is decided once, at start:
+beside those that keep most, the others get what a row eight windows long would use, so that such rows exhaust all at
+the same time, and no more than `max_rows` rows can use. A row of the longest allowed length always fits. So
+`num_blocks` remains one number, that of the first table.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from pagoda_proto.steps import MAX_KV_GROUPS
+from pagoda_worker.config import WorkerConfig
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import Ops
+
+MEAN_WINDOWS = 8
+STEPS_IN_FLIGHT, CHUNK_TOKENS = 2, 512
+"""There is room for so many steps of a row beyond its window, each of so many tokens; an engine core that would plan
+more plans as much as fits."""
+
+
+@dataclass(frozen=True)
+class Retention:
+    """What the layers of one table keep: of all tokens (`kept` is 0), or at least of the `kept` before the next.
+
+    Attributes:
+        row_blocks: Most that one row has at once, all its steps in flight included.
+        extra, share: Blocks beside n of the first table: so many, and this part of n.
+        most: Blocks that rows could use in all.
+    """
+
+    kept: int = 0
+    row_blocks: int = sys.maxsize
+    extra: int = 0
+    share: float = 1.0
+    most: int = sys.maxsize
+
+    def num_blocks(self, first: int) -> int:
+        """Beside `first` blocks of the first table, whose own number that is."""
+        return min(first, self.most, self.extra + math.ceil(first * self.share))
+
+
+KEEP_ALL = (Retention(),)
+
+
+class Keeping(Protocol):
+    """What of a loaded model matters here."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def kv_groups(self) -> tuple[KVShape, ...]: ...
+
+    @property
+    def retentions(self) -> tuple[Retention, ...]: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def ops(self) -> Ops: ...
+
+
+M = TypeVar("M", bound=Keeping)
+
+
+def settled(config: WorkerConfig, *models: M) -> list[M]:
+    """These models, which serve together, with what they keep; the first one's longest context is that of all."""
+    max_len = models[0].max_model_len
+    kept = {_kept(config, model, shape, max_len) for model in models for shape in model.kv_groups}
+    if not kept - {0}:
+        return list(models)
+    found = sorted(kept, key=lambda tokens: tokens or sys.maxsize, reverse=True)[:MAX_KV_GROUPS]
+    first = _whole(config, max_len) if found[0] == 0 else _window_blocks(config, found[0])
+    retentions = tuple(_retention(config, tokens, max_len, first if i else 0) for i, tokens in enumerate(found))
+
+    def table(model: Keeping, shape: KVShape) -> int:
+        own = _kept(config, model, shape, max_len)
+        return max(i for i, tokens in enumerate(found) if not tokens or (own and tokens >= own))
+
+    return [
+        replace(
+            model,
+            kv_groups=tuple(replace(shape, table=table(model, shape)) for shape in model.kv_groups),
+            retentions=retentions,
+        )
+        for model in models
+    ]
+
+
+def bytes_of_row(shapes: Sequence[KVShape], retentions: Sequence[Retention], num_tokens: int, block_size: int) -> int:
+    """K and V of a row that decodes and has so many tokens."""
+    whole = -(-num_tokens // block_size)
+    return sum(
+        shape.bytes_per_block(block_size) * (min(whole, -(-one.kept // block_size) + 2) if one.kept else whole)
+        for shape, one in ((shape, retentions[shape.table]) for shape in shapes)
+    )
+
+
+def context_cost(model: Keeping, block_size: int) -> str:
+    """What the longest context of a model that is `settled` takes, in words."""
+    taken, all_kept = (
+        bytes_of_row(model.kv_groups, kept, model.max_model_len, block_size)
+        for kept in (model.retentions, KEEP_ALL * len(model.retentions))
+    )
+    said = f"a context of {model.max_model_len} tokens takes {taken / 2**20:.1f} MiB"
+    return f"{said}, {taken / all_kept:.0%} of what it would if all layers kept all" if taken < all_kept else said
+
+
+def _kept(config: WorkerConfig, model: Keeping, shape: KVShape, max_len: int) -> int:
+    """Tokens; 0, all, also where a window would save next to nothing."""
+    if shape.window is None or config.kv_retention == "all":
+        return 0
+    kept = shape.window + model.ops.lookback
+    return kept if kept + _in_flight(config) + 2 * config.block_size < max_len else 0
+
+
+def _in_flight(config: WorkerConfig) -> int:
+    """Tokens of one row."""
+    return STEPS_IN_FLIGHT * min(CHUNK_TOKENS, config.max_tokens_per_step)
+
+
+def _whole(config: WorkerConfig, num_tokens: int) -> int:
+    return -(-num_tokens // config.block_size)
+
+
+def _window_blocks(config: WorkerConfig, kept: int) -> int:
+    """Of a row that decodes."""
+    return _whole(config, kept) + 2
+
+
+def _retention(config: WorkerConfig, kept: int, max_len: int, first_row: int) -> Retention:
+    """`first_row`: blocks of a row of the longest length in the first table; 0: this is the first."""
+    if not kept:
+        return Retention()
+    own, in_flight = _window_blocks(config, kept), _whole(config, _in_flight(config))
+    if not first_row:
+        return Retention(kept=kept, row_blocks=own + in_flight)
+    mean = min(_whole(config, min(max_len, MEAN_WINDOWS * kept)), first_row)
+    return Retention(
+        kept=kept,
+        row_blocks=own + in_flight,
+        extra=own + in_flight,
+        share=min(1.0, own / mean),
+        most=config.max_rows * own + in_flight,
+    )
