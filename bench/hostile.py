@@ -211,7 +211,7 @@ def run(url: str, names: list[str], seconds: float) -> bool:
     met = True
     for name in names:
         command = [sys.executable, __file__, url, "--attack", name]
-        attacker = subprocess.Popen(command)
+        attacker = subprocess.Popen(command, start_new_session=True)  # to Linux, somebody else than who measures
         try:
             seen = asyncio.run(measure(place, process, seconds))
         finally:

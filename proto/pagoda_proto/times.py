@@ -30,6 +30,7 @@ WORKER_LEASE_S = 4.0  # a worker that hears nothing for this long forgets its ro
 STEP_DEADLINE_S = 60.0  # a step is hung after this, whatever it computes; sooner where the worker's speed is known
 STEP_DEADLINE_LEAST_S = 10.0  # .. namely after so many times what the worker takes for such a step, but never before
 STEP_DEADLINE_FACTOR = 20.0
+LONGEST_STEP_S = 4.0  # prompts are cut so that no step takes longer, about
 STUCK_EXIT_S = 20.0  # a process whose lost step (or loop) runs on for this long ends itself
 HELLO_ANSWER_S = 3.0  # a registration that is not answered for this long is given up and begun anew, then for longer
 HELLO_ANSWER_MOST_S = 12.0

@@ -10,6 +10,7 @@ def test_a_worker_is_suspected_then_given_up_then_gives_up_itself() -> None:
     assert 2 * times.BEAT_S < times.WORKER_SUSPECT_S < times.WORKER_DEAD_S < times.WORKER_LEASE_S
     assert times.WORKER_LEASE_S < times.STUCK_EXIT_S < times.STEP_DEADLINE_S
     assert times.WORKER_LEASE_S < times.STEP_DEADLINE_LEAST_S < times.STEP_DEADLINE_S
+    assert 2 * times.LONGEST_STEP_S < times.STEP_DEADLINE_LEAST_S, "a step twice as slow as thought is not hung"
 
 
 def test_an_engine_core_is_found_silent_only_after_several_reports_are_missing() -> None:

@@ -6,7 +6,7 @@ prompt slows a stream by the length of a step but never skips it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from math import inf
 from typing import NamedTuple
 
@@ -69,6 +69,11 @@ class Budget:
         return tokens
 
 
+def reports(choices: Iterable[Choice]) -> bool:
+    """Whether a step with these tells log-probabilities of a prompt, and so computes the logits of all its tokens."""
+    return any(choice.owes_prompt_logprobs for choice in choices)
+
+
 class Flight(NamedTuple):
     """A plan whose result is not back yet, and whom it was for: rows that decode, and chunks.
 
@@ -87,6 +92,10 @@ class Flight(NamedTuple):
     def num_tokens(self) -> int:
         """Drafts do not count."""
         return len(self.rows.row_ids) + sum(chunk.num_tokens for _, chunk in self.chunks)
+
+    @property
+    def reports(self) -> bool:
+        return reports(choice for choice, _ in self.chunks)
 
     def present(self) -> Iterator[Choice]:
         """Whose rows are still there."""

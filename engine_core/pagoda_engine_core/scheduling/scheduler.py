@@ -19,7 +19,7 @@ from pagoda_engine_core.scheduling.decoding import NOBODY, News, mark_heed, mark
 from pagoda_engine_core.scheduling.invariants import check_books
 from pagoda_engine_core.scheduling.kv_cache import NO_GROWTH, BlockCounts, KvCache, Prefix, awaits_sibling
 from pagoda_engine_core.scheduling.ledger import Cause, Totals
-from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder
+from pagoda_engine_core.scheduling.plan import Budget, Flight, PlanBuilder, reports
 from pagoda_engine_core.scheduling.policy import Policy, Rows
 from pagoda_engine_core.scheduling.request import NO_ROW, Choice, ChoiceState, Request
 from pagoda_engine_core.scheduling.room import Need, Room
@@ -211,7 +211,7 @@ class Scheduler:
         if result.errors:
             news.deltas += self._apply_errors({error.row_id: error for error in result.errors}, now)
         flight = self._in_flight.popleft()
-        self._speed.observe(flight.num_tokens, flight.num_rows, result.forward_s)
+        self._speed.observe(flight.num_tokens, flight.num_rows, result.forward_s, reports=flight.reports)
         for choice, chunk, output in flight.apply(result, self._kv, news):
             self._apply_row(choice, chunk, output, now, news)
         self.totals.output_tokens += len(news.tokens)
@@ -220,7 +220,7 @@ class Scheduler:
         distances = [choice.distance for choice in awake]
         decodes = self.num_rows - len(awake) + distances.count(1)
         prompts = num_beginning + sum(distance > 1 for distance in distances)
-        tokens = self._speed.step_tokens(decodes)
+        tokens = self._speed.step_tokens(decodes, reports=reports(awake) or reports(self._rows.waiting))
         chunk_size = self._speed.chunk_tokens(self._config.chunk_size, tokens, decodes, prompts)
         return Budget(tokens, chunk_size if self._kv.keeps else None, decodes)
 

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.request import Choice
+from pagoda_proto import times
 
 MEASURED_TOKENS = 64
 """Beyond one for each row."""
 LEAST_TOKENS = 128
 """Fewer are computed hardly faster: what then counts is reading the weights."""
+FIRST_TOKENS = 256
+"""Of a worker of which nothing is known: enough to measure, and soon done by the slowest."""
 SHORTEST_S = 1e-6
 """Nothing takes less; a worker that tells so has not measured."""
 WEIGHT = 0.25
@@ -22,18 +25,26 @@ WEIGHT = 0.25
 
 
 class Speed:
-    """One worker's; what it says decides how work is cut up and moved, never what comes of it."""
+    """One worker's; what it says decides how work is cut up and moved, never what comes of it. A step that `reports`
+    has a speed of its own. What a worker that measures has not computed yet, it computes a little of first."""
 
     def __init__(self, max_tokens: int, limit_s: float) -> None:
         self._max_tokens = max_tokens  # of a step
         self._limit_s = limit_s
-        self.tokens_per_s = 0.0  # 0: not measured yet
+        self._measures = False
+        self._by_kind = {False: 0.0, True: 0.0}  # tokens a second, of steps that report; 0: not measured yet
 
-    def step_tokens(self, num_decodes: int) -> int:
-        """Tokens of the next step. Beside streams, prompts get what takes no longer than the limit."""
-        if not (num_decodes and self._limit_s and self.tokens_per_s):
-            return self._max_tokens
-        return min(self._max_tokens, num_decodes + max(LEAST_TOKENS, int(self.tokens_per_s * self._limit_s)))
+    @property
+    def tokens_per_s(self) -> float:
+        """Of steps that report nothing."""
+        return self._by_kind[False]
+
+    def step_tokens(self, num_decodes: int, *, reports: bool = False) -> int:
+        """Tokens of the next step. Beside streams, prompts get what takes no longer than the limit; without, what
+        takes so little that nobody thinks the worker has hung."""
+        rate, known = self._by_kind[reports], LEAST_TOKENS if self._measures else FIRST_TOKENS
+        limit_s = self._limit_s if num_decodes and self._limit_s and self._measures else times.LONGEST_STEP_S
+        return min(self._max_tokens, num_decodes + max(known, int(rate * limit_s)))
 
     def chunk_tokens(self, chunk_size: int, tokens: int, num_decodes: int, num_prompts: int) -> int:
         """Most tokens of one prompt in a step of so many. One that is cut short for streams is shared by as many
@@ -43,12 +54,15 @@ class Speed:
         left = tokens - num_decodes
         return min(chunk_size, max(1, -(-left // num_prompts), left * chunk_size // self._max_tokens))
 
-    def observe(self, num_tokens: int, num_rows: int, forward_s: float) -> None:
+    def observe(self, num_tokens: int, num_rows: int, forward_s: float, *, reports: bool = False) -> None:
         """A step of so many tokens, of so many rows, took so long in model and sampler."""
-        if num_tokens - num_rows < MEASURED_TOKENS or forward_s < SHORTEST_S:
+        if forward_s < SHORTEST_S:
             return
-        rate = num_tokens / forward_s
-        self.tokens_per_s += (rate - self.tokens_per_s) * (WEIGHT if self.tokens_per_s else 1.0)
+        self._measures = True
+        if num_tokens - num_rows < MEASURED_TOKENS:
+            return
+        rate, known = num_tokens / forward_s, self._by_kind[reports]
+        self._by_kind[reports] += (rate - known) * (WEIGHT if known else 1.0)
 
 
 class Preemption:

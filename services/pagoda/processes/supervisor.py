@@ -65,7 +65,7 @@ class Child:
     readers: list[asyncio.Task[None]] = field(default_factory=list)
 
     def kill_group(self) -> None:
-        """Kill the child and everything it started; it leads its own group (start_new_session)."""
+        """Kill the child and everything it started; it leads a group of its own."""
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -153,7 +153,7 @@ class Supervisor:
                 stderr=lines_write,
                 env=dict(child.spec.environment),
                 pass_fds=(status_write.fileno(),),
-                start_new_session=True,
+                process_group=0,  # no session: Linux shares processors among sessions first, then among their threads
             )
             status_write.close()
             lines_write.close()

@@ -11,10 +11,19 @@ from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.blocks import BlockPool
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.request import Choice, Request
-from pagoda_engine_core.scheduling.speed import LEAST_TOKENS, Preemption, Speed
+from pagoda_engine_core.scheduling.speed import FIRST_TOKENS, LEAST_TOKENS, Preemption, Speed
+from pagoda_proto import times
 from pagoda_proto.steps import StepPlan
 
 BLOCK_SIZE = 4
+
+
+def speed(tokens_per_s: float = 0.0, limit_s: float = 0.1) -> Speed:
+    """One that has measured so many; 0: nothing."""
+    measured = Speed(2048, limit_s)
+    if tokens_per_s:
+        measured.observe(*step(1000), 1000 / tokens_per_s)
+    return measured
 
 
 def step(*num_tokens: int) -> tuple[int, int]:
@@ -36,20 +45,31 @@ def test_only_steps_with_prompts_are_measurements() -> None:
 @pytest.mark.parametrize(
     ("tokens_per_s", "limit_s", "num_decodes", "expected"),
     [
-        (0.0, 0.1, 8, 2048),  # nothing is known
+        (0.0, 0.1, 8, 8 + FIRST_TOKENS),  # nothing is known
         (4000.0, 0.1, 0, 2048),  # nobody waits for a token
         (4000.0, 0.0, 8, 2048),  # not asked for
         (4000.0, 0.1, 8, 408),
         (10.0, 0.1, 8, 8 + LEAST_TOKENS),
+        (100.0, 0.1, 0, 100 * times.LONGEST_STEP_S),  # nobody is to take it for hung
+        (1.0, 0.0, 8, 8 + LEAST_TOKENS),
         (1e9, 0.1, 8, 2048),
     ],
 )
 def test_prompts_beside_streams_take_no_longer_than_the_limit(
     tokens_per_s: float, limit_s: float, num_decodes: int, expected: int
 ) -> None:
-    speed = Speed(2048, limit_s)
-    speed.tokens_per_s = tokens_per_s
-    assert speed.step_tokens(num_decodes) == expected
+    assert speed(tokens_per_s, limit_s).step_tokens(num_decodes) == expected
+
+
+def test_what_was_never_measured_comes_a_little_at_first() -> None:
+    """Log-probabilities of a prompt cost more than its tokens; nobody knows how much before a step told some."""
+    measured = Speed(2048, 0.1)
+    measured.observe(*step(1), 0.01)
+    assert measured.step_tokens(8) == measured.step_tokens(8, reports=True) == 8 + LEAST_TOKENS
+    measured.observe(*step(1000), 0.1)
+    assert (measured.step_tokens(8), measured.step_tokens(8, reports=True)) == (1008, 8 + LEAST_TOKENS)
+    measured.observe(*step(1000), 0.5, reports=True)
+    assert (measured.step_tokens(8), measured.step_tokens(8, reports=True)) == (1008, 208)
 
 
 def prompt_tokens(plan: StepPlan) -> int:
@@ -67,6 +87,21 @@ def test_a_stream_does_not_wait_for_long_prompts(prompt_step_s: float) -> None:
         harness.add(make_record([2] * 1000, max_tokens=2))
     harness.step()
     assert prompt_tokens(harness.plans[-1]) == (200 if prompt_step_s else 3 * harness.config.chunk_size)
+    harness.drain()
+    harness.check_all()
+
+
+def test_a_stream_does_not_wait_for_what_is_told_of_prompts() -> None:
+    harness = Harness(num_blocks=2048)
+    harness.add(make_record([1] * 100, max_tokens=50))
+    harness.plan()
+    harness.land(forward_s=0.05)
+    harness.add(make_record([2] * 1000, max_tokens=2, prompt_logprobs=3))
+    harness.plan()
+    assert prompt_tokens(harness.plans[-1]) == LEAST_TOKENS
+    harness.land(forward_s=0.086)  # 1500 tokens/s
+    harness.plan()
+    assert prompt_tokens(harness.plans[-1]) == 150
     harness.drain()
     harness.check_all()
 
@@ -101,12 +136,6 @@ def confirmed(kv: KvCache, num_tokens: int, num_prompt: int = 60, **params: int)
     choice.num_computed = num_tokens
     kv.commit(choice, num_tokens)
     return choice
-
-
-def speed(tokens_per_s: float = 0.0) -> Speed:
-    measured = Speed(2048, 0.1)
-    measured.tokens_per_s = tokens_per_s
-    return measured
 
 
 def measured(tokens_per_s: float, swap_block_s: float, mode: str = "auto") -> Preemption:
