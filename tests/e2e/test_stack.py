@@ -138,7 +138,7 @@ def test_a_finished_request_is_computed_again_bit_for_bit(
         told = capsys.readouterr()
         return code, told.out + told.err
 
-    assert replayed() == (EXIT_OK, f"bit-equal: {answer.id}, 80 tokens of 1 prompts\n")
+    assert replayed() == (EXIT_OK, f"bit-equal: {answer.id}, 80 tokens\n")
     assert replayed("--url", stack.url)[0] == EXIT_OK
     kept["parts"][0]["choices"][1]["token_ids"][7] ^= 1
     code, told = replayed()

@@ -189,8 +189,9 @@ class Run:
             while waiting := [part for part in self.parts if self._wants_more_of(part)]:
                 reading = waiting[0].updates() if len(waiting) == 1 else self._updates_of(waiting)
                 if updates := await (reading if self._due_at is None else self._in_time(reading)):
-                    for update in updates if self._on_update is not None else ():
-                        self._on_update(update)
+                    if (show := self._on_update) is not None:
+                        for update in updates:
+                            show(update)
                     return updates
         except Exception:
             self._outcome = Outcome.FAILED

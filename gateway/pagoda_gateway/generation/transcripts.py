@@ -140,8 +140,16 @@ def part_of(
 
 def transcript_of(job: Job, parts: list[TranscriptPart]) -> Transcript:
     adapter = "" if job.adapter is None else job.adapter.digest
-    head = {"id": job.id, "created": job.created, "model": job.model, "how": job.shown.how}
-    return Transcript(**head, parts=parts, format=FORMAT, version=VERSION, adapter=adapter)
+    return Transcript(
+        id=job.id,
+        created=job.created,
+        model=job.model,
+        parts=parts,
+        format=FORMAT,
+        version=VERSION,
+        how=job.shown.how,
+        adapter=adapter,
+    )
 
 
 def _of_nobody(record: RequestRecord) -> RequestRecord:
@@ -236,8 +244,8 @@ def _difference(old: ToldChoice, new: ToldChoice) -> tuple[int | None, str] | No
         return where, f"it was {was}, now it is {is_now}"
     if scored is not None:
         return scored, "the token is the same, its log-probabilities are not"
-    was, is_now = ((each.finish_reason.value, each.stop_reason) for each in (old, new))
-    return None if was == is_now else (None, f"it ended by {was}, now it ends by {is_now}")
+    before, after = ((each.finish_reason.value, each.stop_reason) for each in (old, new))
+    return None if before == after else (None, f"it ended by {before}, now it ends by {after}")
 
 
 def _first(old: Sequence[object] | None, new: Sequence[object] | None) -> int | None:

@@ -58,7 +58,7 @@ def _told(kept: Transcript, now: Transcript) -> int:
         print(f"differs: {difference}")
     if not found:
         tokens = sum(len(choice.token_ids) for part in kept.parts for choice in part.choices)
-        print(f"bit-equal: {kept.id}, {tokens} tokens of {len(kept.parts)} prompts")
+        print(f"bit-equal: {kept.id}, {tokens} tokens")
     return 1 if found else 0
 
 
