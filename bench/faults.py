@@ -69,6 +69,14 @@ def storm(directory: Path, seed: int) -> Iterator[Report]:
         yield scenarios.storm(place, seed=seed)
 
 
+def health(directory: Path, seed: int) -> Iterator[Report]:
+    with served(directory) as place:
+        for role in scenarios.UNREADY_S:
+            yield scenarios.probes_tell_of_what_stands_still(place, role)
+    with served(directory, *scenarios.LITTLE_ROOM) as place:
+        yield scenarios.probes_under_overload(place, seed=seed)
+
+
 def choices(directory: Path, seed: int) -> Iterator[Report]:
     with served(directory) as place:
         yield scenarios.many_choices(place, seed=seed)
@@ -129,7 +137,20 @@ def soaked(directory: Path, seed: int, minutes: float = SOAK_MINUTES) -> Iterato
 Scenario = Callable[[Path, int], Iterator[Report]]
 SCENARIOS: dict[str, Scenario] = {
     function.__name__: function
-    for function in (kills, pauses, standstill, links, storm, choices, strangers, failing, batch, leaving, gateways)
+    for function in (
+        kills,
+        pauses,
+        standstill,
+        links,
+        storm,
+        health,
+        choices,
+        strangers,
+        failing,
+        batch,
+        leaving,
+        gateways,
+    )
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import httpx
 from tests.faults.failing import MEMORY_POINT
-from tests.faults.stack import ROLES, Apart, Place, kill, pause
+from tests.faults.stack import ROLES, Apart, Place, kill, pause, signal_all
 from tests.faults.streams import (
     NO_ENDING,
     STREAM_TIMEOUT_S,
@@ -33,7 +34,10 @@ from tests.faults.streams import (
     undisturbed,
 )
 
+from pagoda_proto import times
+
 RECOVERY_S = 240.0
+PROBE_S = 0.5  # that the probe itself may take
 DOOMED_SEED = 0xDEAD
 LITTLE_ROOM = ("--max-rows=16", "--max-queued-requests=16")  # for more requests than these, some are refused
 LONG = 1800  # tokens: the demo model's context, less a prompt
@@ -140,6 +144,51 @@ def links(place: Apart, link: str, fault: str, *, times: int = 10, hold_s: float
 
     _judge(place, report, requests, oracle, disturb, again=True)
     report.note = f"{proxy.num_links} connections"
+    return report
+
+
+UNREADY_S = {
+    "worker": times.WORKER_DEAD_S + times.LOAD_KEEPALIVE_S,
+    "engine-core": times.ENGINE_SILENT_S + times.LOAD_KEEPALIVE_S,
+}
+"""After so long nobody who probes a gateway is told that it is ready, whose only process of that role stands still."""
+
+
+def probes_tell_of_what_stands_still(place: Place, role: str, *, trials: int = 20) -> Report:
+    report = Report(f"probes while the {role} stands still")
+    taken: list[float] = []
+    for _ in range(trials):
+        place.wait_until(place.ready, RECOVERY_S)
+        frozen = place.children(role)
+        signal_all(frozen, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            while place.ready() and time.monotonic() - began < 10 * UNREADY_S[role]:
+                time.sleep(0.02)
+        finally:
+            taken.append(time.monotonic() - began)
+            signal_all(frozen, signal.SIGCONT)
+    late = [seconds for seconds in taken if seconds > UNREADY_S[role] + PROBE_S]
+    report.problems += [f"still ready after {seconds:.1f} s" for seconds in late]
+    report.note = f"unready in {trials - len(late)} of {trials}, after {min(taken):.1f} to {max(taken):.1f} s"
+    return report
+
+
+def probes_under_overload(place: Place, *, seed: int = 0, seconds: float = 30.0, clients: int = 200) -> Report:
+    """Whoever is only busy is ready."""
+    report = Report(f"probes beside {clients} clients")
+    requests = make_requests(seed, clients, max_tokens=200, choices=[1])
+    answers: Counter[bool] = Counter()
+
+    async def disturb(flow: Flow) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            answers[await asyncio.to_thread(place.ready)] += 1
+            await asyncio.sleep(0.05)
+
+    asyncio.run(run_streams(place.url, requests, clients=clients, disturb=disturb, again=True))
+    report.note = f"{answers[True]} of {answers.total()} probes were told that it is ready"
+    report.problems += [f"{answers[False]} were told that it is not"] * (answers[False] > 0)
     return report
 
 
