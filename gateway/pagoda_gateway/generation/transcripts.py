@@ -27,7 +27,7 @@ from pagoda_proto.steps import TopLogprobs
 FORMAT = 1
 MAX_TRANSCRIPT_BYTES = 4 * 1024 * 1024
 MAX_PARTS = 128  # prompts of one request
-MAX_NUMBERS = MAX_TRANSCRIPT_BYTES // 2  # of tokens and log-probabilities: as JSON, each takes two bytes at least
+BYTES_PER_TOKEN, BYTES_PER_LOGPROB = 2, 8  # as JSON, with what stands beside it; few take less
 VERSION = metadata.version("pagoda-serve")
 
 
@@ -89,22 +89,22 @@ class Difference(NamedTuple):
 
 
 class Outcomes:
-    """Takes what comes of some choices, numbered through, as it comes. `num_numbers` is what it weighs."""
+    """Takes what comes of some choices, numbered through, as it comes; up to what a transcript holds."""
 
     def __init__(self) -> None:
         self._tokens: dict[int, list[int]] = {}
         self._logprobs: dict[int, list[TokenLogprobs]] = {}
         self._endings: dict[int, Finish] = {}
-        self.num_numbers = 0
+        self._num_bytes = 0  # about
 
     @property
     def too_many(self) -> bool:
         """It is more than a transcript holds: nothing of it is kept any more."""
-        return self.num_numbers > MAX_NUMBERS
+        return self._num_bytes > MAX_TRANSCRIPT_BYTES
 
     def take(self, update: Update) -> None:
-        logprobs = update.logprobs or ()
-        self.num_numbers += len(update.token_ids) + sum(2 + 2 * len(entry.top_ids) for entry in logprobs)
+        num_logprobs = sum(1 + len(entry.top_ids) for entry in update.logprobs or ())
+        self._num_bytes += BYTES_PER_TOKEN * len(update.token_ids) + BYTES_PER_LOGPROB * num_logprobs
         if self.too_many:
             self._tokens.clear()
             self._logprobs.clear()

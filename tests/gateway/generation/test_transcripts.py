@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.transcripts import (
-    MAX_NUMBERS,
     MAX_TRANSCRIPT_BYTES,
     Outcomes,
     ToldChoice,
@@ -175,6 +174,6 @@ def test_damage_is_refused_or_harmless(damage: bytes, place: int) -> None:
 def test_more_than_a_transcript_holds_is_let_go_while_it_comes() -> None:
     outcomes = Outcomes()
     for _ in range(3):
-        outcomes.take(Update(0, [1] * (MAX_NUMBERS // 2), None, []))
+        outcomes.take(Update(0, [1] * (MAX_TRANSCRIPT_BYTES // 5), None, []))
     assert outcomes.too_many
     assert not outcomes._tokens
