@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import statistics
 import sys
 import tempfile
@@ -177,7 +178,8 @@ def main() -> int:
     given = parser.parse_args()
     load = psutil.getloadavg()[0]
     print(f"load of the machine at the start: {load:.1f}", flush=True)
-    options = [f"--max-rows={ROWS}", "--no-log-requests"]
+    threads = max(1, len(os.sched_getaffinity(0)) - 1)  # a core is left to those who refuse, and to the clients
+    options = [f"--max-rows={ROWS}", "--no-log-requests", f"--threads={threads}"]
     sound = True
     if "overload" in given.only.split(","):
         more = [f"--queue-timeout-s={QUEUE_S:g}", "--max-connections-per-client=2048"]
