@@ -47,7 +47,7 @@ def undisturbed(stack: Stack) -> list[list[float]]:
 
 
 def test_vectors_are_a_texts_own_whatever_stands_beside_it(stack: Stack, undisturbed: list[list[float]]) -> None:
-    found = vectors(stack, texts(400))
+    found = vectors(stack, texts(120))
     assert found[:24] == undisturbed
     assert all(len(vector) == 256 for vector in found)
 
@@ -55,7 +55,7 @@ def test_vectors_are_a_texts_own_whatever_stands_beside_it(stack: Stack, undistu
 @pytest.mark.parametrize("role", ["worker", "engine-core"])
 def test_a_body_outlasts_the_death_of_a_process(role: str, stack: Stack, undisturbed: list[list[float]]) -> None:
     found: list[list[float]] = []
-    asking = threading.Thread(target=lambda: found.extend(vectors(stack, texts(700))))
+    asking = threading.Thread(target=lambda: found.extend(vectors(stack, texts(300))))
     asking.start()
     stack.wait_until(lambda: any(worker.num_rows for worker in stack.ready_workers()))
     busy = max(stack.ready_workers(), key=lambda worker: worker.num_rows)
@@ -63,7 +63,7 @@ def test_a_body_outlasts_the_death_of_a_process(role: str, stack: Stack, undistu
     asking.join(240)
     assert not asking.is_alive()
     assert found[:24] == undisturbed
-    assert len(found) == 700
+    assert len(found) == 300
     stack.wait_until(lambda: len(stack.ready_workers()) == 2)
 
 

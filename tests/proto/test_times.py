@@ -31,7 +31,7 @@ def test_streams_outwait_an_engine_core_that_is_found_silent_replaced_and_starte
 
 
 def test_a_child_is_judged_by_several_beats_and_looked_at_often_enough() -> None:
-    assert 3 * times.CHILD_BEAT_S < times.CHILD_SILENT_S < times.WORKER_SILENT_S
+    assert 3 * times.CHILD_BEAT_S < times.CHILD_SILENT_S < times.FIRST_WORD_S <= times.WORKER_SILENT_S
     assert times.WATCH_S + times.STALL_S < times.CHILD_SILENT_S / 2
     assert times.CHILD_BEAT_S + times.STALL_S < times.CHILD_SILENT_S / 2
 

@@ -43,6 +43,7 @@ class ChildSpec:
     stop_order: int
     stop_timeout_s: float
     silence_timeout_s: float = 0.0  # a child that sends no event for this long is stuck and killed; 0 is not to care
+    first_word_s: float = times.FIRST_WORD_S  # .. or for this long, if that is longer, before its first
 
 
 class Observer(Protocol):
@@ -61,6 +62,7 @@ class Child:
     lives: Lives
     process: asyncio.subprocess.Process | None = None
     heard_at: float = 0.0
+    spoke: bool = False  # in this life
     why: str = ""  # what this life said of its failure
     readers: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -161,7 +163,7 @@ class Supervisor:
         log.debug("%s started, pid %d", child.spec.name, child.process.pid)
         child.heard_at = time.monotonic()
         child.lives.begin(child.heard_at)
-        child.why = ""
+        child.why, child.spoke = "", False
         if self._stopping.is_set():
             child.kill_group()  # born too late to have anything to finish
         child.readers = [
@@ -184,6 +186,8 @@ class Supervisor:
             for child in self.children:
                 child.heard_at = min(now, child.heard_at + held_up_s)
                 limit = child.spec.silence_timeout_s
+                if limit and not child.spoke:
+                    limit = max(limit, child.spec.first_word_s)
                 running = child.process is not None and child.process.returncode is None
                 if limit and running and now - child.heard_at > limit:
                     log.error("%s has been silent for %g s and is killed", child.spec.name, limit)
@@ -239,7 +243,7 @@ class Supervisor:
         except (ValueError, KeyError, TypeError):
             log.warning("%s sent a status line that is not an event: %.200s", child.spec.name, line)
             return
-        child.heard_at = time.monotonic()
+        child.heard_at, child.spoke = time.monotonic(), True
         if kind == "beat":
             return
         if kind in UP_EVENTS:

@@ -504,7 +504,7 @@ async def test_one_engine_core_by_two_addresses_is_one(engine: FakeEngineCore, a
     again = address.replace("unix:/", "unix:/./")
     client = SessionClient([EngineAddress(address), EngineAddress(again)], GatewayMetrics("m"), waits())
     client.start()
-    await until(lambda: len(engine.metadata) == 2)
+    await until(lambda: len(engine.metadata) >= 2)
     for _ in range(3):
         request = record()
         assert tokens_of(await collect(await client.submit(request))) == expected_tokens(request)

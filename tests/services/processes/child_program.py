@@ -2,7 +2,7 @@
 
 Words: `ready`, `garbage` (a status line that is no event), `exit=CODE`, `why=TEXT` (it reports to have failed),
 `deaf` (ignores SIGTERM), `say=COUNT` (that many letters on one line), `crash-once=FILE`, `grandchild=FILE`, `linger`
-(waits for signals), `beat` (beats, and says when by the monotonic clock, until a signal).
+(waits for signals), `wait=SECONDS`, `beat` (beats, and says when by the monotonic clock, until a signal).
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ def main() -> int:
             os.write(arguments.status_fd, b"this is no event\n")
         elif name == "exit":
             return int(value)
+        elif name == "wait":
+            time.sleep(float(value))
         elif name == "linger":
             while True:
                 signal.pause()

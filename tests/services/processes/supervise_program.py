@@ -34,7 +34,8 @@ def spec(name: str, words: list[str], order: int) -> ChildSpec:
         environment=child_environment(),
         stop_order=order,
         stop_timeout_s=0.5 if "quick" in name else 30.0,
-        silence_timeout_s={"mute": 0.5, "beating": 2.5}.get(name.partition("-")[0], 0.0),
+        silence_timeout_s={"mute": 0.5, "beating": 2.5, "wordless": 0.5}.get(name.partition("-")[0], 0.0),
+        first_word_s=0.6 if name == "wordless" else 60.0,
     )
 
 

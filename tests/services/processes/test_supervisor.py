@@ -143,6 +143,16 @@ def test_a_silent_child_is_killed_and_started_again() -> None:
         assert gone(first)
 
 
+def test_silence_before_a_first_word_may_take_longer() -> None:
+    with supervise(mute=["wait=2.5", *STEADY]) as running:  # longer than a silence and a look at who is silent
+        assert running.event()["event"] == "ready"
+
+
+def test_a_child_that_never_says_a_word_is_killed() -> None:
+    with supervise(wordless=["linger"]) as running:
+        assert running.event()["event"] == "died"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_a_supervisor_that_was_held_up_blames_no_child_for_it(all_of_them: bool) -> None:
