@@ -10,6 +10,9 @@ overload and at its end; recovered is when the first request after it has its fi
 on an idle stack. tenants: under the policy `fair`, the times to first token of a key that asks now and then, alone and
 while another key's requests fill all rows and the queue. The exit status is 1 where goodput is below 0.9 of the peak,
 memory grows by more than a tenth, recovery takes more than 2 s, or the small key waits more than twice as long (p95).
+
+The gateway takes few connections (--connections), as one that serves a small stack should: who is refused at the door
+costs least, and what it takes in beyond what the engine core may queue only waits on its way there.
 """
 
 from __future__ import annotations
@@ -174,6 +177,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="of overload [%(default)s]")
     parser.add_argument("--times", type=float, default=10.0, help="the peak [%(default)s]")
     parser.add_argument("--only", default="overload,tenants")
+    parser.add_argument("--connections", type=int, default=4 * ROWS, help="that the gateway takes [%(default)s]")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     load = psutil.getloadavg()[0]
@@ -182,7 +186,8 @@ def main() -> int:
     options = [f"--max-rows={ROWS}", "--no-log-requests", f"--threads={threads}"]
     sound = True
     if "overload" in given.only.split(","):
-        more = [f"--queue-timeout-s={QUEUE_S:g}", "--max-connections-per-client=2048"]
+        most = ("--max-connections", "--max-connections-per-client")
+        more = [f"--queue-timeout-s={QUEUE_S:g}", *(f"{name}={given.connections}" for name in most)]
         sound &= with_stack([*options, *more], lambda place: overloaded(place, given.seconds, given.times, given.seed))
     if "tenants" in given.only.split(","):
         more = ["--policy=fair", f"--api-key={SMALL_KEY},{LARGE_KEY}"]
