@@ -16,7 +16,7 @@ PROTO_TOOLS := grpcio-tools==1.78.0
 LOCK_TOOL := uv==0.13.9
 PROTO := proto/pagoda_proto/engine/v1/engine.proto
 
-.PHONY: redis-server browser help install run test test-clients test-containers test-matrix check lint format types arch proto proto-check locks bench chaos-demo clean
+.PHONY: redis-server browser help install run test test-clients test-containers test-matrix check lint format types arch proto proto-check locks bench chaos-demo soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -83,6 +83,9 @@ locks: $(VENV)/.locks  ## lock anew what the images install
 
 chaos-demo: $(VENV)/.installed-dev  ## two of everything, a kill -9 every two seconds for a minute, and not a token lost
 	@$(BIN)/python bench/chaos.py $(ARGS)
+
+soak: $(VENV)/.installed-dev  ## two hours of random faults under two of everything; ARGS="--minutes 3" for the short form
+	@$(BIN)/python bench/faults.py --soak $(ARGS)
 
 bench: $(VENV)/.installed  ## load a running server; ARGS="--rate 4" and so on
 	$(BIN)/pagoda bench serve $(ARGS)

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.e2e.stack import free_port
-from tests.faults.variants import Answer, Client, answer
+from tests.faults.variants import Answer, Client, answer, misses
 
 from pagoda.processes.process import UP_EVENTS
 from pagoda.processes.supervisor import Child, ChildSpec, Supervisor, python_command
@@ -69,12 +69,9 @@ class Tally:
 
     def judge(self, got: Answer, expected: Answer) -> None:
         self.streams += 1
-        (seen,), (due,) = got[0], expected[0]
-        self.lost += max(0, len(due.tokens) - len(seen.tokens))
-        self.different += sum(one != other for one, other in zip(seen.tokens, due.tokens, strict=False))
-        self.different += max(0, len(seen.tokens) - len(due.tokens))
-        if got != expected and seen.tokens == due.tokens:
-            self.different += 1  # in how it was told
+        missed = misses(got, expected)
+        self.lost += missed["lost"]
+        self.different += missed["different"] + missed["duplicated"]
 
     @property
     def sound(self) -> bool:

@@ -2,10 +2,12 @@
 """Faults of a running stack, counted: what became of every stream when processes died, stood still or lost their links.
 
     python bench/faults.py [--only kills,pauses] [--seed 0] [--list]
+    python bench/faults.py --soak [--minutes 120] [--seed 0]
 
 Every stream is compared with the same request on the same stack undisturbed: text, token ids, log-probabilities, ending
 and usage. A line per scenario; the exit status is 1 when a stream was different, broken or ended twice, or when the
-stack did not come back to ready with no block in use and no process left over. All of it takes about an hour.
+stack did not come back to ready with no block in use and no process left over. All of it takes about an hour. With
+--soak (`make soak`), faults of all kinds follow each other at random for two hours; three minutes are its short form.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -26,11 +29,13 @@ from tests.faults import batches, scenarios
 from tests.faults import leaving as scenes
 from tests.faults.doubled import ENGINE_CORES, GATEWAYS, doubled
 from tests.faults.failing import FAIL_FILE, POINTS
+from tests.faults.proxy import FAULTS
+from tests.faults.soak import soak
 from tests.faults.stack import apart, served
 from tests.faults.streams import Report, undisturbed
 from tests.faults.variants import undisturbed as undisturbed_variants
 
-FAULTS = ("half-open", "blackhole", "reset", "delay")
+SOAK_MINUTES = 120.0
 
 
 def kills(directory: Path, seed: int) -> Iterator[Report]:
@@ -57,6 +62,19 @@ def links(directory: Path, seed: int) -> Iterator[Report]:
         for fault in FAULTS:
             for link in ("worker", "gateway"):
                 yield scenarios.links(place, link, fault, seed=seed)
+
+
+def storm(directory: Path, seed: int) -> Iterator[Report]:
+    with served(directory, *scenarios.LITTLE_ROOM) as place:
+        yield scenarios.storm(place, seed=seed)
+
+
+def health(directory: Path, seed: int) -> Iterator[Report]:
+    with served(directory) as place:
+        for role in scenarios.UNREADY_S:
+            yield scenarios.probes_tell_of_what_stands_still(place, role)
+    with served(directory, *scenarios.LITTLE_ROOM) as place:
+        yield scenarios.probes_under_overload(place, seed=seed)
 
 
 def choices(directory: Path, seed: int) -> Iterator[Report]:
@@ -109,19 +127,40 @@ def gateways(directory: Path, seed: int) -> Iterator[Report]:
             yield scenes.cut(place, link, oracle)
 
 
-SCENARIOS: dict[str, Callable[[Path, int], Iterator[Report]]] = {
+def soaked(directory: Path, seed: int, minutes: float = SOAK_MINUTES) -> Iterator[Report]:
+    """Not among those that are run when none is named."""
+    with doubled(directory) as place:
+        oracle = asyncio.run(undisturbed_variants(place.urls))
+        yield soak(place, oracle, 60.0 * minutes, seed=seed, tell=partial(print, flush=True))
+
+
+Scenario = Callable[[Path, int], Iterator[Report]]
+SCENARIOS: dict[str, Scenario] = {
     function.__name__: function
-    for function in (kills, pauses, standstill, links, choices, strangers, failing, batch, leaving, gateways)
+    for function in (
+        kills,
+        pauses,
+        standstill,
+        links,
+        storm,
+        health,
+        choices,
+        strangers,
+        failing,
+        batch,
+        leaving,
+        gateways,
+    )
 }
 
 
-def run(name: str, seed: int) -> bool:
-    """One scenario on a stack of its own; False when a line of it told of a violation."""
+def run(name: str, scenario: Scenario, seed: int) -> bool:
+    """One on a stack of its own; False when a line of it told of a violation."""
     sound = True
     with tempfile.TemporaryDirectory() as directory:
         try:
             began = time.monotonic()
-            for report in SCENARIOS[name](Path(directory), seed):
+            for report in scenario(Path(directory), seed):
                 print(f"{name:10} {report.line()}; {time.monotonic() - began:.0f} s", flush=True)
                 for problem in report.problems[:10]:
                     print(f"{'':10}   {problem}", flush=True)
@@ -137,15 +176,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(SCENARIOS), help="scenarios, separated by commas")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--soak", action="store_true", help="random faults for long, and nothing else")
+    parser.add_argument("--minutes", type=float, default=SOAK_MINUTES, help="of --soak [%(default)s]")
     parser.add_argument("--list", action="store_true", help="name the scenarios")
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(SCENARIOS))
         return 0
+    if arguments.soak:
+        return 0 if run("soak", partial(soaked, minutes=arguments.minutes), arguments.seed) else 1
     names = arguments.only.split(",")
     if unknown := set(names) - set(SCENARIOS):
         parser.error(f"no such scenario: {', '.join(sorted(unknown))}; there are {', '.join(SCENARIOS)}")
-    results = [run(name, arguments.seed) for name in names]
+    results = [run(name, SCENARIOS[name], arguments.seed) for name in names]
     return 0 if all(results) else 1
 
 

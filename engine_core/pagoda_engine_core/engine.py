@@ -250,7 +250,7 @@ class EngineCore:
         self._totals["steps"] += 1
         self._observer.stepped(event.result.elapsed_s, event.result.forward_s)
         self._told(worker, news, now)
-        self.admission.served(num_tokens, now, busy=len(self._answers) > 0)
+        self.admission.served(num_tokens, now, busy=len(self._answers) > 0, crowded=self._router.anybody_waits)
         for usage in (delta.usage for delta in news.deltas if delta.usage is not None):
             self.admission.ended(usage.output_tokens)
 
@@ -301,8 +301,7 @@ class EngineCore:
         if now - self._audited_at < AUDIT_INTERVAL_S or not self.idle:
             return
         self._audited_at = now
-        worker = next((worker for worker in self._router.workers.values() if worker.unaudited), None)
-        if worker is not None:
+        if (worker := next((each for each in self._router.workers.values() if each.unaudited), None)) is not None:
             self._asked(worker, worker.audit, now)
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -315,6 +314,8 @@ class EngineCore:
             if request is None:
                 return
             self._router.check_fits(request)
+            if running is None:
+                self.admission.check_wait(request, self._router.ahead_of(request))
         except PagodaError as error:
             self._reject(submission, error)
             return
@@ -347,10 +348,9 @@ class EngineCore:
     def _take_verdict(self, grammar: str, verdict: Verdict, now: float) -> None:
         waited = self.admission.judged(grammar, verdict)
         if verdict.error is None:
-            self._admit_held(waited, now)
-        else:
-            for held in waited:
-                self._reject(held.submission, verdict.error)
+            return self._admit_held(waited, now)
+        for held in waited:
+            self._reject(held.submission, verdict.error)
 
     def _reject(self, submission: Submission, error: PagodaError) -> None:
         retry_after_s, router = 0.0, self._router

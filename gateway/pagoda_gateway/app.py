@@ -30,15 +30,15 @@ from pagoda_gateway.routes import (  # the order is that of their names
     batches,
     files,
     generating,
-    keys,
     models,
     ops,
     page,
     responses,
     streams,
     tokenize,
-    usage,
+    transcripts,
 )  # fmt: skip
+from pagoda_gateway.routes.accounts import keys, usage
 from pagoda_gateway.routes.pooling import embeddings, ranking
 from pagoda_gateway.tickets.naming import HEADERS as REPEATED_HEADERS
 from pagoda_gateway.tickets.tickets import Tickets
@@ -60,7 +60,9 @@ def create_app(
     # FastAPI's own documentation pages load their scripts from a CDN; `ops` serves one that loads nothing.
     api = FastAPI(title="Pagoda", version=ops.VERSION, docs_url=None, redoc_url=None, redirect_slashes=False)
     errors.install(api)
-    routers = [module.router(ctx) for module in (embeddings, ranking, models, tokenize, files, keys, usage)]
+    routers = [
+        module.router(ctx) for module in (embeddings, ranking, models, tokenize, files, keys, usage, transcripts)
+    ]
     routers.append(generating.router(ctx, tickets))
     routers.append(responses.router(ctx, background, tickets))
     routers.append(streams.router(ctx, tickets, responses.STREAMING))

@@ -124,6 +124,12 @@ class GatewayConfig:
     max_tickets_bytes: int = option(
         64 * 1024 * 1024, "most bytes of what is kept of them together, answers included", least=1, most=2**50
     )
+    keep_transcripts: int = option(
+        0,
+        "most finished requests of an API key, of everybody where there is none, of which prompt, parameters and answer"
+        " are kept for `pagoda replay`, for 30 days at most; 0: none",
+        most=100_000,
+    )
     slow_client_timeout_s: float = option(60.0, "a stream whose client reads nothing for this long is ended", least=0.1)
     resume_wait_s: float = option(times.RESUME_WAIT_S, "how long open streams wait for a lost engine core to come back")
     ping_interval_s: float = option(10.0, "an SSE comment is sent when a stream was silent for this long; 0: never")

@@ -19,12 +19,13 @@ from pagoda_gateway.keys.register import KeyRegister
 from pagoda_gateway.keys.usage import UsageLedger
 from pagoda_gateway.store.interface import Store
 from pagoda_gateway.store.sqlite_store import MEMORY, SqliteStore
+from pagoda_gateway.store.transcripts import Transcripts
 from pagoda_gateway.text.model_text import ModelText
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayContext:
-    """Whoever builds a context closes its `pool`, its `gate`, its `ledger` and then its `store`."""
+    """Whoever builds a context closes its `pool`, its `gate`, its `ledger`, its `transcripts`, and then its `store`."""
 
     config: GatewayConfig
     engine: EngineClient
@@ -37,6 +38,7 @@ class GatewayContext:
     gate: Gate
     quotas: Quotas
     ledger: UsageLedger
+    transcripts: Transcripts
 
     @classmethod
     def new(
@@ -66,6 +68,7 @@ class GatewayContext:
             gate=gate_of(config, register),
             quotas=Quotas(),
             ledger=UsageLedger(store),
+            transcripts=Transcripts(store, config.keep_transcripts),
         )
 
     def charge_for(self, caller: Caller, model: str) -> Charge:

@@ -123,6 +123,7 @@ class _Parts:
         self.runner.start()
         self.health.start(on_ready)
         self.ctx.ledger.start()
+        self.ctx.transcripts.start()
 
     async def hand_over(self) -> None:
         """What runs without a client is left where it is: another gateway may go on with it. Safe to call twice."""
@@ -135,6 +136,7 @@ class _Parts:
         await self.engine.aclose()
         self.ctx.pool.close()
         await self.ctx.ledger.aclose()
+        await self.ctx.transcripts.aclose()
         await self.ctx.gate.aclose()
         await self.ctx.store.aclose()
 

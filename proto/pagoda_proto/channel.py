@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from pagoda_proto.errors import PagodaError
-from pagoda_proto.steps import PROTOCOL_VERSION, FromWorker, Message, ToWorker
+from pagoda_proto.steps import PROTOCOL_VERSION, SPOKEN, FromWorker, Message, ToWorker, Versions
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
 MAX_ID_BYTES = 128
@@ -34,8 +34,8 @@ class OtherVersionError(FrameError):
     """A frame whose sender speaks another version. The envelope is the same in all of them, and so are a Hello's name
     and a Refused, so that the sender can be told."""
 
-    def __init__(self, version: int, worker_id: str, payload: bytes) -> None:
-        super().__init__(f"protocol version {PROTOCOL_VERSION} expected, got {version}")
+    def __init__(self, version: int, worker_id: str, payload: bytes, spoken: Versions) -> None:
+        super().__init__(f"protocol version {spoken} expected, got {version}")
         self.version = version
         self.worker_id = worker_id
         self.payload = payload
@@ -50,12 +50,13 @@ class OtherVersionError(FrameError):
 
 
 class Envelope(NamedTuple):
-    """Who speaks, in which life. `epoch` and `engine_boot_id` are 0 and "" before Welcome."""
+    """Who speaks, in which life, and in which version. `epoch` and `engine_boot_id` are 0 and "" before Welcome."""
 
     engine_boot_id: str
     worker_id: str
     epoch: int
     sequence: int
+    version: int = PROTOCOL_VERSION
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -63,11 +64,10 @@ _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
-def encode(envelope: Envelope, message: Message, version: int = PROTOCOL_VERSION) -> list[bytes]:
-    """Message parts of a frame, ready for `send_multipart` (a ROUTER puts the routing id in front). Another `version`
-    is for telling its speaker that it is refused."""
+def encode(envelope: Envelope, message: Message) -> list[bytes]:
+    """Message parts of a frame, ready for `send_multipart` (a ROUTER puts the routing id in front)."""
     return [
-        bytes([version]),
+        bytes([envelope.version]),
         envelope.engine_boot_id.encode(),
         envelope.worker_id.encode(),
         _U64.pack(envelope.epoch),
@@ -76,7 +76,7 @@ def encode(envelope: Envelope, message: Message, version: int = PROTOCOL_VERSION
     ]
 
 
-def open_envelope(parts: Sequence[bytes]) -> tuple[Envelope, bytes]:
+def open_envelope(parts: Sequence[bytes], spoken: Versions = SPOKEN) -> tuple[Envelope, bytes]:
     """Check the envelope and return it with the still encoded payload.
 
     Raises:
@@ -98,9 +98,9 @@ def open_envelope(parts: Sequence[bytes]) -> tuple[Envelope, bytes]:
         ids = boot_id.decode(), worker_id.decode()
     except UnicodeDecodeError as error:
         raise FrameError("ids must be UTF-8") from error
-    if version[0] != PROTOCOL_VERSION:
-        raise OtherVersionError(version[0], ids[1], payload)
-    return Envelope(*ids, _U64.unpack(epoch)[0], _U64.unpack(sequence)[0]), payload
+    if not spoken.oldest <= version[0] <= spoken.newest:
+        raise OtherVersionError(version[0], ids[1], payload, spoken)
+    return Envelope(*ids, _U64.unpack(epoch)[0], _U64.unpack(sequence)[0], version[0]), payload
 
 
 def decode_to_worker(payload: bytes) -> ToWorker:

@@ -28,6 +28,7 @@ class ErrorCode(StrEnum):
     REQUEST_TOO_LARGE = "request_too_large"
     HEADERS_TOO_LARGE = "headers_too_large"
     REQUEST_TIMEOUT = "request_timeout"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     OVERLOADED = "overloaded"
     UNAVAILABLE = "unavailable"
@@ -70,6 +71,7 @@ STATUS: dict[ErrorCode, Status] = {
     ErrorCode.REQUEST_TOO_LARGE: Status("RESOURCE_EXHAUSTED", 413, "invalid_request_error", False),
     ErrorCode.HEADERS_TOO_LARGE: Status("RESOURCE_EXHAUSTED", 431, "invalid_request_error", False),
     ErrorCode.REQUEST_TIMEOUT: Status("DEADLINE_EXCEEDED", 408, "invalid_request_error", False),
+    ErrorCode.DEADLINE_EXCEEDED: Status("DEADLINE_EXCEEDED", 504, "timeout_error", False),
     ErrorCode.UNSUPPORTED_MEDIA_TYPE: Status("INVALID_ARGUMENT", 415, "invalid_request_error", False),
     ErrorCode.OVERLOADED: Status("RESOURCE_EXHAUSTED", 503, "overloaded_error", True),
     ErrorCode.UNAVAILABLE: Status("UNAVAILABLE", 503, "service_unavailable_error", True),

@@ -15,13 +15,16 @@ from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.params import SamplingParams, num_candidates
 from pagoda_proto.pooling.params import PoolingParams
-from pagoda_proto.steps import TopLogprobs
+from pagoda_proto.steps import TopLogprobs, Versions
 
 SESSION_PROTOCOL = 6
-"""Version of the contract between gateway and engine core (engine.proto): raised with every change that breaks it.
-Another arm of `task` and `result` breaks nothing."""
-SESSION_PROTOCOL_KEY = "pagoda-protocol"
-"""Metadata of a Session call: the version that the gateway speaks."""
+"""Version of the contract between gateway and engine core (engine.proto): raised with every change of it. Another arm
+of `task` and `result` is none."""
+OLDEST_SESSION_PROTOCOL = 6
+"""Still spoken: raised to the newest by a change that breaks it, left by one that adds what may be left out."""
+SESSION_SPOKEN = Versions(OLDEST_SESSION_PROTOCOL, SESSION_PROTOCOL)
+SESSION_PROTOCOL_KEY, OLDEST_SESSION_PROTOCOL_KEY = "pagoda-protocol", "pagoda-protocol-oldest"
+"""Metadata of a Session call: what the gateway speaks. The engine core answers with `Load.protocol`, what both do."""
 
 
 class FinishReason(StrEnum):

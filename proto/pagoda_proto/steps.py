@@ -32,6 +32,7 @@ plan reads may be written again by the next.
 from __future__ import annotations
 
 import sys
+from typing import NamedTuple
 
 import msgspec
 
@@ -40,11 +41,34 @@ from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP, SamplingParams
 from pagoda_proto.pooling.params import PoolingParams
 
 PROTOCOL_VERSION = 9
+OLDEST_PROTOCOL = PROTOCOL_VERSION
+"""Still spoken. What is new since then an older peer may leave out, and passes over where it is told (see Versions)."""
 NO_TOKEN = -1
 """In `StepResult.tokens`: what the row yields stands elsewhere."""
 NO_BLOCK = -1
 """In `NewRow.block_ids`: nothing is kept of these tokens."""
 MAX_KV_GROUPS = 8
+
+
+class Versions(NamedTuple):
+    """Of a contract: what one side speaks, the oldest and the newest. Two sides speak the newest that both know.
+
+    A version that only adds what may be left out goes with the ones before: the oldest stays. Any other begins anew.
+    """
+
+    oldest: int
+    newest: int
+
+    def __str__(self) -> str:
+        return str(self.newest) if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
+
+    def agreed(self, other: Versions) -> int | None:
+        """None where there is none that both speak."""
+        newest = min(self.newest, other.newest)
+        return newest if newest >= max(self.oldest, other.oldest) else None
+
+
+SPOKEN = Versions(OLDEST_PROTOCOL, PROTOCOL_VERSION)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults=True):
@@ -197,6 +221,9 @@ class Hello(Message, frozen=True, tag="hello"):
     (`{incarnation}.{registration}/d` and `/c`), so that nothing of an earlier one can stand in its way or be taken for
     it.
 
+    It is said in the oldest version that the worker speaks, which `oldest_protocol` names where that is not `protocol`,
+    the newest; from the Welcome on both sides say all in the version of that.
+
     `host_id` and `pid` let an engine core on the same host watch the process itself. `pools` are the outputs of a model
     that reads (see `pooling`), each vector of `pooled_width` numbers. Without `kv_groups` it keeps no K and V: every
     prompt is computed whole, in one chunk, if need be in a step of its own, however long.
@@ -220,6 +247,11 @@ class Hello(Message, frozen=True, tag="hello"):
     pools: tuple[str, ...] = ()
     pooled_width: int = 0
     max_adapters: int = 0  # that rows may have at once, each counted once; without any, rows with one fail
+    oldest_protocol: int = 0
+
+    @property
+    def spoken(self) -> Versions:
+        return Versions(self.oldest_protocol or self.protocol, self.protocol)
 
     @property
     def num_blocks(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +14,17 @@ import psutil
 import pytest
 from tests.e2e.stack import Stack, alive, kill, running_stack
 
+from pagoda.cli import main
+from pagoda.processes.process import EXIT_CONFIG, EXIT_CRASH, EXIT_OK
+
 pytestmark = pytest.mark.e2e
 MODEL = "demo"
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with running_stack(tmp_path_factory.mktemp("stack"), "--served-model-name", MODEL) as running:
+    options = ("--served-model-name", MODEL, "--keep-transcripts=10")
+    with running_stack(tmp_path_factory.mktemp("stack"), *options) as running:
         yield running
 
 
@@ -117,6 +122,34 @@ def test_stop_strings_and_n(stack: Stack) -> None:
     stopped = stack.client().completions.create(**request, stop=[stop], extra_body={"ignore_eos": True})
     assert stopped.choices[1].text == text[: text.index(stop)]
     assert stopped.choices[1].finish_reason == "stop"
+
+
+def test_a_finished_request_is_computed_again_bit_for_bit(
+    stack: Stack, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = stack.client().completions.create(
+        model=MODEL, prompt="hello", n=2, temperature=0.9, logprobs=2, max_tokens=40, extra_body={"ignore_eos": True}
+    )
+    kept, file = httpx.get(f"{stack.url}/v1/requests/{answer.id}/transcript").json(), tmp_path / "t.json"
+
+    def replayed(*options: str) -> tuple[int, str]:
+        file.write_text(json.dumps(kept))
+        code = main(["replay", str(file), *options])
+        told = capsys.readouterr()
+        return code, told.out + told.err
+
+    assert replayed() == (EXIT_OK, f"bit-equal: {answer.id}, 80 tokens\n")
+    assert replayed("--url", stack.url)[0] == EXIT_OK
+    kept["parts"][0]["choices"][1]["token_ids"][7] ^= 1
+    code, told = replayed()
+    assert code == EXIT_CRASH
+    assert "choice 1, token 7: it was" in told
+    kept["parts"][0]["model_fingerprint"] = "others"
+    code, told = replayed()
+    assert code == EXIT_CONFIG
+    assert "model_fingerprint: it was made with 'others'" in told
+    assert replayed("--url", stack.url)[0] == EXIT_CONFIG
+    assert replayed("--url", stack.url, "--force")[0] == EXIT_CRASH
 
 
 PATHS = ["/health", "/health/live", "/health/ready", "/health/startup", "/version", "/metrics", "/docs"]

@@ -24,6 +24,7 @@ from pagoda_proto.addresses import host_id
 from pagoda_proto.channel import Envelope, decode_to_worker, encode, open_envelope
 from pagoda_proto.steps import (
     PROTOCOL_VERSION,
+    SPOKEN,
     Beat,
     BeatAck,
     Drain,
@@ -66,11 +67,12 @@ def make_hello(worker_id: str = "w0", **fields: object) -> Hello:
 
 
 class Peer:
-    """One worker's sockets. Used by one thread at a time."""
+    """One worker's sockets. Used by one thread at a time. `version` is what it says things in."""
 
     def __init__(self, endpoint: str, hello: Hello, *, with_control: bool = True) -> None:
         self.hello = hello
         self.boot_id, self.epoch = "", 0
+        self.spoken, self.version = SPOKEN, PROTOCOL_VERSION
         self._sequence = 0
         self._endpoint = endpoint
         self._with_control = with_control
@@ -98,7 +100,7 @@ class Peer:
 
     def frame(self, message: Message, **changes: object) -> list[bytes]:
         self._sequence += 1
-        envelope = Envelope(self.boot_id, self.hello.worker_id, self.epoch, self._sequence)
+        envelope = Envelope(self.boot_id, self.hello.worker_id, self.epoch, self._sequence, self.version)
         return encode(envelope._replace(**changes), message)  # type: ignore[arg-type]
 
     def send(self, message: Message, socket: zmq.Socket[bytes] | None = None, **changes: object) -> None:
@@ -111,7 +113,7 @@ class Peer:
         socket = socket or self.data
         if not socket.poll(round(timeout_s * 1000)):
             raise TimeoutError("the engine core says nothing")
-        envelope, payload = open_envelope(socket.recv_multipart())
+        envelope, payload = open_envelope(socket.recv_multipart(), self.spoken)
         return envelope, decode_to_worker(payload)
 
     def say_hello(self) -> None:

@@ -8,6 +8,7 @@ import sys
 import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import msgspec
@@ -20,12 +21,13 @@ from tests.session_frames import FrameReader
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.server import serve
 from pagoda_engine_core.sessions import outbox
+from pagoda_engine_core.sessions.session import Mailbox, _protocol
 from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.errors import ErrorCode
-from pagoda_proto.records import SESSION_PROTOCOL, Delta, FinishReason, RequestRecord
-from pagoda_proto.steps import Hello
+from pagoda_proto.records import SESSION_PROTOCOL, SESSION_SPOKEN, Delta, FinishReason, Load, RequestRecord
+from pagoda_proto.steps import Hello, Versions
 from pagoda_proto.times import LOOP_STUCK_S
 
 WAIT_S = 120
@@ -372,6 +374,43 @@ async def test_the_process_is_live_also_without_workers(server: Server) -> None:
         return False
 
     await eventually(live)
+
+
+NEXT, OLD = SESSION_PROTOCOL + 1, SESSION_PROTOCOL - 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "said", "agreed"),
+    [
+        (SESSION_SPOKEN, {}, SESSION_PROTOCOL),
+        (SESSION_SPOKEN, {"pagoda-protocol": NEXT, "pagoda-protocol-oldest": SESSION_PROTOCOL}, SESSION_PROTOCOL),
+        (Versions(OLD, SESSION_PROTOCOL), {"pagoda-protocol": OLD}, OLD),
+        (Versions(OLD, OLD), {"pagoda-protocol": SESSION_PROTOCOL, "pagoda-protocol-oldest": OLD}, OLD),
+        (Versions(OLD, OLD), {"pagoda-protocol": SESSION_PROTOCOL}, None),
+        (SESSION_SPOKEN, {"pagoda-protocol": NEXT, "pagoda-protocol-oldest": NEXT}, None),
+        (SESSION_SPOKEN, {"pagoda-protocol": "x"}, None),
+        (SESSION_SPOKEN, {"pagoda-protocol": SESSION_PROTOCOL, "pagoda-protocol-oldest": "9" * 5000}, None),
+    ],
+)
+async def test_a_session_is_in_the_newest_version_that_both_speak(
+    ours: Versions, said: dict[str, object], agreed: int | None
+) -> None:
+    class Context:
+        def invocation_metadata(self) -> list[tuple[str, str]]:
+            return [(key, str(value)) for key, value in said.items()]
+
+        async def abort(self, code: grpc.StatusCode, message: str, trailers: object) -> None:
+            raise RuntimeError(message)
+
+    context: Any = Context()
+    if agreed is None:
+        with pytest.raises(RuntimeError, match=f"session protocol {ours} is spoken here, this gateway speaks"):
+            await _protocol(context, ours)
+        return
+    protocol = await _protocol(context, ours)
+    mailbox = Mailbox(protocol)
+    mailbox.load(Load(engine_id="e", protocol=ours.newest))
+    assert [frame.load.protocol for frame in mailbox.outbox.take()] == [agreed]
 
 
 @pytest.mark.parametrize("spoken", [SESSION_PROTOCOL, SESSION_PROTOCOL + 1])

@@ -16,6 +16,8 @@ from bench.sides import is_ready
 from tests.e2e.stack import free_port
 from tests.e2e.tiers import Tiers, tiers_apart
 from tests.faults.proxy import ChaosProxy
+from tests.faults.variants import ADAPTER
+from tests.worker.adapters.files import DEMO, adapter_of
 
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc
@@ -23,6 +25,11 @@ from pagoda_proto.engine.v1 import engine_pb2_grpc
 NAME = "demo"
 RESUMED = "pagoda_requests_resumed_total"
 ENGINE_CORES, GATEWAYS = ("core-0", "core-1"), ("gateway-0", "gateway-1")
+
+
+def core_of(name: str) -> str:
+    """The engine core of this name, or that a worker belongs to."""
+    return next(core for core in ENGINE_CORES if name.startswith(core))
 
 
 class Doubled:
@@ -34,6 +41,7 @@ class Doubled:
         self._grpc = dict(zip(ENGINE_CORES, (tiers.grpc, grpc_port), strict=True))
         self._zmq = dict(zip(ENGINE_CORES, (tiers.zmq, free_port()), strict=True))
         self._http = dict(zip(GATEWAYS, (tiers.http, free_port()), strict=True))
+        self._adapters = ("--lora-modules", f"{ADAPTER}={adapter_of(DEMO, tiers.directory / ADAPTER)[0]}")
         self.wait_until = tiers.wait_until
 
     @property
@@ -51,12 +59,13 @@ class Doubled:
             self._start(name, "engine-core", f"--listen=127.0.0.1:{self._grpc[name]}", f"--worker-endpoint={zmq}")
         elif name in GATEWAYS:
             engines = f"127.0.0.1:{self.gateway_link.port},127.0.0.1:{self._grpc[ENGINE_CORES[1]]}"
-            options = ("--store", f"sqlite://{self._tiers.directory}/store.db", "--served-model-name", NAME)
+            options = ("--store", f"sqlite://{self.directory}/store.db", "--served-model-name", NAME, *self._adapters)
             self._start(name, "gateway", "--engine", engines, f"--port={self._http[name]}", *options)
         else:
             first = name.startswith(ENGINE_CORES[0])
             port = self.worker_link.port if first else self._zmq[ENGINE_CORES[1]]
-            self._start(name, "worker", "--engine", f"tcp://127.0.0.1:{port}", "--worker-id", name, "--threads", "1")
+            link = ("--engine", f"tcp://127.0.0.1:{port}", "--worker-id", name)
+            self._start(name, "worker", *link, "--threads=1", *self._adapters)
 
     def _start(self, name: str, *arguments: str) -> None:
         self._tiers.start(name, *arguments)
@@ -69,6 +78,20 @@ class Doubled:
 
     def process(self, name: str) -> psutil.Process:
         return psutil.Process(self.pid(name))
+
+    @property
+    def names(self) -> list[str]:
+        """Of what runs now."""
+        return sorted(name for name, process in self._tiers.processes.items() if process.poll() is None)
+
+    def family(self) -> list[psutil.Process]:
+        """What runs, and what that has started."""
+        members = [self.process(name) for name in self.names]
+        return members + [child for member in members for child in member.children(recursive=True)]
+
+    def descriptors(self) -> dict[str, int]:
+        """Open files and sockets of each process, by its name."""
+        return {name: self.process(name).num_fds() for name in self.names}
 
     def workers(self, core: str) -> list[str]:
         """Those that take work there; none where nobody answers."""
@@ -89,6 +112,12 @@ class Doubled:
         found = [line for page in pages for line in page.splitlines() if line.startswith(RESUMED)]
         return sum(int(float(line.split()[-1])) for line in found)
 
+    def well(self, name: str) -> bool:
+        """Whether the process of this name does its work: a worker and its engine core together, or not at all."""
+        if name in GATEWAYS:
+            return is_ready(self.urls[GATEWAYS.index(name)])
+        return bool(self.workers(core_of(name)))
+
     def whole(self) -> bool:
         """Every gateway and engine core is up, with a worker at each, and nothing is open."""
         if not all(map(is_ready, self.urls)) or not all(map(self.workers, ENGINE_CORES)):
@@ -99,7 +128,7 @@ class Doubled:
             return False
 
     def log(self, name: str) -> str:
-        return (self._tiers.directory / f"{name}.log").read_text()
+        return (self.directory / f"{name}.log").read_text()
 
     @contextlib.contextmanager
     def _admin(self, core: str) -> Iterator[engine_pb2_grpc.AdminStub]:

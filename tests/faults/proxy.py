@@ -1,4 +1,4 @@
-"""A TCP proxy that does to links what networks do: hold everything, let a peer vanish, reset, delay."""
+"""A TCP proxy that does to links what networks do: hold everything, let a peer vanish, reset, delay, throttle."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
+FAULTS = ("half-open", "blackhole", "reset", "delay", "throttle")
+DELAY_S = 0.3
+THROTTLED = 64 * 1024  # bytes a second, each way
 ABORT = struct.pack("ii", 1, 0)  # SO_LINGER: closing sends RST
 
 
@@ -38,6 +41,7 @@ class ChaosProxy:
         self._passing = asyncio.Event()
         self._passing.set()
         self._delay_s = 0.0
+        self._bytes_per_s = 0.0  # 0: as many as come
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self.port = 0
         self.num_links = 0  # accepted so far
@@ -78,6 +82,29 @@ class ChaosProxy:
     def delay(self, seconds: float) -> None:
         self._delay_s = seconds
 
+    def throttle(self, bytes_per_s: float) -> None:
+        """Of each link and each way; 0 lets everything through. What waits fills the buffers of both ends."""
+        self._bytes_per_s = bytes_per_s
+
+    async def strike(self, fault: str, seconds: float) -> None:
+        """One of FAULTS, for so long where it has a length."""
+        if fault == "half-open":
+            self.vanish()
+        elif fault == "reset":
+            self.reset()
+        elif fault == "blackhole":
+            self.hold()
+            await asyncio.sleep(seconds)
+            self.release()
+        elif fault == "throttle":
+            self.throttle(THROTTLED)
+            await asyncio.sleep(seconds)
+            self.throttle(0.0)
+        else:
+            self.delay(DELAY_S)
+            await asyncio.sleep(seconds)
+            self.delay(0.0)
+
     def _call(self, function: Callable[[], object]) -> None:
         done = threading.Event()
         self._loop.call_soon_threadsafe(lambda: (function(), done.set()))
@@ -101,8 +128,10 @@ class ChaosProxy:
 
     async def _pump(self, link: _Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
+            while data := await reader.read(4096 if self._bytes_per_s else 65536):
                 await self._passing.wait()
+                if self._bytes_per_s:
+                    await asyncio.sleep(len(data) / self._bytes_per_s)
                 if self._delay_s:
                     await asyncio.sleep(self._delay_s)
                 if not link.vanished:

@@ -9,26 +9,37 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
+import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 from tests.faults.failing import MEMORY_POINT
-from tests.faults.stack import ROLES, Apart, Place, kill, pause
+from tests.faults.stack import ROLES, Apart, Place, kill, pause, signal_all
 from tests.faults.streams import (
     NO_ENDING,
+    STREAM_TIMEOUT_S,
+    UNLIMITED,
     Disturbance,
     Flow,
     Outcome,
     Report,
     Request,
+    Seen,
     make_requests,
     run_streams,
+    stream,
     undisturbed,
 )
 
+from pagoda_proto import times
+
 RECOVERY_S = 240.0
+PROBE_S = 0.5  # that the probe itself may take
 DOOMED_SEED = 0xDEAD
+LITTLE_ROOM = ("--max-rows=16", "--max-queued-requests=16")  # for more requests than these, some are refused
 LONG = 1800  # tokens: the demo model's context, less a prompt
 
 
@@ -46,12 +57,16 @@ def _judge(
     """Run and judge the streams, then see that the stack is as it was: ready, and no block in use."""
     streams = run_streams(place.url, requests, clients=clients, disturb=disturb, again=again)
     report.judge(asyncio.run(streams), oracle, may_fail)
+    _recovered(place, report)
+    return report
+
+
+def _recovered(place: Place, report: Report) -> None:
     try:
         place.wait_until(place.ready, RECOVERY_S)
         place.wait_until(lambda: place.stats().blocks_used == 0, RECOVERY_S)
     except (TimeoutError, AssertionError) as error:
         report.problems.append(f"the stack did not recover: {error}")
-    return report
 
 
 def _kill_one(place: Place, rng: random.Random) -> bool:
@@ -122,27 +137,90 @@ def links(place: Apart, link: str, fault: str, *, times: int = 10, hold_s: float
     requests = make_requests(seed, 8, max_tokens=400)
     oracle = undisturbed(place.url, requests)
 
-    async def strike() -> None:
-        if fault == "half-open":
-            proxy.vanish()
-        elif fault == "reset":
-            proxy.reset()
-        elif fault == "blackhole":
-            proxy.hold()
-            await asyncio.sleep(hold_s)
-            proxy.release()
-        else:
-            proxy.delay(0.3)
-            await asyncio.sleep(hold_s)
-            proxy.delay(0.0)
-
     async def disturb(flow: Flow) -> None:
         for _ in range(times):
             await flow.more(20)
-            await strike()
+            await proxy.strike(fault, hold_s)
 
     _judge(place, report, requests, oracle, disturb, again=True)
     report.note = f"{proxy.num_links} connections"
+    return report
+
+
+UNREADY_S = {
+    "worker": times.WORKER_DEAD_S + times.LOAD_KEEPALIVE_S,
+    "engine-core": times.ENGINE_SILENT_S + times.LOAD_KEEPALIVE_S,
+}
+"""After so long nobody who probes a gateway is told that it is ready, whose only process of that role stands still."""
+
+
+def probes_tell_of_what_stands_still(place: Place, role: str, *, trials: int = 20) -> Report:
+    report = Report(f"probes while the {role} stands still")
+    taken: list[float] = []
+    for _ in range(trials):
+        place.wait_until(place.ready, RECOVERY_S)
+        frozen = place.children(role)
+        signal_all(frozen, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            while place.ready() and time.monotonic() - began < 10 * UNREADY_S[role]:
+                time.sleep(0.02)
+        finally:
+            taken.append(time.monotonic() - began)
+            signal_all(frozen, signal.SIGCONT)
+    late = [seconds for seconds in taken if seconds > UNREADY_S[role] + PROBE_S]
+    report.problems += [f"still ready after {seconds:.1f} s" for seconds in late]
+    report.note = f"unready in {trials - len(late)} of {trials}, after {min(taken):.1f} to {max(taken):.1f} s"
+    return report
+
+
+def probes_under_overload(place: Place, *, seed: int = 0, seconds: float = 30.0, clients: int = 200) -> Report:
+    """Whoever is only busy is ready."""
+    report = Report(f"probes beside {clients} clients")
+    requests = make_requests(seed, clients, max_tokens=200, choices=[1])
+    answers: Counter[bool] = Counter()
+
+    async def disturb(flow: Flow) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            answers[await asyncio.to_thread(place.ready)] += 1
+            await asyncio.sleep(0.05)
+
+    asyncio.run(run_streams(place.url, requests, clients=clients, disturb=disturb, again=True))
+    report.note = f"{answers[True]} of {answers.total()} probes were told that it is ready"
+    report.problems += [f"{answers[False]} were told that it is not"] * (answers[False] > 0)
+    return report
+
+
+def storm(place: Place, *, seed: int = 0, seconds: float = 60.0, clients: int = 60) -> Report:
+    """More clients than there is room for, who ask again at once whatever they are told, while the engine core dies.
+
+    Who is let in is answered as ever, who is not is told when to come, and afterwards all is as it was.
+    """
+    report = Report(f"{clients} clients that ask again at once")
+    requests = make_requests(seed, clients, max_tokens=60, choices=[1])
+    oracle, told_when = undisturbed(place.url, requests), Counter[bool]()
+    until = time.monotonic() + seconds
+
+    async def ask(client: httpx.AsyncClient, index: int) -> list[Seen]:
+        seen: list[Seen] = []
+        while time.monotonic() < until or (seen and seen[-1][1].status == 503):
+            seen.append((index, await stream(client, requests[index])))
+            told_when[seen[-1][1].retry_after is not None] += seen[-1][1].status == 503
+        return seen
+
+    async def rage() -> list[Seen]:
+        async with httpx.AsyncClient(base_url=place.url, timeout=STREAM_TIMEOUT_S, limits=UNLIMITED) as client:
+            asking = [asyncio.create_task(ask(client, index)) for index in range(clients)]
+            await asyncio.sleep(seconds / 2)
+            await asyncio.to_thread(kill, place.children("engine-core"))
+            return [each for part in await asyncio.gather(*asking) for each in part]
+
+    report.judge(asyncio.run(rage()), oracle)
+    _recovered(place, report)
+    report.note = f"refused {told_when.total()} times"
+    if not (told_when[True] and report.kinds["identical"]) or told_when[False]:
+        report.problems.append(f"told when to come: {dict(told_when)}")
     return report
 
 

@@ -126,13 +126,17 @@ def kill(processes: Sequence[psutil.Process]) -> None:
             process.kill()
 
 
+def signal_all(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    """Those that are still there."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
 def pause(processes: Sequence[psutil.Process], seconds: float) -> None:
     """SIGSTOP, and SIGCONT for those that are still there."""
     try:
-        for process in processes:
-            os.kill(process.pid, signal.SIGSTOP)
+        signal_all(processes, signal.SIGSTOP)
         time.sleep(seconds)
     finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGCONT)
+        signal_all(processes, signal.SIGCONT)

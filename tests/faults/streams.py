@@ -116,12 +116,19 @@ Seen = tuple[int, Outcome]  # the request's index and what became of it
 
 @dataclass
 class Report:
-    """Counts of a scenario; `problems` holds one line for whatever must not have happened."""
+    """Counts of a scenario; `problems` holds one line for whatever must not have happened. `misses` are tokens that
+    were lost, duplicated or different."""
 
     name: str
     kinds: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
     note: str = ""
+
+    def add(self, kind: str, problem: str = "") -> None:
+        """A stream, and what was wrong with it."""
+        self.kinds[kind] += 1
+        self.problems += [problem] if problem else []
 
     def judge(self, seen: Sequence[Seen], undisturbed: Sequence[Outcome], may_fail: bool = False) -> None:
         """With `may_fail` a stream may also end in an error that is told."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator
 
 import pytest
 from tests.faults import leaving
 from tests.faults.doubled import Doubled, doubled
 from tests.faults.leaving import Oracle
+from tests.faults.proxy import FAULTS
+from tests.faults.soak import KILL, LINKS, PROCESSES, STOP, TERM, faults, soak
 from tests.faults.streams import Flow, Report
 from tests.faults.variants import disturbed, undisturbed
 
@@ -24,6 +27,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Doubled]:
 @pytest.fixture(scope="module")
 def oracle(place: Doubled) -> Oracle:
     return asyncio.run(undisturbed(place.urls))
+
+
+SEED = 0
 
 
 def check(report: Report) -> None:
@@ -46,6 +52,19 @@ def test_a_gateway_that_is_killed_breaks_no_stream(place: Doubled, oracle: Oracl
 
 def test_a_gateway_that_stands_still_breaks_no_stream(place: Doubled, oracle: Oracle) -> None:
     check(leaving.stopped(place, "gateway-0", leaving.streams_of(oracle), seconds=4.0))
+
+
+def test_answers_stay_whole_while_one_thing_after_another_goes_wrong(place: Doubled, oracle: Oracle) -> None:
+    """`make soak` does it for longer."""
+    check(soak(place, oracle, 8.0, seed=SEED))
+
+
+def test_one_seed_makes_one_list_of_faults_of_every_kind() -> None:
+    first, again, other = (list(itertools.islice(faults(seed), 300)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert {fault.what for fault in first} == {KILL, TERM, STOP, *FAULTS}
+    assert {fault.target for fault in first} == {*PROCESSES, *LINKS}
+    assert all(fault.target in LINKS for fault in first if fault.what in FAULTS)
 
 
 def test_the_judge_sees_a_stream_that_broke_and_one_that_is_another(place: Doubled, oracle: Oracle) -> None:

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with served(tmp_path_factory.mktemp("served")) as place:
+    with served(tmp_path_factory.mktemp("served"), *scenarios.LITTLE_ROOM) as place:
         yield place
 
 
@@ -50,10 +50,18 @@ def test_choices_stay_whole_under_kills(stack: Place) -> None:
     check(scenarios.many_choices(stack, count=40, gap_s=2.0, most_kills=3))
 
 
+def test_a_storm_of_retries_harms_nobody_who_is_let_in(stack: Place) -> None:
+    check(scenarios.storm(stack, seconds=3.0))
+
+
+def test_a_worker_behind_a_narrow_link_is_slower_and_nothing_else(tiers: Apart) -> None:
+    check(scenarios.links(tiers, "worker", "throttle", times=1, hold_s=3.0))
+
+
 @pytest.mark.parametrize("link", ["gateway", "worker"])
 @pytest.mark.parametrize("fault", ["half-open", "blackhole", "reset", "delay"])
 def test_a_bad_link_costs_no_stream(tiers: Apart, link: str, fault: str) -> None:
-    check(scenarios.links(tiers, link, fault, times=1, hold_s=6.0))
+    check(scenarios.links(tiers, link, fault, times=1, hold_s=3.0 if fault == "delay" else 6.0))
 
 
 def test_a_worker_that_nobody_stands_in_for_tells_its_streams_to_their_end(tiers: Apart) -> None:

@@ -1,11 +1,14 @@
 """One request of every kind that a stream may be of, and all that a client sees of its answer.
 
-Texts, several choices, log-probabilities, a stop string, a schema, tool calls; greedy and sampled, streamed and whole.
+Texts, several choices, log-probabilities, penalties, a stop string, a schema, tool calls, a beam search, an adapter;
+greedy and sampled, streamed and whole.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -17,10 +20,17 @@ from tests.faults.streams import Flow, Report
 from pagoda.client.transport import AsyncResumingTransport
 
 Answer = tuple[list[Seen], dict[str, int]]
+ADAPTER = "adapted"  # a model's name
 USAGE = {"prompt_tokens", "completion_tokens", "total_tokens"}
 TALK: Request = {
     "model": "demo", "messages": [{"role": "user", "content": "Count."}], "stream": True, "max_tokens": 380,
     "temperature": 1.0, "seed": 5, "extra_body": {"ignore_eos": True},
+}  # fmt: skip
+
+
+SEARCH: Request = {
+    "model": "demo", "prompt": [40, 50, 60], "stream": False, "n": 3, "max_tokens": 60, "temperature": 0.0,
+    "extra_body": {"use_beam_search": True, "ignore_eos": True},
 }  # fmt: skip
 
 
@@ -30,9 +40,9 @@ def whole(request: Request) -> Request:
 
 
 def variants() -> list[Request]:
-    """Greedy; sampled, of two choices; a schema and a call; a chat."""
-    streams = [plain(1), plain(4), formed(4), formed(5), TALK]
-    return [*streams, *(whole(request) for request in (plain(3), plain(8), formed(12)))]
+    """Greedy; sampled, of two choices; a schema and a call; a chat; of an adapter; a search."""
+    streams = [plain(1), plain(4), formed(4), formed(5), TALK, plain(2) | {"model": ADAPTER}]
+    return [*streams, *(whole(request) for request in (plain(3), plain(8), formed(12))), SEARCH]
 
 
 def with_stop(text: str) -> Request:
@@ -69,6 +79,19 @@ def _of_whole(choice: Any) -> Seen:
     elif choice.logprobs is not None:
         seen.tokens = [(one.token, one.logprob) for one in choice.logprobs.content or ()]
     return seen
+
+
+def misses(got: Answer, expected: Answer) -> Counter[str]:
+    """Tokens lost, duplicated (more than there should be) and different; characters, where no tokens were told."""
+    found: Counter[str] = Counter()
+    for seen, due in zip(got[0], expected[0], strict=False):
+        new, old = (seen.tokens, due.tokens) if due.tokens else (seen.text, due.text)
+        found["lost"] += max(0, len(old) - len(new))
+        found["duplicated"] += max(0, len(new) - len(old))
+        found["different"] += sum(one != other for one, other in zip(new, old, strict=False))
+    if got != expected and not found.total():
+        found["different"] += 1  # in how it was told
+    return found
 
 
 class Client(httpx.AsyncClient):
@@ -111,32 +134,33 @@ async def disturbed(
     report: Report,
     *,
     again: bool = False,
+    rests: bool = False,
     timeout_s: float = 240.0,
+    max_retries: int = 0,
 ) -> int:
-    """All of them at once, to the first gateway, while something happens; with `again`, round and round until it has.
-    How many streams were gone on with."""
+    """All of them at once, to the first gateway, while something happens; with `again`, round and round until it has,
+    and with `rests` each client pauses for as long as its answer took. How many streams were gone on with."""
     flow, over = Flow(), not again
 
     async def ask(client: openai.AsyncOpenAI, number: int) -> None:
         request, expected = oracle[number]
         while True:
+            began = time.monotonic()
             try:
                 got = await answer(client, request, flow)
-                kind, told = (
-                    "identical" if got == expected else "different",
-                    f"{got!r:.300} instead of {expected!r:.300}",
-                )
             except Exception as error:  # noqa: BLE001 - whatever a client is told, it broke
-                kind, told = "broken", repr(error)[:300]
-            report.kinds[kind] += 1
-            if kind != "identical":
-                report.problems.append(f"request {number} is {kind}: {told}")
+                report.add("broken", f"request {number} is broken: {error!r:.300}")
+            else:
+                told = "" if got == expected else f"request {number} is different: {got!r:.300} not {expected!r:.300}"
+                report.add("different" if told else "identical", told)
+                report.misses += misses(got, expected)
             if over:
                 return
+            await asyncio.sleep(time.monotonic() - began if rests else 0.0)
 
     async with Client(urls, timeout_s) as http:
-        client = http.openai(urls[0])
-        asking = asyncio.gather(*(ask(client, number) for number in range(len(oracle))))
+        clients = [http.openai(url, max_retries) for url in urls] if rests else [http.openai(urls[0], max_retries)]
+        asking = asyncio.gather(*(ask(clients[number % len(clients)], number) for number in range(len(oracle))))
         asking.add_done_callback(lambda _: flow.end())
         try:
             await disturb(flow)

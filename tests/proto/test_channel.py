@@ -43,6 +43,7 @@ from pagoda_proto.steps import (
     StepPlan,
     StepResult,
     ToWorker,
+    Versions,
     Welcome,
 )
 
@@ -96,6 +97,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
         max_rows=U32,
         max_tokens_per_step=U32,
         kv_groups=st.lists(st.builds(KVGroup, U32, U32, U32, SECONDS), max_size=3).map(tuple),
+        oldest_protocol=U32,
     ),
     StepResult: st.builds(
         StepResult,
@@ -109,7 +111,7 @@ MESSAGES: dict[type[Message], st.SearchStrategy[Any]] = {
     StepFailed: st.builds(StepFailed, step=U32, reason=TEXT),
     Goodbye: st.builds(Goodbye, reason=TEXT),
 }
-ENVELOPES = st.builds(Envelope, TEXT, TEXT, U64, U64)
+ENVELOPES = st.builds(Envelope, TEXT, TEXT, U64, U64, st.just(PROTOCOL_VERSION))
 HERE = Envelope("boot", "worker", 3, 7)
 GOOD = encode(HERE, Drain())
 
@@ -143,6 +145,33 @@ def test_a_message_in_the_wrong_direction_is_no_message(message_type: type[Messa
             wrong(encode(HERE, message)[-1])
 
     check()
+
+
+VERSIONS = st.tuples(st.integers(0, 255), st.integers(0, 255)).map(sorted).map(lambda both: Versions(*both))
+
+
+@given(VERSIONS, VERSIONS)
+def test_two_sides_speak_the_newest_that_both_know(one: Versions, other: Versions) -> None:
+    agreed = one.agreed(other)
+    assert agreed == other.agreed(one)
+    both = set(range(one.oldest, one.newest + 1)) & set(range(other.oldest, other.newest + 1))
+    assert agreed == max(both, default=None)
+
+
+@given(VERSIONS, st.integers(0, 255))
+def test_frames_of_every_version_that_is_spoken_are_opened(spoken: Versions, version: int) -> None:
+    parts = encode(HERE._replace(version=version), Drain())
+    if spoken.oldest <= version <= spoken.newest:
+        assert open_envelope(parts, spoken)[0].version == version
+        return
+    with pytest.raises(OtherVersionError):
+        open_envelope(parts, spoken)
+
+
+def test_what_a_newer_version_adds_is_passed_over_and_what_an_older_one_leaves_out_is_its_default() -> None:
+    told = msgspec.msgpack.encode({"type": "goodbye", "reason": "r", "future": [1, 2]})
+    assert decode_from_worker(told) == Goodbye(reason="r")
+    assert decode_from_worker(msgspec.msgpack.encode({"type": "goodbye"})) == Goodbye()
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8))
@@ -245,8 +274,7 @@ def test_limits_are_inclusive() -> None:
 @pytest.mark.parametrize(("payload", "is_hello"), [(b"\x81\xa4type\xa5hello", True), (b"\x81\xa4type\xa4beat", False),
                                                    (b"\x01", False), (b"\xc1", False), (b"", False)])  # fmt: skip
 def test_a_frame_of_another_version_still_says_whose_it_is(payload: bytes, is_hello: bool) -> None:
-    envelope = Envelope("", "w7", 0, 1)
-    parts = [*encode(envelope, BeatAck(), PROTOCOL_VERSION + 1)[:-1], payload]
+    parts = [*encode(Envelope("", "w7", 0, 1, PROTOCOL_VERSION + 1), BeatAck())[:-1], payload]
     with pytest.raises(OtherVersionError) as raised:
         open_envelope(parts)
     assert (raised.value.version, raised.value.worker_id) == (PROTOCOL_VERSION + 1, "w7")

@@ -13,6 +13,7 @@ from tests.worker.fakes_model import FakeModel, fake_runner, new_row
 
 from pagoda_proto.channel import Envelope, decode_from_worker, encode, open_envelope
 from pagoda_proto.steps import (
+    PROTOCOL_VERSION,
     Beat,
     BeatAck,
     Chunk,
@@ -20,6 +21,7 @@ from pagoda_proto.steps import (
     Message,
     StepPlan,
     StepResult,
+    Versions,
     Welcome,
 )
 from pagoda_worker.config import WorkerConfig
@@ -30,10 +32,11 @@ WAIT_S = 120.0
 
 
 class FakeEngine:
-    """A ROUTER that speaks the protocol exactly as told to. Beats are answered on demand only."""
+    """A ROUTER that speaks the protocol exactly as told to, in one version. Beats are answered on demand only."""
 
     def __init__(self, endpoint: str, boot_id: str = "boot-1") -> None:
         self.boot_id = boot_id
+        self.version = PROTOCOL_VERSION
         self.epoch = 0
         self.hello: Hello | None = None
         self.hellos = 0
@@ -62,6 +65,7 @@ class FakeEngine:
             self.hello.worker_id,
             self.epoch if epoch is None else epoch,
             1,
+            self.version,
         )
         self.send_parts(encode(envelope, message), kind)
 
@@ -81,7 +85,7 @@ class FakeEngine:
         if not self.socket.poll(int(timeout_s * 1000)):
             return None
         route, *parts = self.socket.recv_multipart()
-        envelope, payload = open_envelope(parts)
+        envelope, payload = open_envelope(parts, Versions(self.version, self.version))
         message = decode_from_worker(payload)
         if isinstance(message, Hello):
             self.hello, self.hellos = message, self.hellos + 1
@@ -105,7 +109,7 @@ class FakeEngine:
 
     def _acknowledge(self, route: bytes) -> None:
         assert self.hello is not None
-        envelope = Envelope(self.boot_id, self.hello.worker_id, self.epoch, 1)
+        envelope = Envelope(self.boot_id, self.hello.worker_id, self.epoch, 1, self.version)
         with contextlib.suppress(zmq.ZMQError):  # the worker may have begun anew meanwhile
             self.socket.send_multipart([route, *encode(envelope, BeatAck())])
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.answers import Draining, Sink, Submission
+from pagoda_engine_core.dispatch.waiting import Ahead
 from pagoda_engine_core.grammars.checker import Verdict
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.workers.pace import Throughput
@@ -69,6 +70,7 @@ class Admission:
         self._held: dict[str, HeldSubmission] = {}
         self._num_held_tokens = 0
         self._throughput = Throughput()
+        self._crowded = Throughput()  # while somebody waited: who is alone gets far less out of a worker than a crowd
         self._expected_output = float(FIRST_EXPECTED_OUTPUT)
         self._num_ended = 0
         self.limits: ModelLimits | None = None
@@ -177,15 +179,27 @@ class Admission:
 
     # --- how long it takes -------------------------------------------------------------------------------------------
 
-    def served(self, num_tokens: int, now: float, *, busy: bool) -> None:
-        """A step has brought so many tokens of requests; `busy` if requests are left."""
+    def served(self, num_tokens: int, now: float, *, busy: bool, crowded: bool) -> None:
+        """A step has brought so many tokens of requests; `busy` if requests are left, `crowded` if some wait."""
         self._throughput.served(num_tokens, now, busy=busy)
+        self._crowded.served(num_tokens, now, busy=crowded)
 
     def ended(self, num_output_tokens: int) -> None:
         """A request has yielded so many tokens."""
         self._num_ended += 1
         weight = max(1 / self._num_ended, LEAST_WEIGHT)
         self._expected_output += (num_output_tokens - self._expected_output) * weight
+
+    def check_wait(self, request: Request, ahead: Ahead) -> None:
+        """Raises PagodaError OVERLOADED where a new request would wait for longer than it may: now, and not then. While
+        nobody waits, or has since the start, nothing is known of how long that takes, and nobody is refused for it."""
+        rate, patience_s = self._crowded.tokens_per_s, request.record.queue_timeout_s or self._config.queue_timeout_s
+        if not (rate and ahead.num_requests) or request.resumes:
+            return
+        wait_s = (ahead.num_tokens + self._expected_output * ahead.num_requests) / rate
+        if wait_s > patience_s:
+            message = f"it would begin in about {math.ceil(wait_s)} s, and may wait {patience_s:g} s"
+            raise PagodaError(ErrorCode.OVERLOADED, message)
 
     def seconds_for(self, num_prompt_tokens: int, num_waiting: int, num_running: int) -> float:
         """When all that is before a new request will be computed: prompts that wait, their output, and half of that of

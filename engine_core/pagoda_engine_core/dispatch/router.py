@@ -20,7 +20,7 @@ from functools import partial
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.fairness import Fairness
-from pagoda_engine_core.dispatch.waiting import QueuedRequest, Rank, WaitingQueue
+from pagoda_engine_core.dispatch.waiting import Ahead, QueuedRequest, Rank, WaitingQueue
 from pagoda_engine_core.dispatch.worker import Worker
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.policy import POLICIES
@@ -117,6 +117,15 @@ class Router:
         if self.workers and request.ledger.cause is Cause.QUEUED_NO_WORKER:
             request.ledger.enter(Cause.QUEUED_BEHIND, now)
         self._queue.add(request, Rank.of(request), now)
+
+    def ahead_of(self, request: Request) -> Ahead:
+        """What a request that is not here yet would wait behind."""
+        ahead, schedulers = (
+            self._queue.ahead_of(request, Rank.of(request)),
+            [w.scheduler for w in self.workers.values()],
+        )
+        num_requests = ahead.num_requests + sum(scheduler.num_waiting for scheduler in schedulers)
+        return Ahead(num_requests, ahead.num_tokens + sum(scheduler.queued_tokens for scheduler in schedulers))
 
     def is_waiting(self, request_id: str) -> bool:
         return self._queue.get(request_id) is not None

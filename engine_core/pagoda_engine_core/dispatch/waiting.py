@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -31,6 +32,13 @@ class Rank(IntEnum):
         if request.suspect:
             return cls.SUSPECT
         return cls.REPLAY if request.resumes else cls.NEW
+
+
+class Ahead(NamedTuple):
+    """What a request would wait behind; tokens are those of prompts."""
+
+    num_requests: int
+    num_tokens: int
 
 
 class _Place(NamedTuple):
@@ -88,6 +96,14 @@ class WaitingQueue:
         bisect.insort(self._lines.setdefault(tenant, []), queued, key=_place)
         self._by_id[request.request_id] = queued
         self.num_tokens += request.num_prompt_tokens
+
+    def ahead_of(self, request: Request, rank: Rank) -> Ahead:
+        """Were it added now. Where turns are fair, of each other line about as many go first as of its own."""
+        line = self._lines.get(tenant := self._fairness.tenant(request), [])
+        place = _Place(rank, self._policy(request), sys.maxsize)
+        own = bisect.bisect_left(line, place, key=_place)
+        num = own + sum(min(len(other), own + 1) for name, other in self._lines.items() if name != tenant)
+        return Ahead(num, num * self.num_tokens // max(1, len(self)))
 
     def get(self, request_id: str) -> Request | None:
         queued = self._by_id.get(request_id)

@@ -19,7 +19,16 @@ from pagoda_proto import convert
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import SESSION_PROTOCOL, SESSION_PROTOCOL_KEY, Delta, Load, NextTokens, RequestRecord
+from pagoda_proto.records import (
+    OLDEST_SESSION_PROTOCOL_KEY,
+    SESSION_PROTOCOL_KEY,
+    SESSION_SPOKEN,
+    Delta,
+    Load,
+    NextTokens,
+    RequestRecord,
+)
+from pagoda_proto.steps import Versions
 from pagoda_proto.times import LOAD_KEEPALIVE_S
 
 log = logging.getLogger(__name__)
@@ -38,10 +47,12 @@ async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PagodaE
 class Mailbox:
     """The engine's Sink of one stream. The sink's methods run in the loop thread, everything else in asyncio's.
 
-    `on_overfull` is called when the reader has fallen too far behind; nothing is kept for it from then on.
+    `on_overfull` is called when the reader has fallen too far behind; nothing is kept for it from then on. The stream
+    is in the version `protocol`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: int = SESSION_SPOKEN.newest) -> None:
+        self._protocol = protocol
         self.outbox = Outbox()
         self.overfull = False
         self.on_overfull: Callable[[], object] = lambda: None
@@ -77,7 +88,7 @@ class Mailbox:
         self.outbox.migrate(request_id, attempt)
 
     def load(self, load: Load) -> None:
-        self.outbox.load(load)
+        self.outbox.load(msgspec.structs.replace(load, protocol=self._protocol))
         self._changed.set()
 
     def close(self) -> None:
@@ -163,17 +174,17 @@ class LoadBoard:
 
 
 class EngineService(pb_grpc.EngineServicer):
-    """The `Engine` service: sessions of gateways, and single calls of anybody."""
+    """The `Engine` service: sessions of gateways, in a version of those `spoken`, and single calls of anybody."""
 
-    def __init__(self, engine: EngineCore, board: LoadBoard) -> None:
+    def __init__(self, engine: EngineCore, board: LoadBoard, spoken: Versions = SESSION_SPOKEN) -> None:
         self._engine = engine
         self._board = board
+        self._spoken = spoken
 
     async def Session(
         self, request_iterator: AsyncIterator[pb.ClientFrame], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        await _check_protocol(context)
-        mailbox = Mailbox()
+        mailbox = Mailbox(await _protocol(context, self._spoken))
         self._board.join(mailbox)
         reader = asyncio.create_task(self._read(request_iterator, mailbox))
         writer = asyncio.create_task(self._write(context, mailbox))
@@ -242,14 +253,24 @@ class EngineService(pb_grpc.EngineServicer):
                 raise mailbox.refusal
 
 
-async def _check_protocol(context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """End the call of a gateway that says it speaks another version."""
-    spoken = [value for key, value in context.invocation_metadata() or () if key == SESSION_PROTOCOL_KEY]
-    if any(value != str(SESSION_PROTOCOL) for value in spoken):
-        message = f"session protocol {SESSION_PROTOCOL} is spoken here, this gateway speaks {spoken[0]!r}"
-        log.warning("refused a session: %s", message)
-        trailers = ((CODE_TRAILER, ErrorCode.PROTOCOL_ERROR.value),)
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message, trailers)
+async def _protocol(context: grpc.aio.ServicerContext[Any, Any], spoken: Versions) -> int:
+    """The newest version that both speak. Ends the call of a gateway that speaks none of ours."""
+    said = dict(context.invocation_metadata() or ())
+    newest = str(said.get(SESSION_PROTOCOL_KEY, spoken.newest))
+    oldest = str(said.get(OLDEST_SESSION_PROTOCOL_KEY, newest))
+    agreed = spoken.agreed(Versions(int(oldest), int(newest))) if _is_version(oldest) and _is_version(newest) else None
+    if agreed is not None:
+        return agreed
+    theirs = newest if newest == oldest else f"{oldest} to {newest}"
+    message = f"session protocol {spoken} is spoken here, this gateway speaks {theirs[:64]!a}"
+    log.warning("refused a session: %s", message)
+    trailers = ((CODE_TRAILER, ErrorCode.PROTOCOL_ERROR.value),)
+    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message, trailers)
+    raise PagodaError(ErrorCode.PROTOCOL_ERROR, message)  # not reached: `abort` raises
+
+
+def _is_version(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 10
 
 
 def _session_error(mailbox: Mailbox, reader: asyncio.Task[None]) -> PagodaError | None:

@@ -17,7 +17,7 @@ from math import inf
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.params import ModelLimits
 from pagoda_proto.pooling.params import OUTPUTS
-from pagoda_proto.steps import MAX_KV_GROUPS, PROTOCOL_VERSION, Hello, Refused
+from pagoda_proto.steps import MAX_KV_GROUPS, SPOKEN, Hello, Refused, Versions
 
 MAX_COUNT = 2**31 - 1
 MAX_REMEMBERED_PROCESSES = 1024
@@ -29,9 +29,10 @@ _COUNTS = (
 
 
 class Registry:
-    """Judges registrations and grants epochs."""
+    """Judges registrations and grants epochs. `spoken` are the versions of the protocol that are known here."""
 
-    def __init__(self, max_model_len: int = 0) -> None:
+    def __init__(self, max_model_len: int = 0, spoken: Versions = SPOKEN) -> None:
+        self._spoken = spoken
         self._asked_model_len = max_model_len
         self._granted = 0
         self._newest: OrderedDict[str, tuple[int, bool]] = OrderedDict()  # registration, and whether it was admitted
@@ -55,7 +56,7 @@ class Registry:
 
     def refusal(self, hello: Hello, alive: Iterable[Hello]) -> Refused | None:
         """Why this worker may not join, or None. `alive` are the workers admitted at this moment, less the asker."""
-        problem = _malformed(hello) or self._other_model(hello)
+        problem = self._other_protocol(hello) or _malformed(hello) or self._other_model(hello)
         if problem is not None:
             return Refused(reason=problem, final=True)
         self._remember(hello, admitted=False)
@@ -88,6 +89,11 @@ class Registry:
         if len(self._newest) > MAX_REMEMBERED_PROCESSES:
             self._newest.popitem(last=False)
 
+    def _other_protocol(self, hello: Hello) -> str | None:
+        if self._spoken.agreed(hello.spoken) is not None:
+            return None
+        return f"protocol: {self._spoken} is spoken here, not {hello.spoken}"
+
     def _other_model(self, hello: Hello) -> str | None:
         needed = self.limits.max_model_len if self.limits else self._asked_model_len
         if hello.max_model_len < needed:
@@ -102,8 +108,6 @@ class Registry:
 
 
 def _malformed(hello: Hello) -> str | None:
-    if hello.protocol != PROTOCOL_VERSION:
-        return f"protocol: {PROTOCOL_VERSION} is spoken here, not {hello.protocol}"
     for name in ("worker_id", "incarnation"):
         value = getattr(hello, name)
         if not (value and value.isprintable() and len(value.encode()) <= MAX_ID_BYTES):

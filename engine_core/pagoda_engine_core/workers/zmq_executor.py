@@ -38,7 +38,7 @@ from pagoda_engine_core.workers.socket import WorkerSocket
 from pagoda_proto.addresses import host_id
 from pagoda_proto.channel import Envelope, FrameError, OtherVersionError, decode_from_worker, encode, open_envelope
 from pagoda_proto.steps import (
-    PROTOCOL_VERSION,
+    SPOKEN,
     Beat,
     BeatAck,
     Drain,
@@ -50,6 +50,7 @@ from pagoda_proto.steps import (
     StepFailed,
     StepPlan,
     StepResult,
+    Versions,
     Welcome,
 )
 from pagoda_proto.times import STEP_DEADLINE_FACTOR, STEP_DEADLINE_LEAST_S
@@ -73,6 +74,7 @@ class _Peer:
 
     epoch: int
     hello: Hello
+    version: int  # of the protocol that both speak
     pidfd: int | None
     sequences: dict[bytes, int]  # last one seen, by the kind of route
     sequence: int = 0  # last one sent
@@ -89,11 +91,14 @@ def _route(hello: Hello, kind: bytes) -> bytes:
 class ZmqExecutor:
     """Raises ValueError for an endpoint that others could reach, OSError when it is in use."""
 
-    def __init__(self, config: EngineConfig, boot_id: str, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, config: EngineConfig, boot_id: str, clock: Callable[[], float] = time.monotonic, spoken: Versions = SPOKEN
+    ) -> None:
         self._config = config
+        self._spoken = spoken
         self._boot_id = boot_id
         self._clock = clock
-        self._registry = Registry(config.max_model_len)
+        self._registry = Registry(config.max_model_len, spoken)
         self._liveness = Liveness(config, clock())
         self._host_id = host_id()
         self._peers: dict[int, _Peer] = {}
@@ -206,14 +211,14 @@ class ZmqExecutor:
         self._counters["frames_dropped_version"] += 1
         if not other.is_hello:
             return
-        reason = f"protocol: version {PROTOCOL_VERSION} is spoken here, this worker speaks {other.version}"
+        reason = f"protocol: version {self._spoken} is spoken here, this worker speaks {other.version}"
         name = (other.worker_id, other.version)
         if name not in self._told and len(self._told) < MAX_NAMES_TOLD:
             self._told.add(name)
             log.warning("refused worker %r: %s", other.worker_id, reason)
         self._counters["workers_refused"] += 1
-        envelope = Envelope(self._boot_id, other.worker_id, 0, 0)
-        self._send_frame(route, envelope, Refused(reason=reason, final=True), other.version)
+        envelope = Envelope(self._boot_id, other.worker_id, 0, 0, other.version)  # or it could not read it
+        self._send_frame(route, envelope, Refused(reason=reason, final=True))
 
     def _drop(self, reason: str, route: bytes, detail: str = "") -> None:
         name = f"frames_dropped_{reason}"
@@ -222,7 +227,7 @@ class ZmqExecutor:
             log.warning("dropped a frame from %r: %s %s (further ones are only counted)", route[:64], reason, detail)
 
     def _receive(self, route: bytes, parts: Sequence[bytes], now: float) -> None:
-        envelope, payload = open_envelope(parts)
+        envelope, payload = open_envelope(parts, self._spoken)
         if envelope.epoch == 0:
             self._receive_hello(route, envelope, payload, now)
             return
@@ -260,6 +265,8 @@ class ZmqExecutor:
             raise _DroppedError("route")
         if envelope.worker_id != peer.hello.worker_id:
             raise _DroppedError("worker_id")
+        if envelope.version != peer.version:
+            raise _DroppedError("version")
         if envelope.sequence <= peer.sequences.get(kind, -1):
             raise _DroppedError("sequence")
         return peer, kind
@@ -269,7 +276,7 @@ class ZmqExecutor:
         known = any(_route(peer.hello, CONTROL) == route for peer in self._peers.values())
         if route.endswith(CONTROL) and not known:
             refused = Refused(reason="this life is over here; register anew")
-            self._send_frame(route, Envelope(self._boot_id, envelope.worker_id, 0, 0), refused)
+            self._send_frame(route, Envelope(self._boot_id, envelope.worker_id, 0, 0, envelope.version), refused)
 
     def _result(self, peer: _Peer, result: StepResult, now: float) -> None:
         if not peer.steps or peer.steps[0] != result.step:
@@ -301,7 +308,7 @@ class ZmqExecutor:
         if refused is not None:
             log.warning("refused worker %r: %s", hello.worker_id, refused.reason)
             self._counters["workers_refused"] += 1
-            self._send_frame(route, Envelope(self._boot_id, hello.worker_id, 0, 0), refused)
+            self._send_frame(route, Envelope(self._boot_id, hello.worker_id, 0, 0, envelope.version), refused)
             return
         for peer in earlier:  # it has begun anew, so whatever it held is gone
             self._lose(peer.epoch, LeaveCause.RENEWED, "registered again")
@@ -320,7 +327,8 @@ class ZmqExecutor:
             pidfd = self._watch_process(hello)
         except ProcessLookupError:
             raise _DroppedError("process_gone") from None
-        peer = _Peer(self._registry.grant(hello), hello, pidfd, {DATA: sequence})
+        version = self._spoken.agreed(hello.spoken) or hello.protocol
+        peer = _Peer(self._registry.grant(hello), hello, version, pidfd, {DATA: sequence})
         self._peers[peer.epoch] = peer
         self._liveness.join(peer.epoch, now)
         self._events.append(WorkerJoined(peer.epoch, hello))
@@ -383,10 +391,10 @@ class ZmqExecutor:
 
     def _send(self, peer: _Peer, kind: bytes, message: Message) -> bool:
         peer.sequence += 1
-        envelope = Envelope(self._boot_id, peer.hello.worker_id, peer.epoch, peer.sequence)
+        envelope = Envelope(self._boot_id, peer.hello.worker_id, peer.epoch, peer.sequence, peer.version)
         return self._send_frame(_route(peer.hello, kind), envelope, message)
 
-    def _send_frame(self, route: bytes, envelope: Envelope, message: Message, version: int = PROTOCOL_VERSION) -> bool:
-        sent = self._socket.send(route, encode(envelope, message, version))
+    def _send_frame(self, route: bytes, envelope: Envelope, message: Message) -> bool:
+        sent = self._socket.send(route, encode(envelope, message))
         self._counters["frames_unsent"] += not sent
         return sent

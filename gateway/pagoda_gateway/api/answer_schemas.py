@@ -297,3 +297,24 @@ class StackAnswer(Answered):
 class LoadAnswer(Answered):
     server_load: int
     engine: dict[str, Any]
+
+
+class TranscriptPartShown(Answered):
+    record: dict[str, Any]
+    model_fingerprint: str
+    numerics_id: str
+    choices: list[dict[str, Any]]
+    prompt_logprobs: list[Any] = []
+
+
+class TranscriptShown(Answered):
+    """`record` is what the engine core was asked, `choices` the tokens of each and how it ended."""
+
+    id: str
+    created: int
+    model: str
+    parts: list[TranscriptPartShown]
+    format: int
+    version: str
+    how: dict[str, Any] = {}
+    adapter: str = ""

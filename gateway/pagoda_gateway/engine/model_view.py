@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pagoda_proto.records import SESSION_PROTOCOL, Begun, Load
+from pagoda_proto.records import SESSION_SPOKEN, Begun, Load
+from pagoda_proto.steps import Versions
 
 SHORT = 16  # of a digest, enough to tell two apart in a log
 
@@ -56,11 +57,11 @@ def _differ(one: str | int, other: str | int) -> bool:
     return bool(one) and bool(other) and one != other
 
 
-def protocol_problem(load: Load) -> str:
-    """Why this engine core cannot be spoken with; "" if it can."""
-    if load.protocol == SESSION_PROTOCOL:
+def protocol_problem(load: Load, spoken: Versions = SESSION_SPOKEN) -> str:
+    """Why this engine core cannot be spoken with; "" if it can: it has chosen the newest version that both know."""
+    if spoken.oldest <= load.protocol <= spoken.newest:
         return ""
-    return f"speaks version {load.protocol} of the session's protocol, this gateway {SESSION_PROTOCOL}"
+    return f"speaks version {load.protocol} of the session's protocol, this gateway {spoken}"
 
 
 class EngineProgress:

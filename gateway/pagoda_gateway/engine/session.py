@@ -21,12 +21,15 @@ from pagoda_proto.addresses import check_host_port
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import AdminStub, EngineStub
 from pagoda_proto.keys import TLS_SERVER_NAME, load_tls
-from pagoda_proto.records import SESSION_PROTOCOL, SESSION_PROTOCOL_KEY
+from pagoda_proto.records import OLDEST_SESSION_PROTOCOL_KEY, SESSION_PROTOCOL_KEY, SESSION_SPOKEN
 from pagoda_proto.times import LivedClock
 
 Call: TypeAlias = "grpc.aio.StreamStreamCall[pb.ClientFrame, pb.ServerFrame]"
 
-METADATA = ((SESSION_PROTOCOL_KEY, str(SESSION_PROTOCOL)),)
+METADATA = (
+    (SESSION_PROTOCOL_KEY, str(SESSION_SPOKEN.newest)),
+    (OLDEST_SESSION_PROTOCOL_KEY, str(SESSION_SPOKEN.oldest)),
+)
 CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),

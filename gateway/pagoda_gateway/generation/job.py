@@ -49,7 +49,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     `owner` is the tenant who asked. `head` is what the answer says of what was asked, and `items` what the conversation
     is to be kept as, in dialects that have such. `loose_grammar` says less than the records' own, and is used where
-    that cannot be, if it is not "".
+    that cannot be, if it is not "". At `due_at`, in Unix seconds, it ends, whole or not; 0 is never.
     """
 
     id: str
@@ -59,6 +59,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     shown: Shown = Shown()
     loose_grammar: str = ""
     owner: str = ""
+    due_at: float = 0.0
     head: dict[str, Any] = {}
     items: bytes = b""
 
@@ -69,6 +70,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def adapter(self) -> Adapter | None:
         return self.records[0].adapter if self.records else None
+
+    def due(self, at: float, timeout_s: float) -> Job:
+        """The same, to be done at this time, which is so far away: until then it may wait to begin."""
+        records = tuple(msgspec.structs.replace(record, queue_timeout_s=timeout_s) for record in self.records)
+        return msgspec.structs.replace(self, records=records, due_at=at)
 
     def loosened(self) -> Job:
         """The same with the grammar that says less."""

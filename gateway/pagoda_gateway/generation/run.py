@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
+from typing import TypeVar
 
 from pagoda_gateway.engine.interface import EngineClient, Generation, Submitting
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.updates import ChoiceReader, Update
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.errors import ErrorCode, PagodaError
-from pagoda_proto.records import Delta, FinishReason, RequestRecord, Usage
+from pagoda_proto.records import Begun, Delta, FinishReason, RequestRecord, Usage
 from pagoda_proto.steps import TopLogprobs
 
 logger = logging.getLogger(__name__)
@@ -31,8 +33,10 @@ class Outcome(StrEnum):
     ABANDONED = "abandoned"  # closed before its end: whoever read it left, or was cancelled
 
 
+T = TypeVar("T")
 Through = Callable[[Submitting], Submitting]
 OnEnd = Callable[[Usage, Outcome], None]
+OnUpdate = Callable[[Update], None]
 
 
 class Part:
@@ -45,6 +49,7 @@ class Part:
         self.choices = choices
         self.prompt_logprobs: list[TopLogprobs] = []
         self.num_cached = 0
+        self.begun: Begun | None = None
         self.over = False
         self.finished = False
         self._submitted = False
@@ -81,6 +86,7 @@ class Part:
 
     def _read(self, delta: Delta) -> Update | None:
         """None for a choice that has ended: the engine core learns of stop strings late."""
+        self.begun = self.begun or delta.tokens.begun
         for known in (delta.tokens.begun, delta.usage):
             if known is not None:
                 self.num_cached = known.cached_prompt_tokens
@@ -111,15 +117,20 @@ class Part:
 
 
 class Run:
-    """`start` or `attach` it, read `next` until it gives [], and `aclose` it in any case: `on_end` is told, once."""
+    """`start` or `attach` it, read `next` until it gives [], and `aclose` it in any case: `on_end` is told, once.
+    `on_update` is shown what is read."""
 
-    def __init__(self, job: Job, text: ModelText, on_end: OnEnd) -> None:
+    def __init__(self, job: Job, text: ModelText, on_end: OnEnd, on_update: OnUpdate | None = None) -> None:
         self.job = job
         self.text = text
         self.fingerprint = ""  # of the model that the engine core had when it took the job
         self.parts = self._new_parts()
         self._needs_usage = job.shown.usage or not job.shown.stream  # it comes with the engine core's own ending
         self._on_end = on_end
+        self._on_update = on_update
+        self._due_at: float | None = None  # by the loop's clock: that of the wall may jump meanwhile
+        if job.due_at:
+            self._due_at = asyncio.get_running_loop().time() + job.due_at - time.time()
         self._outcome = Outcome.ABANDONED
         self._closed = False
 
@@ -131,13 +142,13 @@ class Run:
         """
         taker = through(engine)
         try:
-            await self.attach(taker, engine.load.model_fingerprint)
+            await self._in_time(self.attach(taker, engine.load.model_fingerprint))
         except PagodaError as error:
             if error.param != "grammar" or error.code is not ErrorCode.INVALID_ARGUMENT or not self.job.loose_grammar:
                 raise
             logger.warning("%s: schemas of its tools make no grammar; arguments are some JSON object", self.job.id)
             await self._loosen()
-            await self.attach(taker, engine.load.model_fingerprint)
+            await self._in_time(self.attach(taker, engine.load.model_fingerprint))
 
     def _new_parts(self) -> list[Part]:
         parts: list[Part] = []
@@ -176,13 +187,27 @@ class Run:
         """
         try:
             while waiting := [part for part in self.parts if self._wants_more_of(part)]:
-                if updates := await (waiting[0].updates() if len(waiting) == 1 else self._updates_of(waiting)):
+                reading = waiting[0].updates() if len(waiting) == 1 else self._updates_of(waiting)
+                if updates := await (reading if self._due_at is None else self._in_time(reading)):
+                    if (show := self._on_update) is not None:
+                        for update in updates:
+                            show(update)
                     return updates
         except Exception:
             self._outcome = Outcome.FAILED
             raise
         self._outcome = Outcome.FINISHED
         return []
+
+    async def _in_time(self, work: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout_at(self._due_at) as deadline:
+                return await work
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            self._outcome = Outcome.FAILED
+            raise PagodaError(ErrorCode.DEADLINE_EXCEEDED, "the time that this request was given is over") from None
 
     def _wants_more_of(self, part: Part) -> bool:
         return not part.finished or (self._needs_usage and not part.over)

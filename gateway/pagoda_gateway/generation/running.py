@@ -1,4 +1,7 @@
-"""A job is run by whoever needs it, charged, and logged when it is over; nothing else of the gateway starts a run."""
+"""A job is run by whoever needs it, charged, and logged when it is over; nothing else of the gateway starts a run.
+
+Where transcripts are kept, one is written of each that has finished, whoever read it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,14 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
+import msgspec
+
+from pagoda_gateway.clients import tenant_of
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.requests import named_as_in_body
 from pagoda_gateway.generation.run import Outcome, Run, Through
+from pagoda_gateway.generation.transcripts import Outcomes, Transcript, part_of, transcript_of
 from pagoda_gateway.keys.charge import Charge
 from pagoda_proto.records import Usage
 
@@ -18,18 +25,52 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def running(
-    ctx: GatewayContext, job: Job, client: str, charge: Charge, through: Through = lambda taker: taker
+    ctx: GatewayContext,
+    job: Job,
+    client: str,
+    charge: Charge,
+    through: Through = lambda taker: taker,
+    outcomes: Outcomes | None = None,
 ) -> AsyncIterator[Run]:
-    """`client` is for the log; `through` as in `Run.start`. Raises PagodaError where no engine core takes it."""
+    """`client` is for the log; `through` as in `Run.start`; `outcomes` takes what is read, if it is given.
+
+    Raises:
+        PagodaError: no engine core takes it.
+    """
     model = ctx.catalogue.of_job(job.model, job.adapter)
+    outcomes = outcomes or (Outcomes() if ctx.transcripts.wanted else None)
 
     def on_end(usage: Usage, outcome: Outcome) -> None:
         charge.end(usage)
         logger.debug("%s for %s: %s, %s", job.id, client, outcome, usage)
+        if ctx.transcripts.wanted and outcomes is not None and outcome is Outcome.FINISHED:
+            _keep_transcript(ctx, run, outcomes)
 
-    async with aclosing(Run(job, model.text, on_end)) as run:
+    run = Run(job, model.text, on_end, None if outcomes is None else outcomes.take)
+    async with aclosing(run):
         charge.begin(run.usage)
         with named_as_in_body({"grammar": job.shown.form_field}):
             await run.start(model.engine, through)
         charge.taken()
         yield run
+
+
+def _keep_transcript(ctx: GatewayContext, run: Run, outcomes: Outcomes) -> None:
+    transcript = transcribed(run, outcomes)
+    if transcript is None:
+        logger.warning("no transcript of %s is kept: it would be too large", run.job.id)
+        return
+    owner = tenant_of(run.job.records[0].cache_salt)
+    ctx.transcripts.keep(owner, run.job.id, msgspec.json.encode(transcript))
+
+
+def transcribed(run: Run, outcomes: Outcomes) -> Transcript | None:
+    """Of a run that has finished and was read to its end; None where it is more than a transcript holds."""
+    if outcomes.too_many:
+        return None
+    parts = [
+        part_of(part.record, part.begun, [outcomes.choice(each.index) for each in part.choices], part.prompt_logprobs)
+        for part in run.parts
+        if part.begun is not None
+    ]
+    return transcript_of(run.job, parts) if len(parts) == len(run.parts) else None

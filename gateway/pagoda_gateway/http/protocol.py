@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -23,9 +23,17 @@ MAX_REQUEST_LINE_BYTES = 8192
 CLOCK_SLACK_S = 0.05  # a loop's timers may be early by its clock's resolution
 
 
+class Kept(Protocol):
+    """A connection without a request, which its client may use again."""
+
+    def let_go(self) -> None:
+        """`leave`, and close."""
+
+
 class ConnectionGuard:
     """Counts connections, in all and by client address; those of a proxy are counted request by request, as `limits`
-    knows for whom they are. `now` is a clock that stands still while this process does."""
+    knows for whom they are. Where there is no room, the one goes that has been kept without a request for longest.
+    `now` is a clock that stands still while this process does."""
 
     def __init__(
         self, config: GatewayConfig, on_slow_client: Callable[[], None], now: Callable[[], float] = time.monotonic
@@ -36,19 +44,33 @@ class ConnectionGuard:
         self._proxies = TrustedProxies(config.forwarded_allow_ips)
         self._by_client: Counter[str] = Counter()
         self._total = 0
+        self._kept: dict[Kept, str] = {}  # client addresses, by connection, in the order in which they came to rest
 
     def enter(self, peer: str) -> PagodaError | None:
         """Admit a connection, or say why not; who was admitted must `leave`."""
         config = self.config
-        if self._total >= config.max_connections:
+        if self._total >= config.max_connections and not self._made_room():
             return PagodaError(ErrorCode.OVERLOADED, f"this server takes {config.max_connections} connections at once")
-        client = client_key(peer)
-        if not self._proxies.trusts(peer) and self._by_client[client] >= config.max_connections_per_client:
-            limit = config.max_connections_per_client
+        client, limit = client_key(peer), config.max_connections_per_client
+        if not self._proxies.trusts(peer) and self._by_client[client] >= limit and not self._made_room(client):
             return PagodaError(ErrorCode.OVERLOADED, f"one address may have {limit} connections at once")
         self._total += 1
         self._by_client[client] += 1
         return None
+
+    def rests(self, connection: Kept, peer: str) -> None:
+        self._kept[connection] = client_key(peer)
+
+    def works(self, connection: Kept) -> None:
+        self._kept.pop(connection, None)
+
+    def _made_room(self, client: str | None = None) -> bool:
+        longest = next((each for each, address in self._kept.items() if client in (None, address)), None)
+        if longest is None:
+            return False
+        self.works(longest)
+        longest.let_go()
+        return True
 
     def leave(self, peer: str) -> None:
         client = client_key(peer)
@@ -85,12 +107,25 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timers()
-        if self._entered:
-            self._entered = False
-            self._guard.leave(self._client_address)
+        self._guard.works(self)
+        self._leave()
         super().connection_lost(exc)
         if self.cycle is not None:
             self.cycle.body = bytearray()  # nobody reads it now, and the two, referring to each other, may lie about
+
+    def _leave(self) -> None:
+        if self._entered:
+            self._entered = False
+            self._guard.leave(self._client_address)
+
+    def let_go(self) -> None:
+        self._leave()
+        self.transport.close()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not (self._serving or self._in_head or self.transport.is_closing()):
+            self._guard.rests(self, self._client_address)
 
     @property
     def _client_address(self) -> str:
@@ -136,6 +171,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._guard.works(self)
         self._in_head = True
         self._head_bytes = self._num_headers = self._header_bytes = 0
 

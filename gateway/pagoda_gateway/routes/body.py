@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -25,12 +26,27 @@ from pagoda_proto.params import too_long
 Body = TypeVar("Body", bound=api.Body)
 Model = TypeVar("Model", bound=BaseModel)
 T = TypeVar("T")
+TIMEOUT, MAX_TIMEOUT_MS = "Request-Timeout-Ms", 86_400_000
+_MILLISECONDS = re.compile(r"[0-9]{1,9}", re.ASCII)
 
 
 def caller_of(request: Request) -> Caller:
     """Who asks, as `limits` has found out."""
     caller: Caller = request.scope.get("state", {}).get("caller", NOBODY)
     return caller
+
+
+def timeout_of(request: Request) -> float | None:
+    """How long the whole answer may take, in seconds, as the client says in a header; None where it does not. Raises
+    InvalidParams."""
+    found = request.headers.getlist(TIMEOUT)
+    if not found:
+        return None
+    text = found[0].strip()
+    if len(found) > 1 or not _MILLISECONDS.fullmatch(text) or not 1 <= int(text) <= MAX_TIMEOUT_MS:
+        rule = f"must be a whole number from 1 to {MAX_TIMEOUT_MS}, once"
+        raise InvalidParams([Problem(TIMEOUT, f"{rule}, got {', '.join(found)[:64]!a}")])
+    return int(text) / 1000
 
 
 async def read_body(

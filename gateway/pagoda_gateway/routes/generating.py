@@ -5,6 +5,7 @@ They differ in their dialect, and in nothing else. A request with an Idempotency
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
@@ -24,7 +25,7 @@ from pagoda_gateway.generation.requests import check_generates, held_bytes
 from pagoda_gateway.generation.running import running
 from pagoda_gateway.http.sse import EventStream, until_disconnect
 from pagoda_gateway.keys.charge import Charge
-from pagoda_gateway.routes.body import caller_of, hold_for, read_body, while_connected
+from pagoda_gateway.routes.body import caller_of, hold_for, read_body, timeout_of, while_connected
 from pagoda_gateway.routes.described import JSON, endpoint
 from pagoda_gateway.store.tickets import Found
 from pagoda_gateway.tickets.naming import Naming, headers_of, reader_of
@@ -115,7 +116,7 @@ async def _events(writing: Writing) -> AsyncGenerator[bytes, None]:
 
 def job_maker(ctx: GatewayContext, dialect: Dialect[Any], request: Request, bodies: list[Any]) -> NewJob:
     """Makes the job of the body in `bodies`, of which nothing else is left then."""
-    caller = caller_of(request)
+    caller, arrived_at, timeout_s = caller_of(request), time.time(), timeout_of(request)
 
     async def new_job() -> Job:
         await ctx.adapters.resolve(bodies[0].model, caller)
@@ -123,6 +124,6 @@ def job_maker(ctx: GatewayContext, dialect: Dialect[Any], request: Request, bodi
         job = await dialect.job(ctx, bodies.pop(), caller)
         hold_for(request, held_bytes(job), instead=True)
         ctx.charge_for(caller, job.model).check(job.num_prompt_tokens)
-        return job
+        return job if timeout_s is None else job.due(arrived_at + timeout_s, timeout_s)
 
     return new_job

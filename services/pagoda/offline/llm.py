@@ -29,6 +29,8 @@ from pagoda.offline.reading import (
     Reads,
     ScoringOutput,
 )
+from pagoda.offline.replaying import replayed
+from pagoda_gateway.generation.transcripts import Transcript
 from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams
@@ -203,6 +205,26 @@ class LLM:
 
     def _reads(self, show_progress: bool) -> Reads:
         return Reads(self._local, lambda requests: self._run(requests, show_progress))
+
+    def replay(self, transcript: Transcript, use_tqdm: bool = False) -> Transcript:
+        """What comes of a request of which a server kept a transcript (`read_transcript`) when this model computes it
+        again; `differences` of the two says where it is not the same.
+
+        Raises:
+            PagodaError: it does not fit the model.
+            GenerationFailed: it failed while running.
+        """
+        return replayed(self._local, lambda requests: self._run(requests, use_tqdm), transcript)
+
+    @property
+    def model_fingerprint(self) -> str:
+        """Names the weights, by their content."""
+        return self._local.engine.load().model_fingerprint
+
+    @property
+    def numerics_id(self) -> str:
+        """Names all else that numbers depend on: kernels, types, formats."""
+        return self._local.engine.load().numerics_id
 
     @property
     def vocab_size(self) -> int:

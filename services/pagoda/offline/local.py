@@ -21,7 +21,7 @@ from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.adapters.files import AdapterError, identify
 from pagoda_proto.adapters.identity import Adapter, named_paths
-from pagoda_proto.errors import InvalidParams, PagodaError, Problem
+from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import ModelLimits, SamplingParams, check_for_model
 from pagoda_proto.records import Generate, RequestRecord
 from pagoda_worker.config import WorkerConfig
@@ -108,6 +108,14 @@ class Local:
             return identify(Path(path).absolute(), self._most_bytes) if path else self._adapters[name]
         except AdapterError as error:
             raise InvalidParams([Problem("lora_request", str(error))]) from error
+
+    def adapter_of(self, digest: str) -> Adapter:
+        """Raises PagodaError where `lora_modules` has none of this content."""
+        found = next((each for each in self._adapters.values() if each.digest == digest), None)
+        if found is None:
+            message = f"it was made with an adapter of digest {digest}, which none of lora_modules has"
+            raise PagodaError(ErrorCode.MODEL_NOT_FOUND, message, "lora_modules")
+        return found
 
     def open(
         self, prompt: Prompt, params: SamplingParams, request_id: str = "", adapter: Adapter | None = None

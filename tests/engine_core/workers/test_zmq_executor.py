@@ -26,9 +26,9 @@ from pagoda_engine_core.workers.executor import (
 )
 from pagoda_engine_core.workers.zmq_executor import FIRST_STEPS, ZmqExecutor
 from pagoda_proto.addresses import host_id
-from pagoda_proto.channel import MAX_FRAME_BYTES, NUM_PARTS, decode_to_worker
+from pagoda_proto.channel import MAX_FRAME_BYTES, NUM_PARTS
 from pagoda_proto.steps import (
-    PROTOCOL_VERSION,
+    SPOKEN,
     Beat,
     BeatAck,
     Chunk,
@@ -40,6 +40,7 @@ from pagoda_proto.steps import (
     StepFailed,
     StepPlan,
     StepResult,
+    Versions,
     Welcome,
 )
 from pagoda_proto.times import STEP_DEADLINE_LEAST_S, STEP_DEADLINE_S
@@ -48,10 +49,15 @@ from pagoda_proto.times import STEP_DEADLINE_LEAST_S, STEP_DEADLINE_S
 class Engine:
     """An executor, pumped by the test's thread."""
 
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic, **config: float) -> None:
-        self.executor = ZmqExecutor(
-            EngineConfig(worker_endpoint=f"ipc://{directory}/w.sock", **config), "boot-1", clock
-        )
+    def __init__(
+        self,
+        directory: Path,
+        clock: Callable[[], float] = time.monotonic,
+        spoken: Versions = SPOKEN,
+        **config: float,
+    ) -> None:
+        named = EngineConfig(worker_endpoint=f"ipc://{directory}/w.sock", **config)
+        self.executor = ZmqExecutor(named, "boot-1", clock, spoken)
         self.seen: list[ExecutorEvent] = []
         self.peers: list[Peer] = []
 
@@ -237,24 +243,6 @@ def test_a_step_that_raised_ends_the_life_and_says_which(engine: Engine) -> None
     peer.hello = msgspec.structs.replace(peer.hello, max_tokens_per_step=64)
     engine.admit(peer)
     assert engine.executor.workers()[0].hello.max_tokens_per_step == 64
-
-
-def test_a_worker_of_another_protocol_version_is_told_both(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
-    peer = engine.peer("old")
-    for _ in range(3):
-        peer.data.send_multipart([bytes([PROTOCOL_VERSION - 1]), *peer.frame(peer.hello)[1:]])
-        engine.pump(lambda: peer.data.poll(0) > 0)
-        version, _, _, _, _, payload = peer.data.recv_multipart()
-        refused = decode_to_worker(payload)
-        assert version == bytes([PROTOCOL_VERSION - 1])  # or it could not read it
-        assert isinstance(refused, Refused)
-        assert refused.final
-        for number in (PROTOCOL_VERSION, PROTOCOL_VERSION - 1):
-            assert str(number) in refused.reason
-    peer.data.send_multipart([bytes([PROTOCOL_VERSION + 1]), *peer.frame(StepResult(step=1))[1:]])
-    engine.pump(lambda: engine.executor.counters()["frames_dropped_version"] == 4)
-    assert len([record for record in caplog.records if "'old'" in record.getMessage()]) == 1
-    assert not peer.data.poll(0)
 
 
 def test_a_duplicate_worker_id_is_refused_while_the_first_lives(engine: Engine) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pagoda_gateway.engine.model_view import EngineProgress, ModelView, protocol_problem
 from pagoda_proto.records import SESSION_PROTOCOL, Begun, Load
+from pagoda_proto.steps import Versions
 
 BEGUN = Begun(model_fingerprint="m1", numerics_id="n1")
 
@@ -38,6 +39,13 @@ def test_a_protocol_is_ours_or_named() -> None:
     old = protocol_problem(Load(engine_id="e"))
     assert "version 0" in old
     assert str(SESSION_PROTOCOL) in old
+
+
+def test_an_engine_core_may_choose_any_version_that_is_spoken_here() -> None:
+    spoken = Versions(4, 6)
+    problems = {version: protocol_problem(Load(engine_id="e", protocol=version), spoken) for version in range(3, 8)}
+    assert [version for version, problem in problems.items() if not problem] == [4, 5, 6]
+    assert problems[7] == "speaks version 7 of the session's protocol, this gateway 4 to 6"
 
 
 def load(seconds: float, engine_id: str = "e") -> Load:

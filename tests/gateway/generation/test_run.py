@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import aclosing
 
@@ -156,3 +157,24 @@ async def test_a_reader_that_is_interrupted_reads_on(text: ModelText) -> None:
         assert {update.choice for update in await run.next()} == {0, 1}
         assert await run.next() == []
     assert watched.outcome is Outcome.FINISHED
+
+
+@pytest.mark.parametrize("at", ["submit", "read"])
+async def test_a_run_whose_time_is_over_ends_in_words(text: ModelText, at: str) -> None:
+    never = asyncio.Event()
+    scripted = play(ids(text, "ab"))
+    watched = Watched(text, lambda record: [*scripted(record)[: at == "read"], never], record())
+    watched.run = Run(watched.run.job.due(time.time() + 0.2, 0.2), text, lambda *told: watched.told.append(told))
+    if at == "submit":
+
+        async def submit(record: RequestRecord) -> FakeGeneration:
+            assert record.queue_timeout_s == 0.2, "until then it may wait to begin"
+            await never.wait()
+            raise AssertionError
+
+        watched.engine.submit = submit  # type: ignore[method-assign]
+    with pytest.raises(PagodaError) as raised:
+        await watched.read()
+    assert raised.value.code is ErrorCode.DEADLINE_EXCEEDED
+    assert watched.outcome is Outcome.FAILED
+    assert all(generation.closed.is_set() for generation in watched.engine.generations)

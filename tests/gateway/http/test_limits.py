@@ -313,6 +313,26 @@ async def test_all_connections_are_bounded() -> None:
         writer.close()
 
 
+@pytest.mark.parametrize("limits", [{"max_connections": 3}, {"max_connections_per_client": 3}])
+async def test_connections_that_are_only_kept_make_room_the_longest_first(echo: Echo, limits: dict[str, int]) -> None:
+    config = GatewayConfig(**limits, forwarded_allow_ips="")
+    async with running_http(limited(echo, config), config) as http:
+        kept = [await asyncio.open_connection("127.0.0.1", http.port) for _ in range(3)]
+        for reader, writer in [*kept, kept[0]]:  # the first one was used again, so the second has rested for longest
+            writer.write(get("/"))
+            assert (await reader.readuntil(b"0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        await until(lambda: len(http.server.server_state.connections) == 3)
+        busy_reader, busy = await asyncio.open_connection("127.0.0.1", http.port)
+        busy.write(get("/stream"))
+        await busy_reader.readexactly(1000)
+        assert await kept[1][0].read() == b""
+        for reader, writer in (kept[0], kept[2]):
+            writer.write(get("/", CLOSE))
+            assert (await reader.read()).startswith(b"HTTP/1.1 200")
+        for _, writer in (*kept, (None, busy)):
+            writer.close()
+
+
 async def test_a_client_that_reads_nothing_is_cut_off(http: Running, echo: Echo) -> None:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 from pathlib import Path
@@ -15,6 +16,7 @@ from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.generation import running
 from pagoda_gateway.routes import generating
 from pagoda_proto.errors import PagodaError
+from pagoda_proto.records import RequestRecord
 
 PATH = "/other"
 
@@ -72,3 +74,31 @@ async def test_how_a_run_ended_is_logged_without_a_word_of_it(
     assert line.startswith(f"cmpl-{gateway.engine.record.request_id} for ")
     assert f": {outcome}, " in line
     assert "hello" not in line
+
+
+def stalls(record: RequestRecord) -> list[Any]:
+    """A token, and nothing after."""
+    return [play([72, 73])(record)[0], asyncio.Event()]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_takes_longer_than_its_client_said_ends_in_words(tmp_path: Path, stream: bool) -> None:
+    gateway = make_gateway(tmp_path, stalls)
+    body = {"prompt": "hello", "stream": stream}
+    answer = await gateway.client.post("/v1/completions", json=body, headers={"Request-Timeout-Ms": "200"})
+    assert answer.status_code == (200 if stream else 504)
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    error = json.loads(events[-1] if stream else answer.text)["error"]
+    assert error["code"] == "deadline_exceeded"
+    assert stream or "retry-after" not in answer.headers
+    assert gateway.engine.generations[0].closed.is_set()
+    assert gateway.engine.record.queue_timeout_s == 0.2
+
+
+@pytest.mark.parametrize("said", [["0"], ["1.5"], ["-1"], ["86400001"], ["x"], [""], ["1", "2"], ["\u0661"]])
+async def test_a_time_that_is_none_is_refused_by_its_header(tmp_path: Path, said: list[str]) -> None:
+    gateway = make_gateway(tmp_path)
+    headers = [("Request-Timeout-Ms", each.encode()) for each in said]
+    answer = await gateway.client.post("/v1/completions", json={"prompt": "hello"}, headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "Request-Timeout-Ms"

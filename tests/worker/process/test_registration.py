@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import zmq
 from tests.worker.fakes_link import Link
 from tests.worker.fakes_loop import WAIT_S, FakeEngine, Worker, first_plan
+from tests.worker.fakes_model import FakeModel, fake_runner
 
-from pagoda_proto.steps import Hello, Refused
+from pagoda_proto.steps import PROTOCOL_VERSION, Beat, Hello, Refused, StepResult, Versions, Welcome
 from pagoda_worker.config import WorkerConfig
+from pagoda_worker.process.control import Progress
+from pagoda_worker.process.departure import Departure
+from pagoda_worker.process.loop import Identity
+from pagoda_worker.process.registration import Registration
+from pagoda_worker.process.wire import Link as WireLink
 
 
 @pytest.fixture
@@ -94,3 +103,23 @@ def test_a_refused_attempt_is_over_too(engine: FakeEngine, link: Link, worker: W
     at_work(engine)
     assert engine.hello is not None
     assert engine.hello.registration == 2
+
+
+def test_a_worker_speaks_with_an_engine_core_of_the_version_before_in_that_one(engine: FakeEngine) -> None:
+    engine.version = PROTOCOL_VERSION - 1
+    wire = WireLink(engine.endpoint, "w-1", spoken=Versions(PROTOCOL_VERSION - 1, PROTOCOL_VERSION))
+    hello = Identity.of_this_process("w-1").hello(fake_runner(FakeModel()).facts)
+    departure = Departure(threading.Event(), 0.0)
+    with zmq.Context() as context, Registration(context, wire, hello, Progress(), departure) as registration:
+        asking = ThreadPoolExecutor().submit(engine.admit)
+        welcome = registration.ask(WAIT_S, lambda: False)
+        assert isinstance(welcome, Welcome)
+        asking.result(WAIT_S)
+        assert engine.hello is not None
+        assert engine.hello.spoken == Versions(PROTOCOL_VERSION - 1, PROTOCOL_VERSION)
+        registration.admit(welcome)
+        engine.send(first_plan())
+        assert registration.receive(WAIT_S) == first_plan()
+        assert registration.send(StepResult(step=1))
+        assert engine.result() == StepResult(step=1)
+        assert engine.until(Beat)[0].version == PROTOCOL_VERSION - 1

@@ -7,6 +7,7 @@ import zmq
 
 from pagoda_proto.keys import KeyFileError
 from pagoda_proto.steps import (
+    PROTOCOL_VERSION,
     Goodbye,
     Welcome,
 )
@@ -22,7 +23,7 @@ WAIT_S = 120.0
 
 def test_a_lease_that_ran_out_is_not_revived_by_what_is_heard_later() -> None:
     membership = Membership()
-    standing = membership.admit(Welcome(epoch=3, engine_boot_id="b", lease_s=4.0), now=100.0)
+    standing = membership.admit(Welcome(epoch=3, engine_boot_id="b", lease_s=4.0), PROTOCOL_VERSION, now=100.0)
     assert membership.heard(standing, 103.9)
     assert membership.standing(107.8) == standing
     assert not membership.heard(standing, 108.0)
@@ -32,8 +33,8 @@ def test_a_lease_that_ran_out_is_not_revived_by_what_is_heard_later() -> None:
 
 def test_what_is_over_cannot_end_or_renew_what_came_after() -> None:
     membership = Membership()
-    old = membership.admit(Welcome(epoch=3, engine_boot_id="b", lease_s=4.0), now=0.0)
-    new = membership.admit(Welcome(epoch=4, engine_boot_id="b", lease_s=4.0), now=1.0)
+    old = membership.admit(Welcome(epoch=3, engine_boot_id="b", lease_s=4.0), PROTOCOL_VERSION, now=0.0)
+    new = membership.admit(Welcome(epoch=4, engine_boot_id="b", lease_s=4.0), PROTOCOL_VERSION, now=1.0)
     membership.lose(old, "late")
     assert not membership.heard(old, 2.0)
     assert membership.standing(3.0) == new

@@ -30,13 +30,15 @@ IDLE_INTERVAL_S = 0.1  # how soon the thread notices that a membership began, or
 
 
 class Standing(NamedTuple):
-    """Under which life of the engine core, and as which life of this worker, frames are sent and accepted."""
+    """Under which life of the engine core, as which life of this worker, and in which version of the protocol, frames
+    are sent and accepted."""
 
     boot_id: str
     epoch: int
+    version: int
 
     def covers(self, envelope: Envelope) -> bool:
-        return (envelope.engine_boot_id, envelope.epoch) == self
+        return (envelope.engine_boot_id, envelope.epoch, envelope.version) == self
 
 
 class Membership:
@@ -49,9 +51,9 @@ class Membership:
         self._heard_at = 0.0
         self.why_lost = ""  # of the last membership that was
 
-    def admit(self, welcome: Welcome, now: float) -> Standing:
+    def admit(self, welcome: Welcome, version: int, now: float) -> Standing:
         with self._lock:
-            self._standing = Standing(welcome.engine_boot_id, welcome.epoch)
+            self._standing = Standing(welcome.engine_boot_id, welcome.epoch, version)
             self._lease_s, self._heard_at, self.why_lost = welcome.lease_s, now, ""
             return self._standing
 
@@ -169,7 +171,7 @@ class Control:
             standing = self._membership.standing(now)
             leaving = self._departure.announced
             if standing is not None and (now >= next_beat or leaving > announced):
-                wire.send(self._progress.beat(now, leaving), standing.boot_id, standing.epoch)
+                wire.send(self._progress.beat(now, leaving), *standing)
                 next_beat, announced = now + times.BEAT_S, leaving
             if wire.reaches():
                 self.connected.set()

@@ -189,7 +189,7 @@ class StepLoop:
     def _live(self, registration: Registration, welcome: Welcome, report: Report) -> None:
         """One life of this worker at an engine core, from its Welcome until it is over."""
         standing = registration.admit(welcome)
-        log.info("registered as epoch %d of engine core %s", *reversed(standing))
+        log.info("registered as epoch %d of engine core %s", standing.epoch, standing.boot_id)
         report({"event": "ready", "epoch": standing.epoch})
         try:
             self._serve(registration)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 import zmq
 
 from pagoda_proto.channel import FrameError, decode_to_worker
@@ -45,8 +46,9 @@ class Registration:
         alive_file: str = "",
     ) -> None:
         route = f"{hello.incarnation}.{hello.registration}"
-        self.hello = hello
-        self.standing = Standing("", 0)
+        self.hello = msgspec.structs.replace(hello, protocol=link.spoken.newest, oldest_protocol=link.spoken.oldest)
+        self.standing = Standing("", 0, link.spoken.oldest)
+        self._version = link.spoken.oldest  # of the last answer
         self._membership = Membership()
         self._wire = Wire(context, link, f"{route}/d")
         connect = partial(Wire, context, link, f"{route}/c")
@@ -68,17 +70,18 @@ class Registration:
         said, deadline = False, time.monotonic() + answer_s
         while not leaving() and time.monotonic() < deadline:
             self._control.check()
-            if not said and self._control.connected.wait(POLL_S) and self._wire.send(self.hello):
+            if not said and self._control.connected.wait(POLL_S) and self._wire.send(self.hello, *self.standing):
                 said, deadline = True, time.monotonic() + answer_s
             frame = self._wire.receive(POLL_S)
             answer = self._decode(frame[1]) if frame else None
-            if isinstance(answer, Welcome | Refused):
+            if frame is not None and isinstance(answer, Welcome | Refused):
+                self._version = frame[0].version
                 return answer
         return None
 
     def admit(self, welcome: Welcome) -> Standing:
         """The membership begins."""
-        self.standing = self._membership.admit(welcome, time.monotonic())
+        self.standing = self._membership.admit(welcome, self._version, time.monotonic())
         return self.standing
 
     @property

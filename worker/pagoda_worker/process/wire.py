@@ -12,7 +12,7 @@ import zmq
 from pagoda_proto.addresses import MAX_SOCKET_PATH_BYTES, check_host_port
 from pagoda_proto.channel import MAX_FRAME_BYTES, Envelope, FrameError, encode, open_envelope
 from pagoda_proto.keys import CurveKeys, load_curve
-from pagoda_proto.steps import Message
+from pagoda_proto.steps import PROTOCOL_VERSION, SPOKEN, Message, Versions
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +33,13 @@ SOCKET_OPTIONS = {
 
 
 class Link(NamedTuple):
-    """Where the engine core is and who speaks to it; `keys` are the worker's where the link is encrypted (CURVE)."""
+    """Where the engine core is, who speaks to it, and in which versions of the protocol; `keys` are the worker's where
+    the link is encrypted (CURVE)."""
 
     endpoint: str
     worker_id: str
     keys: CurveKeys | None = None
+    spoken: Versions = SPOKEN
 
 
 def local_or_encrypted(endpoint: str, worker_id: str, keys_dir: str = "") -> Link:
@@ -67,6 +69,7 @@ class Wire:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], link: Link, routing_id: str) -> None:
         self._worker_id = link.worker_id
+        self._spoken = link.spoken
         self._sequence = 0
         self._socket = context.socket(zmq.DEALER)
         for option, value in SOCKET_OPTIONS.items():
@@ -89,13 +92,20 @@ class Wire:
         """Whether the engine core is connected, so that a message sent now would leave."""
         return bool(self._socket.poll(round(timeout_s * 1000), zmq.POLLOUT))
 
-    def send(self, message: Message, boot_id: str = "", epoch: int = 0, timeout_s: float = 0.0) -> bool:
+    def send(
+        self,
+        message: Message,
+        boot_id: str = "",
+        epoch: int = 0,
+        version: int = PROTOCOL_VERSION,
+        timeout_s: float = 0.0,
+    ) -> bool:
         """False when the engine core could not be reached in time; the message is then gone."""
         if not self.reaches(timeout_s):
             return False
         self._sequence += 1
         try:
-            frame = encode(Envelope(boot_id, self._worker_id, epoch, self._sequence), message)
+            frame = encode(Envelope(boot_id, self._worker_id, epoch, self._sequence, version), message)
             self._socket.send_multipart(frame, zmq.NOBLOCK)
         except zmq.Again:
             return False
@@ -107,7 +117,7 @@ class Wire:
             return None
         parts: Sequence[bytes] = self._socket.recv_multipart(zmq.NOBLOCK)
         try:
-            envelope, payload = open_envelope(parts)
+            envelope, payload = open_envelope(parts, self._spoken)
         except FrameError as error:
             self.drop(str(error))
             return None

@@ -14,7 +14,7 @@ from tests.gateway.keys.whole_app import ADMIN, App, running_app
 from pagoda_gateway.api.accounts.schemas import KeyList, KeyObject, NewKeyObject
 from pagoda_gateway.clients import OPEN_PATHS
 from pagoda_gateway.keys.grants import Role
-from pagoda_gateway.routes.keys import PATH
+from pagoda_gateway.routes.accounts.keys import PATH
 
 BESIDES = ["/nothing/here", "/v1", "/v1/admin", "/v1/admin/anything", "/metrics/", "/health/x", "/healthz"]
 ASK = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}

@@ -1,0 +1,199 @@
+#!/usr/bin/env python3
+"""Ten times the load that a stack can bear, and one tenant's flood beside another's few requests; each against the same
+stack in the same run.
+
+    python bench/overload.py [--seconds 60] [--times 10] [--only overload,tenants] [--seed 0]
+
+overload: a closed loop finds what the stack gets done at most (its peak), then requests come at so many times that
+rate. Of what is answered whole, tokens a second are the goodput; memory is that of all processes, in the middle of the
+overload and at its end; recovered is when the first request after it has its first token in twice the time that takes
+on an idle stack. tenants: under the policy `fair`, the times to first token of a key that asks now and then, alone and
+while another key's requests fill all rows and the queue. The exit status is 1 where goodput is below 0.9 of the peak,
+memory grows by more than a tenth, recovery takes more than 2 s, or the small key waits more than twice as long (p95).
+
+The gateway takes few connections (--connections), as one that serves a small stack should: who is refused at the door
+costs least, and what it takes in beyond what the engine core may queue only waits on its way there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import psutil
+from tests.faults.stack import Place, served
+
+from pagoda.bench.load import LoadClient, Plan, Sent, run_load
+from pagoda.bench.workload import BodyMaker, WorkloadRow, WorkloadShape, arrivals, make_rows
+from pagoda.tools.http_stream import Target
+
+MIB = 1024**2
+ROWS = 32
+QUEUE_S = 1.0  # a request may wait for so long; who would wait for longer is refused at once
+SHAPE = {"input_len": 64, "output_len": 64, "output_spread": 16.0}
+PEAK_S, IDLE_PROBES, PROBE_GAP_S = 15.0, 20, 0.2
+SMALL_KEY, LARGE_KEY = "small-key-of-a-tenant", "large-key-of-a-tenant"
+FLOOD = 3 * ROWS
+TIMEOUT_S = 120.0
+
+
+def client_of(place: Place, seed: int, key: str = "") -> LoadClient:
+    bodies = BodyMaker(model="demo", seed=seed, salt=f"{seed}{key}", token_ids=range(30, 120))
+    return LoadClient(Target(place.url, key), bodies, TIMEOUT_S)
+
+
+def rows(count: int, seed: int) -> list[WorkloadRow]:
+    return make_rows(WorkloadShape(num_requests=count, **SHAPE), seed)  # type: ignore[arg-type]
+
+
+def whole(sent: Sent) -> bool:
+    return sent.timing.complete and sent.timing.error is None
+
+
+def p95(values: list[float]) -> float:
+    return statistics.quantiles(values, n=20, method="inclusive")[-1]
+
+
+def tokens_per_s(sent: list[Sent], began: float, seconds: float) -> float:
+    """Of answers that were whole by the end of that time."""
+    done = [one for one in sent if whole(one) and one.timing.ended <= began + seconds]
+    return sum(one.timing.output_tokens or 0 for one in done) / seconds
+
+
+async def first_tokens(client: LoadClient, count: int, seed: int) -> list[float]:
+    """Seconds, of requests one after the other."""
+    found = []
+    for index, row in enumerate(rows(count, seed)):
+        sent = await client.send(1_000_000 + index, row)
+        if not whole(sent) or sent.timing.first is None:
+            raise RuntimeError(f"a probe was not answered: {sent.timing.error}")
+        found.append(sent.timing.first - sent.timing.started)
+        await asyncio.sleep(PROBE_GAP_S)
+    return found
+
+
+class Memory:
+    """Of all processes of a stack, looked at twice a second until it is cancelled: (seconds since the start, bytes)."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.seen: list[tuple[float, int]] = []
+
+    async def watch(self) -> None:
+        began = time.monotonic()
+        while True:
+            self.seen.append((time.monotonic() - began, await asyncio.to_thread(self._now)))
+            await asyncio.sleep(0.5)
+
+    def _now(self) -> int:
+        found = 0
+        for process in self._place.family():
+            with_rss: Any = process.memory_info()
+            found += with_rss.rss
+        return found
+
+    def between(self, first: float, last: float) -> int:
+        return max(rss for at, rss in self.seen if first <= at <= last)
+
+
+async def recovery_s(client: LoadClient, limit_s: float, seed: int) -> float:
+    """Until the first request, of some that are sent one after the other, has its first token within the limit."""
+    began = time.perf_counter()
+    for index, row in enumerate(itertools.cycle(rows(20, seed))):
+        sent = await client.send(2_000_000 + index, row)
+        if sent.timing.first is not None and sent.timing.first - sent.timing.started <= limit_s:
+            return sent.timing.first - began
+        if time.perf_counter() - began > TIMEOUT_S:
+            return TIMEOUT_S
+    raise AssertionError
+
+
+async def overloaded(place: Place, seconds: float, times: float, seed: int) -> bool:
+    client = client_of(place, seed)
+    await first_tokens(client, 5, seed)  # the first ones prepare
+    idle = p95(await first_tokens(client, IDLE_PROBES, seed + 1))
+    began = time.perf_counter()
+    peak = await run_load(client, Plan(rows(100_000, seed + 2), 2 * ROWS, None, PEAK_S))
+    peak_tokens = tokens_per_s(peak.sent, began, PEAK_S)
+    rate = sum(map(whole, peak.sent)) / peak.wall_s
+    print(f"idle: first token p95 {1000 * idle:.0f} ms; peak: {peak_tokens:.0f} tokens/s, {rate:.1f} requests/s")
+    many = rows(int(times * rate * seconds), seed + 3)
+    memory = Memory(place)
+    watching = asyncio.create_task(memory.watch())
+    began = time.perf_counter()
+    plan = Plan(many, 1, arrivals(many, times * rate, 1.0, seed), seconds)
+    loading = asyncio.create_task(run_load(client, plan))
+    await asyncio.sleep(seconds)
+    recovered = await recovery_s(client_of(place, seed + 4), 2 * idle, seed)
+    result = await loading
+    watching.cancel()
+    good = tokens_per_s(result.sent, began, seconds)
+    middle, end = memory.between(seconds / 3, 2 * seconds / 3), memory.between(2 * seconds / 3, seconds)
+    refused = [one for one in result.sent if not whole(one)]
+    kinds = statistics.multimode([str(one.timing.error)[:60] for one in refused] or ["none"])
+    print(
+        f"{times:g} x: {len(result.sent)} requests, {len(refused)} refused (mostly: {kinds[0]}), "
+        f"{result.client_cpu_s / result.wall_s:.0%} of a core taken by the clients\n"
+        f"goodput {good:.0f} tokens/s, {good / peak_tokens:.2f} of the peak; memory {middle / MIB:.0f} MiB in the "
+        f"middle, {end / MIB:.0f} at the end; recovered in {recovered:.2f} s"
+    )
+    return good >= 0.9 * peak_tokens and end <= 1.1 * middle and recovered <= 2.0
+
+
+async def two_tenants(place: Place, seconds: float, seed: int) -> bool:
+    small, large = client_of(place, seed, SMALL_KEY), client_of(place, seed + 1, LARGE_KEY)
+    await first_tokens(small, 5, seed)
+    idle = p95(await first_tokens(small, IDLE_PROBES, seed + 1))
+    flooding = asyncio.create_task(run_load(large, Plan(rows(100_000, seed + 2), FLOOD, None, seconds)))
+    await asyncio.sleep(seconds / 6)
+    count = max(IDLE_PROBES, int(seconds / 3 / PROBE_GAP_S))
+    beside = p95(await first_tokens(small, count, seed + 3))
+    flood = await flooding
+    print(
+        f"fair: small key's first token p95 {1000 * idle:.0f} ms alone, {1000 * beside:.0f} ms ({beside / idle:.1f} x) "
+        f"beside {FLOOD} of another key in flight, of which {sum(map(whole, flood.sent))} were answered"
+    )
+    return beside <= 2 * idle
+
+
+def with_stack(options: list[str], measure: Callable[[Place], Any]) -> bool:
+    with tempfile.TemporaryDirectory() as directory, served(Path(directory), *options) as place:
+        return bool(asyncio.run(measure(place)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of overload [%(default)s]")
+    parser.add_argument("--times", type=float, default=10.0, help="the peak [%(default)s]")
+    parser.add_argument("--only", default="overload,tenants")
+    parser.add_argument("--connections", type=int, default=4 * ROWS, help="that the gateway takes [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    load = psutil.getloadavg()[0]
+    print(f"load of the machine at the start: {load:.1f}", flush=True)
+    threads = max(1, len(os.sched_getaffinity(0)) - 1)  # a core is left to those who refuse, and to the clients
+    options = [f"--max-rows={ROWS}", "--no-log-requests", f"--threads={threads}"]
+    sound = True
+    if "overload" in given.only.split(","):
+        most = ("--max-connections", "--max-connections-per-client")
+        more = [f"--queue-timeout-s={QUEUE_S:g}", *(f"{name}={given.connections}" for name in most)]
+        sound &= with_stack([*options, *more], lambda place: overloaded(place, given.seconds, given.times, given.seed))
+    if "tenants" in given.only.split(","):
+        more = ["--policy=fair", f"--api-key={SMALL_KEY},{LARGE_KEY}"]
+        sound &= with_stack([*options, *more], lambda place: two_tenants(place, given.seconds, given.seed))
+    return 0 if sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,257 @@
+"""A transcript says of a request that has finished what was asked and what came of it: whoever has it can do it again.
+
+Tokens follow from record, weights and numerics, so what is computed again differs only where one of these does, or
+where something is wrong. Who asked is no part of it, and prompt and answer are token ids. A transcript may have been
+written by anybody: its bytes are bounded before they are read, and what it says is checked as a request is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import msgspec
+
+from pagoda_gateway.generation.job import Job
+from pagoda_gateway.generation.updates import Update
+from pagoda_gateway.text.answers import HowRead
+from pagoda_gateway.text.events import Finish
+from pagoda_proto.adapters.identity import DIGEST
+from pagoda_proto.errors import PagodaError
+from pagoda_proto.params import MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOKENS_CEILING, SamplingParams
+from pagoda_proto.records import Begun, FinishReason, Generate, RequestRecord
+from pagoda_proto.steps import TopLogprobs
+
+FORMAT = 1
+MAX_TRANSCRIPT_BYTES = 4 * 1024 * 1024
+MAX_PARTS = 128  # prompts of one request
+BYTES_PER_TOKEN, BYTES_PER_LOGPROB = 2, 8  # as JSON, with what stands beside it; few take less
+VERSION = metadata.version("pagoda-serve")
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`TopLogprobs`, with None for minus infinity, which JSON does not have."""
+
+    logprob: float | None
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float | None]
+
+
+class ToldChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a client was told of one choice, or would have been: up to the stop string, if one ended it."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class TranscriptPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A prompt and its choices; what else the answer follows from are weights and numerics of these names."""
+
+    record: RequestRecord
+    model_fingerprint: str
+    numerics_id: str
+    choices: list[ToldChoice]
+    prompt_logprobs: list[TokenLogprobs] | None = None
+
+
+class Transcript(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """`id`, `created` (Unix seconds) and `model` are those of the answer. `how` its text was read says which tokens a
+    stop string was looked for in. `adapter` is the digest of one, whose path is the server's own business; `version` is
+    that of the program."""
+
+    id: str
+    created: int
+    model: str
+    parts: list[TranscriptPart]
+    format: int
+    version: str
+    how: HowRead = HowRead()
+    adapter: str = ""
+
+
+class Difference(NamedTuple):
+    """The first one of a transcript. `position` is that of an output token (of a prompt token, where `what` says so);
+    None where all tokens are the same, and the ending is not."""
+
+    part: int
+    choice: int
+    position: int | None
+    what: str
+
+    def __str__(self) -> str:
+        place = f"prompt {self.part}, choice {self.choice}"
+        return f"{place}: {self.what}" if self.position is None else f"{place}, token {self.position}: {self.what}"
+
+
+class Outcomes:
+    """Takes what comes of some choices, numbered through, as it comes; up to what a transcript holds."""
+
+    def __init__(self) -> None:
+        self._tokens: dict[int, list[int]] = {}
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._endings: dict[int, Finish] = {}
+        self._num_bytes = 0  # about
+
+    @property
+    def too_many(self) -> bool:
+        """It is more than a transcript holds: nothing of it is kept any more."""
+        return self._num_bytes > MAX_TRANSCRIPT_BYTES
+
+    def take(self, update: Update) -> None:
+        num_logprobs = sum(1 + len(entry.top_ids) for entry in update.logprobs or ())
+        self._num_bytes += BYTES_PER_TOKEN * len(update.token_ids) + BYTES_PER_LOGPROB * num_logprobs
+        if self.too_many:
+            self._tokens.clear()
+            self._logprobs.clear()
+            return
+        self._tokens.setdefault(update.choice, []).extend(update.token_ids)
+        if update.logprobs is not None:
+            self._logprobs.setdefault(update.choice, []).extend(map(_in_json, update.logprobs))
+        if update.finish is not None:
+            self._endings[update.choice] = update.finish
+
+    def choice(self, index: int) -> ToldChoice:
+        """One that has ended. Raises KeyError for others."""
+        ending = self._endings[index]
+        return ToldChoice(
+            token_ids=self._tokens.get(index, []),
+            finish_reason=ending.reason,
+            stop_reason=ending.stop_reason,
+            logprobs=self._logprobs.get(index),
+        )
+
+
+def part_of(
+    record: RequestRecord, begun: Begun, choices: list[ToldChoice], prompt_logprobs: Sequence[TopLogprobs]
+) -> TranscriptPart:
+    return TranscriptPart(
+        record=_of_nobody(record),
+        model_fingerprint=begun.model_fingerprint,
+        numerics_id=begun.numerics_id,
+        choices=choices,
+        prompt_logprobs=[_in_json(entry) for entry in prompt_logprobs] or None,
+    )
+
+
+def transcript_of(job: Job, parts: list[TranscriptPart]) -> Transcript:
+    adapter = "" if job.adapter is None else job.adapter.digest
+    return Transcript(
+        id=job.id,
+        created=job.created,
+        model=job.model,
+        parts=parts,
+        format=FORMAT,
+        version=VERSION,
+        how=job.shown.how,
+        adapter=adapter,
+    )
+
+
+def _of_nobody(record: RequestRecord) -> RequestRecord:
+    """What tokens follow from, and nothing of who asked, where from, and how urgently."""
+    return RequestRecord(request_id=record.request_id, prompt_token_ids=record.prompt_token_ids, task=record.task)
+
+
+def _in_json(entry: TopLogprobs) -> TokenLogprobs:
+    top = [_finite(value) for value in entry.top_logprobs]
+    return TokenLogprobs(_finite(entry.logprob), entry.rank, entry.top_ids, top)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def read_transcript(data: bytes) -> Transcript:
+    """Raises ValueError for what is none, in words for whoever gave it."""
+    if len(data) > MAX_TRANSCRIPT_BYTES:
+        raise ValueError(f"a transcript has at most {MAX_TRANSCRIPT_BYTES} bytes")
+    try:
+        transcript = msgspec.json.decode(data, type=Transcript)
+        unknown = sorted(_unknown(msgspec.json.decode(data)))
+    except (msgspec.DecodeError, PagodaError, RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"this is no transcript: {error}") from error
+    if unknown:
+        raise ValueError(f"this transcript has fields that this version does not know: {', '.join(unknown)[:200]}")
+    for problem in _problems(transcript):
+        raise ValueError(f"this transcript does not hold together: {problem}")
+    return transcript
+
+
+def _unknown(raw: Any) -> Iterator[str]:
+    """Fields of records that would be passed over: another version might compute otherwise because of them."""
+    known = set(Generate.__struct_fields__) | {"type"}
+    for part in raw["parts"]:
+        record, task = part["record"], part["record"]["task"]
+        yield from map(ascii, record.keys() - set(RequestRecord.__struct_fields__))
+        yield from map(ascii, task.keys() - known)
+        yield from map(ascii, task.get("params", {}).keys() - set(SamplingParams.__struct_fields__))
+
+
+def _problems(transcript: Transcript) -> Iterator[str]:
+    if transcript.format != FORMAT:
+        yield f"it is of format {transcript.format}, this version reads {FORMAT}"
+    if not 1 <= len(transcript.parts) <= MAX_PARTS:
+        yield f"1 to {MAX_PARTS} parts are possible, it has {len(transcript.parts)}"
+    if transcript.adapter and not DIGEST.fullmatch(transcript.adapter):
+        yield "adapter is no digest"
+    for i, part in enumerate(transcript.parts):
+        task = part.record.task
+        if not isinstance(task, Generate) or len(part.choices) != task.params.n:
+            yield f"part {i} asks for other than its {len(part.choices)} choices"
+        elif not 0 <= task.seed <= MAX_SEED or not _are_ends(task.eos_token_ids):
+            yield f"part {i} has a seed or an end of sequence that is none"
+        elif part.record != _of_nobody(part.record):
+            yield f"part {i} says who asked, which changes no token"
+        elif any(c.logprobs is not None and len(c.logprobs) != len(c.token_ids) for c in part.choices):
+            yield f"part {i} has not one log-probability for each token"
+
+
+def _are_ends(token_ids: Sequence[int]) -> bool:
+    return len(token_ids) <= MAX_STOP_TOKEN_IDS and all(0 <= each <= MAX_TOKENS_CEILING for each in token_ids)
+
+
+def other_conditions(kept: Transcript, model_fingerprint: str, numerics_id: str) -> list[str]:
+    """What tokens follow from besides the record, and is not the same here: equal ones are not to be expected then."""
+    found = []
+    for name, here in (("model_fingerprint", model_fingerprint), ("numerics_id", numerics_id)):
+        there = {getattr(part, name) for part in kept.parts} - {here}
+        found += [f"{name}: it was made with {other!a}, here it is {here!a}" for other in sorted(there)]
+    return found
+
+
+def differences(kept: Transcript, now: Transcript) -> Iterator[Difference]:
+    """The first of each choice, in order; of the two, one is what the other was made from."""
+    for index, (old, new) in enumerate(zip(kept.parts, now.parts, strict=True)):
+        where = _first(old.prompt_logprobs, new.prompt_logprobs)
+        if where is not None:
+            yield Difference(index, 0, where + 1, "the log-probability of this prompt token is another one")
+        for choice, (one, other) in enumerate(zip(old.choices, new.choices, strict=True)):
+            found = _difference(one, other)
+            if found is not None:
+                yield Difference(index, choice, *found)
+
+
+def _difference(old: ToldChoice, new: ToldChoice) -> tuple[int | None, str] | None:
+    where = _first(old.token_ids, new.token_ids)
+    scored = _first(old.logprobs, new.logprobs)
+    if where is not None and (scored is None or where <= scored):
+        was, is_now = (ids[where] if where < len(ids) else "the end" for ids in (old.token_ids, new.token_ids))
+        return where, f"it was {was}, now it is {is_now}"
+    if scored is not None:
+        return scored, "the token is the same, its log-probabilities are not"
+    before, after = ((each.finish_reason.value, each.stop_reason) for each in (old, new))
+    return None if before == after else (None, f"it ended by {before}, now it ends by {after}")
+
+
+def _first(old: Sequence[object] | None, new: Sequence[object] | None) -> int | None:
+    """The first index at which two lists differ, where one ends too; None where they do not."""
+    one, other = old or (), new or ()
+    for index, (left, right) in enumerate(zip(one, other, strict=False)):
+        if left != right:
+            return index
+    return None if len(one) == len(other) else min(len(one), len(other))

@@ -1,0 +1,1 @@
+"""Endpoints about API keys: who may ask, and what each has used."""

@@ -1,0 +1,155 @@
+"""Transcripts of the last requests of each key: kept behind the answers, which never wait for them.
+
+They are opt-in, as they hold what was asked and answered. One is a small record, and its bytes a log beside it; of an
+owner who has too many the oldest go. What comes faster than the store takes it is not kept, and the log says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import NamedTuple
+
+from pagoda_gateway.store.interface import MAX_APPEND_BYTES, MAX_PAGE_RECORDS, Conflict, Store, parts_of
+from pagoda_proto import times
+from pagoda_proto.errors import PagodaError
+
+TRANSCRIPTS = "transcripts"
+KEPT_S = 30 * 86_400.0
+MAX_WAITING_BYTES = 8 * MAX_APPEND_BYTES
+MAX_OWNERS = 4096  # whose number is remembered
+
+logger = logging.getLogger(__name__)
+
+
+class Waiting(NamedTuple):
+    owner: str
+    data: bytes
+
+
+class Transcripts:
+    """`most` of each owner, 0 for none at all; several gateways may each go over by a tenth. `start` and `aclose`
+    belong to the process."""
+
+    def __init__(self, store: Store, most: int) -> None:
+        self._store = store
+        self._most = most
+        self._spare = 1 + most // 10  # so many may come until it is counted again
+        self._waiting: dict[str, Waiting] = {}
+        self._num_bytes = 0
+        self._added: dict[str, int] = {}  # by owner, since they were counted
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def wanted(self) -> bool:
+        return self._most > 0
+
+    def keep(self, owner: str, request_id: str, data: bytes) -> None:
+        """Nothing here can fail or wait."""
+        if len(data) > MAX_APPEND_BYTES or self._num_bytes + len(data) > MAX_WAITING_BYTES:
+            why = "it is too large" if len(data) > MAX_APPEND_BYTES else "the store is too slow for them"
+            logger.warning("the transcript of %s is not kept: %s", request_id, why)
+            return
+        name = _name(owner, request_id)
+        self._num_bytes += len(data) - len(self._waiting.pop(name, Waiting("", b"")).data)
+        self._waiting[name] = Waiting(owner, data)
+        self._news.set()
+
+    async def find(self, owner: str, request_id: str) -> bytes | None:
+        """Raises PagodaError where the store cannot be asked."""
+        name = _name(owner, request_id)
+        if (waiting := self._waiting.get(name)) is not None:
+            return waiting.data
+        record = await self._store.get(TRANSCRIPTS, name)
+        if record is None or record.owner != owner:
+            return None
+        parts: list[bytes] = []
+        while more := await self._store.read(_log(name), len(parts)):
+            parts += more
+        return b"".join(parts) or None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="transcripts")
+
+    async def aclose(self) -> None:
+        """Write what is left, if the store takes it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        with suppress(PagodaError, TimeoutError):
+            async with asyncio.timeout(times.USAGE_LAST_S):
+                await self.flush()
+        if self._waiting:
+            logger.warning("%d transcripts are lost: the store cannot be reached", len(self._waiting))
+
+    async def _run(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            try:
+                await self.flush()
+            except PagodaError:  # the store's guard has said so
+                await asyncio.sleep(times.STORE_REST_S)
+                self._news.set()
+            except Exception:
+                logger.exception("transcripts were not written; it is tried again")
+                await asyncio.sleep(times.STORE_REST_S)
+                self._news.set()
+
+    async def flush(self) -> None:
+        """Write what waits. Raises PagodaError; what is not written yet stays."""
+        while self._waiting:
+            name, waiting = next(iter(self._waiting.items()))
+            await self._make_room(waiting.owner)
+            await self._write(name, waiting)
+            if self._waiting.get(name) is waiting:  # and not one that has come meanwhile under the same name
+                del self._waiting[name]
+                self._num_bytes -= len(waiting.data)
+
+    async def _write(self, name: str, waiting: Waiting) -> None:
+        expires_at, log = time.time() + KEPT_S, _log(name)
+        await self._store.drop(log)
+        with suppress(Conflict):  # another gateway has one of this name in hand
+            await self._store.append(log, parts_of(waiting.data), index=0)
+        await self._store.keep_until(log, expires_at)
+        await self._store.put(TRANSCRIPTS, name, b"", owner=waiting.owner, expires_at=expires_at)
+        self._added[waiting.owner] = self._added.get(waiting.owner, 0) + 1
+
+    async def _make_room(self, owner: str) -> None:
+        if self._added.get(owner, self._spare) < self._spare:
+            return
+        names = await self._names(owner)
+        await self._drop(names[: max(0, len(names) + self._spare - self._most)])
+        if len(self._added) >= MAX_OWNERS:
+            self._added.clear()
+        self._added[owner] = 0
+
+    async def _names(self, owner: str) -> list[str]:
+        """Oldest first."""
+        found: list[str] = []
+        after = None
+        while True:
+            page = await self._store.page(TRANSCRIPTS, owner, limit=MAX_PAGE_RECORDS, after=after, newest_first=False)
+            found += [record.key for record in page.records]
+            if not page.more:
+                return found
+            after = page.records[-1].position
+
+    async def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            await self._store.delete(TRANSCRIPTS, name)
+            await self._store.drop(_log(name))
+
+
+def _name(owner: str, request_id: str) -> str:
+    """Clients may name requests, so of two tenants those of one name are told apart."""
+    return hashlib.sha256(f"{len(owner)} {owner}{request_id}".encode()).hexdigest()
+
+
+def _log(name: str) -> str:
+    return f"transcript/{name}"

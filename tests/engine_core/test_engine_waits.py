@@ -1,0 +1,109 @@
+"""Who would wait for longer than it may is told so at once, by what workers did while others waited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.engine_core.bench import Bench
+from tests.engine_core.fake_worker import make_hello
+from tests.fakes import make_record
+
+from pagoda_engine_core.dispatch.fairness import Fairness
+from pagoda_engine_core.dispatch.waiting import Rank, WaitingQueue
+from pagoda_engine_core.scheduling.policy import POLICIES
+from pagoda_engine_core.scheduling.request import Request
+from pagoda_proto.errors import ErrorCode
+
+STEP_S = 0.2
+
+
+def work(bench: Bench, until: Callable[[], bool], least_s: float = 0.0) -> None:
+    """A step at a time."""
+    began = bench.clock()
+    while not until() or bench.clock() - began < least_s:
+        bench.executor.answer_all()
+        bench.clock.advance(STEP_S)
+        bench.engine.step(0)
+
+
+def crowded(policy: str = "fcfs", queue_timeout_s: float = 10.0) -> Bench:
+    """It has two rows, answers of 10 tokens, and has had a queue: a request takes about a second of it."""
+    bench = Bench(max_rows=2, policy=policy, queue_timeout_s=queue_timeout_s)
+    bench.executor.join(1, make_hello())
+    for seed in range(8):
+        bench.submit(make_record(max_tokens=10, seed=seed))
+    work(bench, lambda: len(bench.sink.endings) == 8)
+    return bench
+
+
+def flood(bench: Bench, count: int, tenant: str = "") -> list[str]:
+    asked = [bench.submit(make_record(max_tokens=10, seed=seed, tenant=tenant)) for seed in range(count)]
+    bench.engine.step(0)
+    return asked
+
+
+def test_who_would_wait_for_too_long_is_refused_and_nobody_else_is_kept_waiting_for_so_long() -> None:
+    bench = crowded()
+    asked = flood(bench, 60)
+    refused = set(bench.sink.rejections)
+    assert 20 < len(refused) < 55
+    assert refused == set(asked[-len(refused) :])
+    for request_id in refused:
+        error = bench.sink.rejections[request_id]
+        assert error.code is ErrorCode.OVERLOADED
+        assert "would begin in about" in error.message
+        assert 5 < bench.sink.retry_after_s[request_id] < 60
+    work(bench, lambda: len(bench.sink.endings) == 8 + 60 - len(refused))
+    late = [ending for ending in bench.sink.endings.values() if ending.error_code is not None]
+    assert len(late) <= 3, "what was let in began in time, but for what is between told and true"
+
+
+def test_a_requests_own_time_is_what_counts() -> None:
+    bench = crowded(queue_timeout_s=1e6)
+    flood(bench, 60)
+    assert not bench.sink.rejections
+    hasty = bench.submit(make_record(queue_timeout_s=2.0))
+    patient = bench.submit(make_record(queue_timeout_s=600.0))
+    bench.engine.step(0)
+    assert set(bench.sink.rejections) == {hasty}
+    assert (patient, 0) in bench.sink.accepted_ids
+
+
+def test_what_one_alone_got_done_says_nothing_of_a_crowd() -> None:
+    bench = Bench(max_rows=64, queue_timeout_s=1.0)
+    bench.executor.join(1, make_hello(max_rows=64))
+    alone = bench.submit(make_record(max_tokens=40))
+    work(bench, lambda: alone in bench.sink.endings)
+    flood(bench, 100)
+    assert not bench.sink.rejections
+
+
+def test_a_tenants_flood_refuses_nobody_else_where_turns_are_fair() -> None:
+    bench = crowded("fair")
+    flood(bench, 60, "flood")
+    small = bench.submit(make_record(tenant="small"))
+    again = flood(bench, 10, "flood")
+    assert len(set(again) & set(bench.sink.rejections)) > 5
+    assert small not in bench.sink.rejections
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@settings(max_examples=30, deadline=None)
+@given(priorities=st.lists(st.integers(0, 3), max_size=12), mine=st.integers(0, 3))
+def test_who_is_ahead_is_known_before_one_comes(policy: str, priorities: list[int], mine: int) -> None:
+    queue = WaitingQueue(POLICIES[policy], Fairness(counting=False))
+    for priority in priorities:
+        queue.add(request(priority), Rank.NEW, 0.0)
+    new = request(mine)
+    ahead = queue.ahead_of(new, Rank.NEW)
+    queue.add(new, Rank.NEW, 0.0)
+    before = [queued.request for queued in queue]
+    assert ahead.num_requests == before.index(new)
+    assert ahead.num_tokens == 3 * ahead.num_requests
+
+
+def request(priority: int) -> Request:
+    return Request(make_record((1, 2, 3), priority=priority), max_output_tokens=4, now=0.0)
