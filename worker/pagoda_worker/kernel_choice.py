@@ -18,11 +18,12 @@ FLASH = "flash"
 FAMILIES = {
     "linear": (
         "pack_linear", "pack_gated", "pack_experts", "new_slots", "fill_slot", "linear", "gated_linear",
-        "activated_linear", "moe", "logits",
+        "activated_linear", "moe", "pack_heads", "head_linear", "logits",
     ),
     "pointwise": ("embed", "add_positions", "add", "rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm"),
     "attention": (
-        "new_kv_cache", "copy_blocks", "export_blocks", "import_blocks", "rope_write", "write_kv", "plan", "attend",
+        "new_kv_cache", "copy_blocks", "export_blocks", "import_blocks", "rope_write", "latent_write", "write_kv",
+        "plan", "attend",
     ),
     "sampling": ("sample", "report", "device_sampler"),
 }  # fmt: skip

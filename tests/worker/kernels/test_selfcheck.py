@@ -15,7 +15,8 @@ from pagoda_worker.kernel_choice import FAMILIES
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.library import Library
-from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps, load_native
+from pagoda_worker.kernels.cpu.load import load_native
+from pagoda_worker.kernels.cpu.native import NativeLinear, NativeOps
 from pagoda_worker.kernels.cpu.selfcheck import problems
 from pagoda_worker.kernels.ops import BackendError, Needs
 from pagoda_worker.kernels.quantized import Weight
@@ -50,6 +51,8 @@ class Wrong(NativeOps):
         packed = super().pack_linear(weight, bias, 1 if self.fault == "segments" else segments)
         if self.fault == "scales" and packed.form == (4, 16, 32, 1):
             packed.panels[0, 0] ^= 64
+        if self.fault == "floats" and packed.form == (4, 16, 32, 2):
+            packed.panels[0, 0] ^= 1  # the exponent of a scale
         return packed
 
     def activated_linear(self, x: torch.Tensor, packed: NativeLinear, activation: str) -> torch.Tensor:
@@ -63,6 +66,9 @@ class Wrong(NativeOps):
         if self.fault == "experts" or (self.fault == "crowd" and len(x) == 1):
             y[0, :3] += 1
         return y
+
+    def head_linear(self, x: torch.Tensor, packed: Any) -> torch.Tensor:
+        return super().head_linear(x, packed) * (1.5 if self.fault == "heads" else 1)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return super().rms_norm(x, weight, eps) * (2 if self.fault == "norm" else 1)
@@ -99,6 +105,8 @@ class Wrong(NativeOps):
         ("gated", "linear", "gated layers are wrong"),
         ("scales", "linear", "linear layers are wrong (4 bits, activations 16, zeros)"),
         ("activation", "linear", "layers with silu are wrong"),
+        ("floats", "linear", "linear layers are wrong (floats of 4 bits)"),
+        ("heads", "linear", "layers of heads are wrong"),
         ("experts", "linear", "experts are wrong"),
         ("crowd", "linear", "what experts say of a row depends on its neighbours"),
         ("norm", "pointwise", "norms are wrong"),

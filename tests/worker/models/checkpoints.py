@@ -84,9 +84,36 @@ NATIVE |= {
     "qwen3_moe": ("qwen3_moe", {**_MOE, "num_experts": 4, "norm_topk_prob": True, "decoder_sparse_step": 2}),
     "olmoe": ("olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
     "granite_moe": ("granitemoe", {**_GRANITE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 40,
+                            "rope_parameters": {**_YARN, "truncate": False}}),
+}  # fmt: skip
+_GROUPED = {
+    **_MOE,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "num_hidden_layers": 3,
+}
+_LATENT = {
+    **_GROUPED,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+}
+_DEEP_YARN = {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
+NATIVE |= {
+    "glm4_moe": ("glm4_moe", {**_GROUPED, "head_dim": 32, "use_qk_norm": True, "attention_bias": True}),
+    "deepseek_v2": ("deepseek_v2", {**_LATENT, "topk_method": "group_limited_greedy", "q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", {**_LATENT, "q_lora_rank": 48, "rope_parameters": _DEEP_YARN}),
 }  # fmt: skip
 # These ask kernels for everything that the others do, too: for tests that are too dear for all.
-KERNEL_FAMILIES = ["llama", "gemma2", "gemma3", "olmo3", "cohere2", "opt", "qwen2_moe"]
+KERNEL_FAMILIES = ["llama", "gemma2", "gemma3", "olmo3", "cohere2", "opt", "qwen2_moe", "gpt_oss", "deepseek_v3"]
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2_scaled": (
         "gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 1024, "scale_attn_by_inverse_layer_idx": True}
@@ -94,7 +121,6 @@ FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("phi", {}),
     "olmo": ("olmo", {}),
     "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2}),
-    "gpt_oss": ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "sliding_window": 40, "rope_parameters": _LLAMA3}),
 }  # fmt: skip
 
 

@@ -145,6 +145,15 @@ _QWEN_EXPERTS = {
     "use_sliding_window": False,
 }  # fmt: skip
 
+_LATENT = {
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "ep_size": 1,
+    "moe_layer_freq": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "attention_bias": False, "pretraining_tp": 1,
+}  # fmt: skip
+_DEEP_YARN = {
+    "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn",
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
 # Families beside Llama's, with millions of parameters.
 OTHERS: dict[str, tuple[dict[str, Any], int]] = {
     "Phi-3-mini-4k-instruct": (
@@ -211,6 +220,33 @@ OTHERS: dict[str, tuple[dict[str, Any], int]] = {
         _rms("Qwen3MoeForCausalLM", _sizes(2048, 6144, 48, (32, 4), 151936, 40960), head_dim=128, num_experts=128,
              moe_intermediate_size=768, norm_topk_prob=True, max_window_layers=48, attention_bias=False,
              rope_scaling=None, sliding_window=None, **_QWEN_EXPERTS), 30532
+    ),
+    "gpt-oss-20b": (
+        _rms("GptOssForCausalLM", _sizes(2880, 2880, 24, (64, 8), 201088, 131072), head_dim=64, num_local_experts=32,
+             sliding_window=128, initial_context_length=4096, experts_per_token=4, swiglu_limit=7.0,
+             attention_bias=True, layer_types=["sliding_attention", "full_attention"] * 12, rope_theta=150000,
+             rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
+                           "original_max_position_embeddings": 4096}, **_EXPERTS | {"num_experts_per_tok": 4}), 20915
+    ),
+    "GLM-4.5-Air": (
+        _rms("Glm4MoeForCausalLM", _sizes(4096, 10944, 46, (96, 8), 151552, 131072), head_dim=128, use_qk_norm=False,
+             attention_bias=True, partial_rotary_factor=0.5, rope_scaling=None, rope_theta=1000000,
+             moe_intermediate_size=1408, n_routed_experts=128, n_shared_experts=1, n_group=1, topk_group=1,
+             norm_topk_prob=True, routed_scaling_factor=1.0, first_k_dense_replace=1, num_nextn_predict_layers=1,
+             **_EXPERTS), 106852
+    ),
+    "DeepSeek-V2-Lite": (
+        _rms("DeepseekV2ForCausalLM", _sizes(2048, 10944, 27, (16, 16), 102400, 163840), **_LATENT, q_lora_rank=None,
+             n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1408, first_k_dense_replace=1, n_group=1,
+             topk_group=1, topk_method="greedy", scoring_func="softmax", norm_topk_prob=False, rms_norm_eps=1e-6,
+             routed_scaling_factor=1.0, rope_scaling=_DEEP_YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
+             **_EXPERTS | {"num_experts_per_tok": 6}), 15706
+    ),
+    "DeepSeek-V3": (
+        _rms("DeepseekV3ForCausalLM", _sizes(7168, 18432, 61, (128, 128), 129280, 163840), **_LATENT, q_lora_rank=1536,
+             n_routed_experts=256, n_shared_experts=1, moe_intermediate_size=2048, first_k_dense_replace=3, n_group=8,
+             topk_group=4, topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True, rms_norm_eps=1e-6,
+             routed_scaling_factor=2.5, num_nextn_predict_layers=1, rope_scaling=_DEEP_YARN, **_EXPERTS), 671026
     ),
     "OLMoE-1B-7B-0924": (
         _rms("OlmoeForCausalLM", _sizes(2048, 1024, 16, (16, 16), 50304, 4096), num_experts=64, norm_topk_prob=False,

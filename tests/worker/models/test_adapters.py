@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.worker.adapters.files import adapter_of, merged, scale_of, spelt
+from tests.worker.adapters.files import adapter_of, factors, merged, scale_of, spelt, write
 from tests.worker.kernels.levels import levels
 from tests.worker.models.checkpoints import prompts
 from tests.worker.models.conftest import Saved
@@ -32,6 +32,7 @@ MODELS = [
     "cohere",
     "granite",
     "qwen2_moe",
+    "deepseek_v3",
     "mistral",
 ]
 KERNEL_FAMILIES = ["llama3", "gemma2", "qwen2_moe"]
@@ -62,6 +63,15 @@ def test_an_adapter_computes_what_merged_weights_compute(name: str, saved: Saved
         got = logits_of(beside, tokens, [10**6], slot=0)
         assert (got - expected).abs().max() < EXACT
         assert (logits_of(beside, tokens, [10**6]) - expected).abs().max() > 100 * EXACT, "it changes nothing"
+
+
+def test_experts_take_none(saved: Saved, tmp_path: Path) -> None:
+    _, path = saved("qwen2_moe")
+    adapter, tensors = adapter_of(path, tmp_path / "adapter")
+    expert = "model.layers.0.mlp.experts.3.down_proj"
+    write(adapter, tensors | factors({expert: (64, 32)}))
+    with pytest.raises(ValueError, match=rf"a0.*experts take no adapters here: .*{expert}\.lora_A"):
+        load(path, [adapter], dtype="float32", kernels="torch")
 
 
 def log_probabilities(loaded: LoadedModel, tokens: list[int], slot: int = NO_ADAPTER) -> torch.Tensor:

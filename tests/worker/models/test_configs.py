@@ -32,6 +32,10 @@ KINDS = [
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Olmo3", "Granite", "SmolLM3", "Glm",
     "Glm4", "Starcoder2", "Cohere", "Cohere2", "GPTNeoX", "OPT", "Falcon", "Gemma", "StableLm",
 ]  # fmt: skip
+DEEP: dict[str, Any] = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20, "n_group": 4, "topk_group": 2,
+}  # fmt: skip
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 
 _LAYER_NORM = {"rms_norm_eps": None}
@@ -83,6 +87,12 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
         ("OPT", {"word_embed_proj_dim": 32}, "word_embed_proj_dim=32"),
         ("Mixtral", {}, "'num_local_experts' is missing"),
         ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 8.0}, "not supported natively: clip_qkv"),
+        ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 5.0}, "swiglu_limit=5.0"),
+        ("DeepseekV3", {**DEEP, "topk_method": "greedy"}, "topk_method='greedy'"),
+        ("DeepseekV2", {**DEEP, "norm_topk_prob": True}, "norm_topk_prob=True"),
+        ("DeepseekV2", {**DEEP, "kv_lora_rank": None}, "'kv_lora_rank' is missing"),
+        ("DeepseekV3", {**DEEP, "attention_bias": True}, "attention_bias=True"),
+        ("Glm4Moe", {**DEEP, "moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("Falcon", {"alibi": True}, "not supported natively: alibi"),
         ("Falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "is no Falcon"),
         ("Phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 8}}, "'longrope' needs long_factor"),
@@ -119,6 +129,11 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("Llama", {"num_attention_heads": 0}, "'num_attention_heads' must be from 1 to .*, got 0"),
     ("Llama", {"num_key_value_heads": 3}, "4 heads over 3 KV heads"),
     ("Llama", {"num_key_value_heads": 8}, "4 heads over 8 KV heads"),
+    ("DeepseekV3", {**DEEP, "topk_group": 1}, "3 of 8 experts cannot be chosen from 'topk_group'=1 of 'n_group'=4"),
+    ("DeepseekV3", {**DEEP, "n_group": 3}, "'n_group'=3 groups"),
+    ("DeepseekV3", {**DEEP, "n_group": 8, "topk_group": 4}, "'n_group'=8 groups"),
+    ("Glm4Moe", {**DEEP, "topk_group": 5}, "'topk_group'=5 of 'n_group'=4"),
+    ("DeepseekV2", {**DEEP, "kv_lora_rank": 33}, "kv_lora_rank=33 and qk_rope_head_dim=16 must be even"),
     ("Llama", {"hidden_size": 65}, "hidden_size=65 is no multiple of num_attention_heads=4"),
     ("Llama", {"head_dim": 15}, "of 15 dimensions"),
     ("Llama", {"num_hidden_layers": 10**9}, "'num_hidden_layers' must be from 1 to 4096, got 1000000000"),

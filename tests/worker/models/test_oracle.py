@@ -18,7 +18,11 @@ NEW_TOKENS = 24
 # Mean and largest difference of bfloat16 log-probabilities from float32 ones, in nats; logits here have a standard
 # deviation of 1 to 2. transformers in bfloat16 differs by as much.
 BF16_MEAN, BF16_MOST = 0.06, 0.6
-WITH_EXPERTS, MOSTLY = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granite_moe"}, 0.75
+WITH_EXPERTS, MOSTLY = (
+    {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granite_moe", "gpt_oss", "glm4_moe"}
+    | {"deepseek_v2", "deepseek_v3"},
+    0.75,
+)
 
 
 def choices_of(model: Any, prompt: list[int], continuation: list[int]) -> list[int]:

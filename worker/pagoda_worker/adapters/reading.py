@@ -22,6 +22,7 @@ from pagoda_worker.models.linear import Factors
 
 PREFIX = "base_model.model."
 SIDES = ("lora_A", "lora_B")
+EXPERTS = ".experts."  # in the names of their tensors
 NAMES_SHOWN = 8
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 
@@ -88,7 +89,9 @@ def _judged(entries: Mapping[str, Entry], peft: PeftConfig, modules: Mapping[str
     wanted = {own for own in modules if peft.targets(own)}
     sides = {f"{PREFIX}{own}.{side}.weight": own for own in wanted for side in SIDES}
     present = {own for tensor, own in sides.items() if tensor in entries}
-    problems = _listing("unknown tensors", set(entries) - set(sides))
+    unknown = set(entries) - set(sides)
+    experts = {tensor for tensor in unknown if EXPERTS in tensor}
+    problems = _listing("experts take no adapters here", experts) + _listing("unknown tensors", unknown - experts)
     expected = {tensor for tensor, own in sides.items() if own in present}
     problems += _listing("missing tensors", expected - set(entries))
     if not present:

@@ -28,6 +28,7 @@ SINGLE = "model.safetensors"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
 }  # fmt: skip
 LOADABLE = ("F64", "F32", "F16", "BF16")
 NAMES_SHOWN = 8
@@ -108,7 +109,13 @@ class Checkpoint:
         tensor = raw.view(*entry.shape[:-1], -1) if dtype is None else raw.view(dtype).view(entry.shape)
         return self.undone[name](tensor) if name in self.undone else tensor
 
-    def check(self, expected: Mapping[str, Wanted], ignored_suffixes: tuple[str, ...], tied: bool) -> None:
+    def check(
+        self,
+        expected: Mapping[str, Wanted],
+        ignored_suffixes: tuple[str, ...],
+        tied: bool,
+        ignored_prefixes: tuple[str, ...] = (),
+    ) -> None:
         """Compare names, shapes and dtypes with what the model needs, before anything is loaded.
 
         A tied model may carry a copy of its embedding as `lm_head.weight`.
@@ -117,6 +124,7 @@ class Checkpoint:
             CheckpointError: with everything that is missing, unexpected, misshapen or of a dtype it must not have.
         """
         extra = {name for name in self.entries if not name.endswith(ignored_suffixes)} - set(expected)
+        extra = {name for name in extra if not name.startswith(ignored_prefixes)}
         if tied:
             extra.discard("lm_head.weight")
         found = {name: self.entries[name] for name in expected if name in self.entries}

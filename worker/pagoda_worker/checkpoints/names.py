@@ -16,7 +16,11 @@ class Names:
         qkv: Queries, keys and values, or the one matrix that holds them.
         up: Gate and up, or the one matrix that holds them; without a gate, up alone.
         expert_up, expert_down: Of the experts of a layer; "{}" stands for one's number. Without it the name is that of
-            a tensor with the matrices of all, [experts, outputs, inputs].
+            a tensor with the matrices of all, [experts, outputs, inputs]; "_bias" is added to that of their biases.
+        expert_inputs_first: Such a tensor is [experts, inputs, outputs].
+        expert_turns: Gate and up take turns in it.
+        favour: What is added to experts' scores where it is asked who is chosen.
+        sinks: Of attention; one number for each head.
         grouped: Rows of `qkv` go by KV head: its query heads, its key, its value.
         transposed: Matrices are stored [inputs, outputs].
     """
@@ -29,11 +33,21 @@ class Names:
     head: str = "lm_head"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     out: str = "self_attn.o_proj"
+    query_down: str = "self_attn.q_a_proj"
+    query_latent_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    latent_down: str = "self_attn.kv_a_proj_with_mqa"
+    latent_norm: str = "self_attn.kv_a_layernorm"
+    latent_up: str = "self_attn.kv_b_proj"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     expert_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
     expert_down: str = "mlp.experts.{}.down_proj"
+    expert_inputs_first: bool = False
+    expert_turns: bool = False
+    favour: str = "mlp.gate.e_score_correction_bias"
+    sinks: str = "self_attn.sinks"
     shared_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"

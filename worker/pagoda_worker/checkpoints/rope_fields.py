@@ -149,9 +149,9 @@ def _yarn(reader: ConfigReader, plain: RopeShape) -> RopeShape:
         raise invalid(ROPE, f"'rope_theta' must be above 1 with rope type 'yarn', got {plain.theta:g}")
     factor = reader.positive("factor", 1.0)
     ours, all_dims = reader.maybe_positive("mscale"), reader.maybe_positive("mscale_all_dim")
-    magnitude = _mscale(factor, 1.0)
+    magnitude = mscale(factor, 1.0)
     if ours is not None and all_dims is not None:
-        magnitude = _mscale(factor, ours) / _mscale(factor, all_dims)
+        magnitude = mscale(factor, ours) / mscale(factor, all_dims)
     return replace(
         plain,
         factor=factor,
@@ -162,8 +162,9 @@ def _yarn(reader: ConfigReader, plain: RopeShape) -> RopeShape:
     )
 
 
-def _mscale(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+def mscale(factor: float, weight: float) -> float:
+    """By how much yarn turns up what is that many times longer."""
+    return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _longrope(reader: ConfigReader, plain: RopeShape, longest: int) -> RopeShape:

@@ -15,8 +15,14 @@ class Source(Protocol):
     def tensor(self, name: str) -> torch.Tensor:
         """A norm, a bias or the embedding, in the run dtype on the device."""
 
+    def exact(self, name: str) -> torch.Tensor:
+        """The same in float32."""
+
     def linear(self, name: str) -> Weight:
         """The matrix [N, K] of a linear layer: quantised, or in the run dtype."""
+
+    def widened(self, name: str) -> torch.Tensor:
+        """The matrix [N, K] of a linear layer in the run dtype, even if it is quantised."""
 
     def experts(self, name: str) -> Iterator[Weight]:
         """The matrices [N, K] of a tensor [E, N, K], as `linear` would have them."""
@@ -30,7 +36,7 @@ def joined(parts: list[Weight], dtype: torch.dtype) -> Weight:
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
-    if len(quantized) < len(parts) or len({(w.bits, w.group, w.activation_bits) for w in quantized}) > 1:
+    if len(quantized) < len(parts) or len({(w.bits, w.group, w.activation_bits, w.floats) for w in quantized}) > 1:
         return torch.cat([_plain(part, dtype) for part in parts])
     zeros = None
     if any(part.zeros is not None for part in quantized):

@@ -28,13 +28,33 @@ class MlpShape:
 
 @dataclass(frozen=True, kw_only=True)
 class MoeShape:
-    """Experts with a gate, `width` I each, and what every token passes beside them: times a gate of its own, if any."""
+    """Experts with a gate, `width` I each, and what every token passes beside them: times a gate of its own, if any.
+
+    `bias`: of the router and of the experts; `favour`: see `kernels.routing`.
+    """
 
     routing: Routing
     width: int  # I
     activation: str = "silu"
     shared: MlpShape | None = None
     shared_gate: bool = False
+    bias: bool = False
+    favour: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Keys and values of all heads come of one latent of `rank` numbers, and of `turning` more, which are part of keys.
+
+    A head's query has `plain` dimensions, which meet what the latent makes of them, and those that turn; its value has
+    `value`. `query_rank`: queries come of a latent, too; None: of the stream. See `models.latent`.
+    """
+
+    rank: int
+    turning: int
+    plain: int
+    value: int
+    query_rank: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +64,19 @@ class LayerSpec:
     attention: AttentionShape
     rope: RopeShape | None
     mlp: MlpShape | MoeShape
+    latent: LatentShape | None = None
+
+    @property
+    def latents(self) -> tuple[int, ...]:
+        """Their sizes."""
+        shape = self.latent
+        return () if shape is None else (shape.rank, *(() if shape.query_rank is None else (shape.query_rank,)))
+
+    @property
+    def attended(self) -> int:
+        """Inputs of `out`."""
+        heads = self.attention.num_heads
+        return heads * (self.attention.head_dim if self.latent is None else self.latent.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +92,7 @@ class DecoderSpec:
         parallel: The MLP reads what attention reads, not what comes of it.
         embed_scale: Of embeddings, rounded to the run dtype as the published models do.
         residual_scale: Of what each branch adds.
+        unused_layers: So many more, of which a checkpoint may have tensors: they guess tokens.
         spellings: Further ways in which checkpoints of the family are named.
     """
 
@@ -84,6 +118,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     final_softcap: float | None = None
     tied: bool = False
+    unused_layers: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -92,10 +127,9 @@ class DecoderSpec:
     @property
     def segments(self) -> int:
         """Into how many fall the inputs of `out` and `down`, of all layers alike; see `kernels.segments`."""
-        attention = [layer.attention for layer in self.layers]
-        attended = [one.num_heads * one.head_dim for one in attention]
+        attended = [layer.attended for layer in self.layers]
         dense = [mlp.width for layer in self.layers if (mlp := dense_mlp(layer)) is not None]
-        return num_segments([*attended, *dense], [one.num_heads for one in attention])
+        return num_segments([*attended, *dense], [layer.attention.num_heads for layer in self.layers])
 
     @property
     def ropes(self) -> tuple[RopeShape, ...]:
@@ -118,6 +152,12 @@ IGNORED_SUFFIXES = (
     ".rotary_emb.inv_freq", ".self_attn.masked_bias", ".self_attn.bias", ".attention.masked_bias", ".attention.bias",
     ".attn.masked_bias", ".attn.bias",
 )  # fmt: skip
+
+
+def unused_prefixes(spec: DecoderSpec) -> tuple[str, ...]:
+    """Of the names of tensors that a checkpoint may have besides."""
+    first = spec.num_layers
+    return tuple(spec.names.in_layer(index, "") for index in range(first, first + spec.unused_layers))
 
 
 def as_spelled(spec: DecoderSpec, found: Container[str]) -> DecoderSpec:
@@ -159,10 +199,13 @@ def linear_layers(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
 
 
 def matrices_of_all(spec: DecoderSpec) -> list[str]:
-    """The names of the matrices that every token passes, in an order that does not depend on how they are spelt."""
+    """The names of the matrices that every token passes as they are stored: neither those of experts, nor those that
+    lead to latents and back. Their order does not depend on how they are spelt.
+    """
     names, found = spec.names, []
     for index, layer in enumerate(spec.layers):
-        parts = [*names.qkv, names.out]
+        latent = (names.latent_down, names.latent_up)
+        parts = [*(part for part in _query_key_value(spec, layer) if part not in latent), names.out]
         if dense_mlp(layer) is not None:
             up, down = dense_names(names, layer)
             parts += [*up, down]
@@ -171,11 +214,8 @@ def matrices_of_all(spec: DecoderSpec) -> list[str]:
 
 
 def _layer_matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
-    names, hidden, attention = spec.names, spec.hidden_size, layer.attention
-    attended, kept = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
-    outputs = dict(zip(names.qkv, (attended, kept, kept), strict=True)) if len(names.qkv) == 3 else {}
-    outputs = outputs or {names.qkv[0]: attended + 2 * kept}
-    matrices = {part: (count, hidden) for part, count in outputs.items()} | {names.out: (hidden, attended)}
+    names, hidden = spec.names, spec.hidden_size
+    matrices = _query_key_value(spec, layer) | {names.out: (hidden, layer.attended)}
     if (dense := dense_mlp(layer)) is not None:
         up, down = dense_names(names, layer)
         matrices |= dict.fromkeys(up, ((2 if dense.gated else 1) * dense.width // len(up), hidden))
@@ -183,6 +223,27 @@ def _layer_matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int,
     if isinstance(layer.mlp, MoeShape):
         matrices |= _expert_matrices(names, layer.mlp, hidden)
     return matrices
+
+
+def _query_key_value(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
+    names, hidden, attention, latent = spec.names, spec.hidden_size, layer.attention, layer.latent
+    if latent is not None:
+        return _latent_matrices(names, latent, attention.num_heads, hidden)
+    attended, kept = (heads * attention.head_dim for heads in (attention.num_heads, attention.num_kv_heads))
+    outputs = dict(zip(names.qkv, (attended, kept, kept), strict=True)) if len(names.qkv) == 3 else {}
+    outputs = outputs or {names.qkv[0]: attended + 2 * kept}
+    return {part: (count, hidden) for part, count in outputs.items()}
+
+
+def _latent_matrices(names: Names, latent: LatentShape, heads: int, hidden: int) -> dict[str, tuple[int, int]]:
+    queries, rank = heads * (latent.plain + latent.turning), latent.query_rank
+    matrices = {names.qkv[0]: (queries, hidden)}
+    if rank is not None:
+        matrices = {names.query_down: (rank, hidden), names.query_up: (queries, rank)}
+    return matrices | {
+        names.latent_down: (latent.rank + latent.turning, hidden),
+        names.latent_up: (heads * (latent.plain + latent.value), latent.rank),
+    }
 
 
 def dense_names(names: Names, layer: LayerSpec) -> tuple[tuple[str, ...], str]:
@@ -201,13 +262,36 @@ def _expert_matrices(names: Names, moe: MoeShape, hidden: int) -> dict[str, tupl
 
 def _expert_tensors(names: Names, moe: MoeShape, hidden: int) -> dict[str, tuple[int, ...]]:
     """What there is besides matrices that may be quantised."""
-    shapes: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (moe.routing.experts, hidden)}
+    count = moe.routing.experts
+    shapes: dict[str, tuple[int, ...]] = {f"{names.router}.weight": (count, hidden)}
     if moe.shared_gate:
         shapes[f"{names.shared_gate}.weight"] = (1, hidden)
-    if "{}" not in names.expert_down:
-        shapes[names.expert_up[0]] = (moe.routing.experts, 2 * moe.width, hidden)
-        shapes[names.expert_down] = (moe.routing.experts, hidden, moe.width)
+    if moe.favour:
+        shapes[names.favour] = (count,)
+    stacks = {} if "{}" in names.expert_down else _stacks(names, moe, hidden)
+    if moe.bias:
+        shapes[f"{names.router}.bias"] = (count,)
+        shapes |= {f"{stack}_bias": (count, shape[0]) for stack, shape in stacks.items()}
+    for stack, shape in stacks.items():
+        shapes[stack] = (count, *(shape[::-1] if names.expert_inputs_first else shape))
     return shapes
+
+
+def _stacks(names: Names, moe: MoeShape, hidden: int) -> dict[str, tuple[int, int]]:
+    """Name -> (outputs, inputs) of one expert in a tensor that holds those of all."""
+    return {names.expert_up[0]: (2 * moe.width, hidden), names.expert_down: (hidden, moe.width)}
+
+
+def expert_stacks(spec: DecoderSpec) -> dict[str, tuple[int, int, int]]:
+    """Name -> (experts, outputs, inputs) of every tensor that holds the matrices of all experts of a layer."""
+    if "{}" in spec.names.expert_down:
+        return {}
+    return {
+        spec.names.in_layer(index, name): (layer.mlp.routing.experts, *shape)
+        for index, layer in enumerate(spec.layers)
+        if isinstance(layer.mlp, MoeShape)
+        for name, shape in _stacks(spec.names, layer.mlp, spec.hidden_size).items()
+    }
 
 
 def _layer_tensors(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
@@ -225,6 +309,12 @@ def _layer_tensors(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, 
     if isinstance(layer.mlp, MoeShape):
         shapes |= _expert_tensors(names, layer.mlp, hidden)
     heads = layer.attention.num_heads, layer.attention.num_kv_heads
+    if (latent := layer.latent) is not None:
+        shapes[f"{names.latent_norm}.weight"] = (latent.rank,)
+        if latent.query_rank is not None:
+            shapes[f"{names.query_latent_norm}.weight"] = (latent.query_rank,)
+    if layer.attention.sinks:
+        shapes[names.sinks] = heads[:1]
     if spec.head_norms or spec.width_norms:
         counts = heads if spec.width_norms else (1, 1)
         for norm, count in zip((names.query_norm, names.key_norm), counts, strict=True):

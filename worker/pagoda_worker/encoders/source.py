@@ -32,6 +32,12 @@ class EncoderSource:
     def tensor(self, name: str) -> torch.Tensor:
         return self.plain.tensor(name)
 
+    def exact(self, name: str) -> torch.Tensor:
+        return self.plain.exact(name)
+
+    def widened(self, name: str) -> torch.Tensor:
+        return self.plain.widened(name)
+
     def linear(self, name: str) -> Weight:
         weight = self.plain.linear(name)
         return by_rows(weight, _turned) if name in self.turned else weight

@@ -18,7 +18,7 @@ What keeps a row's bits its own, measured bit for bit by the tests:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -27,11 +27,10 @@ from torch import Tensor
 
 from pagoda_worker.kernels import paged
 from pagoda_worker.kernels.kv_cache import KVCache
-from pagoda_worker.kernels.ops import Added, AttentionShape, HeadNorm, LowRank, Rotation
+from pagoda_worker.kernels.ops import CLAMPED, Added, AttentionShape, HeadNorm, LowRank, Rotation
 from pagoda_worker.kernels.paged import PagedAttention, Plan, make_plan
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.kernels.reference import HostOps, activated, add_low_rank
-from pagoda_worker.kernels.routing import Beside, Routing, routed
+from pagoda_worker.kernels.reference import HostOps, activated, add_low_rank, gated
 from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.library_choice import bfloat16_is_native
 
@@ -97,24 +96,6 @@ class AtenOps(HostOps):
         if width % VECTOR:  # rows are apart, so that vectors end where they do
             y = F.pad(y, (0, 1))[:, :width]
         return _by_slabs(y, width, activation, lambda part: activated(part, activation))
-
-    def pack_experts(self, experts: Iterable[tuple[Weight, Weight]], count: int) -> list[tuple[Packed, Packed]]:
-        return [(self.pack_gated(gate_up), self.pack_linear(down)) for gate_up, down in experts]
-
-    def moe(
-        self,
-        x: Tensor,
-        logits: Tensor,
-        packed: Sequence[tuple[Packed, Packed]],
-        routing: Routing,
-        activation: str,
-        beside: Beside | None = None,
-    ) -> Tensor:
-        def product(expert: int, rows: Tensor) -> Tensor:
-            gate_up, down = packed[expert]
-            return self.linear(self.gated_linear(rows, gate_up, activation), down)
-
-        return routed(x, logits, routing, product, beside)
 
     def logits(
         self, hidden: Tensor, packed: Packed, softcap: float | None = None, added: Added | None = None
@@ -228,6 +209,8 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
 
 def act_mul(gate_up: Tensor, activation: str) -> Tensor:
     """gate_up [T, 2 I] -> act(gate) * up [T, I]"""
+    if activation == CLAMPED:
+        return gated(gate_up.float(), activation).to(gate_up.dtype)
     width = gate_up.shape[1] // 2
 
     def multiplied(part: Tensor) -> Tensor:

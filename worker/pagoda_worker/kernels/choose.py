@@ -138,7 +138,7 @@ def _torch(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
 
 
 def _native(device: torch.device, needs: Needs) -> tuple[Ops, dict[str, str]]:
-    from pagoda_worker.kernels.cpu.native import load_native, unfit
+    from pagoda_worker.kernels.cpu.load import load_native, unfit
     from pagoda_worker.kernels.cpu.selfcheck import problems
 
     native = load_native(device, needs)

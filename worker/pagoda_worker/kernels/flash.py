@@ -71,6 +71,8 @@ class Library:
                 f"{self.title} takes heads of a multiple of {HEAD_STEP} dimensions up to {WIDEST_HEAD}, "
                 f"this model's have {', '.join(map(str, needs.head_dims))}"
             )
+        if any(shape.sinks for shape in needs.attention):
+            return f"{self.title} knows no attention sinks, which this model has"
         if needs.block_size % self.block_multiple:
             return (
                 f"{self.title} takes blocks of a multiple of {self.block_multiple} tokens, not of {needs.block_size}: "

@@ -18,7 +18,8 @@ from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.ceilings import CeilingProbe, median_s
 from pagoda_worker.kernels.cpu.library import runnable_levels as runnable_levels
-from pagoda_worker.kernels.cpu.native import NativeOps, load_native
+from pagoda_worker.kernels.cpu.load import load_native
+from pagoda_worker.kernels.cpu.native import NativeOps
 from pagoda_worker.kernels.cpu.operations import Operation, program_of
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Needs, Rotation

@@ -31,6 +31,8 @@ from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
 T = TypeVar("T")
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+CLAMPED = "clamped"  # of gates alone: see `Ops.gated_linear`
+CLAMP, CLAMPED_GAIN = 7.0, 1.702
 Forward = Callable[["Ops", Batch, Any], tuple[Tensor, ...]]
 """What a model computes of all tokens of a batch, by the given back end: (ops, batch, caches) -> results [T, ..]."""
 
@@ -38,7 +40,7 @@ Forward = Callable[["Ops", Batch, Any], tuple[Tensor, ...]]
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
     """How one layer attends. `window` counts the visible tokens, the current one included; None sees all. Where it is
-    not `causal` a token also sees what comes after it, as many tokens as before it."""
+    not `causal` a token also sees what comes after it, as many tokens as before it. `sinks`: it is given some."""
 
     num_heads: int
     num_kv_heads: int
@@ -47,6 +49,7 @@ class AttentionShape:
     window: int | None = None
     softcap: float | None = None
     causal: bool = True
+    sinks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,15 @@ class LowRank(NamedTuple):
     b: Tensor  # [N, R]
     scales: Tensor  # [R] float32
     spans: Tensor  # [N, 2] int32
+
+
+class Expert(NamedTuple):
+    """Gate above up [2 I, H] and down [H, I], with biases [2 I] and [H] in the run dtype or without any."""
+
+    gate_up: Weight
+    down: Weight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 class Added(NamedTuple):
@@ -194,9 +206,10 @@ class Ops(Protocol):
         """
 
     def gated_linear(self, x: Tensor, packed: Any, activation: str, added: Added | None = None) -> Tensor:
-        """x [T, K] -> act(gate) * up [T, I]; activation is "silu", "gelu_tanh" or "gelu".
+        """x [T, K] -> act(gate) * up [T, I]; activation is "silu", "gelu_tanh", "gelu" or "clamped".
 
-        Gate, up and act(gate) are rounded to the dtype of x where separate operations would round them.
+        Gate, up and act(gate) are rounded to the dtype of x where separate operations would round them. "clamped" is
+        g * sigmoid(1.702 g) * (u + 1), where g is the gate, at most 7, and u is up, between -7 and 7.
         """
 
     def activated_linear(self, x: Tensor, packed: Any, activation: str, added: Added | None = None) -> Tensor:
@@ -205,8 +218,8 @@ class Ops(Protocol):
         What is activated is rounded to the dtype of x, where a separate operation would round it.
         """
 
-    def pack_experts(self, experts: Iterable[tuple[Weight, Weight]], count: int) -> Any:
-        """For each of `count` experts, gate above up [2 I, H] and down [H, I] -> a packed form of them all."""
+    def pack_experts(self, experts: Iterable[Expert], count: int, favour: Tensor | None = None) -> Any:
+        """`count` experts -> a packed form of them all; `favour` [E] float32: see `routing`."""
 
     def moe(
         self, x: Tensor, logits: Tensor, packed: Any, routing: Routing, activation: str, beside: Beside | None = None
@@ -215,6 +228,12 @@ class Ops(Protocol):
 
         Each product is rounded to the dtype of x, as those of linear layers are.
         """
+
+    def pack_heads(self, weight: Tensor) -> Any:
+        """weight [Hq, N, K], one matrix for each head, in the run dtype -> a packed form for `head_linear`."""
+
+    def head_linear(self, x: Tensor, packed: Any) -> Tensor:
+        """x [T, Hq * K], each head through its own matrix -> [T, Hq * N] in the dtype of x."""
 
     def logits(self, hidden: Tensor, packed: Any, softcap: float | None = None, added: Added | None = None) -> Tensor:
         """hidden [R, H] -> [R, V] float32, or softcap * tanh(logit / softcap) of it.
@@ -251,6 +270,22 @@ class Ops(Protocol):
         """Norm and rotate (if at all) the query and key heads of qkv [T, (Hq + 2 Hkv) D], put K and V into the cache.
 
         Returns the query heads [T, Hq, D]. `qkv` may be overwritten.
+        """
+
+    def latent_write(  # noqa: PLR0913 - the operands of one kernel
+        self,
+        query: Tensor,
+        latent: Tensor,
+        turning: Tensor,
+        rotation: Rotation | None,
+        kv: Any,
+        layer: int,
+        kv_indices: Tensor,
+    ) -> Tensor:
+        """Like `rope_write`, with queries [T, Hq * D], and with one key for all, in two parts, which is its own value.
+
+        The key is half of `turning` [T, R], half of `latent` [T, D - R], and the other halves: so dimensions that turn
+        are half a head apart. The value is what the key is before it is turned.
         """
 
     def write_kv(self, key: Tensor, value: Tensor, kv: Any, layer: int, kv_indices: Tensor) -> None:
@@ -338,6 +373,7 @@ class Needs:
     dtype: torch.dtype
     hidden_size: int = 0
     head_dims: tuple[int, ...] = ()  # of the layers
+    latents: tuple[int, ...] = ()  # sizes of what is normed besides
     inputs: tuple[int, ...] = ()  # K of every kind of linear layer
     attention: tuple[AttentionShape, ...] = ()  # of each layer
     vocab_size: int = 0

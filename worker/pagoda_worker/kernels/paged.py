@@ -23,6 +23,7 @@ from torch import Tensor
 from pagoda_worker.kernels.kv_cache import KVCache
 from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.kernels.reference import first_block
+from pagoda_worker.kernels.routing import sigmoid
 from pagoda_worker.rows.batch import Batch
 
 QUERY_SLICE = 256
@@ -253,7 +254,7 @@ class PagedAttention:
         else:
             out, log_sum = self._plain(lines, key, value, mask)
         if sinks is not None:  # a sink adds exp(sink) to the sum of the softmax
-            out = out * torch.sigmoid(log_sum - sinks.float()).unsqueeze(-1).to(out.dtype)
+            out = (out * sigmoid(log_sum - sinks.float()).unsqueeze(-1)).to(out.dtype)
         return out
 
     def _plain(self, lines: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

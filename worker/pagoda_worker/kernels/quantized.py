@@ -2,7 +2,8 @@
 
     w[n, k] = (levels[n, k] - zeros[n, g]) * scales[n, g]        g = k // group
 
-The scales of 4 bits are float16 numbers: a back end may keep them as such, and rounds what is not.
+The scales of 4 bits are float16 numbers: a back end may keep them as such, and rounds what is not. Levels of 4 bits may
+also be `floats`: then each stands for a number of E2M1, whose scales are powers of two and which has no zeros.
 
 With `activation_bits` 8 the layer's input is rounded too, each token's by itself and as it arrives:
 
@@ -25,6 +26,7 @@ import torch
 
 MAX_ACTIVATION = 127
 FAINT = 2.0**-100
+FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # E2M1, by its bits
 FAINTEST_SCALE = torch.finfo(torch.float16).tiny
 
 
@@ -35,6 +37,7 @@ class Format:
     bits: int
     group: int
     activation_bits: int
+    floats: bool = False
 
 
 FORMATS = {
@@ -53,6 +56,7 @@ class QuantizedWeight:
     zeros: torch.Tensor | None  # [N, K / group] uint8
     bits: int
     activation_bits: int
+    floats: bool = False
 
     @property
     def shape(self) -> torch.Size:
@@ -105,9 +109,23 @@ def quantize(weight: torch.Tensor, form: Format) -> QuantizedWeight:
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     """[N, K] float32"""
+    if weight.floats:
+        known = torch.tensor(FLOATS, device=weight.levels.device)
+        grouped = known[weight.levels.long()].view(len(weight.levels), -1, weight.group)
+        return (grouped * weight.scales.unsqueeze(-1)).flatten(1)
     zeros = 1 << weight.bits - 1 if weight.zeros is None else weight.zeros.float().unsqueeze(-1)
     grouped = weight.levels.reshape(len(weight.levels), -1, weight.group).float()
     return ((grouped - zeros) * weight.scales.unsqueeze(-1)).flatten(1)
+
+
+def powers(exponents: torch.Tensor) -> torch.Tensor:
+    """uint8 -> 2**(exponent - 127) float32; 0 is nothing, and 255 infinity."""
+    return (exponents.int() << 23).view(torch.float32)
+
+
+def exponents(powers: torch.Tensor) -> torch.Tensor:
+    """What `powers` made those of, as uint8."""
+    return (powers.contiguous().view(torch.int32) >> 23).to(torch.uint8)
 
 
 def round_activations(x: torch.Tensor, group: int) -> torch.Tensor:

@@ -10,9 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import Blocks, KVCache, KVShape, new_kv_cache
-from pagoda_worker.kernels.ops import Added, AttentionShape, Forward, HeadNorm, LowRank, Rotation
+from pagoda_worker.kernels.ops import (
+    CLAMP,
+    CLAMPED,
+    CLAMPED_GAIN,
+    Added,
+    AttentionShape,
+    Expert,
+    Forward,
+    HeadNorm,
+    LowRank,
+    Rotation,
+)
 from pagoda_worker.kernels.quantized import Weight, dequantize, round_activations
-from pagoda_worker.kernels.routing import Beside, Routing, routed
+from pagoda_worker.kernels.routing import Beside, Packed, Routing, routed, sigmoid
 from pagoda_worker.kernels.segments import tree_sum
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling import logprobs, sampler
@@ -37,6 +48,11 @@ class HostOps:
     own_threads = False
     integer_linear = False
     device: torch.device
+    pack_gated: Callable[[Weight, Tensor | None], Any]
+    pack_linear: Callable[[Weight, Tensor | None], Any]
+    gated_linear: Callable[[Tensor, Any, str], Tensor]
+    linear: Callable[[Tensor, Any], Tensor]
+    rope_write: Callable[[Tensor, Rotation | None, HeadNorm | None, KVCache, int, Tensor], Tensor]
 
     def record(self, forward: Forward, kv: Sequence[KVCache], max_tokens: int) -> None:
         return None
@@ -44,11 +60,52 @@ class HostOps:
     def new_slots(self, packed: Any, count: int, rank: int, *, gated: bool = False) -> list[LowRank | None]:
         return [None] * count
 
+    def pack_experts(self, experts: Iterable[Expert], count: int, favour: Tensor | None = None) -> Packed:
+        pairs = [
+            (self.pack_gated(one.gate_up, one.gate_up_bias), self.pack_linear(one.down, one.down_bias))
+            for one in experts
+        ]
+        return Packed(pairs, favour)
+
+    def moe(
+        self,
+        x: Tensor,
+        logits: Tensor,
+        packed: Packed,
+        routing: Routing,
+        activation: str,
+        beside: Beside | None = None,
+    ) -> Tensor:
+        def product(gate_up: Any, down: Any, rows: Tensor) -> Tensor:
+            return self.linear(self.gated_linear(rows, gate_up, activation), down)
+
+        return routed(x, logits, routing, packed, product, beside)
+
+    def pack_heads(self, weight: Tensor) -> list[Any]:
+        return [self.pack_linear(one, None) for one in weight]
+
+    def head_linear(self, x: Tensor, packed: list[Any]) -> Tensor:
+        parts = zip(x.chunk(len(packed), 1), packed, strict=True)
+        return torch.cat([self.linear(part.contiguous(), one) for part, one in parts], 1)
+
     def new_kv_cache(self, shape: KVShape, num_blocks: int, block_size: int) -> KVCache:
         return new_kv_cache(shape, num_blocks, block_size, self.device)
 
     def write_kv(self, key: Tensor, value: Tensor, kv: KVCache, layer: int, kv_indices: Tensor) -> None:
         kv.write(layer, kv_indices, torch.stack((key, value), 1).flatten(1).to(kv.shape.dtype))
+
+    def latent_write(  # noqa: PLR0913 - see Ops.latent_write
+        self,
+        query: Tensor,
+        latent: Tensor,
+        turning: Tensor,
+        rotation: Rotation | None,
+        kv: KVCache,
+        layer: int,
+        kv_indices: Tensor,
+    ) -> Tensor:
+        key = latent_key(latent, turning)
+        return self.rope_write(torch.cat((query, key, key), 1), rotation, None, kv, layer, kv_indices)
 
     def copy_blocks(self, kv: KVCache, pairs: Sequence[tuple[int, int]]) -> None:
         kv.copy_blocks(pairs)
@@ -98,29 +155,10 @@ class ReferenceOps(HostOps):
         return (total if packed.bias is None else total + packed.bias).to(x.dtype)
 
     def gated_linear(self, x: Tensor, packed: Plain, activation: str, added: Added | None = None) -> Tensor:
-        gate, up = self.linear(x, packed, added).chunk(2, dim=-1)
-        return activated(gate, activation) * up
+        return gated(self.linear(x, packed, added), activation)
 
     def activated_linear(self, x: Tensor, packed: Plain, activation: str, added: Added | None = None) -> Tensor:
         return activated(self.linear(x, packed, added), activation)
-
-    def pack_experts(self, experts: Iterable[tuple[Weight, Weight]], count: int) -> list[tuple[Plain, Plain]]:
-        return [(self.pack_gated(gate_up), self.pack_linear(down)) for gate_up, down in experts]
-
-    def moe(
-        self,
-        x: Tensor,
-        logits: Tensor,
-        packed: Sequence[tuple[Plain, Plain]],
-        routing: Routing,
-        activation: str,
-        beside: Beside | None = None,
-    ) -> Tensor:
-        def product(expert: int, rows: Tensor) -> Tensor:
-            gate_up, down = packed[expert]
-            return self.linear(self.gated_linear(rows, gate_up, activation), down)
-
-        return routed(x, logits, routing, product, beside)
 
     def logits(self, hidden: Tensor, packed: Plain, softcap: float | None = None, added: Added | None = None) -> Tensor:
         logits = self.linear(hidden, packed, added).float()
@@ -215,6 +253,12 @@ def first_block(batch: Batch, row: int, block_size: int, window: int | None) -> 
     return 0 if window is None else max(0, first_new - window + 1) // block_size
 
 
+def latent_key(latent: Tensor, turning: Tensor) -> Tensor:
+    """See `Ops.latent_write`."""
+    halves = [half for pair in zip(turning.chunk(2, 1), latent.chunk(2, 1), strict=True) for half in pair]
+    return torch.cat(halves, 1)
+
+
 def add_low_rank(x: Tensor, y: Tensor, added: Added | None, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """y [T, N], which may be overwritten, with what is added for x [T, K]; computed in float32, rounded once more.
 
@@ -227,6 +271,15 @@ def add_low_rank(x: Tensor, y: Tensor, added: Added | None, product: Callable[[T
         low = product(_wide(x[places]), factors.a) * factors.scales
         y[places] = (_wide(y[places]) + product(low, factors.b)).to(y.dtype)
     return y
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """gate_up [T, 2 I] -> act(gate) * up [T, I]; see `Ops.gated_linear`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation != CLAMPED:
+        return activated(gate, activation) * up
+    gate = gate.clamp(max=CLAMP)
+    return gate * sigmoid(CLAMPED_GAIN * gate) * (up.clamp(-CLAMP, CLAMP) + 1)
 
 
 def activated(x: Tensor, activation: str) -> Tensor:

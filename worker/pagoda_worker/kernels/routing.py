@@ -1,27 +1,50 @@
 """Mixture of experts around the products: which experts a token goes to, and how what they say is added.
 
-A token goes to the `chosen` experts with the highest logits, ties to the lowest id; they are its ranks. Products are
-weighted and added in the order of ranks, in float32, what every token passes (`Beside`) last, and the sum is rounded
-once. So a token's bits depend neither on which others its experts have, nor on the order in which experts compute.
+An expert's score is its logit, or the sigmoid of it with the expert's `favour` added. A token goes to the `chosen`
+experts with the highest scores, ties to the lowest id; they are its ranks. Products are weighted and added in the order
+of ranks, in float32, what every token passes (`Beside`) last, and the sum is rounded once. So a token's bits depend
+neither on which others its experts have, nor on the order in which experts compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+LEAST_SUM = 1e-20  # added to what sigmoids are divided by
+
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """`renormalised`: the weights of the chosen are a softmax over these; else over all experts."""
+    """What a router's logits mean.
+
+    Attributes:
+        renormalised: The weights of the chosen are a softmax over these, else over all experts; of sigmoids, each
+            divided by the sum of those of the chosen, else as they are.
+        scale: Of all weights.
+        groups: Experts fall into so many of one size, one after the other, and only those of the best `chosen_groups`
+            are chosen. A group is as good as its `group_top` highest scores together; ties go to the first.
+    """
 
     experts: int
     chosen: int
     renormalised: bool
+    sigmoid: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
+    group_top: int = 1
+
+
+class Packed(NamedTuple):
+    """Experts of a back end that packs each for itself: gate and up, and down. `favour`: [E] float32 or None."""
+
+    experts: Sequence[tuple[Any, Any]]
+    favour: Tensor | None
 
 
 class Beside(NamedTuple):
@@ -31,13 +54,43 @@ class Beside(NamedTuple):
     gate: Tensor | None
 
 
-def choose(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, routing: Routing, favour: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> expert ids [T, k] by rank, and their weights [T, k] float32."""
     wide = logits.float()
-    ids = wide.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen]
-    if routing.renormalised:
-        return ids, wide.gather(-1, ids).softmax(-1)
-    return ids, wide.softmax(-1).gather(-1, ids)
+    own = sigmoid(wide) if routing.sigmoid else wide
+    scores = own if favour is None else own + favour
+    if routing.chosen_groups < routing.groups:
+        scores = _of_best_groups(scores, routing)
+    ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen]
+    weights = _weights(wide, own.gather(-1, ids), ids, routing)
+    return ids, weights if routing.scale == 1.0 else weights * routing.scale
+
+
+def _weights(logits: Tensor, own: Tensor, ids: Tensor, routing: Routing) -> Tensor:
+    """Of the chosen, whose sigmoids or logits are `own` [T, k]."""
+    if routing.sigmoid:
+        return own / (_in_order(own) + LEAST_SUM).unsqueeze(-1) if routing.renormalised else own
+    return own.softmax(-1) if routing.renormalised else logits.softmax(-1).gather(-1, ids)
+
+
+def _of_best_groups(scores: Tensor, routing: Routing) -> Tensor:
+    """scores [T, E], -inf outside of the best groups."""
+    grouped = scores.view(*scores.shape[:-1], routing.groups, -1)
+    best = _in_order(grouped.sort(dim=-1, descending=True).values[..., : routing.group_top])
+    groups = best.sort(dim=-1, descending=True, stable=True).indices[:, : routing.chosen_groups]
+    others = torch.ones_like(best, dtype=torch.bool).scatter_(-1, groups, False)
+    return grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(-2)
+
+
+def _in_order(x: Tensor) -> Tensor:
+    """The sums over the last dimension, which is short, from its begin to its end."""
+    first, *others = x.unbind(-1)
+    return sum(others, first)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """By what computes every row alike: elementwise functions of torch have other bits where a thread's share ends."""
+    return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]
 
 
 def combine(products: Tensor, weights: Tensor, beside: Beside | None) -> Tensor:
@@ -47,18 +100,27 @@ def combine(products: Tensor, weights: Tensor, beside: Beside | None) -> Tensor:
         total.add_(products[:, rank].float() * weights[:, rank : rank + 1])
     if beside is not None:
         share = beside.product.float()
-        if beside.gate is not None:  # a sigmoid, by what computes every row alike
-            share = share * torch.cat((beside.gate, torch.zeros_like(beside.gate)), 1).softmax(-1)[:, :1]
+        if beside.gate is not None:
+            share = share * sigmoid(beside.gate)
         total.add_(share)
     return total.to(products.dtype)
 
 
 def routed(
-    x: Tensor, logits: Tensor, routing: Routing, run: Callable[[int, Tensor], Tensor], beside: Beside | None
+    x: Tensor,
+    logits: Tensor,
+    routing: Routing,
+    packed: Packed,
+    run: Callable[[Any, Any, Tensor], Tensor],
+    beside: Beside | None,
 ) -> Tensor:
-    """x [T, H] and the router's logits [T, E] -> [T, H]; `run` as in `by_expert`."""
-    ids, weights = choose(logits, routing)
-    return combine(by_expert(x, ids, routing.experts, run), weights, beside)
+    """x [T, H] and the router's logits [T, E] -> [T, H]; run(gate and up, down, rows [n, H]) -> their products."""
+
+    def product(expert: int, rows: Tensor) -> Tensor:
+        return run(*packed.experts[expert], rows)
+
+    ids, weights = choose(logits, routing, packed.favour)
+    return combine(by_expert(x, ids, routing.experts, product), weights, beside)
 
 
 def by_expert(x: Tensor, ids: Tensor, experts: int, run: Callable[[int, Tensor], Tensor]) -> Tensor:

@@ -222,6 +222,7 @@ def decoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: DecoderSpec | 
         needs,
         hidden_size=spec.hidden_size,
         head_dims=tuple(sorted({layer.attention.head_dim for layer in spec.layers})),
+        latents=tuple(sorted({size for layer in spec.layers for size in layer.latents})),
         inputs=tuple(sorted({inputs for _, inputs in linear_layers(spec).values()})),
         attention=tuple(layer.attention for layer in spec.layers),
         vocab_size=spec.vocab_size,
@@ -284,6 +285,8 @@ def _tell_formats(ops: Ops, dtype: torch.dtype, spec: DecoderSpec, formats: Form
     log.info("weights: %s", formats.description)
     if not ops.integer_linear:
         log.info("%s kernels have no integer arithmetic: quantised weights are widened to %s", ops.name, dtype)
+    if any(form.floats and form.bits == 8 for form in formats.forms):
+        log.info("weights: there are no kernels for float8, so they are widened to %s and take more memory", dtype)
     alone = left_alone(spec, formats)
     if alone:
         log.info("weights: %d matrices stay %s, their inputs do not fill groups: %s, ..", len(alone), dtype, alone[0])

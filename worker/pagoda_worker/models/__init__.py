@@ -34,5 +34,9 @@ _READERS = {
     "Qwen3MoeForCausalLM": "moe:read_qwen3_moe",
     "OlmoeForCausalLM": "moe:read_olmoe",
     "GraniteMoeForCausalLM": "moe:read_granite_moe",
+    "GptOssForCausalLM": "moe:read_gpt_oss",
+    "Glm4MoeForCausalLM": "glm:read_glm4_moe",
+    "DeepseekV2ForCausalLM": "deepseek:read_deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek:read_deepseek_v3",
 }
 ARCHITECTURES = {name: f"pagoda_worker.models.families.{reader}" for name, reader in _READERS.items()}

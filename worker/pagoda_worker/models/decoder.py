@@ -11,9 +11,10 @@ import torch
 
 from pagoda_worker.checkpoints.rope import RotaryTable
 from pagoda_worker.checkpoints.source import Source
-from pagoda_worker.checkpoints.spec import DecoderSpec
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import Added, AttentionShape, Cache, HeadNorm, Ops, Rotation, SlotRoom
+from pagoda_worker.models.latent import Latent, load_latent
 from pagoda_worker.models.linear import Factors, Linear, Packer
 from pagoda_worker.models.moe import Branch, load_mlp
 from pagoda_worker.models.norms import Norm, load_head_norm, load_norm
@@ -26,7 +27,7 @@ from pagoda_worker.rows.slots import TokenSlots
 class Layer:
     """One layer: its matrices, its norms by their roles (see `Names`), and where its K and V are."""
 
-    qkv: Linear
+    qkv: Linear | Latent
     out: Linear
     mlp: Branch
     norms: dict[str, Norm]
@@ -34,6 +35,12 @@ class Layer:
     attention: AttentionShape
     rope: int | None  # of the spec's
     kv: KVLayer
+    sinks: torch.Tensor | None  # see `Ops.attend`
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Those around attention that adapters may add to."""
+        return (*self.qkv.queries, self.out) if isinstance(self.qkv, Latent) else (self.qkv, self.out)
 
 
 class Decoder:
@@ -114,7 +121,7 @@ class Decoder:
     def adapted(self) -> dict[str, tuple[Linear, str]]:
         """Where adapters may add: by the checkpoint's name of a matrix the linear layer it is in, and as which part."""
         names = self.spec.names
-        layers = [(layer.qkv, layer.out, *layer.mlp.linears) for layer in self._layers]
+        layers = [(*layer.linears, *layer.mlp.linears) for layer in self._layers]
         found = {
             names.in_layer(index, part): (linear, part)
             for index, linears in enumerate(layers)
@@ -165,9 +172,20 @@ class Decoder:
     def _attend(self, x: torch.Tensor, layer: Layer, step: _Step) -> torch.Tensor:
         ops, (group, index) = self.ops, layer.kv
         kv, plan = step.kv[group], step.plan[group]
-        qkv, rotation = layer.qkv.linear(x, ops, step.slots), None if layer.rope is None else step.rotations[layer.rope]
-        query = ops.rope_write(qkv, rotation, layer.head_norm, kv, index, step.kv_indices[group])
-        return layer.out.linear(ops.attend(query, kv, index, plan, layer.attention), ops, step.slots)
+        query = self._write(x, layer, step)
+        attended = ops.attend(query, kv, index, plan, layer.attention, layer.sinks)
+        if isinstance(layer.qkv, Latent):
+            attended = layer.qkv.values(attended, ops)
+        return layer.out.linear(attended, ops, step.slots)
+
+    def _write(self, x: torch.Tensor, layer: Layer, step: _Step) -> torch.Tensor:
+        """Keys and values into the cache; returns queries [T, Hq, D]."""
+        ops, (group, index), indices = self.ops, layer.kv, step.kv_indices[layer.kv.group]
+        rotation = None if layer.rope is None else step.rotations[layer.rope]
+        if isinstance(layer.qkv, Latent):
+            return ops.latent_write(*layer.qkv.project(x, ops, step.slots), rotation, step.kv[group], index, indices)
+        qkv = layer.qkv.linear(x, ops, step.slots)
+        return ops.rope_write(qkv, rotation, layer.head_norm, step.kv[group], index, indices)
 
 
 @dataclass(frozen=True)
@@ -189,6 +207,13 @@ def _embed_scale(spec: DecoderSpec, dtype: torch.dtype) -> float | None:
     return published / spec.residual_scale
 
 
+def _load_qkv(spec: DecoderSpec, layer: LayerSpec, packer: Packer, prefix: str) -> Linear | Latent:
+    if layer.latent is not None:
+        return load_latent(spec, layer, packer, prefix)
+    names = spec.names
+    return packer.pack(prefix, names.qkv, spec.qkv_bias, order=qkv_order(layer, names.grouped))
+
+
 def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> Layer:
     layer, names, take = spec.layers[index], spec.names, packer.source.tensor
     prefix = names.in_layer(index, "")
@@ -196,7 +221,7 @@ def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> L
         role: load_norm(spec, take, prefix + norm, not role.startswith("after")) for role, norm in names.norms.items()
     }
     return Layer(
-        qkv=packer.pack(prefix, names.qkv, spec.qkv_bias, order=qkv_order(layer, names.grouped)),
+        qkv=_load_qkv(spec, layer, packer, prefix),
         out=packer.pack(prefix, [names.out], spec.out_bias, segments=spec.segments),
         mlp=load_mlp(spec, layer, packer, prefix),
         norms=norms,
@@ -204,4 +229,5 @@ def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> L
         attention=layer.attention,
         rope=None if layer.rope is None else spec.ropes.index(layer.rope),
         kv=kv,
+        sinks=packer.source.exact(prefix + names.sinks) if layer.attention.sinks else None,
     )

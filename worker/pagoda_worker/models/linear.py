@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from typing import Any
 
 import torch
 
 from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.source import Source, joined
-from pagoda_worker.checkpoints.spec import MlpShape
-from pagoda_worker.kernels.ops import Added, LowRank, Ops, SlotRoom
+from pagoda_worker.checkpoints.spec import MlpShape, MoeShape
+from pagoda_worker.kernels.ops import Added, Expert, LowRank, Ops, SlotRoom
 from pagoda_worker.kernels.quantized import Weight, by_rows
 from pagoda_worker.kernels.segments import segmented
 from pagoda_worker.rows.slots import TokenSlots
@@ -130,19 +130,33 @@ class Packer:
             return None
         return self.ops.new_slots(packed, self.room.count, num_parts * self.room.rank, gated=gated)
 
-    def pack_experts(self, prefix: str, names: Names, count: int) -> Any:
-        """Gate and up, and down, of all experts of a layer."""
-        weights: Iterable[tuple[Weight, Weight]]
+    def pack_experts(self, prefix: str, names: Names, moe: MoeShape) -> Any:
+        """Gate and up, and down, of all experts of a layer, and what decides about them besides its router."""
+        count = moe.routing.experts
+        favour = self.source.exact(prefix + names.favour) if moe.favour else None
         if "{}" in names.expert_down:
-            weights = (self._expert(prefix, names, expert) for expert in range(count))
+            experts: Iterable[Expert] = (self._expert(prefix, names, expert) for expert in range(count))
         else:
-            up, down = (self.source.experts(prefix + part) for part in (names.expert_up[0], names.expert_down))
-            weights = zip(up, down, strict=True)
-        return self.ops.pack_experts(weights, count)
+            experts = self._stacked_experts(prefix, names, moe)
+        return self.ops.pack_experts(experts, count, favour)
 
-    def _expert(self, prefix: str, names: Names, expert: int) -> tuple[Weight, Weight]:
+    def _expert(self, prefix: str, names: Names, expert: int) -> Expert:
         up = [self.source.linear(prefix + part.format(expert)) for part in names.expert_up]
-        return joined(up, self.dtype), self.source.linear(prefix + names.expert_down.format(expert))
+        return Expert(joined(up, self.dtype), self.source.linear(prefix + names.expert_down.format(expert)))
+
+    def _stacked_experts(self, prefix: str, names: Names, moe: MoeShape) -> Iterator[Expert]:
+        """Of tensors with those of all."""
+
+        def apart(rows: torch.Tensor) -> torch.Tensor:
+            return torch.cat((rows[::2], rows[1::2])) if names.expert_turns else rows
+
+        stacks = names.expert_up[0], names.expert_down
+        up, down = (self.source.experts(prefix + stack) for stack in stacks)
+        biases: list[Iterable[Any]] = [repeat(None)] * 2
+        if moe.bias:
+            biases = [self.source.tensor(f"{prefix}{stack}_bias") for stack in stacks]
+        for gate_up, one, bias, down_bias in zip(up, down, *biases, strict=moe.bias):
+            yield Expert(by_rows(gate_up, apart), one, None if bias is None else apart(bias), down_bias)
 
     def _joined(
         self, prefix: str, parts: Sequence[str], biased: bool, order: Sequence[int] | None

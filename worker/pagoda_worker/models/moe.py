@@ -59,12 +59,13 @@ def load_mlp(spec: DecoderSpec, layer: LayerSpec, packer: Packer, prefix: str) -
         return dense(moe)
 
     def small(name: str) -> Any:
-        return packer.ops.pack_linear(packer.source.tensor(f"{prefix}{name}.weight"))
+        bias = packer.source.tensor(f"{prefix}{name}.bias") if moe.bias else None
+        return packer.ops.pack_linear(packer.source.tensor(f"{prefix}{name}.weight"), bias)
 
     return Moe(
         shape=moe,
         router=small(names.router),
-        experts=packer.pack_experts(prefix, names, moe.routing.experts),
+        experts=packer.pack_experts(prefix, names, moe),
         shared=None if moe.shared is None else dense(moe.shared),
         shared_gate=small(names.shared_gate) if moe.shared_gate else None,
     )

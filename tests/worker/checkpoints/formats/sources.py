@@ -19,7 +19,13 @@ class PlainSource:
     def tensor(self, name: str) -> torch.Tensor:
         return self.take(name)
 
+    def exact(self, name: str) -> torch.Tensor:
+        return self.take(name).float()
+
     def linear(self, name: str) -> Weight:
+        return self.take(f"{name}.weight")
+
+    def widened(self, name: str) -> torch.Tensor:
         return self.take(f"{name}.weight")
 
     def experts(self, name: str) -> Iterator[Weight]:
@@ -39,8 +45,14 @@ class WeightSource:
     def tensor(self, name: str) -> torch.Tensor:
         return self.tensors[name]
 
+    def exact(self, name: str) -> torch.Tensor:
+        return self.tensors[name].float()
+
     def linear(self, name: str) -> Weight:
         return self.weights[name]
+
+    def widened(self, name: str) -> torch.Tensor:
+        return self.tensors[f"{name}.weight"]
 
     def experts(self, name: str) -> Iterator[Weight]:
         return iter(self.tensors[name])

@@ -212,7 +212,7 @@ def changed(config: dict[str, Any], **group: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "fp8"}, "quant_method='fp8' is not one of awq, compressed-tensors, gptq"),
+        ({"quant_method": "hqq"}, "quant_method='hqq' is not one of awq, compressed-tensors, fp8, gptq, mxfp4"),
         ({"bits": 4}, "quant_method=None"),
         (["gptq"], "quant_method=None"),
         (gptq_config(3), "bits=3"),

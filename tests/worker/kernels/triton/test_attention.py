@@ -103,6 +103,12 @@ def test_sinks_without_anything_else() -> None:
     compare(splitting, [(1, 1), (3, 20), (1, 400)], shape_of(6, 2, 64), torch.bfloat16, sinks=torch.randn(6) * 2)
 
 
+def test_one_line_of_latents_for_all_heads() -> None:
+    """As long as those of DeepSeek's models, and longer than any other head."""
+    compare(splitting, [(1, 1), (3, 20), (1, 300)], shape_of(5, 1, 576), torch.bfloat16)
+    compare(walking, [(9, 70)], shape_of(5, 1, 576), torch.float32)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("variant", [{}, {"window": 70, "softcap": 5.0}])
 def test_bits_depend_on_nothing_but_the_row(variant: dict[str, float], dtype: torch.dtype) -> None:

@@ -17,7 +17,7 @@ from tests.worker.fakes_model import new_row
 from tests.worker.kernels import fakes_flash
 from tests.worker.kernels.triton.support import CPU, DEVICE, batch_of, reference, shape_of, walking
 from tests.worker.kernels.triton.test_attention import compare
-from tests.worker.models.checkpoints import FALLBACK, NATIVE, make_model, prompts, save
+from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
 from tests.worker.models.harness import Harness
 from triton.runtime.errors import OutOfResources
 
@@ -241,12 +241,22 @@ def test_what_it_cannot_serve_is_said(changes: dict[str, Any], words: str, monke
         load_flash(walking, replace(NEEDS, **changes))
 
 
-def test_sinks_are_refused_where_they_are_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "knows no attention sinks, which this model has"),
+        ({"swiglu_limit": 5.0}, "no attention sinks: choose attention=triton"),  # through transformers, which has some
+    ],
+)
+def test_sinks_are_refused_where_they_are_met(
+    changes: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fakes_flash.install(monkeypatch, 3)
     monkeypatch.setattr(load, "verdict", lambda *_: Verdict())
     monkeypatch.setattr(trial, "problem", lambda *_: "")
-    path = save(make_model(*FALLBACK["gpt_oss"]), tmp_path, torch.bfloat16)
-    with pytest.raises(BackendError, match="no attention sinks: choose attention=triton"):
+    model_type, own = NATIVE["gpt_oss"]
+    path = save(make_model(model_type, own | changes), tmp_path, torch.bfloat16)
+    with pytest.raises(BackendError, match=words):
         load_model(WorkerConfig(model=str(path), kernels="triton,attention=flash", dtype="bfloat16"))
 
 

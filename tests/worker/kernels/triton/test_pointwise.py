@@ -9,7 +9,7 @@ from tests.worker.kernels.triton.support import DEVICE, DTYPES, assert_close, re
 from tests.worker.kernels.triton.support import walking as ops
 
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import BackendError, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import CLAMPED, BackendError, Expert, HeadNorm, Rotation
 from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.kernels.triton.pointwise import act_mul
 
@@ -133,11 +133,30 @@ def test_experts(tokens: int) -> None:
     up, down = torch.randn(6, 64, 32, generator=generator) / 6, torch.randn(6, 32, 32, generator=generator) / 6
     x, logits = torch.randn(tokens, 32, generator=generator), torch.randn(tokens, 6, generator=generator)
     beside, gate = torch.randn(tokens, 32, generator=generator), torch.randn(tokens, 1, generator=generator)
-    stacked = ops.pack_experts(zip(up.to(DEVICE), down.to(DEVICE), strict=True), 6)
-    wide = reference.pack_experts(zip(up.double(), down.double(), strict=True), 6)
+    stacked = ops.pack_experts(map(Expert, up.to(DEVICE), down.to(DEVICE)), 6)
+    wide = reference.pack_experts(map(Expert, up.double(), down.double()), 6)
     there = [one.to(DEVICE) for one in (x, logits, beside, gate)]
     got = ops.moe(there[0], there[1], stacked, routing, "silu", Beside(there[2], there[3]))
     assert_close(got, reference.moe(x.double(), logits, wide, routing, "silu", Beside(beside.double(), gate)))
+
+
+@pytest.mark.parametrize("tokens", [2, 9])
+def test_experts_with_biases_and_favour(tokens: int) -> None:
+    routing, generator = Routing(experts=6, chosen=2, renormalised=True, sigmoid=True, scale=2.0), torch.Generator()
+    sizes = (6, 64, 32), (6, 32, 32), (6, 64), (6, 32)
+    weights = [torch.randn(size, generator=generator.manual_seed(3)) for size in sizes]
+    x, logits = torch.randn(tokens, 32, generator=generator), torch.randn(tokens, 6, generator=generator)
+    favour = torch.tensor([0.0, 0.5, 0.0, -0.5, 0.0, 0.0])
+    packed = ops.pack_experts(map(Expert, *(one.to(DEVICE) for one in weights)), 6, favour.to(DEVICE))
+    wide = reference.pack_experts(map(Expert, *(one.double() for one in weights)), 6, favour)
+    got = ops.moe(x.to(DEVICE), logits.to(DEVICE), packed, routing, CLAMPED)
+    assert_close(got, reference.moe(x.double(), logits, wide, routing, CLAMPED))
+
+
+def test_layers_of_heads() -> None:
+    weight, x = torch.randn(3, 20, 16), torch.randn(5, 48)
+    got = ops.head_linear(x.to(DEVICE), ops.pack_heads(weight.to(DEVICE)))
+    assert_close(got, reference.head_linear(x.double(), reference.pack_heads(weight.double())))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,8 +1,8 @@
 """Quantised checkpoints: which method config.json names, and what each method stores in place of a matrix.
 
 A method says for every linear layer how it is packed, or that it is not. What a packing stores is checked by headers
-like any other tensor, and comes down to `QuantizedWeight`. To add one: a function `read(fields, where) -> Layout` and a
-line in `METHODS`.
+like any other tensor, and comes down to `QuantizedWeight`, or is widened. To add one: a function
+`read(fields, where) -> Layout` and a line in `METHODS`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from typing import Any
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
 from pagoda_worker.checkpoints.formats.awq import read_awq
 from pagoda_worker.checkpoints.formats.compressed import read_compressed
+from pagoda_worker.checkpoints.formats.fp8 import read_fp8
 from pagoda_worker.checkpoints.formats.gptq import read_gptq
 from pagoda_worker.checkpoints.formats.layout import Layout
+from pagoda_worker.checkpoints.formats.mxfp4 import read_mxfp4
 
 FIELD = "quantization_config"
 METHODS: dict[str, Callable[[dict[str, Any], str], Layout]] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed,
+    "fp8": read_fp8,
     "gptq": read_gptq,
+    "mxfp4": read_mxfp4,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,7 +10,7 @@ import torch
 
 from pagoda_worker.checkpoints.checkpoint import Wanted
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
-from pagoda_worker.kernels.quantized import Format, QuantizedWeight
+from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight
 
 WORD_BITS = 32
 
@@ -52,8 +52,22 @@ class Packing(Protocol):
             UnsupportedConfig: they ask for something that is not loaded.
         """
 
-    def read(self, stored: Stored) -> QuantizedWeight:
-        """Headers and faults have been looked at before."""
+    def read(self, stored: Stored) -> Weight:
+        """In float32, if it is widened. Headers and faults have been looked at before."""
+
+
+class StackPacking(Protocol):
+    """How tensors are stored that hold the matrices of all experts of a layer, [experts E, outputs N, inputs K]."""
+
+    @property
+    def form(self) -> Format:
+        """Of what is read."""
+
+    def tensors(self, name: str, shape: tuple[int, int, int]) -> dict[str, Wanted]:
+        """What stands in place of the tensor, and what the headers must say. Raises as `Packing.tensors` does."""
+
+    def read(self, name: str, take: Callable[[str], torch.Tensor]) -> Iterator[QuantizedWeight]:
+        """Expert by expert; `take` gives a tensor as it is stored."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +76,7 @@ class Layout:
 
     method: str
     packing_of: Callable[[str], Packing | None]  # of a linear layer by name; None: it is stored as it is
+    stacks: StackPacking | None = None
 
 
 def num_groups(where: str, shape: tuple[int, int], group: int) -> int:

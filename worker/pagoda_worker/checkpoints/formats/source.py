@@ -9,10 +9,17 @@ import torch
 
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, CheckpointError, Wanted
 from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
-from pagoda_worker.checkpoints.formats.layout import Layout, Packing, Stored
+from pagoda_worker.checkpoints.formats.layout import Layout, Packing, StackPacking, Stored
 from pagoda_worker.checkpoints.source import joined
-from pagoda_worker.checkpoints.spec import IGNORED_SUFFIXES, DecoderSpec, expected_tensors, linear_layers
-from pagoda_worker.kernels.quantized import FORMATS, Format, Weight, quantize
+from pagoda_worker.checkpoints.spec import (
+    IGNORED_SUFFIXES,
+    DecoderSpec,
+    expected_tensors,
+    expert_stacks,
+    linear_layers,
+    unused_prefixes,
+)
+from pagoda_worker.kernels.quantized import FORMATS, Format, Weight, dequantize, quantize
 
 # At 4 bits the output matrix costs more accuracy than its bytes are worth: its errors go straight into the logits.
 # llama.cpp keeps it wider than the layers, too.
@@ -25,21 +32,27 @@ class Formats:
     """In which format each matrix comes, found out from config.json and the options before anything is read."""
 
     packings: Mapping[str, Packing] = field(default_factory=dict)  # by linear layer
+    stacks: Mapping[str, StackPacking] = field(default_factory=dict)  # by tensor
     layers: Format | None = None  # what the matrices of the layers are quantised to
     activation_bits: int | None = None  # instead of what the packings say
+
+    @property
+    def forms(self) -> set[Format]:
+        return {one.form for one in self.packings.values()} | {one.form for one in self.stacks.values()}
 
     @property
     def description(self) -> str:
         """For the log and for `numerics_id`."""
         if self.layers is not None:
             return f"{describe(self.layers)}, head int8"
-        forms = {packing.form for packing in self.packings.values()}
-        bits = self.activation_bits
+        bits, forms = self.activation_bits, self.forms
         kinds = {describe(form if bits is None else replace(form, activation_bits=bits)) for form in forms}
         return " and ".join(sorted(kinds)) or "as stored"
 
 
 def describe(form: Format) -> str:
+    if form.floats:
+        return f"float{form.bits} group {form.group}"
     grouped = f" group {form.group}" if form.group else ""
     activations = f", activations int{form.activation_bits}" if form.activation_bits < 16 else ""
     return f"int{form.bits}{grouped}{activations}"
@@ -54,14 +67,22 @@ def choose_formats(spec: DecoderSpec, layout: Layout | None, quantization: str) 
     if layout is None:
         return Formats(layers=FORMATS[quantization] if quantization else None)
     packings = {linear: packing for linear in linear_layers(spec) if (packing := layout.packing_of(linear)) is not None}
+    stacks = {} if layout.stacks is None else dict.fromkeys(expert_stacks(spec), layout.stacks)
+    if layout.stacks is not None and not stacks:
+        raise UnsupportedConfig(
+            f"quantization_config: {layout.method} is for experts that lie in one tensor, and this model has none"
+        )
+    as_stored = Formats(packings=packings, stacks=stacks)
     if not quantization:
-        return Formats(packings=packings)
-    kinds = {(packing.form.bits, packing.form.activation_bits) for packing in packings.values()}
-    if quantization != "int4" or (4, 16) not in kinds or kinds - {(4, 16), (8, 8)}:
-        described = Formats(packings=packings).description
+        return as_stored
+    kinds = {(form.bits, form.activation_bits) for form in as_stored.forms}
+    floats = any(form.floats for form in as_stored.forms)
+    if quantization != "int4" or (4, 16) not in kinds or kinds - {(4, 16), (8, 8)} or floats:
+        described = as_stored.description
         raise UnsupportedConfig(
             f"quantization={quantization!r}: the checkpoint is quantised already ({layout.method}: {described}); only "
-            "int4 is possible, with 4-bit weights, and rounds the activations to int8. Leave it empty to serve as it is"
+            "int4 is possible, with whole weights of 4 bits, and rounds activations to int8. Leave it empty to serve "
+            "as it is"
         )
     return Formats(packings=packings, activation_bits=8)
 
@@ -86,20 +107,38 @@ class CheckpointSource:
     def tensor(self, name: str) -> torch.Tensor:
         return self.checkpoint.get(name, self.dtype, self.device)
 
+    def exact(self, name: str) -> torch.Tensor:
+        return self.checkpoint.get(name, torch.float32, self.device)
+
     def linear(self, name: str) -> Weight:
         packing = self.formats.packings.get(name)
         if packing is not None:
-            weight = packing.read(stored_layer(self.checkpoint, name, self.shapes[name], self.device))
-            bits = self.formats.activation_bits
-            return weight if bits is None else replace(weight, activation_bits=bits)
+            weight, bits = self._unpacked(name, packing), self.formats.activation_bits
+            return weight if bits is None or isinstance(weight, torch.Tensor) else replace(weight, activation_bits=bits)
         layers = self.formats.layers
         form = HEAD_FORMAT if layers is not None and name == self.head else layers
         stored = self.checkpoint.stored(f"{name}.weight")
         return self._rounded(stored.t().contiguous() if name in self.transposed else stored, form)
 
+    def widened(self, name: str) -> torch.Tensor:
+        """What the option would quantise is left as it is."""
+        packing = self.formats.packings.get(name)
+        if packing is None:
+            return self.tensor(f"{name}.weight")
+        weight = self._unpacked(name, packing)
+        return weight if isinstance(weight, torch.Tensor) else dequantize(weight).to(self.dtype)
+
+    def _unpacked(self, name: str, packing: Packing) -> Weight:
+        weight = packing.read(stored_layer(self.checkpoint, name, self.shapes[name], self.device))
+        return weight.to(self.dtype) if isinstance(weight, torch.Tensor) else weight
+
     def experts(self, name: str) -> Iterator[Weight]:
+        packing = self.formats.stacks.get(name)
+        if packing is not None:
+            yield from packing.read(name, lambda part: self.checkpoint.stored(part).to(self.device))
+            return
         for matrix in self.checkpoint.stored(name):
-            yield self._rounded(matrix, self.formats.layers)
+            yield self._rounded(matrix.t().contiguous() if name in self.transposed else matrix, self.formats.layers)
 
     def _rounded(self, stored: torch.Tensor, form: Format | None) -> Weight:
         if form is None or not divides(form, (stored.shape[0], stored.shape[1])):
@@ -125,7 +164,11 @@ def open_source(
         del wanted[f"{linear}.weight"]
         packed = packing.tensors(linear, shapes[linear])
         wanted = {f"{linear}.{suffix}": one for suffix, one in packed.items()} | wanted
-    checkpoint.check(wanted, IGNORED_SUFFIXES, spec.tied)
+    stacks = expert_stacks(spec)
+    for name, stack in formats.stacks.items():
+        del wanted[name]
+        wanted |= stack.tensors(name, stacks[name])
+    checkpoint.check(wanted, IGNORED_SUFFIXES, spec.tied, unused_prefixes(spec))
     problems: list[str] = []
     for linear, packing in formats.packings.items():
         stored = stored_layer(checkpoint, linear, shapes[linear], torch.device("cpu"))
@@ -137,12 +180,18 @@ def open_source(
     return CheckpointSource(
         checkpoint=checkpoint,
         head=spec.names.head,
-        transposed=frozenset(shapes) - {spec.names.head} if spec.names.transposed else frozenset(),
+        transposed=_transposed(spec),
         shapes=shapes,
         formats=formats,
         dtype=dtype,
         device=device,
     )
+
+
+def _transposed(spec: DecoderSpec) -> frozenset[str]:
+    names = spec.names
+    stacks = expert_stacks(spec) if names.expert_inputs_first else ()
+    return frozenset(stacks) | (frozenset(linear_layers(spec)) - {names.head} if names.transposed else frozenset())
 
 
 def stored_layer(checkpoint: Checkpoint, linear: str, shape: tuple[int, int], device: torch.device) -> Stored:

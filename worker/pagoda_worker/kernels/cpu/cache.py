@@ -10,9 +10,11 @@ import torch
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.operations import LayerCache
 from pagoda_worker.kernels.kv_cache import SCALE_DTYPE, Blocks, KVShape
+from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.rows.batch import Batch
 
 GROUP = 16  # tokens that lie side by side; see csrc/attention.h
+MAX_QUANTIZED_DIM = 256  # sums of more products than that overflow
 WORD_BYTES = 4  # of neighbouring dimensions of a key, or tokens of a value
 
 
@@ -54,6 +56,11 @@ class NativeKVCache:
 
 
 def new_native_cache(shape: KVShape, num_blocks: int, block_size: int) -> NativeKVCache:
+    if shape.quantized and shape.head_dim > MAX_QUANTIZED_DIM:
+        raise BackendError(
+            f"kernels: native keeps keys and values in int8 for heads of up to {MAX_QUANTIZED_DIM} dimensions, "
+            f"not {shape.head_dim}"
+        )
     tokens = shape.num_kv_heads * block_size
 
     def layers(width: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -17,9 +17,10 @@ MOST_EXPERTS, MOST_CHOSEN = 1024, 64  # see csrc/experts.h
 
 
 class Stack(NamedTuple):
-    """The same matrix of all experts. `panels` [E, ..]: of each, as `NativeLinear` has them."""
+    """The same matrix of all experts. `panels` [E, ..] and `bias` [E, ..]: of each, as `NativeLinear` has them."""
 
     panels: Tensor
+    bias: Tensor | None
     n: int
     k: int
     form: Form
@@ -28,9 +29,10 @@ class Stack(NamedTuple):
 class NativeExperts(NamedTuple):
     gate_up: Stack
     down: Stack
+    favour: Tensor | None
 
 
-def stacked(packed: Iterable[tuple[NativeLinear, NativeLinear]], count: int) -> NativeExperts:
+def stacked(packed: Iterable[tuple[NativeLinear, NativeLinear]], count: int, favour: Tensor | None) -> NativeExperts:
     """Gate and up, and down, of `count` experts, which are let go of one by one.
 
     Raises:
@@ -39,14 +41,20 @@ def stacked(packed: Iterable[tuple[NativeLinear, NativeLinear]], count: int) -> 
     stacks: list[Stack] = []
     for expert, pair in enumerate(packed):
         if not stacks:
-            stacks = [
-                Stack(pages(count, *one.panels.shape, dtype=one.panels.dtype), one.n, one.k, one.form) for one in pair
-            ]
+            stacks = [_room(count, one) for one in pair]
         for stack, one in zip(stacks, pair, strict=True):
-            if (one.n, one.k, one.form) != stack[1:]:
+            if (one.n, one.k, one.form) != (stack.n, stack.k, stack.form):
                 raise BackendError("kernels: native needs the experts of a layer quantised alike")
             stack.panels[expert] = one.panels
-    return NativeExperts(*stacks)
+            if stack.bias is not None and one.bias is not None:
+                stack.bias[expert] = one.bias
+    gate_up, down = stacks
+    return NativeExperts(gate_up, down, favour)
+
+
+def _room(count: int, one: NativeLinear) -> Stack:
+    bias = None if one.bias is None else one.bias.new_empty(count, len(one.bias))
+    return Stack(pages(count, *one.panels.shape, dtype=one.panels.dtype), bias, one.n, one.k, one.form)
 
 
 def run(  # noqa: PLR0913 - what Ops.moe is given
@@ -71,14 +79,14 @@ def run(  # noqa: PLR0913 - what Ops.moe is given
 
     def through(stack: Stack, source: Tensor, target: Tensor, activation: int) -> Experts:
         return Experts(
-            x=source, panels=stack.panels, y=target, order=order, n=stack.n, k=stack.k, activation=activation,
-            **sizes, unused=0, form=stack.form,
+            x=source, panels=stack.panels, y=target, order=order, bias=stack.bias, n=stack.n, k=stack.k,
+            activation=activation, **sizes, unused=0, form=stack.form,
         )  # fmt: skip
 
     product, gate = beside or (None, None)
     y = tape.buffer(tokens, packed.down.n, torch.bfloat16)
     for operation in (
-        Route(logits=logits, ids=ids, weights=weights, **sizes, renormalised=int(routing.renormalised)),
+        _route(routing, logits, packed.favour, ids, weights),
         Sort(ids=ids, order=order, **sizes),
         Gather(x=x, order=order, y=rows, dim=x.shape[1], **sizes),
         through(packed.gate_up, rows, middle, activation),
@@ -89,3 +97,11 @@ def run(  # noqa: PLR0913 - what Ops.moe is given
     ):
         tape.take(operation, num_tokens=tokens)
     return y
+
+
+def _route(routing: Routing, logits: Tensor, favour: Tensor | None, ids: Tensor, weights: Tensor) -> Route:
+    return Route(
+        logits=logits, ids=ids, weights=weights, favour=favour, experts=routing.experts, chosen=routing.chosen,
+        renormalised=int(routing.renormalised), sigmoid=int(routing.sigmoid), groups=routing.groups,
+        chosen_groups=routing.chosen_groups, group_top=routing.group_top, scale=routing.scale,
+    )  # fmt: skip

@@ -19,13 +19,14 @@ from pagoda_worker.kernels.cpu import build
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.cpu.operations import STRUCTS, Form, Op
 from pagoda_worker.kernels.ops import BackendError
-from pagoda_worker.kernels.quantized import QuantizedWeight
+from pagoda_worker.kernels.quantized import QuantizedWeight, exponents
 
 # Raised, here and in csrc/pagoda.cpp, when a function or a struct of the library changes: one of another build is then
 # refused. What changes bits raises `numerics.NUMERICS_VERSION` instead.
-ABI = 14
+ABI = 15
 LEVELS = tuple(level.name for level in build.LEVELS)
 PANEL = 32  # columns of a packed panel
+FLOAT_LEVELS = 2  # of `QuantForm.levels`
 PAIR = 2  # inputs that are multiplied at once
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
@@ -80,7 +81,7 @@ class QuantForm(ctypes.Structure):
         ("bits", ctypes.c_int32),
         ("input_bits", ctypes.c_int32),
         ("group", ctypes.c_int32),
-        ("has_zeros", ctypes.c_int32),
+        ("levels", ctypes.c_int32),
     ]
 
 
@@ -98,7 +99,15 @@ class QuantSource(ctypes.Structure):
 
 
 def quant_form(weight: QuantizedWeight) -> Form:
-    return weight.bits, weight.activation_bits, weight.group, int(weight.zeros is not None)
+    levels = FLOAT_LEVELS if weight.floats else int(weight.zeros is not None)
+    return weight.bits, weight.activation_bits, weight.group, levels
+
+
+def _scales(weight: QuantizedWeight) -> torch.Tensor:
+    """As `QuantSource` has them."""
+    if weight.floats:
+        return exponents(weight.scales)
+    return weight.scales.to(torch.float16 if weight.bits == 4 else torch.float32)
 
 
 def make_step(**fields: object) -> Step:
@@ -180,7 +189,7 @@ class Library:
         """-> [ceil(n / 32), bytes of a panel] uint8, laid out as csrc/quant.h says."""
         n, k = weight.levels.shape
         levels, form = weight.levels.contiguous(), QuantForm(*quant_form(weight))
-        scales = weight.scales.to(torch.float16 if weight.bits == 4 else torch.float32).contiguous()
+        scales = _scales(weight).contiguous()
         zeros = None if weight.zeros is None else weight.zeros.contiguous()
         source = QuantSource(
             form=form,

@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pagoda_proto.steps import TopLogprobs
-from pagoda_worker.cores import placement
-from pagoda_worker.kernels.cpu import cache, experts, low_rank, sampling
+from pagoda_worker.kernels.cpu import cache, experts, heads, low_rank, sampling
 from pagoda_worker.kernels.cpu import library as lib
 from pagoda_worker.kernels.cpu.cache import NativeKVCache
 from pagoda_worker.kernels.cpu.operations import (
@@ -37,12 +36,12 @@ from pagoda_worker.kernels.cpu.operations import (
 from pagoda_worker.kernels.cpu.program import Program, Recording
 from pagoda_worker.kernels.ops import (
     ACTIVATIONS,
+    CLAMPED,
     Added,
     AttentionShape,
-    BackendError,
+    Expert,
     Forward,
     HeadNorm,
-    Needs,
     Rotation,
 )
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, by_rows, dequantize
@@ -52,10 +51,10 @@ from pagoda_worker.sampling.device_sampler import greedy_sampler
 from pagoda_worker.sampling.sampler import Fault, RowState, Sample
 
 LANES = 16  # kernels work on so many values at a time; sizes are multiples of it
-MAX_HEAD_DIM = 256
 ATTENTION_SPLIT = 256  # keys that are summed up at a time; see SPLIT in csrc/attention.h
 BIAS_MARGIN = 64  # keys that attention reads a bias for beyond the last
 FORMS = ((8, 8), (4, 8), (4, 16))  # (weight bits, activation bits) that there are kernels for
+FLOAT_FORM = (4, 16)
 GROUP = 32  # inputs that share a scale are a multiple of so many
 MAX_GROUP = 65536  # whole numbers of 8 times 8 bits that can be added up in 32
 BF16_FORM = (16, 16, 0, 0)
@@ -147,14 +146,19 @@ class NativeOps:
         return self._linear(x, packed, torch.bfloat16, added=added)
 
     def gated_linear(self, x: Tensor, packed: NativeLinear, activation: str, added: Added | None = None) -> Tensor:
-        return self._linear(x, packed, torch.bfloat16, 1 + ACTIVATIONS.index(activation), added=added)
+        return self._linear(x, packed, torch.bfloat16, _gate(activation), added=added)
 
     def activated_linear(self, x: Tensor, packed: NativeLinear, activation: str, added: Added | None = None) -> Tensor:
         return self._linear(x, packed, torch.bfloat16, -1 - ACTIVATIONS.index(activation), added=added)
 
-    def pack_experts(self, weights: Iterable[tuple[Weight, Weight]], count: int) -> experts.NativeExperts:
-        pairs = ((self.pack_gated(gate_up), self.pack_linear(down)) for gate_up, down in weights)
-        return experts.stacked(pairs, count)
+    def pack_experts(
+        self, weights: Iterable[Expert], count: int, favour: Tensor | None = None
+    ) -> experts.NativeExperts:
+        pairs = (
+            (self.pack_gated(one.gate_up, one.gate_up_bias), self.pack_linear(one.down, one.down_bias))
+            for one in weights
+        )
+        return experts.stacked(pairs, count, favour)
 
     def moe(
         self,
@@ -167,8 +171,13 @@ class NativeOps:
     ) -> Tensor:
         if beside is not None:
             beside = Beside(beside.product.contiguous(), beside.gate)
-        gated = 1 + ACTIVATIONS.index(activation)
-        return experts.run(self._tape, x.contiguous(), logits, packed, routing, gated, beside)
+        return experts.run(self._tape, x.contiguous(), logits, packed, routing, _gate(activation), beside)
+
+    def pack_heads(self, weight: Tensor) -> heads.NativeHeads:
+        return heads.packed(self.library, weight)
+
+    def head_linear(self, x: Tensor, packed: heads.NativeHeads) -> Tensor:
+        return heads.run(self._tape, x.contiguous(), packed)
 
     def logits(
         self, hidden: Tensor, packed: NativeLinear, softcap: float | None = None, added: Added | None = None
@@ -253,10 +262,28 @@ class NativeOps:
         layer: int,
         kv_indices: Tensor,
     ) -> Tensor:
-        if rotation is None:
-            return self._write(qkv, kv, layer, kv_indices, norm)
-        tables = (rotation.cos_table, rotation.sin_table)
-        return self._write(qkv, kv, layer, kv_indices, norm, tables, positions=rotation.positions)
+        *tables, positions = _tables(rotation)
+        return self._write(qkv, kv, layer, kv_indices, norm, tables, positions)
+
+    def latent_write(  # noqa: PLR0913 - see Ops.latent_write
+        self,
+        query: Tensor,
+        latent: Tensor,
+        turning: Tensor,
+        rotation: Rotation | None,
+        kv: NativeKVCache,
+        layer: int,
+        kv_indices: Tensor,
+    ) -> Tensor:
+        dim = kv.shape.head_dim
+        cos, sin, positions = _tables(rotation)
+        q = self._tape.buffer(len(query), query.shape[1], torch.bfloat16)
+        operation = RopeKv(
+            qkv=query, q=q, kv=self._layer(kv, layer), cos=cos, sin=sin, norm=None,
+            heads=query.shape[1] // dim, eps=0.0, latent=latent, turning=turning, turns=turning.shape[1],
+        )  # fmt: skip
+        self._tape.take(operation, num_tokens=len(query), positions=positions, kv_indices=kv_indices)
+        return q.view(len(q), -1, dim)
 
     def write_kv(self, key: Tensor, value: Tensor, kv: NativeKVCache, layer: int, kv_indices: Tensor) -> None:
         self._write(torch.cat((key.flatten(1), value.flatten(1)), 1), kv, layer, kv_indices)
@@ -268,7 +295,7 @@ class NativeOps:
         layer: int,
         kv_indices: Tensor,
         norm: HeadNorm | None = None,
-        tables: tuple[Tensor | None, Tensor | None] = (None, None),
+        tables: Sequence[Tensor | None] = (None, None),
         positions: Tensor | None = None,
     ) -> Tensor:
         head_dim, num_kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
@@ -342,10 +369,22 @@ class NativeOps:
     device_sampler = staticmethod(greedy_sampler)
 
 
+def _tables(rotation: Rotation | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Cosines, sines, and whose they are at which positions."""
+    return (None, None, None) if rotation is None else (rotation.cos_table, rotation.sin_table, rotation.positions)
+
+
+def _gate(activation: str) -> int:
+    """Of gate and up, as `LinearOp` in csrc/program.h has it."""
+    return 1 + (*ACTIVATIONS, CLAMPED).index(activation)
+
+
 def _has_kernel(weight: QuantizedWeight) -> bool:
     known = (weight.bits, weight.activation_bits) in FORMS and weight.group % GROUP == 0 and weight.group <= MAX_GROUP
     if not known or weight.bits != 4:
         return known
+    if weight.floats:
+        return (weight.bits, weight.activation_bits) == FLOAT_FORM
     half, largest = torch.finfo(torch.float16), weight.scales.abs().max().item()
     return half.tiny <= largest <= half.max  # what is subnormal beside a largest that is not is next to nothing
 
@@ -355,25 +394,3 @@ def _side_by_side(gate_up: Tensor) -> Tensor:
     halves = gate_up.reshape(2, -1, *gate_up.shape[1:])
     padded = F.pad(halves, (0, 0) * (halves.dim() - 2) + (0, -halves.shape[1] % LANES))
     return padded.view(2, -1, LANES, *gate_up.shape[1:]).transpose(0, 1).flatten(0, 2)
-
-
-def load_native(device: torch.device, needs: Needs) -> NativeOps:
-    """Raises BackendError, saying why, when these kernels cannot serve a model with such needs on this machine."""
-    if device.type != "cpu":
-        raise BackendError(f"kernels: native runs on cpu, not on {device.type}")
-    if needs.dtype != torch.bfloat16:
-        raise BackendError(f"kernels: native computes in bfloat16, not in {str(needs.dtype).removeprefix('torch.')}")
-    if not needs.hidden_size:
-        raise BackendError("kernels: native does not run models through transformers")
-    if needs.hidden_size % LANES or any(dim % LANES or dim > MAX_HEAD_DIM for dim in needs.head_dims):
-        raise BackendError(
-            f"kernels: native needs sizes that are multiples of {LANES} and heads of up to {MAX_HEAD_DIM}, "
-            f"not hidden size {needs.hidden_size} and head size {', '.join(map(str, needs.head_dims))}"
-        )
-    return NativeOps(lib.Library(placement(needs.num_threads), needs.instruction_set))
-
-
-def unfit(needs: Needs) -> dict[str, str]:
-    """What these kernels lack for this model, by the family of operations it is lacking in."""
-    odd = sorted({inputs for inputs in needs.inputs if inputs % lib.PAIR})
-    return {"linear": f"native multiplies inputs in pairs, {odd[0]} are odd"} if odd else {}

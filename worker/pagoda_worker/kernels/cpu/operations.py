@@ -65,6 +65,8 @@ class Linear(NamedTuple):
     slots: Tensor | None = None
     low: Tensor | None = None
     low_width: int = 0
+    x_stride: int = 0
+    y_stride: int = 0
     unused: int = 0
 
 
@@ -89,6 +91,10 @@ class RopeKv(NamedTuple):
     heads: int
     eps: float
     whole: int = 0
+    latent: Tensor | None = None
+    turning: Tensor | None = None
+    turns: int = 0
+    unused: int = 0
 
 
 class Attention(NamedTuple):
@@ -128,10 +134,15 @@ class Route(NamedTuple):
     logits: Tensor
     ids: Tensor
     weights: Tensor
+    favour: Tensor | None
     experts: int
     chosen: int
     renormalised: int
-    unused: int = 0
+    sigmoid: int
+    groups: int
+    chosen_groups: int
+    group_top: int
+    scale: float
 
 
 class Sort(NamedTuple):
@@ -156,6 +167,7 @@ class Experts(NamedTuple):
     panels: Tensor
     y: Tensor
     order: Tensor
+    bias: Tensor | None
     n: int
     k: int
     activation: int
@@ -186,8 +198,31 @@ class Shrink(NamedTuple):
     width: int
 
 
+class Heads(NamedTuple):
+    x: Tensor
+    panels: Tensor
+    y: Tensor
+    heads: int
+    n: int
+    k: int
+    unused: int = 0
+
+
 Operation = (
-    Embed | RmsNorm | Linear | RopeKv | Attention | LayerNorm | Add | Route | Sort | Gather | Experts | Combine | Shrink
+    Embed
+    | RmsNorm
+    | Linear
+    | RopeKv
+    | Attention
+    | LayerNorm
+    | Add
+    | Route
+    | Sort
+    | Gather
+    | Experts
+    | Combine
+    | Shrink
+    | Heads
 )
 KINDS: tuple[type[Operation], ...] = get_args(Operation)  # in the order of `Kind`
 

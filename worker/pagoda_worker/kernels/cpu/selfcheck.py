@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from pagoda_proto.params import SamplingParams
-from pagoda_worker.kernels.cpu.native import FORMS, GROUP, NativeOps
+from pagoda_worker.kernels.cpu.native import FLOAT_FORM, FORMS, GROUP, NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.kv_cache import quantize as quantize_kv
-from pagoda_worker.kernels.ops import ACTIVATIONS, AttentionShape, Ops, Rotation
+from pagoda_worker.kernels.ops import ACTIVATIONS, CLAMPED, AttentionShape, Expert, Ops, Rotation
 from pagoda_worker.kernels.quantized import Format, QuantizedWeight, Weight, by_rows, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.routing import Routing
@@ -57,7 +57,8 @@ def _linear_problem(ops: NativeOps, generator: torch.Generator) -> str | None:
     bias = torch.randn(OUT, generator=generator).bfloat16()
     found = ((name, _form_problem(ops, x, form, bias)) for name, form in _forms(weight).items())
     problem = next((f"{problem} ({name})" for name, problem in found if problem), None)
-    return problem or _activation_problem(ops, x, weight) or _experts_problem(ops, x, generator)
+    others = (_activation_problem(ops, x, weight), _heads_problem(ops, x, generator))
+    return next(filter(None, (problem, *others)), None) or _experts_problem(ops, x, generator)
 
 
 def _activation_problem(ops: NativeOps, x: torch.Tensor, weight: torch.Tensor) -> str | None:
@@ -70,16 +71,29 @@ def _activation_problem(ops: NativeOps, x: torch.Tensor, weight: torch.Tensor) -
     return None
 
 
+def _heads_problem(ops: NativeOps, x: torch.Tensor, generator: torch.Generator) -> str | None:
+    weight = (torch.randn(HEADS, 20, HIDDEN // HEADS, generator=generator) / 4).bfloat16()
+    reference, packed = ReferenceOps(ops.device), ops.pack_heads(weight)
+    y = ops.head_linear(x, packed)
+    if _differs(y, reference.head_linear(x.double(), reference.pack_heads(weight.double()))):
+        return "layers of heads are wrong"
+    if not torch.equal(ops.head_linear(x[4:5], packed)[0], y[4]):
+        return "a row of a layer of heads depends on its neighbours"
+    return None
+
+
 def _experts_problem(ops: NativeOps, x: torch.Tensor, generator: torch.Generator) -> str | None:
     reference, routing = ReferenceOps(ops.device), Routing(experts=5, chosen=2, renormalised=False)
     logits = torch.randn(ROWS, routing.experts, generator=generator)
     sizes = (routing.experts, 2 * HEADS * DIM, HIDDEN), (routing.experts, HIDDEN, HEADS * DIM)
     stacks = [(torch.randn(size, generator=generator) * size[2] ** -0.5).bfloat16() for size in sizes]
-    packed = ops.pack_experts(zip(*stacks, strict=True), routing.experts)
-    expected = reference.pack_experts(zip(*(stack.double() for stack in stacks), strict=True), routing.experts)
+    packed = ops.pack_experts(map(Expert, *stacks), routing.experts)
+    expected = reference.pack_experts(map(Expert, *(stack.double() for stack in stacks)), routing.experts)
+    for activation in ("silu", CLAMPED):
+        wide = reference.moe(x.double(), logits, expected, routing, activation)
+        if _differs(ops.moe(x, logits, packed, routing, activation), wide):
+            return f"experts are wrong ({activation})"
     y = ops.moe(x, logits, packed, routing, "silu")
-    if _differs(y, reference.moe(x.double(), logits, expected, routing, "silu")):
-        return "experts are wrong"
     if not torch.equal(ops.moe(x[4:5], logits[4:5], packed, routing, "silu")[0], y[4]):
         return "what experts say of a row depends on its neighbours"
     return None
@@ -94,6 +108,9 @@ def _forms(weight: torch.Tensor) -> dict[str, Weight]:
         name = f"{bits} bits, activations {activation_bits}"
         forms[name] = middle
         forms[f"{name}, zeros"] = dataclasses.replace(middle, zeros=zeros.to(torch.uint8))
+        if (bits, activation_bits) == FLOAT_FORM:
+            scales = middle.scales.abs().log2().floor().exp2()
+            forms["floats of 4 bits"] = dataclasses.replace(middle, scales=scales, floats=True)
     return forms
 
 

@@ -20,9 +20,19 @@ import triton
 from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
-from pagoda_worker.kernels.ops import Added, AttentionShape, BackendError, Forward, HeadNorm, LowRank, Rotation
+from pagoda_worker.kernels.ops import (
+    CLAMPED,
+    Added,
+    AttentionShape,
+    BackendError,
+    Expert,
+    Forward,
+    HeadNorm,
+    LowRank,
+    Rotation,
+)
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.kernels.reference import activated, add_low_rank
+from pagoda_worker.kernels.reference import activated, add_low_rank, gated, latent_key
 from pagoda_worker.kernels.routing import Beside, Routing, choose, combine
 from pagoda_worker.kernels.triton import pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
@@ -41,6 +51,16 @@ class Packed(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+
+class PackedExperts(NamedTuple):
+    """Gate and up of all [E, 2 I, H], down [E, H, I], their biases; `favour`: see `routing`."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    favour: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -113,24 +133,26 @@ class TritonOps:
         return add_low_rank(x, F.linear(x, packed.weight, packed.bias), added, F.linear)
 
     def gated_linear(self, x: Tensor, packed: Packed, activation: str, added: Added | None = None) -> Tensor:
-        if activation == "gelu":
-            gate, up = self.linear(x, packed, added).chunk(2, dim=-1)
-            return activated(gate, activation).mul_(up)
-        return pointwise.act_mul(self.linear(x, packed, added), activation)
+        return _act_mul(self.linear(x, packed, added), activation)
 
     def activated_linear(self, x: Tensor, packed: Packed, activation: str, added: Added | None = None) -> Tensor:
         return activated(self.linear(x, packed, added), activation)
 
-    def pack_experts(self, experts: Iterable[tuple[Weight, Weight]], count: int) -> tuple[Tensor, Tensor]:
-        """Gate and up of all [E, 2 I, H], and down [E, H, I]."""
-        packed = [(self.pack_gated(gate_up).weight, self.pack_linear(down).weight) for gate_up, down in experts]
-        return torch.stack([gate_up for gate_up, _ in packed]), torch.stack([down for _, down in packed])
+    def pack_experts(self, experts: Iterable[Expert], count: int, favour: Tensor | None = None) -> PackedExperts:
+        ups, downs = [], []
+        for one in experts:
+            ups.append(self.pack_gated(one.gate_up, one.gate_up_bias))
+            downs.append(self.pack_linear(one.down, one.down_bias))
+        return PackedExperts(
+            torch.stack([one.weight for one in ups]), torch.stack([one.weight for one in downs]),
+            _stacked(ups), _stacked(downs), favour,
+        )  # fmt: skip
 
     def moe(
         self,
         x: Tensor,
         logits: Tensor,
-        packed: tuple[Tensor, Tensor],
+        packed: PackedExperts,
         routing: Routing,
         activation: str,
         beside: Beside | None = None,
@@ -139,17 +161,23 @@ class TritonOps:
 
         Few tokens multiply copies of their experts, many pass all experts.
         """
-        (gate_up, down), (ids, weights) = packed, choose(logits, routing)
+        ids, weights = choose(logits, routing, packed.favour)
         if ids.numel() <= routing.experts:
-            chosen, rows = ids.flatten(), x.repeat_interleave(routing.chosen, 0)
-            middle = pointwise.act_mul(torch.bmm(gate_up[chosen], rows.unsqueeze(2)).squeeze(2), activation)
-            products = torch.bmm(down[chosen], middle.unsqueeze(2)).view(*ids.shape, -1)
+            rows = x.repeat_interleave(routing.chosen, 0)
+            products = _through(rows, packed, ids.flatten(), activation).view(*ids.shape, -1)
             return combine(products, weights, beside)
         products = x.new_zeros(*ids.shape, x.shape[1])
         for expert in range(routing.experts):
-            found = F.linear(pointwise.act_mul(F.linear(x, gate_up[expert]), activation), down[expert])
+            found = _through(x, packed, expert, activation)
             products = torch.where((ids == expert).unsqueeze(2), found.unsqueeze(1), products)
         return combine(products, weights, beside)
+
+    def pack_heads(self, weight: Tensor) -> Tensor:
+        return weight.contiguous()
+
+    def head_linear(self, x: Tensor, packed: Tensor) -> Tensor:
+        heads = x.view(len(x), len(packed), -1).transpose(0, 1)
+        return torch.bmm(heads, packed.mT).transpose(0, 1).flatten(1)
 
     def logits(
         self, hidden: Tensor, packed: Packed, softcap: float | None = None, added: Added | None = None
@@ -179,6 +207,19 @@ class TritonOps:
         kv_indices: Tensor,
     ) -> Tensor:
         return pointwise.rope_write(qkv, rotation, norm, kv.layer(layer), kv_indices)
+
+    def latent_write(
+        self,
+        query: Tensor,
+        latent: Tensor,
+        turning: Tensor,
+        rotation: Rotation | None,
+        kv: TritonKVCache,
+        layer: int,
+        kv_indices: Tensor,
+    ) -> Tensor:
+        key = latent_key(latent, turning)
+        return self.rope_write(torch.cat((query, key, key), 1), rotation, None, kv, layer, kv_indices)
 
     def write_kv(self, key: Tensor, value: Tensor, kv: TritonKVCache, layer: int, kv_indices: Tensor) -> None:
         blocks, offsets = kv_indices // kv.block_size, kv_indices % kv.block_size
@@ -238,6 +279,32 @@ class TritonOps:
 
     def device_sampler(self, max_rows: int, vocab_size: int, upload: Upload) -> TritonSampler:
         return TritonSampler(max_rows, vocab_size, self.device, upload)
+
+
+def _act_mul(gate_up: Tensor, activation: str) -> Tensor:
+    if activation in ("gelu", CLAMPED):
+        return gated(gate_up, activation)
+    return pointwise.act_mul(gate_up, activation)
+
+
+def _stacked(packed: Sequence[Packed]) -> Tensor | None:
+    """Their biases [E, N], which all have or none has."""
+    biases = [one.bias for one in packed if one.bias is not None]
+    return torch.stack(biases) if biases else None
+
+
+def _through(x: Tensor, packed: PackedExperts, chosen: Tensor | int, activation: str) -> Tensor:
+    """x [n, H] through one expert, or each line through its own -> [n, H]"""
+
+    def product(x: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
+        weight, bias = weights[chosen], None if biases is None else biases[chosen]
+        if isinstance(chosen, int):
+            return F.linear(x, weight, bias)
+        y = torch.bmm(weight, x.unsqueeze(2)).squeeze(2)
+        return y if bias is None else y + bias
+
+    middle = _act_mul(product(x, packed.gate_up, packed.gate_up_bias), activation)
+    return product(middle, packed.down, packed.down_bias)
 
 
 def interpreted() -> bool:

@@ -1,4 +1,5 @@
-"""Mixtures of experts: Mixtral (arXiv 2401.04088), Qwen2-MoE and Qwen3-MoE, OLMoE (arXiv 2409.02060), Granite-MoE."""
+"""Mixtures of experts: Mixtral (arXiv 2401.04088), Qwen2-MoE, Qwen3-MoE, OLMoE (arXiv 2409.02060), Granite-MoE, gpt-oss
+(arXiv 2508.10925)."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import Any
 
 from pagoda_worker.checkpoints.config_reader import ConfigReader, UnsupportedConfig, in_range, invalid, shown
 from pagoda_worker.checkpoints.names import Names
-from pagoda_worker.checkpoints.rope_fields import read_rope
+from pagoda_worker.checkpoints.rope_fields import RopeDefaults, read_rope
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, MoeShape
+from pagoda_worker.kernels.ops import CLAMP, CLAMPED, CLAMPED_GAIN
 from pagoda_worker.kernels.routing import Routing
 from pagoda_worker.models.families.granite import scaled
 from pagoda_worker.models.families.llama import attention_of, common_fields, layers_of, mlp_of, sliding_layers
@@ -37,11 +39,24 @@ GRANITE_FUSED = replace(
     expert_up=("block_sparse_moe.experts.gate_up_proj",),
     expert_down="block_sparse_moe.experts.down_proj",
 )
+# gpt-oss: sinks in attention, biases everywhere, and gate and up beside one another.
+GPT_OSS = Names(
+    **FUSED,
+    router="mlp.router",
+    expert_inputs_first=True,
+    expert_turns=True,
+)
+GPT_OSS_THETA = RopeDefaults(theta=150_000.0)
 
 
 def _routing(config: ConfigReader, renormalised: bool) -> Routing:
     """The number of experts has one of two names, whatever the family, by who wrote the file."""
     experts = "num_experts" if config.maybe_size("num_experts") is not None else "num_local_experts"
+    return replace(experts_of(config, experts), renormalised=renormalised)
+
+
+def experts_of(config: ConfigReader, experts: str) -> Routing:
+    """`experts`: the field that says how many there are."""
     count = in_range("config.json", experts, config.size(experts), 1, MOST_EXPERTS)
     if count * config.size("num_hidden_layers") > MOST_IN_ALL:
         raise invalid("config.json", f"{experts!r}={count} in each layer are more than {MOST_IN_ALL} in all")
@@ -49,7 +64,7 @@ def _routing(config: ConfigReader, renormalised: bool) -> Routing:
     return Routing(
         experts=count,
         chosen=in_range("config.json", name, config.size(name), 1, min(count, 64)),
-        renormalised=renormalised,
+        renormalised=False,
     )
 
 
@@ -127,3 +142,31 @@ def read_granite_moe(config: ConfigReader) -> DecoderSpec:
         out_bias=bias,
     )
     return scaled(config, spec)
+
+
+def read_gpt_oss(config: ConfigReader) -> DecoderSpec:
+    """Every other layer slides, the first one too."""
+    layers = config.size("num_hidden_layers")
+    for name, only in (("swiglu_limit", CLAMP), ("swiglu_alpha", CLAMPED_GAIN)):
+        config.choice(name, only, int(only))
+    config.activation("hidden_act", known={"silu": "silu"})
+    for name in ("initial_context_length", "experts_per_token"):  # said again elsewhere
+        config.ignore(name)
+    attention = replace(attention_of(config, default_head_dim=64), sinks=True)
+    moe = MoeShape(
+        routing=_routing(config, renormalised=True),
+        width=config.size("intermediate_size"),
+        activation=CLAMPED,
+        bias=True,
+    )
+    kinds = ["full_attention" if index % 2 else "sliding_attention" for index in range(layers)]
+    windows = config.layer_windows(config.maybe_size("sliding_window"), kinds)
+    rope = read_rope(config, attention.head_dim, GPT_OSS_THETA)
+    bias = config.take("attention_bias", bool, True)
+    return DecoderSpec(
+        **common_fields(config) | {"norm_eps": config.positive("rms_norm_eps", 1e-5)},
+        layers=tuple(LayerSpec(attention=replace(attention, window=window), rope=rope, mlp=moe) for window in windows),
+        names=GPT_OSS,
+        qkv_bias=bias,
+        out_bias=bias,
+    )

@@ -8,7 +8,7 @@
 //
 // Keys and values in int8 are multiplied in whole numbers. What they meet is rounded to 16 bits, a query by its largest
 // number and the probabilities of a split, times the scales of the values, by the largest of these: finer than bf16 is
-// where it counts. Their sums are exact (a split or a head has at most 256 products of 127 * 32767).
+// where it counts. Their sums are exact (a split has 256 products of 127 * 32767, and so has a head at most).
 #pragma once
 
 #include "linear.h"
@@ -47,7 +47,7 @@ struct Cells {
 // What meets keys and values, as tiles of NUMBERS read it.
 template <typename NUMBERS>
 struct Operands {
-  typename NUMBERS::Number q[LINES][256], probs[TILE_LINES][SPLIT];
+  typename NUMBERS::Number q[LINES][MAX_DIM], probs[TILE_LINES][SPLIT];
 };
 
 #ifdef __AMX_BF16__
@@ -57,7 +57,7 @@ constexpr int SPLIT_CHUNKS = SPLIT / CHUNK_TOKENS;
 // Where the values of a split lie in chunks, [CHUNK_TOKENS / 2][dim] pairs.
 struct Chunks {
   const uint32_t* words[SPLIT_CHUNKS];
-  alignas(64) uint32_t copies[SPLIT_CHUNKS][CHUNK_TOKENS / 2 * 256];  // of those that do not lie so
+  alignas(64) uint32_t copies[SPLIT_CHUNKS][CHUNK_TOKENS / 2 * MAX_DIM];  // of those that do not lie so
 };
 #endif
 
@@ -70,7 +70,7 @@ struct AttentionScratch {
   const float* bias;  // of the head, at the key that is the query itself; or null
   float query_scales[LINES], prob_scales[TILE_LINES];  // of fours
   float scores[TILE_LINES][SPLIT], peaks[TILE_LINES][16];
-  float acc[LINES][256], top[LINES], sum[LINES];  // running, of each line
+  float acc[LINES][MAX_DIM], top[LINES], sum[LINES];  // running, of each line
   Cells keys, values;
 #ifdef __AMX_BF16__
   Chunks chunks;

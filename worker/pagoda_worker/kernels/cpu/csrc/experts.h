@@ -19,33 +19,86 @@ struct Order {
   Order(const int32_t* order, int count) : experts(order + 1), starts(experts + count), places(starts + count + 1), busy(*order) {}
 };
 
-// The `chosen` highest logits of a token, ties to the lowest id, and their weights.
-static void route_row(const RouteOp& op, size_t row) {
-  const float* logits = op.logits + row * op.experts;
-  int32_t* ids = op.ids + row * op.chosen;
-  float* weights = op.weights + row * op.chosen;
+// The best of `count`, ties to the first; of those that are taken none. NaN is better than nothing.
+PAGODA_INLINE int best_of(const float* scores, const bool* taken, int count) {
+  int best = -1;
+  for (int i = 0; i < count; ++i)
+    if (!taken[i] && (best < 0 || scores[i] > scores[best])) best = i;
+  return best;
+}
+
+// As good as a group is: its so many highest scores together.
+static float group_score(const float* scores, int size, int top) {
   bool taken[MOST_EXPERTS] = {};
-  float scores[MOST_CHOSEN];
-  for (int r = 0; r < op.chosen; ++r) {
-    int best = -1;
-    for (int e = 0; e < op.experts; ++e)
-      if (!taken[e] && (best < 0 || logits[e] > logits[best])) best = e;
-    taken[ids[r] = best] = true;
-    scores[r] = logits[best];
+  float total = 0.0f;
+  for (int i = 0; i < top; ++i) {
+    const int best = best_of(scores, taken, size);
+    taken[best] = true;
+    total = i == 0 ? scores[best] : total + scores[best];
   }
-  const f16 top = set1(scores[0]);
-  for (int r = op.chosen; r < MOST_CHOSEN; ++r) scores[r] = scores[0];
-  for (int r = 0; r < op.chosen; r += 16) store(scores + r, exp(load(scores + r) - top));
+  return total;
+}
+
+// Takes the experts of all groups but the best.
+static void take_others(const RouteOp& op, const float* scores, bool* taken) {
+  const int size = op.experts / op.groups;
+  float totals[MOST_EXPERTS];
+  bool kept[MOST_EXPERTS] = {};
+  for (int g = 0; g < op.groups; ++g) totals[g] = group_score(scores + g * size, size, op.group_top);
+  for (int i = 0; i < op.chosen_groups; ++i) kept[best_of(totals, kept, op.groups)] = true;
+  for (int e = 0; e < op.experts; ++e) taken[e] = !kept[e / size];
+}
+
+// Scores of all experts; `own` are those without favour.
+static void score_experts(const RouteOp& op, const float* logits, float* own, float* scores) {
+  for (int e = 0; e < op.experts; e += 16) {
+    f16 x = load_some(logits + e, op.experts - e);
+    if (op.sigmoid) x = set1(1.0f) / (set1(1.0f) + exp(zero() - x));
+    store(own + e, x);
+    store(scores + e, op.favour ? x + load_some(op.favour + e, op.experts - e) : x);
+  }
+}
+
+// Logits of the chosen -> their weights, by a softmax over these or over all.
+static void softmax_weights(const RouteOp& op, const float* logits, float* own, float* weights) {
+  const f16 top = set1(own[0]);
+  for (int r = op.chosen; r < MOST_CHOSEN; ++r) own[r] = own[0];
+  for (int r = 0; r < op.chosen; r += 16) store(own + r, exp(load(own + r) - top));
   float total = 0.0f;
   if (op.renormalised) {
-    for (int r = 0; r < op.chosen; ++r) total += scores[r];
+    for (int r = 0; r < op.chosen; ++r) total += own[r];
   } else {
     f16 all = zero();
     for (int e = 0; e < op.experts; e += 16)
       all = all + keep_below(exp(load_some(logits + e, op.experts - e) - top), e, op.experts, zero());
     total = sum(all);
   }
-  for (int r = 0; r < op.chosen; ++r) weights[r] = scores[r] / total;
+  for (int r = 0; r < op.chosen; ++r) weights[r] = own[r] / total;
+}
+
+static void sigmoid_weights(const RouteOp& op, const float* own, float* weights) {
+  float total = own[0];
+  for (int r = 1; r < op.chosen; ++r) total += own[r];
+  for (int r = 0; r < op.chosen; ++r) weights[r] = op.renormalised ? own[r] / (total + 1e-20f) : own[r];
+}
+
+// Who a token goes to, and with what weights.
+static void route_row(const RouteOp& op, size_t row) {
+  const float* logits = op.logits + row * op.experts;
+  int32_t* ids = op.ids + row * op.chosen;
+  float* weights = op.weights + row * op.chosen;
+  bool taken[MOST_EXPERTS] = {};
+  float own[MOST_EXPERTS], scores[MOST_EXPERTS], chosen[MOST_CHOSEN];
+  score_experts(op, logits, own, scores);
+  if (op.chosen_groups < op.groups) take_others(op, scores, taken);
+  for (int r = 0; r < op.chosen; ++r) {
+    taken[ids[r] = best_of(scores, taken, op.experts)] = true;
+    chosen[r] = own[ids[r]];
+  }
+  if (op.sigmoid) sigmoid_weights(op, chosen, weights);
+  else softmax_weights(op, logits, chosen, weights);
+  if (op.scale != 1.0f)
+    for (int r = 0; r < op.chosen; ++r) weights[r] *= op.scale;
 }
 
 static void sort_tokens(const SortOp& op, int tokens) {

@@ -3,6 +3,8 @@
 // Sums of products are exact, so they are the same at every level. What there is, besides the arithmetic:
 //   dot4(acc, w, a)          acc + the four unsigned bytes of each lane of w times the four signed bytes of a
 //   pair_of(w, s[, z])       nibbles s and s + 4 of each lane less z (or 8), by `right` what Bf16 multiplies
+//   floats_of(w, s)          the same nibbles as floats of 4 bits
+//   load_powers(p)           2 to the power of each byte less 127; of byte 0 nothing, which is less by 2**-127
 //   largest_magnitude(x, n)  the bits of the largest |x| of n bf16, NaN above all; n is a multiple of 32
 //   store_rounded(p, a)      a to nearest, ties to even, as 16 int8 (at AVX2 also int16); |a| <= 127
 //   dot2(acc, w, a)          acc + the two signed numbers of 16 bits of each lane of w times those of a
@@ -121,9 +123,22 @@ PAGODA_INLINE __m512i middle_table() {
       0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0};
   return _mm512_load_si512(t);
 }
+// Entry i: the float that the four bits of i % 16 are, as bf16.
+PAGODA_INLINE __m512i float_table() {
+  alignas(64) static const uint16_t t[32] = {
+      0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+      0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0,
+      0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
+      0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+  return _mm512_load_si512(t);
+}
 PAGODA_INLINE weight_pairs pair_of(quads a, int s) {
   return {_mm512_permutexvar_epi16(_mm512_srli_epi32(a.v, 4 * s), middle_table())};
 }
+PAGODA_INLINE weight_pairs floats_of(quads a, int s) {
+  return {_mm512_permutexvar_epi16(_mm512_srli_epi32(a.v, 4 * s), float_table())};
+}
+PAGODA_INLINE f16 load_powers(const uint8_t* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32((__m512i)load_u8(p).v, 23))}; }
 PAGODA_INLINE weight_pairs pair_of(quads a, int s, zero_points z) {
   __m512i level = _mm512_and_si512(_mm512_srli_epi32(a.v, 4 * s), _mm512_set1_epi16(15));
   return {_mm512_permutexvar_epi16(_mm512_sub_epi16(level, z.v), signed_table())};
@@ -173,6 +188,13 @@ PAGODA_INLINE quads load_quads(const void* p) { quads r; memcpy(&r.v, p, 64); re
 PAGODA_INLINE quads low_nibbles(quads a) { return {a.v & 0x0f0f0f0f}; }
 PAGODA_INLINE quads high_nibbles(quads a) { return {a.v >> 4 & 0x0f0f0f0f}; }
 PAGODA_INLINE f16 nibble(quads a, int s) { return to_float({(i32x16)(a.v >> (4 * s) & 15)}); }
+PAGODA_INLINE f16 float_nibble(quads a, int s) {
+  static const float t[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+  f16 r;
+  PAGODA_EACH r.v[i] = t[a.v[i] >> (4 * s) & 15];
+  return r;
+}
+PAGODA_INLINE f16 load_powers(const uint8_t* p) { f16 r; PAGODA_EACH r.v[i] = as_float((uint32_t)p[i] << 23); return r; }
 PAGODA_INLINE ints dot4(ints acc, quads w, uint32_t a) {
   for (int byte = 0; byte < 32; byte += 8) acc.v += (i32x16)(w.v >> byte & 255) * (int32_t)(int8_t)(a >> byte);
   return acc;
@@ -246,6 +268,7 @@ struct weight_pairs { f16 even, odd; };
 PAGODA_INLINE zero_points load_zeros(const uint8_t* p) { return {to_float(load_u8(p))}; }
 PAGODA_INLINE weight_pairs pair_of(quads a, int s, zero_points z) { return {nibble(a, s) - z.v, nibble(a, s + 4) - z.v}; }
 PAGODA_INLINE weight_pairs pair_of(quads a, int s) { return pair_of(a, s, zero_points{set1(8.0f)}); }
+PAGODA_INLINE weight_pairs floats_of(quads a, int s) { return {float_nibble(a, s), float_nibble(a, s + 4)}; }
 PAGODA_INLINE f16 right(weight_pairs b, int pass) { return pass == 0 ? b.odd : b.even; }
 #if PAGODA_LEVEL == 1
 PAGODA_INLINE __m256i as_bf16(__m256 even, __m256 odd) {  // which hold them exactly

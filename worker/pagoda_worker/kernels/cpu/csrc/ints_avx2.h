@@ -159,6 +159,20 @@ PAGODA_INLINE f16 nibble(quads a, int s) {  // nibble s of every lane
           _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(a.hi, 4 * s), mask))};
 }
 
+// The last three bits of a lane choose the magnitude; the one before them, moved to the front, is the sign.
+PAGODA_INLINE __m256 float_nibble(__m256i a) {
+  const __m256 t = _mm256_setr_ps(0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f);
+  const __m256i sign = _mm256_slli_epi32(_mm256_and_si256(a, _mm256_set1_epi32(8)), 28);
+  return _mm256_or_ps(_mm256_permutevar8x32_ps(t, a), _mm256_castsi256_ps(sign));
+}
+PAGODA_INLINE f16 float_nibble(quads a, int s) {
+  return {float_nibble(_mm256_srli_epi32(a.lo, 4 * s)), float_nibble(_mm256_srli_epi32(a.hi, 4 * s))};
+}
+PAGODA_INLINE f16 load_powers(const uint8_t* p) {
+  const ints e = load_u8(p);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32((__m256i)e.lo, 23)), _mm256_castsi256_ps(_mm256_slli_epi32((__m256i)e.hi, 23))};
+}
+
 PAGODA_INLINE __m256i magnitudes(const uint16_t* x) {
   return _mm256_and_si256(_mm256_loadu_si256((const __m256i*)x), _mm256_set1_epi16(0x7fff));
 }

@@ -48,28 +48,29 @@ class Kept {
 // Rows of bf16 as Bf16::Left.
 class LeftRows : public Kept {
  public:
-  // Rows [first, last); `x` [last - first, k] are these.
-  void take(const uint16_t* x, int first, int last, int k, uint64_t use) {
+  // Rows [first, last); `x` [last - first, k] are these, `apart_by` numbers from one to the next, or together if that is 0.
+  void take(const uint16_t* x, int first, int last, int k, int apart_by, uint64_t use) {
     if (holds(first, use)) return;
+    const size_t step = (size_t)(apart_by ? apart_by : k);
     if constexpr (sizeof(Bf16::Left) == 2) {
       rows_ = (const char*)x;
-      stride_ = 2 * (size_t)k;
+      stride_ = 2 * step;
     } else {
       stride_ = apart((size_t)k * sizeof(Bf16::Left));
       char* to = (char*)reserve((size_t)(last - first) * stride_);
       rows_ = to;
-      for (int r = first; r < last; ++r, x += k, to += stride_) widen(x, (Bf16::Left*)to, k);
+      for (int r = first; r < last; ++r, x += step, to += stride_) widen(x, (Bf16::Left*)to, k);
     }
     hold(first, use);
   }
 
 #ifdef __AMX_BF16__
   // The same, for tiles that take each segment of them by products.
-  void take_tiles(const uint16_t* x, int first, int last, int k, int segments, uint64_t use) {
+  void take_tiles(const uint16_t* x, int first, int last, int k, int segments, int apart_by, uint64_t use) {
     if (holds(first, use)) return;
     segment_bytes_ = 2 * (size_t)k / segments;
     products_ = (int)(segment_bytes_ / TileOrder::PRODUCT);
-    take(x, first, last, k, use);
+    take(x, first, last, k, apart_by, use);
     tiles_ = nullptr;
     if (last - first > TILE_ROWS) order_tiles(last - first, segments);
     hold(first, use);

@@ -98,7 +98,7 @@ static Cut linear_cut(const LinearOp& op, const RopeKvOp* rope, const Step& s) {
 }
 
 static LinearOp linear_of(const ExpertsOp& op) {
-  return {op.x, op.panels, op.y, nullptr, op.n, op.k, op.activation, 0, op.form, 0.0f, 1, nullptr, nullptr, 0, 0};
+  return {op.x, op.panels, op.y, nullptr, op.n, op.k, op.activation, 0, op.form, 0.0f, 1, nullptr, nullptr, 0, 0, 0, 0};
 }
 
 // As many pieces as the experts with rows have panels, and more: which these are is not known when work is cut up.
@@ -109,18 +109,45 @@ static int expert_pieces(const ExpertsOp& op, const Step& s) {
 
 static void run_experts(const ExpertsOp& op, uint64_t use, int first, int last) {
   static thread_local Inputs in;
-  const LinearOp linear = linear_of(op);
+  LinearOp linear = linear_of(op);
   const Order order(op.order, op.experts);
   const int panels = num_panels(linear), size = block_rows(linear);
   const size_t bytes = (size_t)panels * (op.form.bits == 16 ? (size_t)(op.k / 2) * PANEL_ROW : quant_panel_bytes(op.form, op.k));
   for (int item = first; item < last && item / panels < order.busy; ++item) {
     const int expert = item / panels, start = order.starts[expert], rows = order.starts[expert + 1] - start;
     const uint8_t* matrix = (const uint8_t*)op.panels + order.experts[expert] * bytes;
+    if (op.bias) linear.bias = op.bias + (size_t)order.experts[expert] * panels * PANEL;
     const int blocks = (rows + size - 1) / size;
     for (int b = 0; b < blocks; ++b) {
       const int from = start + (int)((long)rows * b / blocks), to = start + (int)((long)rows * (b + 1) / blocks);
       run_panel(in, linear, matrix, op.x + (size_t)from * op.k, {b, from, to, item % panels}, use);
     }
+  }
+}
+
+// A piece of one head is one of its linear layer.
+static LinearOp linear_of(const HeadsOp& op, int head, size_t panel_bytes) {
+  const QuantForm bf16{16, 16, 0, 0};
+  const int x_stride = op.heads * op.k, y_stride = op.heads * op.n;
+  return {op.x + head * op.k, (const uint8_t*)op.panels + head * panel_bytes, op.y + head * op.n, nullptr, op.n, op.k, 0, 0,
+          bf16, 0.0f, 1, nullptr, nullptr, 0, x_stride, y_stride, 0};
+}
+static size_t head_bytes(const HeadsOp& op) { return (size_t)((op.n + PANEL - 1) / PANEL) * (op.k / 2) * PANEL_ROW; }
+
+static int head_pieces(const HeadsOp& op, const Step& s) {
+  const LinearOp linear = linear_of(op, 0, 0);
+  return num_blocks(linear, s) * num_panels(linear);
+}
+
+static void run_heads(const HeadsOp& op, const Step& s, uint64_t use, int first, int last) {
+  static thread_local Inputs in;
+  const int pieces = head_pieces(op, s);
+  for (int item = first; item < last; ++item) {
+    const int head = item / pieces;
+    const LinearOp linear = linear_of(op, head, head_bytes(op));
+    const Piece p = piece_of(linear, s, item % pieces);
+    const uint64_t own = use + ((uint64_t)(head + 1) << 48);  // rows that are kept are a head's
+    run_panel(in, linear, linear.panels, linear.x + (size_t)p.from * linear.x_stride, p, own);
   }
 }
 
@@ -154,6 +181,7 @@ static Cut cut(const Op* ops, int count, const Step& s, int threads) {
     case SORT: return {1, 0, 0, 0};
     case SHRINK: return {shrink_pieces(ops->shrink, s), 0, 0, 0};
     case EXPERTS: return {expert_pieces(ops->experts, s), 0, 0, 0};
+    case HEADS: return {ops->heads.heads * head_pieces(ops->heads, s), 0, 0, 0};
     default: return {s.num_tokens, 0, 0, 0};
   }
 }
@@ -172,6 +200,7 @@ static void run(const Step& s, const Work& work, int first, int last) {
     case SORT: sort_tokens(op.sort, s.num_tokens); break;
     case GATHER: for (int t = first; t < last; ++t) gather_row(op.gather, t); break;
     case EXPERTS: run_experts(op.experts, work.use, first, last); break;
+    case HEADS: run_heads(op.heads, s, work.use, first, last); break;
     case COMBINE: for (int t = first; t < last; ++t) combine_row(op.combine, t); break;
     case SHRINK: for (int i = first; i < last; ++i) shrink_piece(op.shrink, s, i); break;
     default: break;

@@ -14,6 +14,7 @@
 namespace PAGODA_NS {
 
 constexpr size_t PANEL_ROW = 4 * PANEL;  // bytes
+constexpr int CLAMPED = 5;               // of LinearOp::activation
 // Bytes between what is multiplied and what is fetched; may reach past the end. Where groups take turns, it is all of a turn.
 constexpr int FETCH_AHEAD = groups_of(MAX_ROWS, 2) == 2 ? 8192 : 16384;
 
@@ -60,6 +61,16 @@ PAGODA_INLINE f16 activated(f16 x, int activation) {
   }
 }
 
+// What experts of some families make of gate and up; NaN stays.
+PAGODA_INLINE f16 clamped(f16 gate, f16 up) {
+  gate = min(set1(7.0f), gate);
+  up = max(set1(-7.0f), min(set1(7.0f), up));
+  return rounded(gate / (set1(1.0f) + exp(set1(-1.702f) * gate))) * (up + set1(1.0f));
+}
+
+// Where a row of y begins, in numbers, if its rows have so many.
+PAGODA_INLINE size_t row_begin(const LinearOp& op, size_t row, int width) { return row * (size_t)(op.y_stride ? op.y_stride : width); }
+
 PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const LinearOp& op) {
   const int n = op.n;
   if (op.bias) {
@@ -68,7 +79,8 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const Line
   }
   if (op.activation > 0) {
     f16 gate = rounded(c0), up = rounded(c1);
-    store_some((uint16_t*)op.y + row * (n / 2) + column / 2, rounded(activated(gate, op.activation)) * up, (n - column) / 2);
+    const f16 both = op.activation == CLAMPED ? clamped(gate, up) : rounded(activated(gate, op.activation)) * up;
+    store_some((uint16_t*)op.y + row_begin(op, row, n / 2) + column / 2, both, (n - column) / 2);
     return;
   }
   if (op.activation < 0) {
@@ -80,7 +92,7 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const Line
       c0 = tanh(c0 * set1(1.0f / op.softcap)) * set1(op.softcap);
       c1 = tanh(c1 * set1(1.0f / op.softcap)) * set1(op.softcap);
     }
-    float* out = (float*)op.y + row * n + column;
+    float* out = (float*)op.y + row_begin(op, row, n) + column;
     if (n - column >= 32) {
       store(out, c0);
       store(out + 16, c1);
@@ -92,7 +104,7 @@ PAGODA_INLINE void finish_row(f16 c0, f16 c1, size_t row, int column, const Line
     }
     return;
   }
-  uint16_t* out = (uint16_t*)op.y + row * n + column;
+  uint16_t* out = (uint16_t*)op.y + row_begin(op, row, n) + column;
   store_some(out, c0, n - column);
   store_some(out + 16, c1, n - column - 16);
 }
@@ -194,7 +206,7 @@ static void expect_rows(int first, int last, int column, const LinearOp& op) {
   const bool gated = op.activation > 0;
   const size_t at = (size_t)(gated ? column / 2 : column), width = (size_t)(gated ? op.n / 2 : op.n);
   const size_t size = op.out_f32 ? 4 : 2;
-  for (int row = first; row < last; ++row) __builtin_prefetch((char*)op.y + (row * width + at) * size, 1);
+  for (int row = first; row < last; ++row) __builtin_prefetch((char*)op.y + (row_begin(op, row, (int)width) + at) * size, 1);
 }
 
 constexpr int TILE_CHUNK = 8;  // products: so much of a panel stays in the nearest cache while all rows of a block meet it
@@ -216,7 +228,7 @@ static void add_rest(const LeftRows& x, int from, int rows, int at, int num_pair
 }
 
 PAGODA_INLINE void linear_take(LeftRows& rows, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
-  rows.take_tiles(x, first, last, op.k, op.segments, use);
+  rows.take_tiles(x, first, last, op.k, op.segments, op.x_stride, use);
 }
 
 // Rows [first, last), a block, through one panel.
@@ -245,7 +257,7 @@ static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int l
 }
 #else
 PAGODA_INLINE void linear_take(LeftRows& rows, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
-  rows.take(x, first, last, op.k, use);
+  rows.take(x, first, last, op.k, op.x_stride, use);
 }
 
 // Rows [first, last), a block, through one panel.

@@ -86,7 +86,7 @@ PAGODA_INLINE void rotate(const uint16_t* x, uint16_t* y, const float* cos, cons
 // x [dim] -> whole numbers of at most 127 and their scale, by the definition in kernels/kv_cache.py.
 static float quantise(const uint16_t* x, int8_t* levels, int dim) {
   const float scale = largest_finite(x, dim) / 127.0f;
-  float whole[256] = {};
+  float whole[MAX_DIM] = {};
   if (scale > 0.0f)
     for (int d = 0; d < dim; d += 16)
       store(whole + d, min(max(round(load_bf16(x + d) / set1(scale)), set1(-127.0f)), set1(127.0f)));
@@ -103,7 +103,7 @@ PAGODA_INLINE size_t place(const RopeArgs& a, int token, int head) {
 static void write_key(const RopeArgs& a, int token, int head, const uint16_t* x) {
   const size_t at = place(a, token, head), lane = at % 16;
   if (a.kv.k_scales) {
-    int8_t levels[256];
+    int8_t levels[MAX_DIM];
     a.kv.k_scales[at] = quantise(x, levels, a.kv.dim);
     uint32_t* k = (uint32_t*)a.kv.keys + (at - lane) * (a.kv.dim / 4) + lane;
     for (int d = 0; d < a.kv.dim / 4; ++d) memcpy(k + (size_t)d * 16, levels + 4 * d, 4);
@@ -116,7 +116,7 @@ static void write_key(const RopeArgs& a, int token, int head, const uint16_t* x)
 static void write_value(const RopeArgs& a, int token, int head, const uint16_t* x) {
   const size_t at = place(a, token, head);
   if (a.kv.v_scales) {
-    int8_t levels[256];
+    int8_t levels[MAX_DIM];
     a.kv.v_scales[at] = quantise(x, levels, a.kv.dim);
     int8_t* v = (int8_t*)a.kv.values + at / 4 * 4 * a.kv.dim + at % 4;
     for (int d = 0; d < a.kv.dim; ++d) v[4 * (size_t)d] = levels[d];
@@ -135,13 +135,26 @@ static void write_value(const RopeArgs& a, int token, int head, const uint16_t* 
 
 PAGODA_INLINE int all_heads(const RopeKvOp& op) { return op.heads + 2 * op.kv.heads; }
 
+// The one key of a token, as it is before it is turned: see RopeKvOp.
+PAGODA_INLINE const uint16_t* latent_key(const RopeArgs& a, int token, uint16_t* key) {
+  const size_t turns = (size_t)a.turns / 2, still = (size_t)(a.kv.dim - a.turns) / 2;
+  const uint16_t *turning = a.turning + token * 2 * turns, *latent = a.latent + token * 2 * still;
+  for (int half = 0; half < 2; ++half, key += turns + still) {
+    memcpy(key, turning + half * turns, 2 * turns);
+    memcpy(key + turns, latent + half * still, 2 * still);
+  }
+  return key - a.kv.dim;
+}
+
 // A head of a token: of queries, of keys or of values, in this order. `whole`: the inverse rms of all query heads and that
 // of all key heads, where these are normed together.
 static void rope_head(const RopeArgs& a, int token, int head, const float* whole = nullptr) {
   const size_t dim = (size_t)a.kv.dim;
-  const uint16_t* x = a.qkv + ((size_t)token * all_heads(a) + head) * dim;
+  uint16_t made[MAX_DIM];
+  const uint16_t* x = a.latent ? head < a.heads ? a.qkv + ((size_t)token * a.heads + head) * dim : latent_key(a, token, made)
+                               : a.qkv + ((size_t)token * all_heads(a) + head) * dim;
   if (head >= a.heads + a.kv.heads) return write_value(a, token, head - a.heads - a.kv.heads, x);
-  uint16_t normed[256], turned[256];
+  uint16_t normed[MAX_DIM], turned[MAX_DIM];
   if (a.norm) {
     const float inverse = whole ? whole[head >= a.heads] : inverse_rms(x, a.kv.dim, a.eps);
     weighted(x, inverse, a.norm + head * dim, normed, a.kv.dim);

@@ -14,7 +14,7 @@ struct QuantForm {
   int32_t bits;        // 8 or 4
   int32_t input_bits;  // 8: the input is rounded to so many; 16: it is taken as bf16, with 4 bits only
   int32_t group;       // inputs that share scales, a multiple of 32
-  int32_t has_zeros;   // else the middle level is zero
+  int32_t levels;      // 0: the middle level is zero; 1: zeros of their own; 2: of 4 bits, floats, and scales are exponents
 };
 
 // What one adapter adds to one linear layer [n, k]; rank 0: nothing.
@@ -26,6 +26,7 @@ struct LowSlot {
   int64_t rank;
 };
 constexpr int LOW_HEAD = 16;
+constexpr int MAX_DIM = 576;  // of a head
 
 // What each operation reads and writes of a step's tokens. Pointers are never null unless that is said.
 struct EmbedOp {
@@ -52,14 +53,24 @@ struct LinearOp {
   const uint16_t* bias;  // as long as the panels have columns, or null
   int32_t n, k;          // panels may have more columns than n
   int32_t activation;    // 0 none; act of every output: -1 silu, -2 gelu_tanh, -3 gelu, -4 relu; 1 to 4: act(gate) * up,
-                         // columns 0..15 of a panel gate, 16..31 up
+                         // columns 0..15 of a panel gate, 16..31 up; 5: of gate and up, clamped (see ops.py)
   int32_t out_f32;       // y is float, else bf16
   QuantForm form;        // 16 bits: weights are bf16
   float softcap;         // of float y: softcap * tanh(y / softcap), or 0
   int32_t segments;      // of k, a power of two up to 8; each has an even number of inputs and whole groups. See segments.h
   const LowSlot* slots;  // what adapters add, or null; see low_rank.h
   const float* low;      // [tokens, LOW_HEAD + low_width], as ShrinkOp makes it
-  int32_t low_width, unused;
+  int32_t low_width;
+  int32_t x_stride, y_stride;  // numbers from one token's to the next's; 0: they lie together
+  int32_t unused;
+};
+
+// A linear layer for each head: bf16, each with its own part of x.
+struct HeadsOp {
+  const uint16_t* x;   // [tokens, heads, k]
+  const void* panels;  // of all heads, as those of LinearOp
+  uint16_t* y;         // [tokens, heads, n]
+  int32_t heads, n, k, unused;
 };
 
 // What the adapters of the step's tokens make of the inputs of a linear layer, which then adds the rest.
@@ -90,6 +101,11 @@ struct RopeKvOp {
   int32_t heads;
   float eps;
   int32_t whole;        // the norm is over all query heads together, and over all key heads
+  // Or null: then qkv holds queries alone, [tokens, heads * dim], and the one key is made of these, which are also its value:
+  // half of `turning`, half of `latent`, and the other halves.
+  const uint16_t* latent;   // [tokens, dim - turns]
+  const uint16_t* turning;  // [tokens, turns]
+  int32_t turns, unused;
 };
 
 struct AttentionOp {
@@ -127,7 +143,10 @@ struct RouteOp {
   const float* logits;  // [tokens, experts]
   int32_t* ids;         // [tokens, chosen]
   float* weights;       // [tokens, chosen]
-  int32_t experts, chosen, renormalised, unused;
+  const float* favour;  // [experts], of sigmoids, or null
+  int32_t experts, chosen, renormalised, sigmoid;
+  int32_t groups, chosen_groups, group_top;
+  float scale;
 };
 
 struct SortOp {
@@ -148,6 +167,7 @@ struct ExpertsOp {
   const void* panels;  // of all experts, as those of LinearOp
   uint16_t* y;
   const int32_t* order;
+  const uint16_t* bias;  // [experts, columns of the panels] or null
   int32_t n, k, activation, experts, chosen, unused;
   QuantForm form;
 };
@@ -162,7 +182,7 @@ struct CombineOp {
   int32_t dim, experts, chosen, unused;
 };
 
-enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, LAYER_NORM, ADD, ROUTE, SORT, GATHER, EXPERTS, COMBINE, SHRINK };
+enum Kind : int32_t { EMBED, RMS_NORM, LINEAR, ROPE_KV, ATTENTION, LAYER_NORM, ADD, ROUTE, SORT, GATHER, EXPERTS, COMBINE, SHRINK, HEADS };
 
 // `joined`: this operation and the one before it may be done as one, by threads that do not wait for each other in between.
 // What it takes from that one it then takes as soon as it is there; otherwise neither writes what the other reads or writes.
@@ -183,6 +203,7 @@ struct Op {
     ExpertsOp experts;
     CombineOp combine;
     ShrinkOp shrink;
+    HeadsOp heads;
   };
 };
 
@@ -202,7 +223,7 @@ struct QuantSource {
   QuantForm form;
   int32_t n, k;
   const uint8_t* levels;  // [n, k]
-  const void* scales;     // [n, k / group] float32 (8 bits) or float16 (4 bits)
+  const void* scales;     // [n, k / group] float32 (8 bits), float16 (4 bits) or exponents (floats, a byte)
   const uint8_t* zeros;   // [n, k / group], or null
 };
 

@@ -1,7 +1,7 @@
 // y = x W^T for weights of 8 or 4 bits, with the epilogues of linear.h. What the numbers mean: kernels/quantized.py.
 //
 // A panel is one forward stream. For each group of inputs that share scales it holds, for 32 columns:
-//   scales   [32] float32 (8 bits) or float16 (4 bits)
+//   scales   [32] float32 (8 bits) or float16 (4 bits); of floats a byte each, the exponent
 //   zeros    [32] uint8, if the matrix has any
 //   levels   8 bits: [group/4][32] words, a byte an input
 //            4 bits, input rounded to 8: [group/8][32] words, inputs 0..3 in the low nibbles of the bytes, 4..7 in the high
@@ -10,6 +10,8 @@
 // Levels are unsigned, because the instruction multiplies unsigned with signed bytes. What zeros take away is one number per
 // row and group: sum((level - zero) * a) = sum(level * a) - zero * sum(a), exactly, in whole numbers. Groups of a segment
 // are added in order, in float32: one chain per output, so that a row's bits depend on nothing but the row.
+//
+// Levels of 4 bits may also be floats (E2M1: a sign, two bits of exponent, one of mantissa), whose input is in bf16.
 #pragma once
 
 #include "ints.h"
@@ -20,22 +22,24 @@
 
 namespace PAGODA_NS {
 
-template <int BITS_, bool ROUNDED_, bool ZEROS_>
+template <int BITS_, bool ROUNDED_, bool ZEROS_, bool FLOATS_ = false>
 struct Form {
   static constexpr int BITS = BITS_;
   static constexpr bool ROUNDED = ROUNDED_;  // the input is rounded to 8 bits
   static constexpr bool ZEROS = ZEROS_;      // else the middle level is zero everywhere
   static constexpr int WORD = 32 / BITS;  // inputs of a word
-  static constexpr size_t SCALE_BYTES = PANEL * (BITS == 8 ? 4 : 2);
+  static constexpr bool FLOATS = FLOATS_;  // levels are floats
+  static constexpr size_t SCALE_BYTES = PANEL * (BITS == 8 ? 4 : FLOATS ? 1 : 2);
   static constexpr size_t HEAD_BYTES = SCALE_BYTES + (ZEROS ? PANEL : 0);
 };
 
 // Calls f with the Form that is meant.
 template <typename F>
 PAGODA_INLINE void with_form(const QuantForm& form, F&& f) {
-  if (form.bits == 8) return form.has_zeros ? f(Form<8, true, true>{}) : f(Form<8, true, false>{});
-  if (form.input_bits == 8) return form.has_zeros ? f(Form<4, true, true>{}) : f(Form<4, true, false>{});
-  return form.has_zeros ? f(Form<4, false, true>{}) : f(Form<4, false, false>{});
+  if (form.bits == 8) return form.levels ? f(Form<8, true, true>{}) : f(Form<8, true, false>{});
+  if (form.levels == 2) return f(Form<4, false, false, true>{});
+  if (form.input_bits == 8) return form.levels ? f(Form<4, true, true>{}) : f(Form<4, true, false>{});
+  return form.levels ? f(Form<4, false, true>{}) : f(Form<4, false, false>{});
 }
 
 template <typename FORM>
@@ -114,7 +118,7 @@ class RoundedRows : public Kept {
     scales_ = (float*)(levels_ + level_bytes);
     offsets_ = (int32_t*)(scales_ + (size_t)rows_ * groups);
     // Where zero is the same level everywhere, its product with the sum is made here.
-    const int32_t zero = form.has_zeros ? 1 : 1 << (form.bits - 1);
+    const int32_t zero = form.levels ? 1 : 1 << (form.bits - 1);
     for (int r = 0; r < rows_; ++r)
       for (int g = 0; g < groups; ++g) round_group<LEVEL, TILED>(x + (size_t)r * k, r, g, form.group, zero);
     hold(first, use);
@@ -167,6 +171,7 @@ class RoundedRows : public Kept {
 template <typename FORM>
 PAGODA_INLINE f16 load_scales(const uint8_t* head, int column) {
   if constexpr (FORM::BITS == 8) return load((const float*)head + column);
+  if constexpr (FORM::FLOATS) return load_powers(head + column);
   return load_half((const uint16_t*)head + column);
 }
 
@@ -211,6 +216,7 @@ PAGODA_INLINE void group_sums(Rows<ROWS> x, const uint8_t* head, int group, Ahea
       weight_pairs pair[2];
       for (int c = 0; c < 2; ++c) {
         if constexpr (FORM::ZEROS) pair[c] = pair_of(w[c], s, z[c]);
+        else if constexpr (FORM::FLOATS) pair[c] = floats_of(w[c], s);
         else pair[c] = pair_of(w[c], s);
       }
 #pragma GCC unroll 2
@@ -331,7 +337,7 @@ static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const
   if (tiles_take(op.form, last - first)) return in.rounded.take<int8_t, true>(x, first, last, op.k, op.form, use);
 #endif
   if (op.form.input_bits == 8) in.rounded.take<int8_t>(x, first, last, op.k, op.form, use);
-  else in.left.take(x, first, last, op.k, use);
+  else in.left.take(x, first, last, op.k, op.x_stride, use);
 }
 
 // A block of rows through one panel.

@@ -27,7 +27,7 @@ static bool few(const QuantForm& form, int rows) { return rows <= (form.bits == 
 static void quant_take(Inputs& in, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
   with_form(op.form, [&](auto form) {
     typedef decltype(form) FORM;
-    if constexpr (!FORM::ROUNDED) in.left.take(x, first, last, op.k, use);
+    if constexpr (!FORM::ROUNDED) in.left.take(x, first, last, op.k, op.x_stride, use);
     else if (BY_WORDS<FORM> || few(op.form, last - first)) in.rounded.take<int8_t>(x, first, last, op.k, op.form, use);
     else in.rounded.take<int16_t>(x, first, last, op.k, op.form, use);
   });
@@ -156,6 +156,7 @@ static void unpack(const uint8_t* head, const uint8_t* words, int inputs, uint32
       } else {
         for (int s = 0; s < 4; ++s) {
           if constexpr (FORM::ZEROS) store_pairs(out + s * PANEL + c, pair_of(w, s, load_zeros(head + FORM::SCALE_BYTES + c)));
+          else if constexpr (FORM::FLOATS) store_pairs(out + s * PANEL + c, floats_of(w, s));
           else store_pairs(out + s * PANEL + c, pair_of(w, s));
         }
       }

@@ -1,0 +1,150 @@
+"""Linear layers of heads, and latents as keys and values, by every back end on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from tests.worker.kernels.levels import levels
+
+from pagoda_worker.checkpoints.rope import RopeShape, RotaryTable
+from pagoda_worker.kernels.aten import AtenOps
+from pagoda_worker.kernels.cpu.library import Library
+from pagoda_worker.kernels.cpu.native import NativeOps
+from pagoda_worker.kernels.kv_cache import KVShape
+from pagoda_worker.kernels.ops import AttentionShape, BackendError, Ops
+from pagoda_worker.kernels.reference import ReferenceOps
+from pagoda_worker.rows.batch import batch_of_spans
+
+pytestmark = pytest.mark.usefixtures("inference")
+
+CPU, BLOCK = torch.device("cpu"), 16
+reference = ReferenceOps(CPU)
+BACKENDS = [("torch", torch.bfloat16), ("torch", torch.float32), *((level, torch.bfloat16) for level in levels())]
+TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
+RANK, TURNS, HEADS = 512, 64, 5
+DIM = RANK + TURNS
+SHAPE = AttentionShape(num_heads=HEADS, num_kv_heads=1, head_dim=DIM, scale=0.05)
+
+
+@cache
+def ops_of(name: str, dtype: torch.dtype, threads: int = 2) -> Ops:
+    return AtenOps(CPU, dtype) if name == "torch" else NativeOps(Library([-1] * threads, name))
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda one: f"{one[0]}-{one[1]}".replace("torch.", ""))
+def backend(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
+    name, dtype = request.param
+    return name, dtype
+
+
+def numbers(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("heads", "n", "k"), [(3, 20, 40), (5, 576, 24), (2, 16, 96)])
+def test_a_linear_layer_for_each_head(backend: tuple[str, torch.dtype], heads: int, n: int, k: int) -> None:
+    name, dtype = backend
+    weight, x = (numbers(heads, n, k) * k**-0.5).to(dtype), numbers(300, heads * k, seed=1).to(dtype)
+    ops = ops_of(name, dtype)
+    packed = ops.pack_heads(weight)
+    got = ops.head_linear(x, packed).clone()
+    expected = torch.einsum("thk,hnk->thn", x.double().view(300, heads, k), weight.double()).flatten(1)
+    assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
+    for rows in (slice(0, 1), slice(7, 10), slice(200, 300)):
+        assert torch.equal(ops.head_linear(x[rows], packed), got[rows])
+    assert torch.equal(ops_of(name, dtype, 3).head_linear(x, packed), got)
+
+
+class Rows:
+    """Rows of (new tokens, context) whose queries and latents are drawn once, whoever computes with them."""
+
+    def __init__(self, dtype: torch.dtype, rows: list[tuple[int, int]]) -> None:
+        self.rows, self.dtype = rows, dtype
+        self.total = sum(context for _, context in rows)
+        self.query = numbers(self.total, HEADS * DIM, seed=2).to(dtype)
+        self.latent = numbers(self.total, RANK, seed=3).to(dtype)
+        self.turning = numbers(self.total, TURNS, seed=4).to(dtype)
+        self.table = RotaryTable(RopeShape(theta=1e4, head_dim=DIM, turning=TURNS), 2048, CPU)
+
+    def attended(self, ops: Ops, count: int | None = None) -> torch.Tensor:
+        """Of each row's last tokens, `count` at a time."""
+        tables = self._tables()
+        kept = KVShape(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype=self.dtype)
+        kv = ops.new_kv_cache(kept, int(tables.max()) + 1, BLOCK)
+        self._step(ops, kv, [(0, context) for _, context in self.rows], tables)
+        results = []
+        for row, (new, context) in enumerate(self.rows):
+            step = count or new
+            for start in range(context - new, context, step):
+                spans = [(0, 0)] * len(self.rows)
+                spans[row] = (start, min(start + step, context))
+                results.append(self._step(ops, kv, spans, tables))
+        return torch.cat(results)
+
+    def _tables(self) -> torch.Tensor:
+        counts = [-(-context // BLOCK) for _, context in self.rows]
+        tables, first = torch.zeros(len(counts), max(counts), dtype=torch.int32), 0
+        for row, blocks in enumerate(counts):
+            tables[row, :blocks] = torch.arange(first, first + blocks).flip(0)
+            first += blocks
+        return tables
+
+    def _step(self, ops: Ops, kv: object, spans: list[tuple[int, int]], tables: torch.Tensor) -> torch.Tensor:
+        used = [row for row, (start, end) in enumerate(spans) if end > start]
+        batch = batch_of_spans([spans[row] for row in used], tables[used])
+        blocks = torch.cat([tables[row, torch.arange(*spans[row]) // BLOCK] for row in used])
+        batch = replace(batch, kv_indices=blocks.long() * BLOCK + batch.positions % BLOCK)
+        begins = [sum(context for _, context in self.rows[:row]) for row in used]
+        places = torch.cat([torch.arange(*spans[row]) + begin for row, begin in zip(used, begins, strict=True)])
+        rotation = self.table.at(batch.positions)
+        query, latent, turning = (one[places] for one in (self.query, self.latent, self.turning))
+        query = ops.latent_write(query, latent, turning, rotation, kv, 0, batch.kv_indices)
+        return ops.attend(query, kv, 0, ops.plan(batch, kv), SHAPE).clone()
+
+
+LENGTHS = [(1, 300), (9, 70), (1, 1), (3, 600)]
+
+
+def test_attention_over_latents_is_near_the_reference(backend: tuple[str, torch.dtype]) -> None:
+    name, dtype = backend
+    got = Rows(dtype, LENGTHS).attended(ops_of(name, dtype))
+    wide = Rows(dtype, LENGTHS)
+    wide.dtype = torch.float64
+    wide.query, wide.latent, wide.turning = (one.double() for one in (wide.query, wide.latent, wide.turning))
+    expected = wide.attended(reference)
+    assert (got.double() - expected).abs().max() / expected.abs().max() < TOLERANCE[dtype]
+
+
+def test_its_bits_depend_on_no_chunks_and_no_threads(backend: tuple[str, torch.dtype]) -> None:
+    name, dtype = backend
+    rows = Rows(dtype, LENGTHS)
+    whole = rows.attended(ops_of(name, dtype))
+    assert torch.equal(rows.attended(ops_of(name, dtype), 1), whole)
+    assert torch.equal(rows.attended(ops_of(name, dtype, 3), 2), whole)
+
+
+def test_values_are_what_keys_are_before_they_turn() -> None:
+    """Half of what turns, half of the latent, and the other halves."""
+    kv = reference.new_kv_cache(KVShape(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype=torch.float32), 1, BLOCK)
+    rows = Rows(torch.float32, [(3, 3)])
+    batch = batch_of_spans([(0, 3)], torch.zeros(1, 1, dtype=torch.int32))
+    rotation = rows.table.at(batch.positions)
+    reference.latent_write(rows.query, rows.latent, rows.turning, rotation, kv, 0, batch.kv_indices)
+    key, value = kv.read(0, torch.tensor([0])).flatten(0, 1)[:3].unbind(1)
+    turns, still = TURNS // 2, RANK // 2
+    first = torch.cat((rows.turning[:, :turns], rows.latent[:, :still]), 1)
+    expected = torch.cat((first, rows.turning[:, turns:], rows.latent[:, still:]), 1)
+    assert torch.equal(value[:, 0], expected)
+    assert torch.equal(key[0, 0], expected[0])  # at position 0 nothing turns
+    assert torch.equal(key[:, 0, turns : turns + still], expected[:, turns : turns + still])
+    assert not torch.equal(key[2, 0], expected[2])
+
+
+@pytest.mark.parametrize("level", levels()[-1:])
+def test_latents_as_whole_numbers_are_refused_where_sums_would_overflow(level: str) -> None:
+    kept = KVShape(num_layers=1, num_kv_heads=1, head_dim=DIM, dtype=torch.bfloat16, quantized=True)
+    with pytest.raises(BackendError, match="int8 for heads of up to 256 dimensions, not 576"):
+        ops_of(level, torch.bfloat16).new_kv_cache(kept, 2, BLOCK)
