@@ -247,16 +247,16 @@ class ReferenceOps(HostOps):
         return torch.cat(rows)
 
 
-def latent_key(latent: Tensor, turning: Tensor) -> Tensor:
-    """See `Ops.latent_write`."""
-    halves = [half for pair in zip(turning.chunk(2, 1), latent.chunk(2, 1), strict=True) for half in pair]
-    return torch.cat(halves, 1)
-
-
 def first_block(batch: Batch, row: int, block_size: int, window: int | None) -> int:
     """The first block of a row that its new tokens see any of."""
     first_new = batch.context_lens[row] - batch.query_lens[row]
     return 0 if window is None else max(0, first_new - window + 1) // block_size
+
+
+def latent_key(latent: Tensor, turning: Tensor) -> Tensor:
+    """See `Ops.latent_write`."""
+    halves = [half for pair in zip(turning.chunk(2, 1), latent.chunk(2, 1), strict=True) for half in pair]
+    return torch.cat(halves, 1)
 
 
 def add_low_rank(x: Tensor, y: Tensor, added: Added | None, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:

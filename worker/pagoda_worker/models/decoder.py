@@ -180,8 +180,7 @@ class Decoder:
 
     def _write(self, x: torch.Tensor, layer: Layer, step: _Step) -> torch.Tensor:
         """Keys and values into the cache; returns queries [T, Hq, D]."""
-        ops, (group, index) = self.ops, layer.kv
-        indices = step.kv_indices[group]
+        ops, (group, index), indices = self.ops, layer.kv, step.kv_indices[layer.kv.group]
         rotation = None if layer.rope is None else step.rotations[layer.rope]
         if isinstance(layer.qkv, Latent):
             return ops.latent_write(*layer.qkv.project(x, ops, step.slots), rotation, step.kv[group], index, indices)

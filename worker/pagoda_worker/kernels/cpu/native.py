@@ -279,7 +279,7 @@ class NativeOps:
         cos, sin, positions = _tables(rotation)
         q = self._tape.buffer(len(query), query.shape[1], torch.bfloat16)
         operation = RopeKv(
-            qkv=query, q=q, kv=kv.layer(layer), cos=cos, sin=sin, norm=None,
+            qkv=query, q=q, kv=self._layer(kv, layer), cos=cos, sin=sin, norm=None,
             heads=query.shape[1] // dim, eps=0.0, latent=latent, turning=turning, turns=turning.shape[1],
         )  # fmt: skip
         self._tape.take(operation, num_tokens=len(query), positions=positions, kv_indices=kv_indices)
