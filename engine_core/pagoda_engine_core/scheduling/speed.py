@@ -42,9 +42,11 @@ class Speed:
     def step_tokens(self, num_decodes: int, *, reports: bool = False) -> int:
         """Tokens of the next step. Beside streams, prompts get what takes no longer than the limit; without, what
         takes so little that nobody thinks the worker has hung."""
-        rate, known = self._by_kind[reports], LEAST_TOKENS if self._measures else FIRST_TOKENS
-        limit_s = self._limit_s if num_decodes and self._limit_s and self._measures else times.LONGEST_STEP_S
-        return min(self._max_tokens, num_decodes + max(known, int(rate * limit_s)))
+        if not self._limit_s:
+            return self._max_tokens
+        least = LEAST_TOKENS if self._measures else FIRST_TOKENS
+        limit_s = self._limit_s if num_decodes and self._measures else times.LONGEST_STEP_S
+        return min(self._max_tokens, num_decodes + max(least, int(self._by_kind[reports] * limit_s)))
 
     def chunk_tokens(self, chunk_size: int, tokens: int, num_decodes: int, num_prompts: int) -> int:
         """Most tokens of one prompt in a step of so many. One that is cut short for streams is shared by as many
