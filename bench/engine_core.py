@@ -34,6 +34,7 @@ from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_engine_core.sessions.outbox import Outbox
 from pagoda_engine_core.workers.executor import ExecutorEvent, StepDone, ToExecutor, WorkerInfo, WorkerJoined
+from pagoda_gateway.engine.cores import Core
 from pagoda_gateway.engine.model_view import ModelView
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.request_pool import RequestPool
@@ -44,7 +45,7 @@ from pagoda_proto.decodes import DecodeList, packed
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import SamplingParams
-from pagoda_proto.records import Delta, Generate, NextTokens, RequestRecord
+from pagoda_proto.records import Delta, Generate, Load, NextTokens, RequestRecord
 from pagoda_proto.steps import PROTOCOL_VERSION, Hello, KVGroup, RowOutput, StepPlan, StepResult
 from pagoda_proto.times import LivedClock
 
@@ -314,16 +315,19 @@ class Instant(Groups):
         self._events = self._events[:1]
 
 
-def make_pool() -> RequestPool:
+def make_pool() -> tuple[RequestPool, Core]:
     metrics = GatewayMetrics("m")
     meter = RequestMeter(metrics, log_requests=False)
     pool = RequestPool(LivedClock(1e9, time.monotonic), Waits(), metrics, meter, lambda now: 0.0)
-    pool.meet(ModelView(fingerprint="m", numerics_id="n", vocab_size=32_000), lambda frame: None, usable=True)
-    return pool
+    load = Load(engine_id="e", num_workers=1)
+    core = Core(name="e", send=lambda frame: None, usable=True, load=load)
+    pool.add(core)
+    pool.meet(core, ModelView(fingerprint="m", numerics_id="n", vocab_size=32_000))
+    return pool, core
 
 
 def measure_tokens() -> dict[str, Figures]:
-    session, pool, executor = Session(), make_pool(), Instant()
+    session, (pool, core), executor = Session(), make_pool(), Instant()
     engine = EngineCore(config(), executor, time.monotonic)
     engine.step(0.0)
     generations = []
@@ -339,19 +343,19 @@ def measure_tokens() -> dict[str, Figures]:
         times["engine core's loop"][-1] -= executor.own_s - own_s
         frames = timed(session.frames, times["engine core's frames"])
         sizes.append(sum(map(len, frames)))
-        timed(lambda frames=frames: take(pool, frames), times["gateway's frames"])
+        timed(lambda frames=frames: take(pool, core, frames), times["gateway's frames"])
         timed(lambda: [generation.request.drain() for generation in generations], times["gateway's deltas"])
     figures = {f"{name}, us/token": summary(values[WARM_UP_STEPS:], ROWS, 1e6) for name, values in times.items()}
     return figures | {"frame, bytes/token": summary(sizes[WARM_UP_STEPS:], ROWS, 1)}
 
 
-def take(pool: RequestPool, frames: list[bytes]) -> None:
+def take(pool: RequestPool, core: Core, frames: list[bytes]) -> None:
     for data in frames:
         frame = pb.ServerFrame.FromString(data)
         if frame.HasField("accepted"):
-            pool.on_accepted(frame.accepted)
+            pool.on_accepted(core, frame.accepted)
         elif frame.HasField("outputs"):
-            pool.on_outputs(frame.outputs)
+            pool.on_outputs(core, frame.outputs)
 
 
 # --- all of it -------------------------------------------------------------------------------------------------------
