@@ -59,7 +59,7 @@ def test_bfloat16_log_probabilities_are_close(name: str, kernels: str, saved: Sa
         expected = saved(name)[0](input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
     got = logits_of(loaded(name, "bfloat16", kernels), tokens, [len(tokens)]).log_softmax(-1)
     difference = (got - expected).abs()
-    assert difference.mean() < BF16_MEAN
-    if name in WITH_EXPERTS:  # rounding sends a token that is between two experts to the other
+    if name in WITH_EXPERTS:  # rounding sends a token that is between two experts to the other, in transformers as here
         difference = difference[difference.amax(-1).argsort()[: round(MOSTLY * len(tokens))]]
+    assert difference.mean() < BF16_MEAN
     assert difference.max() < BF16_MOST

@@ -409,7 +409,13 @@ DEMO_MODEL = Path(pagoda.__file__).parent / "demo_model"
 
 def demo_config(endpoint: str) -> WorkerConfig:
     return WorkerConfig(
-        model=str(DEMO_MODEL), engine=endpoint, num_blocks=8, block_size=16, max_model_len=64, threads=1
+        model=str(DEMO_MODEL),
+        engine=endpoint,
+        num_blocks=8,
+        block_size=16,
+        max_model_len=64,
+        threads=1,
+        drain_timeout_s=0.0,
     )
 
 

@@ -96,7 +96,7 @@ def test_one_plan_serves_all_steps_of_a_recording(version: int, opened: Callable
         key, value = torch.randn(2, len(places), 2, 64).to(torch.float16)
         ops.write_kv(key, value, kv, layer, places)
         reference.write_kv(key, value, theirs, layer, places)
-    lines = Lines(max_rows=4, max_len=600, block_size=size, scratch_block=scratch, device=CPU)
+    lines = Lines(max_rows=4, max_len=600, block_size=size, scratch_blocks=[scratch], device=CPU)
     recorded = lines.batch(4)
     plan = ops.plan(recorded, kv)
     blocks = torch.randperm(scratch).tolist()
