@@ -9,12 +9,14 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from tests.gateway.fakes_engine import play
+from tests.gateway.fakes_engine import Batch, play
 from tests.gateway.keys.whole_app import App, running_app
 
 from pagoda_gateway.api.answer_schemas import TranscriptShown
 from pagoda_gateway.generation.transcripts import MAX_TRANSCRIPT_BYTES, Transcript, differences, read_transcript
 from pagoda_gateway.routes.transcripts import _read
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import RequestRecord
 
 AGAIN = "/v1/requests/replay"
 ASK: dict[str, Any] = {"prompt": ["ab", "c"], "n": 2, "logprobs": 2, "max_tokens": 5, "stop": ["never"], "seed": 3}
@@ -120,6 +122,17 @@ async def test_what_it_asks_for_is_checked_as_a_request_is(tmp_path: Path) -> No
         much = await app.admin.post(AGAIN, content=b" " * (MAX_TRANSCRIPT_BYTES + 1), headers=headers)
         assert much.status_code == 413
         assert (await app.admin.post(AGAIN, content=b"{}")).status_code == 415
+
+
+async def test_a_grammar_that_is_refused_is_named(tmp_path: Path) -> None:
+    def refuse(record: RequestRecord) -> list[Batch]:
+        raise PagodaError(ErrorCode.INVALID_ARGUMENT, "this cannot be used", "grammar")
+
+    async with running_app(tmp_path, play(TOKENS), keep_transcripts=10) as app:
+        transcript = await kept(app.admin)
+        app.gateway.engine.script = refuse
+        answer = await again(app.admin, transcript)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "grammar")
 
 
 async def test_it_takes_no_longer_than_its_client_said(tmp_path: Path) -> None:
