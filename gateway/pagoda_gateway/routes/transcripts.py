@@ -107,8 +107,13 @@ def _job(ctx: GatewayContext, kept: Transcript, caller: Caller) -> Job:
     first = kept.parts[0].record.task.params
     if any(part.record.task.params != first for part in kept.parts):
         raise InvalidParams([Problem("parts", "all parts of a request have the same parameters")])
-    tops = {"logprobs": first.logprobs, "prompt_logprobs": first.prompt_logprobs}
-    shown = Shown(n=first.n, how=kept.how, form_field="grammar", **tops)
+    shown = Shown(
+        n=first.n,
+        how=kept.how,
+        logprobs=first.logprobs,
+        prompt_logprobs=first.prompt_logprobs,
+        form_field="grammar",
+    )
     check_products(ctx.config, model, first, [len(part.record.prompt_token_ids) for part in kept.parts], shown)
     records = tuple(_record(model, part.record, caller) for part in kept.parts)
     name = f"replay-{secrets.token_hex(16)}"
