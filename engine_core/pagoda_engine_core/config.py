@@ -10,6 +10,7 @@ from pagoda_proto import times
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
+from pagoda_proto.steps import MAX_STEPS_IN_FLIGHT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,9 @@ class EngineConfig:
         "where KV blocks run out: recompute, swap while there is room, auto: the quicker",
         words=("auto", "swap", "recompute"),
     )
-    max_steps_in_flight: int = option(2, "plans sent to a worker before the first result is back", least=1, most=64)
+    max_steps_in_flight: int = option(
+        2, "plans sent to a worker before the first result is back", least=1, most=MAX_STEPS_IN_FLIGHT
+    )
     max_queued_requests: int = option(4096, "requests waiting at once; more are refused as overloaded", least=1)
     max_queued_tokens: int = option(
         4_000_000, "prompt tokens waiting at once; more are refused as overloaded", least=1, most=2**53

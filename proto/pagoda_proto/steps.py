@@ -48,6 +48,8 @@ NO_TOKEN = -1
 NO_BLOCK = -1
 """In `NewRow.block_ids`: nothing is kept of these tokens."""
 MAX_KV_GROUPS = 8
+MAX_STEPS_IN_FLIGHT = 64
+"""That any engine core may be told to have: each group has room for a token of each beyond what it keeps."""
 
 
 class Versions(NamedTuple):

@@ -17,11 +17,10 @@ from math import inf
 from pagoda_proto.channel import MAX_ID_BYTES
 from pagoda_proto.params import ModelLimits
 from pagoda_proto.pooling.params import OUTPUTS
-from pagoda_proto.steps import MAX_KV_GROUPS, SPOKEN, Hello, Refused, Versions
+from pagoda_proto.steps import MAX_KV_GROUPS, MAX_STEPS_IN_FLIGHT, SPOKEN, Hello, Refused, Versions
 
 MAX_COUNT = 2**31 - 1
 MAX_REMEMBERED_PROCESSES = 1024
-MAX_STEPS_IN_FLIGHT = 64  # what any engine core may be told to have
 _COUNTS = (
     "registration", "vocab_size", "max_model_len", "block_size", "max_rows",
     "max_tokens_per_step",

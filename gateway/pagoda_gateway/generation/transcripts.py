@@ -18,6 +18,7 @@ from pagoda_gateway.generation.job import Job
 from pagoda_gateway.generation.updates import Update
 from pagoda_gateway.text.answers import HowRead
 from pagoda_gateway.text.events import Finish
+from pagoda_gateway.text.tool_formats.functions import Function
 from pagoda_proto.adapters.identity import DIGEST
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import MAX_SEED, MAX_STOP_TOKEN_IDS, MAX_TOKENS_CEILING, SamplingParams
@@ -27,6 +28,7 @@ from pagoda_proto.steps import TopLogprobs
 FORMAT = 1
 MAX_TRANSCRIPT_BYTES = 4 * 1024 * 1024
 MAX_PARTS = 128  # prompts of one request
+MAX_SCHEMA_DEPTH = 64  # of a function's parameters
 BYTES_PER_TOKEN, BYTES_PER_LOGPROB = 2, 8  # as JSON, with what stands beside it; few take less
 VERSION = metadata.version("pagoda-serve")
 
@@ -72,6 +74,17 @@ class Transcript(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     version: str
     how: HowRead = HowRead()
     adapter: str = ""
+
+
+class _PartNamed(msgspec.Struct, frozen=True):
+    record: dict[str, Any]
+
+
+class _Named(msgspec.Struct, frozen=True):
+    """The fields of a transcript by name, where those that are not known would be passed over, and nothing else."""
+
+    parts: list[_PartNamed]
+    how: dict[str, Any] = {}
 
 
 class Difference(NamedTuple):
@@ -172,7 +185,7 @@ def read_transcript(data: bytes) -> Transcript:
         raise ValueError(f"a transcript has at most {MAX_TRANSCRIPT_BYTES} bytes")
     try:
         transcript = msgspec.json.decode(data, type=Transcript)
-        unknown = sorted(_unknown(msgspec.json.decode(data)))
+        unknown = sorted(_unknown(msgspec.json.decode(data, type=_Named)))
     except (msgspec.DecodeError, PagodaError, RecursionError, UnicodeDecodeError) as error:
         raise ValueError(f"this is no transcript: {error}") from error
     if unknown:
@@ -182,11 +195,14 @@ def read_transcript(data: bytes) -> Transcript:
     return transcript
 
 
-def _unknown(raw: Any) -> Iterator[str]:
-    """Fields of records that would be passed over: another version might compute otherwise because of them."""
+def _unknown(raw: _Named) -> Iterator[str]:
+    """Fields that would be passed over: another version might compute otherwise because of them."""
     known = set(Generate.__struct_fields__) | {"type"}
-    for part in raw["parts"]:
-        record, task = part["record"], part["record"]["task"]
+    yield from map(ascii, raw.how.keys() - set(HowRead.__struct_fields__))
+    for function in raw.how.get("functions", ()):
+        yield from map(ascii, function.keys() - set(Function.__struct_fields__))
+    for part in raw.parts:
+        record, task = part.record, part.record["task"]
         yield from map(ascii, record.keys() - set(RequestRecord.__struct_fields__))
         yield from map(ascii, task.keys() - known)
         yield from map(ascii, task.get("params", {}).keys() - set(SamplingParams.__struct_fields__))
@@ -199,6 +215,8 @@ def _problems(transcript: Transcript) -> Iterator[str]:
         yield f"1 to {MAX_PARTS} parts are possible, it has {len(transcript.parts)}"
     if transcript.adapter and not DIGEST.fullmatch(transcript.adapter):
         yield "adapter is no digest"
+    if _is_deep([function.parameters for function in transcript.how.functions]):
+        yield f"parameters of a function are nested deeper than {MAX_SCHEMA_DEPTH} levels"
     for i, part in enumerate(transcript.parts):
         task = part.record.task
         if not isinstance(task, Generate) or len(part.choices) != task.params.n:
@@ -209,6 +227,13 @@ def _problems(transcript: Transcript) -> Iterator[str]:
             yield f"part {i} says who asked, which changes no token"
         elif any(c.logprobs is not None and len(c.logprobs) != len(c.token_ids) for c in part.choices):
             yield f"part {i} has not one log-probability for each token"
+
+
+def _is_deep(values: list[Any]) -> bool:
+    for _ in range(MAX_SCHEMA_DEPTH):
+        inner = (each.values() if isinstance(each, dict) else each for each in values if isinstance(each, dict | list))
+        values = [value for one in inner for value in one]
+    return bool(values)
 
 
 def _are_ends(token_ids: Sequence[int]) -> bool:

@@ -20,7 +20,7 @@ from pagoda_gateway.generation.requests import check_products, held_bytes, new_r
 from pagoda_gateway.generation.running import running, transcribed
 from pagoda_gateway.generation.transcripts import MAX_TRANSCRIPT_BYTES, Outcomes, Transcript, read_transcript
 from pagoda_gateway.http.sse import until_disconnect
-from pagoda_gateway.routes.body import caller_of, hold_for
+from pagoda_gateway.routes.body import caller_of, hold_for, timeout_of
 from pagoda_gateway.routes.described import JSON, endpoint
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.records import RequestRecord
@@ -42,31 +42,40 @@ def router(ctx: GatewayContext) -> APIRouter:
 
     @endpoint(routes, AGAIN, "The transcript of the same, computed again", TranscriptShown, request=TranscriptShown)
     async def replay(request: Request) -> Response:
-        check_content_type(request.headers.get("content-type", ""))
-        data = b"".join([chunk async for chunk in request.stream() if chunk])
-        if len(data) > MAX_TRANSCRIPT_BYTES:
-            raise too_large()
-        hold_for(request, BYTES_PER_BYTE * len(data))
-        kept = await ctx.pool.run(caller_of(request).key, len(data), lambda: _read(data))
+        arrived_at, timeout_s = time.time(), timeout_of(request)
+        job = _job(ctx, await _asked(ctx, request), caller_of(request))
+        hold_for(request, held_bytes(job), instead=True)
         async with until_disconnect(request.receive):
-            found = await _computed_again(ctx, request, kept)
+            found = await _computed(
+                ctx, job if timeout_s is None else job.due(arrived_at + timeout_s, timeout_s), request
+            )
         return Response(msgspec.json.encode(found), media_type=JSON, headers={"cache-control": "no-store"})
 
     return routes
 
 
+async def _asked(ctx: GatewayContext, request: Request) -> Transcript:
+    check_content_type(request.headers.get("content-type", ""))
+    data = b"".join([chunk async for chunk in request.stream() if chunk])
+    if len(data) > MAX_TRANSCRIPT_BYTES:
+        raise too_large()
+    hold_for(request, BYTES_PER_BYTE * len(data))
+    return await ctx.pool.run(caller_of(request).key, len(data), lambda: _read(data))
+
+
 def _read(data: bytes) -> Transcript:
+    """Without what was answered, which only its owner compares: it may be far more than what was asked."""
     try:
-        return read_transcript(data)
+        kept = read_transcript(data)
     except ValueError as error:
         raise PagodaError(ErrorCode.INVALID_ARGUMENT, str(error)) from error
+    parts = [msgspec.structs.replace(part, choices=[], prompt_logprobs=None) for part in kept.parts]
+    return msgspec.structs.replace(kept, parts=parts)
 
 
-async def _computed_again(ctx: GatewayContext, request: Request, kept: Transcript) -> Transcript:
-    caller, model = caller_of(request), _model_of(ctx, kept, caller_of(request))
-    job = _job(ctx, model, kept, caller)
-    hold_for(request, held_bytes(job), instead=True)
-    charge, outcomes = ctx.charge_for(caller, model.name), Outcomes()
+async def _computed(ctx: GatewayContext, job: Job, request: Request) -> Transcript:
+    caller, outcomes = caller_of(request), Outcomes()
+    charge = ctx.charge_for(caller, job.model)
     charge.check(job.num_prompt_tokens)
     async with running(ctx, job, caller.key, charge, outcomes=outcomes) as run:
         while await run.next():
@@ -90,13 +99,21 @@ def _model_of(ctx: GatewayContext, kept: Transcript, caller: Caller) -> ServedMo
     raise PagodaError(ErrorCode.MODEL_NOT_FOUND, f"{what} is not served here, or not for this key", "adapter")
 
 
-def _job(ctx: GatewayContext, model: ServedModel, kept: Transcript, caller: Caller) -> Job:
+def _job(ctx: GatewayContext, kept: Transcript, caller: Caller) -> Job:
     """Checked as every request is. Raises PagodaError."""
+    model = _model_of(ctx, kept, caller)
     at_most("parts", len(kept.parts), ctx.config.max_prompts)
+    at_most("functions", len(kept.how.functions), ctx.config.max_tools)
     first = kept.parts[0].record.task.params
     if any(part.record.task.params != first for part in kept.parts):
         raise InvalidParams([Problem("parts", "all parts of a request have the same parameters")])
-    shown = Shown(n=first.n, how=kept.how, logprobs=first.logprobs, prompt_logprobs=first.prompt_logprobs)
+    shown = Shown(
+        n=first.n,
+        how=kept.how,
+        logprobs=first.logprobs,
+        prompt_logprobs=first.prompt_logprobs,
+        form_field="grammar",
+    )
     check_products(ctx.config, model, first, [len(part.record.prompt_token_ids) for part in kept.parts], shown)
     records = tuple(_record(model, part.record, caller) for part in kept.parts)
     name = f"replay-{secrets.token_hex(16)}"

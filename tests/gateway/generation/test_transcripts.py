@@ -140,10 +140,15 @@ def with_record(**fields: Any) -> bytes:
 
 
 POOL = msgspec.to_builtins(Pool(pooling=PoolingParams()))
+DEEP: Any = {}
+for _ in range(70):
+    DEEP = {"properties": {"a": DEEP}}
 HOSTILE = [
     b"", b"{}", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"parts":' * 100_000,
     b" " * (MAX_TRANSCRIPT_BYTES + 1),
     changed(format=2), changed(parts=[]), changed(more=1), changed(adapter="../x"), changed(created="now"),
+    changed(how={"future": 1}), changed(how={"functions": [{"name": "f", "future": 1}]}),
+    changed(how={"functions": [{"name": "f", "parameters": DEEP}]}),
     with_part(choices=[]), with_part(more=1), with_part(choices=[{"token_ids": [1.5], "finish_reason": "stop"}]),
     with_part(choices=[{"token_ids": [1], "finish_reason": "stop", "logprobs": []}]),
     with_record(tenant="me"), with_record(cache_salt="x."), with_record(adapter={"digest": "0" * 64, "path": "/etc"}),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
-from tests.gateway.fakes_engine import play
+from tests.gateway.fakes_engine import Batch, play
 from tests.gateway.keys.whole_app import App, running_app
 
 from pagoda_gateway.api.answer_schemas import TranscriptShown
 from pagoda_gateway.generation.transcripts import MAX_TRANSCRIPT_BYTES, Transcript, differences, read_transcript
+from pagoda_gateway.routes.transcripts import _read
+from pagoda_proto.errors import ErrorCode, PagodaError
+from pagoda_proto.records import RequestRecord
 
 AGAIN = "/v1/requests/replay"
 ASK: dict[str, Any] = {"prompt": ["ab", "c"], "n": 2, "logprobs": 2, "max_tokens": 5, "stop": ["never"], "seed": 3}
@@ -90,6 +94,7 @@ async def test_nothing_is_kept_unless_it_is_asked_for(tmp_path: Path) -> None:
         ({"adapter": "0" * 64}, 404, "adapter"),
         ({"parts": []}, 400, "parts"),
         ({"more": 1}, 400, "more"),
+        ({"how": {"functions": [{"name": f"f{i}"} for i in range(257)]}}, 400, "at most 256"),
     ],
 )
 async def test_what_cannot_be_computed_is_refused(
@@ -117,3 +122,32 @@ async def test_what_it_asks_for_is_checked_as_a_request_is(tmp_path: Path) -> No
         much = await app.admin.post(AGAIN, content=b" " * (MAX_TRANSCRIPT_BYTES + 1), headers=headers)
         assert much.status_code == 413
         assert (await app.admin.post(AGAIN, content=b"{}")).status_code == 415
+
+
+async def test_a_grammar_that_is_refused_is_named(tmp_path: Path) -> None:
+    def refuse(record: RequestRecord) -> list[Batch]:
+        raise PagodaError(ErrorCode.INVALID_ARGUMENT, "this cannot be used", "grammar")
+
+    async with running_app(tmp_path, play(TOKENS), keep_transcripts=10) as app:
+        transcript = await kept(app.admin)
+        app.gateway.engine.script = refuse
+        answer = await again(app.admin, transcript)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "grammar")
+
+
+async def test_it_takes_no_longer_than_its_client_said(tmp_path: Path) -> None:
+    async with running_app(tmp_path, play(TOKENS), keep_transcripts=10) as app:
+        transcript = msgspec.to_builtins(await kept(app.admin))
+        app.gateway.engine.script = lambda record: [asyncio.Event()]
+        for text, status in (("50", 504), ("0", 400)):
+            answer = await app.admin.post(AGAIN, json=transcript, headers={"request-timeout-ms": text})
+            assert answer.status_code == status, answer.text
+        assert app.gateway.engine.generations[-1].closed.is_set()
+
+
+async def test_what_was_answered_is_not_held_while_it_is_computed(tmp_path: Path) -> None:
+    async with running_app(tmp_path, play(TOKENS), keep_transcripts=10) as app:
+        transcript = await kept(app.admin, prompt="ab", n=1)
+        read = _read(msgspec.json.encode(transcript))
+        assert [part.record for part in read.parts] == [part.record for part in transcript.parts]
+        assert not any(part.choices or part.prompt_logprobs for part in read.parts)

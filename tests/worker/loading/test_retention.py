@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_proto.steps import MAX_KV_GROUPS
+from pagoda_proto.steps import MAX_KV_GROUPS, MAX_STEPS_IN_FLIGHT, KVGroup
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.loading.memory import NotEnoughMemory, num_kv_blocks, num_swap_blocks
@@ -85,6 +85,19 @@ def test_a_row_of_the_longest_length_fits_and_no_group_has_more_than_rows_use(
     blocks = model.retentions[1].num_blocks(first)
     row = -(-(window + 31) // 32) + 2
     assert row + 2 * 512 // 32 <= blocks <= min(first, max_rows * row + 2 * 512 // 32)
+
+
+@pytest.mark.parametrize("windows", [(1024, None), (1024,)])
+@pytest.mark.parametrize("max_tokens_per_step", [1, 31, 2048])
+def test_what_is_offered_holds_the_steps_that_an_engine_core_may_have_in_flight(
+    windows: tuple[int | None, ...], max_tokens_per_step: int
+) -> None:
+    """Or it would refuse a worker whose steps are small."""
+    (model,) = settle(Model(tuple(map(shape, windows))), max_rows=1, max_tokens_per_step=max_tokens_per_step)
+    table = model.kv_groups[0].table
+    one = model.retentions[table]
+    num_blocks = one.num_blocks(LONG // 32) if table else one.row_blocks
+    assert KVGroup(num_blocks, one.kept).room_in_flight(32, LONG) >= MAX_STEPS_IN_FLIGHT
 
 
 def test_rows_eight_windows_long_exhaust_all_at_the_same_time() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, TypeVar
 
-from pagoda_proto.steps import MAX_KV_GROUPS
+from pagoda_proto.steps import MAX_KV_GROUPS, MAX_STEPS_IN_FLIGHT
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import Ops
@@ -123,7 +123,7 @@ def _kept(config: WorkerConfig, model: Keeping, shape: KVShape, max_len: int) ->
 
 def _in_flight(config: WorkerConfig) -> int:
     """Tokens of one row."""
-    return STEPS_IN_FLIGHT * min(CHUNK_TOKENS, config.max_tokens_per_step)
+    return max(MAX_STEPS_IN_FLIGHT, STEPS_IN_FLIGHT * min(CHUNK_TOKENS, config.max_tokens_per_step))
 
 
 def _whole(config: WorkerConfig, num_tokens: int) -> int:
