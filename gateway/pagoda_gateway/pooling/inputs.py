@@ -80,7 +80,7 @@ class Inputs:
         keep = self._keep(limits)
         texts = [one for one in given if not isinstance(one, list)]
         read = iter(await self._tokens([_prefixed(prompt, one) for one in texts], keep))
-        found = [Tokens(one) if isinstance(one, list) else next(read) for one in given]
+        found = [Tokens(one[:keep]) if isinstance(one, list) else next(read) for one in given]
         for index, tokens in enumerate(found):
             self._check_length(tokens, limits, index if len(given) > 1 else None)
         return [self._record(tokens, skip) for tokens in found]

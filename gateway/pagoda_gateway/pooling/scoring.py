@@ -38,9 +38,9 @@ class Scoring:
         queries = list(queries) * (len(documents) if len(queries) == 1 else 1)
         if self._both:
             return await self._inputs.records(list(zip(queries, documents, strict=True)))
-        texts = list(dict.fromkeys([*queries, *documents]))  # a text is read once
-        self._pairs = [(texts.index(q), texts.index(d)) for q, d in zip(queries, documents, strict=True)]
-        return await self._inputs.records(texts)
+        places = {text: at for at, text in enumerate(dict.fromkeys([*queries, *documents]))}  # a text is read once
+        self._pairs = [(places[q], places[d]) for q, d in zip(queries, documents, strict=True)]
+        return await self._inputs.records(list(places))
 
     def scores(self, found: Sequence[bytes]) -> list[float]:
         """Of each document."""

@@ -83,6 +83,15 @@ async def test_texts_are_cut_only_where_that_is_asked_for(tmp_path: Path) -> Non
         assert len(gateway.engine.record.prompt_token_ids) == length
 
 
+@pytest.mark.parametrize(("keep", "kept"), [(2, [A, B]), (-1, [A, B, A] * 5 + [A]), (None, [A, B, A])])
+async def test_token_ids_are_cut_as_texts_are(keep: int | None, kept: list[int], tmp_path: Path) -> None:
+    gateway = embedder(tmp_path)
+    gateway.engine.load = gateway.engine.load.__class__(engine_id="fake", num_workers=1, max_model_len=16)
+    ids = [A, B, A] if keep is None else [A, B, A] * 9
+    assert (await post(gateway, "/v1/embeddings", input=ids, truncate_prompt_tokens=keep))[0] == 200
+    assert gateway.engine.record.prompt_token_ids == kept
+
+
 async def test_what_a_request_changes_reaches_the_record(tmp_path: Path) -> None:
     gateway = Gateway(write_reader_dir(tmp_path, matryoshka_dimensions=[2]), reads([1.0, 2.0]))
     body = {"input": "a", "dimensions": 2, "normalize": False, "cache_salt": "s", "add_special_tokens": False}

@@ -13,6 +13,10 @@ from tests.gateway.model_dir import word_tokenizer, write_reader_dir
 from tokenizers import AddedToken
 
 from pagoda_gateway.api.pooling_answers import RankedTexts, RerankAnswer, ScoreAnswer
+from pagoda_gateway.clients import NOBODY
+from pagoda_gateway.pooling.inputs import Asked
+from pagoda_gateway.pooling.scoring import Scoring
+from pagoda_proto.errors import InvalidParams
 from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.records import Pool
 
@@ -63,6 +67,31 @@ async def test_a_model_that_embeds_scores_by_likeness_and_reads_each_text_once(t
     answer = await post(gateway, "/score", text_1="a", text_2=["a", "b", "c", "b"])
     assert [one["score"] for one in answer["data"]] == pytest.approx([1.0, 0.0, 0.6, 0.0])
     assert len(gateway.engine.generations) == 3
+
+
+class Compared(str):
+    """Counts how often texts are held against one another."""
+
+    __slots__ = ()
+    times = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        Compared.times += 1
+        return str.__eq__(self, other)
+
+
+async def test_texts_are_not_held_against_all_others(tmp_path: Path) -> None:
+    """Thousands of them would stall everybody, and that before anybody has counted them."""
+    ctx = Gateway(write_reader_dir(tmp_path), reads()).context
+    scoring = Scoring(
+        ctx, ctx.catalogue.model, NOBODY, Asked(param="documents", pooling=PoolingParams(output="classify"))
+    )
+    Compared.times = 0
+    documents = [Compared(f"b {i}") for i in range(ctx.config.max_inputs)]
+    with pytest.raises(InvalidParams, match="at most"):
+        await scoring.records(["a"], documents)
+    assert Compared.times < 4 * len(documents)
 
 
 @pytest.mark.parametrize(
