@@ -178,3 +178,15 @@ async def test_a_run_whose_time_is_over_ends_in_words(text: ModelText, at: str) 
     assert raised.value.code is ErrorCode.DEADLINE_EXCEEDED
     assert watched.outcome is Outcome.FAILED
     assert all(generation.closed.is_set() for generation in watched.engine.generations)
+
+
+async def test_what_is_read_late_is_late_though_it_was_there(text: ModelText) -> None:
+    watched = Watched(text, play(ids(text, "ab")), record())
+    watched.run = Run(watched.run.job.due(time.time() + 0.2, 0.2), text, lambda *told: watched.told.append(told))
+    async with aclosing(watched.run):
+        await watched.run.start(watched.engine)
+        await asyncio.sleep(0.25)  # its reader has other things to do
+        with pytest.raises(PagodaError) as raised:
+            await watched.run.next()
+    assert raised.value.code is ErrorCode.DEADLINE_EXCEEDED
+    assert watched.outcome is Outcome.FAILED
