@@ -40,19 +40,26 @@ async def running(
     model = ctx.catalogue.of_job(job.model, job.adapter)
     outcomes = outcomes or (Outcomes() if ctx.transcripts.wanted else None)
 
+    finished = False
+
     def on_end(usage: Usage, outcome: Outcome) -> None:
+        """Knows nothing of the run, which knows it: what the run holds is to be freed with its last reader."""
+        nonlocal finished
+        finished = outcome is Outcome.FINISHED
         charge.end(usage)
         logger.debug("%s for %s: %s, %s", job.id, client, outcome, usage)
-        if ctx.transcripts.wanted and outcomes is not None and outcome is Outcome.FINISHED:
-            _keep_transcript(ctx, run, outcomes)
 
     run = Run(job, model.text, on_end, None if outcomes is None else outcomes.take)
-    async with aclosing(run):
-        charge.begin(run.usage)
-        with named_as_in_body({"grammar": job.shown.form_field}):
-            await run.start(model.engine, through)
-        charge.taken()
-        yield run
+    try:
+        async with aclosing(run):
+            charge.begin(run.usage)
+            with named_as_in_body({"grammar": job.shown.form_field}):
+                await run.start(model.engine, through)
+            charge.taken()
+            yield run
+    finally:
+        if finished and ctx.transcripts.wanted and outcomes is not None:
+            _keep_transcript(ctx, run, outcomes)
 
 
 def _keep_transcript(ctx: GatewayContext, run: Run, outcomes: Outcomes) -> None:

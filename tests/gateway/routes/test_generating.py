@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.gateway.fakes_engine import Script, breaking, failing, make_gateway, 
 from pagoda_gateway.api.error_body import OPENAI_ERRORS
 from pagoda_gateway.dialects.completions import COMPLETIONS
 from pagoda_gateway.generation import running
+from pagoda_gateway.generation.run import Run
 from pagoda_gateway.routes import generating
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import RequestRecord
@@ -93,6 +95,20 @@ async def test_an_answer_that_takes_longer_than_its_client_said_ends_in_words(tm
     assert stream or "retry-after" not in answer.headers
     assert gateway.engine.generations[0].closed.is_set()
     assert gateway.engine.record.queue_timeout_s == 0.2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_run_held_is_freed_when_it_is_over(tmp_path: Path, stream: bool) -> None:
+    """Answers may be large, and garbage that refers to itself is collected rarely."""
+    gateway = make_gateway(tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        answer = await gateway.client.post("/v1/completions", json={"prompt": "hello", "stream": stream})
+        assert answer.status_code == 200
+        assert not [each for each in gc.get_objects() if isinstance(each, Run)]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("said", [["0"], ["1.5"], ["-1"], ["86400001"], ["x"], [""], ["1", "2"], ["\u0661"]])
