@@ -120,10 +120,8 @@ class Router:
 
     def ahead_of(self, request: Request) -> Ahead:
         """What a request that is not here yet would wait behind."""
-        ahead, schedulers = (
-            self._queue.ahead_of(request, Rank.of(request)),
-            [w.scheduler for w in self.workers.values()],
-        )
+        ahead = self._queue.ahead_of(request, Rank.of(request))
+        schedulers = [worker.scheduler for worker in self.workers.values()]
         num_requests = ahead.num_requests + sum(scheduler.num_waiting for scheduler in schedulers)
         return Ahead(num_requests, ahead.num_tokens + sum(scheduler.queued_tokens for scheduler in schedulers))
 

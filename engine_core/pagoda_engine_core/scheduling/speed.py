@@ -15,9 +15,7 @@ from pagoda_proto import times
 MEASURED_TOKENS = 64
 """Beyond one for each row."""
 LEAST_TOKENS = 128
-"""Fewer are computed hardly faster: what then counts is reading the weights."""
-FIRST_TOKENS = 256
-"""Of a worker of which nothing is known: enough to measure, and soon done by the slowest."""
+"""Fewer are computed hardly faster: what then counts is reading the weights. So many come first, and are measured."""
 SHORTEST_S = 1e-6
 """Nothing takes less; a worker that tells so has not measured."""
 WEIGHT = 0.25
@@ -26,12 +24,11 @@ WEIGHT = 0.25
 
 class Speed:
     """One worker's; what it says decides how work is cut up and moved, never what comes of it. A step that `reports`
-    has a speed of its own. What a worker that measures has not computed yet, it computes a little of first."""
+    has a speed of its own."""
 
     def __init__(self, max_tokens: int, limit_s: float) -> None:
         self._max_tokens = max_tokens  # of a step
         self._limit_s = limit_s
-        self._measures = False
         self._by_kind = {False: 0.0, True: 0.0}  # tokens a second, of steps that report; 0: not measured yet
 
     @property
@@ -44,9 +41,8 @@ class Speed:
         takes so little that nobody thinks the worker has hung."""
         if not self._limit_s:
             return self._max_tokens
-        least = LEAST_TOKENS if self._measures else FIRST_TOKENS
-        limit_s = self._limit_s if num_decodes and self._measures else times.LONGEST_STEP_S
-        return min(self._max_tokens, num_decodes + max(least, int(self._by_kind[reports] * limit_s)))
+        limit_s = self._limit_s if num_decodes else times.LONGEST_STEP_S
+        return min(self._max_tokens, num_decodes + max(LEAST_TOKENS, int(self._by_kind[reports] * limit_s)))
 
     def chunk_tokens(self, chunk_size: int, tokens: int, num_decodes: int, num_prompts: int) -> int:
         """Most tokens of one prompt in a step of so many. One that is cut short for streams is shared by as many
@@ -58,10 +54,7 @@ class Speed:
 
     def observe(self, num_tokens: int, num_rows: int, forward_s: float, *, reports: bool = False) -> None:
         """A step of so many tokens, of so many rows, took so long in model and sampler."""
-        if forward_s < SHORTEST_S:
-            return
-        self._measures = True
-        if num_tokens - num_rows < MEASURED_TOKENS:
+        if num_tokens - num_rows < MEASURED_TOKENS or forward_s < SHORTEST_S:
             return
         rate, known = num_tokens / forward_s, self._by_kind[reports]
         self._by_kind[reports] += (rate - known) * (WEIGHT if known else 1.0)

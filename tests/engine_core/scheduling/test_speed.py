@@ -10,7 +10,7 @@ from tests.fakes import make_record
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.scheduling.kv_cache import KvCache
 from pagoda_engine_core.scheduling.request import Choice, Request
-from pagoda_engine_core.scheduling.speed import FIRST_TOKENS, LEAST_TOKENS, Preemption, Speed
+from pagoda_engine_core.scheduling.speed import LEAST_TOKENS, Preemption, Speed
 from pagoda_proto import times
 from pagoda_proto.steps import KVGroup, StepPlan
 
@@ -44,7 +44,7 @@ def test_only_steps_with_prompts_are_measurements() -> None:
 @pytest.mark.parametrize(
     ("tokens_per_s", "limit_s", "num_decodes", "expected"),
     [
-        (0.0, 0.1, 8, 8 + FIRST_TOKENS),  # nothing is known
+        (0.0, 0.1, 8, 8 + LEAST_TOKENS),  # nothing is known
         (4000.0, 0.1, 0, 2048),  # nobody waits for a token
         (4000.0, 0.0, 8, 2048),  # not asked for
         (4000.0, 0.1, 8, 408),
@@ -62,7 +62,6 @@ def test_prompts_beside_streams_take_no_longer_than_the_limit(
 def test_what_was_never_measured_comes_a_little_at_first() -> None:
     """Log-probabilities of a prompt cost more than its tokens; nobody knows how much before a step told some."""
     measured = Speed(2048, 0.1)
-    measured.observe(*step(1), 0.01)
     assert measured.step_tokens(8) == measured.step_tokens(8, reports=True) == 8 + LEAST_TOKENS
     measured.observe(*step(1000), 0.1)
     assert (measured.step_tokens(8), measured.step_tokens(8, reports=True)) == (1008, 8 + LEAST_TOKENS)
