@@ -42,12 +42,13 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What it says of a module by its name. `saved`: ends of names of modules that the file has whole; `tying`: tied
-    matrices are to stay the same."""
+    """What it says of a module by its name. `linear`: no embedding is meant by `targets`; `saved`: ends of names of
+    modules that the file has whole; `tying`: tied matrices are to stay the same."""
 
     targets: Matches
     rank: Callable[[str], int]
     scale: Callable[[str], float]
+    linear: bool = False
     saved: tuple[str, ...] = ()
     tying: bool = False
 
@@ -73,7 +74,9 @@ def read_peft(config: Mapping[str, Any]) -> PeftConfig:
         own = float(alpha if found is None else found)  # type: ignore[arg-type]
         return own / (math.sqrt(rank_of(name)) if rooted else rank_of(name))
 
-    return PeftConfig(_targets(config), rank_of, scale_of, _saved(config), _flag(config, "ensure_weight_tying"))
+    linear = config.get("target_modules") == ALL_LINEAR
+    tying = _flag(config, "ensure_weight_tying")
+    return PeftConfig(_targets(config), rank_of, scale_of, linear, _saved(config), tying)
 
 
 def _refuse(config: Mapping[str, Any]) -> None:

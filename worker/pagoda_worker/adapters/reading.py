@@ -41,9 +41,7 @@ class Found(NamedTuple):
     whole: dict[str, Entry]
 
 
-def read_adapter(
-    path: Path, digest: str, places: Places, limits: Limits, dtype: torch.dtype
-) -> AdapterTensors:
+def read_adapter(path: Path, digest: str, places: Places, limits: Limits, dtype: torch.dtype) -> AdapterTensors:
     """What an adapter adds and brings, by the checkpoint's names.
 
     Raises:
@@ -71,7 +69,11 @@ def read_adapter(
 
 def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limits: Limits) -> Found:
     """Raises AdapterError with all that is wrong."""
-    wanted = {own: module.tensors(own) for own, module in places.modules.items() if peft.targets(own)}
+    wanted = {
+        own: module.tensors(own)
+        for own, module in places.modules.items()
+        if peft.targets(own) and not (module.embedding and peft.linear)
+    }
     present = [own for own, sides in wanted.items() if any(side in entries for side in sides)]
     expected = {tensor for own in present for tensor in wanted[own]}
     brought = {tensor: own for tensor in entries if (own := _own_name(tensor)) in places.whole}

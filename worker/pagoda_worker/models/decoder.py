@@ -169,18 +169,25 @@ class Decoder:
 
     def adapter_bytes(self, ranks: Mapping[str, int], whole: Iterable[str]) -> int:
         """What an adapter takes here: of these ranks, by the names of matrices, with these of `whole_tensors`."""
-        spec, ops, size = self.spec, self.ops, self._embed.table.element_size()
-        shapes, tensors = linear_layers(spec), whole_tensors(spec)
-        shapes[spec.names.head] = spec.vocab_size, spec.hidden_size
+        spec, size, tensors = self.spec, self._embed.table.element_size(), whole_tensors(self.spec)
+        lines = filled(ranks.get(spec.names.top(spec.names.embed), 0)) * (spec.vocab_size + spec.hidden_size)
+        brought = [tensors[name] for name in whole]
+        kept = sum(math.prod(shape) * (size if len(shape) > 1 else torch.float32.itemsize) for shape in brought)
+        return self._added_bytes(ranks) + lines * size + kept
+
+    def _added_bytes(self, ranks: Mapping[str, int]) -> int:
+        """Of linear layers."""
+        shapes = linear_layers(self.spec)
+        shapes[self.spec.names.head] = self.spec.vocab_size, self.spec.hidden_size
         layers: dict[int, list[str]] = {}
         for name, (linear, _) in self.adapted.items():
             layers.setdefault(id(linear), []).append(name)
-        added = sum(
-            ops.slot_bytes(shapes[names[0]][1], [shapes[name][0] for name in names], [ranks.get(n, 0) for n in names])
+        return sum(
+            self.ops.slot_bytes(
+                shapes[names[0]][1], [shapes[name][0] for name in names], [ranks.get(name, 0) for name in names]
+            )
             for names in layers.values()
         )
-        lines = filled(ranks.get(spec.names.top(spec.names.embed), 0)) * (spec.vocab_size + spec.hidden_size)
-        return added + lines * size + sum(math.prod(tensors[name]) * (size if len(tensors[name]) > 1 else 4) for name in whole)
 
     def _replace_ends(self, slot: int, tensors: AdapterTensors) -> None:
         names = self.spec.names

@@ -69,8 +69,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Head:
-    """The output matrix. `instead` are those of adapters as the back end packs them, by slot; what adapters add is added
-    to either."""
+    """The output matrix. `instead` are those of adapters as the back end packs them, by slot; adapters add to either."""
 
     linear: Linear
     softcap: float | None

@@ -77,7 +77,7 @@ class Factors:
 
 
 class AdapterTensors(NamedTuple):
-    """What an adapter adds, by the names of matrices, and what it brings in place of the model's, by those of tensors."""
+    """What an adapter adds, by the names of matrices, and what it brings in place of the model's tensors."""
 
     factors: Mapping[str, Factors]
     whole: Mapping[str, torch.Tensor] = MappingProxyType({})
