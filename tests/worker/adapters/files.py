@@ -109,8 +109,8 @@ def untied(path: Path) -> Tensors:
 
 
 def merged(model: Path, tensors: Tensors, out: Path, scale: Callable[[str], float], transposed: bool = False) -> Path:
-    """The checkpoint of `model`, in float32, with the tensors that are there whole, and scale * B A added to each matrix
-    that has factors; where it is tied and an end changes, the ends are two."""
+    """The checkpoint of `model`, in float32, with the tensors that are there whole, and scale * B A added to matrices
+    that have factors; where it is tied and an end changes, the ends are two."""
     shutil.copytree(model, out)
     weights = {name: weight.float() for name, weight in load_file(model / "model.safetensors").items()}
     names = {name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}

@@ -128,7 +128,9 @@ def num_swap_blocks(
 
 def _usable(config: WorkerConfig, use: DeviceUse | None, adapters_bytes: int) -> tuple[int, str]:
     """Bytes for the cache when nothing was configured, and how they came about."""
-    kept = f", with {adapters_bytes / GIB:.2f} GiB kept for adapters" if adapters_bytes else ""
+    kept = (
+        f", with {adapters_bytes / GIB:.2f} GiB kept for adapters (max_loras, max_lora_gib)" if adapters_bytes else ""
+    )
     if use is None:
         available = host_available_bytes(Path("/"))
         usable = usable_bytes(max(0, available - adapters_bytes))

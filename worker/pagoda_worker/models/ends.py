@@ -69,7 +69,8 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Head:
-    """The output matrix. `instead` are those of adapters as the back end packs them, by slot; adapters add to either."""
+    """The output matrix. `instead` are those of adapters as the back end packs them, by slot; what is added is added to
+    either."""
 
     linear: Linear
     softcap: float | None
