@@ -28,7 +28,7 @@ MODULES = {name: Module(name, *shape) for name, shape in SHAPES.items()}
 MODULES |= {HEAD: Module(HEAD, 40, 16), EMBED: Module(EMBED, 16, 40, embedding=True)}
 WHOLE = {f"{end}.weight": Whole(f"{end}.weight", (40, 16), end) for end in (HEAD, EMBED)}
 WHOLE |= {f"{NORM}.{kind}": Whole(f"{NORM}.{kind}", (16,), NORM) for kind in ("weight", "bias")}
-PLACES = Places(MODULES, WHOLE, frozenset({HEAD, EMBED}))
+PLACES = Places(MODULES, WHOLE, tied=frozenset({HEAD, EMBED}))
 LIMITS = Limits(rank=16, num_bytes=100_000)
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pagoda_worker.checkpoints.spec import DecoderSpec, linear_layers, matrices_of_all, whole_tensors
+from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors, linear_layers, matrices_of_all, whole_tensors
 
 PREFIX = "base_model.model."
 SIDES = ("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")
@@ -37,10 +37,11 @@ class Whole(NamedTuple):
 
 
 class Places(NamedTuple):
-    """By each name that checkpoints of the family have for it."""
+    """By each name that checkpoints of the family have for it. `closed`: other matrices, as routers."""
 
     modules: Mapping[str, Module]
     whole: Mapping[str, Whole]
+    closed: Container[str] = ()
     tied: frozenset[str] = frozenset()  # the two ends, where they are one matrix
 
 
@@ -48,6 +49,7 @@ def places_of(spec: DecoderSpec, adapted: Container[str]) -> Places:
     """`adapted`: the matrices that can have an adapter."""
     modules: dict[str, Module] = {}
     whole: dict[str, Whole] = {}
+    closed: set[str] = set()
     for names in (spec.names, *spec.spellings):
         spelt = replace(spec, names=names)
         for own, module in zip(_modules(spelt), _modules(spec).values(), strict=True):
@@ -55,8 +57,9 @@ def places_of(spec: DecoderSpec, adapted: Container[str]) -> Places:
                 modules.setdefault(own, module)
         for own, tensor in zip(_whole(spelt), _whole(spec).values(), strict=True):
             whole.setdefault(own, tensor)
+        closed |= _all_matrices(spelt) - set(modules)
     ends = {spec.names.head, spec.names.top(spec.names.embed)} if spec.tied else ()
-    return Places(modules, whole, frozenset(ends))
+    return Places(modules, whole, closed, frozenset(ends))
 
 
 def _modules(spec: DecoderSpec) -> dict[str, Module]:
@@ -65,6 +68,12 @@ def _modules(spec: DecoderSpec) -> dict[str, Module]:
     shapes = linear_layers(spec) | {head: (spec.vocab_size, spec.hidden_size)}
     found = {name: Module(name, *shapes[name]) for name in (*matrices_of_all(spec), head)}
     return found | {embed: Module(embed, spec.hidden_size, spec.vocab_size, embedding=True)}
+
+
+def _all_matrices(spec: DecoderSpec) -> set[str]:
+    """Of tensors with two dimensions."""
+    shapes = expected_tensors(spec).items()
+    return {name.removesuffix(".weight") for name, shape in shapes if len(shape) == 2 and name.endswith(".weight")}
 
 
 def _whole(spec: DecoderSpec) -> dict[str, Whole]:

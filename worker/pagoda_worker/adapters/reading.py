@@ -77,7 +77,7 @@ def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limi
     present = [own for own, sides in wanted.items() if any(side in entries for side in sides)]
     expected = {tensor for own in present for tensor in wanted[own]}
     brought = {tensor: own for tensor in entries if (own := _own_name(tensor)) in places.whole}
-    problems = _unknown_problems(set(entries) - expected - set(brought))
+    problems = _unknown_problems(set(entries) - expected - set(brought), places)
     problems += _listing("missing tensors", expected - set(entries))
     problems += _whole_problems(set(brought.values()), peft, places)
     problems += _tying_problems({*present, *(own.rpartition(".")[0] for own in brought.values())}, peft, places)
@@ -100,12 +100,14 @@ def _own_name(tensor: str) -> str:
     return tensor.removeprefix(PREFIX).replace(BASE, ".") if tensor.startswith(PREFIX) else ""
 
 
-def _unknown_problems(unknown: set[str]) -> list[str]:
+def _unknown_problems(unknown: set[str], places: Places) -> list[str]:
     experts = {tensor for tensor in unknown if EXPERTS in tensor}
     modules = {tensor for tensor in unknown - experts if _own_name(tensor) and LORA not in tensor}
+    closed = {tensor for tensor in unknown - experts if _own_name(tensor).partition(LORA)[0] in places.closed} - modules
     problems = _listing("experts take no adapters here", experts)
+    problems += _listing("nothing is added here to", closed)
     problems += _listing("only norms, embeddings and output matrices are replaced whole", modules)
-    return problems + _listing("unknown tensors", unknown - experts - modules)
+    return problems + _listing("unknown tensors", unknown - experts - modules - closed)
 
 
 def _whole_problems(brought: set[str], peft: PeftConfig, places: Places) -> list[str]:
