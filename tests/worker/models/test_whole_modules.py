@@ -130,6 +130,23 @@ def test_only_steps_that_replace_something_leave_the_recorded_way(beside: Loaded
     assert decoder._embed.instead.keys() == {EVERYTHING, LINES, OWN}, "the table that came along is the model's own"
 
 
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_an_output_matrix_that_came_along_and_is_the_models_own_is_not_kept(
+    name: str, saved: Saved, tmp_path: Path
+) -> None:
+    _, path = saved(name)
+    head, own = spelt(path).names.head, untied(path)
+    tensors = factors({head: tuple(own[f"{head}.weight"].shape)})  # type: ignore[dict-item]
+    copied = tensors | {f"base_model.model.{head}.base_layer.weight": own[f"{head}.weight"]}
+    adapters = [write(tmp_path / str(len(one)), one, target_modules=[head]) for one in (tensors, copied)]
+    loaded = load(path, adapters, dtype="bfloat16", kernels="torch")
+    assert decoder_of(loaded).replaced(slots_of(1, 2, loaded.device)) is None
+    tokens = prompts()[1]
+    one, other, plain = (logits_of(loaded, tokens, [10**6], slot) for slot in (0, 1, NO_ADAPTER))
+    assert torch.equal(one, other)
+    assert not torch.equal(one, plain)
+
+
 def test_a_slot_that_is_given_away_replaces_nothing_any_more(family: Family) -> None:
     loaded = load(family.path, family.adapters[:2], kernels="torch", dtype="bfloat16", max_loras=1)
     tokens, plain = prompts()[-2], cached(family.path, tuple(family.adapters), "torch")

@@ -15,7 +15,7 @@ from pagoda_worker.checkpoints.source import Source
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, linear_layers, whole_tensors
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation, SlotRoom
-from pagoda_worker.models.ends import Embedding, Head, filled
+from pagoda_worker.models.ends import Embedding, Head, content_of, filled
 from pagoda_worker.models.latent import Latent, load_latent
 from pagoda_worker.models.linear import AdapterTensors, Factors, Linear, Packer
 from pagoda_worker.models.moe import Branch, load_mlp
@@ -80,9 +80,11 @@ class Decoder:
         if spec.learned_positions:
             self._positions = source.tensor(f"{names.top(names.positions)}.weight")[spec.position_offset :]
         self._head: Head | None = None
+        self._head_content: bytes | None = None
         if head:
-            table = self._embed.table
-            packed = ops.pack_linear(source.tied(table) if spec.tied else source.linear(names.head))
+            weight = source.tied(self._embed.table) if spec.tied else source.linear(names.head)
+            packed = ops.pack_linear(weight)
+            self._head_content = content_of(weight) if room is not None else None
             linear = Linear(packed, {names.head: slice(0, spec.vocab_size)}, slots=packer.slots(packed, 1))
             self._head = Head(linear, spec.final_softcap)
         self._replacing: frozenset[int] = frozenset()  # slots of adapters that put something in place of the model's
@@ -161,11 +163,14 @@ class Decoder:
 
     def differing(self, tensors: AdapterTensors) -> AdapterTensors:
         """Without tables that are the model's own: PEFT writes them into the file of an adapter that adds to them."""
-        spec, table = self.spec, self._embed.table
-        ends = [spec.names.top(spec.names.embed), *([spec.names.head] if spec.tied else [])]
-        own = {f"{end}.weight" for end in ends}
-        same = {name for name in own & set(tensors.whole) if torch.equal(tensors.whole[name].to(table.device), table)}
-        return tensors._replace(whole={name: one for name, one in tensors.whole.items() if name not in same})
+        names, table = self.spec.names, self._embed.table
+        embed, head = f"{names.top(names.embed)}.weight", f"{names.head}.weight"
+        whole = dict(tensors.whole)
+        if embed in whole and torch.equal(whole[embed].to(table.device), table):
+            del whole[embed]
+        if head in whole and content_of(whole[head]) == self._head_content:
+            del whole[head]
+        return tensors._replace(whole=whole)
 
     def adapter_bytes(self, ranks: Mapping[str, int], whole: Iterable[str]) -> int:
         """What an adapter takes here: of these ranks, by the names of matrices, with these of `whole_tensors`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pagoda_worker.kernels.ops import Added, Ops
+from pagoda_worker.kernels.quantized import Weight
 from pagoda_worker.models.linear import Factors, Linear
 from pagoda_worker.rows.slots import TokenSlots
 
@@ -100,3 +102,10 @@ class Head:
 def filled(rank: int) -> int:
     """The rank that one is computed as."""
     return -(-rank // LANES) * LANES
+
+
+def content_of(weight: Weight) -> bytes | None:
+    """What tells a matrix from every other, once it is packed; None of one that is quantised."""
+    if not isinstance(weight, torch.Tensor):
+        return None
+    return hashlib.sha256(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data).digest()
