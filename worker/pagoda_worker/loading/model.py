@@ -169,7 +169,8 @@ def _natively(
         room = SlotRoom(config.max_loras, config.max_lora_rank) if config.takes_adapters else None
         decoder = Decoder(spec, ops, source, dtype, max_len, room=room)
         adapters = _adapters(config, spec, decoder, dtype) if config.takes_adapters else NO_ADAPTERS
-        model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
+        op_by_op = ops.capturable or not decoder.recordable
+        model = decoder if op_by_op else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
     fixed = sorted({found for rope in spec.ropes if (found := rope.fixed_at(max_len))})
     for found in fixed:
         log.info("rotary embedding: %s, for all requests alike, because max_model_len is %d", found, max_len)

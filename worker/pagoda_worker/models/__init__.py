@@ -35,6 +35,8 @@ _READERS = {
     "OlmoeForCausalLM": "moe:read_olmoe",
     "GraniteMoeForCausalLM": "moe:read_granite_moe",
     "GptOssForCausalLM": "moe:read_gpt_oss",
+    "Llama4ForCausalLM": "llama4:read_llama4",
+    "Llama4ForConditionalGeneration": "llama4:read_llama4_with_images",
     "Glm4MoeForCausalLM": "glm:read_glm4_moe",
     "DeepseekV2ForCausalLM": "deepseek:read_deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek:read_deepseek_v3",

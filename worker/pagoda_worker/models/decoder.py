@@ -11,7 +11,8 @@ import torch
 
 from pagoda_worker.checkpoints.rope import RotaryTable
 from pagoda_worker.checkpoints.source import Source
-from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MoeShape
+from pagoda_worker.checkpoints.temper import temper_table
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import Added, AttentionShape, Cache, HeadNorm, Ops, Rotation, SlotRoom
 from pagoda_worker.models.latent import Latent, load_latent
@@ -34,6 +35,7 @@ class Layer:
     head_norm: HeadNorm | None
     attention: AttentionShape
     rope: int | None  # of the spec's
+    temper: int | None  # of the spec's
     kv: KVLayer
     sinks: torch.Tensor | None  # see `Ops.attend`
 
@@ -61,11 +63,19 @@ class Decoder:
         self.spec = spec
         self.ops = ops
         kept = [
-            KVShape(num_layers=1, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, dtype=dtype, window=a.window)
+            KVShape(
+                num_layers=1,
+                num_kv_heads=a.num_kv_heads,
+                head_dim=a.head_dim,
+                dtype=dtype,
+                window=a.window,
+                chunked=a.chunked,
+            )
             for a in (layer.attention for layer in spec.layers)
         ]
         self.kv_groups, kv_layers = grouped(kept)
         self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
+        self._tempers = [temper_table(shape, max_positions, ops.device) for shape in spec.tempers]
         packer = Packer(ops, source, dtype, room)
         self._layers = [_load_layer(spec, packer, index, kv) for index, kv in enumerate(kv_layers)]
         names = spec.names
@@ -81,6 +91,14 @@ class Decoder:
             slots = None if spec.tied else packer.slots(packed, 1)
             self._head = Linear(packed, {names.head: slice(0, spec.vocab_size)}, slots=slots)
 
+    @property
+    def recordable(self) -> bool:
+        """Whether its steps are operations of a back end alone, on the same rows in all layers."""
+        return not any(
+            layer.attention.chunked or layer.temper or (isinstance(layer.mlp, MoeShape) and layer.mlp.routing.inputs)
+            for layer in self.spec.layers
+        )
+
     def on(self, ops: Ops) -> Decoder:
         """The same weights, computed by `ops`, which must be of the back end that packed them."""
         other = copy.copy(self)
@@ -89,7 +107,7 @@ class Decoder:
 
     def plan(self, batch: Batch, kv: Sequence[Cache]) -> list[Any]:
         """What `forward` makes for itself when it is given none: a plan for each group."""
-        return [self.ops.plan(batch.at(group.shape.table), group) for group in kv]
+        return [self.ops.plan(_seen(batch.at(group.shape.table), group), group) for group in kv]
 
     def forward(self, batch: Batch, kv: Sequence[Cache], plan: list[Any] | None = None) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
@@ -101,7 +119,9 @@ class Decoder:
         stream = self.ops.embed(batch.token_ids, self._embed, self._embed_scale)
         if self._positions is not None:
             stream = self.ops.add_positions(stream, self._positions, batch.positions)
-        hidden = self._run(stream, _Step([part.kv_indices for part in places], kv, plan, rotations, batch.slots))
+        tempers = [table.index_select(0, batch.positions) for table in self._tempers]
+        step = _Step([part.kv_indices for part in places], kv, plan, rotations, tempers, batch.slots)
+        hidden = self._run(stream, step)
         for group, part in zip(kv, places, strict=True):
             group.inspect(part, hidden)
         return hidden
@@ -173,6 +193,8 @@ class Decoder:
         ops, (group, index) = self.ops, layer.kv
         kv, plan = step.kv[group], step.plan[group]
         query = self._write(x, layer, step)
+        if layer.temper is not None:
+            query = (query * step.tempers[layer.temper]).to(query.dtype)
         attended = ops.attend(query, kv, index, plan, layer.attention, layer.sinks)
         if isinstance(layer.qkv, Latent):
             attended = layer.qkv.values(attended, ops)
@@ -196,7 +218,14 @@ class _Step:
     kv: Sequence[Cache]
     plan: list[Any]
     rotations: list[Rotation]
+    tempers: list[torch.Tensor]  # [T, 1, 1] float32
     slots: TokenSlots | None
+
+
+def _seen(batch: Batch, group: Cache) -> Batch:
+    """By attention of the group's layers."""
+    shape = group.shape
+    return batch.in_chunks(shape.window, group.block_size) if shape.chunked and shape.window else batch
 
 
 def _embed_scale(spec: DecoderSpec, dtype: torch.dtype) -> float | None:
@@ -225,9 +254,10 @@ def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> L
         out=packer.pack(prefix, [names.out], spec.out_bias, segments=spec.segments),
         mlp=load_mlp(spec, layer, packer, prefix),
         norms=norms,
-        head_norm=load_head_norm(spec, layer, take, index),
+        head_norm=load_head_norm(spec, layer, take, index, packer.ops.device),
         attention=layer.attention,
         rope=None if layer.rope is None else spec.ropes.index(layer.rope),
+        temper=None if layer.temper is None else spec.tempers.index(layer.temper),
         kv=kv,
         sinks=packer.source.exact(prefix + names.sinks) if layer.attention.sinks else None,
     )

@@ -53,6 +53,34 @@ class Batch:
         """The batch as layers see it that go by this table."""
         return replace(self, **self.others[table - 1]._asdict(), others=()) if table else self
 
+    def in_chunks(self, size: int, block_size: int) -> Batch:
+        """The batch as attention within chunks of `size` tokens sees it: every chunk of which there are new tokens is a
+        row, whose blocks and positions begin where it does.
+
+        A chunk is a whole number of blocks. The host's lists must be exact, which those of a recorded step are not.
+        """
+        if max(self.context_lens) <= size:
+            return self
+        spans = [
+            (row, chunk, max(end - count, chunk), min(end, chunk + size))
+            for row, (end, count) in enumerate(zip(self.context_lens, self.query_lens, strict=True))
+            for chunk in range((end - count) // size * size, end, size)
+        ]
+        lens, ends = [end - start for *_, start, end in spans], [end - chunk for _, chunk, _, end in spans]
+        rows, firsts = np.array([(row, chunk // block_size) for row, chunk, *_ in spans]).T
+        entries = firsts[:, None] + np.arange(-(-max(ends) // block_size))
+        np.minimum(entries, self.block_tables.shape[1] - 1, out=entries)  # those beyond a row's end are not read
+        places = torch.from_numpy(np.stack(np.broadcast_arrays(rows[:, None], entries))).to(self.block_tables.device)
+        return replace(
+            self,
+            positions=self.positions % size,
+            block_tables=self.block_tables[places[0], places[1]],
+            query_starts=[0, *accumulate(lens)],
+            query_lens=lens,
+            context_lens=ends,
+            device_lengths=None,
+        )
+
     @cached_property
     def lengths(self) -> torch.Tensor:
         """[B] int32: `context_lens` where the tokens are. A step that is recorded reads these and not the list."""
