@@ -1,6 +1,7 @@
-"""Llama 4, without its eyes: heads that turn attend within chunks, others to all; inputs of experts are weighted.
+"""Models whose every fourth layer turns nothing: SmolLM3, which is Llama but for that, and Llama 4 without its eyes.
 
-A checkpoint that also reads images has its text model below `language_model.`; what it sees with is not loaded.
+In Llama 4 heads that turn attend within chunks, others to all, and inputs of experts are weighted. A checkpoint that
+also reads images has its text model below `language_model.`; what it sees with is not loaded.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from pagoda_worker.checkpoints.names import Names
 from pagoda_worker.checkpoints.rope_fields import RopeDefaults, read_rope
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, MoeShape
 from pagoda_worker.checkpoints.temper import Temper
-from pagoda_worker.models.families.llama import attention_of, common_fields
+from pagoda_worker.models.families.llama import attention_of, common_fields, read_llama
 from pagoda_worker.models.families.moe import experts_of
-from pagoda_worker.models.families.smollm import turning_layers
 
 NAMES = Names(
     up=("feed_forward.gate_proj", "feed_forward.up_proj"),
@@ -29,6 +29,33 @@ NAMES = Names(
 BELOW = replace(NAMES, root="language_model.model.", head="language_model.lm_head")
 ROPE = RopeDefaults(theta=500_000.0, interleaved=True)
 OF_IMAGES = ("vision_model.", "multi_modal_projector.")
+
+
+def turning_layers(config: ConfigReader, layers: int) -> list[bool]:
+    """Which layers turn their heads: `no_rope_layers` has, whatever its name says, a 1 for each that does."""
+    interval = config.size("no_rope_layer_interval", 4)
+    turning = config.maybe("no_rope_layers", list) or [int((i + 1) % interval != 0) for i in range(layers)]
+    if len(turning) != layers or any(one not in (0, 1) for one in turning):
+        raise UnsupportedConfig(
+            f"config.json: 'no_rope_layers' must have 0 or 1 for each of {layers} layers, got {shown(turning)}"
+        )
+    return [bool(one) for one in turning]
+
+
+def read_smollm3(config: ConfigReader) -> DecoderSpec:
+    spec = read_llama(config, tied=True)
+    turning, window = turning_layers(config, spec.num_layers), config.maybe_size("sliding_window")
+    if not config.take("use_sliding_window", bool, False):
+        window = None
+    kinds = ["full_attention" if turns or window is None else "sliding_attention" for turns in turning]
+    layers = zip(spec.layers, turning, config.layer_windows(window, kinds), strict=True)
+    return replace(
+        spec,
+        layers=tuple(
+            replace(layer, attention=replace(layer.attention, window=window), rope=layer.rope if turns else None)
+            for layer, turns, window in layers
+        ),
+    )
 
 
 def read_llama4(config: ConfigReader) -> DecoderSpec:
