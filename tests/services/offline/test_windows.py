@@ -63,7 +63,7 @@ SWAPS = {"swap_space_gib": 0.01, "preemption": "swap", "chunk_size": 7}
         ("gemma3", [SWAPS | {"speculation": "ngram"}, {"kv_retention": "all"}]),
         ("gemma2", [SWAPS | {"speculation": "draft-model"}]),
         ("mistral", [SWAPS]),
-        ("llama4", [SWAPS | {"speculation": "ngram"}]),
+        ("llama4", [SWAPS | {"speculation": "suffix"}]),
     ],
 )
 def test_far_beyond_the_window_the_tokens_are_those_of_transformers(
