@@ -14,6 +14,7 @@ import torch
 from pagoda_proto.adapters.files import AdapterError
 from pagoda_proto.adapters.identity import named_paths
 from pagoda_proto.model_files.files import is_gguf
+from pagoda_proto.pooling.kinds import architecture_of
 from pagoda_worker.adapters.reading import Limits, modules_of
 from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters, AdapterStore
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress
@@ -259,12 +260,9 @@ def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[Decoder
     Raises:
         UnsupportedConfig: there is no native implementation for it, and the fallback is off or would not do.
     """
-    layout = read_layout(fields)
-    fields = {name: value for name, value in fields.items() if name != FIELD}
-    names = fields.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    layout, name = read_layout(fields), architecture_of(fields)
     try:
-        spec = native_spec(name, fields)
+        spec = spec_of(fields)
     except UnsupportedConfig as error:
         if layout is not None or config.quantization:
             asked = (
@@ -278,6 +276,11 @@ def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[Decoder
         log.warning("%s runs through transformers' code, not natively: %s", name or "the model", error)
         return None, None
     return spec, layout
+
+
+def spec_of(fields: dict[str, Any]) -> DecoderSpec:
+    """What config.json says of a natively supported model, however it is quantised. Raises as `native_spec` does."""
+    return native_spec(architecture_of(fields), {name: value for name, value in fields.items() if name != FIELD})
 
 
 def _tell_formats(ops: Ops, dtype: torch.dtype, spec: DecoderSpec, formats: Formats) -> None:

@@ -62,18 +62,7 @@ class Decoder:
         """Without a `head` there are hidden states, and no logits; without `room` there are no adapters."""
         self.spec = spec
         self.ops = ops
-        kept = [
-            KVShape(
-                num_layers=1,
-                num_kv_heads=a.num_kv_heads,
-                head_dim=a.head_dim,
-                dtype=dtype,
-                window=a.window,
-                chunked=a.chunked,
-            )
-            for a in (layer.attention for layer in spec.layers)
-        ]
-        self.kv_groups, kv_layers = grouped(kept)
+        self.kv_groups, kv_layers = grouped(kv_shapes(spec, dtype))
         self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
         self._tempers = [temper_table(shape, max_positions, ops.device) for shape in spec.tempers]
         packer = Packer(ops, source, dtype, room)
@@ -220,6 +209,21 @@ class _Step:
     rotations: list[Rotation]
     tempers: list[torch.Tensor]  # [T, 1, 1] float32
     slots: TokenSlots | None
+
+
+def kv_shapes(spec: DecoderSpec, dtype: torch.dtype) -> list[KVShape]:
+    """Of each layer."""
+    return [
+        KVShape(
+            num_layers=1,
+            num_kv_heads=a.num_kv_heads,
+            head_dim=a.head_dim,
+            dtype=dtype,
+            window=a.window,
+            chunked=a.chunked,
+        )
+        for a in (layer.attention for layer in spec.layers)
+    ]
 
 
 def _seen(batch: Batch, group: Cache) -> Batch:
