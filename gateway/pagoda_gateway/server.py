@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import socket
 import sys
@@ -43,7 +42,6 @@ Report = Callable[[dict[str, object]], None]
 
 
 SWITCH_INTERVAL_S = 0.001  # how long the event loop waits for a text thread that computes in Python
-COLLECTED_AFTER = (20_000, 5, 100)  # new objects, and times: what a large body is made of is looked through but once
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +70,6 @@ async def serve(
         app = create_app(parts.ctx, parts.health, metrics, parts.background, parts.batches, parts.tickets)
         server = HttpServer(uvicorn_config(app, config, guard))
         parts.start(lambda ready: report({"event": "ready" if ready else "unready"}))
-        keep_out_of_collections()
         return_large_blocks()
         telling = asyncio.create_task(tell_who_may_ask(parts.ctx, listener, report), name="who-may-ask")
         try:
@@ -148,14 +145,6 @@ async def tell_who_may_ask(ctx: GatewayContext, listener: socket.socket, report:
         elif not is_private(listener):
             why = "there is no API key (`pagoda keys create NAME` makes one, --api-key names some)"
             logger.warning("listening on %s: whoever reaches it may use it, for %s", ctx.config.host, why)
-
-
-def keep_out_of_collections() -> None:
-    """What there is now stays, so no collection looks through it again: it would hold up all threads for that long."""
-    gc.collect()
-    gc.freeze()
-    gc.collect()  # of the rest, by whose size the next full collection is put off
-    gc.set_threshold(*COLLECTED_AFTER)
 
 
 def served_name(config: GatewayConfig) -> str:

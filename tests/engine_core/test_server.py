@@ -483,29 +483,12 @@ async def test_health_follows_the_workers(server: Server) -> None:
         await eventually(serving)
 
 
-async def test_an_engine_core_that_is_to_leave_ends_what_is_open_and_gives_back_what_comes(socket_dir: Path) -> None:
-    server = Server(socket_dir, drain_timeout_s=600.0)
-    await server.event("listening")
-    worker = FakeWorker(server.config.worker_endpoint)
-    worker.hold.set()
-    with worker:
-        await server.workers(1)
-        session, record, late = Session(server), make_record(max_tokens=50), make_record()
-        session.submit(record)
-        await session.answer()
-        server.stop.set()
-        while not (await session.read()).load.draining:
-            pass
-        session.submit(late)
-        assert (await session.answer()).migrate.request_id == late.request_id
-        worker.hold.clear()
-        await session.until(record.request_id)
-        assert session.tokens(record.request_id) == reference_tokens(record)[0]
-        await server.close()
-
-
-async def test_stopping_migrates_running_requests_and_removes_the_sockets(socket_dir: Path) -> None:
-    server = Server(socket_dir, drain_timeout_s=0.0)
+@contextlib.asynccontextmanager
+async def _stopping_beside_a_stream(
+    socket_dir: Path, *, drain_timeout_s: float
+) -> AsyncIterator[tuple[FakeWorker, Session, RequestRecord]]:
+    """An engine core told to stop while a worker that computes nothing has one request of an open session."""
+    server = Server(socket_dir, drain_timeout_s=drain_timeout_s)
     await server.event("listening")
     worker = FakeWorker(server.config.worker_endpoint)
     worker.hold.set()
@@ -515,12 +498,29 @@ async def test_stopping_migrates_running_requests_and_removes_the_sockets(socket
         session.submit(record)
         await session.answer()
         server.stop.set()
+        yield worker, session, record
+        await server.close()
+
+
+async def test_an_engine_core_that_is_to_leave_ends_what_is_open_and_gives_back_what_comes(socket_dir: Path) -> None:
+    async with _stopping_beside_a_stream(socket_dir, drain_timeout_s=600.0) as (worker, session, record):
+        late = make_record()
+        while not (await session.read()).load.draining:
+            pass
+        session.submit(late)
+        assert (await session.answer()).migrate.request_id == late.request_id
+        worker.hold.clear()
+        await session.until(record.request_id)
+        assert session.tokens(record.request_id) == reference_tokens(record)[0]
+
+
+async def test_stopping_migrates_running_requests_and_removes_the_sockets(socket_dir: Path) -> None:
+    async with _stopping_beside_a_stream(socket_dir, drain_timeout_s=0.0) as (_, session, record):
         migrate = (await session.answer()).migrate
         assert (migrate.request_id, migrate.attempt) == (record.request_id, 0)
         while await session.read() is not None:
             pass
         assert await session.call.code() is grpc.StatusCode.OK
-        await server.close()
     assert os.listdir(socket_dir) == []
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from pagoda.processes.garbage import keep_out_of_collections
 from pagoda.settings.resolving import ConfigError
 from pagoda_proto import times
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -69,7 +70,9 @@ class StatusPipe:
         return self._fd >= 0
 
     def __call__(self, event: dict[str, Any]) -> None:
-        self.up = self.up or event["event"] in UP_EVENTS
+        if event["event"] in UP_EVENTS and not self.up:
+            self.up = True
+            keep_out_of_collections()
         if self._fd < 0:
             log.info("%s", " ".join(f"{key}={value}" for key, value in event.items()))
             return

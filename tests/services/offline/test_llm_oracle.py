@@ -5,32 +5,17 @@ Greedy, float32. transformers is shown our continuation and must choose each of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.gateway.model_dir import byte_level_tokenizer
-from tests.worker.models.checkpoints import NATIVE, make_model, prompts, save
+from tests.services.offline.conftest import Saved
+from tests.worker.models.checkpoints import NATIVE, prompts
 
 from pagoda import LLM, SamplingParams
 
 NEW_TOKENS = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-Saved = Callable[[str], tuple[Any, Path]]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    @cache
-    def make(name: str) -> tuple[Any, Path]:
-        model, path = make_model(*NATIVE[name]), tmp_path_factory.mktemp(name)
-        byte_level_tokenizer().save(str(path / "tokenizer.json"))  # every model directory has one; prompts are ids here
-        return model, save(model, path)
-
-    return make
 
 
 def agrees(model: Any, prompt: list[int], continuation: list[int]) -> bool:

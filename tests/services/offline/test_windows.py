@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.gateway.model_dir import byte_level_tokenizer
-from tests.worker.models.checkpoints import NATIVE, VOCAB, make_model, save
+from tests.services.offline.conftest import Saved
+from tests.worker.models.checkpoints import VOCAB
 
 from pagoda import LLM, SamplingParams
 
@@ -22,18 +19,6 @@ TIGHT = {  # windows of 40 tokens, or chunks of 32; 26 blocks hold the longest r
     "dtype": "float32", "threads": 1, "block_size": 16, "max_model_len": 400, "num_blocks": 28,
     "max_tokens_per_step": 32, "chunk_size": 24,
 }  # fmt: skip
-Saved = Callable[[str], tuple[Any, Path]]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    @cache
-    def make(name: str) -> tuple[Any, Path]:
-        model, path = make_model(*NATIVE[name]), tmp_path_factory.mktemp(name)
-        byte_level_tokenizer().save(str(path / "tokenizer.json"))
-        return model, save(model, path)
-
-    return make
 
 
 def prompts() -> list[list[int]]:

@@ -105,6 +105,27 @@ def test_events_are_lines_of_json_and_a_full_pipe_loses_them_rather_than_wait() 
     os.close(write)
 
 
+STARTING = """
+import gc, json
+from pagoda.processes.process import StatusPipe
+
+report = StatusPipe(-1)
+counts = []
+for event in ("loading", "loaded", "ready"):
+    report({"event": event})
+    counts.append(gc.get_freeze_count())
+    kept = [[] for _ in range(100)]
+print(json.dumps(counts))
+"""
+
+
+def test_collections_of_garbage_leave_out_what_was_there_when_a_process_began_to_work() -> None:
+    told = subprocess.run([sys.executable, "-c", STARTING], capture_output=True, text=True, check=True).stdout
+    loading, loaded, ready = json.loads(told)
+    assert loading == 0
+    assert 10_000 < ready <= loaded
+
+
 PROGRAM = """
 import asyncio, sys, threading
 from pagoda.processes.process import StatusPipe, run_async, run_blocking

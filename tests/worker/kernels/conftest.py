@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.worker.kernels.backends import BACKENDS
 from tests.worker.kernels.levels import levels
 
 from pagoda_worker.kernels.cpu.library import Library
@@ -16,6 +17,13 @@ def ops(request: pytest.FixtureRequest) -> Iterator[NativeOps]:
     library = Library([-1, -1], request.param)
     yield NativeOps(library)
     library.close()
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda one: f"{one[0]}-{one[1]}".replace("torch.", ""))
+def backend(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
+    """Name and type of one that computes: see `ops_of`."""
+    name, dtype = request.param
+    return name, dtype
 
 
 @pytest.fixture

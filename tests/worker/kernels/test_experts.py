@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
 from itertools import starmap
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.worker.kernels.backends import TOLERANCE, ops_of
 from tests.worker.kernels.levels import levels
 
-from pagoda_worker.kernels.aten import AtenOps
-from pagoda_worker.kernels.cpu.library import Library
-from pagoda_worker.kernels.cpu.native import NativeOps
 from pagoda_worker.kernels.ops import CLAMPED, Expert, Ops
 from pagoda_worker.kernels.quantized import FORMATS, QuantizedWeight, Weight, powers, quantize
 from pagoda_worker.kernels.reference import ReferenceOps
@@ -22,20 +19,7 @@ pytestmark = pytest.mark.usefixtures("inference")
 
 CPU = torch.device("cpu")
 reference = ReferenceOps(CPU)
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
-BACKENDS = [("torch", torch.bfloat16), ("torch", torch.float32), *((level, torch.bfloat16) for level in levels())]
 TOKENS, HIDDEN, WIDTH, EXPERTS = 45, 64, 96, 11
-
-
-@cache
-def ops_of(name: str, dtype: torch.dtype, threads: int = 2) -> Ops:
-    return AtenOps(CPU, dtype) if name == "torch" else NativeOps(Library([-1] * threads, name))
-
-
-@pytest.fixture(params=BACKENDS, ids=lambda one: f"{one[0]}-{one[1]}".replace("torch.", ""))
-def backend(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
-    name, dtype = request.param
-    return name, dtype
 
 
 class Case(NamedTuple):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
+from tests.worker.kernels.backends import TOLERANCE, ops_of
 from tests.worker.kernels.levels import levels
 
 from pagoda_worker.checkpoints.rope import RopeShape, RotaryTable
-from pagoda_worker.kernels.aten import AtenOps
-from pagoda_worker.kernels.cpu.library import Library
-from pagoda_worker.kernels.cpu.native import NativeOps
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import AttentionShape, BackendError, Ops
 from pagoda_worker.kernels.reference import ReferenceOps
@@ -22,22 +19,9 @@ pytestmark = pytest.mark.usefixtures("inference")
 
 CPU, BLOCK = torch.device("cpu"), 16
 reference = ReferenceOps(CPU)
-BACKENDS = [("torch", torch.bfloat16), ("torch", torch.float32), *((level, torch.bfloat16) for level in levels())]
-TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 RANK, TURNS, HEADS = 512, 64, 5
 DIM = RANK + TURNS
 SHAPE = AttentionShape(num_heads=HEADS, num_kv_heads=1, head_dim=DIM, scale=0.05)
-
-
-@cache
-def ops_of(name: str, dtype: torch.dtype, threads: int = 2) -> Ops:
-    return AtenOps(CPU, dtype) if name == "torch" else NativeOps(Library([-1] * threads, name))
-
-
-@pytest.fixture(params=BACKENDS, ids=lambda one: f"{one[0]}-{one[1]}".replace("torch.", ""))
-def backend(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
-    name, dtype = request.param
-    return name, dtype
 
 
 def numbers(*size: int, seed: int = 0) -> torch.Tensor:
