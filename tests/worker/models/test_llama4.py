@@ -20,7 +20,7 @@ from pagoda_worker.loading.model import LoadedModel, load_model
 from pagoda_worker.models.decoder import Decoder
 
 CHUNK = 32
-LENGTHS = [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 5 * CHUNK - 2, 300]
+LENGTHS = [1, CHUNK - 1, CHUNK, 3 * CHUNK + 1, 300]
 EYES = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32,
@@ -32,12 +32,9 @@ def of_lengths() -> list[list[int]]:
     return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-@pytest.mark.parametrize("name", ["llama4", "llama4_dense"])
-def test_many_chunks_long_rows_of_all_lengths_are_those_of_transformers(
-    name: str, saved: Saved, loaded: Loaded
-) -> None:
-    model, _ = saved(name)
-    found = Harness(loaded(name)).greedy(of_lengths(), 2 * CHUNK, chunk=45)
+def test_rows_of_all_lengths_and_many_chunks_are_those_of_transformers(saved: Saved, loaded: Loaded) -> None:
+    model, _ = saved("llama4")
+    found = Harness(loaded("llama4")).greedy(of_lengths(), CHUNK + 4, chunk=45)
     for prompt, continuation in zip(of_lengths(), found, strict=True):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([prompt + continuation[:-1]])).logits[0, len(prompt) - 1 :]

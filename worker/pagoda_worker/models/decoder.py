@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -82,7 +82,7 @@ class Decoder:
 
     @property
     def recordable(self) -> bool:
-        """Whether its steps are operations of a back end alone, on the same rows in all layers."""
+        """Whether `Ops.record` can write its steps down: they are operations alone, on the same rows in all layers."""
         return not any(
             layer.attention.chunked or layer.temper or (isinstance(layer.mlp, MoeShape) and layer.mlp.routing.inputs)
             for layer in self.spec.layers
@@ -96,20 +96,22 @@ class Decoder:
 
     def plan(self, batch: Batch, kv: Sequence[Cache]) -> list[Any]:
         """What `forward` makes for itself when it is given none: a plan for each group."""
-        return [self.ops.plan(_seen(batch.at(group.shape.table), group), group) for group in kv]
+        views = [_seen(batch.at(group.shape.table), group) for group in kv]
+        return [_Plan(self.ops.plan(view, group), view) for view, group in zip(views, kv, strict=True)]
 
     def forward(self, batch: Batch, kv: Sequence[Cache], plan: list[Any] | None = None) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
         places = [batch.at(group.shape.table) for group in kv]
         for group, part in zip(kv, places, strict=True):
             group.admit(part)
-        plan = self.plan(batch, kv) if plan is None else plan
+        plan = self.plan(batch, kv) if plan is None else _followed(plan, places, kv)
         rotations = [table.at(batch.positions) for table in self._ropes]
         stream = self.ops.embed(batch.token_ids, self._embed, self._embed_scale)
         if self._positions is not None:
             stream = self.ops.add_positions(stream, self._positions, batch.positions)
         tempers = [table.index_select(0, batch.positions) for table in self._tempers]
-        step = _Step([part.kv_indices for part in places], kv, plan, rotations, tempers, batch.slots)
+        made = [one.made for one in plan]
+        step = _Step([part.kv_indices for part in places], kv, made, rotations, tempers, batch.slots)
         hidden = self._run(stream, step)
         for group, part in zip(kv, places, strict=True):
             group.inspect(part, hidden)
@@ -226,10 +228,26 @@ def kv_shapes(spec: DecoderSpec, dtype: torch.dtype) -> list[KVShape]:
     ]
 
 
+class _Plan(NamedTuple):
+    """Of a group: what the back end has made of the batch as the group's attention sees it."""
+
+    made: Any
+    view: Batch
+
+
 def _seen(batch: Batch, group: Cache) -> Batch:
     """By attention of the group's layers."""
     shape = group.shape
     return batch.in_chunks(shape.window, group.block_size) if shape.chunked and shape.window else batch
+
+
+def _followed(plan: list[_Plan], places: Sequence[Batch], kv: Sequence[Cache]) -> list[_Plan]:
+    """A plan that was made before the device knew this step's lengths."""
+    for one, part, group in zip(plan, places, kv, strict=True):
+        shape = group.shape
+        if shape.chunked and shape.window and one.view.block_tables is not part.block_tables:
+            one.view.follow(part, shape.window, group.block_size)
+    return plan
 
 
 def _embed_scale(spec: DecoderSpec, dtype: torch.dtype) -> float | None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import one_hot
 
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, MoeShape, dense_names
 from pagoda_worker.kernels.ops import Ops
@@ -54,7 +53,7 @@ class Moe:
         one = Routing(experts=routing.experts, chosen=1, renormalised=True)
         total = x
         for rank in range(routing.chosen):
-            chosen = one_hot(ids[:, rank], routing.experts).float()
+            chosen = torch.zeros_like(logits).scatter_(1, ids[:, rank : rank + 1], 1.0)
             inputs = x * weights[:, rank : rank + 1].to(x.dtype)
             total = ops.moe(inputs, chosen, self.experts, one, self.shape.activation, beside)
             beside = Beside(total, None)

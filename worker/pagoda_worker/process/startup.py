@@ -133,7 +133,7 @@ def runner_on_device(
     accelerator = make_accelerator(loaded.device)
     sampler = loaded.ops.device_sampler(config.max_rows, loaded.vocab_size, accelerator.upload)
     rehearsal = Rehearsal((loaded,) if draft is None else (loaded, draft), config, accelerator, sampler)
-    if config.enforce_eager or not (isinstance(decoder, Decoder) and decoder.recordable and loaded.ops.capturable):
+    if config.enforce_eager or not (isinstance(decoder, Decoder) and loaded.ops.capturable):
         num_blocks = _num_blocks(rehearsal, lambda: 0)
         drafter = make_drafter(config, loaded, draft, num_blocks)
         return ModelRunner(loaded, num_blocks, config, drafter, accelerator, sampler)
