@@ -11,6 +11,7 @@ import torch
 from tests.worker.models.checkpoints import NATIVE, VOCAB, make_model, prompts, save
 from tests.worker.models.conftest import Loaded, Saved
 from tests.worker.models.harness import Harness, logits_of
+from tests.worker.models.test_oracle import BF16_MEAN, BF16_MOST, MOSTLY
 from transformers import AutoConfig, Llama4ForConditionalGeneration
 
 from pagoda_worker.checkpoints.checkpoint import CheckpointError
@@ -49,15 +50,15 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(WorkerConfig(model=str(path), kernels="native", max_tokens_per_step=1024))
 
 
-def test_native_kernels_are_as_near_as_torch_is(native: LoadedModel, loaded: Loaded, saved: Saved) -> None:
+def test_native_log_probabilities_are_close(native: LoadedModel, saved: Saved) -> None:
+    """Within the bounds of any family by torch; see `test_oracle`."""
     tokens = of_lengths()[-1]
     with torch.no_grad():
         expected = saved("llama4")[0](input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
-    errors = [
-        (logits_of(one, tokens, [len(tokens)]).log_softmax(-1) - expected).abs()
-        for one in (native, loaded("llama4", "bfloat16"))
-    ]
-    assert errors[0].mean() < 1.25 * errors[1].mean()
+    difference = (logits_of(native, tokens, [len(tokens)]).log_softmax(-1) - expected).abs()
+    difference = difference[difference.amax(-1).argsort()[: round(MOSTLY * len(tokens))]]
+    assert difference.mean() < BF16_MEAN
+    assert difference.max() < BF16_MOST
     assert isinstance(native.model, Decoder), "its steps cannot be recorded: rows differ between its layers"
 
 
