@@ -88,6 +88,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     leading tokens already have their KV in `block_ids` (prefix hit, shared prompt, or swapped in by the same plan).
     `adapter` is what the row is computed with beside the model's weights; the worker reads it when it has not yet.
     `seed` and `choice` key the random stream; `eos_token_ids` is empty when the request ignores end of sequence.
+    `domain`: rows that say the same may have drafts from one another's outputs; None: from its own text alone.
     """
 
     row_id: int
@@ -101,6 +102,7 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     eos_token_ids: tuple[int, ...] = ()
     adapter: Adapter | None = None
     pooling: PoolingParams | None = None  # its prompt is read: the last of it yields `RowOutput.pooled` and no token
+    domain: str | None = None
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):

@@ -9,12 +9,16 @@ import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.e2e.stack import Stack, kill, running_stack
 from tests.e2e.streams import MODEL, PLAIN_TOKENS, plain, run_all
+from tests.gateway.model_dir import byte_level_tokenizer
 from tests.worker.adapters.files import DEMO, adapter_of
+from tests.worker.models.checkpoints import NATIVE, make_model, save
 
 pytestmark = pytest.mark.e2e
 NUM_STREAMS = 9
@@ -71,6 +75,21 @@ def test_streams_survive_the_death_of_a_worker(stack: Stack, undisturbed: list[A
     assert stack.stats().worker_deaths == deaths + 1
     assert stack.stats().replays > 0
     stack.wait_until(lambda: len(stack.ready_workers()) == 2)
+
+
+def test_streams_far_beyond_the_windows_of_a_model_survive_the_death_of_their_worker(tmp_path: Path) -> None:
+    """What its layers no longer keep is computed again from the tokens, as are the blocks that the dead one had."""
+    path = save(make_model(*NATIVE["gemma3"]), tmp_path / "model", torch.bfloat16)
+    byte_level_tokenizer().save(str(path / "tokenizer.json"))
+    little = ("--block-size", "16", "--max-tokens-per-step", "32", "--chunk-size", "24", "--threads", "1")
+    asked = [one | {"prompt": (one["prompt"] * 60)[:300]} for one in (plain(index) for index in range(4))]
+    with running_stack(tmp_path, "--served-model-name", MODEL, *little, model=str(path)) as stack:
+        assert "for layers that keep the last " in stack.log.read_text()
+        alone = [asyncio.run(run_all(stack, [request]))[0] for request in asked]
+        victim = stack.children("worker")[0]
+        check(asyncio.run(run_all(stack, asked, partial(kill, victim.pid))), alone)
+        assert not victim.is_running()
+        assert stack.stats().replays > 0
 
 
 @pytest.mark.parametrize("role", ["worker", "engine-core"])

@@ -10,7 +10,7 @@ from tests.worker.checkpoints.formats.sources import PlainSource
 from tests.worker.fakes_spec import spec_of
 
 from pagoda_worker.checkpoints.rope import RopeShape
-from pagoda_worker.checkpoints.spec import expected_tensors
+from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape
 from pagoda_worker.kernels.ops import AttentionShape, Ops
@@ -76,10 +76,13 @@ def decoder(ops: Ops, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> De
         "attention_scale": 0.35,
         "tied": True,
     }
-    spec = spec_of(**{**values, **changes})
+    return decoder_of(spec_of(**{**values, **changes}), ops, dtype)
+
+
+def decoder_of(spec: DecoderSpec, ops: Ops, dtype: torch.dtype) -> Decoder:
     generator = torch.Generator().manual_seed(3)
     weights = {
-        name: torch.randn(shape, generator=generator) * 0.3 if len(shape) == 2 else torch.ones(shape)
+        name: torch.randn(shape, generator=generator) * 0.3 if len(shape) > 1 else torch.ones(shape)
         for name, shape in expected_tensors(spec).items()
     }
     source = PlainSource(lambda name: weights[name].to(ops.device, dtype))

@@ -12,8 +12,10 @@ ATTENTION = ("num_heads", "num_kv_heads", "head_dim")
 
 
 def spec_of(**fields: Any) -> DecoderSpec:
-    """`windows` and `rope_of_layer`, of `ropes` or None, are one per layer; other fields go where they belong."""
+    """`windows`, which slide unless `chunked`, and `rope_of_layer`, of `ropes` or None, are one per layer; other fields
+    go where they belong."""
     numbers = {name: fields.pop(name) for name in ATTENTION}
+    chunked = fields.pop("chunked", False)
     scale, softcap = fields.pop("attention_scale"), fields.pop("attention_softcap", None)
     mlp = MlpShape(
         width=fields.pop("intermediate_size"),
@@ -24,7 +26,9 @@ def spec_of(**fields: Any) -> DecoderSpec:
     ropes: tuple[RopeShape, ...] = fields.pop("ropes")
     layers = tuple(
         LayerSpec(
-            attention=AttentionShape(**numbers, scale=scale, softcap=softcap, window=window),
+            attention=AttentionShape(
+                **numbers, scale=scale, softcap=softcap, window=window, chunked=chunked and window is not None
+            ),
             rope=None if rope is None else ropes[rope],
             mlp=mlp,
         )

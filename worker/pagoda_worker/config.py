@@ -19,7 +19,7 @@ AUTO_SWAP_SPACE = -1.0
 QUANTIZATIONS = ("", "int8", "int4", "int4a16")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 INSTRUCTION_SETS = ("", "base", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx")
-SPECULATIONS = ("", "ngram", "draft-model")
+SPECULATIONS = ("", "ngram", "suffix", "draft-model")
 BLOCK_SIZES = {"cpu": 32, "cuda": 64}
 
 
@@ -79,7 +79,12 @@ class WorkerConfig:
     max_tokens_per_step: int = option(
         DEFAULT_MAX_TOKENS_PER_STEP, "most tokens one step may compute", least=1, most=2**20
     )
-    speculation: str = option("", "guess tokens and verify them: ngram, draft-model; empty: off", words=SPECULATIONS)
+    speculation: str = option(
+        "",
+        "guess tokens and verify them: ngram (as the text itself went on before), suffix (and what its tenant was told "
+        "before), draft-model; empty: off",
+        words=SPECULATIONS,
+    )
     draft_model: str = option("", "model directory or GGUF file for draft-model; same vocabulary as the model")
     max_drafts: int = option(0, "most tokens guessed at once for a choice; 0: 8", most=1024)
     lora_modules: str = option(

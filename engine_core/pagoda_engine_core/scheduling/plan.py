@@ -292,4 +292,5 @@ def _new_row(choice: Choice) -> NewRow:
         eos_token_ids=request.eos_token_ids,
         pooling=task.pooling if isinstance(task, Pool) else None,
         adapter=request.record.adapter,
+        domain=request.record.cache_salt,
     )

@@ -10,19 +10,23 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from pagoda.processes.machine import available_cores, cpu_flags, cpu_quota, has_nvidia_device, memory_info, memory_limit
 from pagoda.processes.ports import address_problem
 from pagoda.processes.rundir import runtime_dir
+from pagoda.settings.flags import add_named_options, given_flags
 from pagoda.settings.numbers import whole
-from pagoda.settings.resolving import ConfigError, environment_value
+from pagoda.settings.options import ModelSourceConfig
+from pagoda.settings.resolving import ConfigError, environment_value, resolve
+from pagoda.tools import checkpoints
 from pagoda.tools.http_stream import Connection, HttpError, Target
 from pagoda.tools.version import version_of
+from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.cpu.build import LIBRARY
 
 GIB = 1024**3
@@ -32,6 +36,11 @@ FAST_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16"
 GPU_TIMEOUT_S = 60.0
 HOST, ASK_TIMEOUT_S = "127.0.0.1", 3.0
 ASK_TORCH = "from pagoda_worker.device.devices import describe_gpus; print(*describe_gpus(), sep='\\n')"
+# What decides what a context takes; `serve` takes them by the same names.
+CONTEXT_OPTIONS = (
+    "revision", "max_model_len", "device", "dtype", "kv_cache_dtype", "kv_retention", "block_size",
+    "max_tokens_per_step", "kernels",
+)  # fmt: skip
 _COLOURS = {"ok": "green", "warn": "yellow", "FAIL": "red"}
 
 
@@ -44,13 +53,18 @@ class Finding(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    help_text = "also say what a context of this model takes: directory, GGUF file or hub id"
+    parser.add_argument("positional_model", metavar="MODEL", nargs="?", default=None, help=help_text)
     parser.add_argument("--port", type=whole(0, 65535), default=8000, help="HTTP port to check [8000]")
+    add_named_options(parser, "serve", CONTEXT_OPTIONS)
 
 
 def main(arguments: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     failed = False
-    for finding in examine(arguments.port):
+    given = given_flags(arguments, "serve")
+    del given["port"]  # only to be checked
+    for finding in examine(arguments.port, given):
         failed |= finding.state == "FAIL"
         advice = f" -> {finding.advice}" if finding.advice else ""
         console.print(f"{finding.state:4}", style=_COLOURS[finding.state], end="  ")
@@ -58,14 +72,16 @@ def main(arguments: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
-def examine(port: int) -> Iterator[Finding]:
-    """Every check in turn."""
+def examine(port: int, given: Mapping[str, Any]) -> Iterator[Finding]:
+    """Every check in turn; `given` are options of a model that was named, or none."""
     checks: tuple[Callable[[], Finding], ...] = (
         _python, _cores, _instructions, _memory, _files, _shared_memory, _kernels, _torch, _gpus,
         lambda: _port(port), _hub_cache, _runtime_directory,
     )  # fmt: skip
     for check in checks:
         yield check()
+    if given.get("model"):
+        yield from _contexts(given)
 
 
 def _python() -> Finding:
@@ -183,3 +199,23 @@ def _runtime_directory() -> Finding:
             return Finding("ok", f"runtime directory {path.parent} works")
     except ConfigError as error:
         return Finding("FAIL", str(error), "set XDG_RUNTIME_DIR or give --data-dir")
+
+
+def _contexts(given: Mapping[str, Any]) -> Iterator[Finding]:
+    """Without a look at the weights, of which those of a hub model are not fetched."""
+    try:
+        settings = resolve("serve", given)
+        revision = settings.build(ModelSourceConfig).revision
+        path = checkpoints.locate(settings.build(WorkerConfig).model, revision, weights=False)
+        config = settings.build(WorkerConfig, model=str(path))
+        from pagoda_worker.checkpoints.config_reader import UnsupportedConfig
+        from pagoda_worker.loading.foresight import contexts_of
+
+        try:
+            yield from (Finding("ok", f"model: {line}") for line in contexts_of(config))
+        except UnsupportedConfig as error:
+            yield Finding("warn", f"model: {error}", "what a context takes is known once a worker has loaded it")
+    except ImportError as error:
+        yield Finding("warn", f"model: {error}", "only where workers run is it known what a context takes")
+    except (ConfigError, ValueError) as error:
+        yield Finding("FAIL", f"model: {error}", "no worker would serve it so")

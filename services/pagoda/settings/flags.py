@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pagoda.settings.resolving import COMMANDS, SECTIONS, Option, command_options
@@ -36,6 +36,13 @@ def add_options(parser: argparse.ArgumentParser, command: str) -> None:
         for option in options.values():
             if option.owners[0] is config and option.name not in FIRST:
                 _add_option(group, option, hidden=section == "child")
+
+
+def add_named_options(parser: argparse.ArgumentParser, command: str, names: Iterable[str]) -> None:
+    """Some of the command's options, of which `given_flags` tells as of all."""
+    options = command_options(command)
+    for name in names:
+        _add_option(parser, options[name], hidden=False)
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:

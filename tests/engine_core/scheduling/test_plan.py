@@ -96,7 +96,7 @@ def test_growth_of_a_known_row_is_told_as_changes() -> None:
 
 
 def test_a_new_row_brings_its_table_and_only_copies_remain() -> None:
-    record = make_record([1, 2, 3], n=2, seed=9, prompt_logprobs=1, eos_token_ids=(5,))
+    record = make_record([1, 2, 3], n=2, seed=9, prompt_logprobs=1, eos_token_ids=(5,), cache_salt="theirs.mine")
     resume = Resume(prior_outputs=(PriorOutput(choice=1, token_ids=[6]),))
     request = Request(record, max_output_tokens=8, now=0.0, resume=resume)
     choice = request.choices[1]
@@ -107,6 +107,7 @@ def test_a_new_row_brings_its_table_and_only_copies_remain() -> None:
     (new,) = plan.new_rows
     assert (new.row_id, new.token_ids, new.num_prompt_tokens, new.num_computed) == (4, [1, 2, 3, 6], 3, 2)
     assert (new.block_ids, new.seed, new.choice, new.eos_token_ids) == ([3, 7], 9, 1, (5,))
+    assert new.domain == "theirs.mine", "what shares prefixes shares drafts, and nobody else does"
     assert new.params.prompt_logprobs is None
     assert (plan.replace_blocks, plan.append_blocks, plan.block_copies) == ([], [], [(2, 7)])
     assert plan.swap_ins == [(3, 4)]

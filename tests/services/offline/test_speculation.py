@@ -35,8 +35,8 @@ BACKENDS = [
     "torch",
     pytest.param("native", marks=pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here")),
 ]
-SPECULATION = ["ngram", "twin", "near", "far"]
-"""Prompt lookup, and draft models: the model itself, the model with noise on its weights, and another one."""
+SPECULATION = ["ngram", "suffix", "twin", "near", "far"]
+"""Prompt lookup, the same with a memory, and draft models: the model itself, it with noise on its weights, another."""
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -375,9 +375,9 @@ def test_the_offline_engine_takes_the_options(llm: Callable[..., LLM], checkpoin
     for options in (
         {},
         {"speculation": "ngram", "max_drafts": 4},
+        {"speculation": "suffix", "max_drafts": 4},
         {"speculation": "draft-model", "draft_model": str(checkpoints["near"])},
     ):
         (output,) = llm(**options).generate([ids(20, 0) * 2], params, use_tqdm=False)
         outputs.append((output.outputs[0].token_ids, output.outputs[0].logprobs))
-    assert outputs[1] == outputs[0]
-    assert outputs[2] == outputs[0]
+    assert all(one == outputs[0] for one in outputs)

@@ -15,7 +15,7 @@ from pagoda import LLM, SamplingParams
 NEW_TOKENS = 40
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
 SEARCH = SamplingParams(use_beam_search=True, n=3, temperature=0.0, max_tokens=20)
-TIGHT = {  # windows of 40 tokens; 26 blocks hold the longest row, and beside it hardly another one
+TIGHT = {  # windows of 40 tokens, or chunks of 32; 26 blocks hold the longest row, and beside it hardly another one
     "dtype": "float32", "threads": 1, "block_size": 16, "max_model_len": 400, "num_blocks": 28,
     "max_tokens_per_step": 32, "chunk_size": 24,
 }  # fmt: skip
@@ -48,6 +48,7 @@ SWAPS = {"swap_space_gib": 0.01, "preemption": "swap", "chunk_size": 7}
         ("gemma3", [SWAPS | {"speculation": "ngram"}, {"kv_retention": "all"}]),
         ("gemma2", [SWAPS | {"speculation": "draft-model"}]),
         ("mistral", [SWAPS]),
+        ("llama4", [SWAPS | {"speculation": "suffix"}]),
     ],
 )
 def test_far_beyond_the_window_the_tokens_are_those_of_transformers(
@@ -62,7 +63,7 @@ def test_far_beyond_the_window_the_tokens_are_those_of_transformers(
         assert tokens(llm, prompts()) == together
         turn = [prompts()[0] + together[0][0] + [7, 8, 9]]
         next_turn = tokens(llm, turn)
-    assert "for layers that keep the last 40 tokens" in caplog.text
+    assert f"for layers that keep the last {32 if name == 'llama4' else 40} tokens" in caplog.text
     for options in others:
         draft = {"draft_model": str(path)} if options.get("speculation") == "draft-model" else {}
         with LLM(str(path), **(TIGHT | options | draft)) as llm:

@@ -57,6 +57,14 @@ def test_layers_go_by_the_table_of_what_they_keep() -> None:
     assert ([one.kept for one in only.retentions], only.kv_groups[0].table) == ([4096 + 31], 0)
 
 
+def test_chunks_keep_what_windows_do_and_are_whole_blocks() -> None:
+    model = Model((replace(shape(1024), chunked=True), shape(1024), shape(None)))
+    (kept,) = settle(model)
+    assert [group.table for group in kept.kv_groups] == [1, 1, 0]
+    with pytest.raises(ValueError, match="block_size=48: the model attends within chunks of 1024 tokens"):
+        settle(model, block_size=48)
+
+
 def test_all_is_kept_if_asked_for() -> None:
     assert settle(GEMMA, kv_retention="all") == [GEMMA]
 

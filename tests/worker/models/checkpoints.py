@@ -112,6 +112,21 @@ NATIVE |= {
     "deepseek_v2": ("deepseek_v2", {**_LATENT, "topk_method": "group_limited_greedy", "q_lora_rank": None}),
     "deepseek_v3": ("deepseek_v3", {**_LATENT, "q_lora_rank": 48, "rope_parameters": _DEEP_YARN}),
 }  # fmt: skip
+# Its first three layers attend within chunks, the last to all; every other one has experts.
+_LLAMA4 = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 32,
+    "floor_scale": 16,
+    "attn_scale": 0.3,
+}
+NATIVE |= {
+    "llama4": ("llama4_text", {**_LLAMA4, "num_experts_per_tok": 1, "rope_parameters": _LLAMA3}),
+    "llama4_dense": ("llama4_text", {**_LLAMA4, "num_experts_per_tok": 3, "moe_layers": [1], "use_qk_norm": False}),
+}  # fmt: skip
 # These ask kernels for everything that the others do, too: for tests that are too dear for all.
 KERNEL_FAMILIES = ["llama", "gemma2", "gemma3", "olmo3", "cohere2", "opt", "qwen2_moe", "gpt_oss", "deepseek_v3"]
 FALLBACK: dict[str, tuple[str, dict[str, Any]]] = {

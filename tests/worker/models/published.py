@@ -145,6 +145,27 @@ _QWEN_EXPERTS = {
     "use_sliding_window": False,
 }  # fmt: skip
 
+
+def _llama4(**experts: Any) -> dict[str, Any]:
+    """As its makers wrote it, images and all; their counts are of the text model."""
+    scaling = {
+        "factor": 16.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }  # fmt: skip
+    text = {
+        **_sizes(5120, 8192, 48, (40, 8), 202048, 1048576), "attention_bias": False, "attention_chunk_size": 8192,
+        "attn_temperature_tuning": 4, "for_llm_compressor": False, "head_dim": 128, "hidden_act": "silu",
+        "intermediate_size_mlp": 16384, "model_type": "llama4_text", "no_rope_layers": [], "rms_norm_eps": 1e-5,
+        "rope_scaling": scaling, "rope_theta": 500000.0, "router_jitter_noise": 0.0, "use_qk_norm": True, **_EXPERTS,
+        "num_experts_per_tok": 1,
+    }  # fmt: skip
+    return {
+        "architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4", "tie_word_embeddings": False,
+        "boi_token_index": 200080, "eoi_token_index": 200081, "image_token_index": 200092,
+        "text_config": text | experts, "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
+    }  # fmt: skip
+
+
 _LATENT = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "ep_size": 1,
     "moe_layer_freq": 1, "aux_loss_alpha": 0.001, "seq_aux": True, "attention_bias": False, "pretraining_tp": 1,
@@ -227,6 +248,10 @@ OTHERS: dict[str, tuple[dict[str, Any], int]] = {
              attention_bias=True, layer_types=["sliding_attention", "full_attention"] * 12, rope_theta=150000,
              rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn", "truncate": False,
                            "original_max_position_embeddings": 4096}, **_EXPERTS | {"num_experts_per_tok": 4}), 20915
+    ),
+    "Llama-4-Scout-17B-16E": (_llama4(num_local_experts=16, interleave_moe_layer_step=1), 107770),
+    "Llama-4-Maverick-17B-128E": (
+        _llama4(num_local_experts=128, interleave_moe_layer_step=2, use_qk_norm=False), 400712
     ),
     "GLM-4.5-Air": (
         _rms("Glm4MoeForCausalLM", _sizes(4096, 10944, 46, (96, 8), 151552, 131072), head_dim=128, use_qk_norm=False,

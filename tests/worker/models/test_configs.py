@@ -36,6 +36,7 @@ DEEP: dict[str, Any] = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "kv_lora_rank": 32,
     "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 1}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 
 _LAYER_NORM = {"rms_norm_eps": None}
@@ -93,6 +94,10 @@ def test_both_spellings(old: dict[str, Any], new: dict[str, Any]) -> None:
         ("DeepseekV2", {**DEEP, "kv_lora_rank": None}, "'kv_lora_rank' is missing"),
         ("DeepseekV3", {**DEEP, "attention_bias": True}, "attention_bias=True"),
         ("Glm4Moe", {**DEEP, "moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("Llama4", {**EXPERTS, "layer_types": ["sliding_attention"] * 4}, "every layer full or chunked"),
+        ("Llama4", {**EXPERTS, "moe_layers": ["1"]}, "'moe_layers' must be numbers of layers"),
+        ("Llama4", {**EXPERTS, "no_rope_layers": [1, 0]}, "'no_rope_layers' must have 0 or 1 for each of 4"),
+        ("Llama4", {**EXPERTS, "attn_temperature_tuning": 3}, "attn_temperature_tuning=3"),
         ("Falcon", {"alibi": True}, "not supported natively: alibi"),
         ("Falcon", {"new_decoder_architecture": True, "parallel_attn": False}, "is no Falcon"),
         ("Phi3", {"rope_scaling": {"type": "su", "short_factor": [1.0] * 8}}, "'longrope' needs long_factor"),

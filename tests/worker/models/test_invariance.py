@@ -8,7 +8,7 @@ from tests.worker.models.checkpoints import NATIVE, VOCAB
 from tests.worker.models.conftest import Loaded
 from tests.worker.models.harness import BLOCK_SIZE, Harness, Row, logits_of
 
-NAMES = ["llama", "gemma2", "gemma3", "cohere2", "qwen2_moe", "gpt_oss", "deepseek_v3"]
+NAMES = ["llama", "gemma2", "gemma3", "cohere2", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama4"]
 DTYPES = ["bfloat16", "float32"]
 LENGTHS = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 128, 129, 200, 150]
 
@@ -45,7 +45,7 @@ def test_a_row_is_not_changed_by_fifteen_others(name: str, dtype: str, loaded: L
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3", "llama4"])
 def test_long_contexts(name: str, dtype: str, loaded: Loaded) -> None:
     """Beyond one attention tile and one query slice; windows that begin in a later tile."""
     model, ids = loaded(name, dtype), tokens(700)

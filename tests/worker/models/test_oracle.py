@@ -19,7 +19,7 @@ NEW_TOKENS = 24
 # deviation of 1 to 2. transformers in bfloat16 differs by as much.
 BF16_MEAN, BF16_MOST = 0.06, 0.6
 WITH_EXPERTS, MOSTLY = (
-    {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granite_moe", "gpt_oss", "glm4_moe"}
+    {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granite_moe", "gpt_oss", "glm4_moe", "llama4"}
     | {"deepseek_v2", "deepseek_v3"},
     0.75,
 )

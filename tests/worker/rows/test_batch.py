@@ -46,6 +46,28 @@ def test_layout(shapes: list[tuple[int, int, bool]]) -> None:
     assert batch.logit_indices.tolist() == wanted
 
 
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 9), st.booleans()), min_size=1, max_size=6))
+def test_chunks_of_attention_are_rows(shapes: list[tuple[int, int, bool]]) -> None:
+    """Each token is the last but so many of a row that has its chunk's blocks and no others."""
+    whole, size = build_batch(work_of(shapes), BLOCK, torch.device("cpu")), 2 * BLOCK
+    cut = whole.in_chunks(size, BLOCK)
+    seen = []
+    for row, length in enumerate(cut.query_lens):
+        used, last = -(-cut.context_lens[row] // BLOCK), cut.context_lens[row] - length
+        seen += [(cut.block_tables[row, :used].tolist(), last + i) for i in range(length)]
+        assert length > 0
+        assert cut.context_lens[row] <= size
+    expected = []
+    for row, (length, end) in enumerate(zip(whole.query_lens, whole.context_lens, strict=True)):
+        for position in range(end - length, end):
+            first, past = position // size * size, min(end, (position // size + 1) * size)
+            expected.append((whole.block_tables[row, first // BLOCK : -(-past // BLOCK)].tolist(), position - first))
+    assert seen == expected
+    assert cut.positions.tolist() == [offset for _, offset in seen]
+    assert cut.lengths.tolist() == cut.context_lens
+    assert (cut.query_starts[-1], len(cut.query_starts)) == (whole.num_tokens, cut.num_rows + 1)
+
+
 def test_types() -> None:
     batch = build_batch(work_of([(3, 2, False)]), BLOCK, torch.device("cpu"))
     for tensor in (batch.token_ids, batch.positions, batch.kv_indices, batch.logit_indices):

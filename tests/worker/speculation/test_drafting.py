@@ -443,7 +443,7 @@ def test_a_long_prompt_from_the_cache_is_indexed_in_steps(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"speculation": "medusa"}, "speculation must be empty or one of ngram, draft-model, got 'medusa'"),
+        ({"speculation": "medusa"}, "speculation must be empty or one of ngram, suffix, draft-model, got 'medusa'"),
         ({"speculation": "draft-model"}, "draft_model and speculation=draft-model go together"),
         ({"draft_model": "/m"}, "draft_model and speculation=draft-model go together"),
         ({"speculation": "ngram", "draft_model": "/m"}, "draft_model and speculation=draft-model go together"),

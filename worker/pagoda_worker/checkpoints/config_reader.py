@@ -132,16 +132,20 @@ class ConfigReader:
             raise UnsupportedConfig(f"config.json: {given[0]}={shown(value)} is not one of {', '.join(known)}")
         return known[value]
 
-    def layer_windows(self, window: int | None, kinds: list[str]) -> tuple[int | None, ...]:
-        """The window of each layer; `layer_types` of the file wins over `kinds`, the rule of the family."""
+    def layer_windows(
+        self, window: int | None, kinds: list[str], limited: str = "sliding_attention"
+    ) -> tuple[int | None, ...]:
+        """The window of each layer, which those of kind `limited` have; `layer_types` of the file wins over `kinds`,
+        the rule of the family."""
         kinds = self.maybe("layer_types", list) or kinds
-        known = {"full_attention": None, "sliding_attention": window}
+        known = {"full_attention": None, limited: window}
         wrong = sorted({str(kind) for kind in kinds} - set(known))
         if wrong or len(kinds) != self.size("num_hidden_layers"):
+            named = limited.removesuffix("_attention")
             raise UnsupportedConfig(
-                f"config.json: 'layer_types' must name every layer full or sliding, got {shown(kinds)}"
+                f"config.json: 'layer_types' must name every layer full or {named}, got {shown(kinds)}"
             )
-        if window is None and "sliding_attention" in kinds:
+        if window is None and limited in kinds:
             raise UnsupportedConfig("config.json: 'layer_types' has sliding layers, but 'sliding_window' is not set")
         return tuple(known[kind] for kind in kinds)
 

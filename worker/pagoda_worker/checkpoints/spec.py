@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from pagoda_worker.checkpoints.names import LLAMA, Names
 from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.temper import Temper
 from pagoda_worker.kernels.ops import AttentionShape
 from pagoda_worker.kernels.routing import Routing
 from pagoda_worker.kernels.segments import num_segments
@@ -59,12 +60,17 @@ class LatentShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """In which layers of one model may differ: how they attend, by which angles (if any), and what their MLP is."""
+    """In which layers of one model may differ: how they attend, by which angles (if any), and what their MLP is.
+
+    `unit_heads`: RMS norm of every query and key head, without weights.
+    """
 
     attention: AttentionShape
     rope: RopeShape | None
     mlp: MlpShape | MoeShape
     latent: LatentShape | None = None
+    unit_heads: bool = False
+    temper: Temper | None = None
 
     @property
     def latents(self) -> tuple[int, ...]:
@@ -93,6 +99,7 @@ class DecoderSpec:
         embed_scale: Of embeddings, rounded to the run dtype as the published models do.
         residual_scale: Of what each branch adds.
         unused_layers: So many more, of which a checkpoint may have tensors: they guess tokens.
+        unused: How names of tensors begin that belong to what is not served.
         spellings: Further ways in which checkpoints of the family are named.
     """
 
@@ -119,6 +126,7 @@ class DecoderSpec:
     final_softcap: float | None = None
     tied: bool = False
     unused_layers: int = 0
+    unused: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
@@ -135,6 +143,11 @@ class DecoderSpec:
     def ropes(self) -> tuple[RopeShape, ...]:
         """All that layers turn by, each once."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope is not None))
+
+    @property
+    def tempers(self) -> tuple[Temper, ...]:
+        """All that layers have, each once."""
+        return tuple(dict.fromkeys(layer.temper for layer in self.layers if layer.temper is not None))
 
     @property
     def reach(self) -> int:
@@ -157,7 +170,7 @@ IGNORED_SUFFIXES = (
 def unused_prefixes(spec: DecoderSpec) -> tuple[str, ...]:
     """Of the names of tensors that a checkpoint may have besides."""
     first = spec.num_layers
-    return tuple(spec.names.in_layer(index, "") for index in range(first, first + spec.unused_layers))
+    return *spec.unused, *(spec.names.in_layer(index, "") for index in range(first, first + spec.unused_layers))
 
 
 def as_spelled(spec: DecoderSpec, found: Container[str]) -> DecoderSpec:

@@ -43,7 +43,8 @@ class KVShape:
     head_dim: int
     dtype: torch.dtype  # of K and V as they are computed
     quantized: bool = False  # stored as int8, see `quantize`
-    window: int | None = None  # tokens that its layers see; None: all
+    window: int | None = None  # tokens that its layers see at most; None: all
+    chunked: bool = False  # see `AttentionShape`
     table: int = 0  # by which of a row's block tables its layers go
 
     @property

@@ -40,7 +40,11 @@ Forward = Callable[["Ops", Batch, Any], tuple[Tensor, ...]]
 @dataclass(frozen=True, kw_only=True)
 class AttentionShape:
     """How one layer attends. `window` counts the visible tokens, the current one included; None sees all. Where it is
-    not `causal` a token also sees what comes after it, as many tokens as before it. `sinks`: it is given some."""
+    not `causal` a token also sees what comes after it, as many tokens as before it. `sinks`: it is given some.
+
+    `chunked`: the window does not slide. Rows fall into chunks of so many tokens, and none sees beyond its own; back
+    ends need not know, because each chunk is given to them as a row (see `Batch.in_chunks`).
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -50,6 +54,7 @@ class AttentionShape:
     softcap: float | None = None
     causal: bool = True
     sinks: bool = False
+    chunked: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +143,9 @@ class Cache(Protocol):
 
     @property
     def shape(self) -> KVShape: ...
+
+    @property
+    def block_size(self) -> int: ...
 
     def admit(self, batch: Batch) -> None:
         """Called before a step computes."""

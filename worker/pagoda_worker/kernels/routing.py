@@ -28,6 +28,8 @@ class Routing:
         scale: Of all weights.
         groups: Experts fall into so many of one size, one after the other, and only those of the best `chosen_groups`
             are chosen. A group is as good as its `group_top` highest scores together; ties go to the first.
+        inputs: Weights are of what goes into experts, and not of what comes out. No back end knows of it: see
+            `models.moe`.
     """
 
     experts: int
@@ -38,6 +40,7 @@ class Routing:
     groups: int = 1
     chosen_groups: int = 1
     group_top: int = 1
+    inputs: bool = False
 
 
 class Packed(NamedTuple):

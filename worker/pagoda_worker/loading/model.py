@@ -14,6 +14,7 @@ import torch
 from pagoda_proto.adapters.files import AdapterError
 from pagoda_proto.adapters.identity import read_lora_modules
 from pagoda_proto.model_files.files import is_gguf
+from pagoda_proto.pooling.kinds import architecture_of
 from pagoda_worker.adapters.places import places_of
 from pagoda_worker.adapters.reading import Limits
 from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters, AdapterStore
@@ -171,7 +172,8 @@ def _natively(
         room = SlotRoom(config.max_loras, config.max_lora_rank) if config.takes_adapters else None
         decoder = Decoder(spec, ops, source, dtype, max_len, room=room)
         adapters = _adapters(config, spec, decoder, dtype) if config.takes_adapters else NO_ADAPTERS
-        model = decoder if ops.capturable else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
+        op_by_op = ops.capturable or not decoder.recordable
+        model = decoder if op_by_op else Recorded(decoder, config.max_tokens_per_step, config.max_rows)
     fixed = sorted({found for rope in spec.ropes if (found := rope.fixed_at(max_len))})
     for found in fixed:
         log.info("rotary embedding: %s, for all requests alike, because max_model_len is %d", found, max_len)
@@ -272,12 +274,9 @@ def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[Decoder
     Raises:
         UnsupportedConfig: there is no native implementation for it, and the fallback is off or would not do.
     """
-    layout = read_layout(fields)
-    fields = {name: value for name, value in fields.items() if name != FIELD}
-    names = fields.get("architectures")
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    layout, name = read_layout(fields), architecture_of(fields)
     try:
-        spec = native_spec(name, fields)
+        spec = spec_of(fields)
     except UnsupportedConfig as error:
         if layout is not None or config.quantization:
             asked = (
@@ -291,6 +290,11 @@ def _what_to_load(config: WorkerConfig, fields: dict[str, Any]) -> tuple[Decoder
         log.warning("%s runs through transformers' code, not natively: %s", name or "the model", error)
         return None, None
     return spec, layout
+
+
+def spec_of(fields: dict[str, Any]) -> DecoderSpec:
+    """What config.json says of a natively supported model, however it is quantised. Raises as `native_spec` does."""
+    return native_spec(architecture_of(fields), {name: value for name, value in fields.items() if name != FIELD})
 
 
 def _tell_formats(ops: Ops, dtype: torch.dtype, spec: DecoderSpec, formats: Formats) -> None:

@@ -184,7 +184,7 @@ def _decoder(reading: _Reading) -> LoadedModel:
     decoder = Decoder(spec, ops, source, dtype, max_len, head=False)
     groups = tuple(replace(group, quantized=config.kv_cache_dtype == "int8") for group in decoder.kv_groups)
     return LoadedModel(
-        model=RecordedReader(decoder, config.max_tokens_per_step),
+        model=RecordedReader(decoder, config.max_tokens_per_step) if decoder.recordable else decoder,
         kv_groups=groups,
         ops=ops,
         dtype=dtype,

@@ -71,8 +71,15 @@ M = TypeVar("M", bound=Keeping)
 
 
 def settled(config: WorkerConfig, *models: M) -> list[M]:
-    """These models, which serve together, with what they keep; the first one's longest context is that of all."""
+    """These models, which serve together, with what they keep; the first one's longest context is that of all.
+
+    Raises ValueError for blocks that are in two chunks of attention.
+    """
     max_len = models[0].max_model_len
+    chunks = {shape.window for model in models for shape in model.kv_groups if shape.chunked and shape.window}
+    if torn := sorted(chunk for chunk in chunks if chunk % config.block_size):
+        problem = f"the model attends within chunks of {torn[0]} tokens, which must be whole blocks"
+        raise ValueError(f"block_size={config.block_size}: {problem}")
     kept = {_kept(config, model, shape, max_len) for model in models for shape in model.kv_groups}
     if not kept - {0}:
         return list(models)

@@ -6,13 +6,14 @@ import copy
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from pagoda_worker.checkpoints.rope import RotaryTable
 from pagoda_worker.checkpoints.source import Source
-from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, linear_layers, whole_tensors
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MoeShape, linear_layers, whole_tensors
+from pagoda_worker.checkpoints.temper import temper_table
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation, SlotRoom
 from pagoda_worker.models.ends import Embedding, Head, content_of, filled
@@ -39,6 +40,7 @@ class Layer:
     head_norms: dict[int, HeadNorm]  # those of adapters in its place, by slot
     attention: AttentionShape
     rope: int | None  # of the spec's
+    temper: int | None  # of the spec's
     kv: KVLayer
     sinks: torch.Tensor | None  # see `Ops.attend`
 
@@ -65,12 +67,9 @@ class Decoder:
         """Without a `head` there are hidden states, and no logits; without `room` there are no adapters."""
         self.spec = spec
         self.ops = ops
-        kept = [
-            KVShape(num_layers=1, num_kv_heads=a.num_kv_heads, head_dim=a.head_dim, dtype=dtype, window=a.window)
-            for a in (layer.attention for layer in spec.layers)
-        ]
-        self.kv_groups, kv_layers = grouped(kept)
+        self.kv_groups, kv_layers = grouped(kv_shapes(spec, dtype))
         self._ropes = [RotaryTable(shape, max_positions, ops.device) for shape in spec.ropes]
+        self._tempers = [temper_table(shape, max_positions, ops.device) for shape in spec.tempers]
         packer = Packer(ops, source, dtype, room)
         self._layers = [_load_layer(spec, packer, index, kv) for index, kv in enumerate(kv_layers)]
         names = spec.names
@@ -89,6 +88,14 @@ class Decoder:
             self._head = Head(linear, spec.final_softcap)
         self._replacing: frozenset[int] = frozenset()  # slots of adapters that put something in place of the model's
 
+    @property
+    def recordable(self) -> bool:
+        """Whether `Ops.record` can write its steps down: they are operations alone, on the same rows in all layers."""
+        return not any(
+            layer.attention.chunked or layer.temper or (isinstance(layer.mlp, MoeShape) and layer.mlp.routing.inputs)
+            for layer in self.spec.layers
+        )
+
     def on(self, ops: Ops) -> Decoder:
         """The same weights, computed by `ops`, which must be of the back end that packed them, to be recorded: nothing
         is in the place of anything."""
@@ -103,21 +110,23 @@ class Decoder:
 
     def plan(self, batch: Batch, kv: Sequence[Cache]) -> list[Any]:
         """What `forward` makes for itself when it is given none: a plan for each group."""
-        return [self.ops.plan(batch.at(group.shape.table), group) for group in kv]
+        views = [_seen(batch.at(group.shape.table), group) for group in kv]
+        return [_Plan(self.ops.plan(view, group), view) for view, group in zip(views, kv, strict=True)]
 
     def forward(self, batch: Batch, kv: Sequence[Cache], plan: list[Any] | None = None) -> torch.Tensor:
         """Write the K and V of the batch's tokens, return their final hidden states [T, H]."""
         places = [batch.at(group.shape.table) for group in kv]
         for group, part in zip(kv, places, strict=True):
             group.admit(part)
-        plan = self.plan(batch, kv) if plan is None else plan
+        plan = self.plan(batch, kv) if plan is None else _followed(plan, places, kv)
         rotations = [table.at(batch.positions) for table in self._ropes]
         replaced = self.replaced(batch.slots)
         stream = self._embed.run(batch.token_ids, self.ops, replaced)
         if self._positions is not None:
             stream = self.ops.add_positions(stream, self._positions, batch.positions)
-        indices = [part.kv_indices for part in places]
-        hidden = self._run(stream, _Step(indices, kv, plan, rotations, batch.slots, replaced))
+        tempers = [table.index_select(0, batch.positions) for table in self._tempers]
+        indices, made = [part.kv_indices for part in places], [one.made for one in plan]
+        hidden = self._run(stream, _Step(indices, kv, made, rotations, tempers, batch.slots, replaced))
         for group, part in zip(kv, places, strict=True):
             group.inspect(part, hidden)
         return hidden
@@ -210,7 +219,8 @@ class Decoder:
                 brought = f"{names.in_layer(index, names.norms[role])}.weight" in whole
                 _put(norm.instead, slot, _load_layer_norm(spec, take, index, role) if brought else None)
             brought = f"{names.in_layer(index, names.query_norm)}.weight" in whole
-            _put(layer.head_norms, slot, load_head_norm(spec, spec.layers[index], take, index) if brought else None)
+            own = load_head_norm(spec, spec.layers[index], take, index, self.ops.device) if brought else None
+            _put(layer.head_norms, slot, own)
 
     def _run(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
         """Branches leave the stream and are added to it; which of the norms on their ways there are is data."""
@@ -245,6 +255,8 @@ class Decoder:
         ops, (group, index) = self.ops, layer.kv
         kv, plan = step.kv[group], step.plan[group]
         query = self._write(x, layer, step)
+        if layer.temper is not None:
+            query = (query * step.tempers[layer.temper]).to(query.dtype)
         attended = ops.attend(query, kv, index, plan, layer.attention, layer.sinks)
         if isinstance(layer.qkv, Latent):
             attended = layer.qkv.values(attended, ops)
@@ -275,8 +287,46 @@ class _Step:
     kv: Sequence[Cache]
     plan: list[Any]
     rotations: list[Rotation]
+    tempers: list[torch.Tensor]  # [T, 1, 1] float32
     slots: TokenSlots | None
     replaced: TokenSlots | None  # see `Decoder.replaced`
+
+
+def kv_shapes(spec: DecoderSpec, dtype: torch.dtype) -> list[KVShape]:
+    """Of each layer."""
+    return [
+        KVShape(
+            num_layers=1,
+            num_kv_heads=a.num_kv_heads,
+            head_dim=a.head_dim,
+            dtype=dtype,
+            window=a.window,
+            chunked=a.chunked,
+        )
+        for a in (layer.attention for layer in spec.layers)
+    ]
+
+
+class _Plan(NamedTuple):
+    """Of a group: what the back end has made of the batch as the group's attention sees it."""
+
+    made: Any
+    view: Batch
+
+
+def _seen(batch: Batch, group: Cache) -> Batch:
+    """By attention of the group's layers."""
+    shape = group.shape
+    return batch.in_chunks(shape.window, group.block_size) if shape.chunked and shape.window else batch
+
+
+def _followed(plan: list[_Plan], places: Sequence[Batch], kv: Sequence[Cache]) -> list[_Plan]:
+    """A plan that was made before the device knew this step's lengths."""
+    for one, part, group in zip(plan, places, kv, strict=True):
+        shape = group.shape
+        if shape.chunked and shape.window and one.view.block_tables is not part.block_tables:
+            one.view.follow(part, shape.window, group.block_size)
+    return plan
 
 
 def _embed_scale(spec: DecoderSpec, dtype: torch.dtype) -> float | None:
@@ -303,10 +353,11 @@ def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> L
         out=packer.pack(prefix, [names.out], spec.out_bias, segments=spec.segments),
         mlp=load_mlp(spec, layer, packer, prefix),
         norms=norms,
-        head_norm=load_head_norm(spec, layer, take, index),
+        head_norm=load_head_norm(spec, layer, take, index, packer.ops.device),
         head_norms={},
         attention=layer.attention,
         rope=None if layer.rope is None else spec.ropes.index(layer.rope),
+        temper=None if layer.temper is None else spec.tempers.index(layer.temper),
         kv=kv,
         sinks=packer.source.exact(prefix + names.sinks) if layer.attention.sinks else None,
     )

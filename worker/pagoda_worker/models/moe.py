@@ -9,7 +9,7 @@ import torch
 
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MlpShape, MoeShape, dense_names
 from pagoda_worker.kernels.ops import Ops
-from pagoda_worker.kernels.routing import Beside
+from pagoda_worker.kernels.routing import Beside, Routing, choose
 from pagoda_worker.models.linear import Linear, Mlp, Packer
 from pagoda_worker.rows.slots import TokenSlots
 
@@ -39,7 +39,25 @@ class Moe:
             gate = None if self.shared_gate is None else ops.logits(x, self.shared_gate)
             beside = Beside(self.shared.run(x, ops, tokens), gate)
         logits = ops.logits(x, self.router)
+        if self.shape.routing.inputs:
+            return self._by_inputs(x, logits, ops, beside)
         return ops.moe(x, logits, self.experts, self.shape.routing, self.shape.activation, beside)
+
+    def _by_inputs(self, x: torch.Tensor, logits: torch.Tensor, ops: Ops, beside: Beside | None) -> torch.Tensor:
+        """A pass for each rank, with inputs that its weights were multiplied with, beside what came of the one before.
+
+        Published models choose one expert, whose weight is then 1.
+        """
+        routing = self.shape.routing
+        ids, weights = choose(logits, routing)
+        one = Routing(experts=routing.experts, chosen=1, renormalised=True)
+        total = x
+        for rank in range(routing.chosen):
+            chosen = torch.zeros_like(logits).scatter_(1, ids[:, rank : rank + 1], 1.0)
+            inputs = x * weights[:, rank : rank + 1].to(x.dtype)
+            total = ops.moe(inputs, chosen, self.experts, one, self.shape.activation, beside)
+            beside = Beside(total, None)
+        return total
 
     @property
     def linears(self) -> tuple[Linear, ...]:

@@ -66,8 +66,13 @@ def load_norm(spec: DecoderSpec, take: Take, name: str, of_stream: bool, scale: 
     return Norm(weight, bias, eps, centred=spec.norm_kind == "layer")
 
 
-def load_head_norm(spec: DecoderSpec, layer: LayerSpec, take: Take, index: int) -> HeadNorm | None:
+def load_head_norm(
+    spec: DecoderSpec, layer: LayerSpec, take: Take, index: int, device: torch.device
+) -> HeadNorm | None:
     """The norm of query and key heads, in the order of dimensions in which they are turned."""
+    if layer.unit_heads:  # they are as long turned as unturned, so it does not matter which is first
+        heads = layer.attention.num_heads + layer.attention.num_kv_heads
+        return HeadNorm(weight=torch.ones(heads, layer.attention.head_dim, device=device), eps=spec.norm_eps)
     if not spec.head_norms and not spec.width_norms:
         return None
     attention, names = layer.attention, spec.names

@@ -48,10 +48,56 @@ class Batch:
     others: tuple[Places, ...] = ()
     slots: TokenSlots | None = None  # of the tokens' adapters; None where no row has one
     device_lengths: torch.Tensor | None = None  # see `lengths`; given where the device has them already
+    bounded: bool = False  # `context_lens` are bounds: this is what a step of one new token per row is recorded for
 
     def at(self, table: int) -> Batch:
         """The batch as layers see it that go by this table."""
         return replace(self, **self.others[table - 1]._asdict(), others=()) if table else self
+
+    def in_chunks(self, size: int, block_size: int) -> Batch:
+        """The batch as attention within chunks of `size` tokens sees it: every chunk of which there are new tokens is a
+        row, whose blocks and positions begin where it does.
+
+        A chunk is a whole number of blocks. What a step is recorded for has a view that `follow` renews.
+        """
+        if max(self.context_lens) <= size:
+            return self
+        if self.bounded:
+            tables, lengths = self._chunk_lines(size, block_size)
+            context_lens = [min(size, most) for most in self.context_lens]
+            return replace(self, block_tables=tables, context_lens=context_lens, device_lengths=lengths)
+        spans = [
+            (row, chunk, max(end - count, chunk), min(end, chunk + size))
+            for row, (end, count) in enumerate(zip(self.context_lens, self.query_lens, strict=True))
+            for chunk in range((end - count) // size * size, end, size)
+        ]
+        lens, ends = [end - start for *_, start, end in spans], [end - chunk for _, chunk, _, end in spans]
+        rows, firsts = np.array([(row, chunk // block_size) for row, chunk, *_ in spans]).T
+        entries = firsts[:, None] + np.arange(-(-max(ends) // block_size))
+        np.minimum(entries, self.block_tables.shape[1] - 1, out=entries)  # those beyond a row's end are not read
+        places = torch.from_numpy(np.stack(np.broadcast_arrays(rows[:, None], entries))).to(self.block_tables.device)
+        return replace(
+            self,
+            positions=self.positions % size,
+            block_tables=self.block_tables[places[0], places[1]],
+            query_starts=[0, *accumulate(lens)],
+            query_lens=lens,
+            context_lens=ends,
+            device_lengths=None,
+        )
+
+    def follow(self, batch: Batch, size: int, block_size: int) -> None:
+        """This is `batch.in_chunks`, made when the device knew other lengths: see to it that it is so now."""
+        tables, lengths = batch._chunk_lines(size, block_size)
+        self.block_tables.copy_(tables)
+        self.lengths.copy_(lengths)
+
+    def _chunk_lines(self, size: int, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block tables and lengths of `in_chunks` for rows of one new token each, by what the device knows."""
+        last, width = self.lengths - 1, min(size // block_size, self.block_tables.shape[1])
+        entries = (last // size * (size // block_size))[:, None] + torch.arange(width, device=last.device)
+        entries = entries.clamp(max=self.block_tables.shape[1] - 1)  # those beyond a row's end are not read
+        return self.block_tables.gather(1, entries.long()), (last % size + 1).to(torch.int32)
 
     @cached_property
     def lengths(self) -> torch.Tensor:

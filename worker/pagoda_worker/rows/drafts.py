@@ -4,9 +4,10 @@ do. It depends on the row's own history alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagoda_worker.rows.ngram import NgramIndex
+from pagoda_worker.rows.texts import Text
 
 FIRST_LENGTH = 2
 MAX_PAUSE = 64  # tokens without drafts; one failed draft in so many costs less than a hundredth of a step
@@ -50,10 +51,14 @@ class RowDrafts:
         length: How many drafts are worth trying.
         index: Of the row's tokens, for prompt lookup.
         distance: How far back the text last read as it does now; 0: nowhere.
+        guess: What is likely to follow, with suffixes.
+        text: The row's outputs as others of its domain may read them, with suffixes.
         num_computed: Leading tokens whose K and V are in the draft model's cache.
     """
 
     length: DraftLength
     index: NgramIndex | None = None
     distance: int = 0
+    guess: list[int] = field(default_factory=list)
+    text: Text = field(default_factory=lambda: Text(0))
     num_computed: int = 0

@@ -7,6 +7,7 @@ so a lookup walks back through earlier places, most recent first, and takes the 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -47,19 +48,29 @@ class NgramIndex:
 
     def distance(self, tokens: Ids) -> int:
         """How far back the text last read as it does now; 0 when it never did, or when not all is indexed."""
+        best, longest = 0, SIZE - 1
+        for length, distance in self.matches(tokens):
+            if length > longest:
+                best, longest = distance, length
+            if length >= min(MAX_MATCH, len(tokens)):
+                break
+        return best
+
+    def matches(self, tokens: Ids) -> Iterator[tuple[int, int]]:
+        """How many of the last tokens agree with those before earlier places, and how far back these are, the most
+        recent first; none when not all is indexed."""
         if not len(tokens) or len(self._previous) != len(tokens):
-            return 0
+            return
         last = len(tokens) - 1
-        place, best, longest = self._previous[last], 0, SIZE - 1
+        place = self._previous[last]
         tail = tokens[-MAX_MATCH:].tolist()
         for _ in range(MAX_PLACES):
-            if place < 0 or longest == len(tail):
+            if place < 0:
                 break
-            length = _common_suffix(tail, tokens[max(0, place + 1 - MAX_MATCH) : place + 1].tolist())
-            if length > longest:
-                best, longest = last - place, length
+            length = common_suffix(tail, tokens[max(0, place + 1 - MAX_MATCH) : place + 1].tolist())
+            if length >= SIZE:  # else long ids have shared a key
+                yield length, last - place
             place = self._previous[place]
-        return best
 
 
 def continuation(tokens: Ids, distance: int, count: int) -> Ids:
@@ -68,7 +79,7 @@ def continuation(tokens: Ids, distance: int, count: int) -> Ids:
     return np.resize(tokens[start : start + count], count)
 
 
-def _common_suffix(one: list[int], other: list[int]) -> int:
+def common_suffix(one: Sequence[int], other: Sequence[int]) -> int:
     length = 0
     for left, right in zip(reversed(one), reversed(other), strict=False):
         if left != right:

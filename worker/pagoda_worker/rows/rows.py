@@ -73,6 +73,7 @@ class Row:
         drafts: The drafter's own; None until it has seen the row.
         pooling: How its prompt is to be read; None where it is to be continued.
         slot: That of its adapter, while it has one here.
+        domain: See `NewRow`.
         num_promised: Outputs at the end of `tokens` that the host does not know yet.
     """
 
@@ -89,6 +90,7 @@ class Row:
     drafts: RowDrafts | None = None
     pooling: PoolingParams | None = None
     slot: int = NO_ADAPTER
+    domain: str | None = None
     num_promised: int = 0
 
     @classmethod
@@ -115,6 +117,7 @@ class Row:
             choice=new.choice,
             pooling=new.pooling,
             slot=slot,
+            domain=new.domain,
             processing=Processing.of(new.params, new.eos_token_ids, tokens, new.num_prompt_tokens, matcher),
         )
 

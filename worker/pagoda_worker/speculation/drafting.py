@@ -2,6 +2,7 @@
 
     NoDrafts       nobody guesses
     PromptLookup   the row's own text, where it repeats itself
+    SuffixLookup   that, and what was said before in its domain (see `suffixes`)
     DraftModel     a smaller model with the same vocabulary and a cache of its own under the same block ids
 
 and around them, in `forced`, what a row's grammar leaves no choice about.

@@ -78,6 +78,7 @@ class Lines:
             context_lens=[self._max_len] * size,
             logit_indices=self._order[:size],
             device_lengths=self._lengths[:size],
+            bounded=True,
         )
 
     def lay_out(self, size: int) -> None:

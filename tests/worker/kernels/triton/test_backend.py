@@ -341,6 +341,7 @@ def greedy(spec: DecoderSpec, ops: Ops, weights: dict[str, torch.Tensor], prompt
 FAMILIES: dict[str, dict[str, Any]] = {
     "plain": {"qkv_bias": True},
     "head norms": {"head_norms": True, "tied": True},
+    "chunks": {"chunked": True, "windows": (16, None)},
     "whole norms": {"width_norms": True, "names": OLMO_NAMES},
     "layer norms": {
         "norm_kind": "layer",

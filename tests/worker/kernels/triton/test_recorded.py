@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.worker.fakes_accelerator import FakeAccelerator
-from tests.worker.fakes_capturable import BLOCK, VOCAB, decoder
+from tests.worker.fakes_capturable import BLOCK, VOCAB, decoder, decoder_of
 from tests.worker.fakes_engine import GREEDY, Choice, Engine
 from tests.worker.kernels.triton.support import DEVICE, reference, splitting, walking
 
@@ -17,7 +18,7 @@ from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.ops import Ops
 from pagoda_worker.kernels.triton.attention import SPLIT
 from pagoda_worker.kernels.triton.ops import TritonOps
-from pagoda_worker.loading.model import LoadedModel
+from pagoda_worker.loading.model import LoadedModel, native_spec
 from pagoda_worker.process.startup import accelerator_of, runner_on_device
 from pagoda_worker.step.graphs import Graphed
 from pagoda_worker.step.runner import ModelRunner
@@ -40,8 +41,22 @@ SHAPE: dict[str, Any] = {
 }
 
 
-def loaded_by(ops: Ops) -> LoadedModel:
-    model = decoder(ops, torch.float32, **SHAPE)
+# Chunks of one block, of which rows begin several; experts, and queries that grow.
+LLAMA4: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "intermediate_size_mlp": 48, "head_dim": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": MAX_LEN,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2,
+    "attention_chunk_size": BLOCK, "floor_scale": 16, "attn_scale": 0.5, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def loaded_by(ops: Ops, fields: dict[str, Any] | None = None) -> LoadedModel:
+    if fields is None:
+        model = decoder(ops, torch.float32, **SHAPE)
+    else:
+        spec = native_spec("Llama4ForCausalLM", fields)
+        spec = replace(spec, names=replace(spec.names, expert_inputs_first=False))  # which is a checkpoint's to turn
+        model = decoder_of(spec, ops, torch.float32)
     return LoadedModel(
         model=model, kv_groups=model.kv_groups, ops=ops, dtype=torch.float32, device=ops.device, vocab_size=VOCAB,
         max_model_len=MAX_LEN, fingerprint="tiny", numerics_id="tiny", batch_invariant=False,
@@ -86,4 +101,20 @@ def test_tokens_are_those_of_the_reference(
     assert (engine.errors, set(engine.events)) == ([], {"forked", "moved", "preempted"})
     assert told == ([] if enforce_eager else [1, 2, 3])
     assert sum(step is not None for step in replayed) == (0 if enforce_eager else REPLAYS)
+    assert len({token for tokens in expected for token in tokens}) > 7
+
+
+def test_chunks_begin_while_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which blocks a chunk has, and how long it is, the device finds out by itself in every step."""
+    with torch.inference_mode():
+        undisturbed = Engine(
+            ModelRunner(loaded_by(reference, LLAMA4), NUM_BLOCKS, config()), choices()[:2], random.Random(1)
+        )
+        expected = undisturbed.run()
+    make = accelerator_of if DEVICE.type == "cuda" else lambda device: FakeAccelerator()
+    runner = runner_on_device(loaded_by(walking, LLAMA4), None, config(), make, lambda done, of: None)
+    replayed, plain = [], Graphed.replayed
+    monkeypatch.setattr(Graphed, "replayed", lambda *step: replayed.append(plain(*step)) or replayed[-1])
+    assert Engine(runner, choices()[:2], random.Random(11), ahead=1).run() == expected
+    assert sum(step is not None for step in replayed) > 4, "in these a row begins a chunk"
     assert len({token for tokens in expected for token in tokens}) > 7

@@ -1,0 +1,96 @@
+"""Drafts from what followed the same words before, in the row's own text and in earlier outputs of its domain.
+
+The places where the longest suffix of the text stood are the leaves below a node of a suffix trie; what followed there,
+and how often, is that node's branches. Nobody builds the trie: `rows.ngram` and `rows.texts` know the places, and only
+the one path that is asked for is walked, along the likeliest branch, as long as it is likely enough.
+
+After A. Oliaro et al., SuffixDecoding (arXiv 2411.04975).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagoda_worker.rows.drafts import DraftLength, RowDrafts
+from pagoda_worker.rows.ngram import MAX_MATCH, SIZE, NgramIndex, continuation
+from pagoda_worker.rows.rows import Ids, Row
+from pagoda_worker.rows.texts import Domains, Outputs, Text
+from pagoda_worker.speculation.drafting import INDEXED_PER_SAMPLE, INDEXED_PER_STEP, Work
+
+LIKELY = 0.3  # share of the places that a path still has
+LEAST_SURE = 7  # tokens that agree by chance; for each that does beyond, one is guessed however the last guesses went
+
+
+class SuffixLookup:
+    """Like `PromptLookup`, with a memory."""
+
+    caches = ()
+    reads_all = True
+
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = max_drafts
+        self._domains = Domains()
+
+    def draft(self, work: Work) -> dict[int, Ids]:
+        drafts, room = {}, INDEXED_PER_STEP
+        for row, chunk in work:
+            if row.params.use_beam_search:
+                continue
+            state, index = self._state(row)
+            room -= index.extend(row.tokens.array, room)
+            if guess := state.guess[: chunk.num_drafts]:
+                drafts[row.row_id] = np.array(guess, np.int64)
+        self._domains.trim()
+        return drafts
+
+    def learn(self, row: Row, num_drafted: int, num_accepted: int) -> int:
+        if row.params.use_beam_search:
+            return 0
+        state, index = self._state(row)
+        state.length.learn(num_drafted, num_accepted)
+        tokens = row.tokens.array
+        index.extend(tokens, INDEXED_PER_SAMPLE)
+        outputs = None if row.domain is None else self._domains.of(row.domain)
+        state.guess = guessed(tokens, index, outputs, state.length.now, self._max_drafts)
+        if outputs is not None:
+            state.text = outputs.take(state.text, tokens)
+        return len(state.guess)
+
+    def _state(self, row: Row) -> tuple[RowDrafts, NgramIndex]:
+        """A row that was computed before, here or elsewhere, has only what it says from now on remembered."""
+        if row.drafts is None or row.drafts.index is None:
+            row.drafts = RowDrafts(DraftLength(self._max_drafts), NgramIndex(), text=Text(len(row.tokens)))
+        return row.drafts, row.drafts.index  # type: ignore[return-value]
+
+
+def guessed(tokens: Ids, index: NgramIndex, outputs: Outputs | None, now: int, most: int) -> list[int]:
+    """What is likely to follow `tokens`; how many, the last guesses say (`now`), or how much agrees, up to `most`."""
+    tail = tokens[-MAX_MATCH:].tolist()
+    found = [(length, continuation(tokens, distance, most).tolist()) for length, distance in index.matches(tokens)]
+    if outputs is not None and len(tail) >= SIZE:
+        found += outputs.matches(tail, most)
+    longest = max((length for length, _ in found), default=0)
+    count = min(most, max(now, longest - LEAST_SURE))
+    return likely([following for length, following in found if length == longest], count)
+
+
+def likely(places: Sequence[Sequence[int]], count: int) -> list[int]:
+    """Up to `count` tokens along the likeliest path through what followed at `places`; of two as likely, that which is
+    found first."""
+    if len(places) == 1:
+        return list(places[0][:count])
+    path: list[int] = []
+    left, enough = list(places), LIKELY * len(places)
+    while len(path) < count:
+        left = [place for place in left if len(place) > len(path)]
+        if not left:
+            break
+        ((token, number),) = Counter(place[len(path)] for place in left).most_common(1)
+        if number < enough:
+            break
+        path.append(token)
+        left = [place for place in left if place[len(path) - 1] == token]
+    return path
