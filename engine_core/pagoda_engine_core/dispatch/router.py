@@ -178,7 +178,7 @@ class Router:
                 queued.since = now
             patience_s = NO_WORKER_WAIT_S
         else:
-            patience_s = request.record.queue_timeout_s or self._config.queue_timeout_s
+            patience_s = self._config.patience_s(request.record.queue_timeout_s)
         if now - queued.since < patience_s:
             return []
         self._queue.remove(request.request_id)
