@@ -140,7 +140,7 @@ class Edge:
         try:
             await self._app(scope, receive, marked_send)  # type: ignore[arg-type]
         finally:
-            route: str = getattr(scope.get("route"), "path", scope["path"])  # its own where it was not routed
+            route = getattr(scope.get("route"), "path", None) or scope["path"]  # its own where it was not routed
             self._metrics.http(route, scope["method"], status, time.monotonic() - begun_at)
 
     def _headers(self, request_id: str, begun_at: float) -> Iterator[tuple[bytes, bytes]]:
