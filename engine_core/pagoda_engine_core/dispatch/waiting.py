@@ -91,6 +91,7 @@ class WaitingQueue:
     def add(self, request: Request, rank: Rank, now: float) -> None:
         queued = QueuedRequest(_Place(rank, self._policy(request), next(self._arrivals)), request, now)
         tenant = self._fairness.tenant(request)
+        self._fairness.asked(tenant, now)
         if tenant not in self._lines:
             self._fairness.comes(tenant, self._lines.keys())
         bisect.insort(self._lines.setdefault(tenant, []), queued, key=_place)
