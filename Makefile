@@ -28,7 +28,7 @@ run: $(VENV)/.installed  ## serve the bundled demo model; ARGS="MODEL --port 900
 
 # Tests start some hundred processes: none is to compile our source anew, as all do where no bytecode is kept.
 test: $(VENV)/.installed-dev redis-server browser  ## the whole test suite; ARGS="-k name" for a part
-	OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal $(ARGS)
+	OMP_WAIT_POLICY=passive PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(TEST_PROCESSES) $(ARGS)
 
 # Debian's, else the one that playwright downloads. Without any the page's tests fail and say so; others run.
 browser: $(VENV)/.installed-dev  ## a Chromium for the page's tests, if there is none

@@ -76,7 +76,7 @@ def _kill_one(place: Place, rng: random.Random) -> bool:
 
 
 def kill_every(place: Place, *, seed: int = 0, seconds: float = 60.0, gap_s: float = 2.0) -> Report:
-    """Worker or engine core, over and over, under streams that follow each other without a pause."""
+    """Worker or engine core, over and over, under streams that follow each other."""
     rng, report = random.Random(seed), Report(f"a kill every {gap_s:g} s for {seconds:g} s")
     requests = make_requests(seed, 16)
     oracle, kills = undisturbed(place.url, requests), 0
@@ -329,7 +329,7 @@ def give(order: Path, words: str) -> None:
 
 def company(seed: int) -> list[Request]:
     """What runs beside a request that fails."""
-    return make_requests(seed, 8, max_tokens=400)
+    return make_requests(seed, 4, max_tokens=400)
 
 
 def one_fails(place: Apart, order: Path, point: str, oracle: Sequence[Outcome], *, seed: int = 0) -> Report:

@@ -14,11 +14,13 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import httpx
 
 STREAM_TIMEOUT_S = 300.0  # of silence; pings count as sound
+READING_S = 0.4  # what a client takes for an answer before it asks again
 MAX_TRIES = 100
 NO_ENDING = "closed without an ending"
 UNLIMITED = httpx.Limits(max_connections=None)
@@ -210,7 +212,7 @@ async def run_streams(
     """Run the requests, `clients` at a time, in order; what was seen of each try, by the request's index.
 
     `disturb` runs beside them and is told how they flow. With `again` the requests are taken round and round until it
-    is done; without, each is run once.
+    is done, each client reading for a moment what it got; without, each is run once.
     """
     flow, seen = Flow(), list[Seen]()
     waiting = itertools.cycle(enumerate(requests)) if again else iter(enumerate(requests))
@@ -223,6 +225,8 @@ async def run_streams(
                 if (retry_after := seen[-1][1].retry_after) is None:
                     break
                 await asyncio.sleep(float(retry_after))
+            if again:
+                await asyncio.sleep(READING_S)
 
     async with httpx.AsyncClient(base_url=url, timeout=STREAM_TIMEOUT_S, limits=UNLIMITED) as client:
         running = [asyncio.create_task(one_client(client)) for _ in range(clients)]
@@ -238,11 +242,17 @@ async def run_streams(
 
 
 def undisturbed(url: str, requests: Sequence[Request]) -> list[Outcome]:
-    """The oracle: every request on a stack that nobody touches.
+    """The oracle: every request on a stack that nobody touches, asked once of each stack.
 
     Raises:
         RuntimeError: one of them did not end well even so.
     """
+    return _undisturbed(url, json.dumps(requests))
+
+
+@cache
+def _undisturbed(url: str, written: str) -> list[Outcome]:
+    requests = json.loads(written)
     seen = dict(asyncio.run(run_streams(url, requests, clients=4)))  # of a request that was refused first, the last try
     outcomes = [seen[index] for index in range(len(requests))]
     bad = [outcome.describe() for outcome in outcomes if outcome.kind(outcome) != "identical"]
