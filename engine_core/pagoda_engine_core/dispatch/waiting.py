@@ -1,7 +1,8 @@
 """The requests that no worker holds, and who of them goes next.
 
 Each tenant has a line, sorted by rank and policy; the heads of the lines are compared by rank, by what the policy puts
-first of all, by how much their tenants have been served, and by how many of these wait. Unless turns are to be fair, there is one line.
+first of all, by how much their tenants have been served, and by how many of theirs wait. Unless turns are to be fair,
+there is one line.
 """
 
 from __future__ import annotations
