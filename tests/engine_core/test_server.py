@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import urllib.request
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -512,42 +512,6 @@ async def test_an_engine_core_that_is_to_leave_ends_what_is_open_and_gives_back_
         worker.hold.clear()
         await session.until(record.request_id)
         assert session.tokens(record.request_id) == reference_tokens(record)[0]
-
-
-async def test_a_plain_call_is_refused_while_the_engine_core_leaves_and_told_when_to_come_back(
-    socket_dir: Path,
-) -> None:
-    server = Server(socket_dir, drain_timeout_s=600.0)
-    await server.event("listening")
-    async with contextlib.AsyncExitStack() as stack:
-        worker = stack.enter_context(FakeWorker(server.config.worker_endpoint))
-        stack.push_async_callback(server.close)
-        await server.workers(1)
-        worker.hold.set()
-        open_before, late = make_record(max_tokens=4, seed=7), make_record()
-        call = server.engine.Generate(pb.GenerateRequest(record=convert.record_to_pb(open_before)))
-        reading = asyncio.create_task(_deltas_of(call))
-        session = Session(server)
-        await eventually(lambda: _answered(server.admin, 1))
-        server.stop.set()
-        while not (frame := await session.read()) or not frame.load.draining:
-            pass
-        with pytest.raises(grpc.aio.AioRpcError, match="draining") as refused:
-            await _deltas_of(server.engine.Generate(pb.GenerateRequest(record=convert.record_to_pb(late))))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-        trailers = dict(refused.value.trailing_metadata())
-        assert (trailers["pagoda-code"], trailers["pagoda-retry-after-ms"]) == ("unavailable", "12000")
-        worker.hold.clear()
-        tokens = [token for delta in await reading for token in delta.tokens.token_ids]
-        assert tokens == reference_tokens(open_before)[0], "what was open goes on"
-
-
-async def _deltas_of(call: AsyncIterable[pb.GenerateResponse]) -> list[pb.Delta]:
-    return [response.delta async for response in call]
-
-
-async def _answered(admin: pb_grpc.AdminStub, num_running: int) -> bool:
-    return bool((await admin.GetStats(pb.GetStatsRequest())).load.num_running == num_running)
 
 
 async def test_stopping_migrates_running_requests_and_removes_the_sockets(socket_dir: Path) -> None:
