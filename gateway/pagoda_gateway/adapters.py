@@ -17,7 +17,7 @@ from pagoda_gateway.catalogue import Catalogue
 from pagoda_gateway.clients import Caller
 from pagoda_gateway.config import GatewayConfig
 from pagoda_proto.adapters.files import CONFIG, AdapterError, identify, inside
-from pagoda_proto.adapters.identity import NAME, Adapter, named_paths
+from pagoda_proto.adapters.identity import NAME, Adapter, read_lora_modules
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Generate, RequestRecord
@@ -26,12 +26,12 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 """Of a directory that is found by the name of a model."""
 
 
-def named_adapters(config: GatewayConfig) -> dict[str, Adapter]:
-    """What `lora_modules` names, all of it read. Raises ValueError."""
-    found: dict[str, Adapter] = {}
-    for name, path in named_paths(config.lora_modules).items():
+def named_adapters(config: GatewayConfig) -> dict[str, tuple[Adapter, str]]:
+    """What `lora_modules` names, all of it read, and what each is said to be of. Raises ValueError."""
+    found: dict[str, tuple[Adapter, str]] = {}
+    for name, (path, parent) in read_lora_modules(config.lora_modules).items():
         try:
-            found[name] = identify(Path(path).absolute(), config.max_lora_bytes)
+            found[name] = identify(Path(path).absolute(), config.max_lora_bytes), parent
         except AdapterError as error:
             raise ValueError(f"lora_modules: {name!a} at {path}: {error}") from error
     return found
@@ -45,12 +45,12 @@ class AdapterNames:
         self._catalogue = catalogue
         self._loading = asyncio.Lock()
 
-    def name_all(self, adapters: Mapping[str, Adapter]) -> None:
+    def name_all(self, adapters: Mapping[str, tuple[Adapter, str]]) -> None:
         """Raises ValueError when the model itself has one of the names."""
-        for name, adapter in adapters.items():
+        for name, (adapter, parent) in adapters.items():
             if name == self._catalogue.model.name:
                 raise ValueError(f"lora_modules: {name!a} is the name of the model itself")
-            self._name(name, adapter)
+            self._name(name, adapter, parent)
 
     async def load(self, name: str, path: str, *, in_place: bool) -> None:
         """Let a name mean what lies at `path` in `lora_dir`, once a worker has computed a token with it.
@@ -124,9 +124,10 @@ class AdapterNames:
     def _names(self) -> set[str]:
         return {model.name for model in self._catalogue if model.adapter is not None}
 
-    def _name(self, name: str, adapter: Adapter) -> None:
+    def _name(self, name: str, adapter: Adapter, parent: str = "") -> None:
         base = self._catalogue.model
-        self._catalogue.put(replace(base, name=name, adapter=adapter, parent=base.name, created=int(time.time())))
+        parent = parent or base.name
+        self._catalogue.put(replace(base, name=name, adapter=adapter, parent=parent, created=int(time.time())))
 
 
 def _refused(param: str, message: str) -> InvalidParams:

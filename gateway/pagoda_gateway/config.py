@@ -12,7 +12,7 @@ from pagoda_gateway.store.opening import store_problem
 from pagoda_gateway.text.reasoning import REASONING_FORMAT_NAMES
 from pagoda_gateway.text.tool_formats.choosing import TOOL_FORMAT_NAMES
 from pagoda_proto import times
-from pagoda_proto.adapters.identity import named_paths
+from pagoda_proto.adapters.identity import read_lora_modules
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 from pagoda_proto.params import MAX_PRIORITY, MIN_PRIORITY
@@ -149,7 +149,10 @@ class GatewayConfig:
         words=(AUTO, *KINDS),
     )
     lora_modules: str = option(
-        "", "adapters (LoRA, as PEFT saves them) to serve beside the model: name=directory, comma-separated"
+        "",
+        'adapters (LoRA, as PEFT saves them) to serve beside the model: name=directory, or {"name": .., "path": ..}; '
+        "several with commas between, or as several values",
+        several=True,
     )
     lora_dir: str = option("", "directory below which adapters may lie that are loaded while serving; empty: nowhere")
     lora_loading: bool = option(
@@ -195,7 +198,7 @@ class GatewayConfig:
 
     def _adapter_problems(self) -> Iterator[Problem]:
         try:
-            named_paths(self.lora_modules)
+            read_lora_modules(self.lora_modules)
         except ValueError as error:
             yield Problem("lora_modules", str(error))
         for name in ("lora_loading", "lora_resolver"):

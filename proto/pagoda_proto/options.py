@@ -21,7 +21,8 @@ class Rule(NamedTuple):
     """What an option's value must be: a number from `least` to `most`, or one of `words`; any text without either.
 
     `required`: a process that stands alone cannot do without it. `secret`: it is shown nowhere, and goes to a
-    process by its environment, which only its owner can read, never by a flag.
+    process by its environment, which only its owner can read, never by a flag. `several`: a flag may have several
+    values, and stand several times; they are joined by commas.
     """
 
     least: float | None = None
@@ -29,6 +30,7 @@ class Rule(NamedTuple):
     words: tuple[str, ...] = ()
     required: bool = False
     secret: bool = False
+    several: bool = False
 
     def problem(self, value: Any) -> str:
         """What is wrong with the value, "" if nothing is."""

@@ -142,8 +142,9 @@ async def test_keys_say_who_may_load_and_who_may_use(tmp_path: Path) -> None:
 
 def test_names_at_start_lead_to_files_or_there_is_no_start(tmp_path: Path) -> None:
     path = write(tmp_path / "a")
-    config = GatewayConfig(engine="unix:/x", lora_modules=f"one={path},two={path}")
-    assert named_adapters(config) == dict.fromkeys(("one", "two"), identify(path, 1000))
+    said = f'one={path},{{"name": "two", "path": "{path}", "base_model_name": "other"}}'
+    named, adapter = named_adapters(GatewayConfig(engine="unix:/x", lora_modules=said)), identify(path, 1000)
+    assert named == {"one": (adapter, ""), "two": (adapter, "other")}
     with pytest.raises(ValueError, match="'x' at"):
         named_adapters(GatewayConfig(engine="unix:/x", lora_modules=f"x={tmp_path}"))
     for options in ({"lora_modules": "one"}, {"lora_loading": True}, {"lora_resolver": True}):
@@ -151,7 +152,9 @@ def test_names_at_start_lead_to_files_or_there_is_no_start(tmp_path: Path) -> No
             GatewayConfig(engine="unix:/x", **options)
     gateway = make_gateway(tmp_path)
     with pytest.raises(ValueError, match="the model itself"):
-        gateway.context.adapters.name_all({MODEL: identify(path, 1000)})
+        gateway.context.adapters.name_all({MODEL: (adapter, "")})
+    gateway.context.adapters.name_all(named)
+    assert [model.parent for model in gateway.context.catalogue] == [None, MODEL, "other"]
 
 
 async def test_a_job_keeps_its_adapter_when_its_name_is_gone(tmp_path: Path) -> None:

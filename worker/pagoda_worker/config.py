@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from pagoda_proto import times
-from pagoda_proto.adapters.identity import named_paths
+from pagoda_proto.adapters.identity import read_lora_modules
 from pagoda_proto.errors import Problem
 from pagoda_proto.options import check, option
 from pagoda_proto.params import DEFAULT_MAX_TOKENS_PER_STEP
@@ -83,13 +83,19 @@ class WorkerConfig:
     draft_model: str = option("", "model directory or GGUF file for draft-model; same vocabulary as the model")
     max_drafts: int = option(0, "most tokens guessed at once for a choice; 0: 8", most=1024)
     lora_modules: str = option(
-        "", "adapters (LoRA, as PEFT saves them) to serve beside the model: name=directory, comma-separated"
+        "",
+        'adapters (LoRA, as PEFT saves them) to serve beside the model: name=directory, or {"name": .., "path": ..}; '
+        "several with commas between, or as several values",
+        several=True,
     )
     lora_dir: str = option("", "directory below which adapters may lie that are loaded while serving; empty: nowhere")
     max_loras: int = option(
         8, "most adapters in use at once; others wait, or take the place of one that nobody uses", least=1, most=1024
     )
     max_lora_rank: int = option(64, "highest rank of an adapter", least=1, most=4096)
+    max_lora_gib: float = option(
+        0.0, "memory kept for each of max_loras; 0: what max_lora_rank takes, or the largest of lora_modules"
+    )
     max_lora_bytes: int = option(1024**3, "largest file of an adapter", least=1, most=2**36)
     task: str = option(
         AUTO,
@@ -118,7 +124,7 @@ def _further_problems(config: WorkerConfig) -> Iterator[Problem]:
         except ValueError as error:
             yield Problem(name, str(error))
     try:
-        named_paths(config.lora_modules)
+        read_lora_modules(config.lora_modules)
     except ValueError as error:
         yield Problem("lora_modules", str(error))
     if config.block_size % 16:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,8 @@ from pagoda_proto.errors import Problem
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_PATH_BYTES = 4096
 NAME = re.compile(r"[^\s,=/\\][^\s,=\\]{0,255}")
+FIELDS = ("name", "path", "base_model_name")  # of an object in the option `lora_modules`
+SEPARATORS = ", \t\r\n"
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -25,6 +27,13 @@ class Adapter(msgspec.Struct, frozen=True):
 
     digest: str
     path: str
+
+
+class NamedAdapter(NamedTuple):
+    """What `lora_modules` says of a name: the directory, and what the adapter is said to be of, "" for the model."""
+
+    path: str
+    base_model_name: str = ""
 
 
 def digest_of(config: Mapping[str, Any], weights_sha256: bytes) -> str:
@@ -44,18 +53,44 @@ def adapter_problems(adapter: Adapter | None) -> Iterator[Problem]:
         yield Problem("adapter", f"a path has 1 to {MAX_PATH_BYTES} bytes, none of them 0, got {size}")
 
 
-def named_paths(text: str) -> dict[str, str]:
-    """What the option `lora_modules` says: name=path, comma-separated.
+def read_lora_modules(text: str) -> dict[str, NamedAdapter]:
+    """What the option `lora_modules` says, by name: parts with commas or, behind an object, spaces between them. A part
+    is name=path, or an object of JSON as vLLM takes it: {"name": .., "path": .., "base_model_name": ..}.
 
     Raises:
-        ValueError: a part is no such pair, or a name stands twice.
+        ValueError: a part is neither, or a name stands twice.
     """
-    found: dict[str, str] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, _, path = part.partition("=")
-        if not NAME.fullmatch(name) or not path:
-            raise ValueError(f"lora_modules: name=path is expected, names without spaces, got {part[:200]!a}")
+    found: dict[str, NamedAdapter] = {}
+    rest = text.lstrip(SEPARATORS)
+    while rest:
+        name, adapter, rest = _object(rest) if rest.startswith("{") else _pair(rest)
+        if not NAME.fullmatch(name) or not adapter.path:
+            rule = "name=path or an object with name and path is expected, names without spaces"
+            raise ValueError(f"lora_modules: {rule}, got {(name or text)[:200]!a}")
         if name in found:
             raise ValueError(f"lora_modules: {name!a} stands twice")
-        found[name] = path
+        found[name] = adapter
+        rest = rest.lstrip(SEPARATORS)
     return found
+
+
+def _pair(text: str) -> tuple[str, NamedAdapter, str]:
+    part, _, rest = text.partition(",")
+    name, equals, path = part.strip().partition("=")
+    if not equals:
+        raise ValueError(f"lora_modules: name=path or an object of JSON is expected, got {part[:200]!a}")
+    return name, NamedAdapter(path), rest
+
+
+def _object(text: str) -> tuple[str, NamedAdapter, str]:
+    try:
+        fields, end = json.JSONDecoder().raw_decode(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"lora_modules: {text[:200]!a} is no object of JSON: {error}") from error
+    for field, value in fields.items():
+        if field not in FIELDS:
+            raise ValueError(f"lora_modules: {field[:80]!a} is not known, only {', '.join(FIELDS)} are")
+        if not isinstance(value, str) and not (value is None and field == FIELDS[-1]):
+            raise ValueError(f"lora_modules: {field} must be text, got {value!r:.100}")
+    name, path, base = (fields.get(field) or "" for field in FIELDS)
+    return name, NamedAdapter(path, base), text[end:]

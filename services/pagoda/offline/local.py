@@ -20,7 +20,7 @@ from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.workers.executor import InprocExecutor
 from pagoda_gateway.text.model_text import ModelText
 from pagoda_proto.adapters.files import AdapterError, identify
-from pagoda_proto.adapters.identity import Adapter, named_paths
+from pagoda_proto.adapters.identity import Adapter, read_lora_modules
 from pagoda_proto.errors import ErrorCode, InvalidParams, PagodaError, Problem
 from pagoda_proto.params import ModelLimits, SamplingParams, check_for_model
 from pagoda_proto.records import Generate, RequestRecord
@@ -82,8 +82,8 @@ class Local:
             text = ModelText.load(model_dir, task=settings.build(WorkerConfig).task)
             worker = settings.build(WorkerConfig, model=str(model_dir))
             runner = load_runner(worker, lambda done, total: None)
-            named = named_paths(worker.lora_modules).items()
-            adapters = {name: identify(Path(path).absolute(), worker.max_lora_bytes) for name, path in named}
+            named = read_lora_modules(worker.lora_modules).items()
+            adapters = {name: identify(Path(one.path).absolute(), worker.max_lora_bytes) for name, one in named}
         except ValueError as error:
             raise ConfigError([f"model {model or model_dir}: {error}"]) from error
         config = settings.build(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 from pagoda.settings.resolving import COMMANDS, SECTIONS, Option, command_options
@@ -65,5 +66,21 @@ def _add_option(group: Any, option: Option, *, hidden: bool) -> None:
     }
     if option.type is bool:
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **common)
+    elif any(rule.several for rule in option.rules):
+        group.add_argument(option.flag, metavar="TEXT", nargs="+", action=_Joined, **common)
     else:
         group.add_argument(option.flag, metavar=_METAVARS.get(option.type, "VALUE"), **common)
+
+
+class _Joined(argparse.Action):
+    """All values of a flag, wherever it stands, as one text."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, "")
+        setattr(namespace, self.dest, ",".join(filter(None, [before, *(values or ())])))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagoda_proto.adapters.identity import Adapter, adapter_problems, digest_of, named_paths
+from pagoda_proto.adapters.identity import Adapter, NamedAdapter, adapter_problems, digest_of, read_lora_modules
 
 WEIGHTS = b"w" * 32
 
@@ -26,11 +26,35 @@ def test_a_record_names_an_adapter_by_a_digest_and_a_path(adapter: Adapter) -> N
 
 
 def test_names_lead_to_paths() -> None:
-    assert named_paths("") == {}
-    assert named_paths("a=/x, org/b=y/z=1,") == {"a": "/x", "org/b": "y/z=1"}
+    assert read_lora_modules("") == {}
+    assert read_lora_modules("a=/x, org/b=y/z=1,") == {"a": NamedAdapter("/x"), "org/b": NamedAdapter("y/z=1")}
 
 
-@pytest.mark.parametrize("text", ["a", "=x", "a=", "a b=x", "a=x,a=y", "/a=x", "x" * 300 + "=y", "a\\b=x"])
-def test_what_names_no_path_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="lora_modules"):
-        named_paths(text)
+def test_objects_of_json_stand_beside_them() -> None:
+    one, two = '{"name": "a", "path": "/x, y"}', '{"path": "/z", "base_model_name": "base", "name": "c"}'
+    three = '{"name": "d", "path": "/w", "base_model_name": null}'
+    expected = {
+        "a": NamedAdapter("/x, y"), "b": NamedAdapter("/y"), "c": NamedAdapter("/z", "base"), "d": NamedAdapter("/w"),
+    }  # fmt: skip
+    assert read_lora_modules(f"{one},b=/y,{two} {three}") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        *((text, "expected") for text in ("a", "=x", "a=", "a b=x", "/a=x", "x" * 300 + "=y", "a\\b=x")),
+        ("a=x,a=y", "stands twice"),
+        ('{"name": "a", "path": "x"} a=y', "stands twice"),
+        ('{"name": "a", "path": "x", "rank": 8}', "'rank' is not known"),
+        ('{"name": "a", "path": 3}', "path must be text"),
+        ('{"name": "a", "path": "x", "base_model_name": 3}', "base_model_name must be text"),
+        ('{"name": "a"}', "name and path"),
+        ('{"name": "a b", "path": "x"}', "without spaces"),
+        ('{"name": "a"', "no object of JSON"),
+        ("{" * 100_000, "no object of JSON"),
+        ('["a"]', "expected"),
+    ],
+)
+def test_what_names_no_path_is_refused(text: str, part: str) -> None:
+    with pytest.raises(ValueError, match=f"lora_modules: .*{part}"):
+        read_lora_modules(text)

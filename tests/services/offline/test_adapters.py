@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.worker.adapters.files import DEMO, adapter_of
+from tests.worker.adapters.files import DEMO, RANKS, adapter_of, embedding_factors, spelt, whole_of, write
 
 from pagoda import LLM, AsyncLLM, GenerationFailed, LoRARequest, PagodaError, SamplingParams
 from pagoda.settings.resolving import ConfigError
+from pagoda_worker.checkpoints.spec import matrices_of_all
 
 PROMPTS = [f"User: say something about number {index}, and then about it again.\nAssistant:" for index in range(6)]
 NAMES = (None, "one", "two")
@@ -21,8 +22,18 @@ Told = list[tuple[list[int], list[float]]]
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One that adds to matrices, and one that adds to the embedding and brings norms and the output matrix, too."""
     out = tmp_path_factory.mktemp("adapters")
-    return {name: adapter_of(DEMO, out / name, seed, size=0.08)[0] for seed, name in enumerate(("one", "two"))}
+    found = {name: adapter_of(DEMO, out / name, seed, size=0.08) for seed, name in enumerate(("one", "two"))}
+    spec, (path, tensors) = spelt(DEMO), found["two"]
+    embed = spec.names.top(spec.names.embed)
+    lines = embedding_factors(embed, (spec.vocab_size, spec.hidden_size), 8, size=0.08)
+    targets = [name.rpartition(".")[2] for name in (*matrices_of_all(spec), embed)]
+    whole = whole_of(DEMO, "norm", "lm_head")
+    write(
+        path, tensors | lines | whole, target_modules=targets, rank_pattern=RANKS, modules_to_save=["norm", "lm_head"]
+    )
+    return {name: path for name, (path, _) in found.items()}
 
 
 @pytest.fixture(scope="module")

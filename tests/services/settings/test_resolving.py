@@ -274,6 +274,18 @@ def test_arguments_carry_a_config_into_another_process(
     assert resolve("gateway", given_flags(parsed, "gateway"), {}).build(GatewayConfig, engine="") == config
 
 
+@pytest.mark.parametrize(
+    "given",
+    [["--lora-modules", "a=/x", "b=/y"], ["--lora-modules=a=/x", "--lora-modules=b=/y"], ["--lora-modules=a=/x,b=/y"]],
+)
+def test_a_flag_of_several_values_takes_them_in_any_way(given: list[str]) -> None:
+    from pagoda.cli import parser_of
+    from pagoda.settings.flags import given_flags
+
+    parsed = parser_of("serve").parse_args(["serve", "model", *given, "--port=1"])
+    assert given_flags(parsed, "serve") == {"model": "model", "lora_modules": "a=/x,b=/y", "port": "1"}
+
+
 @given(st.dictionaries(st.sampled_from(sorted(set(ALL) - {"config"})), st.one_of(st.integers(), texts, st.booleans())))
 def test_any_file_is_taken_or_refused_by_name(
     tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]

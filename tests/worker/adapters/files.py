@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import pagoda
 from pagoda_worker.checkpoints.checkpoint import open_checkpoint, read_json
-from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled, linear_layers, matrices_of_all
+from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled, linear_layers, matrices_of_all, whole_tensors
 from pagoda_worker.loading.model import native_spec
 
 CONFIG: dict[str, Any] = {
@@ -83,15 +83,50 @@ def adapter_of(path: Path, out: Path, seed: int = 1, size: float = 0.06, **chang
     return write(out, tensors, target_modules=targets, rank_pattern=RANKS, **changes), tensors
 
 
+def embedding_factors(module: str, shape: tuple[int, int], rank: int, size: float = 0.06) -> Tensors:
+    """A and B of an embedding of (tokens, dimensions)."""
+    random = torch.Generator().manual_seed(7)
+    sides = {"A": (rank, shape[0]), "B": (shape[1], rank)}
+    name = f"{PREFIX}{module}.lora_embedding_"
+    return {name + side: size * torch.randn(*sizes, generator=random) for side, sizes in sides.items()}
+
+
+def whole_of(path: Path, *ends: str, seed: int = 5) -> Tensors:
+    """Others in place of a checkpoint's tensors of modules that end so."""
+    random, found = torch.Generator().manual_seed(seed), {}
+    for name, weight in untied(path).items():
+        if name.rpartition(".")[0].endswith(ends) and name in whole_tensors(spelt(path)):
+            spread = 0.3 if weight.dim() == 1 else 0.5 * weight.std()
+            found[PREFIX + name] = weight + spread * torch.randn(weight.shape, generator=random)
+    return found
+
+
+def untied(path: Path) -> Tensors:
+    """A checkpoint's tensors in float32, with an output matrix of its own."""
+    names, weights = spelt(path).names, load_file(path / "model.safetensors")
+    head = weights.get(f"{names.head}.weight", weights[f"{names.top(names.embed)}.weight"])
+    return {name: weight.float() for name, weight in (weights | {f"{names.head}.weight": head.clone()}).items()}
+
+
 def merged(model: Path, tensors: Tensors, out: Path, scale: Callable[[str], float], transposed: bool = False) -> Path:
-    """The checkpoint of `model`, in float32, with scale * B A added to each matrix that has factors."""
+    """The checkpoint of `model`, in float32, with the tensors that are there whole, and scale * B A added to matrices
+    that have factors; where it is tied and an end changes, the ends are two."""
     shutil.copytree(model, out)
     weights = {name: weight.float() for name, weight in load_file(model / "model.safetensors").items()}
-    modules = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
-    for module in modules:
-        a, b = (tensors[f"{PREFIX}{module}.lora_{side}.weight"] for side in "AB")
-        delta = scale(module) * b.double() @ a.double()
-        weight = weights[f"{module}.weight"]
-        weights[f"{module}.weight"] = (weight + (delta.T if transposed else delta)).float().contiguous()
+    names = {name.removeprefix(PREFIX).replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
+    ends = {f"{spelt(model).names.head}.", f"{spelt(model).names.top(spelt(model).names.embed)}."}
+    if spelt(model).tied and any(name.startswith(tuple(ends)) for name in names):
+        weights = untied(model)
+        fields = read_json(out / "config.json") | {"tie_word_embeddings": False}
+        (out / "config.json").write_text(json.dumps(fields))
+    weights |= {name: tensor.float().clone() for name, tensor in names.items() if ".lora_" not in name}
+    for name, a in names.items():
+        module, side, _ = name.partition(".lora_A.weight" if ".lora_A" in name else ".lora_embedding_A")
+        if side:
+            b = names[module + side.replace("A", "B")]
+            delta = scale(module) * b.double() @ a.double()
+            flipped = transposed if side == ".lora_A.weight" else True
+            weight = weights[f"{module}.weight"]
+            weights[f"{module}.weight"] = (weight + (delta.T if flipped else delta)).float().contiguous()
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return out

@@ -58,6 +58,7 @@ REFUSED: list[dict[str, Any]] = [
     {"r": 0}, {"r": "8"}, {"r": True}, {"r": 1.5}, {"lora_alpha": "x"}, {"lora_alpha": 1e300}, {"use_rslora": 1},
     {"rank_pattern": [1]}, {"rank_pattern": {"x": 0}}, {"alpha_pattern": {"x": None}},
     {"target_modules": None}, {"target_modules": []}, {"target_modules": 3}, {"target_modules": [""]},
+    {"modules_to_save": "lm_head"}, {"modules_to_save": [1]}, {"ensure_weight_tying": 1},
     {"layers_to_transform": "3"}, {"layers_to_transform": [True]},
 ]  # fmt: skip
 

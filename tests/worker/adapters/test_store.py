@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,19 @@ from tests.worker.adapters.files import PREFIX, Tensors, factors, write
 
 from pagoda_proto.adapters.files import CONFIG, WEIGHTS, AdapterError, identify
 from pagoda_proto.adapters.identity import Adapter
-from pagoda_worker.adapters.reading import Limits, Module, read_adapter
-from pagoda_worker.adapters.store import NO_ADAPTERS, AdapterStore
-from pagoda_worker.models.linear import Factors
+from pagoda_worker.adapters.places import Module, Places, Whole
+from pagoda_worker.adapters.reading import Limits, read_adapter
+from pagoda_worker.adapters.store import MIB, NO_ADAPTERS, AdapterStore, Room
+from pagoda_worker.models.linear import AdapterTensors
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 SHAPES = {Q: (32, 16), DOWN: (16, 48)}
+EMBED, HEAD, NORM = "model.embed_tokens", "lm_head", "model.norm"
 MODULES = {name: Module(name, *shape) for name, shape in SHAPES.items()}
+MODULES |= {HEAD: Module(HEAD, 40, 16), EMBED: Module(EMBED, 16, 40, embedding=True)}
+WHOLE = {f"{end}.weight": Whole(f"{end}.weight", (40, 16), end) for end in (HEAD, EMBED)}
+WHOLE |= {f"{NORM}.{kind}": Whole(f"{NORM}.{kind}", (16,), NORM) for kind in ("weight", "bias")}
+PLACES = Places(MODULES, WHOLE, tied=frozenset({HEAD, EMBED}))
 LIMITS = Limits(rank=16, num_bytes=100_000)
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
 
@@ -31,14 +37,20 @@ class Slots:
     """What a model has been told to add, by slot."""
 
     def __init__(self) -> None:
-        self.filled: dict[int, Mapping[str, Factors]] = {}
+        self.filled: dict[int, AdapterTensors] = {}
 
-    def adapt(self, slot: int, factors: Mapping[str, Factors]) -> None:
-        self.filled[slot] = factors
+    def adapt(self, slot: int, tensors: AdapterTensors) -> None:
+        self.filled[slot] = tensors
+
+    def differing(self, tensors: AdapterTensors) -> AdapterTensors:
+        return tensors
+
+    def adapter_bytes(self, ranks: Mapping[str, int], whole: Iterable[str]) -> int:
+        return MIB * sum(ranks.values())
 
 
 def store_of(model: Slots, *allowed: Path, count: int = 2) -> AdapterStore:
-    return AdapterStore(model, MODULES, torch.bfloat16, count=count, limits=LIMITS, allowed=allowed)
+    return AdapterStore(model, PLACES, torch.bfloat16, count=count, limits=LIMITS, allowed=allowed)
 
 
 def made(path: Path, seed: int = 1) -> Adapter:
@@ -49,10 +61,33 @@ def test_an_adapter_is_read_as_it_was_written(tmp_path: Path) -> None:
     tensors, model = factors(SHAPES), Slots()
     adapter = identify(write(tmp_path, tensors), LIMITS.num_bytes)
     assert store_of(model, tmp_path).slot(adapter, ()) == 0
-    found = model.filled[0][Q]
+    found = model.filled[0].factors[Q]
     assert torch.equal(found.a, tensors[A].bfloat16())
     assert torch.equal(found.b, tensors[B].bfloat16())
     assert found.scale == 2.0
+
+
+def test_what_comes_whole_is_read_by_the_names_of_the_checkpoint(tmp_path: Path) -> None:
+    norm = {f"{PREFIX}{NORM}.{kind}": torch.full((16,), 2.0) for kind in ("weight", "bias")}
+    write(tmp_path, factors(SHAPES) | heads(".base_layer") | norm, modules_to_save=["norm"])
+    model = Slots()
+    store_of(model, tmp_path).load(tmp_path)
+    assert {name: one.shape for name, one in model.filled[0].whole.items()} == {
+        f"{HEAD}.weight": (40, 16), f"{NORM}.weight": (16,), f"{NORM}.bias": (16,),
+    }  # fmt: skip
+
+
+def test_one_that_takes_more_than_is_kept_for_each_is_refused_and_what_is_left_is_told(tmp_path: Path) -> None:
+    model, adapter = Slots(), made(tmp_path)
+    store = store_of(model, tmp_path)
+    store.bound(15 * MIB, 9)
+    with pytest.raises(AdapterError, match=r"takes 16.0 MiB of memory, more than the 15.0 MiB.*max_lora_gib"):
+        store.slot(adapter, ())
+    assert store.room.left_bytes == 30 * MIB
+    store.bound(20 * MIB, 9)
+    store.slot(adapter, ())
+    assert store.room == Room(2, 20 * MIB, 16 * MIB)
+    assert store.room.left_bytes == 24 * MIB
 
 
 def test_slots_go_to_who_needs_them_and_stay_with_who_is_in_use(tmp_path: Path) -> None:
@@ -96,12 +131,29 @@ def without(tensors: Tensors, name: str) -> Tensors:
     return {own: tensor for own, tensor in tensors.items() if own != name}
 
 
+def heads(*between: str) -> Tensors:
+    return {f"{PREFIX}{HEAD}{one}.weight": torch.ones(40, 16) for one in between}
+
+
+ENDS = {"target_modules": ["q_proj", "down_proj", "embed_tokens"]}
 Change = Callable[[Tensors], Tensors]
 HOSTILE: list[tuple[Change, dict[str, Any], str]] = [
     (lambda t: t | {"other": torch.zeros(1)}, {}, "unknown tensors: other"),
     (lambda t: t | {f"{PREFIX}{Q}.lora_magnitude_vector": torch.zeros(1)}, {}, "unknown tensors"),
     (lambda t: t | factors({"model.layers.7.self_attn.q_proj": (32, 16)}), {}, "unknown tensors"),
-    (lambda t: t | {f"{PREFIX}model.embed_tokens.lora_embedding_A": torch.zeros(8, 9)}, {}, "unknown tensors"),
+    (lambda t: t | {f"{PREFIX}{EMBED}.lora_embedding_A": torch.zeros(8, 9)}, {}, "unknown tensors"),
+    (lambda t: t | {f"{PREFIX}{EMBED}.lora_embedding_A": torch.zeros(8, 40)}, ENDS, "missing tensors.*embedding_B"),
+    (lambda t: t | {f"{PREFIX}{EMBED}.lora_A.weight": torch.zeros(8, 40)}, ENDS, "unknown tensors"),
+    (lambda t: t | {f"{PREFIX}{HEAD}.weight": torch.zeros(41, 16)}, {}, r"shape \[41, 16\], expected \[40, 16\]"),
+    (lambda t: t | {f"{PREFIX}{Q}.weight": torch.zeros(32, 16)}, {}, rf"only norms, .* replaced whole: .*{Q}"),
+    (lambda t: t | {f"{PREFIX}{NORM}.weight": torch.zeros(16)}, {}, f"missing tensors: {NORM}.bias"),
+    (lambda t: t, {"modules_to_save": ["norm", "q_proj"]}, "modules_to_save: .* nothing for: norm, q_proj"),
+    (lambda t: t | heads("", ".base_layer"), {}, "stand twice"),
+    (
+        lambda t: t | heads(""),
+        {"ensure_weight_tying": True},
+        "ensure_weight_tying.*for each of lm_head and model.embed",
+    ),
     (lambda t: t, {"target_modules": ["q_proj"]}, "unknown tensors.*down_proj"),
     (lambda t: without(t, B), {}, "missing tensors.*lora_B"),
     (lambda t: {}, {}, "none of its tensors"),
@@ -157,7 +209,7 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     adapter = made(tmp_path)
     small = Limits(rank=16, num_bytes=100)
     with pytest.raises(AdapterError, match="more than the 100"):
-        read_adapter(tmp_path, adapter.digest, MODULES, small, torch.bfloat16)
+        read_adapter(tmp_path, adapter.digest, PLACES, small, torch.bfloat16)
 
 
 @settings(max_examples=60)
@@ -176,4 +228,7 @@ def test_whatever_is_done_to_the_bytes_they_are_read_as_they_are_or_refused(data
     except AdapterError:
         assert not model.filled
     else:
-        assert {name: tuple(one.b.shape) for name, one in model.filled[0].items()} == {Q: (32, 8), DOWN: (16, 8)}
+        assert {name: tuple(one.b.shape) for name, one in model.filled[0].factors.items()} == {
+            Q: (32, 8),
+            DOWN: (16, 8),
+        }

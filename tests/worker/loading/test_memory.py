@@ -81,6 +81,16 @@ def test_automatic_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_kv_blocks(config_of(max_rows=10**6), Needs()) == int(GIB * 0.6) // (32 * 2048)
 
 
+def test_what_adapters_may_take_is_kept_unless_the_cache_s_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "host_available_bytes", lambda root: 5 * GIB)
+    config = config_of(max_rows=10**6)
+    assert num_kv_blocks(config, Needs(), adapters_bytes=3 * GIB) == int(2 * GIB * 0.6) // BLOCK_BYTES
+    assert num_kv_blocks(config, Needs(), use=USE, adapters_bytes=3 * GIB) == (52 - 3) * GIB // BLOCK_BYTES
+    assert num_kv_blocks(config_of(num_blocks=40), Needs(), adapters_bytes=9 * GIB) == 40
+    with pytest.raises(NotEnoughMemory, match=r"9.00 GiB kept for adapters \(max_loras, max_lora_gib\)"):
+        num_kv_blocks(config, Needs(), adapters_bytes=9 * GIB)
+
+
 @pytest.mark.parametrize(("available", "usable"), [(2, 1.2), (8, 4), (16, 4), (64, 16)])
 def test_share_of_a_cpu_machine(available: float, usable: float) -> None:
     assert usable_bytes(int(available * GIB)) == int(usable * GIB)

@@ -74,6 +74,14 @@ def test_experts_take_none(saved: Saved, tmp_path: Path) -> None:
         load(path, [adapter], dtype="float32", kernels="torch")
 
 
+def test_routers_take_none(saved: Saved, tmp_path: Path) -> None:
+    _, path = saved("qwen2_moe")
+    router = "model.layers.0.mlp.gate"
+    adapter = write(tmp_path / "adapter", factors({router: (6, 64)}), target_modules=["gate"])
+    with pytest.raises(ValueError, match=rf"nothing is added here to: .*{router}\.lora_A"):
+        load(path, [adapter], dtype="float32", kernels="torch")
+
+
 def log_probabilities(loaded: LoadedModel, tokens: list[int], slot: int = NO_ADAPTER) -> torch.Tensor:
     return torch.log_softmax(logits_of(loaded, tokens, [10**6], slot).double(), -1)
 

@@ -21,6 +21,7 @@ from pagoda_worker.kernels import choose
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.cpu.build import LIBRARY
 from pagoda_worker.kernels.ops import BackendError
+from pagoda_worker.loading import memory
 from pagoda_worker.loading.memory import GIB, NotEnoughMemory
 from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.process.startup import load_runner, runner_on_device
@@ -270,3 +271,18 @@ def test_torch_has_no_threads_beside_those_of_the_kernels(kernels: str, tmp_path
     model = save(make_model(*NATIVE["llama"]), tmp_path, torch.bfloat16)
     load_runner(WorkerConfig(model=str(model), kernels=kernels, num_blocks=64), lambda done, of: None)
     assert torch.get_num_threads() == (1 if kernels == "native" else torch_threads)
+
+
+def test_what_is_kept_for_adapters_is_told_and_not_given_to_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(make_model(*NATIVE["llama"]), tmp_path / "model")
+    monkeypatch.setattr(memory, "host_available_bytes", lambda root: 10 * memory.CPU_CAP_BYTES // 1000)
+    options = {"model": str(path), "lora_dir": str(tmp_path), "max_loras": 2, "kernels": "torch", "max_rows": 4096}
+    caplog.set_level("INFO")
+    blocks = [
+        load_runner(WorkerConfig(**options, max_lora_gib=gib), lambda done, of: None).facts.kv_groups[0].num_blocks
+        for gib in (0.005, 0.015)
+    ]
+    assert "adapters: memory for 2 of up to 5.1 MiB, 0.0 MiB of it taken" in caplog.text
+    assert blocks[0] == pytest.approx(3 * blocks[1], rel=0.01)

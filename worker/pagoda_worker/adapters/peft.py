@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from pagoda_proto.adapters.files import AdapterError
-from pagoda_worker.adapters.patterns import Matches, by_name, by_pattern
+from pagoda_worker.adapters.patterns import MAX_NAMES, Matches, by_name, by_pattern
 
 ALL_LINEAR = "all-linear"
 # Whom or what for, how it was trained, and how the base stores its matrices, which its tensors do not depend on.
 HARMLESS = frozenset({
     "auto_mapping", "base_model_name_or_path", "fan_in_fan_out", "inference_mode", "lora_dropout", "peft_type",
     "peft_version", "revision", "runtime_config", "loftq_config", "eva_config", "corda_config", "megatron_config",
-    "megatron_core", "lora_ga_config", "ensure_weight_tying",
+    "megatron_core", "lora_ga_config",
 })  # fmt: skip
 TAKEN = frozenset({
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "init_lora_weights", "task_type", "bias",
+    "layers_to_transform", "layers_pattern", "init_lora_weights", "task_type", "bias", "modules_to_save",
+    "ensure_weight_tying",
 })  # fmt: skip
 KEEP_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """Ways to begin that leave the model's own weights as they are."""
@@ -31,7 +32,6 @@ REASONS = {
     "use_dora": "DoRA scales the model's own weights",
     "lora_bias": "a bias of an adapter is not added",
     "layer_replication": "layers are not repeated",
-    "modules_to_save": "whole modules are not replaced",
     "trainable_token_indices": "embeddings of tokens are not replaced",
     "target_parameters": "experts in one tensor have no adapters",
     "alora_invocation_tokens": "an adapter is in force for the whole prompt",
@@ -42,11 +42,15 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d{1,6})\.")
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """What it says of a module by its name."""
+    """What it says of a module by its name. `linear`: no embedding is meant by `targets`; `saved`: ends of names of
+    modules that the file has whole; `tying`: tied matrices are to stay the same."""
 
     targets: Matches
     rank: Callable[[str], int]
     scale: Callable[[str], float]
+    linear: bool = False
+    saved: tuple[str, ...] = ()
+    tying: bool = False
 
 
 def read_peft(config: Mapping[str, Any]) -> PeftConfig:
@@ -70,7 +74,9 @@ def read_peft(config: Mapping[str, Any]) -> PeftConfig:
         own = float(alpha if found is None else found)  # type: ignore[arg-type]
         return own / (math.sqrt(rank_of(name)) if rooted else rank_of(name))
 
-    return PeftConfig(_targets(config), rank_of, scale_of)
+    linear = config.get("target_modules") == ALL_LINEAR
+    tying = _flag(config, "ensure_weight_tying")
+    return PeftConfig(_targets(config), rank_of, scale_of, linear, _saved(config), tying)
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
@@ -97,6 +103,13 @@ def _targets(config: Mapping[str, Any]) -> Matches:
     excluded = by_name("exclude_modules", none) if none else lambda name: False
     layers = _layers(config)
     return lambda name: wanted(name) and not excluded(name) and layers(name)
+
+
+def _saved(config: Mapping[str, Any]) -> tuple[str, ...]:
+    value = config.get("modules_to_save") or []
+    if not isinstance(value, list) or len(value) > MAX_NAMES or not all(isinstance(one, str) and one for one in value):
+        raise AdapterError(f"modules_to_save: must be a list of names, got {value!r:.100}")
+    return tuple(value)
 
 
 def _all_but_heads(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""From an adapter's files to what it adds to each matrix; names and shapes are judged by the header alone.
+"""From an adapter's files to what it adds to matrices and brings in place of tensors, judged by the header alone.
 
 The bytes whose digest is taken are those that tensors are made of, so nobody can change a file in between.
 """
@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from pagoda_proto.adapters.files import WEIGHTS, AdapterError, open_weights, read_config
 from pagoda_proto.adapters.identity import digest_of
 from pagoda_worker.adapters.peft import PeftConfig, read_peft
+from pagoda_worker.adapters.places import PREFIX, Places
 from pagoda_worker.checkpoints.checkpoint import DTYPES, LOADABLE, CheckpointError, entries_of
 from pagoda_worker.checkpoints.fingerprint import Entry
-from pagoda_worker.checkpoints.spec import DecoderSpec, linear_layers, matrices_of_all
-from pagoda_worker.models.linear import Factors
+from pagoda_worker.models.linear import AdapterTensors, Factors
 
-PREFIX = "base_model.model."
-SIDES = ("lora_A", "lora_B")
 EXPERTS = ".experts."  # in the names of their tensors
+LORA = ".lora_"
+BASE = ".base_layer."  # of a module that the file has whole, and adds to
 NAMES_SHOWN = 8
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 
@@ -33,31 +34,15 @@ class Limits:
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class Module:
-    """A matrix that may have an adapter: what the checkpoint calls it, its outputs and inputs."""
+class Found(NamedTuple):
+    """What a header says of an adapter: A and B by what the file calls their matrix, and tensors of the model's."""
 
-    name: str
-    outputs: int
-    inputs: int
+    pairs: dict[str, tuple[Entry, Entry]]
+    whole: dict[str, Entry]
 
 
-def modules_of(spec: DecoderSpec, adapted: Iterable[str]) -> dict[str, Module]:
-    """By each name that the family's checkpoints have for it. `adapted`: those of them that can have an adapter."""
-    able, shapes = set(adapted), linear_layers(spec)
-    found: dict[str, Module] = {}
-    for names in (spec.names, *spec.spellings):
-        spelt = matrices_of_all(replace(spec, names=names))
-        for own, name in zip(spelt, matrices_of_all(spec), strict=True):
-            if name in able:
-                found.setdefault(own, Module(name, *shapes[name]))
-    return found
-
-
-def read_adapter(
-    path: Path, digest: str, modules: Mapping[str, Module], limits: Limits, dtype: torch.dtype
-) -> dict[str, Factors]:
-    """What an adapter adds, by the names of `Module`.
+def read_adapter(path: Path, digest: str, places: Places, limits: Limits, dtype: torch.dtype) -> AdapterTensors:
+    """What an adapter adds and brings, by the checkpoint's names.
 
     Raises:
         AdapterError: it is not one for this model, not as it is served here, or not the one of that digest.
@@ -72,54 +57,94 @@ def read_adapter(
         entries = entries_of(path / WEIGHTS, content, MAX_HEADER_BYTES)
     except CheckpointError as error:
         raise AdapterError(f"{WEIGHTS}: {'; '.join(error.problems)}") from error
-    pairs = _judged(entries, peft, modules, limits)
+    found = _judged(entries, peft, places, limits)
     if digest_of(config, hashlib.sha256(content).digest()) != digest:
         raise AdapterError("the files have changed since this adapter was loaded by its name")
-    return {
-        module.name: Factors(_tensor(content, a, dtype), _tensor(content, b, dtype), peft.scale(own))
-        for own, (module, (a, b)) in pairs.items()
+    factors = {
+        places.modules[own].name: Factors(_tensor(content, a, dtype), _tensor(content, b, dtype), peft.scale(own))
+        for own, (a, b) in found.pairs.items()
     }
+    return AdapterTensors(factors, {name: _tensor(content, entry, dtype) for name, entry in found.whole.items()})
 
 
-Pairs = dict[str, tuple[Module, tuple[Entry, Entry]]]
-
-
-def _judged(entries: Mapping[str, Entry], peft: PeftConfig, modules: Mapping[str, Module], limits: Limits) -> Pairs:
-    """The entries of both sides, by module. Raises AdapterError with all that is wrong."""
-    wanted = {own for own in modules if peft.targets(own)}
-    sides = {f"{PREFIX}{own}.{side}.weight": own for own in wanted for side in SIDES}
-    present = {own for tensor, own in sides.items() if tensor in entries}
-    unknown = set(entries) - set(sides)
-    experts = {tensor for tensor in unknown if EXPERTS in tensor}
-    problems = _listing("experts take no adapters here", experts) + _listing("unknown tensors", unknown - experts)
-    expected = {tensor for tensor, own in sides.items() if own in present}
+def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limits: Limits) -> Found:
+    """Raises AdapterError with all that is wrong."""
+    wanted = {
+        own: module.tensors(own)
+        for own, module in places.modules.items()
+        if peft.targets(own) and not (module.embedding and peft.linear)
+    }
+    present = [own for own, sides in wanted.items() if any(side in entries for side in sides)]
+    expected = {tensor for own in present for tensor in wanted[own]}
+    brought = {tensor: own for tensor in entries if (own := _own_name(tensor)) in places.whole}
+    problems = _unknown_problems(set(entries) - expected - set(brought), places)
     problems += _listing("missing tensors", expected - set(entries))
-    if not present:
+    problems += _whole_problems(set(brought.values()), peft, places)
+    problems += _tying_problems({*present, *(own.rpartition(".")[0] for own in brought.values())}, peft, places)
+    if len(set(brought.values())) < len(brought):
+        problems += _listing("tensors that stand twice", brought)
+    if not present and not brought:
         problems.append("none of its tensors is for a matrix of this model")
     if not problems:
-        problems = [line for own in sorted(present) for line in _shape_problems(own, entries, peft, modules, limits)]
+        problems = [line for own in sorted(present) for line in _rank_problems(own, entries, peft, places, limits)]
+        shapes = {tensor: places.whole[own].shape for tensor, own in brought.items()}
+        problems += [line for tensor, shape in shapes.items() for line in _shape_problems(tensor, entries, shape)]
     if problems:
         raise AdapterError("; ".join(problems[:NAMES_SHOWN]))
-    return {own: (modules[own], (entries[_tensor_name(own, 0)], entries[_tensor_name(own, 1)])) for own in present}
+    pairs = {own: (entries[wanted[own][0]], entries[wanted[own][1]]) for own in present}
+    return Found(pairs, {places.whole[own].name: entries[tensor] for tensor, own in brought.items()})
 
 
-def _shape_problems(
-    own: str, entries: Mapping[str, Entry], peft: PeftConfig, modules: Mapping[str, Module], limits: Limits
+def _own_name(tensor: str) -> str:
+    """What a checkpoint would call it."""
+    return tensor.removeprefix(PREFIX).replace(BASE, ".") if tensor.startswith(PREFIX) else ""
+
+
+def _unknown_problems(unknown: set[str], places: Places) -> list[str]:
+    experts = {tensor for tensor in unknown if EXPERTS in tensor}
+    modules = {tensor for tensor in unknown - experts if _own_name(tensor) and LORA not in tensor}
+    closed = {tensor for tensor in unknown - experts if _own_name(tensor).partition(LORA)[0] in places.closed} - modules
+    problems = _listing("experts take no adapters here", experts)
+    problems += _listing("nothing is added here to", closed)
+    problems += _listing("only norms, embeddings and output matrices are replaced whole", modules)
+    return problems + _listing("unknown tensors", unknown - experts - modules - closed)
+
+
+def _whole_problems(brought: set[str], peft: PeftConfig, places: Places) -> list[str]:
+    """What of modules is not there that should come along. `brought` are tensors."""
+    modules = {own.rpartition(".")[0] for own in brought}
+    units = {places.whole[own].unit for own in brought}
+    names = {places.whole[own].name for own in brought}
+    missing = {one.name for one in places.whole.values() if one.unit in units} - names
+    saved = {name for name in peft.saved if not any(module.endswith(name) for module in modules)}
+    return [
+        *_listing("missing tensors", missing),
+        *_listing(f"modules_to_save: {WEIGHTS} has nothing for", saved),
+    ]
+
+
+def _tying_problems(touched: set[str], peft: PeftConfig, places: Places) -> list[str]:
+    """Of a model with one matrix for both ends, each end has here what the file says of it by its own name."""
+    if not peft.tying or len(places.tied & touched) != 1:
+        return []
+    return [f"ensure_weight_tying: {WEIGHTS} must have something for each of {' and '.join(sorted(places.tied))}"]
+
+
+def _rank_problems(
+    own: str, entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limits: Limits
 ) -> list[str]:
-    rank, module, found = peft.rank(own), modules[own], []
+    rank, module = peft.rank(own), places.modules[own]
     if rank > limits.rank:
         return [f"{own} has rank {rank}, more than the {limits.rank} of max_lora_rank"]
-    for side, shape in enumerate(((rank, module.inputs), (module.outputs, rank))):
-        entry = entries[_tensor_name(own, side)]
-        if entry.shape != shape:
-            found.append(f"{_tensor_name(own, side)} has shape {list(entry.shape)}, expected {list(shape)}")
-        elif entry.dtype not in LOADABLE:
-            found.append(f"{_tensor_name(own, side)} is {entry.dtype}, expected {' or '.join(LOADABLE)}")
-    return found
+    shapes = zip(module.tensors(own), ((rank, module.inputs), (module.outputs, rank)), strict=True)
+    return [line for tensor, shape in shapes for line in _shape_problems(tensor, entries, shape)]
 
 
-def _tensor_name(own: str, side: int) -> str:
-    return f"{PREFIX}{own}.{SIDES[side]}.weight"
+def _shape_problems(tensor: str, entries: Mapping[str, Entry], shape: tuple[int, ...]) -> list[str]:
+    entry = entries[tensor]
+    if entry.shape != shape:
+        return [f"{tensor} has shape {list(entry.shape)}, expected {list(shape)}"]
+    return [] if entry.dtype in LOADABLE else [f"{tensor} is {entry.dtype}, expected {' or '.join(LOADABLE)}"]
 
 
 def _tensor(content: bytearray, entry: Entry, dtype: torch.dtype) -> torch.Tensor:

@@ -8,28 +8,38 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from pagoda_proto.adapters.files import AdapterError, identify, inside
 from pagoda_proto.adapters.identity import Adapter
-from pagoda_worker.adapters.reading import Limits, Module, read_adapter
-from pagoda_worker.models.linear import Factors
+from pagoda_worker.adapters.places import Places
+from pagoda_worker.adapters.reading import Limits, read_adapter
+from pagoda_worker.models.linear import AdapterTensors
 
 log = logging.getLogger(__name__)
 
+MIB = 2**20
+
 
 class Adaptable(Protocol):
-    def adapt(self, slot: int, factors: Mapping[str, Factors]) -> None: ...
+    def adapt(self, slot: int, tensors: AdapterTensors) -> None: ...
+
+    def differing(self, tensors: AdapterTensors) -> AdapterTensors: ...
+
+    def adapter_bytes(self, ranks: Mapping[str, int], whole: Iterable[str]) -> int: ...
 
 
 class Adapters(Protocol):
     """What rows ask for their adapters."""
 
     count: int
+
+    @property
+    def room(self) -> Room: ...
 
     def slot(self, adapter: Adapter, in_use: Collection[int]) -> int:
         """That of an adapter, which is read now if it has none; slots `in_use` stay what they are.
@@ -40,8 +50,21 @@ class Adapters(Protocol):
         ...
 
 
+class Room(NamedTuple):
+    """Memory for adapters: so many, of up to `each_bytes`, of which `taken_bytes` are taken."""
+
+    most: int = 0
+    each_bytes: int = 0
+    taken_bytes: int = 0
+
+    @property
+    def left_bytes(self) -> int:
+        return max(0, self.most * self.each_bytes - self.taken_bytes)
+
+
 class NoAdapters:
     count = 0
+    room = Room()
 
     def slot(self, adapter: Adapter, in_use: Collection[int]) -> int:
         raise AdapterError("no adapters are served by this worker: neither lora_modules nor lora_dir is given")
@@ -51,12 +74,12 @@ NO_ADAPTERS = NoAdapters()
 
 
 class AdapterStore:
-    """`count` slots of a model that adapters may add to at `modules`, for those that lie in the `allowed` paths."""
+    """`count` slots of a model that adapters may change at `places`, for those that lie in the `allowed` paths."""
 
     def __init__(
         self,
         model: Adaptable,
-        modules: Mapping[str, Module],
+        places: Places,
         dtype: torch.dtype,
         *,
         count: int,
@@ -65,11 +88,14 @@ class AdapterStore:
     ) -> None:
         self.count = count
         self._model = model
-        self._modules = modules
+        self._places = places
         self._dtype = dtype
         self._limits = limits
         self._allowed = [path.resolve() for path in allowed]
         self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the one used last at the end
+        self._sizes: dict[int, int] = {}  # bytes, by slot
+        self._each_bytes: int | None = None
+        self._most = count
 
     def slot(self, adapter: Adapter, in_use: Collection[int]) -> int:
         if adapter.digest not in self._slots:
@@ -77,16 +103,31 @@ class AdapterStore:
         self._slots.move_to_end(adapter.digest)
         return self._slots[adapter.digest]
 
-    def load(self, path: Path) -> None:
-        """Read an adapter before anybody asks for it. Raises AdapterError."""
-        self.slot(identify(inside(path, self._allowed), self._limits.num_bytes), ())
+    def load(self, path: Path) -> int:
+        """Read an adapter before anybody asks for it; the bytes it takes. Raises AdapterError."""
+        return self._sizes[self.slot(identify(inside(path, self._allowed), self._limits.num_bytes), ())]
+
+    def bound(self, each_bytes: int, count: int) -> None:
+        """From now on none takes more; there are never more than `count`."""
+        self._each_bytes, self._most = each_bytes, min(count, self.count)
+
+    @property
+    def room(self) -> Room:
+        return Room(self._most, self._each_bytes or 0, sum(self._sizes.values()))
 
     def _read(self, adapter: Adapter, in_use: Collection[int]) -> int:
         began = time.perf_counter()
         path = inside(Path(adapter.path), self._allowed)
-        factors = read_adapter(path, adapter.digest, self._modules, self._limits, self._dtype)
+        read = read_adapter(path, adapter.digest, self._places, self._limits, self._dtype)
+        tensors = self._model.differing(read)
+        ranks = {name: one.a.shape[0] for name, one in tensors.factors.items()}
+        size = self._model.adapter_bytes(ranks, tensors.whole)
+        if self._each_bytes is not None and size > self._each_bytes:
+            rule = f"more than the {self._each_bytes / MIB:.1f} MiB that are kept for each (max_lora_gib)"
+            raise AdapterError(f"it takes {size / MIB:.1f} MiB of memory, {rule}")
         slot = self._free_slot(in_use)
-        self._model.adapt(slot, factors)
+        self._model.adapt(slot, tensors)
+        self._sizes[slot] = size
         log.info("adapter %s read from %s in %.2f s", adapter.digest[:12], path, time.perf_counter() - began)
         return slot
 

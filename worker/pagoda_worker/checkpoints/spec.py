@@ -213,6 +213,20 @@ def matrices_of_all(spec: DecoderSpec) -> list[str]:
     return found if spec.tied else [*found, names.head]
 
 
+def whole_tensors(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of what adapters may bring in place of the model's own: norms of the stream and of heads, the
+    embedding, the output matrix, tied or not. Their order does not depend on how they are spelt.
+    """
+    names = spec.names
+    norms = [name for _, name in sorted(names.norms.items())]
+    norms += [names.query_norm, names.key_norm] if spec.head_norms or spec.width_norms else []
+    modules = [names.top(names.embed), names.top(names.final_norm), names.head]
+    modules += [names.in_layer(index, norm) for index in range(spec.num_layers) for norm in norms]
+    shapes = expected_tensors(spec) | {f"{names.head}.weight": (spec.vocab_size, spec.hidden_size)}
+    tensors = [f"{module}.{kind}" for module in modules for kind in ("weight", "bias")]
+    return {name: shapes[name] for name in tensors if name in shapes}
+
+
 def _layer_matrices(spec: DecoderSpec, layer: LayerSpec) -> dict[str, tuple[int, int]]:
     names, hidden = spec.names, spec.hidden_size
     matrices = _query_key_value(spec, layer) | {names.out: (hidden, layer.attended)}

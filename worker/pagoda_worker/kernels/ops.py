@@ -200,6 +200,9 @@ class Ops(Protocol):
     def fill_slot(self, slots: Any, slot: int, factors: LowRank | None) -> None:
         """An adapter takes this slot, or, with None, adds nothing to this layer. No step is under way."""
 
+    def slot_bytes(self, inputs: int, outputs: Sequence[int], ranks: Sequence[int]) -> int:
+        """What an adapter takes whose parts of a layer have these outputs and ranks."""
+
     def linear(self, x: Tensor, packed: Any, added: Added | None = None) -> Tensor:
         """x [T, K] -> [T, N] in the dtype of x, with what is `added` in float32 before it is rounded, or rounded again;
         so in all operations that take it. Lines of tokens without an adapter have the bits they have without `added`.

@@ -40,6 +40,11 @@ class Plain(NamedTuple):
     segments: int = 1
 
 
+def slot_bytes(inputs: int, outputs: Sequence[int], ranks: Sequence[int]) -> int:
+    """Of a LowRank in float32."""
+    return 4 * sum(ranks) * (inputs + sum(outputs))
+
+
 class HostOps:
     """What back ends share that keep a `KVCache`, record nothing and choose tokens on the host."""
 
@@ -59,6 +64,8 @@ class HostOps:
 
     def new_slots(self, packed: Any, count: int, rank: int, *, gated: bool = False) -> list[LowRank | None]:
         return [None] * count
+
+    slot_bytes = staticmethod(slot_bytes)
 
     def pack_experts(self, experts: Iterable[Expert], count: int, favour: Tensor | None = None) -> Packed:
         pairs = [

@@ -64,11 +64,13 @@ def num_kv_blocks(
     *,
     use: DeviceUse | None = None,
     spare: int = 0,
+    adapters_bytes: int = 0,
 ) -> int:
     """KV blocks of the first table (see `retention`), from which follow those of the others; each is one of the model's
     and, if there is a draft model, one of its own.
 
-    `use` is that of its GPU, None on a CPU; `spare` blocks are kept beside them.
+    `use` is that of its GPU, None on a CPU; `spare` blocks are kept beside them, and `adapters_bytes` for adapters that
+    may come, unless it was said how much memory the cache takes.
 
     Raises:
         NotEnoughMemory: not even one request of max_model_len tokens would fit; the message names the options.
@@ -83,7 +85,7 @@ def num_kv_blocks(
     elif config.kv_cache_gib:
         blocks, source = _fitting(int(config.kv_cache_gib * GIB), *sizes), f"kv_cache_gib={config.kv_cache_gib:g}"
     else:
-        usable, source = _usable(config, use)
+        usable, source = _usable(config, use, adapters_bytes)
         blocks = max(0, min(_fitting(usable, *sizes, spare), config.max_rows * blocks_per_request))
     if blocks < blocks_per_request:
         per_token = bytes_of_row(*sizes[:2], loaded.max_model_len, config.block_size) / loaded.max_model_len
@@ -124,16 +126,19 @@ def num_swap_blocks(
     return [one.num_blocks(blocks) if blocks else 0 for one in retentions]
 
 
-def _usable(config: WorkerConfig, use: DeviceUse | None) -> tuple[int, str]:
+def _usable(config: WorkerConfig, use: DeviceUse | None, adapters_bytes: int) -> tuple[int, str]:
     """Bytes for the cache when nothing was configured, and how they came about."""
+    kept = (
+        f", with {adapters_bytes / GIB:.2f} GiB kept for adapters (max_loras, max_lora_gib)" if adapters_bytes else ""
+    )
     if use is None:
         available = host_available_bytes(Path("/"))
-        usable = usable_bytes(available)
-        return usable, f"{usable / GIB:.2f} GiB usable of {available / GIB:.2f} GiB available"
-    usable = use.for_kv_cache(config.gpu_memory_utilization)
+        usable = usable_bytes(max(0, available - adapters_bytes))
+        return usable, f"{usable / GIB:.2f} GiB usable of {available / GIB:.2f} GiB available{kept}"
+    usable = max(0, use.for_kv_cache(config.gpu_memory_utilization) - adapters_bytes)
     share = f"{config.gpu_memory_utilization:g} of the GPU's {use.total / GIB:.2f} GiB"
     taken = f"{use.in_use / GIB:.2f} in use, {use.step / GIB:.2f} for a step, {use.graphs / GIB:.2f} for graphs"
-    return usable, f"{usable / GIB:.2f} GiB, being {share} less {taken}"
+    return usable, f"{usable / GIB:.2f} GiB, being {share} less {taken}{kept}"
 
 
 def usable_bytes(available: int) -> int:

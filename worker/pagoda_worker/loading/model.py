@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pagoda_proto.adapters.files import AdapterError
-from pagoda_proto.adapters.identity import named_paths
+from pagoda_proto.adapters.identity import read_lora_modules
 from pagoda_proto.model_files.files import is_gguf
-from pagoda_worker.adapters.reading import Limits, modules_of
+from pagoda_worker.adapters.places import places_of
+from pagoda_worker.adapters.reading import Limits
 from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters, AdapterStore
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, Progress
 from pagoda_worker.checkpoints.config_reader import HARMLESS, ConfigReader, UnsupportedConfig, check_sizes
@@ -43,6 +44,7 @@ from pagoda_worker.rows.slots import TokenSlots
 
 log = logging.getLogger(__name__)
 
+GIB = 1024**3
 CHOOSES_THE_CODE = {"architectures", "model_type"}  # harmless to whoever runs it, not to which code runs
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -173,25 +175,37 @@ def _natively(
     fixed = sorted({found for rope in spec.ropes if (found := rope.fixed_at(max_len))})
     for found in fixed:
         log.info("rotary embedding: %s, for all requests alike, because max_model_len is %d", found, max_len)
-        adapters = _adapters(config, spec, decoder, dtype) if config.takes_adapters else NO_ADAPTERS
     return _Made(model, spec.vocab_size, max_len, " ".join(("native", *fixed)), formats, adapters=adapters)
 
 
 def _adapters(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder, dtype: torch.dtype) -> AdapterStore:
     """With those that were named read, so that what is wrong with one is told at once. Raises ValueError."""
-    named = {name: Path(path).absolute() for name, path in named_paths(config.lora_modules).items()}
+    named = {name: Path(one.path).absolute() for name, one in read_lora_modules(config.lora_modules).items()}
     below = [Path(config.lora_dir)] if config.lora_dir else []
     store = AdapterStore(
-        decoder, modules_of(spec, decoder.adapted), dtype,
+        decoder, places_of(spec, decoder.adapted), dtype,
         count=config.max_loras, limits=Limits(config.max_lora_rank, config.max_lora_bytes),
         allowed=[*named.values(), *below],
     )  # fmt: skip
+    each, count = int(config.max_lora_gib * GIB), config.max_loras if below else len(named)
+    if each:
+        store.bound(each, count)
+    sizes = [0]
     for name, path in named.items():
         try:
-            store.load(path)
+            sizes.append(store.load(path))
         except AdapterError as error:
             raise ValueError(f"lora_modules: {name!a} at {path}: {error}") from error
+    if not each:
+        store.bound(max(*sizes, _most_bytes(config, spec, decoder) if below else 0), count)
     return store
+
+
+def _most_bytes(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder) -> int:
+    """What an adapter takes that adds to everything and brings every norm."""
+    places = places_of(spec, decoder.adapted)
+    ranks = {module.name: config.max_lora_rank for module in places.modules.values()}
+    return decoder.adapter_bytes(ranks, {one.name for one in places.whole.values() if len(one.shape) == 1})
 
 
 def _through_transformers(config: WorkerConfig, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype) -> _Made:

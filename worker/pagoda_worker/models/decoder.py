@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
 from pagoda_worker.checkpoints.rope import RotaryTable
 from pagoda_worker.checkpoints.source import Source
-from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec
+from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, linear_layers, whole_tensors
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
-from pagoda_worker.kernels.ops import Added, AttentionShape, Cache, HeadNorm, Ops, Rotation, SlotRoom
+from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation, SlotRoom
+from pagoda_worker.models.ends import Embedding, Head, content_of, filled
 from pagoda_worker.models.latent import Latent, load_latent
-from pagoda_worker.models.linear import Factors, Linear, Packer
+from pagoda_worker.models.linear import AdapterTensors, Factors, Linear, Packer
 from pagoda_worker.models.moe import Branch, load_mlp
-from pagoda_worker.models.norms import Norm, load_head_norm, load_norm
+from pagoda_worker.models.norms import Norm, Take, load_head_norm, load_norm
 from pagoda_worker.models.order import qkv_order
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.rows.slots import TokenSlots
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Layer:
     mlp: Branch
     norms: dict[str, Norm]
     head_norm: HeadNorm | None
+    head_norms: dict[int, HeadNorm]  # those of adapters in its place, by slot
     attention: AttentionShape
     rope: int | None  # of the spec's
     kv: KVLayer
@@ -69,23 +74,32 @@ class Decoder:
         packer = Packer(ops, source, dtype, room)
         self._layers = [_load_layer(spec, packer, index, kv) for index, kv in enumerate(kv_layers)]
         names = spec.names
-        self._final_norm = load_norm(spec, source.tensor, names.top(names.final_norm), True, spec.logit_scale)
-        self._embed = source.tensor(f"{names.top(names.embed)}.weight")
-        self._embed_scale = _embed_scale(spec, dtype)
+        self._final_norm = _load_final_norm(spec, source.tensor)
+        self._embed = Embedding(source.tensor(f"{names.top(names.embed)}.weight"), _embed_scale(spec, dtype))
         self._positions: torch.Tensor | None = None
         if spec.learned_positions:
             self._positions = source.tensor(f"{names.top(names.positions)}.weight")[spec.position_offset :]
-        self._head: Linear | None = None
+        self._head: Head | None = None
+        self._head_content: bytes | None = None
         if head:
-            packed = ops.pack_linear(source.tied(self._embed) if spec.tied else source.linear(names.head))
-            slots = None if spec.tied else packer.slots(packed, 1)
-            self._head = Linear(packed, {names.head: slice(0, spec.vocab_size)}, slots=slots)
+            weight = source.tied(self._embed.table) if spec.tied else source.linear(names.head)
+            packed = ops.pack_linear(weight)
+            self._head_content = content_of(weight) if room is not None else None
+            linear = Linear(packed, {names.head: slice(0, spec.vocab_size)}, slots=packer.slots(packed, 1))
+            self._head = Head(linear, spec.final_softcap)
+        self._replacing: frozenset[int] = frozenset()  # slots of adapters that put something in place of the model's
 
     def on(self, ops: Ops) -> Decoder:
-        """The same weights, computed by `ops`, which must be of the back end that packed them."""
+        """The same weights, computed by `ops`, which must be of the back end that packed them, to be recorded: nothing
+        is in the place of anything."""
         other = copy.copy(self)
-        other.ops = ops
+        other.ops, other._replacing = ops, frozenset()
         return other
+
+    def replaced(self, slots: TokenSlots | None) -> TokenSlots | None:
+        """`slots`, if an adapter of one puts something in place of the model's own, or adds to the embedding: such
+        steps go operation by operation, each for all tokens, and again for those of such a slot."""
+        return None if slots is None or self._replacing.isdisjoint(slots.slots.tolist()) else slots
 
     def plan(self, batch: Batch, kv: Sequence[Cache]) -> list[Any]:
         """What `forward` makes for itself when it is given none: a plan for each group."""
@@ -98,10 +112,12 @@ class Decoder:
             group.admit(part)
         plan = self.plan(batch, kv) if plan is None else plan
         rotations = [table.at(batch.positions) for table in self._ropes]
-        stream = self.ops.embed(batch.token_ids, self._embed, self._embed_scale)
+        replaced = self.replaced(batch.slots)
+        stream = self._embed.run(batch.token_ids, self.ops, replaced)
         if self._positions is not None:
             stream = self.ops.add_positions(stream, self._positions, batch.positions)
-        hidden = self._run(stream, _Step([part.kv_indices for part in places], kv, plan, rotations, batch.slots))
+        indices = [part.kv_indices for part in places]
+        hidden = self._run(stream, _Step(indices, kv, plan, rotations, batch.slots, replaced))
         for group, part in zip(kv, places, strict=True):
             group.inspect(part, hidden)
         return hidden
@@ -110,11 +126,9 @@ class Decoder:
         self, hidden: torch.Tensor, out: torch.Tensor | None = None, slots: TokenSlots | None = None
     ) -> torch.Tensor:
         """hidden [R, H] -> [R, V] float32, in `out` if that is given; `slots` are of those tokens."""
-        head = self._head
-        if head is None:
+        if self._head is None:
             raise TypeError("a model without a head has no logits")
-        added = None if slots is None or head.slots is None else Added(head.slots, slots)
-        logits = self.ops.logits(hidden, head.packed, self.spec.final_softcap, added)
+        logits = self._head.logits(hidden, self.ops, slots, self.replaced(slots))
         return logits.float() if out is None else out.copy_(logits)
 
     @property
@@ -128,46 +142,104 @@ class Decoder:
             for linear in linears
             for part in linear.columns
         }
-        head = self._head
-        return found if head is None or head.slots is None else found | {names.head: (head, names.head)}
+        return found if self._head is None else found | {names.head: (self._head.linear, names.head)}
 
-    def adapt(self, slot: int, factors: Mapping[str, Factors]) -> None:
-        """The adapter of this slot is now what `factors` say, by the names of `adapted`; {}: none."""
+    def adapt(self, slot: int, tensors: AdapterTensors) -> None:
+        """The adapter of this slot is now what `tensors` say, by the names of `adapted` and of `whole_tensors`."""
         parts: dict[int, tuple[Linear, dict[str, Factors]]] = {}
         for name, (linear, part) in self.adapted.items():
             _, found = parts.setdefault(id(linear), (linear, {}))
-            if name in factors:
-                found[part] = factors[name]
+            if name in tensors.factors:
+                found[part] = tensors.factors[name]
         for linear, found in parts.values():
             linear.fill(slot, found, self.ops)
+        self._replace_ends(slot, tensors)
+        self._replace_norms(slot, {name: one.to(self.ops.device) for name, one in tensors.whole.items()})
+        tables: list[Collection[int]] = [self._final_norm.instead, self._embed.instead]
+        tables += [] if self._head is None else [self._head.instead]
+        for layer in self._layers:
+            tables += [layer.head_norms, *(norm.instead for norm in layer.norms.values())]
+        self._replacing = frozenset(taken for table in tables for taken in table)
+
+    def differing(self, tensors: AdapterTensors) -> AdapterTensors:
+        """Without tables that are the model's own: PEFT writes them into the file of an adapter that adds to them."""
+        names, table = self.spec.names, self._embed.table
+        embed, head = f"{names.top(names.embed)}.weight", f"{names.head}.weight"
+        whole = dict(tensors.whole)
+        if embed in whole and torch.equal(whole[embed].to(table.device), table):
+            del whole[embed]
+        if head in whole and content_of(whole[head]) == self._head_content:
+            del whole[head]
+        return tensors._replace(whole=whole)
+
+    def adapter_bytes(self, ranks: Mapping[str, int], whole: Iterable[str]) -> int:
+        """What an adapter takes here: of these ranks, by the names of matrices, with these of `whole_tensors`."""
+        spec, size, tensors = self.spec, self._embed.table.element_size(), whole_tensors(self.spec)
+        lines = filled(ranks.get(spec.names.top(spec.names.embed), 0)) * (spec.vocab_size + spec.hidden_size)
+        brought = [tensors[name] for name in whole]
+        kept = sum(math.prod(shape) * (size if len(shape) > 1 else torch.float32.itemsize) for shape in brought)
+        return self._added_bytes(ranks) + lines * size + kept
+
+    def _added_bytes(self, ranks: Mapping[str, int]) -> int:
+        """Of linear layers."""
+        shapes = linear_layers(self.spec)
+        shapes[self.spec.names.head] = self.spec.vocab_size, self.spec.hidden_size
+        layers: dict[int, list[str]] = {}
+        for name, (linear, _) in self.adapted.items():
+            layers.setdefault(id(linear), []).append(name)
+        return sum(
+            self.ops.slot_bytes(
+                shapes[names[0]][1], [shapes[name][0] for name in names], [ranks.get(name, 0) for name in names]
+            )
+            for names in layers.values()
+        )
+
+    def _replace_ends(self, slot: int, tensors: AdapterTensors) -> None:
+        names = self.spec.names
+        embed = names.top(names.embed)
+        self._embed.fill(slot, tensors.whole.get(f"{embed}.weight"), tensors.factors.get(embed), self.ops)
+        if self._head is not None:
+            self._head.fill(slot, tensors.whole.get(f"{names.head}.weight"), self.ops)
+
+    def _replace_norms(self, slot: int, whole: Mapping[str, torch.Tensor]) -> None:
+        spec, names, take = self.spec, self.spec.names, whole.__getitem__
+        final = f"{names.top(names.final_norm)}.weight" in whole
+        _put(self._final_norm.instead, slot, _load_final_norm(spec, take) if final else None)
+        for index, layer in enumerate(self._layers):
+            for role, norm in layer.norms.items():
+                brought = f"{names.in_layer(index, names.norms[role])}.weight" in whole
+                _put(norm.instead, slot, _load_layer_norm(spec, take, index, role) if brought else None)
+            brought = f"{names.in_layer(index, names.query_norm)}.weight" in whole
+            _put(layer.head_norms, slot, load_head_norm(spec, spec.layers[index], take, index) if brought else None)
 
     def _run(self, stream: torch.Tensor, step: _Step) -> torch.Tensor:
         """Branches leave the stream and are added to it; which of the norms on their ways there are is data."""
         ops, branch = self.ops, None
         for layer in self._layers:
-            x, stream = self._leave(stream, branch, layer.norms.get("attention"))
-            branch = self._come_back(self._attend(x, layer, step), layer.norms.get("after_attention"))
+            x, stream = self._leave(stream, branch, layer.norms.get("attention"), step)
+            branch = self._come_back(self._attend(x, layer, step), layer.norms.get("after_attention"), step)
             if self.spec.parallel:
                 own = layer.norms.get("mlp")
-                branch = ops.add(layer.mlp.run(x if own is None else own.run(stream, ops), ops, step.slots), branch)
+                x = x if own is None else own.run(stream, ops, step.replaced)
+                branch = ops.add(layer.mlp.run(x, ops, step.slots), branch)
             else:
-                x, stream = self._leave(stream, branch, layer.norms.get("mlp"))
-                branch = self._come_back(layer.mlp.run(x, ops, step.slots), layer.norms.get("after_mlp"))
-        return self._leave(stream, branch, self._final_norm)[0]
+                x, stream = self._leave(stream, branch, layer.norms.get("mlp"), step)
+                branch = self._come_back(layer.mlp.run(x, ops, step.slots), layer.norms.get("after_mlp"), step)
+        return self._leave(stream, branch, self._final_norm, step)[0]
 
     def _leave(
-        self, stream: torch.Tensor, branch: torch.Tensor | None, norm: Norm | None
+        self, stream: torch.Tensor, branch: torch.Tensor | None, norm: Norm | None, step: _Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The stream with the last branch added (none before the first layer): normed, and as it is."""
         if norm is None:
             total = stream if branch is None else self.ops.add(branch, stream)
             return total, total
         if branch is None:
-            return norm.run(stream, self.ops), stream
-        return norm.add(branch, stream, self.ops)
+            return norm.run(stream, self.ops, step.replaced), stream
+        return norm.add(branch, stream, self.ops, step.replaced)
 
-    def _come_back(self, branch: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        return branch if norm is None else norm.run(branch, self.ops)
+    def _come_back(self, branch: torch.Tensor, norm: Norm | None, step: _Step) -> torch.Tensor:
+        return branch if norm is None else norm.run(branch, self.ops, step.replaced)
 
     def _attend(self, x: torch.Tensor, layer: Layer, step: _Step) -> torch.Tensor:
         ops, (group, index) = self.ops, layer.kv
@@ -185,7 +257,14 @@ class Decoder:
         if isinstance(layer.qkv, Latent):
             return ops.latent_write(*layer.qkv.project(x, ops, step.slots), rotation, step.kv[group], index, indices)
         qkv = layer.qkv.linear(x, ops, step.slots)
-        return ops.rope_write(qkv, rotation, layer.head_norm, step.kv[group], index, indices)
+        if step.replaced is None or not layer.head_norms:
+            return ops.rope_write(qkv, rotation, layer.head_norm, step.kv[group], index, indices)
+        attention = layer.attention
+        query = qkv.new_empty(len(qkv), attention.num_heads, attention.head_dim)
+        for norm, places in step.replaced.parts(layer.head_norms, layer.head_norm):
+            turned = None if rotation is None else replace(rotation, positions=rotation.positions[places])
+            query[places] = ops.rope_write(qkv[places], turned, norm, step.kv[group], index, indices[places])
+        return query
 
 
 @dataclass(frozen=True)
@@ -197,6 +276,7 @@ class _Step:
     plan: list[Any]
     rotations: list[Rotation]
     slots: TokenSlots | None
+    replaced: TokenSlots | None  # see `Decoder.replaced`
 
 
 def _embed_scale(spec: DecoderSpec, dtype: torch.dtype) -> float | None:
@@ -217,17 +297,32 @@ def _load_qkv(spec: DecoderSpec, layer: LayerSpec, packer: Packer, prefix: str) 
 def _load_layer(spec: DecoderSpec, packer: Packer, index: int, kv: KVLayer) -> Layer:
     layer, names, take = spec.layers[index], spec.names, packer.source.tensor
     prefix = names.in_layer(index, "")
-    norms = {
-        role: load_norm(spec, take, prefix + norm, not role.startswith("after")) for role, norm in names.norms.items()
-    }
+    norms = {role: _load_layer_norm(spec, take, index, role) for role in names.norms}
     return Layer(
         qkv=_load_qkv(spec, layer, packer, prefix),
         out=packer.pack(prefix, [names.out], spec.out_bias, segments=spec.segments),
         mlp=load_mlp(spec, layer, packer, prefix),
         norms=norms,
         head_norm=load_head_norm(spec, layer, take, index),
+        head_norms={},
         attention=layer.attention,
         rope=None if layer.rope is None else spec.ropes.index(layer.rope),
         kv=kv,
         sinks=packer.source.exact(prefix + names.sinks) if layer.attention.sinks else None,
     )
+
+
+def _load_layer_norm(spec: DecoderSpec, take: Take, index: int, role: str) -> Norm:
+    name = spec.names.in_layer(index, spec.names.norms[role])
+    return load_norm(spec, take, name, not role.startswith("after"))
+
+
+def _load_final_norm(spec: DecoderSpec, take: Take) -> Norm:
+    return load_norm(spec, take, spec.names.top(spec.names.final_norm), True, spec.logit_scale)
+
+
+def _put(table: dict[int, T], slot: int, one: T | None) -> None:
+    """What is in place of something for this slot; None: nothing."""
+    table.pop(slot, None)
+    if one is not None:
+        table[slot] = one

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,6 +74,13 @@ class Factors:
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+
+
+class AdapterTensors(NamedTuple):
+    """What an adapter adds, by the names of matrices, and what it brings in place of the model's tensors."""
+
+    factors: Mapping[str, Factors]
+    whole: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

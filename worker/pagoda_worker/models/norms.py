@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from pagoda_worker.checkpoints.rope import head_order
 from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec
 from pagoda_worker.kernels.ops import HeadNorm, Ops
+from pagoda_worker.rows.slots import TokenSlots
 
 Take = Callable[[str], torch.Tensor]
 """A tensor of the checkpoint by its name."""
@@ -17,24 +18,40 @@ Take = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True)
 class Norm:
-    """Over the hidden size. `weight` and `bias` [H] float32; `centred`: the mean is taken away first."""
+    """Over the hidden size. `weight` and `bias` [H] float32; `centred`: the mean is taken away first.
+
+    `instead` are those of adapters, by slot: of what is normed for all, their tokens' is normed again by theirs.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     eps: float
     centred: bool
+    instead: dict[int, Norm] = field(default_factory=dict)
 
-    def run(self, x: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """x [T, H] -> [T, H]"""
+    def run(self, x: torch.Tensor, ops: Ops, tokens: TokenSlots | None = None) -> torch.Tensor:
+        """x [T, H] -> [T, H]; see `Decoder.replaced` for `tokens`."""
         if self.centred:
-            return ops.layer_norm(x, self.weight, self.bias, self.eps)
-        return ops.rms_norm(x, self.weight, self.eps)
+            y = ops.layer_norm(x, self.weight, self.bias, self.eps)
+        else:
+            y = ops.rms_norm(x, self.weight, self.eps)
+        return self._again(x, y, ops, tokens)
 
-    def add(self, x: torch.Tensor, stream: torch.Tensor, ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(
+        self, x: torch.Tensor, stream: torch.Tensor, ops: Ops, tokens: TokenSlots | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x and stream [T, H], which may be overwritten -> the norm of their sum, and the sum."""
         if self.centred:
-            return ops.add_layer_norm(x, stream, self.weight, self.bias, self.eps)
-        return ops.add_rms_norm(x, stream, self.weight, self.eps)
+            y, total = ops.add_layer_norm(x, stream, self.weight, self.bias, self.eps)
+        else:
+            y, total = ops.add_rms_norm(x, stream, self.weight, self.eps)
+        return self._again(total, y, ops, tokens), total
+
+    def _again(self, x: torch.Tensor, y: torch.Tensor, ops: Ops, tokens: TokenSlots | None) -> torch.Tensor:
+        for slot, places in tokens.groups if tokens is not None else ():
+            if slot in self.instead:
+                y[places] = self.instead[slot].run(x[places], ops)
+        return y
 
 
 def load_norm(spec: DecoderSpec, take: Take, name: str, of_stream: bool, scale: float = 1.0) -> Norm:

@@ -51,7 +51,9 @@ class Recorded:
 
     def _recorded(self, what: str, batch: Batch, kv: Any) -> Run | None:
         """The recording for such batches. Those of which a row has an adapter have one of their own, so that the others
-        pay nothing for them."""
+        pay nothing for them; none, where one puts something in place of the model's own."""
+        if self._decoder.replaced(batch.slots) is not None:
+            return None
         if kv is not self._kv:
             self._kv, self._runs = kv, {}
         key = what, batch.slots is not None

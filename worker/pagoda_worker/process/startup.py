@@ -69,7 +69,12 @@ def _started(config: WorkerConfig, loaded: LoadedModel, progress: Progress, reco
     generates = loaded.pooler is None
     runner = _generating(config, loaded, progress, recording) if generates else _reading(config, loaded)
     guarded(loaded.ops.name, runner.warm_up, but=(torch.AcceleratorError,))
-    facts = runner.facts
+    facts, room = runner.facts, loaded.adapters.room
+    if room.most:
+        log.info(
+            "adapters: memory for %d of up to %.1f MiB, %.1f MiB of it taken",
+            room.most, room.each_bytes / 2**20, room.taken_bytes / 2**20,
+        )  # fmt: skip
     for group in facts.kv_groups:
         if group.num_swap_blocks:
             log.info("swap space: %d blocks, each moved in %.2f ms", group.num_swap_blocks, 1000 * group.swap_block_s)
@@ -111,7 +116,7 @@ def _generating(config: WorkerConfig, loaded: LoadedModel, progress: Progress, r
     if loaded.ops.own_threads:
         torch.set_num_threads(1)  # what is left to torch is small, and its threads spin after every piece of it
     if loaded.device.type == "cpu":
-        num_blocks = num_kv_blocks(config, loaded, draft)
+        num_blocks = num_kv_blocks(config, loaded, draft, adapters_bytes=loaded.adapters.room.left_bytes)
         return ModelRunner(loaded, num_blocks, config, make_drafter(config, loaded, draft, num_blocks))
     return runner_on_device(loaded, draft, config, accelerator_of, recording)
 
@@ -156,7 +161,8 @@ def _num_blocks(rehearsal: Rehearsal, graphs: Callable[[], int], spare: int = 0)
     rehearsal.warm_up()
     config = rehearsal.config
     use = None if config.num_blocks or config.kv_cache_gib else rehearsal.device_use(graphs)
-    return num_kv_blocks(config, *rehearsal.models, use=use, spare=spare)
+    left = rehearsal.models[0].adapters.room.left_bytes
+    return num_kv_blocks(config, *rehearsal.models, use=use, spare=spare, adapters_bytes=left)
 
 
 def _graphed(

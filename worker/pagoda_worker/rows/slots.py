@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+T = TypeVar("T")
 NO_ADAPTER = -1
 """In place of a slot."""
 
@@ -31,6 +34,12 @@ class TokenSlots:
         """Each slot, and which tokens have it, on the device."""
         used = (slot for slot in np.unique(self.slots).tolist() if slot != NO_ADAPTER)
         return [(slot, torch.from_numpy(np.flatnonzero(self.slots == slot)).to(self.device)) for slot in used]
+
+    def parts(self, others: Mapping[int, T], own: T) -> list[tuple[T, Tensor]]:
+        """Which tokens go to what `others` have for their slots, and which go to `own`."""
+        shared = [(others[slot], places) for slot, places in self.groups if slot in others]
+        left = torch.from_numpy(np.flatnonzero(~np.isin(self.slots, list(others)))).to(self.device)
+        return [(own, left), *shared] if len(left) else shared
 
     def at(self, places: Tensor) -> TokenSlots:
         """Those of some of the tokens."""

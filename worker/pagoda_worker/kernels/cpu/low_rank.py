@@ -5,7 +5,7 @@ Programs have the address of a table that stays; an adapter takes a slot by a li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,12 @@ def fill_slot(slots: Slots, slot: int, factors: LowRank | None) -> None:
     kept = factors.a.bfloat16().contiguous(), packed, groups, factors.scales.contiguous()
     slots.table[slot] = torch.tensor([*(one.data_ptr() for one in kept), factors.a.shape[0]])
     slots.kept[slot] = kept
+
+
+def slot_bytes(inputs: int, outputs: Sequence[int], ranks: Sequence[int]) -> int:
+    """Of A and, for each part, of what it reads of B; of a part that ends within a panel, of a panel."""
+    padded = [count + PANEL for count in outputs]
+    return 2 * sum(rank * (inputs + count) for rank, count in zip(ranks, padded, strict=True))
 
 
 def _packed(b: Tensor, spans: Tensor) -> tuple[Tensor, Tensor]:

@@ -141,6 +141,7 @@ class NativeOps:
         return low_rank.new_slots(count, rank, _side_by_side if gated else None)
 
     fill_slot = staticmethod(low_rank.fill_slot)
+    slot_bytes = staticmethod(low_rank.slot_bytes)
 
     def linear(self, x: Tensor, packed: NativeLinear, added: Added | None = None) -> Tensor:
         return self._linear(x, packed, torch.bfloat16, added=added)

@@ -32,7 +32,7 @@ from pagoda_worker.kernels.ops import (
     Rotation,
 )
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.kernels.reference import activated, add_low_rank, gated, latent_key
+from pagoda_worker.kernels.reference import activated, add_low_rank, gated, latent_key, slot_bytes
 from pagoda_worker.kernels.routing import Beside, Routing, choose, combine
 from pagoda_worker.kernels.triton import pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
@@ -121,6 +121,8 @@ class TritonOps:
 
     def new_slots(self, packed: Packed, count: int, rank: int, *, gated: bool = False) -> list[LowRank | None]:
         return [None] * count
+
+    slot_bytes = staticmethod(slot_bytes)
 
     def fill_slot(self, slots: list[LowRank | None], slot: int, factors: LowRank | None) -> None:
         if factors is not None:

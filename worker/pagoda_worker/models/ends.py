@@ -1,0 +1,111 @@
+"""Both ends of a decoder, the embedding and the output matrix: adapters may replace either, and add to either."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from pagoda_worker.kernels.ops import Added, Ops
+from pagoda_worker.kernels.quantized import Weight
+from pagoda_worker.models.linear import Factors, Linear
+from pagoda_worker.rows.slots import TokenSlots
+
+LANES = 32  # ranks are filled up to a multiple of so many, which every back end's products take
+
+
+@dataclass(frozen=True)
+class LowRankTable:
+    """What an adapter makes of an embedding: (table + scale * A^T B^T) of a token's line.
+
+    lines: A^T [V, R]; `back` is B [H, R] as the back end packs it.
+    """
+
+    table: torch.Tensor
+    lines: torch.Tensor
+    back: Any
+    scale: float
+
+    def run(self, token_ids: torch.Tensor, ops: Ops, scale: float | None) -> torch.Tensor:
+        """In float32, rounded once."""
+        added = ops.logits(self.lines.index_select(0, token_ids), self.back).float() * self.scale
+        wide = self.table.index_select(0, token_ids).float() + added
+        return (wide if scale is None else wide * scale).to(self.table.dtype)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """table [V, H], and what its lines are scaled by. `instead` is what adapters have, by slot: a table, or more."""
+
+    table: torch.Tensor
+    scale: float | None
+    instead: dict[int, torch.Tensor | LowRankTable] = field(default_factory=dict)
+
+    def run(self, token_ids: torch.Tensor, ops: Ops, tokens: TokenSlots | None) -> torch.Tensor:
+        """token_ids [T] -> [T, H]; see `Decoder.replaced` for `tokens`."""
+        x = ops.embed(token_ids, self.table, self.scale)
+        for slot, places in tokens.groups if tokens is not None else ():
+            if (other := self.instead.get(slot)) is not None:
+                x[places] = self._other(other, token_ids[places], ops)
+        return x
+
+    def _other(self, other: torch.Tensor | LowRankTable, token_ids: torch.Tensor, ops: Ops) -> torch.Tensor:
+        if isinstance(other, LowRankTable):
+            return other.run(token_ids, ops, self.scale)
+        return ops.embed(token_ids, other, self.scale)
+
+    def fill(self, slot: int, table: torch.Tensor | None, factors: Factors | None, ops: Ops) -> None:
+        """The slot's adapter brings this table, and adds to it or to the model's."""
+        own = self.table if table is None else table.to(ops.device)
+        self.instead.pop(slot, None)
+        if factors is not None:
+            missing = filled(len(factors.a)) - len(factors.a)
+            a, b = (F.pad(one, (0, missing)).to(ops.device) for one in (factors.a.T, factors.b))
+            self.instead[slot] = LowRankTable(own, a.contiguous(), ops.pack_linear(b.contiguous()), factors.scale)
+        elif own is not self.table:
+            self.instead[slot] = own
+
+
+@dataclass(frozen=True)
+class Head:
+    """The output matrix. `instead` are those of adapters as the back end packs them, by slot; what is added is added to
+    either."""
+
+    linear: Linear
+    softcap: float | None
+    instead: dict[int, Any] = field(default_factory=dict)
+
+    def logits(
+        self, hidden: torch.Tensor, ops: Ops, slots: TokenSlots | None, tokens: TokenSlots | None
+    ) -> torch.Tensor:
+        """hidden [R, H] -> [R, V]; `tokens` are `slots` where one of them has a matrix of its own."""
+        if tokens is None or not self.instead:
+            return ops.logits(hidden, self.linear.packed, self.softcap, self._added(slots))
+        logits = hidden.new_empty(len(hidden), next(iter(self.linear.columns.values())).stop, dtype=torch.float32)
+        for packed, places in tokens.parts(self.instead, self.linear.packed):
+            part = self._added(tokens.at(places))
+            logits[places] = ops.logits(hidden[places], packed, self.softcap, part).float()
+        return logits
+
+    def fill(self, slot: int, weight: torch.Tensor | None, ops: Ops) -> None:
+        self.instead.pop(slot, None)
+        if weight is not None:
+            self.instead[slot] = ops.pack_linear(weight.to(ops.device))
+
+    def _added(self, slots: TokenSlots | None) -> Added | None:
+        return None if slots is None or self.linear.slots is None else Added(self.linear.slots, slots)
+
+
+def filled(rank: int) -> int:
+    """The rank that one is computed as."""
+    return -(-rank // LANES) * LANES
+
+
+def content_of(weight: Weight) -> bytes | None:
+    """What tells a matrix from every other, once it is packed; None of one that is quantised."""
+    if not isinstance(weight, torch.Tensor):
+        return None
+    return hashlib.sha256(weight.detach().cpu().contiguous().view(torch.uint8).numpy().data).digest()
