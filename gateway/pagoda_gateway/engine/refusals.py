@@ -12,10 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pagoda_gateway.metrics import GatewayMetrics
-from pagoda_proto.errors import PagodaError
+from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.params import BACKGROUND_PRIORITY
-from pagoda_proto.records import FinishReason, RequestRecord
+from pagoda_proto.records import RequestRecord
 
 REPEATED_S = 0.1
 MAX_KINDS = 4096
@@ -40,10 +39,10 @@ class Kind(NamedTuple):
 
 
 class Refusals:
-    """The last ones. A repeated one is counted as any other."""
+    """The last ones. `count` hears of each that is repeated."""
 
-    def __init__(self, metrics: GatewayMetrics, now: Callable[[], float] = time.monotonic) -> None:
-        self._metrics = metrics
+    def __init__(self, count: Callable[[ErrorCode], object], now: Callable[[], float] = time.monotonic) -> None:
+        self._count = count
         self._now = now
         self._last: OrderedDict[Kind, tuple[PagodaError, float]] = OrderedDict()  # with when it came, oldest first
 
@@ -62,6 +61,5 @@ class Refusals:
             self._last.popitem(last=False)
         error, _ = self._last.get(kind, (None, 0.0))
         if error is not None:
-            self._metrics.refused(error.code)
-            self._metrics.ended(FinishReason.ERROR, None, 0.0)
+            self._count(error.code)
         return error

@@ -24,7 +24,7 @@ class RequestMeter:
 
     def __init__(self, metrics: GatewayMetrics, *, log_requests: bool) -> None:
         self.recent = RecentRequests()
-        self.refusals = Refusals(metrics)
+        self.refusals = Refusals(self._unread)
         self._metrics = metrics
         self._log_requests = log_requests
 
@@ -45,6 +45,11 @@ class RequestMeter:
             self._metrics.refused(error.code)
             if kind is not None:
                 self.refusals.came(kind, error)
+
+    def _unread(self, code: ErrorCode) -> None:
+        """One was refused whose request was never made."""
+        self._metrics.refused(code)
+        self._metrics.ended(FinishReason.ERROR, None, 0.0)
 
     def ended(self, generation: PooledGeneration, now: float) -> None:
         """Once per request. Prompt tokens count where the model saw them, that is, where tokens came back."""

@@ -320,6 +320,9 @@ async def test_a_refusal_of_all_is_known_of_its_kind(bench: Bench) -> None:
     error = bench.meter.refusals.repeated(kind)
     assert error is not None
     assert (error.code, error.message, error.retry_after_s) == (ErrorCode.OVERLOADED, "full", 3.0)
+    value, name = bench.metrics.registry.get_sample_value, {"model_name": "m"}
+    assert value("pagoda_admission_rejections_total", name | {"reason": "overloaded"}) == 3
+    assert value("pagoda_request_success_total", name | {"finished_reason": "error"}) == 3
 
 
 async def test_of_all_is_what_all_said(bench: Bench) -> None:

@@ -16,7 +16,6 @@ from tests.gateway.http_fakes import error_code, parse, running_http
 from tests.gateway.keys.whole_app import App, running_app
 
 from pagoda_gateway.engine.refusals import REPEATED_S, Kind, Refusals
-from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_proto.errors import ErrorCode, PagodaError
 
 PATH = "/v1/completions"
@@ -59,8 +58,7 @@ class Place:
         self.app = app
         self.now = 0.0
         self.engine = app.gateway.engine
-        self.metrics = GatewayMetrics("m")
-        self.engine.refusals = Refusals(self.metrics, lambda: self.now)
+        self.engine.refusals = Refusals(lambda code: None, lambda: self.now)
         self._port = port
         self._writers: list[asyncio.StreamWriter] = []
 
