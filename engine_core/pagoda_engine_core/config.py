@@ -72,6 +72,10 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check(self, self._ladder_problems())
 
+    def patience_s(self, asked_s: float) -> float:
+        """How long a new request may wait: as long as it asks for, 0 for as long as it may, and no longer than that."""
+        return min(asked_s or self.queue_timeout_s, self.queue_timeout_s)
+
     def _ladder_problems(self) -> Iterator[Problem]:
         """Whoever waits, waits longer than what it waits for can take (see `pagoda_proto.times`)."""
         rungs = ("worker_suspect_s", "worker_dead_s", "worker_lease_s", "step_deadline_s")

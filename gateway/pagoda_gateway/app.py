@@ -25,7 +25,7 @@ from pagoda_gateway.http.limits import LimitsMiddleware
 from pagoda_gateway.http.multipart import MAX_FORM_BYTES
 from pagoda_gateway.http.sse import keep_body_sender
 from pagoda_gateway.keys.quota_headers import all_names as quota_names
-from pagoda_gateway.metrics import OTHER, GatewayMetrics
+from pagoda_gateway.metrics import GatewayMetrics
 from pagoda_gateway.routes import (  # the order is that of their names
     batches,
     files,
@@ -40,6 +40,7 @@ from pagoda_gateway.routes import (  # the order is that of their names
 )  # fmt: skip
 from pagoda_gateway.routes.accounts import keys, usage
 from pagoda_gateway.routes.pooling import embeddings, ranking
+from pagoda_gateway.routes.unread import refusing_unread
 from pagoda_gateway.tickets.naming import HEADERS as REPEATED_HEADERS
 from pagoda_gateway.tickets.tickets import Tickets
 
@@ -75,7 +76,7 @@ def create_app(
     metrics.know_routes(frozenset(route_templates(routers)))
     identify = identify_by(ctx.config.forwarded_allow_ips, ctx.gate)
     uploads = {files.PATH: ctx.config.max_file_bytes + MAX_FORM_BYTES}
-    limited = LimitsMiddleware(api, ctx.config, ctx.memory, identify, ctx.quotas, uploads)
+    limited = LimitsMiddleware(api, ctx.config, ctx.memory, identify, ctx.quotas, uploads, refusing_unread(ctx))
     return Edge(_for_pages(limited, ctx.config.allowed_origins), metrics, lambda: health.draining)
 
 
@@ -139,7 +140,7 @@ class Edge:
         try:
             await self._app(scope, receive, marked_send)  # type: ignore[arg-type]
         finally:
-            route = getattr(scope.get("route"), "path", OTHER)
+            route = getattr(scope.get("route"), "path", None) or scope["path"]  # its own where it was not routed
             self._metrics.http(route, scope["method"], status, time.monotonic() - begun_at)
 
     def _headers(self, request_id: str, begun_at: float) -> Iterator[tuple[bytes, bytes]]:

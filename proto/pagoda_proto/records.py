@@ -17,7 +17,7 @@ from pagoda_proto.params import SamplingParams, num_candidates
 from pagoda_proto.pooling.params import PoolingParams
 from pagoda_proto.steps import TopLogprobs, Versions
 
-SESSION_PROTOCOL = 6
+SESSION_PROTOCOL = 7
 """Version of the contract between gateway and engine core (engine.proto): raised with every change of it. Another arm
 of `task` and `result` is none."""
 OLDEST_SESSION_PROTOCOL = 6
@@ -87,7 +87,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `cache_salt` is the prefix-cache domain. `priority`: lower runs earlier under the priority policy. `tenant` is who
     asks, as far as the gateway can tell; under the fair policy those who wait are served in proportion to `weight`.
-    `queue_timeout_s` 0 means the engine core's own. `adapter` is what is computed with beside the model's weights.
+    `queue_timeout_s` 0 means the engine core's own, and more than that is no more. `adapter` is what is computed with
+    beside the model's weights.
     """
 
     request_id: str

@@ -11,10 +11,12 @@ from tests.engine_core.bench import Bench
 from tests.engine_core.fake_worker import make_hello
 from tests.fakes import make_record
 
+from pagoda_engine_core.dispatch.answers import Full
 from pagoda_engine_core.dispatch.fairness import Fairness
 from pagoda_engine_core.dispatch.waiting import Rank, WaitingQueue
 from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
+from pagoda_engine_core.workers.executor import LeaveCause, WorkerLeft
 from pagoda_proto.errors import ErrorCode
 
 STEP_S = 0.2
@@ -70,6 +72,46 @@ def test_a_requests_own_time_is_what_counts() -> None:
     bench.engine.step(0)
     assert set(bench.sink.rejections) == {hasty}
     assert (patient, 0) in bench.sink.accepted_ids
+
+
+def test_the_tighter_of_two_patiences_holds() -> None:
+    bench = crowded(queue_timeout_s=10.0)
+    for seed in range(60):
+        bench.submit(make_record(max_tokens=10, seed=seed))
+    asked = [bench.submit(make_record(queue_timeout_s=600.0)), bench.submit(make_record(queue_timeout_s=2.0))]
+    bench.engine.step(0)
+    told = [bench.sink.rejections[request_id].message for request_id in asked]
+    assert ["may wait 10 s" in told[0], "may wait 2 s" in told[1]] == [True, True]
+
+
+@pytest.mark.parametrize(("asked_s", "ends_after_s"), [(600.0, 5.0), (1.0, 1.0), (0.0, 5.0)])
+@pytest.mark.parametrize("queued", [True, False])
+def test_who_cannot_begin_ends_when_the_tighter_one_is_over(asked_s: float, ends_after_s: float, queued: bool) -> None:
+    bench = Bench(queue_timeout_s=5.0)
+    if queued:
+        bench.executor.join(1, make_hello())
+        bench.settle()
+        bench.executor.events.append(WorkerLeft(1, LeaveCause.LEFT, "gone"))
+        bench.engine.step(0)
+    asked = bench.submit(make_record(queue_timeout_s=asked_s))
+    bench.settle()
+    bench.pass_time(ends_after_s - 0.5)
+    assert not {**bench.sink.rejections, **bench.sink.endings}
+    bench.pass_time(1.0)
+    assert asked in {**bench.sink.rejections, **bench.sink.endings}
+
+
+def test_a_refusal_is_of_all_unless_its_own_size_is_why() -> None:
+    bench = crowded()
+    refused = bench.sink.rejections[flood(bench, 60)[-1]]
+    assert isinstance(refused, Full), "the line is too long for anybody"
+    many = Bench(max_queued_requests=2)
+    assert isinstance(many.sink.rejections[flood(many, 3)[-1]], Full)
+    large = Bench(max_queued_tokens=4)
+    asked = large.submit(make_record(range(5)))
+    large.engine.step(0)
+    assert large.sink.rejections[asked].code is ErrorCode.OVERLOADED
+    assert not isinstance(large.sink.rejections[asked], Full)
 
 
 def test_what_one_alone_got_done_says_nothing_of_a_crowd() -> None:

@@ -21,6 +21,7 @@ from pagoda_gateway.batches.batches import Batches
 from pagoda_gateway.config import GatewayConfig
 from pagoda_gateway.context import GatewayContext
 from pagoda_gateway.engine.recent import RecentRequests
+from pagoda_gateway.engine.refusals import Refusals
 from pagoda_gateway.engine.report import EngineReport
 from pagoda_gateway.routes import batches, files, generating, models, responses, streams, tokenize
 from pagoda_gateway.routes.pooling import embeddings, ranking
@@ -86,6 +87,7 @@ class FakeEngine:
         self.generations: list[FakeGeneration] = []
         self.submitted = asyncio.Event()
         self.recent = RecentRequests()
+        self.refusals = Refusals(lambda code: None)
         self.num_counted = 0
         self.priors: list[list[Delta]] = []
         self.load = Load(engine_id="fake", num_workers=1, max_model_len=MAX_MODEL_LEN, model_fingerprint="fp-tiny")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pagoda_engine_core.config import EngineConfig
-from pagoda_engine_core.dispatch.answers import Draining, Sink, Submission
+from pagoda_engine_core.dispatch.answers import Draining, Full, Sink, Submission
 from pagoda_engine_core.dispatch.waiting import Ahead
 from pagoda_engine_core.grammars.checker import Verdict
 from pagoda_engine_core.scheduling.request import Request
@@ -162,8 +162,7 @@ class Admission:
         for held in list(self._held.values()):
             submission = held.submission
             begun = submission.resume.has_tokens
-            timeout_s = submission.record.queue_timeout_s or self._config.queue_timeout_s
-            timeout_s = NO_WORKER_WAIT_S if begun else timeout_s
+            timeout_s = NO_WORKER_WAIT_S if begun else self._config.patience_s(submission.record.queue_timeout_s)
             if now - held.since >= timeout_s:
                 self._drop(submission.request_id)
                 code = ErrorCode.STREAM_INTERRUPTED if begun else ErrorCode.UNAVAILABLE
@@ -191,15 +190,14 @@ class Admission:
         self._expected_output += (num_output_tokens - self._expected_output) * weight
 
     def check_wait(self, request: Request, ahead: Ahead) -> None:
-        """Raises PagodaError OVERLOADED where a new request would wait for longer than it may: now, and not then. While
+        """Raises Full where a new request would wait for longer than it may: now, and not then. While
         nobody waits, or has since the start, nothing is known of how long that takes, and nobody is refused for it."""
-        rate, patience_s = self._crowded.tokens_per_s, request.record.queue_timeout_s or self._config.queue_timeout_s
+        rate, patience_s = self._crowded.tokens_per_s, self._config.patience_s(request.record.queue_timeout_s)
         if not (rate and ahead.num_requests) or request.resumes:
             return
         wait_s = (ahead.num_tokens + self._expected_output * ahead.num_requests) / rate
         if wait_s > patience_s:
-            message = f"it would begin in about {math.ceil(wait_s)} s, and may wait {patience_s:g} s"
-            raise PagodaError(ErrorCode.OVERLOADED, message)
+            raise Full(f"it would begin in about {math.ceil(wait_s)} s, and may wait {patience_s:g} s")
 
     def seconds_for(self, num_prompt_tokens: int, num_waiting: int, num_running: int) -> float:
         """When all that is before a new request will be computed: prompts that wait, their output, and half of that of
@@ -235,7 +233,7 @@ class Admission:
 
     def _check_bounds(self, submission: Submission, num_waiting: int, num_tokens: int) -> None:
         if num_waiting >= self._config.max_queued_requests:
-            raise PagodaError(ErrorCode.OVERLOADED, f"{num_waiting} requests are waiting")
+            raise Full(f"{num_waiting} requests are waiting")
         num_tokens += self._num_held_tokens + len(submission.record.prompt_token_ids)
         if num_tokens > self._config.max_queued_tokens:
             raise PagodaError(ErrorCode.OVERLOADED, f"{num_tokens} prompt tokens would be waiting")

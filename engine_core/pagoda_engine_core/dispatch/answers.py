@@ -59,6 +59,13 @@ class Draining(PagodaError):
         super().__init__(ErrorCode.UNAVAILABLE, why)
 
 
+class Full(PagodaError):
+    """No new request of the same tenant, priority and queue timeout is taken now, however small it is."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(ErrorCode.OVERLOADED, why)
+
+
 class NoObserver:
     def ended(self, delta: Delta, first_token_s: float | None, latency_s: float) -> None: ...
 

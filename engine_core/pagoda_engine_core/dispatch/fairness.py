@@ -4,6 +4,8 @@ Service is counted in prompt tokens: a prompt when it begins, output as it is ma
 for nothing, nobody pays for what a free machine gave, and between two tenants who both wait all along the service
 differs by no more than twice what can be under way at once, whatever either of them sends (the virtual token counter
 of "Fairness in Serving Large Language Models", OSDI 2024).
+
+Where several have asked lately, none that has a row takes a worker's last one: who comes next begins in the next step.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from pagoda_engine_core.scheduling.request import Request
 
 OUTPUT_COST = 2.0
 """Of an output token, in prompt tokens."""
+SPARED_FOR_S = 30.0
+"""So long after a tenant has asked for something, others leave room for it."""
 MAX_COUNTERS = 4096
 """Tenants remembered while they wait for nothing."""
 
@@ -25,12 +29,21 @@ class Fairness:
         self._counting = counting
         self._served: dict[str, float] = {}
         self._last = ""  # the tenant that had somebody waiting last
+        self._asked: list[tuple[str, float]] = []  # the two tenants that asked last, and when
 
     def tenant(self, request: Request) -> str:
         return request.record.tenant if self._counting else ""
 
     def served(self, tenant: str) -> float:
         return self._served.get(tenant, 0.0)
+
+    def asked(self, tenant: str, now: float) -> None:
+        """It wants something."""
+        self._asked = [(tenant, now), *(each for each in self._asked if each[0] != tenant)][:2]
+
+    def is_alone(self, tenant: str, now: float) -> bool:
+        """Whether nobody else has asked lately."""
+        return all(other == tenant or now - at > SPARED_FOR_S for other, at in self._asked)
 
     def comes(self, tenant: str, waiting: Collection[str]) -> None:
         """It had nobody waiting, and has now. `waiting` are the others who have."""

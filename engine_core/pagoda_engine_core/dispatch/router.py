@@ -39,6 +39,9 @@ log = logging.getLogger(__name__)
 MAX_LOST_LIVES = 20
 """Whoever is to blame: a request that has had a row in so many lost lives, and made no token, ends."""
 
+LEAST_ROWS_TO_SPARE = 16
+"""A worker with fewer spares none."""
+
 
 class Router:
     """All open requests: those that workers hold and those that wait for one. Times are the engine's `now`."""
@@ -178,7 +181,7 @@ class Router:
                 queued.since = now
             patience_s = NO_WORKER_WAIT_S
         else:
-            patience_s = request.record.queue_timeout_s or self._config.queue_timeout_s
+            patience_s = self._config.patience_s(request.record.queue_timeout_s)
         if now - queued.since < patience_s:
             return []
         self._queue.remove(request.request_id)
@@ -230,6 +233,9 @@ class Router:
     def _try(self, request: Request, rooms: dict[int, Room], now: float) -> list[Delta]:
         takers = [worker for worker in self.workers.values() if worker.takes(request)]
         causes = {worker.epoch: self._lacks(worker, request, rooms.get(worker.epoch)) for worker in takers}
+        for worker in takers:
+            if causes[worker.epoch] is None and self._is_spared(worker, request, rooms[worker.epoch], now):
+                causes[worker.epoch] = Cause.QUEUED_ROWS
         able = [worker for worker in takers if causes[worker.epoch] is None]
         if not able:
             for epoch, cause in causes.items():  # whoever is behind does not overtake it there
@@ -248,6 +254,15 @@ class Router:
         leaving.forget(request.request_id)
         self._totals["replays"] += request.started
         return self._place(request, able, rooms, now)
+
+    def _is_spared(self, worker: Worker, request: Request, room: Room, now: float) -> bool:
+        """Whether the last row is for whoever else comes next, who need not wait until one ends: of a tenant that has
+        nothing here yet, where several ask."""
+        tenant = self._fairness.tenant(request)
+        few = min(worker.hello.max_rows, self._config.max_rows) < LEAST_ROWS_TO_SPARE
+        if room.rows > 1 or few or request.resumes or self._fairness.is_alone(tenant, now):
+            return False
+        return any(self._fairness.tenant(held) == tenant for held in worker.requests.values())
 
     def _lacks(self, worker: Worker, request: Request, room: Room | None) -> Cause | None:
         if room is None or room.full:

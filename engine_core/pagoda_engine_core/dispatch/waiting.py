@@ -1,7 +1,8 @@
 """The requests that no worker holds, and who of them goes next.
 
 Each tenant has a line, sorted by rank and policy; the heads of the lines are compared by rank, by what the policy puts
-first of all, and by how much their tenants have been served. Unless turns are to be fair, there is one line.
+first of all, by how much their tenants have been served, and by how many of theirs wait. Unless turns are to be fair,
+there is one line.
 """
 
 from __future__ import annotations
@@ -85,12 +86,15 @@ class WaitingQueue:
             if queued.request.request_id in self._by_id:
                 yield queued
 
-    def _turn(self, tenant: str, head: QueuedRequest) -> tuple[Rank, float, float, _Place]:
-        return head.place.rank, head.place.order[0], self._fairness.served(tenant), head.place
+    def _turn(self, tenant: str, head: QueuedRequest) -> tuple[Rank, float, float, int, _Place]:
+        """Of those who were served alike, who asks for less is first: one who comes is level with a flood."""
+        served, num_waiting = self._fairness.served(tenant), len(self._lines.get(tenant, ()))
+        return head.place.rank, head.place.order[0], served, num_waiting, head.place
 
     def add(self, request: Request, rank: Rank, now: float) -> None:
         queued = QueuedRequest(_Place(rank, self._policy(request), next(self._arrivals)), request, now)
         tenant = self._fairness.tenant(request)
+        self._fairness.asked(tenant, now)
         if tenant not in self._lines:
             self._fairness.comes(tenant, self._lines.keys())
         bisect.insort(self._lines.setdefault(tenant, []), queued, key=_place)

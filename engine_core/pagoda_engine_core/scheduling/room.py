@@ -48,6 +48,10 @@ class Room:
         return self
 
     @property
+    def rows(self) -> int:
+        return self._rows
+
+    @property
     def full(self) -> bool:
         return self._rows < 1 or self._budget.left < 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pagoda_engine_core.dispatch.answers import Full
 from pagoda_proto import convert
 from pagoda_proto.deltas import WaitingDeltas, count_numbers
 from pagoda_proto.engine.v1 import engine_pb2 as pb
@@ -42,6 +43,7 @@ class Outbox:
             message=error.message,
             param=error.param or "",
             retry_after_s=retry_after_s,
+            of_all=isinstance(error, Full),
         )
         self._answers.append(pb.ServerFrame(rejected=rejected))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -29,18 +30,21 @@ from pagoda_proto.records import (
     RequestRecord,
 )
 from pagoda_proto.steps import Versions
-from pagoda_proto.times import LOAD_KEEPALIVE_S
+from pagoda_proto.times import LOAD_KEEPALIVE_S, RESTART_DUE_S
 
 log = logging.getLogger(__name__)
 
 LOAD_INTERVAL_S = 0.1
-CODE_TRAILER = "pagoda-code"
+CODE_TRAILER, RETRY_TRAILER = "pagoda-code", "pagoda-retry-after-ms"
 
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PagodaError) -> NoReturn:
-    """End a call with the error's status; the only place where a code becomes one."""
-    trailers = ((CODE_TRAILER, error.code.value),)
-    await context.abort(grpc.StatusCode[error.status.grpc], error.message, trailers)
+    """End a call with the error's status, and when to try again, if that is known; the only place where a code becomes
+    one."""
+    trailers = {CODE_TRAILER: error.code.value}
+    if error.retry_after_s > 0:
+        trailers[RETRY_TRAILER] = str(math.ceil(1000 * error.retry_after_s))
+    await context.abort(grpc.StatusCode[error.status.grpc], error.message, tuple(trailers.items()))
     raise error  # not reached: `abort` raises
 
 
@@ -79,12 +83,13 @@ class Mailbox:
         self._post(partial(self._migrate, request_id, attempt, reason))
 
     def reject(self, request_id: str, attempt: int, error: PagodaError, retry_after_s: float = 0.0) -> None:
+        error.retry_after_s = retry_after_s or error.retry_after_s
         self.refusal = error
         self.outbox.rejected(request_id, attempt, error, retry_after_s)
         self._changed.set()
 
     def _migrate(self, request_id: str, attempt: int, reason: str) -> None:
-        self.refusal = PagodaError(ErrorCode.UNAVAILABLE, reason)
+        self.refusal = PagodaError(ErrorCode.UNAVAILABLE, reason, retry_after_s=RESTART_DUE_S)
         self.outbox.migrate(request_id, attempt)
 
     def load(self, load: Load) -> None:

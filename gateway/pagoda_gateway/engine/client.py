@@ -16,6 +16,7 @@ from pagoda_gateway.engine.cores import merged
 from pagoda_gateway.engine.link import NOT_CONNECTED, EngineLink
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
 from pagoda_gateway.engine.recent import RecentRequests
+from pagoda_gateway.engine.refusals import Refusals
 from pagoda_gateway.engine.report import EngineReport, Reports, joined
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_gateway.engine.request_pool import RequestPool
@@ -70,6 +71,10 @@ class SessionClient:
     @property
     def recent(self) -> RecentRequests:
         return self._meter.recent
+
+    @property
+    def refusals(self) -> Refusals:
+        return self._meter.refusals
 
     async def report(self) -> EngineReport | None:
         """What the engine cores say of their workers, at most `REPORT_AGE_S` old; None where none answers."""

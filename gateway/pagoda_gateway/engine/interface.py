@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from pagoda_gateway.engine.recent import RecentRequests
+from pagoda_gateway.engine.refusals import Refusals
 from pagoda_gateway.engine.report import EngineReport
 from pagoda_proto.records import Delta, Load, RequestRecord
 
@@ -47,6 +48,11 @@ class EngineClient(Submitting, Protocol):
     @property
     def recent(self) -> RecentRequests:
         """Requests of users that have ended here."""
+        ...
+
+    @property
+    def refusals(self) -> Refusals:
+        """Of requests of users, lately."""
         ...
 
     async def report(self) -> EngineReport | None:

@@ -10,6 +10,7 @@ from typing import Protocol
 from pagoda_gateway.engine.cores import Core
 from pagoda_gateway.engine.model_view import Obstacle
 from pagoda_gateway.engine.open_request import OpenRequest
+from pagoda_gateway.engine.refusals import Kind
 from pagoda_proto.records import Delta
 
 
@@ -92,7 +93,8 @@ class PooledRequest:
     """The pool's books about one open request. `give_up_at` runs from the loss until it is taken again, None while
     nothing is lost; `why` is what its present wait is said to be for, "" for an engine core; `losing_since` is when it
     was first lost since its last token; `core` has it since `sent_at`, None has it while it is parked, and `streams`
-    are the numbers of its choices there. `refused_by` are those that did not take it since one did.
+    are the numbers of its choices there. `refused_by` are those that did not take it since one did, and `none_taken` if
+    they take none of its kind.
     """
 
     generation: PooledGeneration
@@ -107,6 +109,7 @@ class PooledRequest:
     gaps: int = 0
     streams: range = range(0)
     refused_by: set[Core | None] = field(default_factory=set)
+    none_taken: bool = True
 
     @property
     def request(self) -> OpenRequest:
@@ -118,6 +121,11 @@ class PooledRequest:
 
     def obstacle(self, core: Core) -> Obstacle | None:
         return core.view.obstacle(self.request.begun, self.vocab_size or core.view.vocab_size)
+
+    @property
+    def kind_refused(self) -> Kind | None:
+        """By who has it, and all before; None where it may be this one alone."""
+        return Kind.of(self.core.load.policy, self.request.record) if self.core and self.none_taken else None
 
     def fits(self, core: Core) -> bool:
         return core.usable and self.obstacle(core) is None
@@ -131,3 +139,4 @@ class PooledRequest:
         self.give_up_at = None
         self.why = ""
         self.refused_by.clear()
+        self.none_taken = True

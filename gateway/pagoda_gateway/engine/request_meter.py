@@ -11,8 +11,9 @@ import time
 from pagoda_gateway.clients import tenant_of
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
 from pagoda_gateway.engine.recent import EndedRequest, RecentRequests
+from pagoda_gateway.engine.refusals import Kind, Refusals
 from pagoda_gateway.metrics import GatewayMetrics
-from pagoda_proto.errors import ErrorCode
+from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import FinishReason
 
 logger = logging.getLogger("pagoda_gateway.generation.requests")
@@ -23,6 +24,7 @@ class RequestMeter:
 
     def __init__(self, metrics: GatewayMetrics, *, log_requests: bool) -> None:
         self.recent = RecentRequests()
+        self.refusals = Refusals(self._unread)
         self._metrics = metrics
         self._log_requests = log_requests
 
@@ -36,6 +38,18 @@ class RequestMeter:
             self._metrics.itl.observe(gap_s / num_tokens)
         elif is_first:
             self._metrics.ttft.observe(now - generation.times.submitted_at)
+
+    def refused(self, generation: PooledGeneration, error: PagodaError, kind: Kind | None) -> None:
+        """By everybody who works; where there is a `kind`, with it all of that. It is still to be ended."""
+        if generation.counted:
+            self._metrics.refused(error.code)
+            if kind is not None:
+                self.refusals.came(kind, error)
+
+    def _unread(self, code: ErrorCode) -> None:
+        """One was refused whose request was never made."""
+        self._metrics.refused(code)
+        self._metrics.ended(FinishReason.ERROR, None, 0.0)
 
     def ended(self, generation: PooledGeneration, now: float) -> None:
         """Once per request. Prompt tokens count where the model saw them, that is, where tokens came back."""

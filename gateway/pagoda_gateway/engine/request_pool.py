@@ -198,16 +198,16 @@ class RequestPool:
         if pooled is None:
             return
         code = error_code_from(rejected.code) or ErrorCode.INTERNAL
+        pooled.none_taken &= rejected.of_all
         if code in _RETRYABLE and pooled.give_up_at is not None:
             now, pause_s = self._clock.now(), min(max(RETRY_LEAST_S, rejected.retry_after_s), RETRY_MOST_S)
             return self._park(pooled, now, retry_at=now + pause_s, why=rejected.message)
         if code in _RETRYABLE and not pooled.request.num_output_tokens and self._ask_another(pooled):
             return None
-        if pooled.generation.counted:
-            self._metrics.refused(code)
-        if pooled.request.num_output_tokens and code in _RETRYABLE:
-            code = ErrorCode.STREAM_INTERRUPTED
         error = PagodaError(code, rejected.message, rejected.param or None, retry_after_s=rejected.retry_after_s)
+        self._meter.refused(pooled.generation, error, pooled.kind_refused)
+        if pooled.request.num_output_tokens and code in _RETRYABLE:
+            error.code = ErrorCode.STREAM_INTERRUPTED
         self._fail_with(pooled, error)
 
     def _ask_another(self, pooled: PooledRequest) -> bool:

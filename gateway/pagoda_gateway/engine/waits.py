@@ -24,7 +24,7 @@ class Waits:
     silent_s: float = times.ENGINE_SILENT_S
     suspect_s: float = times.ENGINE_SUSPECT_S
     stuck_s: float = times.ENGINE_STUCK_S
-    restart_s: float = times.RESTART_MOST_S + times.START_S
+    restart_s: float = times.RESTART_DUE_S
     tick_s: float = 0.1
 
 

@@ -15,7 +15,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,7 +24,7 @@ from pagoda_gateway.api.error_body import shape_of
 from pagoda_gateway.api.errors import error_response
 from pagoda_gateway.clients import Caller, Identify
 from pagoda_gateway.config import GatewayConfig
-from pagoda_gateway.http.memory import Holding, MemoryBudget
+from pagoda_gateway.http.memory import COUNTED_ABOVE_BYTES, Holding, MemoryBudget
 from pagoda_gateway.http.upload_rate import Upload, UploadRate
 from pagoda_gateway.keys.quota import Quota, Quotas
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -33,6 +33,7 @@ LINGER_S = 1.0
 LINGER_BYTES = 64 * 1024 * 1024
 LEAST_BYTES_PER_S = 64 * 1024  # of an upload, on the whole
 NO_UPLOADS: Mapping[str, int] = {}
+Unread = Callable[[Scope], PagodaError | None]
 _NOT_NORMAL = re.compile(rb"//|\\|(^|/)\.{1,2}(/|$)|%(2f|5c|2e|00)|[^\x21-\x7e]", re.IGNORECASE)
 
 
@@ -43,7 +44,7 @@ def refusal(error: PagodaError, scope: Scope) -> tuple[int, list[tuple[bytes, by
 
 
 class LimitsMiddleware:
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all that is known before a body is read
         self,
         app: ASGIApp,
         config: GatewayConfig,
@@ -51,14 +52,17 @@ class LimitsMiddleware:
         identify: Identify,
         quotas: Quotas,
         uploads: Mapping[str, int] = NO_UPLOADS,
+        unread: Unread = lambda scope: None,
     ) -> None:
-        """`uploads`: paths whose POST bodies are not gathered here, with the most bytes of each."""
+        """`uploads`: paths whose POST bodies are not gathered here, with the most bytes of each. `unread` says why a
+        request, whose caller is known, is refused whatever its body says."""
         self._app = app
         self._uploads = uploads
         self._config = config
         self._memory = memory
         self._identify = identify
         self._quotas = quotas
+        self._unread = unread
         self._open_by_client: Counter[str] = Counter()
         self._rate = UploadRate(config.max_upload_bytes_per_second)
 
@@ -100,6 +104,9 @@ class LimitsMiddleware:
                 request.enter_context(quota.request())
             except PagodaError as error:
                 await _refuse(error, scope, upload, send)
+                return
+            if (full := self._unread(scope)) is not None:
+                await (_refuse_and_keep(full, scope, send) if _is_short(scope) else _refuse(full, scope, upload, send))
                 return
             await self._serve(scope, upload, receive, send, limit)
 
@@ -265,6 +272,22 @@ async def _refuse(error: PagodaError, scope: Scope, upload: Upload, send: Send) 
     if error.code is not ErrorCode.REQUEST_TIMEOUT:
         await _linger(upload)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _refuse_and_keep(error: PagodaError, scope: Scope, send: Send) -> None:
+    """Where many are refused, connections that close are dearer than bodies that are passed over."""
+    await error_response(error, scope)(scope, _nothing, send)
+
+
+async def _nothing() -> Message:
+    raise AssertionError("nobody reads it")
+
+
+def _is_short(scope: Scope) -> bool:
+    """Whether so little of a body is on its way, and comes unasked, that it is passed over."""
+    said = dict(scope["headers"])
+    length = said.get(b"content-length", b"")
+    return length.isdigit() and int(length) <= COUNTED_ABOVE_BYTES and b"expect" not in said
 
 
 async def _linger(upload: Upload) -> None:

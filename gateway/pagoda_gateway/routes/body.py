@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
+from starlette.datastructures import Headers
 from starlette.responses import Response
 
 from pagoda_gateway.api import body as api
@@ -36,10 +37,10 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def timeout_of(request: Request) -> float | None:
+def timeout_of(headers: Headers) -> float | None:
     """How long the whole answer may take, in seconds, as the client says in a header; None where it does not. Raises
     InvalidParams."""
-    found = request.headers.getlist(TIMEOUT)
+    found = headers.getlist(TIMEOUT)
     if not found:
         return None
     text = found[0].strip()

@@ -116,7 +116,7 @@ async def _events(writing: Writing) -> AsyncGenerator[bytes, None]:
 
 def job_maker(ctx: GatewayContext, dialect: Dialect[Any], request: Request, bodies: list[Any]) -> NewJob:
     """Makes the job of the body in `bodies`, of which nothing else is left then."""
-    caller, arrived_at, timeout_s = caller_of(request), time.time(), timeout_of(request)
+    caller, arrived_at, timeout_s = caller_of(request), time.time(), timeout_of(request.headers)
 
     async def new_job() -> Job:
         await ctx.adapters.resolve(bodies[0].model, caller)

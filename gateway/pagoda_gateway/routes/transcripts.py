@@ -42,7 +42,7 @@ def router(ctx: GatewayContext) -> APIRouter:
 
     @endpoint(routes, AGAIN, "The transcript of the same, computed again", TranscriptShown, request=TranscriptShown)
     async def replay(request: Request) -> Response:
-        arrived_at, timeout_s = time.time(), timeout_of(request)
+        arrived_at, timeout_s = time.time(), timeout_of(request.headers)
         job = _job(ctx, await _asked(ctx, request), caller_of(request))
         hold_for(request, held_bytes(job), instead=True)
         async with until_disconnect(request.receive):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.engine_core.dispatch.test_router import Bench
 from tests.fakes import make_record
 
-from pagoda_engine_core.dispatch.fairness import MAX_COUNTERS, OUTPUT_COST, Fairness
+from pagoda_engine_core.dispatch.fairness import MAX_COUNTERS, OUTPUT_COST, SPARED_FOR_S, Fairness
+from pagoda_engine_core.dispatch.router import LEAST_ROWS_TO_SPARE
 from pagoda_engine_core.dispatch.waiting import Rank, WaitingQueue
 from pagoda_engine_core.scheduling.policy import fcfs
 from pagoda_engine_core.scheduling.request import Request
@@ -38,6 +39,51 @@ def test_a_flood_is_no_further_in_front_of_others_than_what_runs(policy: str, ah
     found.add(make_record((5, 5), request_id="small", tenant="small"))
     found.run()
     assert endings(found).index("small") == ahead
+
+
+def flooded(policy: str = "fair", max_rows: int = LEAST_ROWS_TO_SPARE, later_s: float = 0.0) -> Bench:
+    """Somebody has asked, and so much later comes a flood."""
+    found = Bench(policy=policy, max_rows=max_rows, max_tokens_per_step=MAX_TOKENS_PER_STEP)
+    found.join(max_rows=max_rows, num_blocks=512)
+    found.add(make_record((9, 9), request_id="small-0", tenant="small"))
+    found.run()
+    found.now += later_s
+    for i in range(100):
+        found.add(make_record((i, 1, 2), request_id=f"flood-{i}", tenant="flood"))
+    found.dispatch()
+    return found
+
+
+def test_where_several_ask_the_last_row_is_for_who_has_none() -> None:
+    found = flooded()
+    assert len(found.held(1)) == LEAST_ROWS_TO_SPARE - 1
+    small = found.add(make_record((5, 5), request_id="small-1", tenant="small"))
+    found.dispatch()
+    assert not found.router.is_waiting(small.request_id), "it begins in the next step"
+    found.add(make_record((5, 6), request_id="small-2", tenant="small"))
+    found.dispatch()
+    assert found.router.is_waiting("small-2"), "it takes turns"
+    found.run()
+    assert len(endings(found)) == 103
+
+
+@pytest.mark.parametrize(
+    ("policy", "max_rows", "later_s"), [("fcfs", 16, 0.0), ("fair", 15, 0.0), ("fair", 16, SPARED_FOR_S + 1)]
+)
+def test_else_no_row_is_spared(policy: str, max_rows: int, later_s: float) -> None:
+    """Without turns, of few, or for who has not asked for long."""
+    found = flooded(policy, max_rows, later_s)
+    assert len(found.held(1)) == max_rows
+
+
+def test_what_was_lost_may_take_the_last_row() -> None:
+    found = flooded(later_s=SPARED_FOR_S + 1)
+    assert found.step(1)
+    found.lose(1)
+    found.add(make_record((9, 8), request_id="small-1", tenant="small"))
+    found.join(max_rows=LEAST_ROWS_TO_SPARE, num_blocks=512)
+    found.dispatch()
+    assert found.held(2) == {f"flood-{i}" for i in range(LEAST_ROWS_TO_SPARE)}
 
 
 def test_within_a_tenant_it_is_first_come_first_served() -> None:

@@ -415,9 +415,9 @@ def test_what_no_worker_ever_makes_a_token_of_ends_whoever_is_to_blame() -> None
 
 
 def test_waiting_requests_can_be_aborted_and_expire() -> None:
-    bench = Bench(queue_timeout_s=5)
-    aborted, partly = bench.add(make_record()), bench.add(make_record(n=2))
-    patient = bench.add(make_record(queue_timeout_s=60))
+    bench = Bench(queue_timeout_s=60)
+    aborted, partly = bench.add(make_record()), bench.add(make_record(n=2, queue_timeout_s=5))
+    patient = bench.add(make_record())
     assert bench.router.abort(aborted.request_id, (), NOW)[0].finish_reason is FinishReason.ABORT
     assert not bench.router.abort(partly.request_id, (1,), NOW)[0].ends_request
     assert bench.router.abort("unknown", (), NOW) == []

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from tests.fakes import make_delta
 from tests.session_frames import FrameReader
 
+from pagoda_engine_core.dispatch.answers import Full
 from pagoda_engine_core.sessions import outbox as outbox_module
 from pagoda_engine_core.sessions.outbox import MAX_FRAME_NUMBERS, Outbox
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -31,6 +32,14 @@ def test_neighbours_merge_and_the_ending_stays_last() -> None:
     assert merged.result.logprobs == [logprob(1), logprob(2)]
     assert merged.result.prompt_logprobs == [logprob(9)]
     assert (merged.finish_reason, merged.usage, merged.ledger) == (FinishReason.LENGTH, usage, ledger)
+
+
+def test_a_refusal_says_whether_it_is_of_all() -> None:
+    outbox = Outbox()
+    outbox.rejected("a", 0, PagodaError(ErrorCode.OVERLOADED, "too much"), 1.0)
+    outbox.rejected("b", 0, Full("too many"), 2.0)
+    told = [(frame.rejected.code, frame.rejected.of_all) for frame in outbox.take()]
+    assert told == [("overloaded", False), ("overloaded", True)]
 
 
 def test_other_choices_and_requests_do_not_merge_and_a_later_attempt_replaces_an_earlier_one() -> None:

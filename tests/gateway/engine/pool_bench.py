@@ -30,11 +30,10 @@ class Bench:
         self.place: dict[tuple[str, int], Core] = {}  # of attempts, the engine core they were sent to
         self.metrics = GatewayMetrics("m")
         self.sent: list[pb.ClientFrame] = []
+        self.meter = meter(self.metrics, log_requests=True)
         clock = LivedClock(1e9, lambda: self.now)
         self.waits = waits(**times)
-        self.pool = RequestPool(
-            clock, self.waits, self.metrics, meter(self.metrics, log_requests=True), lambda now: 7.0
-        )
+        self.pool = RequestPool(clock, self.waits, self.metrics, self.meter, lambda now: 7.0)
         self.cores = [Core(name=str(number)) for number in range(num_cores)]
         self.core = self.cores[0]
         for core in self.cores:
@@ -98,11 +97,9 @@ class Bench:
         )
         self.pool.on_outputs(self.core_of(generation), pb.StepOutputs(deltas=[delta]))
 
-    def reject(self, generation: PooledGeneration, code: str, message: str = "no", retry_after_s: float = 0.0) -> None:
+    def reject(self, generation: PooledGeneration, code: str, message: str = "no", **said: Any) -> None:
         about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}
-        self.pool.on_rejected(
-            self.core_of(generation), pb.Rejected(code=code, message=message, retry_after_s=retry_after_s, **about)
-        )
+        self.pool.on_rejected(self.core_of(generation), pb.Rejected(code=code, message=message, **said, **about))
 
     def accept(self, generation: PooledGeneration, stream: int = 0) -> None:
         about = {"request_id": generation.request.record.request_id, "attempt": generation.request.attempt}

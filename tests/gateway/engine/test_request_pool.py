@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.gateway.engine.pool_bench import BEGUN, HERE, Bench, ending, tokens_of
 from tests.gateway.fake_engine_core import next_token
+from tests.gateway.streams import record
 
 from pagoda_gateway.engine.cores import Core
 from pagoda_gateway.engine.model_view import ModelView
 from pagoda_gateway.engine.pooled_generation import PooledGeneration
+from pagoda_gateway.engine.refusals import Kind
 from pagoda_gateway.engine.request_meter import RequestMeter
 from pagoda_proto.convert import begun_to_pb
 from pagoda_proto.engine.v1 import engine_pb2 as pb
@@ -307,6 +309,37 @@ async def test_a_request_opened_in_a_gap_of_the_session_is_not_forgotten(bench: 
     assert bench.submits(generation) == []
     bench.meet()
     assert len(bench.submits(generation)) == 1
+
+
+async def test_a_refusal_of_all_is_known_of_its_kind(bench: Bench) -> None:
+    generation = bench.open()
+    kind = Kind.of("", generation.request.record)
+    bench.reject(generation, "overloaded")
+    assert bench.meter.refusals.repeated(kind) is None, "a smaller one might be taken"
+    bench.reject(bench.open(), "overloaded", "full", retry_after_s=3.0, of_all=True)
+    error = bench.meter.refusals.repeated(kind)
+    assert error is not None
+    assert (error.code, error.message, error.retry_after_s) == (ErrorCode.OVERLOADED, "full", 3.0)
+    value, name = bench.metrics.registry.get_sample_value, {"model_name": "m"}
+    assert value("pagoda_admission_rejections_total", name | {"reason": "overloaded"}) == 3
+    assert value("pagoda_request_success_total", name | {"finished_reason": "error"}) == 3
+
+
+async def test_of_all_is_what_all_said(bench: Bench) -> None:
+    bench = Bench(num_cores=2)
+    for first, second, known in ((True, False, False), (False, True, False), (True, True, True)):
+        generation = bench.open()
+        bench.reject(generation, "overloaded", of_all=first)
+        assert not generation.request.ended, "there is another one to ask"
+        bench.reject(generation, "overloaded", of_all=second)
+        assert generation.request.ended
+        assert (bench.meter.refusals.repeated(Kind.of("", generation.request.record)) is not None) == known
+
+
+async def test_what_no_user_asked_says_nothing_of_users(bench: Bench) -> None:
+    generation = bench.pool.open(record(), counted=False)
+    bench.reject(generation, "overloaded", of_all=True)
+    assert bench.meter.refusals.repeated(Kind.of("", generation.request.record)) is None
 
 
 KINDS = ["open", "step", "step", "step", "lose", "meet", "drain", "idle", "other", "move", "hole", "no", "wait"]

@@ -29,7 +29,7 @@ class App:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        metrics = GatewayMetrics("m")
+        metrics = self._metrics = GatewayMetrics("m")
         health = Health(SessionClient([EngineAddress("unix:none")], metrics), metrics)
         background, kept = BackgroundResponses(gateway.context), Batches(gateway.context.store)
         self.asgi: Any = create_app(gateway.context, health, metrics, background, kept, gateway.tickets)
@@ -39,6 +39,11 @@ class App:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         transport = httpx.ASGITransport(self.asgi, raise_app_exceptions=False)
         return httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers)
+
+    def http_count(self, route: str, status: str) -> float:
+        """Of POST."""
+        labels = {"route": route, "method": "POST", "status": status}
+        return self._metrics.registry.get_sample_value("pagoda_http_requests_total", labels) or 0.0
 
     async def new_key(self, **fields: Any) -> tuple[ApiKey, httpx.AsyncClient]:
         key, text = await self.gateway.context.keys.create(NewKey(**{"name": "n"} | fields))

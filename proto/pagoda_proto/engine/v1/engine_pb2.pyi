@@ -218,20 +218,22 @@ class Accepted(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., stream: _Optional[int] = ...) -> None: ...
 
 class Rejected(_message.Message):
-    __slots__ = ("request_id", "attempt", "code", "message", "param", "retry_after_s")
+    __slots__ = ("request_id", "attempt", "code", "message", "param", "retry_after_s", "of_all")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     PARAM_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    OF_ALL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     code: str
     message: str
     param: str
     retry_after_s: float
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., param: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+    of_all: bool
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., code: _Optional[str] = ..., message: _Optional[str] = ..., param: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., of_all: bool = ...) -> None: ...
 
 class StepOutputs(_message.Message):
     __slots__ = ("deltas", "tokens")

@@ -58,7 +58,9 @@ class EngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Generate(self, request, context):
-        """One request per call, for plain gRPC clients; same validation, same tokens.
+        """One request per call, for plain gRPC clients; same validation, same tokens. Nobody moves it: an engine core that
+        leaves refuses it, or ends it where its drain time is over, as UNAVAILABLE. Trailers of every refusal: `pagoda-code`,
+        and `pagoda-retry-after-ms` where it is known when to ask again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
