@@ -6,6 +6,9 @@ carries it is the last of its request, and a receiver may stop reading a request
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+
 from pagoda_proto.pooling.params import FLOAT_BYTES
 from pagoda_proto.records import Delta, Result, Stream, Tokens
 from pagoda_proto.steps import TopLogprobs
@@ -30,20 +33,36 @@ class WaitingDeltas:
     def add(self, delta: Delta) -> None:
         """Deltas of one choice have to be given in order; one that does not follow what waits, because it is of another
         attempt, takes its place: the earlier attempt is nobody's any more."""
-        self.num_numbers += count_numbers(delta)
         key = (delta.request_id, delta.choice)
         waiting = self._waiting.pop(key, None)
+        self.num_numbers += count_numbers(delta)
         if waiting is not None and _follows(delta.result, waiting.result):
+            self.num_numbers -= 1  # two are one
             _extend(waiting, delta)
             delta = waiting
+        elif waiting is not None:
+            self.num_numbers -= count_numbers(waiting)
         self._waiting[key] = delta
 
-    def take(self) -> list[Delta]:
-        """All that waits, in order; nothing waits afterwards."""
-        taken = self.all()
-        self._waiting.clear()
-        self.num_numbers = 0
-        return taken
+    def take(self, most_numbers: float = math.inf) -> list[Delta]:
+        """What waits, in order, as far as it weighs no more than that, but one delta at least; it does not wait
+        afterwards."""
+        if self.num_numbers <= most_numbers:
+            taken = self.all()
+            self._waiting.clear()
+            self.num_numbers = 0
+            return taken
+        return list(self._first(most_numbers))
+
+    def _first(self, most_numbers: float) -> Iterator[Delta]:
+        room = most_numbers
+        for key, delta in list(self._waiting.items()):
+            numbers = count_numbers(delta)
+            if numbers > room and room < most_numbers:
+                return
+            room -= numbers
+            self.num_numbers -= numbers
+            yield self._waiting.pop(key)
 
     def all(self) -> list[Delta]:
         """What `take` would give; it stays, and is not to be changed."""

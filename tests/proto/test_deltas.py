@@ -45,17 +45,31 @@ def test_what_was_said_once_is_kept_by_a_merge() -> None:
     assert (merged.result.token_ids, merged.finish_reason, merged.error_message) == ([1, 2], FinishReason.ERROR, "late")
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=40))
-def test_however_it_is_read_nothing_is_lost_and_the_end_is_the_end(steps: list[tuple[int, int, bool]]) -> None:
+def weights(waiting: WaitingDeltas) -> list[int]:
+    return [count_numbers(one) for one in waiting.all()]
+
+
+def test_what_is_taken_weighs_no_more_than_is_asked_for_but_is_one_at_least() -> None:
+    waiting = WaitingDeltas()
+    for choice, size in enumerate((9, 4, 4, 1)):
+        waiting.add(delta(0, [7] * size, choice))
+    assert [len(one.result.token_ids) for one in waiting.take(1)] == [9]
+    assert [len(one.result.token_ids) for one in waiting.take(11)] == [4, 4]
+    waiting.add(delta(5, [1] * 6, choice=3, attempt=1))
+    assert (weights(waiting), waiting.num_numbers) == ([7], 7)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3), st.sampled_from([0, 2, 6, 100])), max_size=40))
+def test_however_it_is_read_nothing_is_lost_and_the_end_is_the_end(steps: list[tuple[int, int, int]]) -> None:
     waiting, sent, received = WaitingDeltas(), [0] * 4, [0] * 4
     taken: list[Delta] = []
-    for choice, count, then_read in steps:
+    for choice, count, most in steps:
         new = delta(sent[choice], list(range(count)), choice)
         waiting.add(new)
         sent[choice] += count
-        assert waiting.num_numbers >= count_numbers(new)
-        if then_read:
-            taken += waiting.take()
+        assert waiting.num_numbers == sum(weights(waiting))
+        if most:
+            taken += waiting.take(most)
     last = steps[-1][0] if steps else 0
     waiting.add(delta(sent[last], [], last, finish_reason=FinishReason.STOP, usage=USAGE))
     taken += waiting.take()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pagoda_engine_core.dispatch.answers import Full
 from pagoda_proto import convert
-from pagoda_proto.deltas import WaitingDeltas, count_numbers
+from pagoda_proto.deltas import WaitingDeltas
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import Delta, Load, NextTokens
 
 MAX_WAITING_NUMBERS = 4_000_000
 """Token ids and log-probabilities that may wait; a reader that far behind has lost its session."""
-MAX_FRAME_NUMBERS = 1_000_000
+FRAME_NUMBERS = 50_000
+"""Of the deltas in a frame, unless the first has more. Writing these takes some ten milliseconds, and tokens wait."""
 MAX_WAITING_COLUMN = 65_536
 """So many tokens wait as they came; where more do, those of a choice are worth merging."""
 
@@ -19,8 +20,9 @@ MAX_WAITING_COLUMN = 65_536
 class Outbox:
     """What one session has not been sent yet, in the order that makes sense to it. It owns the deltas it is given."""
 
-    def __init__(self, max_waiting_column: int = MAX_WAITING_COLUMN) -> None:
+    def __init__(self, max_waiting_column: int = MAX_WAITING_COLUMN, frame_numbers: int = FRAME_NUMBERS) -> None:
         self._max_waiting_column = max_waiting_column
+        self._frame_numbers = frame_numbers
         self._answers: list[pb.ServerFrame] = []
         self._tokens = NextTokens()
         self._deltas = WaitingDeltas()  # behind the tokens
@@ -77,10 +79,13 @@ class Outbox:
         self.deltas(tokens.deltas() + self._deltas.take())
 
     def take(self) -> list[pb.ServerFrame]:
-        """Everything that waits, as frames; the outbox is empty afterwards."""
+        """What is to be sent next, as frames; none when nothing waits. Tokens that come while one frame is written do
+        not wait for all the others."""
         frames, self._answers = self._answers, []
-        tokens, self._tokens = self._tokens, NextTokens()
-        frames += _step_outputs(tokens, self._deltas.take())
+        if outputs := self._next_outputs():
+            frames.append(outputs)
+        if self._deltas:
+            return frames
         frames += self._migrations
         self._migrations = []
         if self._load is not None:
@@ -88,19 +93,15 @@ class Outbox:
             self._load = None
         return frames
 
-
-def _step_outputs(tokens: NextTokens, deltas: list[Delta]) -> list[pb.ServerFrame]:
-    frames: list[pb.ServerFrame] = []
-    room = 0
-    if tokens:
-        frames.append(pb.ServerFrame(outputs=pb.StepOutputs()))
-        convert.write_next_tokens(tokens, frames[-1].outputs.tokens)
-        room = MAX_FRAME_NUMBERS - 3 * len(tokens)
-    for delta in deltas:
-        numbers = count_numbers(delta)
-        if room < numbers or not frames:
-            frames.append(pb.ServerFrame(outputs=pb.StepOutputs()))
-            room = MAX_FRAME_NUMBERS
-        convert.write_delta(delta, frames[-1].outputs.deltas.add())
-        room -= numbers
-    return frames
+    def _next_outputs(self) -> pb.ServerFrame | None:
+        """Tokens as they came, and of the deltas as many as there is room for."""
+        tokens, self._tokens = self._tokens, NextTokens()
+        deltas = self._deltas.take(self._frame_numbers)
+        if not (tokens or deltas):
+            return None
+        outputs = pb.StepOutputs()
+        if tokens:
+            convert.write_next_tokens(tokens, outputs.tokens)
+        for delta in deltas:
+            convert.write_delta(delta, outputs.deltas.add())
+        return pb.ServerFrame(outputs=outputs)

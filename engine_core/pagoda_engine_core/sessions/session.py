@@ -211,8 +211,9 @@ class EngineService(pb_grpc.EngineServicer):
         more = True
         while more:
             more = await mailbox.wait()
-            for frame in mailbox.outbox.take():
-                await context.write(frame)
+            while frames := mailbox.outbox.take():
+                for frame in frames:
+                    await context.write(frame)
 
     async def _read(self, frames: AsyncIterator[pb.ClientFrame], mailbox: Mailbox) -> None:
         async for frame in frames:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import itertools
+import math
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.fakes import make_delta
@@ -7,7 +10,7 @@ from tests.session_frames import FrameReader
 
 from pagoda_engine_core.dispatch.answers import Full
 from pagoda_engine_core.sessions import outbox as outbox_module
-from pagoda_engine_core.sessions.outbox import MAX_FRAME_NUMBERS, Outbox
+from pagoda_engine_core.sessions.outbox import FRAME_NUMBERS, Outbox
 from pagoda_proto.errors import ErrorCode, PagodaError
 from pagoda_proto.records import Delta, FinishReason, LedgerEntry, Load, NextTokens, Stream, Usage
 from pagoda_proto.steps import TopLogprobs
@@ -69,8 +72,8 @@ def test_frames_come_in_an_order_that_makes_sense() -> None:
 
 def test_frames_are_bounded_and_so_is_what_waits() -> None:
     outbox = Outbox()
-    outbox.deltas([delta(str(i), 0, [7] * (MAX_FRAME_NUMBERS // 2)) for i in range(3)])
-    assert len(outbox.take()) == 3
+    outbox.deltas([delta(str(i), 0, [7] * (FRAME_NUMBERS // 2)) for i in range(3)])
+    assert [len(outbox.take()) for _ in range(4)] == [1, 1, 1, 0]
     assert not outbox.overfull
     outbox.deltas([delta("a", 0, [7] * (outbox_module.MAX_WAITING_NUMBERS + 1))])
     assert outbox.overfull
@@ -78,23 +81,46 @@ def test_frames_are_bounded_and_so_is_what_waits() -> None:
     assert not outbox.overfull
 
 
+def test_tokens_do_not_wait_for_all_that_is_much() -> None:
+    outbox, reader = Outbox(), FrameReader()
+    for number, name in enumerate("abc"):
+        outbox.accepted(name, 0, 2 * number)
+    outbox.load(Load(engine_id="e"))
+    outbox.migrate("c", 0)
+    long = [logprob(9)] * FRAME_NUMBERS
+    outbox.deltas([delta("b", 0, [1], prompt_logprobs=long), delta("c", 0, [1], prompt_logprobs=long)])
+    told, kinds = list[list[str]](), list[list[str | None]]()
+    for first_index in range(3):
+        token = Stream(number=0, request_id="a", attempt=0, choice=0)
+        outbox.next_tokens(NextTokens(streams=[token], first_indexes=[first_index], token_ids=[5]))
+        frames = outbox.take()
+        told.append([got.request_id for frame in frames for got in reader.deltas(frame)])
+        kinds.append([frame.WhichOneof("frame") for frame in frames])
+    assert told == [["a", "b"], ["a", "c"], ["a"]]
+    assert kinds == [["accepted"] * 3 + ["outputs"], ["outputs", "migrate", "load"], ["outputs"]]
+
+
 @settings(max_examples=50)
 @given(
     steps=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(0, 3), st.booleans()), max_size=40),
     column=st.sampled_from([1, 3, 1000]),
+    room=st.sampled_from([1, 4, FRAME_NUMBERS]),
 )
-def test_however_it_is_read_the_tokens_are_the_same(steps: list[tuple[str, int, int, bool]], column: int) -> None:
+def test_however_it_is_read_the_tokens_are_the_same(
+    steps: list[tuple[str, int, int, bool]], column: int, room: int
+) -> None:
     """Single tokens come in columns, others as deltas, and the two may follow each other in any order."""
-    outbox = Outbox(column)
+    outbox = Outbox(column, room)
     reader = FrameReader()
     for number, name in enumerate("ab"):
         outbox.accepted(name, 0, 2 * number)
     sent: dict[tuple[str, int], list[int]] = {}
     received: dict[tuple[str, int], list[int]] = {}
 
-    def read() -> None:
-        for frame in outbox.take():
-            for got in reader.deltas(frame):
+    def read(rounds: float = math.inf) -> None:
+        while rounds > 0 and (frames := outbox.take()):
+            rounds -= 1
+            for got in itertools.chain.from_iterable(map(reader.deltas, frames)):
                 tokens = received.setdefault((got.request_id, got.choice), [])
                 assert got.result.first_index == len(tokens)
                 tokens += got.result.token_ids
@@ -109,6 +135,6 @@ def test_however_it_is_read_the_tokens_are_the_same(steps: list[tuple[str, int, 
             outbox.deltas([delta(request_id, len(tokens), list(range(count)), choice)])
         tokens += range(count)
         if then_read:
-            read()
+            read(rounds=1)
     read()
     assert received == sent
