@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from pagoda_proto.convert import delta_to_pb, load_to_pb, record_from_pb, resume_from_pb
+from pagoda_proto.engine.frames import parted
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
 from pagoda_proto.records import SESSION_PROTOCOL, Begun, Delta, FinishReason, Load, RequestRecord, Tokens, Usage
@@ -105,6 +106,7 @@ class FakeEngineCore(EngineServicer):
     def __init__(self, address: str) -> None:
         self.address = address
         self.boots = 0
+        self.num_messages = 0  # that came
         self.load = Load(
             engine_id="none",
             num_workers=1,
@@ -200,11 +202,13 @@ class FakeEngineCore(EngineServicer):
             return pb.ServerFrame(load=load_to_pb(self.load))
 
     async def _read(self, requests: AsyncIterator[pb.ClientFrame], outbox: asyncio.Queue[Any]) -> None:
-        async for frame in requests:
-            if frame.HasField("submit"):
-                self._on_submit(frame.submit, outbox)
-            else:
-                self._on_abort(frame.abort, outbox)
+        async for message in requests:
+            self.num_messages += 1
+            for frame in parted(message):
+                if frame.HasField("submit"):
+                    self._on_submit(frame.submit, outbox)
+                else:
+                    self._on_abort(frame.abort, outbox)
 
     def _on_submit(self, submit: pb.Submit, outbox: asyncio.Queue[Any]) -> None:
         self.submits.append(submit)

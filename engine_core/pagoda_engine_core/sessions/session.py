@@ -17,6 +17,7 @@ import msgspec
 from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.sessions.outbox import Outbox
 from pagoda_proto import convert
+from pagoda_proto.engine.frames import joined, parted
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1 import engine_pb2_grpc as pb_grpc
 from pagoda_proto.errors import ErrorCode, PagodaError
@@ -56,7 +57,7 @@ class Mailbox:
     """
 
     def __init__(self, protocol: int = SESSION_SPOKEN.newest) -> None:
-        self._protocol = protocol
+        self.protocol = protocol
         self.outbox = Outbox()
         self.overfull = False
         self.on_overfull: Callable[[], object] = lambda: None
@@ -93,7 +94,7 @@ class Mailbox:
         self.outbox.migrate(request_id, attempt)
 
     def load(self, load: Load) -> None:
-        self.outbox.load(msgspec.structs.replace(load, protocol=self._protocol))
+        self.outbox.load(msgspec.structs.replace(load, protocol=self.protocol))
         self._changed.set()
 
     def close(self) -> None:
@@ -212,15 +213,16 @@ class EngineService(pb_grpc.EngineServicer):
         while more:
             more = await mailbox.wait()
             while frames := mailbox.outbox.take():
-                for frame in frames:
-                    await context.write(frame)
+                for message in joined(frames, mailbox.protocol):
+                    await context.write(message)
 
-    async def _read(self, frames: AsyncIterator[pb.ClientFrame], mailbox: Mailbox) -> None:
-        async for frame in frames:
-            if frame.HasField("submit"):
-                self._submit(frame.submit, mailbox)
-            elif frame.HasField("abort"):
-                self._engine.abort(frame.abort.request_id, tuple(frame.abort.choices), mailbox)
+    async def _read(self, messages: AsyncIterator[pb.ClientFrame], mailbox: Mailbox) -> None:
+        async for message in messages:
+            for frame in parted(message):
+                if frame.HasField("submit"):
+                    self._submit(frame.submit, mailbox)
+                elif frame.HasField("abort"):
+                    self._engine.abort(frame.abort.request_id, tuple(frame.abort.choices), mailbox)
 
     def _submit(self, submit: pb.Submit, mailbox: Mailbox) -> None:
         try:

@@ -18,6 +18,7 @@ import grpc
 from pagoda_gateway.engine.report import EngineReport, WorkerReport
 from pagoda_proto import times
 from pagoda_proto.addresses import check_host_port
+from pagoda_proto.engine.frames import joined, parted
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import AdminStub, EngineStub
 from pagoda_proto.keys import TLS_SERVER_NAME, load_tls
@@ -84,6 +85,7 @@ class Session:
         self._heard_at = clock.now()
         self._silent = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
+        self._protocol = SESSION_SPOKEN.oldest  # until the engine core says what both speak
         self._outbox: asyncio.Queue[pb.ClientFrame] = asyncio.Queue()
 
     def send(self, frame: pb.ClientFrame) -> None:
@@ -120,13 +122,20 @@ class Session:
         raise SessionEnded(", ".join(sorted({_ending(task) for task in done})))
 
     async def _read(self, call: Call, on_frame: Callable[[pb.ServerFrame], None]) -> None:
-        async for frame in call:
+        async for message in call:
             self._heard_at = self._clock.now()
-            on_frame(frame)
+            for frame in parted(message):
+                if frame.HasField("load"):
+                    self._protocol = frame.load.protocol
+                on_frame(frame)
 
     async def _write(self, call: Call) -> None:
         while True:
-            await call.write(await self._outbox.get())
+            frames = [await self._outbox.get()]
+            while not self._outbox.empty():
+                frames.append(self._outbox.get_nowait())
+            for message in joined(frames, self._protocol):
+                await call.write(message)
 
     async def _watch(self) -> None:
         await self._silent.wait()

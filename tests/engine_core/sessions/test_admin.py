@@ -1,25 +1,12 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import grpc
 import pytest
 from tests.engine_core.fake_worker import RSS_BYTES, FakeWorker, make_hello
-from tests.engine_core.test_server import Server, Session
+from tests.engine_core.served import Server, Session
 from tests.fakes import make_record, reference_tokens
 
 from pagoda_proto.engine.v1 import engine_pb2 as pb
-
-
-@pytest.fixture
-async def server(socket_dir: Path) -> AsyncIterator[Server]:
-    server = Server(socket_dir)
-    try:
-        await server.event("listening")
-        yield server
-    finally:
-        await server.close()
 
 
 async def workers(server: Server) -> dict[str, pb.Worker]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 from tests.engine_core.fake_worker import FakeWorker
-from tests.engine_core.test_server import Server, Session, eventually
+from tests.engine_core.served import Server, Session, eventually
 from tests.fakes import make_record, reference_tokens
 
 from pagoda_proto import convert

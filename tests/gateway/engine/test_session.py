@@ -20,6 +20,7 @@ from tests.gateway.streams import Connect, collect, record, sample, tokens_of
 from pagoda_gateway.engine.client import SessionClient
 from pagoda_gateway.engine.session import EngineAddress, Session
 from pagoda_gateway.metrics import GatewayMetrics
+from pagoda_proto.engine.frames import TOGETHER_SINCE
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.records import SESSION_PROTOCOL, Delta
@@ -29,6 +30,19 @@ from pagoda_proto.times import ENGINE_SILENT_S, STALL_S
 async def test_a_session_says_which_protocol_it_speaks(engine: FakeEngineCore, client: SessionClient) -> None:
     await collect(await client.submit(record()))
     assert engine.metadata[0]["pagoda-protocol"] == str(SESSION_PROTOCOL)
+
+
+@pytest.mark.parametrize("protocol", [TOGETHER_SINCE - 1, TOGETHER_SINCE])
+async def test_what_is_submitted_at_once_goes_together_to_who_can_read_it(
+    engine: FakeEngineCore, client: SessionClient, protocol: int
+) -> None:
+    engine.set_load(protocol=protocol)
+    await until(lambda: client.load.protocol == protocol)
+    requests = [record() for _ in range(50)]
+    submitted = await asyncio.gather(*map(client.submit, requests))
+    for generation, request in zip(submitted, requests, strict=True):
+        assert tokens_of(await collect(generation)) == expected_tokens(request)
+    assert (engine.num_messages == len(requests)) == (protocol < TOGETHER_SINCE)
 
 
 async def test_an_engine_core_of_another_protocol_is_not_used(

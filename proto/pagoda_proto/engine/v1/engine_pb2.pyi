@@ -140,12 +140,14 @@ class Pool(_message.Message):
     def __init__(self, output: _Optional[str] = ..., normalize: bool = ..., activate: bool = ..., dimensions: _Optional[int] = ..., second_start: _Optional[int] = ..., skip: _Optional[int] = ..., unseen: _Optional[int] = ...) -> None: ...
 
 class ClientFrame(_message.Message):
-    __slots__ = ("submit", "abort")
+    __slots__ = ("submit", "abort", "more")
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     submit: Submit
     abort: Abort
-    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[ClientFrame]
+    def __init__(self, submit: _Optional[_Union[Submit, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., more: _Optional[_Iterable[_Union[ClientFrame, _Mapping]]] = ...) -> None: ...
 
 class Submit(_message.Message):
     __slots__ = ("record", "attempt", "resume")
@@ -194,18 +196,20 @@ class Abort(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., choices: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ServerFrame(_message.Message):
-    __slots__ = ("accepted", "rejected", "outputs", "load", "migrate")
+    __slots__ = ("accepted", "rejected", "outputs", "load", "migrate", "more")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     MIGRATE_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
     accepted: Accepted
     rejected: Rejected
     outputs: StepOutputs
     load: Load
     migrate: Migrate
-    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ...) -> None: ...
+    more: _containers.RepeatedCompositeFieldContainer[ServerFrame]
+    def __init__(self, accepted: _Optional[_Union[Accepted, _Mapping]] = ..., rejected: _Optional[_Union[Rejected, _Mapping]] = ..., outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., migrate: _Optional[_Union[Migrate, _Mapping]] = ..., more: _Optional[_Iterable[_Union[ServerFrame, _Mapping]]] = ...) -> None: ...
 
 class Accepted(_message.Message):
     __slots__ = ("request_id", "attempt", "stream")
