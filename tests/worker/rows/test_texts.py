@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,7 +66,7 @@ def test_a_domain_forgets_the_older_half_and_goes_on_in_the_newer() -> None:
 
 def test_sec_10_nothing_is_found_across_domains() -> None:
     domains, said = Domains(), list(range(50))
-    domains.of("one").take(Text(0), ids(said))
+    domains.take("one", Text(0), ids(said))
     assert list(domains.of("one").matches(said[10:20], 3)) == [(10, said[20:23])]
     for other in ("", "two", "one "):
         assert list(domains.of(other).matches(said[10:20], 3)) == []
@@ -74,9 +75,37 @@ def test_sec_10_nothing_is_found_across_domains() -> None:
 def test_sec_17_thousands_of_domains_leave_memory_bounded() -> None:
     domains, said = Domains(), list(range(1000))
     for number in range(2000):
-        domains.of(f"{number}").take(Text(0), ids(said))
+        domains.take(f"{number}", Text(0), ids(said))
         domains.of("busy")
         domains.trim()
     kept = [number for number in range(2000) if list(domains.of(f"{number}").matches(said[10:20], 3))]
     assert kept == list(range(2000 - len(kept), 2000)), "the last ones, if any"
     assert 0 < len(kept) * (len(said) + TEXT_TOKENS) <= ALL_TOKENS
+
+
+def test_domains_are_counted_as_they_grow_and_not_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count is right however halves come and go, and thousands of small domains cost a step nothing."""
+    domains, looked = Domains(), list[Outputs]()
+    text, tokens = Text(0), ids(list(range(3 * HALF_TOKENS)))
+    for end in range(1024, len(tokens), 1024):
+        text = domains.take("long", text, tokens[:end])
+    for number in range(500):
+        domains.take(f"{number}", Text(0), tokens[:8])
+    assert domains._size == sum(one.size for one in domains._outputs.values())
+    size = Outputs.size
+    monkeypatch.setattr(Outputs, "size", property(lambda one: looked.append(one) or size.fget(one)))
+    domains.trim()
+    assert not looked
+
+
+def test_sec_17_a_row_that_goes_on_does_not_keep_what_its_domain_forgets() -> None:
+    domains, said = Domains(), ids(list(range(1000)))
+    text = domains.take("first", Text(0), said)
+    assert text.half is not None
+    for number in range(ALL_TOKENS // len(said) + 1):
+        domains.take(f"{number}", Text(0), said)
+        domains.trim()
+    assert text.half() is None
+    again = domains.take("first", text, ids([*said.tolist(), 5000]))
+    assert again is not text
+    assert list(domains.of("first").matches([997, 998, 999], 4)) == [(3, [5000])]

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from weakref import ReferenceType, ref
 
 from pagoda_worker.rows.ngram import MAX_MATCH, MAX_PLACES, SIZE, common_suffix
 from pagoda_worker.rows.order import Ids
@@ -28,7 +29,7 @@ _PLACE_BITS = 32  # of a place in its text; the rest is the text's number
 class _Half:
     """Growing texts, and where any three of their tokens ended last and before that."""
 
-    __slots__ = ("_last", "_previous", "_texts", "size")
+    __slots__ = ("__weakref__", "_last", "_previous", "_texts", "size")
 
     def __init__(self) -> None:
         self._last: dict[int, int] = {}
@@ -71,10 +72,11 @@ class _Half:
 
 @dataclass(slots=True)
 class Text:
-    """One row's outputs, in a half or, before any was taken, in none; its first `known` tokens are in or stay out."""
+    """One row's outputs, in a half or, before any was taken, in none; its first `known` tokens are in or stay out. A
+    row that goes on does not keep what its domain forgets."""
 
     known: int
-    half: _Half | None = None
+    half: ReferenceType[_Half] | None = None
     number: int = 0
 
 
@@ -98,8 +100,8 @@ class Outputs:
         if self._newer.size >= HALF_TOKENS:
             self._newer, self._older = _Half(), self._newer
         first = text.known
-        if text.half is not self._newer:
-            text, first = Text(text.known, self._newer, self._newer.begin()), max(0, first - MAX_MATCH)
+        if text.half is None or text.half() is not self._newer:
+            text, first = Text(text.known, ref(self._newer), self._newer.begin()), max(0, first - MAX_MATCH)
         self._newer.extend(text.number, tokens[first:].tolist())
         text.known = len(tokens)
         return text
@@ -117,18 +119,26 @@ class Domains:
 
     def __init__(self) -> None:
         self._outputs: OrderedDict[str, Outputs] = OrderedDict()
+        self._size = 0  # of all: there may be thousands, so nobody counts them at every step
 
     def of(self, domain: str) -> Outputs:
-        """To be read from and added to now."""
+        """To be read from now."""
         outputs = self._outputs.setdefault(domain, Outputs())
         self._outputs.move_to_end(domain)
         return outputs
 
+    def take(self, domain: str, text: Text, tokens: Ids) -> Text:
+        """See `Outputs.take`."""
+        outputs = self.of(domain)
+        before = outputs.size
+        text = outputs.take(text, tokens)
+        self._size += outputs.size - before
+        return text
+
     def trim(self) -> None:
         """Forget what there is no room for; the domain used last stays."""
-        size = sum(one.size for one in self._outputs.values())
-        while size > ALL_TOKENS and len(self._outputs) > 1:
-            size -= self._outputs.popitem(last=False)[1].size
+        while self._size > ALL_TOKENS and len(self._outputs) > 1:
+            self._size -= self._outputs.popitem(last=False)[1].size
 
 
 def _key(three: Sequence[int]) -> int:

@@ -55,8 +55,8 @@ class SuffixLookup:
         index.extend(tokens, INDEXED_PER_SAMPLE)
         outputs = None if row.domain is None else self._domains.of(row.domain)
         state.guess = guessed(tokens, index, outputs, state.length.now, self._max_drafts)
-        if outputs is not None:
-            state.text = outputs.take(state.text, tokens)
+        if row.domain is not None:
+            state.text = self._domains.take(row.domain, state.text, tokens)
         return len(state.guess)
 
     def _state(self, row: Row) -> tuple[RowDrafts, NgramIndex]:
