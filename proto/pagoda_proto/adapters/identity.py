@@ -58,7 +58,7 @@ def read_lora_modules(text: str) -> dict[str, NamedAdapter]:
     is name=path, or an object of JSON as vLLM takes it: {"name": .., "path": .., "base_model_name": ..}.
 
     Raises:
-        ValueError: a part is neither, or a name stands twice.
+        ValueError: a part is neither, or a name or a field stands twice.
     """
     found: dict[str, NamedAdapter] = {}
     rest = text.lstrip(SEPARATORS)
@@ -67,6 +67,8 @@ def read_lora_modules(text: str) -> dict[str, NamedAdapter]:
         if not NAME.fullmatch(name) or not adapter.path:
             rule = "name=path or an object with name and path is expected, names without spaces"
             raise ValueError(f"lora_modules: {rule}, got {(name or text)[:200]!a}")
+        if unseen := [one for one in (name, *adapter) if not one.isprintable()]:
+            raise ValueError(f"lora_modules: names and paths must be printable, got {unseen[0][:200]!a}")
         if name in found:
             raise ValueError(f"lora_modules: {name!a} stands twice")
         found[name] = adapter
@@ -84,7 +86,7 @@ def _pair(text: str) -> tuple[str, NamedAdapter, str]:
 
 def _object(text: str) -> tuple[str, NamedAdapter, str]:
     try:
-        fields, end = json.JSONDecoder().raw_decode(text)
+        fields, end = json.JSONDecoder(object_pairs_hook=_each_once).raw_decode(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"lora_modules: {text[:200]!a} is no object of JSON: {error}") from error
     for field, value in fields.items():
@@ -94,3 +96,11 @@ def _object(text: str) -> tuple[str, NamedAdapter, str]:
             raise ValueError(f"lora_modules: {field} must be text, got {value!r:.100}")
     name, path, base = (fields.get(field) or "" for field in FIELDS)
     return name, NamedAdapter(path, base), text[end:]
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON lets a later field silently replace an earlier one."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a field stands twice")
+    return fields

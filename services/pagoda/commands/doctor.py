@@ -64,6 +64,8 @@ def main(arguments: argparse.Namespace) -> int:
     failed = False
     given = given_flags(arguments, "serve")
     del given["port"]  # only to be checked
+    if given and "model" not in given:
+        raise ConfigError([f"--{name.replace('_', '-')} is said of a MODEL, and none is named" for name in given])
     for finding in examine(arguments.port, given):
         failed |= finding.state == "FAIL"
         advice = f" -> {finding.advice}" if finding.advice else ""
@@ -80,7 +82,7 @@ def examine(port: int, given: Mapping[str, Any]) -> Iterator[Finding]:
     )  # fmt: skip
     for check in checks:
         yield check()
-    if given.get("model"):
+    if "model" in given:
         yield from _contexts(given)
 
 

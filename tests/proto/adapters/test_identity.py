@@ -53,6 +53,11 @@ def test_objects_of_json_stand_beside_them() -> None:
         ('{"name": "a"', "no object of JSON"),
         ("{" * 100_000, "no object of JSON"),
         ('["a"]', "expected"),
+        ('{"name": "a", "path": "x", "path": "y"}', "a field stands twice"),
+        ('{"name": "a", "path": "x\\u0000"}', "must be printable"),
+        ('{"name": "a\\ud800", "path": "x"}', "must be printable"),
+        ('{"name": "a", "path": "x", "base_model_name": "\\n"}', "must be printable"),
+        ("a=x\0", "must be printable"),
     ],
 )
 def test_what_names_no_path_is_refused(text: str, part: str) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from pagoda.cli import main
 from pagoda.commands.doctor import Finding, _contexts
+from pagoda.processes.process import EXIT_CONFIG
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.foresight import contexts_of
 
@@ -90,3 +92,11 @@ def test_what_cannot_be_told_is_a_finding(
 def test_no_such_model(tmp_path: Path) -> None:
     (finding,) = found(str(tmp_path / "none"))
     assert (finding.state, "no such directory" in finding.what) == ("FAIL", True)
+
+
+def test_options_of_a_model_without_one_are_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--dtype", "float32", "--max-model-len=17"]) == EXIT_CONFIG
+    said = capsys.readouterr()
+    assert not said.out
+    assert "--dtype is said of a MODEL" in said.err
+    assert "--max-model-len is said of a MODEL" in said.err

@@ -28,6 +28,8 @@ MODULES = {name: Module(name, *shape) for name, shape in SHAPES.items()}
 MODULES |= {HEAD: Module(HEAD, 40, 16), EMBED: Module(EMBED, 16, 40, embedding=True)}
 WHOLE = {f"{end}.weight": Whole(f"{end}.weight", (40, 16), end) for end in (HEAD, EMBED)}
 WHOLE |= {f"{NORM}.{kind}": Whole(f"{NORM}.{kind}", (16,), NORM) for kind in ("weight", "bias")}
+OTHER_HEAD = "embed_out"  # as another checkpoint of the family calls it
+MODULES[OTHER_HEAD], WHOLE[f"{OTHER_HEAD}.weight"] = MODULES[HEAD], WHOLE[f"{HEAD}.weight"]
 PLACES = Places(MODULES, WHOLE, tied=frozenset({HEAD, EMBED}))
 LIMITS = Limits(rank=16, num_bytes=100_000)
 A, B = f"{PREFIX}{Q}.lora_A.weight", f"{PREFIX}{Q}.lora_B.weight"
@@ -155,6 +157,16 @@ HOSTILE: list[tuple[Change, dict[str, Any], str]] = [
         "ensure_weight_tying.*for each of lm_head and model.embed",
     ),
     (lambda t: t, {"target_modules": ["q_proj"]}, "unknown tensors.*down_proj"),
+    (
+        lambda t: t | heads("") | {f"{PREFIX}{OTHER_HEAD}.weight": torch.zeros(40, 16)},
+        {},
+        "tensors that stand twice: .*embed_out.weight, .*lm_head.weight",
+    ),
+    (
+        lambda t: t | factors({HEAD: (40, 16), OTHER_HEAD: (40, 16)}),
+        {"target_modules": ["q_proj", "down_proj", HEAD, OTHER_HEAD]},
+        "matrices that stand twice: embed_out, lm_head",
+    ),
     (lambda t: without(t, B), {}, "missing tensors.*lora_B"),
     (lambda t: {}, {}, "none of its tensors"),
     (lambda t: t | {A: t[A][:, :8].contiguous()}, {}, r"shape \[8, 8\], expected \[8, 16\]"),

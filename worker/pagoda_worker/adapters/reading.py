@@ -6,6 +6,7 @@ The bytes whose digest is taken are those that tensors are made of, so nobody ca
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,8 +82,8 @@ def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limi
     problems += _listing("missing tensors", expected - set(entries))
     problems += _whole_problems(set(brought.values()), peft, places)
     problems += _tying_problems({*present, *(own.rpartition(".")[0] for own in brought.values())}, peft, places)
-    if len(set(brought.values())) < len(brought):
-        problems += _listing("tensors that stand twice", brought)
+    problems += _listing("tensors that stand twice", _twice({one: places.whole[own].name for one, own in brought.items()}))
+    problems += _listing("matrices that stand twice", _twice({own: places.modules[own].name for own in present}))
     if not present and not brought:
         problems.append("none of its tensors is for a matrix of this model")
     if not problems:
@@ -93,6 +94,12 @@ def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limi
         raise AdapterError("; ".join(problems[:NAMES_SHOWN]))
     pairs = {own: (entries[wanted[own][0]], entries[wanted[own][1]]) for own in present}
     return Found(pairs, {places.whole[own].name: entries[tensor] for tensor, own in brought.items()})
+
+
+def _twice(meant: Mapping[str, str]) -> list[str]:
+    """Those that mean the same as another: checkpoints of a family may be spelt in several ways."""
+    several = Counter(meant.values())
+    return [name for name, one in meant.items() if several[one] > 1]
 
 
 def _own_name(tensor: str) -> str:
