@@ -179,5 +179,6 @@ def test_memory_is_kept_for_what_may_come(family: Family, tmp_path: Path) -> Non
     assert room.each_bytes < higher.each_bytes < 2.5 * room.each_bytes
     assert fixed.left_bytes == 3 * 2**28
     write(tmp_path / "plain", adapter_of(family.path, tmp_path / "plain")[1], rank_pattern=RANKS)
-    with pytest.raises(ValueError, match="max_lora_gib"):
-        load(family.path, family.adapters, dtype="bfloat16", kernels="torch", max_lora_gib=1e-5)
+    for tiny in (1e-5, 1e-12):
+        with pytest.raises(ValueError, match="max_lora_gib"):
+            load(family.path, family.adapters, dtype="bfloat16", kernels="torch", max_lora_gib=tiny)

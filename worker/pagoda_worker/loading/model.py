@@ -190,7 +190,7 @@ def _adapters(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder, dtype: 
         allowed=[*named.values(), *below],
     )  # fmt: skip
     each, count = int(config.max_lora_gib * GIB), config.max_loras if below else len(named)
-    if each:
+    if config.max_lora_gib:
         store.bound(each, count)
     sizes = [0]
     for name, path in named.items():
@@ -198,7 +198,7 @@ def _adapters(config: WorkerConfig, spec: DecoderSpec, decoder: Decoder, dtype: 
             sizes.append(store.load(path))
         except AdapterError as error:
             raise ValueError(f"lora_modules: {name!a} at {path}: {error}") from error
-    if not each:
+    if not config.max_lora_gib:
         store.bound(max(*sizes, _most_bytes(config, spec, decoder) if below else 0), count)
     return store
 
