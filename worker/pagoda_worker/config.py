@@ -86,6 +86,11 @@ class WorkerConfig:
         words=SPECULATIONS,
     )
     draft_model: str = option("", "model directory or GGUF file for draft-model; same vocabulary as the model")
+    draft_vocab_size: int = option(
+        0,
+        "tokens that a draft model guesses among: so many from the first, which most vocabularies have in the order of "
+        "how frequent they are; 0: all",
+    )
     max_drafts: int = option(0, "most tokens guessed at once for a choice; 0: 8", most=1024)
     lora_modules: str = option(
         "",
@@ -139,5 +144,7 @@ def _further_problems(config: WorkerConfig) -> Iterator[Problem]:
         yield Problem("swap_space_gib", f"swap_space_gib {rule}, got {config.swap_space_gib}")
     if bool(config.draft_model) != (config.speculation == "draft-model"):
         yield Problem("draft_model", "draft_model and speculation=draft-model go together")
+    if config.draft_vocab_size and not config.draft_model:
+        yield Problem("draft_vocab_size", "draft_vocab_size is given, but no draft_model")
     if config.max_drafts and not config.speculation:
         yield Problem("max_drafts", "max_drafts is given, but speculation is off")

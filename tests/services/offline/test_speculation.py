@@ -35,8 +35,10 @@ BACKENDS = [
     "torch",
     pytest.param("native", marks=pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here")),
 ]
-SPECULATION = ["ngram", "suffix", "twin", "near", "far"]
-"""Prompt lookup, the same with a memory, and draft models: the model itself, it with noise on its weights, another."""
+SPECULATION = ["ngram", "suffix", "twin", "near", "far", "narrow"]
+"""Prompt lookup, the same with a memory, and draft models: the model itself, it with noise on its weights, another, and
+the model itself that guesses among few tokens."""
+NARROW = 24
 
 
 def ids(count: int, seed: int) -> list[int]:
@@ -160,9 +162,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             parameter.add_(torch.randn_like(parameter) * 0.02 * parameter.abs().mean())
     other = make_model("llama", NATIVE["llama"][1] | {"num_hidden_layers": 1}, seed=8)
     return {
-        "twin": path("twin", make_model(*NATIVE["llama"])),
+        "twin": (twin := path("twin", make_model(*NATIVE["llama"]))),
         "near": path("near", near),
         "far": path("far", other),
+        "narrow": twin,
     }
 
 
@@ -170,9 +173,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def runners(checkpoints: dict[str, Path]) -> Runners:
     @functools.cache
     def make(kernels: str, speculation: str = "", num_blocks: int = 256) -> ModelRunner:
-        drafting = {"speculation": speculation}
+        drafting: dict[str, Any] = {"speculation": speculation}
         if speculation in checkpoints:
             drafting = {"speculation": "draft-model", "draft_model": str(checkpoints[speculation])}
+            drafting |= {"draft_vocab_size": NARROW} if speculation == "narrow" else {}
         config = WorkerConfig(
             model=str(checkpoints["twin"]), kernels=kernels, num_blocks=num_blocks, block_size=16, threads=1,
             max_model_len=min(256, num_blocks * 16), **drafting,

@@ -99,6 +99,8 @@ def load_model(
     config: WorkerConfig,
     progress: Progress | None = None,
     opened: Callable[[Path, Progress | None], Checkpoint] = open_weights,
+    *,
+    head_size: int | None = None,
 ) -> LoadedModel:
     """Load the model of `config.model`.
 
@@ -106,6 +108,7 @@ def load_model(
         config: Which model, where and how.
         progress: Called with bytes loaded and bytes in all; what it raises ends the loading.
         opened: Where its tensors come from; a benchmark makes them up.
+        head_size: Of how many tokens, from the first, it makes logits; None: of all.
 
     Raises:
         ValueError: the directory, its configuration or the worker's configuration cannot be used; says which and why.
@@ -125,7 +128,8 @@ def load_model(
         if spec is None:
             made = _through_transformers(config, checkpoint, ops, dtype)
         else:
-            made = _natively(config, as_spelled(spec, checkpoint.entries), layout, checkpoint, ops, dtype)
+            spelled = as_spelled(spec, checkpoint.entries)
+            made = _natively(config, spelled, layout, checkpoint, ops, dtype, head_size)
     kv_groups = tuple(replace(group, quantized=config.kv_cache_dtype == "int8") for group in made.model.kv_groups)
     return LoadedModel(
         model=made.model,
@@ -154,13 +158,14 @@ class _Made(NamedTuple):
     adapters: Adapters = NO_ADAPTERS
 
 
-def _natively(
+def _natively(  # noqa: PLR0913 - all that a model is made of
     config: WorkerConfig,
     spec: DecoderSpec,
     layout: Layout | None,
     checkpoint: Checkpoint,
     ops: Ops,
     dtype: torch.dtype,
+    head_size: int | None,
 ) -> _Made:
     formats = choose_formats(spec, layout or block_layout(checkpoint.entries), config.quantization)
     source = open_source(checkpoint, spec, formats, dtype, ops.device)
@@ -170,7 +175,7 @@ def _natively(
     max_len = model_len(config.max_model_len, spec.reach, spec.max_positions)
     with torch.inference_mode():
         room = SlotRoom(config.max_loras, config.max_lora_rank) if config.takes_adapters else None
-        decoder = Decoder(spec, ops, source, dtype, max_len, room=room)
+        decoder = Decoder(spec, ops, source, dtype, max_len, head_size=head_size, room=room)
         adapters = _adapters(config, spec, decoder, dtype) if config.takes_adapters else NO_ADAPTERS
         op_by_op = ops.capturable or not decoder.recordable
         model = decoder if op_by_op else Recorded(decoder, config.max_tokens_per_step, config.max_rows)

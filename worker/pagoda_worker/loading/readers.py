@@ -181,7 +181,7 @@ def _decoder(reading: _Reading) -> LoadedModel:
     max_len = model_len(config.max_model_len, spec.reach, spec.max_positions)
     if not config.max_model_len:
         max_len = min(max_len, files.longest(reading.path) or max_len)
-    decoder = Decoder(spec, ops, source, dtype, max_len, head=False)
+    decoder = Decoder(spec, ops, source, dtype, max_len, head_size=0)
     groups = tuple(replace(group, quantized=config.kv_cache_dtype == "int8") for group in decoder.kv_groups)
     return LoadedModel(
         model=RecordedReader(decoder, config.max_tokens_per_step) if decoder.recordable else decoder,

@@ -16,6 +16,7 @@ from pagoda_worker.checkpoints.spec import DecoderSpec, LayerSpec, MoeShape, lin
 from pagoda_worker.checkpoints.temper import temper_table
 from pagoda_worker.kernels.kv_cache import KVLayer, KVShape, grouped
 from pagoda_worker.kernels.ops import AttentionShape, Cache, HeadNorm, Ops, Rotation, SlotRoom
+from pagoda_worker.kernels.quantized import by_rows
 from pagoda_worker.models.ends import Embedding, Head, content_of, filled
 from pagoda_worker.models.latent import Latent, load_latent
 from pagoda_worker.models.linear import AdapterTensors, Factors, Linear, Packer
@@ -61,10 +62,11 @@ class Decoder:
         dtype: torch.dtype,
         max_positions: int,
         *,
-        head: bool = True,
+        head_size: int | None = None,
         room: SlotRoom | None = None,
     ) -> None:
-        """Without a `head` there are hidden states, and no logits; without `room` there are no adapters."""
+        """`head_size`: of how many tokens, from the first, there are logits; None: of all. With 0 there are hidden
+        states, and no logits. Without `room` there are no adapters."""
         self.spec = spec
         self.ops = ops
         self.kv_groups, kv_layers = grouped(kv_shapes(spec, dtype))
@@ -80,11 +82,12 @@ class Decoder:
             self._positions = source.tensor(f"{names.top(names.positions)}.weight")[spec.position_offset :]
         self._head: Head | None = None
         self._head_content: bytes | None = None
-        if head:
+        if head_size != 0:
             weight = source.tied(self._embed.table) if spec.tied else source.linear(names.head)
+            weight = by_rows(weight, lambda lines: lines[:head_size])
             packed = ops.pack_linear(weight)
             self._head_content = content_of(weight) if room is not None else None
-            linear = Linear(packed, {names.head: slice(0, spec.vocab_size)}, slots=packer.slots(packed, 1))
+            linear = Linear(packed, {names.head: slice(0, weight.shape[0])}, slots=packer.slots(packed, 1))
             self._head = Head(linear, spec.final_softcap)
         self._replacing: frozenset[int] = frozenset()  # slots of adapters that put something in place of the model's
 

@@ -28,7 +28,8 @@ def load_draft_model(config: WorkerConfig, target: LoadedModel, progress: Progre
         return None
     try:
         plain = replace(config, model=config.draft_model, lora_modules="", lora_dir="")
-        draft = load_model(replace(plain, max_model_len=target.max_model_len), progress)
+        plain = replace(plain, max_model_len=target.max_model_len)
+        draft = load_model(plain, progress, head_size=config.draft_vocab_size or None)
     except ValueError as error:
         raise ValueError(f"draft_model {config.draft_model}: {error}") from error
     if draft.vocab_size != target.vocab_size:
