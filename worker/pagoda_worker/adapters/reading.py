@@ -82,8 +82,8 @@ def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limi
     problems += _listing("missing tensors", expected - set(entries))
     problems += _whole_problems(set(brought.values()), peft, places)
     problems += _tying_problems({*present, *(own.rpartition(".")[0] for own in brought.values())}, peft, places)
-    problems += _listing("tensors that stand twice", _twice({one: places.whole[own].name for one, own in brought.items()}))
-    problems += _listing("matrices that stand twice", _twice({own: places.modules[own].name for own in present}))
+    problems += _twice_problems("tensors", {tensor: places.whole[own].name for tensor, own in brought.items()})
+    problems += _twice_problems("matrices", {own: places.modules[own].name for own in present})
     if not present and not brought:
         problems.append("none of its tensors is for a matrix of this model")
     if not problems:
@@ -96,10 +96,10 @@ def _judged(entries: Mapping[str, Entry], peft: PeftConfig, places: Places, limi
     return Found(pairs, {places.whole[own].name: entries[tensor] for tensor, own in brought.items()})
 
 
-def _twice(meant: Mapping[str, str]) -> list[str]:
-    """Those that mean the same as another: checkpoints of a family may be spelt in several ways."""
-    several = Counter(meant.values())
-    return [name for name, one in meant.items() if several[one] > 1]
+def _twice_problems(what: str, meant: Mapping[str, str]) -> list[str]:
+    """Of names that mean the same: checkpoints of a family may be spelt in several ways."""
+    times = Counter(meant.values())
+    return _listing(f"{what} that stand twice", [name for name, one in meant.items() if times[one] > 1])
 
 
 def _own_name(tensor: str) -> str:
