@@ -22,7 +22,7 @@ class Rule(NamedTuple):
 
     `required`: a process that stands alone cannot do without it. `secret`: it is shown nowhere, and goes to a
     process by its environment, which only its owner can read, never by a flag. `several`: a flag may have several
-    values, and stand several times; they are joined by commas.
+    values, and stand several times, and a settings file a list of them; they are joined by commas.
     """
 
     least: float | None = None

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pagoda.settings.resolving import COMMANDS, SECTIONS, Option, command_options
+from pagoda.settings.resolving import COMMANDS, SECTIONS, Option, command_options, joined
 
 # What most people need, shown before everything else.
 FIRST = (
@@ -73,7 +73,7 @@ def _add_option(group: Any, option: Option, *, hidden: bool) -> None:
     }
     if option.type is bool:
         group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **common)
-    elif any(rule.several for rule in option.rules):
+    elif option.several:
         group.add_argument(option.flag, metavar="TEXT", nargs="+", action=_Joined, **common)
     else:
         group.add_argument(option.flag, metavar=_METAVARS.get(option.type, "VALUE"), **common)
@@ -90,4 +90,4 @@ class _Joined(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         before = getattr(namespace, self.dest, "")
-        setattr(namespace, self.dest, ",".join(filter(None, [before, *(values or ())])))
+        setattr(namespace, self.dest, joined([before, *(values or ())]))

@@ -89,6 +89,10 @@ class Option(NamedTuple):
         return any(rule.secret for rule in self.rules)
 
     @property
+    def several(self) -> bool:
+        return any(rule.several for rule in self.rules)
+
+    @property
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
@@ -198,8 +202,9 @@ def _check(command: str, merged: Mapping[str, Value], problems: list[str]) -> Se
     given: dict[str, Value] = {}
     for name, value in merged.items():
         if name in mine:
+            given_value = joined(value.value) if mine[name].several and isinstance(value.value, list) else value.value
             try:
-                given[name] = value._replace(value=convert(value.value, mine[name].type))
+                given[name] = value._replace(value=convert(given_value, mine[name].type))
             except ValueError as error:
                 why = "must be text" if mine[name].secret else error
                 problems.append(f"{name} {why} (from {value.source})")
@@ -213,6 +218,11 @@ def _check(command: str, merged: Mapping[str, Value], problems: list[str]) -> Se
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return settings
+
+
+def joined(values: Sequence[Any]) -> Any:
+    """Several texts as one; anything else as it is."""
+    return ",".join(filter(None, values)) if all(isinstance(value, str) for value in values) else values
 
 
 def _missing(options: Mapping[str, Option], given: Mapping[str, Value]) -> Iterator[str]:

@@ -286,6 +286,15 @@ def test_a_flag_of_several_values_takes_them_in_any_way(given: list[str]) -> Non
     assert given_flags(parsed, "serve") == {"model": "model", "lora_modules": "a=/x,b=/y", "port": "1"}
 
 
+def test_a_file_may_list_them(tmp_path: Path) -> None:
+    listed = {"lora_modules": ["a=/x", '{"name": "b", "path": "/y,z"}']}
+    for text, expected in ((yaml.safe_dump(listed), ",".join(listed["lora_modules"])), ("lora_modules: a=/x", "a=/x")):
+        file = write(tmp_path / "p.yaml", text)
+        settings = resolve("worker", {"config": file["config"], "engine": "unix:/e"}, {})
+        assert settings.given["lora_modules"].value == expected
+    assert "lora_modules must be text" in problems("serve", write(tmp_path / "p.yaml", "lora_modules: [1]"))[0]
+
+
 @given(st.dictionaries(st.sampled_from(sorted(set(ALL) - {"config"})), st.one_of(st.integers(), texts, st.booleans())))
 def test_any_file_is_taken_or_refused_by_name(
     tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]
