@@ -333,13 +333,15 @@ class Request:
 
     def abort(self, choices: Collection[int], now: float) -> list[Delta]:
         """End these live choices (empty: all) without a worker's help."""
-        ending = Ending(FinishReason.ABORT)
-        return [self.finish(choice, ending, now) for choice in self.named(choices)]
+        return [self.finish(choice, Ending(FinishReason.ABORT), now) for choice in self.named(choices)]
 
     def fail(self, code: ErrorCode, message: str, now: float) -> list[Delta]:
         """End all live choices with an error."""
-        ending = Ending(FinishReason.ERROR, None, code, message)
-        return [self.finish(choice, ending, now) for choice in self.live_choices]
+        return [self.finish(choice, Ending(FinishReason.ERROR, None, code, message), now) for choice in self.live_choices]
+
+    def let_go(self) -> None:
+        """It has ended. Its choices know it; if it knew them, its prompt would stay until garbage is looked for."""
+        self.choices = []
 
     def note_progress(self, now: float) -> None:
         """A worker has made something of it."""
