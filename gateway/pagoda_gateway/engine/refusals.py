@@ -47,8 +47,7 @@ class Refusals:
         self._last: OrderedDict[Kind, tuple[PagodaError, float]] = OrderedDict()  # with when it came, oldest first
 
     def came(self, kind: Kind, error: PagodaError) -> None:
-        """One was refused, and with it all of its kind. `error` is not kept: where it was raised, it holds what had been
-        read of its request."""
+        """One was refused, and with it all of its kind. `error` is not kept: once raised, it holds its request."""
         self._forget()
         told = PagodaError(error.code, error.message, error.param, retry_after_s=error.retry_after_s)
         self._last[kind] = told, self._now()
