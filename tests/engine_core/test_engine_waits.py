@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -99,6 +100,20 @@ def test_who_cannot_begin_ends_when_the_tighter_one_is_over(asked_s: float, ends
     assert not {**bench.sink.rejections, **bench.sink.endings}
     bench.pass_time(1.0)
     assert asked in {**bench.sink.rejections, **bench.sink.endings}
+
+
+def test_sec_17_nothing_stays_of_who_is_refused_until_garbage_is_looked_for() -> None:
+    bench = crowded()
+    gc.collect()
+    gc.disable()
+    try:
+        assert flood(bench, 60)[-1] in bench.sink.rejections
+        for error in bench.sink.rejections.values():
+            error.__traceback__ = None  # what it was raised in knows the request, as long as a sink keeps it
+        made = {each.request_id for each in gc.get_objects() if type(each) is Request}
+        assert made.isdisjoint(bench.sink.rejections)
+    finally:
+        gc.enable()
 
 
 def test_a_refusal_is_of_all_unless_its_own_size_is_why() -> None:

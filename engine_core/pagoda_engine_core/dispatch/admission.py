@@ -197,6 +197,7 @@ class Admission:
             return
         wait_s = (ahead.num_tokens + self._expected_output * ahead.num_requests) / rate
         if wait_s > patience_s:
+            request.let_go()
             raise Full(f"it would begin in about {math.ceil(wait_s)} s, and may wait {patience_s:g} s")
 
     def seconds_for(self, num_prompt_tokens: int, num_waiting: int, num_running: int) -> float:

@@ -145,13 +145,15 @@ class Router:
         deltas = request.abort(choices, now)
         if request.ended:
             self._queue.remove(request_id)
+            request.let_go()
         return deltas
 
     def ended(self, worker: Worker, deltas: list[Delta]) -> list[Delta]:
         """Note which of a worker's requests the deltas end, and pass them on; and whether its suspect is none now."""
         for delta in deltas:
-            if delta.ends_request:
-                self._fairness.charge(filter(None, [worker.requests.pop(delta.request_id, None)]))
+            if delta.ends_request and (request := worker.requests.pop(delta.request_id, None)):
+                self._fairness.charge([request])
+                request.let_go()
         suspect = worker.requests.get(worker.suspect)
         if suspect is None or not suspect.suspect:
             worker.suspect = ""
@@ -186,7 +188,9 @@ class Router:
             return []
         self._queue.remove(request.request_id)
         code, why = self._why_not(request)
-        return request.fail(code, f"{why} within {patience_s:g} s", now)
+        deltas = request.fail(code, f"{why} within {patience_s:g} s", now)
+        request.let_go()
+        return deltas
 
     def _why_not(self, request: Request) -> tuple[ErrorCode, str]:
         if not request.resumes:

@@ -333,13 +333,16 @@ class Request:
 
     def abort(self, choices: Collection[int], now: float) -> list[Delta]:
         """End these live choices (empty: all) without a worker's help."""
-        ending = Ending(FinishReason.ABORT)
-        return [self.finish(choice, ending, now) for choice in self.named(choices)]
+        return [self.finish(choice, Ending(FinishReason.ABORT), now) for choice in self.named(choices)]
 
     def fail(self, code: ErrorCode, message: str, now: float) -> list[Delta]:
         """End all live choices with an error."""
         ending = Ending(FinishReason.ERROR, None, code, message)
         return [self.finish(choice, ending, now) for choice in self.live_choices]
+
+    def let_go(self) -> None:
+        """It has ended. Its choices know it: if it knew them, its prompt would stay until garbage is looked for."""
+        self.choices = []
 
     def note_progress(self, now: float) -> None:
         """A worker has made something of it."""
@@ -368,8 +371,7 @@ class Request:
             self.ledger.enter(cause, now)
 
     def _search(self) -> BeamSearch:
-        params = self.params
-        count = num_candidates(params, len(self.stop_ids))
+        params, count = self.params, num_candidates(self.params, len(self.stop_ids))
         self.params = msgspec.structs.replace(params, temperature=0.0, logprobs=count)
         return BeamSearch(params.n, params.length_penalty, self.stop_ids, self.max_output_tokens, params.logprobs)
 

@@ -1,4 +1,7 @@
-"""What waits for a slow reader grows with the number of choices, not with the number of steps: deltas merge."""
+"""What waits for a slow reader grows with the number of choices, not with the number of steps: deltas merge.
+
+What is too much for a frame leaves in parts, and whole before anything newer: however fast more comes, everything goes.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pagoda_proto import convert
 from pagoda_proto.deltas import WaitingDeltas
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.errors import PagodaError
-from pagoda_proto.records import Delta, Load, NextTokens
+from pagoda_proto.records import Delta, Load, NextTokens, Stream
 
 MAX_WAITING_NUMBERS = 4_000_000
 """Token ids and log-probabilities that may wait; a reader that far behind has lost its session."""
@@ -25,13 +28,16 @@ class Outbox:
         self._frame_numbers = frame_numbers
         self._answers: list[pb.ServerFrame] = []
         self._tokens = NextTokens()
-        self._deltas = WaitingDeltas()  # behind the tokens
+        self._leaving = WaitingDeltas()  # behind the tokens, in parts
+        self._last: list[pb.ServerFrame] = []  # when those have left
+        self._deltas = WaitingDeltas()  # that came since
         self._migrations: list[pb.ServerFrame] = []
         self._load: Load | None = None
 
     @property
     def overfull(self) -> bool:
-        return len(self._tokens) + self._deltas.num_numbers > MAX_WAITING_NUMBERS
+        num_numbers = len(self._tokens) + self._leaving.num_numbers + self._deltas.num_numbers
+        return num_numbers > MAX_WAITING_NUMBERS
 
     def accepted(self, request_id: str, attempt: int, stream: int) -> None:
         accepted = pb.Accepted(request_id=request_id, attempt=attempt, stream=stream)
@@ -57,12 +63,15 @@ class Outbox:
         self._load = load
 
     def next_tokens(self, tokens: NextTokens) -> None:
-        if self._deltas:
-            behind, tokens = tokens.parted(self._deltas.has_any_of)
+        if self._leaving or self._deltas:
+            behind, tokens = tokens.parted(self._waits)
             self.deltas(behind.deltas())
         self._tokens.extend(tokens)
         if len(self._tokens) > self._max_waiting_column:
             self._merge()
+
+    def _waits(self, stream: Stream) -> bool:
+        return self._leaving.has_any_of(stream) or self._deltas.has_any_of(stream)
 
     def deltas(self, deltas: list[Delta]) -> None:
         for delta in deltas:
@@ -71,7 +80,7 @@ class Outbox:
     def take_deltas(self) -> list[Delta]:
         """Everything new of requests, as deltas; it no longer waits."""
         self._merge()
-        return self._deltas.take()
+        return self._leaving.take() + self._deltas.take()
 
     def _merge(self) -> None:
         """From tokens to deltas."""
@@ -82,12 +91,19 @@ class Outbox:
         """What is to be sent next, as frames; none when nothing waits. Tokens that come while one frame is written do
         not wait for all the others."""
         frames, self._answers = self._answers, []
+        if not self._leaving:
+            self._leaving, self._deltas = self._deltas, self._leaving
+            self._last = self._take_rest()
         if outputs := self._next_outputs():
             frames.append(outputs)
-        if self._deltas:
-            return frames
-        frames += self._migrations
-        self._migrations = []
+        if not self._leaving:
+            frames += self._last
+            self._last = []
+        return frames
+
+    def _take_rest(self) -> list[pb.ServerFrame]:
+        """What is said behind the outputs before it."""
+        frames, self._migrations = self._migrations, []
         if self._load is not None:
             frames.append(pb.ServerFrame(load=convert.load_to_pb(self._load)))
             self._load = None
@@ -96,7 +112,7 @@ class Outbox:
     def _next_outputs(self) -> pb.ServerFrame | None:
         """Tokens as they came, and of the deltas as many as there is room for."""
         tokens, self._tokens = self._tokens, NextTokens()
-        deltas = self._deltas.take(self._frame_numbers)
+        deltas = self._leaving.take(self._frame_numbers)
         if not (tokens or deltas):
             return None
         outputs = pb.StepOutputs()

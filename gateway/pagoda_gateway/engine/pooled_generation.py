@@ -124,8 +124,9 @@ class PooledRequest:
 
     @property
     def kind_refused(self) -> Kind | None:
-        """By who has it, and all before; None where it may be this one alone."""
-        return Kind.of(self.core.load.policy, self.request.record) if self.core and self.none_taken else None
+        """By who has it, and all before; None where it may be this one alone, or they differ in what is alike."""
+        policies = {core.load.policy for core in {self.core, *self.refused_by} if core}
+        return Kind.of(policies.pop(), self.request.record) if len(policies) == 1 and self.none_taken else None
 
     def fits(self, core: Core) -> bool:
         return core.usable and self.obstacle(core) is None

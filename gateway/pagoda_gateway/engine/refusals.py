@@ -47,8 +47,10 @@ class Refusals:
         self._last: OrderedDict[Kind, tuple[PagodaError, float]] = OrderedDict()  # with when it came, oldest first
 
     def came(self, kind: Kind, error: PagodaError) -> None:
-        """One was refused, and with it all of its kind."""
-        self._last[kind] = error, self._now()
+        """One was refused, and with it all of its kind. `error` is not kept: once raised, it holds its request."""
+        self._forget()
+        told = PagodaError(error.code, error.message, error.param, retry_after_s=error.retry_after_s)
+        self._last[kind] = told, self._now()
         self._last.move_to_end(kind)
         if len(self._last) > MAX_KINDS:
             self._last.popitem(last=False)
@@ -57,9 +59,13 @@ class Refusals:
         """What to tell a new one of this kind; None where it is to be asked about."""
         if not self._last:
             return None
-        while self._last and self._now() - next(iter(self._last.values()))[1] >= REPEATED_S:
-            self._last.popitem(last=False)
+        self._forget()
         error, _ = self._last.get(kind, (None, 0.0))
         if error is not None:
             self._count(error.code)
         return error
+
+    def _forget(self) -> None:
+        """What is too old to be repeated."""
+        while self._last and self._now() - next(iter(self._last.values()))[1] >= REPEATED_S:
+            self._last.popitem(last=False)

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import itertools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 
 import pytest
 from tests.engine_core.fake_worker import make_hello, runner_of
@@ -78,6 +80,31 @@ class Bench:
 
     def endings(self) -> dict[str, Delta]:
         return {delta.request_id: delta for delta in self.deltas if delta.ends_request}
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collections")
+@pytest.mark.parametrize("end", ["computed", "stopped", "stopped in the queue", "expired"])
+def test_of_what_has_ended_nothing_stays_until_garbage_is_looked_for(end: str) -> None:
+    bench = Bench(queue_timeout_s=5.0)
+    request = weakref.ref(bench.add(make_record((1, 2, 3), request_id="a", max_tokens=4)))
+    if end in ("computed", "stopped"):
+        bench.join()
+        bench.dispatch()
+        assert bench.step(1)
+        bench.run(until=lambda: end == "stopped")
+    if end.startswith("stopped"):
+        bench.router.abort("a", (), bench.now)
+    bench.deltas += bench.router.expire(bench.now + 6.0)
+    bench.run()
+    assert request() is None
 
 
 def test_load_is_spread_over_groups() -> None:

@@ -100,6 +100,22 @@ def test_tokens_do_not_wait_for_all_that_is_much() -> None:
     assert kinds == [["accepted"] * 3 + ["outputs"], ["outputs", "migrate", "load"], ["outputs"]]
 
 
+def test_whoever_has_news_all_the_time_holds_up_nobody() -> None:
+    """Here between any two frames comes another step."""
+    outbox, reader = Outbox(frame_numbers=4), FrameReader()
+    outbox.migrate("b", 0)
+    outbox.load(Load(engine_id="e"))
+    told: list[str] = []
+    for step in range(8):
+        outbox.deltas([delta(name, step, [7], logprobs=[logprob(7)]) for name in "ab"])
+        outbox.deltas([delta("long", step, [7] * (1 if step else 9)), delta("c", step, [7])][: 1 + (step == 0)])
+        for frame in outbox.take():
+            told += [got.request_id for got in reader.deltas(frame)]
+            told += [kind for kind in ("migrate", "load") if frame.HasField(kind)]
+    assert {"long", "c", "migrate", "load"} <= set(told)
+    assert told.index("c") < told.index("migrate") < told.index("load")
+
+
 @settings(max_examples=50)
 @given(
     steps=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 1), st.integers(0, 3), st.booleans()), max_size=40),

@@ -24,11 +24,11 @@ def test_it_is_repeated_to_its_kind_for_a_moment_and_counted_like_any() -> None:
     bench = Bench()
     assert bench.refusals.repeated(ONE) is None
     bench.refusals.came(ONE, FULL)
-    assert bench.refusals.repeated(ONE) is FULL
+    assert told(bench.refusals.repeated(ONE)) == told(FULL)
     assert bench.refusals.repeated(OTHER) is None
     assert bench.counted == [ErrorCode.OVERLOADED]
     bench.now += REPEATED_S - 0.001
-    assert bench.refusals.repeated(ONE) is FULL
+    assert told(bench.refusals.repeated(ONE)) == told(FULL)
     bench.now += 0.001
     assert bench.refusals.repeated(ONE) is None, "repeating it does not prolong it"
     assert not bench.refusals._last
@@ -41,7 +41,29 @@ def test_the_last_one_counts_and_no_other_of_its_kind_is_kept() -> None:
     bench.refusals.came(OTHER, FULL)
     bench.refusals.came(ONE, later)
     bench.now += REPEATED_S * 0.75
-    assert (bench.refusals.repeated(ONE), bench.refusals.repeated(OTHER)) == (later, FULL)
+    assert told(bench.refusals.repeated(ONE)) == told(later)
+    assert told(bench.refusals.repeated(OTHER)) == told(FULL)
+
+
+def told(error: PagodaError | None) -> object:
+    return error and (error.code, error.message, error.param, error.retry_after_s)
+
+
+def test_sec_17_nothing_is_kept_of_who_was_refused() -> None:
+    bench = Bench()
+    try:
+        raise PagodaError(ErrorCode.OVERLOADED, "full")
+    except PagodaError as error:
+        raised = error
+        bench.refusals.came(ONE, error)
+    repeated = bench.refusals.repeated(ONE)
+    assert repeated is not None
+    assert repeated.__traceback__ is None, "its frames hold the request"
+    raised.code = ErrorCode.STREAM_INTERRUPTED
+    assert repeated.code is ErrorCode.OVERLOADED, "what it becomes to that one is its own"
+    bench.now += 2 * REPEATED_S
+    bench.refusals.came(OTHER, FULL)
+    assert list(bench.refusals._last) == [OTHER], "nor for longer, though nobody asks"
 
 
 def test_sec_17_kinds_are_bounded_and_the_oldest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +71,8 @@ def test_sec_17_kinds_are_bounded_and_the_oldest_goes(monkeypatch: pytest.Monkey
     bench = Bench()
     for number in range(10):
         bench.refusals.came(Kind(str(number), 0, 0.0), FULL)
-    assert [bench.refusals.repeated(Kind(str(number), 0, 0.0)) for number in range(6, 10)] == [None, FULL, FULL, FULL]
+    known = [told(bench.refusals.repeated(Kind(str(number), 0, 0.0))) for number in range(6, 10)]
+    assert known == [None, *[told(FULL)] * 3]
 
 
 def test_a_kind_is_what_the_policy_looks_at() -> None:

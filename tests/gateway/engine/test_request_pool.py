@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -334,6 +335,18 @@ async def test_of_all_is_what_all_said(bench: Bench) -> None:
         bench.reject(generation, "overloaded", of_all=second)
         assert generation.request.ended
         assert (bench.meter.refusals.repeated(Kind.of("", generation.request.record)) is not None) == known
+
+
+async def test_where_policies_differ_nothing_is_known_of_others() -> None:
+    bench = Bench(num_cores=2)
+    for core, policy in zip(bench.cores, ("fair", "fcfs"), strict=True):
+        core.load = msgspec.structs.replace(core.load, policy=policy)
+    generation = bench.open()
+    for _ in bench.cores:
+        bench.reject(generation, "overloaded", of_all=True)
+    assert generation.request.ended
+    kinds = [Kind.of(policy, generation.request.record) for policy in ("fair", "fcfs")]
+    assert [bench.meter.refusals.repeated(kind) for kind in kinds] == [None, None], "one takes them by tenants"
 
 
 async def test_what_no_user_asked_says_nothing_of_users(bench: Bench) -> None:
