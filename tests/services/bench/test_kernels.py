@@ -12,6 +12,9 @@ import pytest
 from pagoda.bench import kernels, plot
 from pagoda.cli import main
 from pagoda.settings.resolving import ConfigError
+from pagoda_worker.kernels.cpu.build import LIBRARY
+
+needs_library = pytest.mark.skipif(not LIBRARY.exists(), reason="no C++ compiler here; there is nothing to measure")
 
 SHAPE = "hidden=64,middle=96,heads=2,kv_heads=1,head_dim=32,vocab=96"
 QUICK = ["--cold-mib", "0", "--repeats", "1", "--max-tokens", "16", "--threads", "1"]
@@ -27,6 +30,7 @@ def report(**changes: Any) -> dict[str, Any]:
     return {"shape": "b600m", "level": "avx2", "threads": 2, "ceilings": ceilings, "points": points} | changes
 
 
+@needs_library
 def test_the_command_measures_prints_writes_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, picture = tmp_path / "report.json", tmp_path / "roof.png"
     words = ["bench", "kernels", "--shape", SHAPE, "--formats", "bf16", "--only", "linear", *QUICK]
@@ -42,6 +46,7 @@ def test_the_command_measures_prints_writes_and_draws(tmp_path: Path, capsys: py
     assert "gate_up 16 x 64 -> 192" in printed
 
 
+@needs_library
 def test_several_instruction_sets_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.json"
     chosen = ["--formats", "bf16", "--only", "linear,embed", "--rows", "3,5"]
@@ -58,6 +63,7 @@ def test_several_instruction_sets_one_after_the_other(tmp_path: Path, capsys: py
     assert "custom at level base" in capsys.readouterr().out
 
 
+@needs_library
 def test_only_the_ceilings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.json"
     assert main(["bench", "kernels", "--ceilings", "--shape", SHAPE, *QUICK, "--json", str(out)]) == 0
@@ -66,6 +72,7 @@ def test_only_the_ceilings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "of ceiling" not in capsys.readouterr().out
 
 
+@needs_library
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
