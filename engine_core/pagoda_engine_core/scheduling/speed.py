@@ -16,6 +16,8 @@ MEASURED_TOKENS = 64
 """Beyond one for each row."""
 LEAST_TOKENS = 128
 """Fewer are computed hardly faster: what then counts is reading the weights. So many come first, and are measured."""
+REPORTING_SHARE = 0.5
+"""Of the limit, for a step that reports: what it tells is then written and read by others, on the same processors."""
 SHORTEST_S = 1e-6
 """Nothing takes less; a worker that tells so has not measured."""
 WEIGHT = 0.25
@@ -41,7 +43,7 @@ class Speed:
         takes so little that nobody thinks the worker has hung."""
         if not self._limit_s:
             return self._max_tokens
-        limit_s = self._limit_s if num_decodes else times.LONGEST_STEP_S
+        limit_s = self._limit_s * (REPORTING_SHARE if reports else 1.0) if num_decodes else times.LONGEST_STEP_S
         return min(self._max_tokens, num_decodes + max(LEAST_TOKENS, int(self._by_kind[reports] * limit_s)))
 
     def chunk_tokens(self, chunk_size: int, tokens: int, num_decodes: int, num_prompts: int) -> int:

@@ -65,7 +65,7 @@ def test_what_was_never_measured_comes_a_little_at_first() -> None:
     assert measured.step_tokens(8) == measured.step_tokens(8, reports=True) == 8 + LEAST_TOKENS
     measured.observe(*step(1000), 0.1)
     assert (measured.step_tokens(8), measured.step_tokens(8, reports=True)) == (1008, 8 + LEAST_TOKENS)
-    measured.observe(*step(1000), 0.5, reports=True)
+    measured.observe(*step(1000), 0.25, reports=True)
     assert (measured.step_tokens(8), measured.step_tokens(8, reports=True)) == (1008, 208)
 
 
@@ -96,7 +96,7 @@ def test_a_stream_does_not_wait_for_what_is_told_of_prompts() -> None:
     harness.add(make_record([2] * 1000, max_tokens=2, prompt_logprobs=3))
     harness.plan()
     assert prompt_tokens(harness.plans[-1]) == LEAST_TOKENS
-    harness.land(forward_s=0.086)  # 1500 tokens/s
+    harness.land(forward_s=0.043)  # 3000 tokens/s, of which half the limit is used
     harness.plan()
     assert prompt_tokens(harness.plans[-1]) == 150
     harness.drain()
