@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from tests.worker.adapters.files import (
 from tests.worker.models.checkpoints import prompts
 from tests.worker.models.conftest import Saved
 from tests.worker.models.harness import Harness, Row, logits_of
-from tests.worker.models.test_adapters import EXACT, KERNELS, load, needs_native
+from tests.worker.models.test_adapters import EXACT, KERNELS, cached, load, needs_native
 
 from pagoda_worker.checkpoints.spec import matrices_of_all
 from pagoda_worker.config import WorkerConfig
@@ -91,11 +90,6 @@ def family(request: pytest.FixtureRequest, saved: Saved, tmp_path_factory: pytes
 @pytest.fixture(params=KERNELS)
 def beside(request: pytest.FixtureRequest, family: Family) -> LoadedModel:
     return cached(family.path, tuple(family.adapters), request.param)
-
-
-@cache
-def cached(path: Path, adapters: tuple[Path, ...], kernels: str) -> LoadedModel:
-    return load(path, list(adapters), kernels=kernels, dtype="bfloat16")
 
 
 def test_tensors_in_place_of_the_models_have_the_bits_of_a_model_of_them(family: Family, beside: LoadedModel) -> None:

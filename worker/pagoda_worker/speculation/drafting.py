@@ -12,7 +12,7 @@ A drafter may guess anything, for a wrong guess costs time and no token (see `ve
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -61,6 +61,18 @@ class NoDrafts:
         return 0
 
 
+def indexed(
+    work: Work, state_of: Callable[[Row], tuple[RowDrafts, NgramIndex]]
+) -> Iterator[tuple[Row, Chunk, RowDrafts]]:
+    """Rows that may be guessed for, when what their indexes lack is added, of all as much as a step has time for."""
+    room = INDEXED_PER_STEP
+    for row, chunk in work:
+        if not row.params.use_beam_search:
+            state, index = state_of(row)
+            room -= index.extend(row.tokens.array, room)
+            yield row, chunk, state
+
+
 class PromptLookup:
     """Indexes a prompt while it is computed; one that came from the prefix cache, over the steps that follow.
 
@@ -74,12 +86,8 @@ class PromptLookup:
         self._max_drafts = max_drafts
 
     def draft(self, work: Work) -> dict[int, Ids]:
-        drafts, room = {}, INDEXED_PER_STEP
-        for row, chunk in work:
-            if row.params.use_beam_search:
-                continue
-            state, index = self._state(row)
-            room -= index.extend(row.tokens.array, room)
+        drafts = {}
+        for row, chunk, state in indexed(work, self._state):
             count = min(chunk.num_drafts, state.length.now)
             if count and state.distance:
                 drafts[row.row_id] = continuation(row.tokens.array, state.distance, count)

@@ -18,7 +18,7 @@ from pagoda_worker.rows.drafts import DraftLength, RowDrafts
 from pagoda_worker.rows.ngram import MAX_MATCH, SIZE, NgramIndex, continuation
 from pagoda_worker.rows.rows import Ids, Row
 from pagoda_worker.rows.texts import Domains, Outputs, Text
-from pagoda_worker.speculation.drafting import INDEXED_PER_SAMPLE, INDEXED_PER_STEP, Work
+from pagoda_worker.speculation.drafting import INDEXED_PER_SAMPLE, Work, indexed
 
 LIKELY = 0.3  # share of the places that a path still has
 LEAST_SURE = 7  # tokens that agree by chance; for each that does beyond, one is guessed however the last guesses went
@@ -35,12 +35,8 @@ class SuffixLookup:
         self._domains = Domains()
 
     def draft(self, work: Work) -> dict[int, Ids]:
-        drafts, room = {}, INDEXED_PER_STEP
-        for row, chunk in work:
-            if row.params.use_beam_search:
-                continue
-            state, index = self._state(row)
-            room -= index.extend(row.tokens.array, room)
+        drafts = {}
+        for row, chunk, state in indexed(work, self._state):
             if guess := state.guess[: chunk.num_drafts]:
                 drafts[row.row_id] = np.array(guess, np.int64)
         self._domains.trim()
