@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import os
 import random
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.distribution import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 from tests.examples import THOROUGH
 
 from pagoda_worker.kernels.cpu import build as building
@@ -16,6 +21,8 @@ from pagoda_worker.library_choice import choose_libraries
 # Triton decides when it is first imported, by whomever, whether its kernels are interpreted; see --device.
 INTERPRET = "TRITON_INTERPRET"
 NO_LIBRARY = "none"
+# pytest-timeout ends the whole process, as it must: a coroutine is told to end before, and the test says where it was.
+SOONER_S = 20
 
 # A busy machine is no failure: examples have no deadline. A build server tries the same examples every time.
 settings.register_profile(
@@ -54,6 +61,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Modules stay together: what they start is started once."""
+    for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            item.obj = _within(_timeout_s(item) - SOONER_S, item.obj)
     if not (seed := config.getoption("--order-seed")):
         return
     rng = random.Random(seed)
@@ -62,6 +72,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
     shuffled = rng.sample(list(modules.values()), len(modules))
     items[:] = [item for module in shuffled for item in rng.sample(module, len(module))]
+
+
+def _timeout_s(item: pytest.Item) -> float:
+    mark = item.get_closest_marker("timeout")
+    return float(mark.args[0] if mark else item.config.getini("timeout"))
+
+
+def _within(timeout_s: float, test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    @functools.wraps(test)
+    async def limited(*args: object, **kwargs: object) -> None:
+        async with asyncio.timeout(timeout_s):
+            await test(*args, **kwargs)
+
+    return limited
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -18,6 +18,7 @@ from pagoda_proto.convert import delta_to_pb, load_to_pb, record_from_pb, resume
 from pagoda_proto.engine.frames import parted
 from pagoda_proto.engine.v1 import engine_pb2 as pb
 from pagoda_proto.engine.v1.engine_pb2_grpc import EngineServicer, add_EngineServicer_to_server
+from pagoda_proto.errors import ErrorCode
 from pagoda_proto.records import SESSION_PROTOCOL, Begun, Delta, FinishReason, Load, RequestRecord, Tokens, Usage
 from pagoda_proto.steps import TopLogprobs
 
@@ -97,6 +98,14 @@ class Run:
         return self.delta(choice, tokens[-1:], len(tokens) - 1, FinishReason.LENGTH if length else None)
 
 
+class Running(NamedTuple):
+    """A request belongs to the session of its highest attempt: no other ends it."""
+
+    run: Run
+    task: asyncio.Task[None]
+    outbox: asyncio.Queue[Any]
+
+
 Script = Callable[[Run, Delta], list[Any]]  # what to send instead of a delta: deltas, ServerFrames, exceptions
 
 
@@ -124,7 +133,7 @@ class FakeEngineCore(EngineServicer):
         self.submits: list[pb.Submit] = []
         self.aborts: list[pb.Abort] = []
         self.aborted = asyncio.Event()
-        self.running: dict[str, tuple[Run, asyncio.Task[None]]] = {}
+        self.running: dict[str, Running] = {}
         self.pulse_s = 1.0  # how often the load is told at least
         self.silent = False  # a process that is stopped: connected, and says nothing
         self.num_sent = 0
@@ -146,12 +155,15 @@ class FakeEngineCore(EngineServicer):
         server, self._server = self._server, None
         if server is not None:
             await server.stop(grace=0)
-        self._forget()
+        for outbox in self._outboxes:
+            self._forget(outbox)
 
-    def _forget(self) -> None:
-        for _, task in self.running.values():
-            task.cancel()
-        self.running.clear()
+    def _forget(self, outbox: asyncio.Queue[Any]) -> None:
+        """A session is over."""
+        for request_id, running in list(self.running.items()):
+            if running.outbox is outbox:
+                running.task.cancel()
+                del self.running[request_id]
 
     def set_load(self, **fields: Any) -> None:
         self.load = Load(**{name: fields.get(name, getattr(self.load, name)) for name in Load.__struct_fields__})
@@ -164,12 +176,10 @@ class FakeEngineCore(EngineServicer):
             outbox.put_nowait(ConnectionError("told to"))
 
     def migrate_all(self) -> None:
-        for request_id, (run, task) in list(self.running.items()):
+        for request_id, (run, task, outbox) in list(self.running.items()):
             task.cancel()
             del self.running[request_id]
-            frame = pb.Migrate(request_id=request_id, attempt=run.attempt)
-            for outbox in self._outboxes:
-                outbox.put_nowait(pb.ServerFrame(migrate=frame))
+            outbox.put_nowait(pb.ServerFrame(migrate=pb.Migrate(request_id=request_id, attempt=run.attempt)))
 
     async def wait_sent(self, count: int) -> None:
         """Until this many deltas were sent, over all requests and lives."""
@@ -192,7 +202,7 @@ class FakeEngineCore(EngineServicer):
         finally:
             reader.cancel()
             self._outboxes.remove(outbox)
-            self._forget()
+            self._forget(outbox)
 
     async def _next_frame(self, outbox: asyncio.Queue[pb.ServerFrame | Exception]) -> pb.ServerFrame | Exception:
         try:
@@ -217,9 +227,11 @@ class FakeEngineCore(EngineServicer):
             outbox.put_nowait(answer)
             return
         record = record_from_pb(submit.record)
-        old = self.running.pop(record.request_id, None)
-        if old is not None:
-            old[1].cancel()
+        if (old := self.running.get(record.request_id)) is not None:
+            if old.run.attempt >= submit.attempt:
+                outbox.put_nowait(_already_here(submit))
+                return
+            old.task.cancel()
         outbox.put_nowait(pb.ServerFrame(accepted=pb.Accepted(request_id=record.request_id, attempt=submit.attempt)))
         begun = Begun(
             model_fingerprint=self.load.model_fingerprint,
@@ -227,15 +239,15 @@ class FakeEngineCore(EngineServicer):
             cached_prompt_tokens=self.cached_prompt_tokens,
         )
         run = Run(record, submit, begun)
-        self.running[record.request_id] = (run, asyncio.create_task(self._run(run, outbox)))
+        self.running[record.request_id] = Running(run, asyncio.create_task(self._run(run, outbox)), outbox)
 
     def _on_abort(self, abort: pb.Abort, outbox: asyncio.Queue[Any]) -> None:
         self.aborts.append(abort)
         self.aborted.set()
         entry = self.running.get(abort.request_id)
-        if entry is None:
+        if entry is None or entry.outbox is not outbox:
             return
-        run, task = entry
+        run = entry.run
         deltas = [
             run.delta(i, [], len(run.tokens[i]), FinishReason.ABORT)
             for i in (abort.choices or range(run.record.task.params.n))
@@ -243,7 +255,7 @@ class FakeEngineCore(EngineServicer):
         ]
         outbox.put_nowait(pb.ServerFrame(outputs=pb.StepOutputs(deltas=[delta_to_pb(delta) for delta in deltas])))
         if run.ended:
-            task.cancel()
+            entry.task.cancel()
             del self.running[abort.request_id]
 
     async def _run(self, run: Run, outbox: asyncio.Queue[Any]) -> None:
@@ -265,6 +277,11 @@ class FakeEngineCore(EngineServicer):
         async with self.sent:
             self.num_sent += 1
             self.sent.notify_all()
+
+
+def _already_here(submit: pb.Submit) -> pb.ServerFrame:
+    rejected = pb.Rejected(request_id=submit.record.request_id, attempt=submit.attempt, code=ErrorCode.INVALID_ARGUMENT)
+    return pb.ServerFrame(rejected=rejected)
 
 
 @asynccontextmanager
