@@ -7,6 +7,8 @@ gets such a file waits for ever.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling, Scheduling
@@ -31,8 +33,9 @@ class Files(LoadFileScheduling):
     def _reschedule(self, node: WorkerController) -> None:
         if node not in self.registered_collections:  # it is about to collect, and is given tests then
             return
-        while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= LOOKAHEAD:
-            super()._reschedule(node)
+        with contextlib.suppress(OSError):  # it is dead, of which the news is under way
+            while not node.shutting_down and self._pending_of(self.assigned_work[node]) <= LOOKAHEAD:
+                super()._reschedule(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
