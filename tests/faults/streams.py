@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 STREAM_TIMEOUT_S = 300.0  # of silence; pings count as sound
-READING_S = 0.4  # what a client takes for an answer before it asks again
+READING_S = 1.5  # what a client takes for an answer before it asks again
 MAX_TRIES = 100
 NO_ENDING = "closed without an ending"
 UNLIMITED = httpx.Limits(max_connections=None)
