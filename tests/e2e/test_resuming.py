@@ -1,27 +1,46 @@
-"""A gateway is killed under streams of OpenAI's client, which sees nothing of it: another one goes on with them."""
+"""A gateway is killed under streams of OpenAI's client and Anthropic's, which see nothing of it: another one goes on
+with them."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import httpx2
 import openai
 import pytest
 from bench.sides import is_ready
 from tests.e2e.stack import Stack, free_port, running_stack
 from tests.e2e.streams import MODEL, formed, plain
 from tests.e2e.tiers import Tiers, tiers_apart
-from tests.faults.variants import TALK, Answer, Client, answer, with_stop
+from tests.faults.variants import TALK, Answer, Client, Counted, answer, with_stop
 from tests.gateway.store.redis_server import running_redis
+
+from pagoda.client.httpx2_transport import AsyncResumingTransport
 
 pytestmark = pytest.mark.e2e
 
 # Texts, greedy and sampled, one of two choices; a schema, and a call.
 REQUESTS = [plain(1), plain(4), formed(4), formed(5), TALK]
+MESSAGE: dict[str, Any] = {
+    "model": MODEL, "max_tokens": 380, "messages": [{"role": "user", "content": "Tell me a story."}], "stream": True,
+    "extra_body": {"temperature": 0},
+}  # fmt: skip
+NUM_MESSAGES = 8
+
+
+async def message(client: anthropic.AsyncAnthropic, flowing: Callable[[], None]) -> list[dict[str, Any]]:
+    """Every event of it, but for the id that it is given."""
+    told = []
+    async for event in await client.messages.create(**MESSAGE):
+        flowing()
+        told.append(event.model_dump(exclude={"message": {"id"}}))
+    return told
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +99,23 @@ async def test_streams_survive_a_gateway(
 ) -> None:
     """The store is Redis; tests/faults has the same with SQLite."""
     async with gateways(stack, tiers) as urls:
-        flowing = asyncio.Event()
-        async with Client(urls) as http:
+        flowing, speaking = asyncio.Event(), asyncio.Event()
+        counted = Counted()
+        by_httpx2 = httpx2.AsyncClient(transport=AsyncResumingTransport(urls, counted), timeout=240)
+        async with Client(urls) as http, by_httpx2:
             client = http.openai(urls[0])
+            other = anthropic.AsyncAnthropic(base_url=urls[0], api_key="none", max_retries=0, http_client=by_httpx2)
+            _, due = [
+                await message(other, lambda: None) for _ in range(2)
+            ]  # the first finds nothing in the prefix cache
             asked = [asyncio.create_task(answer(client, request, flowing.set)) for request in requests]
             await flowing.wait()
+            told = [asyncio.create_task(message(other, speaking.set)) for _ in range(NUM_MESSAGES)]
+            await speaking.wait()
             tiers.processes["killed"].kill()
             assert await asyncio.gather(*asked) == undisturbed
-            assert http.counted.num_resumed > 0
+            assert await asyncio.gather(*told) == [due] * NUM_MESSAGES
+            assert (http.counted.num_resumed > 0, counted.num_resumed > 0) == (True, True)
     deadline = time.monotonic() + 240
     while stack.stats().blocks_used:  # nothing is left of what the dead gateway had asked for
         assert time.monotonic() < deadline

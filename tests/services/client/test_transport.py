@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import httpx2
 import pytest
 
+from pagoda.client import httpx2_transport
 from pagoda.client.transport import AsyncResumingTransport, ResumingTransport
 
 PATH = "/v1/chat/completions"
@@ -72,7 +76,33 @@ def awaited(gateways: Gateways, **options: Any) -> bytes:
     return asyncio.run(_awaited(gateways, **options))
 
 
-pytestmark = pytest.mark.parametrize("ask", [asked, awaited])
+@contextmanager
+def of_httpx() -> Iterator[None]:
+    """Errors have the same names there."""
+    try:
+        yield
+    except httpx2.TransportError as error:
+        raise getattr(httpx, type(error).__name__)(str(error)) from error
+
+
+def asked_by_httpx2(gateways: Gateways, **options: Any) -> bytes:
+    transport = httpx2_transport.ResumingTransport(BASES, gateways, **options)
+    with of_httpx(), httpx2.Client(transport=transport) as client:
+        return client.post(f"http://a:1{PATH}", json={"stream": True}).content
+
+
+async def _awaited_by_httpx2(gateways: Gateways, **options: Any) -> bytes:
+    transport = httpx2_transport.AsyncResumingTransport(BASES, gateways, **options)
+    with of_httpx():
+        async with httpx2.AsyncClient(transport=transport) as client:
+            return (await client.post(f"http://a:1{PATH}", json={"stream": True})).content
+
+
+def awaited_by_httpx2(gateways: Gateways, **options: Any) -> bytes:
+    return asyncio.run(_awaited_by_httpx2(gateways, **options))
+
+
+pytestmark = pytest.mark.parametrize("ask", [asked, awaited, asked_by_httpx2, awaited_by_httpx2])
 Ask = Callable[..., bytes]
 WHOLE = b"".join(EVENTS)
 GONE = httpx.ConnectError("refused")
@@ -130,5 +160,11 @@ def test_what_has_no_ids_is_not_asked_for_again(ask: Ask) -> None:
 
 def test_a_url_that_is_none_is_refused(ask: Ask) -> None:
     for urls in (["gateway"], ["ftp://a"], ["http://a/v1", "http://b/v2"]):
-        with pytest.raises(ValueError):
-            ResumingTransport(urls)
+        for transport in (ResumingTransport, httpx2_transport.ResumingTransport):
+            with pytest.raises(ValueError):
+                transport(urls)
+
+
+def test_an_answer_that_was_packed_is_unpacked_once(ask: Ask) -> None:
+    packed = httpx.Response(200, headers={"content-encoding": "gzip"}, content=gzip.compress(b"told" * 100))
+    assert ask(Gateways(packed)) == b"told" * 100
