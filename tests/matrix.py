@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("services", "gateway", "engine_core", "worker", "proto")
 LIBRARY = "worker/pagoda_worker/kernels/cpu/libpagoda.so"
 COMPILERS = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+)(-[0-9.]+)?")
+CLOSING = re.compile(r"[0-9]+ (passed|failed|error)|no tests ran")
 AS_MAKE_TEST = {"OMP_WAIT_POLICY": "passive", "PYTHONDONTWRITEBYTECODE": ""}
 # level -> what torch is to take the processor for
 LEVELS = {
@@ -155,8 +156,8 @@ def busy_machine(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def run_row(row: Row, words: list[str]) -> str:
-    """Run the suite; pytest's closing line, or why there is none."""
+def run_row(row: Row, words: list[str], log: Path) -> str:
+    """Run the suite, which says what it says in `log`; pytest's closing line, or why there is none."""
     environment = {**os.environ, **AS_MAKE_TEST, "CI": "true", **row.environment}
     with copied_tree() as tree:
         check_processor(row)
@@ -165,19 +166,21 @@ def run_row(row: Row, words: list[str]) -> str:
             environment["PATH"] = str(_path_without_compilers(tree / ".path", environment["PATH"]))
         environment["PYTHONPATH"] = os.pathsep.join(str(tree / package) for package in (*PACKAGES, "."))
         command = [*row.prefix, python, "-m", "pytest", "-p", "no:cacheprovider", *row.arguments, *words]
-        with busy_machine(row.load):
-            done = subprocess.run(command, cwd=tree, env=environment, stdout=subprocess.PIPE, text=True, check=False)
-    lines = done.stdout.splitlines() or ["nothing was said"]
+        with busy_machine(row.load), log.open("w") as told:
+            done = subprocess.run(command, cwd=tree, env=environment, stdout=told, stderr=told, check=False)
+    lines = log.read_text().splitlines() or ["nothing was said"]
+    closing = next(filter(CLOSING.search, reversed(lines)), lines[-1]).strip("= ")
     if done.returncode == 0:
-        return lines[-1].strip("= ")
-    told = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    print(*(told or lines[-30:]), sep="\n", flush=True)
-    return f"FAILED: {lines[-1].strip('= ')}"
+        return closing
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    print(*(failed or lines[-30:]), f"the rest is in {log}", sep="\n", flush=True)
+    return f"FAILED: {closing}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default=",".join(ROWS), help="rows, separated by commas; a+b is both at once")
+    parser.add_argument("--logs", type=Path, help="a directory for what the rows say [one of the system's]")
     parser.add_argument("--list", action="store_true", help="name the rows")
     parser.add_argument("pytest", nargs="*", default=["-q", "-n", "2"], help="words for pytest [-q -n 2]")
     arguments = parser.parse_args()
@@ -188,10 +191,14 @@ def main() -> int:
     if unknown := {part for name in names for part in name.split("+")} - set(ROWS):
         parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     failed = False
+    logs = arguments.logs or Path(tempfile.mkdtemp(prefix="pagoda-rows-"))
+    logs.mkdir(parents=True, exist_ok=True)
     for name in names:
         began = time.monotonic()
         try:
-            result = run_row(sum((ROWS[part] for part in name.split("+")), Row()), arguments.pytest)
+            result = run_row(
+                sum((ROWS[part] for part in name.split("+")), Row()), arguments.pytest, logs / f"{name}.log"
+            )
         except Unavailable as error:
             result = f"not here: {error}"
         failed = failed or result.startswith("FAILED")
