@@ -19,8 +19,8 @@ NO_ADAPTER = -1
 
 @dataclass(frozen=True)
 class TokenSlots:
-    """The slot of each token of a step, or NO_ADAPTER; at least one has one. `sent` is `there`, if it was sent with other
-    things."""
+    """The slot of each token of a step, or NO_ADAPTER. `sent` is `there`, if it was sent with other things; of what is
+    recorded it alone says who has one."""
 
     slots: NDArray[np.int32]  # [T]
     device: torch.device

@@ -1,6 +1,6 @@
 """What adapters add to linear layers: y += scale * (x A^T) B^T, each line by the matrices of its own slot or by none.
 
-Two launches: `shrink_kernel` sums x A^T in SPLITS parts of K, `expand_kernel` adds the parts up, scales, multiplies by
+Two launches: `shrink_kernel` sums x A^T in parts of K, `expand_kernel` adds the parts up, scales, multiplies by
 B^T and adds that to y, where lines without an adapter are neither read nor written. Slots, ranks and addresses are read
 on the device, so nothing waits, and what is recorded serves any adapters.
 
@@ -24,14 +24,13 @@ from pagoda_worker.kernels.ops import LowRank
 
 LINES, RANKS, COLUMNS = 16, 16, 64  # of a tile
 PIECE = 128  # of K in one step of a program
-SPLITS = 4  # of K; part of the definition of the result
+SPLITS = 4  # parts of K, at most; part of the definition of the result
 BUSY = 64  # with fewer tiles, the slots of one have programs of their own; no bit changes
 
 _LINES: tl.constexpr = tl.constexpr(LINES)
 _RANKS: tl.constexpr = tl.constexpr(RANKS)
 _COLUMNS: tl.constexpr = tl.constexpr(COLUMNS)
 _PIECE: tl.constexpr = tl.constexpr(PIECE)
-_SPLITS: tl.constexpr = tl.constexpr(SPLITS)
 _FIELDS: tl.constexpr = tl.constexpr(5)
 
 
@@ -82,15 +81,16 @@ def add(y: Tensor, x: Tensor, slots: LowSlots, token_slots: Tensor) -> None:
     (tokens, inputs), outputs = x.shape, y.shape[1]
     if not tokens:
         return
-    low = torch.empty((SPLITS, tokens, slots.width), dtype=torch.float32, device=x.device)
+    part = triton.cdiv(inputs, SPLITS * PIECE) * PIECE
+    splits = triton.cdiv(inputs, part)
+    low = torch.empty((splits, tokens, slots.width), dtype=torch.float32, device=x.device)
     tiles = triton.cdiv(tokens, LINES)
     turns = max(1, min(len(slots.kept), LINES, BUSY // tiles))
-    part = triton.cdiv(inputs, SPLITS * PIECE) * PIECE
-    shrink_kernel[(tiles * turns, slots.width // RANKS, SPLITS)](
+    shrink_kernel[(tiles * turns, slots.width // RANKS, splits)](
         low, x, token_slots, slots.table, tokens, turns, inputs, slots.width, part
     )
     expand_kernel[(tiles * turns, triton.cdiv(outputs, COLUMNS))](
-        y, low, token_slots, slots.table, tokens, turns, outputs, slots.width
+        y, low, token_slots, slots.table, tokens, turns, outputs, slots.width, splits
     )
 
 
@@ -126,7 +126,7 @@ def _pointer(table, slot, FIELD: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens", "turns"])
 def shrink_kernel(low, x, token_slots, table, tokens, turns, inputs, width, part):
-    """One part of K of a tile's x A^T, for RANKS of the ranks; low is [SPLITS, T, width] float32."""
+    """One part of K of a tile's x A^T, for RANKS of the ranks; low is [splits, T, width] float32."""
     dtype: tl.constexpr = x.dtype.element_ty
     line, left = _tile(token_slots, tokens, turns)
     first = tl.program_id(1) * _RANKS
@@ -166,7 +166,7 @@ def _times(value, factor, total):
 
 
 @triton.jit(do_not_specialize=["tokens", "turns"])
-def expand_kernel(y, low, token_slots, table, tokens, turns, outputs, width):
+def expand_kernel(y, low, token_slots, table, tokens, turns, outputs, width, splits):
     """What is added to COLUMNS of a tile's lines; low is what `shrink_kernel` left."""
     dtype: tl.constexpr = y.dtype.element_ty
     line, left = _tile(token_slots, tokens, turns)
@@ -186,7 +186,7 @@ def expand_kernel(y, low, token_slots, table, tokens, turns, outputs, width):
                 known = rank < end
                 lows = low + line[:, None] * width + rank[None, :]
                 value = tl.zeros((_LINES, _RANKS), tl.float32)
-                for split in tl.static_range(_SPLITS):
+                for split in range(splits):
                     here = lows + split * tokens.to(tl.int64) * width
                     value += tl.load(here, mask=mine[:, None] & known[None, :], other=0.0)
                 value *= tl.load(scales + rank, mask=known, other=0.0)[None, :]
