@@ -77,20 +77,18 @@ class Rehearsal:
         for batch in batches:
             with torch.inference_mode():
                 others = (Places(batch.kv_indices, batch.block_tables),) * (len(loaded.retentions) - 1)
-                there = uploaded(replace(_adapted(batch, loaded), others=others), self.accelerator)
+                asked = adapted(batch) if loaded.adapters.count else batch
+                there = uploaded(replace(asked, others=others), self.accelerator)
                 hidden = loaded.model.forward(there, kv)
-                wanted = hidden[there.logit_indices]
-                adapted = {} if there.logit_slots is None else {"slots": there.logit_slots}
-                logits = loaded.model.logits(wanted, **adapted)
+                slots = {} if there.logit_slots is None else {"slots": there.logit_slots}
+                logits = loaded.model.logits(hidden[there.logit_indices], **slots)
                 rows = [_row(i, 1, self.config.block_size) for i in range(batch.num_rows)]
                 if self.sampler.takes(rows):
                     self.sampler.sample(logits[: len(rows)], rows)
 
 
-def _adapted(batch: Batch, loaded: LoadedModel) -> Batch:
-    """With an adapter for every token, if there may be any: what it adds takes memory, and kernels of its own."""
-    if not loaded.adapters.count:
-        return batch
+def adapted(batch: Batch) -> Batch:
+    """With an adapter for every token: what it adds takes memory, and kernels of its own."""
     slots = [slots_of(0, count, torch.device("cpu")) for count in (batch.num_tokens, len(batch.logit_indices))]
     return replace(batch, slots=slots[0], logit_slots=slots[1])
 

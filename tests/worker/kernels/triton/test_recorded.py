@@ -137,9 +137,8 @@ def test_rows_of_many_adapters_and_of_none_are_replayed_together(
         undisturbed = Engine(runner, asked(), random.Random(1)).run()
     told: list[int] = []
     make = accelerator_of if DEVICE.type == "cuda" else lambda device: FakeAccelerator()
-    runner = runner_on_device(
-        loaded_by(walking, adapted=True), None, config(), make, lambda done, of: told.append(done)
-    )
+    options, loaded = config(max_tokens_per_step=64), loaded_by(walking, adapted=True)
+    runner = runner_on_device(loaded, None, options, make, lambda done, of: told.append(done))
     replayed, plain = [], Graphed.replayed
     monkeypatch.setattr(Graphed, "replayed", lambda *step: replayed.append(plain(*step)) or replayed[-1])
     engine = Engine(runner, asked(), random.Random(11), ahead=1, chaos=0.08, chunk_tokens=30)
