@@ -103,7 +103,8 @@ class TritonOps:
     @property
     def numerics(self) -> str:
         cuts = " cuts show" if self.cuts_show else ""
-        return f"triton {triton.__version__} attention {SPLIT} {TILE} {self.tiles.low} {self.tiles.high}{cuts}"
+        attention = f"attention {SPLIT} {TILE} {self.tiles.low} {self.tiles.high}{cuts}"
+        return f"triton {triton.__version__} {attention} adapters {low_rank.SPLITS} {low_rank.PIECE}"
 
     def with_tiles(self, tiles: Tiles, cuts_show: bool = False) -> TritonOps:
         """The same back end, cut otherwise."""
