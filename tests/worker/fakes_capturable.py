@@ -13,9 +13,10 @@ from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
 from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.kv_cache import KVCache, KVShape
-from pagoda_worker.kernels.ops import AttentionShape, Ops
+from pagoda_worker.kernels.ops import AttentionShape, Ops, SlotRoom
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 
 BLOCK, MAX_LEN, VOCAB = 16, 96, 64
 BOMB, POISON = 62, 63
@@ -60,7 +61,7 @@ class CapturableOps(AtenOps):
         return QuietCache(shape=shape, num_blocks=num_blocks, block_size=block_size, layers=plain.layers)
 
 
-def decoder(ops: Ops, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Decoder:
+def decoder(ops: Ops, dtype: torch.dtype = torch.bfloat16, room: SlotRoom | None = None, **changes: Any) -> Decoder:
     values: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -76,26 +77,28 @@ def decoder(ops: Ops, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> De
         "attention_scale": 0.35,
         "tied": True,
     }
-    return decoder_of(spec_of(**{**values, **changes}), ops, dtype)
+    return decoder_of(spec_of(**{**values, **changes}), ops, dtype, room)
 
 
-def decoder_of(spec: DecoderSpec, ops: Ops, dtype: torch.dtype) -> Decoder:
+def decoder_of(spec: DecoderSpec, ops: Ops, dtype: torch.dtype, room: SlotRoom | None = None) -> Decoder:
     generator = torch.Generator().manual_seed(3)
     weights = {
         name: torch.randn(shape, generator=generator) * 0.3 if len(shape) > 1 else torch.ones(shape)
         for name, shape in expected_tensors(spec).items()
     }
     source = PlainSource(lambda name: weights[name].to(ops.device, dtype))
-    return Decoder(spec, ops, source, dtype, spec.max_positions)
+    return Decoder(spec, ops, source, dtype, spec.max_positions, room=room)
 
 
 class HashModel:
-    """The logits after a token are a hash of every token up to it, as the cache has them; see `fakes_model`.
+    """The logits after a token are a hash of every token up to it, as the cache has them, and of the slot of its
+    adapter; see `fakes_model`.
 
     What stands in a context with POISON is no number, and a step with BOMB in it that is not replayed fails.
     """
 
     kv_groups = ()
+    replacing: frozenset[int] = frozenset()
 
     def __init__(self) -> None:
         self._factors = torch.randint(1, 2**40, (MAX_LEN,), generator=torch.Generator().manual_seed(9)) * 2 + 1
@@ -117,8 +120,12 @@ class HashModel:
         spans = zip(sums, batch.context_lens, batch.query_lens, strict=True)
         return torch.cat([line[end - count : end] for line, end, count in spans])[:, None]
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, out: torch.Tensor | None = None, slots: TokenSlots | None = None
+    ) -> torch.Tensor:
         ids = torch.arange(VOCAB)
+        if slots is not None:
+            hidden = torch.where(hidden < 0, hidden, hidden + 7 * (slots.there[:, None] - NO_ADAPTER))
         mixed = (hidden % 1_000_003) * 7919 + ids * 104_729 + (hidden % 8191) * (ids * ids % 8191)
         logits = (mixed % 4096).float() / 512
         logits = logits.masked_fill(ids >= BOMB, -30.0).masked_fill(hidden < 0, torch.nan)

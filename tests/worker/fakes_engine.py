@@ -7,6 +7,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import AppendBlocks, Chunk, NewRow, ReplaceBlock, StepPlan, StepResult
 from pagoda_worker.step.pending import Pending
@@ -23,6 +24,7 @@ class Choice:
     outputs: int  # how many are wanted
     params: SamplingParams
     choice: int = 0
+    adapter: Adapter | None = None
     tokens: list[int] = field(default_factory=list)
     row_id: int = -1
     known: int = 0
@@ -119,7 +121,7 @@ class Engine:
         self._of_row[one.row_id] = one
         return NewRow(
             row_id=one.row_id, token_ids=tokens, num_prompt_tokens=len(one.prompt), num_computed=one.computed,
-            block_ids=shared, params=one.params, seed=7, choice=one.choice,
+            block_ids=shared, params=one.params, seed=7, choice=one.choice, adapter=one.adapter,
         )  # fmt: skip
 
     def _compute(self, one: Choice, plan: StepPlan) -> None:

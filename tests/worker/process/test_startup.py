@@ -13,9 +13,11 @@ from tests.worker.fakes_accelerator import FakeAccelerator
 from tests.worker.fakes_capturable import BLOCK, MAX_LEN, VOCAB, CapturableOps, decoder
 from tests.worker.fakes_model import Driver, new_row
 from tests.worker.models.checkpoints import NATIVE, make_model, save
+from tests.worker.step.test_adapted_rows import FakeAdapters
 
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import Chunk, StepPlan
+from pagoda_worker.adapters.store import NO_ADAPTERS, Adapters
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels import choose
 from pagoda_worker.kernels.aten import AtenOps
@@ -25,7 +27,9 @@ from pagoda_worker.loading import memory
 from pagoda_worker.loading.memory import GIB, NotEnoughMemory
 from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.process.startup import load_runner, runner_on_device
+from pagoda_worker.rows.batch import Batch
 from pagoda_worker.rows.rows import Row
+from pagoda_worker.rows.slots import TokenSlots
 from pagoda_worker.sampling.device_sampler import Chosen, GreedySampler
 from pagoda_worker.step.graphs import ladder
 from pagoda_worker.step.lines import Lines
@@ -92,6 +96,29 @@ def test_the_largest_steps_want_the_logits_of_drafts() -> None:
     assert (long.query_lens, len(long.logit_indices)) == ([40], 7)
     (short,) = largest_steps(replace(speculative, max_tokens_per_step=1), 96)
     assert (short.query_lens, len(short.logit_indices)) == ([1], 1)
+
+
+@pytest.mark.parametrize("adapters", [NO_ADAPTERS, FakeAdapters()])
+def test_what_adapters_add_is_warmed_and_measured(adapters: Adapters) -> None:
+    """Every token has one, where one may."""
+    loaded, seen = replace(loaded_by(AtenOps(CPU)), adapters=adapters), []
+
+    class Seen:
+        def forward(self, batch: Batch, kv: Any) -> torch.Tensor:
+            seen.append(batch)
+            return torch.zeros(batch.num_tokens, 1)
+
+        def logits(self, hidden: torch.Tensor, *, slots: TokenSlots | None = None) -> torch.Tensor:
+            assert (None if slots is None else len(slots.there)) == (len(hidden) if adapters.count else None)
+            return torch.zeros(len(hidden), VOCAB)
+
+    rehearsal = Rehearsal([replace(loaded, model=Seen())], config(), FakeAccelerator(), GreedySampler())
+    rehearsal.warm_up()
+    rehearsal.device_use(lambda: 0)
+    assert len(seen) == 4
+    for batch in seen:
+        slots = None if batch.slots is None else batch.slots.there.tolist()
+        assert slots == ([0] * batch.num_tokens if adapters.count else None)
 
 
 def test_what_is_measured() -> None:

@@ -10,6 +10,7 @@ from pagoda_proto.adapters.files import AdapterError
 from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import ErrorCode
 from pagoda_proto.steps import Chunk, StepPlan
+from pagoda_worker.adapters.store import Room
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.rows.slots import NO_ADAPTER
 from pagoda_worker.step.runner import ModelRunner
@@ -21,6 +22,7 @@ class FakeAdapters:
     """Slots by digest; remembers which were said to be in use."""
 
     count = 2
+    room = Room()
 
     def __init__(self) -> None:
         self.in_use: list[set[int]] = []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from pagoda_worker.kernels.aten import AtenOps
 from pagoda_worker.kernels.ops import BackendError
 from pagoda_worker.rows.batch import Batch, build_batch
 from pagoda_worker.rows.rows import Row
+from pagoda_worker.rows.slots import NO_ADAPTER
 from pagoda_worker.step.graphs import Graphed, ladder, reserve_for, rung
 from pagoda_worker.step.lines import Lines
 from pagoda_worker.step.pending import Work
@@ -55,8 +57,10 @@ class Case:
         for mine, its in zip(self.kv[0].layers, self.other[0].layers, strict=True):
             mine.copy_(torch.randn(mine.shape, generator=generator))
             its.copy_(mine)
-        lines = Lines(max_rows=MAX_ROWS, max_len=MAX_LEN, block_size=BLOCK, scratch_blocks=[SCRATCH], device=CPU)
-        self.graphed = Graphed(self.decoder, self.accelerator, SIZES, lines)
+        self.graphed = Graphed(self.decoder, self.accelerator, SIZES, self.lines())
+
+    def lines(self) -> Lines:
+        return Lines(max_rows=MAX_ROWS, max_len=MAX_LEN, block_size=BLOCK, scratch_blocks=[SCRATCH], device=CPU)
 
     def captured(self) -> Case:
         self.graphed.capture(self.kv, lambda done, of: None)
@@ -193,7 +197,36 @@ def test_recording_goes_from_the_largest_to_the_smallest_and_tells() -> None:
     case, told = Case(CapturableOps(CPU), FakeAccelerator()), []
     case.graphed.capture(case.kv, lambda done, of: told.append((done, of)))
     assert told == [(number, len(SIZES)) for number in range(1, len(SIZES) + 1)]
-    assert list(case.graphed._recordings) == SIZES[::-1]
+    assert list(case.graphed._recordings) == [(size, False) for size in SIZES[::-1]]
+
+
+def adapted(work: Work, slots: list[int]) -> Work:
+    for (row, _), slot in zip(work, slots, strict=True):
+        row.slot = slot
+    return work
+
+
+def test_steps_with_adapters_have_recordings_of_their_own() -> None:
+    case = Case(CapturableOps(CPU), FakeAccelerator())
+    case.graphed = Graphed(case.decoder, case.accelerator, SIZES, case.lines(), adapted=True)
+    case.captured()
+    kinds = [(size, with_adapters) for with_adapters in (True, False) for size in SIZES[::-1]]
+    assert list(case.graphed._recordings) == kinds
+    assert case.graphed.num_recordings == len(kinds)
+    taken: list[tuple[int, bool]] = []
+    for key, one in case.graphed._recordings.items():
+        case.graphed._recordings[key] = replace(one, replay=partial(taken.append, key))
+    work = decodes(3, random.Random(1))
+    assert case.graphed.replayed(work, []) is not None
+    assert case.graphed.replayed(adapted(work, [NO_ADAPTER, 1, NO_ADAPTER]), []) is not None
+    case.decoder.replacing = frozenset({1})
+    assert case.graphed.replayed(work, []) is None, "what comes whole is computed operation by operation"
+    assert case.graphed.replayed(adapted(work, [0, 0, 2]), []) is not None
+    assert taken == [(4, False), (4, True), (4, True)]
+
+
+def test_what_is_recorded_without_adapters_replays_no_step_with_one(case: Case) -> None:
+    assert case.graphed.replayed(adapted(decodes(2, random.Random(1)), [NO_ADAPTER, 0]), []) is None
 
 
 def test_without_recordings_nothing_is_replayed() -> None:
@@ -241,9 +274,9 @@ def test_memory_is_looked_at_when_nothing_is_held_for_later() -> None:
 def test_the_reserve_is_told_from_the_two_largest() -> None:
     accelerator = FakeAccelerator(bytes_per_capture=lambda number: [700, 30][number])
     case = Case(CapturableOps(CPU), accelerator)
-    assert reserve_for(SIZES, case.graphed.captured(case.kv)) == 700 + 30 * (len(SIZES) - 1)
+    assert reserve_for(len(SIZES), case.graphed.captured(case.kv)) == 700 + 30 * (len(SIZES) - 1)
     assert accelerator.captures == 2
 
 
 def test_the_reserve_of_a_single_size() -> None:
-    assert reserve_for([1], iter([90])) == 90
+    assert reserve_for(1, iter([90])) == 90

@@ -14,12 +14,15 @@ from tests.worker.fakes_accelerator import FakeAccelerator, HeldFetch
 from tests.worker.fakes_capturable import BLOCK, BOMB, MAX_LEN, POISON, VOCAB, HashModel
 from tests.worker.fakes_engine import GREEDY, Choice, Engine
 from tests.worker.fakes_model import Driver, FakeLoaded, new_row
+from tests.worker.step.test_adapted_rows import ONE, TWO, FakeAdapters
 
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NO_BLOCK, Chunk, ReplaceBlock, StepPlan
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.rows.batch import Batch, build_batch
 from pagoda_worker.rows.rows import Ints, Row
+from pagoda_worker.rows.slots import NO_ADAPTER
 from pagoda_worker.step.graphs import Graphed, ladder
 from pagoda_worker.step.lines import Lines
 from pagoda_worker.step.pending import OnDevice
@@ -27,7 +30,7 @@ from pagoda_worker.step.runner import LostStep, ModelRunner
 
 CPU = torch.device("cpu")
 MAX_ROWS, NUM_BLOCKS = 6, 60
-HEAD, CELL, TOKEN = 3 * 8, 2 * 8, 2 * 8  # bytes of what may have to be sent of a row: its state, a block, its token
+HEAD, CELL, TOKEN = 4 * 8, 2 * 8, 2 * 8  # bytes of what may have to be sent of a row: its state, a block, its token
 
 
 class Unlucky(FakeAccelerator):
@@ -51,7 +54,8 @@ class Loaded(FakeLoaded):
 
 
 def host_runner() -> ModelRunner:
-    return ModelRunner(Loaded(HashModel()), NUM_BLOCKS, WorkerConfig(block_size=BLOCK, max_rows=MAX_ROWS))  # type: ignore[arg-type]
+    loaded = Loaded(HashModel(), adapters=FakeAdapters())
+    return ModelRunner(loaded, NUM_BLOCKS, WorkerConfig(block_size=BLOCK, max_rows=MAX_ROWS))  # type: ignore[arg-type]
 
 
 def lines_for(max_rows: int, num_tables: int = 1) -> Lines:
@@ -61,9 +65,9 @@ def lines_for(max_rows: int, num_tables: int = 1) -> Lines:
 
 def device_runner(accelerator: FakeAccelerator) -> ModelRunner:
     sizes = ladder(MAX_ROWS)
-    graphed = Graphed(HashModel(), accelerator, sizes, lines_for(MAX_ROWS))
+    graphed = Graphed(HashModel(), accelerator, sizes, lines_for(MAX_ROWS), adapted=True)
     config = WorkerConfig(block_size=BLOCK, max_rows=MAX_ROWS)
-    runner = ModelRunner(Loaded(graphed), NUM_BLOCKS, config, accelerator=accelerator)  # type: ignore[arg-type]
+    runner = ModelRunner(Loaded(graphed, adapters=FakeAdapters()), NUM_BLOCKS, config, accelerator=accelerator)  # type: ignore[arg-type]
     graphed.capture(runner.kv_cache, lambda done, of: None)
     return runner
 
@@ -171,7 +175,8 @@ def row_of(row_id: int, num_tokens: int, rng: random.Random, num_tables: int) ->
     blocks, *others = (np.array(rng.sample(range(NUM_BLOCKS), 6)) for _ in range(num_tables))
     for kept in others:
         kept[: rng.randrange((num_tokens - 1) // BLOCK + 1)] = NO_BLOCK  # behind its window
-    return Row.of(new_row(row_id, [0], [0], num_prompt_tokens=1), tokens, blocks, others=others)
+    slot = rng.randrange(NO_ADAPTER, 3)
+    return Row.of(new_row(row_id, [0], [0], num_prompt_tokens=1), tokens, blocks, slot=slot, others=others)
 
 
 @settings(max_examples=60, deadline=None)
@@ -224,7 +229,7 @@ def test_lines_are_the_batch_the_host_builds(seed: int) -> None:
                 row.tokens.array[-1] = hidden.get(row.row_id, row.tokens.array[-1])
         lines.lay_out(size)
         for place in range(num_tables):
-            check(lines.batch(size).at(place), truth.at(place), size)
+            check(lines.batch(size, adapted=True).at(place), truth.at(place), size)
         earlier = []
         if rng.random() < 0.8:  # the device chooses, else the host did
             ids = torch.tensor([rng.randrange(-1, VOCAB) for _ in work])
@@ -251,6 +256,9 @@ def check(batch: Batch, truth: Batch, size: int) -> None:
     for i, length in enumerate(truth.context_lens):
         needed = -(-length // BLOCK)
         assert torch.equal(batch.block_tables[i, :needed], truth.block_tables[i, :needed])
+    assert batch.slots is not None
+    slots = [NO_ADAPTER] * count if truth.slots is None else truth.slots.slots.tolist()
+    assert batch.slots.there.tolist() == slots + [NO_ADAPTER] * (size - count)
     assert batch.positions[count:].tolist() == [0] * (size - count)
     assert batch.lengths[count:].tolist() == [1] * (size - count)
     assert batch.kv_indices[count:].tolist() == [NUM_BLOCKS * BLOCK] * (size - count)
@@ -268,8 +276,9 @@ def choices(seed: int) -> list[Choice]:
     rng, found = random.Random(seed), []
     for _ in range(rng.randrange(1, 5)):
         prompt = [rng.randrange(BOMB) for _ in range(rng.randrange(1, 50))]
-        params = rng.choice(MANNERS)
-        found += [Choice(prompt, rng.randrange(1, 30), params, choice=i) for i in range(rng.randrange(1, 4))]
+        params, adapter = rng.choice(MANNERS), rng.choice([None, None, ONE, TWO])
+        for i in range(rng.randrange(1, 4)):
+            found.append(Choice(prompt, rng.randrange(1, 30), params, choice=i, adapter=adapter))
     return found
 
 
@@ -283,9 +292,10 @@ def test_whatever_happens_to_rows_their_tokens_stay(seed: int, ahead: int, chunk
     assert engine.errors == []
 
 
-def test_every_step_after_the_prefill_is_replayed() -> None:
+@pytest.mark.parametrize("adapter", [None, ONE])
+def test_every_step_after_the_prefill_is_replayed(adapter: Adapter | None) -> None:
     accelerator = FakeAccelerator()
-    wanted = [Choice([3, 1, 4], 9, GREEDY), Choice([1, 5], 7, GREEDY)]
+    wanted = [Choice([3, 1, 4], 9, GREEDY), Choice([1, 5], 7, GREEDY, adapter=adapter)]
     assert list(map(len, Engine(device_runner(accelerator), wanted, random.Random(1), ahead=1).run())) == [9, 7]
     assert accelerator.replays == 8
 

@@ -89,7 +89,7 @@ class Decoder:
             self._head_content = content_of(weight) if room is not None else None
             linear = Linear(packed, {names.head: slice(0, weight.shape[0])}, slots=packer.slots(packed, 1))
             self._head = Head(linear, spec.final_softcap)
-        self._replacing: frozenset[int] = frozenset()  # slots of adapters that put something in place of the model's
+        self.replacing: frozenset[int] = frozenset()  # slots of adapters that put something in place of the model's
 
     @property
     def recordable(self) -> bool:
@@ -103,13 +103,13 @@ class Decoder:
         """The same weights, computed by `ops`, which must be of the back end that packed them, to be recorded: nothing
         is in the place of anything."""
         other = copy.copy(self)
-        other.ops, other._replacing = ops, frozenset()
+        other.ops, other.replacing = ops, frozenset()
         return other
 
     def replaced(self, slots: TokenSlots | None) -> TokenSlots | None:
         """`slots`, if an adapter of one puts something in place of the model's own, or adds to the embedding: such
         steps go operation by operation, each for all tokens, and again for those of such a slot."""
-        return None if slots is None or self._replacing.isdisjoint(slots.slots.tolist()) else slots
+        return None if slots is None or self.replacing.isdisjoint(slots.slots.tolist()) else slots
 
     def plan(self, batch: Batch, kv: Sequence[Cache]) -> list[Any]:
         """What `forward` makes for itself when it is given none: a plan for each group."""
@@ -171,7 +171,7 @@ class Decoder:
         tables += [] if self._head is None else [self._head.instead]
         for layer in self._layers:
             tables += [layer.head_norms, *(norm.instead for norm in layer.norms.values())]
-        self._replacing = frozenset(taken for table in tables for taken in table)
+        self.replacing = frozenset(taken for table in tables for taken in table)
 
     def differing(self, tensors: AdapterTensors) -> AdapterTensors:
         """Without tables that are the model's own: PEFT writes them into the file of an adapter that adds to them."""

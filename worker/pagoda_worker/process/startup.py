@@ -143,11 +143,11 @@ def runner_on_device(
         drafter = make_drafter(config, loaded, draft, num_blocks)
         return ModelRunner(loaded, num_blocks, config, drafter, accelerator, sampler)
     loaded = replace(loaded, spare_blocks=1)  # for padding
-    sizes = ladder(config.max_rows)
 
     def graphs() -> int:
         probe = _graphed(decoder, loaded, config, make_accelerator(loaded.device), num_blocks=1)
-        return probe.nbytes + reserve_for(sizes, probe.captured(loaded.new_kv_cache(1, config.block_size)))
+        taken = probe.captured(loaded.new_kv_cache(1, config.block_size))
+        return probe.nbytes + reserve_for(probe.num_recordings, taken)
 
     num_blocks = _num_blocks(rehearsal, graphs, spare=loaded.spare_blocks)
     graphed = _graphed(decoder, loaded, config, accelerator, num_blocks)
@@ -177,7 +177,7 @@ def _graphed(
         scratch_blocks=[one.num_blocks(num_blocks) for one in loaded.retentions],
         device=loaded.device,
     )
-    return Graphed(decoder, accelerator, sizes, lines)
+    return Graphed(decoder, accelerator, sizes, lines, adapted=loaded.adapters.count > 0)
 
 
 def accelerator_of(device: torch.device) -> Accelerator:

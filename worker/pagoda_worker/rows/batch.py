@@ -47,6 +47,7 @@ class Batch:
     logit_indices: torch.Tensor  # [R] int64, tokens whose logits are wanted, in row order
     others: tuple[Places, ...] = ()
     slots: TokenSlots | None = None  # of the tokens' adapters; None where no row has one
+    logit_slots: TokenSlots | None = None  # the same of the tokens whose logits are wanted
     device_lengths: torch.Tensor | None = None  # see `lengths`; given where the device has them already
     bounded: bool = False  # `context_lens` are bounds: this is what a step of one new token per row is recorded for
 
@@ -159,6 +160,7 @@ def build_batch(
             tables, [-(-length // block_size) for length in context_lens], place_of_token, block_size, device
         )
 
+    logit_indices = _logit_indices(work, starts, bool(drafts))
     return Batch(
         token_ids=torch.from_numpy(token_ids).to(device),
         positions=torch.from_numpy(positions).to(device),
@@ -167,8 +169,9 @@ def build_batch(
         query_starts=starts.tolist(),
         query_lens=lens,
         context_lens=context_lens,
-        logit_indices=torch.from_numpy(_logit_indices(work, starts, bool(drafts))).to(device),
+        logit_indices=torch.from_numpy(logit_indices).to(device),
         slots=_slots(work, row_of_token, device),
+        logit_slots=_slots(work, row_of_token[logit_indices], device),
     )
 
 

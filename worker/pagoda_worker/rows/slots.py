@@ -19,15 +19,22 @@ NO_ADAPTER = -1
 
 @dataclass(frozen=True)
 class TokenSlots:
-    """The slot of each token of a step, or NO_ADAPTER; at least one has one."""
+    """The slot of each token of a step, or NO_ADAPTER. `sent` is `there`, if it was sent with other things; of what is
+    recorded it alone says who has one."""
 
     slots: NDArray[np.int32]  # [T]
     device: torch.device
+    sent: Tensor | None = None
 
     @cached_property
     def tensor(self) -> Tensor:
         """[T] int32, on the host."""
         return torch.from_numpy(self.slots)
+
+    @cached_property
+    def there(self) -> Tensor:
+        """[T] int64, on the device."""
+        return self.tensor.long().to(self.device) if self.sent is None else self.sent
 
     @cached_property
     def groups(self) -> list[tuple[int, Tensor]]:

@@ -19,7 +19,7 @@ from pagoda_worker.models.recorded import Recorded
 from pagoda_worker.rows.batch import NO_DRAFTS, Batch, build_batch
 from pagoda_worker.rows.processors import apply, processor_of
 from pagoda_worker.rows.rows import Ids, Row
-from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots, slots_of
+from pagoda_worker.rows.slots import TokenSlots, slots_of
 from pagoda_worker.sampling.device_sampler import Chosen, DeviceSampler, GreedySampler, samples_of
 from pagoda_worker.sampling.sampler import NOT_A_NUMBER, NOTHING_ALLOWED, Fault, Sample
 from pagoda_worker.speculation.drafting import Drafter, NoDrafts
@@ -109,9 +109,7 @@ class Compute:
         return self._may_promise and plain and self._sampler.takes(rows)
 
     def _forward(self, work: Work, drafts: Mapping[int, Ids], earlier: Sequence[OnDevice]) -> Computed:
-        replayed = (
-            self._graphed.replayed(work, earlier) if self._graphed is not None and not drafts and _plain(work) else None
-        )
+        replayed = self._graphed.replayed(work, earlier) if self._graphed is not None and not drafts else None
         if replayed is not None:
             return replayed
         if self._accelerator is None:
@@ -125,8 +123,8 @@ class Compute:
             return Computed(batch, *decoded)
         hidden = self._model.forward(batch, self.kv)
         wanted = len(batch.logit_indices) > 0
-        slots = None if batch.slots is None else batch.slots.at(batch.logit_indices)
-        return Computed(batch, hidden, self._logits(hidden[batch.logit_indices], slots) if wanted else None)
+        logits = self._logits(hidden[batch.logit_indices], batch.logit_slots) if wanted else None
+        return Computed(batch, hidden, logits)
 
     def _logits(self, hidden: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
         return self._model.logits(hidden) if slots is None else self._model.logits(hidden, slots=slots)
@@ -211,11 +209,6 @@ class Compute:
             logits = self._logits(hidden[start : start + len(part)], slots_of(row.slot, len(part), self._device))
             reports += self._ops.report(logits, part, row.params.prompt_logprobs or 0)
         return reports if len(reports) == len(targets) else NOT_A_NUMBER
-
-
-def _plain(work: Work) -> bool:
-    """Whether no row has an adapter: what is recorded on a device has no place for them."""
-    return all(row.slot == NO_ADAPTER for row, _ in work)
 
 
 def _processed(logits: torch.Tensor, row: Row) -> Fault | None:

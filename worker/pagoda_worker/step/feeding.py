@@ -14,6 +14,7 @@ import torch
 
 from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.rows.batch import Batch, Places
+from pagoda_worker.rows.slots import TokenSlots
 
 ALIGNED_BYTES = 16
 
@@ -23,10 +24,13 @@ def uploaded(batch: Batch, accelerator: Accelerator) -> Batch:
 
     Each begins where 16 bytes do, as a tensor of its own would: kernels are compiled for that, once.
     """
-    wide = (batch.token_ids, batch.positions, batch.logit_indices, batch.kv_indices)
-    token_ids, positions, logit_indices, *indices = _sent(
-        (*wide, *(places.kv_indices for places in batch.others)), accelerator
+    adapted = [one for one in (batch.slots, batch.logit_slots) if one is not None]
+    wide = (batch.token_ids, batch.positions, batch.logit_indices, *(one.tensor.long() for one in adapted))
+    token_ids, positions, logit_indices, *rest = _sent(
+        (*wide, batch.kv_indices, *(places.kv_indices for places in batch.others)), accelerator
     )
+    sent, indices = rest[: len(adapted)], rest[len(adapted) :]
+    slots = [TokenSlots(one.slots, there.device, there) for one, there in zip(adapted, sent, strict=True)]
     held = (batch.block_tables, *(places.block_tables for places in batch.others))
     lengths, *tables = _sent((batch.lengths, *(table.flatten() for table in held)), accelerator)
     first, *others = map(Places, indices, (table.view(held[0].shape) for table in tables))
@@ -38,6 +42,8 @@ def uploaded(batch: Batch, accelerator: Accelerator) -> Batch:
         kv_indices=first.kv_indices,
         block_tables=first.block_tables,
         others=tuple(others),
+        slots=slots[0] if slots else None,
+        logit_slots=slots[1] if slots else None,
         device_lengths=lengths,
     )
 

@@ -5,7 +5,9 @@ that stay on the device, and those that a size has beyond the step's rows are pa
 in a scratch block that no row is ever given. What a step needs that is not in a line must be the same for every step of
 its size: lengths are read from the device, and the host's lists only bound them.
 
-Prefill and mixed steps, and batches larger than the largest size, run operation by operation.
+Where rows may have adapters, each size is recorded twice, so that steps without any pay nothing for them; a line says
+which slot its row has. Prefill and mixed steps, batches larger than the largest size, and steps of an adapter that puts
+something in place of the model's own run operation by operation.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.kernels.kv_cache import KVShape
 from pagoda_worker.kernels.ops import BackendError, guarded
 from pagoda_worker.rows.batch import Batch
-from pagoda_worker.rows.slots import TokenSlots
+from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 from pagoda_worker.step.lines import Lines
 from pagoda_worker.step.pending import OnDevice, Work
 
@@ -71,6 +73,7 @@ class Plannable(Protocol):
     """What of a decoder is recorded; see `models.decoder.Decoder`."""
 
     kv_groups: tuple[KVShape, ...]
+    replacing: frozenset[int]
 
     def plan(self, batch: Batch, kv: Any) -> Any: ...
 
@@ -93,7 +96,10 @@ class Recording:
 class Graphed:
     """See `loading.Model`: a decoder whose decode steps over one cache are replayed once `capture` was called."""
 
-    def __init__(self, decoder: Plannable, accelerator: Accelerator, sizes: Sequence[int], lines: Lines) -> None:
+    def __init__(
+        self, decoder: Plannable, accelerator: Accelerator, sizes: Sequence[int], lines: Lines, adapted: bool = False
+    ) -> None:
+        """`adapted`: rows may have adapters."""
         self.kv_groups = decoder.kv_groups
         self.forward = decoder.forward
         self.logits = decoder.logits
@@ -103,7 +109,8 @@ class Graphed:
         self._accelerator = accelerator
         self._sizes = sizes
         self._lines = lines
-        self._recordings: dict[int, Recording] = {}
+        self._wanted = [(size, kind) for kind in ((True, False) if adapted else (False,)) for size in reversed(sizes)]
+        self._recordings: dict[tuple[int, bool], Recording] = {}  # by size, and whether rows have adapters
         self._results: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def replayed(self, work: Work, earlier: Sequence[OnDevice]) -> Computed | None:
@@ -112,13 +119,21 @@ class Graphed:
         `earlier` steps have tokens of these rows that the host does not know yet.
         """
         size = rung(self._sizes, work)
-        if size not in self._recordings or self._results is None:
+        adapters = {row.slot for row, _ in work} - {NO_ADAPTER}
+        if size is None or self._results is None or (adapters and not adapters.isdisjoint(self._decoder.replacing)):
             return None
-        recording = self._recordings[size]
+        recording = self._recordings.get((size, bool(adapters)))
+        if recording is None:
+            return None
         self._lines.write(work, size, earlier, self._accelerator)
         recording.replay()
         hidden, logits = (result[: len(work)] for result in self._results)
         return Computed(recording.batch, hidden, logits, self._lines.advance)
+
+    @property
+    def num_recordings(self) -> int:
+        """When all are made."""
+        return len(self._wanted)
 
     def capture(self, kv: Any, progress: Progress) -> None:
         """Record all sizes over `kv`; `progress` is called with recordings made and recordings in all.
@@ -128,31 +143,32 @@ class Graphed:
         """
         started, free = time.monotonic(), self._accelerator.memory().free
         for number, _ in enumerate(self.captured(kv), 1):
-            progress(number, len(self._sizes))
+            progress(number, len(self._wanted))
         taken = (free - self._accelerator.memory().free) / MIB
         took = time.monotonic() - started
-        log.info("%d decode graphs of up to %d rows: %.1f s, %.0f MiB", len(self._sizes), self._sizes[-1], took, taken)
+        log.info("%d decode graphs of up to %d rows: %.1f s, %.0f MiB", len(self._wanted), self._sizes[-1], took, taken)
 
     def captured(self, kv: Any) -> Iterator[int]:
-        """Record size by size, the largest first, so that the others fit into the memory it leaves; yields bytes taken.
+        """Record size by size, the largest first, so that the others fit into the memory it leaves, and those with
+        adapters before all others; yields bytes taken.
 
         Raises:
             BackendError: the device cannot record the step.
         """
-        for size in reversed(self._sizes):
+        for size, adapted in self._wanted:
             self._accelerator.empty_cache()  # what could serve allocations is free memory too
             before = self._accelerator.memory().free
             with torch.inference_mode():
                 try:
-                    record = partial(self._record, size, kv)
-                    self._recordings[size] = guarded("recording", record, but=(torch.AcceleratorError,))
+                    record = partial(self._record, size, adapted, kv)
+                    self._recordings[size, adapted] = guarded("recording", record, but=(torch.AcceleratorError,))
                 except BackendError as error:
                     message = f"a decode step of {size} rows cannot be recorded ({error}); enforce_eager does without"
                     raise BackendError(message) from error
             yield before - self._accelerator.memory().free
 
-    def _record(self, size: int, kv: Any) -> Recording:
-        batch = self._lines.batch(size)
+    def _record(self, size: int, adapted: bool, kv: Any) -> Recording:
+        batch = self._lines.batch(size, adapted)
         plan = self._decoder.plan(batch, kv)
         if self._results is None:  # all sizes leave theirs here, so that none keeps memory of its own for it
             hidden = self._decoder.forward(batch, kv, plan)
@@ -162,16 +178,16 @@ class Graphed:
         def step() -> None:
             self._lines.lay_out(size)
             hidden.copy_(self._decoder.forward(batch, kv, plan))
-            self._decoder.logits(hidden, logits)
+            self._decoder.logits(hidden, logits, batch.logit_slots)
 
         return Recording(self._accelerator.capture(step), batch, (plan, kv))
 
 
-def reserve_for(sizes: Sequence[int], taken: Iterator[int]) -> int:
-    """Bytes to keep for recording all `sizes`, from recording the largest two.
+def reserve_for(count: int, taken: Iterator[int]) -> int:
+    """Bytes to keep for `count` recordings, from making the first two.
 
     The largest takes the memory that all share; every further one takes at most what the second took on top of it.
     """
     first = next(taken)
     second = next(taken, 0)
-    return max(0, first) + max(0, second) * (len(sizes) - 1)
+    return max(0, first) + max(0, second) * (count - 1)

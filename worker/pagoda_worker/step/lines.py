@@ -18,6 +18,7 @@ from pagoda_proto.steps import Chunk
 from pagoda_worker.device.accelerator import Accelerator
 from pagoda_worker.rows.batch import Batch, Places
 from pagoda_worker.rows.rows import Ids, Ints, Row
+from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 from pagoda_worker.step.pending import OnDevice, Work
 
 NOWHERE = -1  # the position of a line of which only the blocks are known
@@ -43,8 +44,9 @@ class Lines:
         self._max_len = max_len
         self._block_size = block_size
         self._scratch_blocks = np.array(scratch_blocks, np.int64)
-        self._heads = torch.zeros(2 + len(scratch_blocks), max_rows, dtype=torch.int64, device=device)
-        self._token_ids, self._positions, *self._kv_indices = self._heads.unbind()
+        self._heads = torch.zeros(3 + len(scratch_blocks), max_rows, dtype=torch.int64, device=device)
+        self._token_ids, self._slots, self._positions, *self._kv_indices = self._heads.unbind()
+        self._slots.fill_(NO_ADAPTER)
         self._lengths = torch.ones(max_rows, dtype=torch.int32, device=device)
         width = -(-max_len // block_size)
         self._tables = torch.zeros(len(scratch_blocks), max_rows, width, dtype=torch.int32, device=device)
@@ -64,10 +66,12 @@ class Lines:
     def nbytes(self) -> int:
         return sum(held.nbytes for held in (self._heads, self._lengths, self._tables, self._order))
 
-    def batch(self, size: int) -> Batch:
-        """The first `size` lines as the batch to record: its tensors are the lines, its lists are bounds."""
+    def batch(self, size: int, adapted: bool = False) -> Batch:
+        """The first `size` lines as the batch to record: its tensors are the lines, its lists are bounds. `adapted`:
+        some may have adapters."""
         tables = zip(self._kv_indices, self._tables, strict=True)
         first, *others = [Places(indices[:size], table[:size]) for indices, table in tables]
+        slots = TokenSlots(np.full(size, NO_ADAPTER, np.int32), self._slots.device, self._slots[:size])
         return Batch(
             token_ids=self._token_ids[:size],
             positions=self._positions[:size],
@@ -77,6 +81,8 @@ class Lines:
             query_lens=[1] * size,
             context_lens=[self._max_len] * size,
             logit_indices=self._order[:size],
+            slots=slots if adapted else None,
+            logit_slots=slots if adapted else None,
             device_lengths=self._lengths[:size],
             bounded=True,
         )
@@ -116,7 +122,8 @@ class Lines:
         idle = np.flatnonzero(self._at[count:size] != PADDING) + count
         if len(stale) or len(idle):
             tables = [blocks, *([row.others[i] for row, _ in work] for i in range(len(self._scratch_blocks) - 1))]
-            parts = [self._heads_of(tables, starts, stale, idle), self._cells_of(tables, starts, stale, idle)]
+            slots = np.fromiter((row.slot for row, _ in work), np.int64, count)
+            parts = [self._heads_of(tables, starts, slots, stale, idle), self._cells_of(tables, starts, stale, idle)]
             parts += _tokens_of(work, np.flatnonzero(lost).tolist(), earlier)
             self._put(parts, earlier, accelerator)
         self._blocks[:size] = [*blocks, *repeat(None, size - count)]
@@ -133,7 +140,7 @@ class Lines:
         """
         count = len(ids)
         torch.clamp(ids, min=0, out=self._token_ids[:count])
-        self._heads[1:, :count].add_(1)
+        self._heads[2:, :count].add_(1)
         self._at[:count] = self._starts + 1
 
     def _forget(self) -> None:
@@ -141,17 +148,17 @@ class Lines:
         self._at.fill(NOWHERE)
         self._line_of = {}
 
-    def _heads_of(self, tables: Sequence[Sequence[Ints]], starts: Ids, stale: Ids, idle: Ids) -> Ids:
-        """[2 + tables, n]: line, position, KV indices."""
+    def _heads_of(self, tables: Sequence[Sequence[Ints]], starts: Ids, slots: Ids, stale: Ids, idle: Ids) -> Ids:
+        """[3 + tables, n]: line, slot, position, KV indices."""
         positions = starts[stale]
         indices = positions // self._block_size
-        heads = np.zeros((2 + len(tables), len(stale) + len(idle)), np.int64)
-        heads[:2, : len(stale)] = stale, positions
-        for cells, blocks in zip(heads[2:], tables, strict=True):
+        heads = np.zeros((3 + len(tables), len(stale) + len(idle)), np.int64)
+        heads[:3, : len(stale)] = stale, slots[stale], positions
+        for cells, blocks in zip(heads[3:], tables, strict=True):
             ids = [blocks[line].array[index] for line, index in zip(stale.tolist(), indices.tolist(), strict=True)]
             cells[: len(stale)] = np.array(ids, np.int64) * self._block_size + positions % self._block_size
-        heads[0, len(stale) :] = idle
-        heads[2:, len(stale) :] = self._scratch_blocks[:, None] * self._block_size
+        heads[0, len(stale) :], heads[1, len(stale) :] = idle, NO_ADAPTER
+        heads[3:, len(stale) :] = self._scratch_blocks[:, None] * self._block_size
         return heads
 
     def _cells_of(self, tables: Sequence[Sequence[Ints]], starts: Ids, stale: Ids, idle: Ids) -> Ids:

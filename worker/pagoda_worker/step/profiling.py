@@ -21,6 +21,7 @@ from pagoda_worker.loading.memory import DeviceUse, NotEnoughMemory
 from pagoda_worker.loading.model import LoadedModel
 from pagoda_worker.rows.batch import Batch, Places, build_batch
 from pagoda_worker.rows.rows import Row
+from pagoda_worker.rows.slots import slots_of
 from pagoda_worker.sampling.device_sampler import DeviceSampler
 from pagoda_worker.speculation.drafting import MAX_DRAFTS
 from pagoda_worker.step.feeding import uploaded
@@ -76,12 +77,20 @@ class Rehearsal:
         for batch in batches:
             with torch.inference_mode():
                 others = (Places(batch.kv_indices, batch.block_tables),) * (len(loaded.retentions) - 1)
-                there = uploaded(replace(batch, others=others), self.accelerator)
+                asked = adapted(batch) if loaded.adapters.count else batch
+                there = uploaded(replace(asked, others=others), self.accelerator)
                 hidden = loaded.model.forward(there, kv)
-                logits = loaded.model.logits(hidden[there.logit_indices])
+                slots = {} if there.logit_slots is None else {"slots": there.logit_slots}
+                logits = loaded.model.logits(hidden[there.logit_indices], **slots)
                 rows = [_row(i, 1, self.config.block_size) for i in range(batch.num_rows)]
                 if self.sampler.takes(rows):
                     self.sampler.sample(logits[: len(rows)], rows)
+
+
+def adapted(batch: Batch) -> Batch:
+    """With an adapter for every token: what it adds takes memory, and kernels of its own."""
+    slots = [slots_of(0, count, torch.device("cpu")) for count in (batch.num_tokens, len(batch.logit_indices))]
+    return replace(batch, slots=slots[0], logit_slots=slots[1])
 
 
 def mixed_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:

@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from tests.worker.models.harness import make_batch
 from triton.backends.compiler import GPUTarget
@@ -17,13 +18,14 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import Added, AttentionShape, HeadNorm, Rotation
 from pagoda_worker.kernels.triton import report, sampling
 from pagoda_worker.kernels.triton.load import HEIGHTS
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
 from pagoda_worker.kernels.triton.pointwise import act_mul
 from pagoda_worker.kernels.triton.sampling_lines import SamplingLines
+from pagoda_worker.rows.slots import TokenSlots
 
 CPU = torch.device("cpu")
 VOCAB, ROWS = 152_000, 4
@@ -87,6 +89,13 @@ def pointwise(dtype: torch.dtype) -> None:
         ops.rope_write(torch.zeros(3, 48 * 80, dtype=dtype), Rotation(table, table, ids), norm, kv, 0, ids)
 
 
+def adapters(dtype: torch.dtype, inputs: int, outputs: int) -> None:
+    ops, x = TritonOps(CPU, Tiles(fill=0)), torch.zeros(40, inputs, dtype=dtype)
+    packed = ops.pack_linear(torch.zeros(outputs, inputs, dtype=dtype))
+    slots = ops.new_slots(packed, 4, 48)
+    ops.linear(x, packed, Added(slots, TokenSlots(np.zeros(len(x), np.int32), CPU)))
+
+
 def sample() -> None:
     table, lines = SamplingLines(8, VOCAB, CPU, lambda host: host), torch.arange(ROWS)
     logits = torch.zeros(ROWS, VOCAB)
@@ -106,4 +115,7 @@ if __name__ == "__main__":
     attention(4, 2, 64, torch.float32, 16)
     for dtype in (torch.bfloat16, torch.float32):
         pointwise(dtype)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        adapters(dtype, 4096, 6144)
+        adapters(dtype, 570, 1000)
     sample()

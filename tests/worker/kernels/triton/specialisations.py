@@ -7,8 +7,10 @@ variant that some step asks for and the warming steps did not.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from tests.worker.checkpoints.formats.sources import PlainSource
 from tests.worker.fakes_accelerator import FakeAccelerator
@@ -21,12 +23,14 @@ from triton.runtime.jit import JITFunction
 from pagoda_worker.checkpoints.rope import RopeShape
 from pagoda_worker.checkpoints.spec import expected_tensors
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.kernels.triton.ops import TritonOps
+from pagoda_worker.kernels.ops import SlotRoom
+from pagoda_worker.kernels.triton.ops import TritonKVCache, TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
 from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.rows.batch import Batch
+from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 from pagoda_worker.step.feeding import uploaded
-from pagoda_worker.step.profiling import mixed_steps
+from pagoda_worker.step.profiling import adapted, mixed_steps
 
 SPEC = spec_of(
     vocab_size=512, hidden_size=128, intermediate_size=192, num_heads=4, num_kv_heads=2, head_dim=32, norm_eps=1e-6,
@@ -50,8 +54,18 @@ def steps(rng: random.Random) -> list[Batch]:
             new = rng.choice([1, 1, 1, rng.randint(2, 400)])
             context = new + rng.choice([0, rng.randint(0, 300)])
             rows.append(([1] * new, context - new, list(range(-(-context // 32)))))
-        found.append(make_batch(rows, 32))
+        batch = make_batch(rows, 32)
+        slots = np.repeat([rng.randrange(NO_ADAPTER, 3) for _ in rows], batch.query_lens).astype(np.int32)
+        found.append(batch)
+        if rng.random() < 0.5:
+            of_tokens, of_logits = (TokenSlots(one, CPU) for one in (slots, slots[batch.logit_indices.numpy()]))
+            found[-1] = replace(batch, slots=of_tokens, logit_slots=of_logits)
     return found
+
+
+def run(model: Decoder, batch: Batch, kv: list[TritonKVCache]) -> None:
+    there = uploaded(batch, FakeAccelerator())
+    model.logits(model.forward(there, kv)[there.logit_indices], slots=there.logit_slots)
 
 
 if __name__ == "__main__":
@@ -60,14 +74,15 @@ if __name__ == "__main__":
     weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in expected_tensors(SPEC).items()}
     for fill in (0, 10**6):
         ops = TritonOps(CPU, Tiles(fill=fill))
-        model = Decoder(SPEC, ops, PlainSource(weights.__getitem__), torch.bfloat16, SPEC.max_positions)
+        source, room = PlainSource(weights.__getitem__), SlotRoom(3, 8)
+        model = Decoder(SPEC, ops, source, torch.bfloat16, SPEC.max_positions, room=room)
         kv = [ops.new_kv_cache(group, 32, 32) for group in model.kv_groups]
         seen.clear()
         with torch.inference_mode():
             for batch in mixed_steps(WorkerConfig(block_size=32), 2048):
-                model.forward(uploaded(batch, FakeAccelerator()), kv)
+                run(model, adapted(batch), kv)
             warm = set(seen)
             for batch in steps(random.Random(fill)):
-                model.forward(uploaded(batch, FakeAccelerator()), kv)
+                run(model, batch, kv)
         print("\n".join(sorted(seen - warm)), end="")
     assert warm

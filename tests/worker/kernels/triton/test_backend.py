@@ -21,7 +21,7 @@ from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import BackendError, Needs, Ops
+from pagoda_worker.kernels.ops import Added, BackendError, Needs, Ops
 from pagoda_worker.kernels.triton import load as backend
 from pagoda_worker.kernels.triton import selfcheck
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
@@ -57,6 +57,12 @@ class Wrong(TritonOps):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return super().rms_norm(x, weight, eps) * (2 if self.fault == "norm" else 1)
 
+    def linear(self, x: torch.Tensor, packed: Any, added: Added | None = None) -> torch.Tensor:
+        y = super().linear(x, packed, added)
+        if added is not None and (self.fault == "adapters" or (self.fault == "company" and len(x) > 1)):
+            y[0] *= 1.5 if self.fault == "adapters" else 1.001
+        return y
+
     def gated_linear(self, x: torch.Tensor, packed: Any, activation: str) -> torch.Tensor:
         return super().gated_linear(x, packed, activation) + (1 if self.fault == "activation" else 0)
 
@@ -80,11 +86,13 @@ class Wrong(TritonOps):
         ("activation", "gated layers are wrong"),
         ("attention", "attention is wrong"),
         ("chunks", "attention in chunks is wrong"),
+        ("adapters", "what adapters add is wrong"),
+        ("company", "what an adapter adds depends on others"),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wrong, "fault", fault)
-    found = selfcheck.verdict(Wrong(DEVICE, walking.tiles), NEEDS)
+    found = selfcheck.verdict(Wrong(DEVICE, walking.tiles), replace(NEEDS, adapters=True))
     assert found.varies is None
     assert (found.wrong is None) if words is None else words in (found.wrong or "")
 

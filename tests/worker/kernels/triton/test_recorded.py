@@ -12,13 +12,18 @@ from tests.worker.fakes_accelerator import FakeAccelerator
 from tests.worker.fakes_capturable import BLOCK, VOCAB, decoder, decoder_of
 from tests.worker.fakes_engine import GREEDY, Choice, Engine
 from tests.worker.kernels.triton.support import DEVICE, reference, splitting, walking
+from tests.worker.step.test_adapted_rows import ONE, TWO, FakeAdapters
 
+from pagoda_worker.adapters.store import NO_ADAPTERS
 from pagoda_worker.checkpoints.rope import RopeShape
+from pagoda_worker.checkpoints.spec import linear_layers
 from pagoda_worker.config import WorkerConfig
-from pagoda_worker.kernels.ops import Ops
+from pagoda_worker.kernels.ops import Ops, SlotRoom
 from pagoda_worker.kernels.triton.attention import SPLIT
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.loading.model import LoadedModel, native_spec
+from pagoda_worker.models.decoder import Decoder
+from pagoda_worker.models.linear import AdapterTensors, Factors
 from pagoda_worker.process.startup import accelerator_of, runner_on_device
 from pagoda_worker.step.graphs import Graphed
 from pagoda_worker.step.runner import ModelRunner
@@ -50,9 +55,23 @@ LLAMA4: dict[str, Any] = {
 }  # fmt: skip
 
 
-def loaded_by(ops: Ops, fields: dict[str, Any] | None = None) -> LoadedModel:
+RANKS = (5, 16)  # of two adapters, for every matrix
+ADAPTERS = [ONE, TWO, None, TWO]  # of the choices
+
+
+def add_adapters(model: Decoder) -> None:
+    random = torch.Generator().manual_seed(4)
+    shapes = linear_layers(model.spec)
+    for slot, rank in enumerate(RANKS):
+        pairs = {name: [torch.randn(size, rank, generator=random) for size in shapes[name]] for name in model.adapted}
+        model.adapt(slot, AdapterTensors({name: Factors(a.T, 0.1 * b, 0.5) for name, (b, a) in pairs.items()}))
+
+
+def loaded_by(ops: Ops, fields: dict[str, Any] | None = None, adapted: bool = False) -> LoadedModel:
     if fields is None:
-        model = decoder(ops, torch.float32, **SHAPE)
+        model = decoder(ops, torch.float32, room=SlotRoom(len(RANKS), max(RANKS)) if adapted else None, **SHAPE)
+        if adapted:
+            add_adapters(model)
     else:
         spec = native_spec("Llama4ForCausalLM", fields)
         spec = replace(spec, names=replace(spec.names, expert_inputs_first=False))  # which is a checkpoint's to turn
@@ -60,6 +79,7 @@ def loaded_by(ops: Ops, fields: dict[str, Any] | None = None) -> LoadedModel:
     return LoadedModel(
         model=model, kv_groups=model.kv_groups, ops=ops, dtype=torch.float32, device=ops.device, vocab_size=VOCAB,
         max_model_len=MAX_LEN, fingerprint="tiny", numerics_id="tiny", batch_invariant=False,
+        adapters=FakeAdapters() if adapted else NO_ADAPTERS,
     )  # fmt: skip
 
 
@@ -102,6 +122,31 @@ def test_tokens_are_those_of_the_reference(
     assert told == ([] if enforce_eager else [1, 2, 3])
     assert sum(step is not None for step in replayed) == (0 if enforce_eager else REPLAYS)
     assert len({token for tokens in expected for token in tokens}) > 7
+
+
+def test_rows_of_many_adapters_and_of_none_are_replayed_together(
+    expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose adapter a line has, and what it adds, the device finds out by itself in every step."""
+
+    def asked() -> list[Choice]:
+        return [replace(one, adapter=adapter) for one, adapter in zip(choices(), ADAPTERS, strict=True)]
+
+    with torch.inference_mode():
+        runner = ModelRunner(loaded_by(reference, adapted=True), NUM_BLOCKS, config())
+        undisturbed = Engine(runner, asked(), random.Random(1)).run()
+    told: list[int] = []
+    make = accelerator_of if DEVICE.type == "cuda" else lambda device: FakeAccelerator()
+    options, loaded = config(max_tokens_per_step=64), loaded_by(walking, adapted=True)
+    runner = runner_on_device(loaded, None, options, make, lambda done, of: told.append(done))
+    replayed, plain = [], Graphed.replayed
+    monkeypatch.setattr(Graphed, "replayed", lambda *step: replayed.append(plain(*step)) or replayed[-1])
+    engine = Engine(runner, asked(), random.Random(11), ahead=1, chaos=0.08, chunk_tokens=30)
+    assert engine.run() == undisturbed
+    assert (engine.errors, told) == ([], [1, 2, 3, 4, 5, 6])
+    assert sum(step is not None for step in replayed) == REPLAYS
+    changed = [one != other for one, other in zip(undisturbed, expected, strict=True)]
+    assert changed == [True, True, False, True]
 
 
 def test_chunks_begin_while_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

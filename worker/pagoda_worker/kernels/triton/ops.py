@@ -28,15 +28,15 @@ from pagoda_worker.kernels.ops import (
     Expert,
     Forward,
     HeadNorm,
-    LowRank,
     Rotation,
 )
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.kernels.reference import activated, add_low_rank, gated, latent_key, slot_bytes
+from pagoda_worker.kernels.reference import activated, gated, latent_key
 from pagoda_worker.kernels.routing import Beside, Routing, choose, combine
-from pagoda_worker.kernels.triton import pointwise
+from pagoda_worker.kernels.triton import low_rank, pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
+from pagoda_worker.kernels.triton.low_rank import LowSlots
 from pagoda_worker.kernels.triton.plan import Plan, Tiles, attend, make_plan
 from pagoda_worker.rows.batch import Batch
 from pagoda_worker.sampling import logprobs, sampler
@@ -103,7 +103,8 @@ class TritonOps:
     @property
     def numerics(self) -> str:
         cuts = " cuts show" if self.cuts_show else ""
-        return f"triton {triton.__version__} attention {SPLIT} {TILE} {self.tiles.low} {self.tiles.high}{cuts}"
+        attention = f"attention {SPLIT} {TILE} {self.tiles.low} {self.tiles.high}{cuts}"
+        return f"triton {triton.__version__} {attention} adapters {low_rank.SPLITS} {low_rank.PIECE}"
 
     def with_tiles(self, tiles: Tiles, cuts_show: bool = False) -> TritonOps:
         """The same back end, cut otherwise."""
@@ -119,20 +120,20 @@ class TritonOps:
 
     pack_gated = pack_linear
 
-    def new_slots(self, packed: Packed, count: int, rank: int, *, gated: bool = False) -> list[LowRank | None]:
-        return [None] * count
+    def new_slots(self, packed: Packed, count: int, rank: int, *, gated: bool = False) -> LowSlots:
+        return low_rank.new_slots(packed.weight, count, rank)
 
-    slot_bytes = staticmethod(slot_bytes)
+    def slot_bytes(self, inputs: int, outputs: Sequence[int], ranks: Sequence[int]) -> int:
+        return low_rank.slot_bytes(inputs, sum(outputs), sum(ranks), self._dtype)
 
-    def fill_slot(self, slots: list[LowRank | None], slot: int, factors: LowRank | None) -> None:
-        if factors is not None:
-            a, b = (one.to(self.device, torch.float32) for one in (factors.a, factors.b))
-            factors = factors._replace(a=a, b=b, scales=factors.scales.to(self.device))
-        slots[slot] = factors
+    fill_slot = staticmethod(low_rank.fill_slot)
 
     def linear(self, x: Tensor, packed: Packed, added: Added | None = None) -> Tensor:
-        """What is added comes by torch, a slot at a time, and is never part of a recorded step."""
-        return add_low_rank(x, F.linear(x, packed.weight, packed.bias), added, F.linear)
+        """What is added comes after the layer's own rounding."""
+        y = F.linear(x, packed.weight, packed.bias)
+        if added is not None:
+            low_rank.add(y, x.contiguous(), added.slots, added.tokens.there)
+        return y
 
     def gated_linear(self, x: Tensor, packed: Packed, activation: str, added: Added | None = None) -> Tensor:
         return _act_mul(self.linear(x, packed, added), activation)

@@ -16,16 +16,18 @@ import torch
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NewRow
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import AttentionShape, BackendError, Needs, Ops, Rotation, guarded
+from pagoda_worker.kernels.ops import Added, AttentionShape, BackendError, LowRank, Needs, Ops, Rotation, guarded
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.rows.batch import batch_of_spans
 from pagoda_worker.rows.rows import Row
+from pagoda_worker.rows.slots import NO_ADAPTER, TokenSlots
 from pagoda_worker.sampling import sampler
 from pagoda_worker.sampling.device_sampler import samples_of
 from pagoda_worker.sampling.sampler import Fault, Sample
 
 ROWS, HIDDEN, OUT, BLOCK = 5, 96, 40, 16
+RANKS = (3, 20)
 HEADS, KV_HEADS, DEFAULT_DIM = 6, 2, 64
 LENGTH = 300  # beyond one split
 CHUNKS = [(3, 4), (200, 201), (201, 204), (255, 257), (220, 260), (299, 300)]  # short ones go to low tiles
@@ -56,6 +58,8 @@ def verdict(ops: TritonOps, needs: Needs) -> Verdict:
     with torch.inference_mode():
         generator = torch.Generator().manual_seed(1)
         wrong = _row_problem(ops, needs.dtype, generator)
+        if needs.adapters:
+            wrong = wrong or _adapter_problem(ops, needs.dtype, generator)
         return Verdict(wrong) if wrong else _attention_verdict(ops, needs, generator)
 
 
@@ -70,6 +74,36 @@ def _row_problem(ops: TritonOps, dtype: torch.dtype, generator: torch.Generator)
     if _differs(gated, plain.gated_linear(x.double(), plain.pack_gated(gate_up.double()), "silu")):
         return "gated layers are wrong"
     return None
+
+
+def _adapter_problem(ops: TritonOps, dtype: torch.dtype, generator: torch.Generator) -> str | None:
+    """Lines of two adapters and of none, beside nothing else; together, and each alone."""
+    slots = np.array([1, NO_ADAPTER, 0, 1, 0], np.int32)
+    x, adapters = torch.randn(ROWS, HIDDEN, generator=generator).to(dtype), _adapters(dtype, generator)
+    plain, nothing = ReferenceOps(CPU), torch.zeros(OUT, HIDDEN)
+
+    def added(one: Ops, lines: torch.Tensor, slots: np.ndarray) -> torch.Tensor:
+        packed = one.pack_linear(nothing.to(one.device, lines.dtype))
+        held = one.new_slots(packed, len(adapters), max(RANKS))
+        for slot, factors in enumerate(adapters):
+            a, b = (matrix.to(lines.dtype) for matrix in (factors.a, factors.b))
+            one.fill_slot(held, slot, factors._replace(a=a, b=b))
+        return one.linear(lines.to(one.device), packed, Added(held, TokenSlots(slots, one.device)))
+
+    together = added(ops, x, slots)
+    if _differs(together, added(plain, x.double(), slots)):
+        return "what adapters add is wrong"
+    alone = [added(ops, x[row : row + 1], slots[row : row + 1]) for row in range(ROWS)]
+    return None if torch.equal(torch.cat(alone), together) else "what an adapter adds depends on others"
+
+
+def _adapters(dtype: torch.dtype, generator: torch.Generator) -> list[LowRank]:
+    found = []
+    for rank in RANKS:
+        a, b = (torch.randn(size, rank, generator=generator) * size**-0.5 for size in (HIDDEN, OUT))
+        spans = torch.tensor([[0, rank]], dtype=torch.int32).expand(OUT, 2)
+        found.append(LowRank(a.T.to(dtype), 2 * b.to(dtype), torch.ones(rank), spans))
+    return found
 
 
 def _attention_verdict(ops: TritonOps, needs: Needs, generator: torch.Generator) -> Verdict:
