@@ -388,6 +388,7 @@ class Needs:
     inputs: tuple[int, ...] = ()  # K of every kind of linear layer
     attention: tuple[AttentionShape, ...] = ()  # of each layer
     adapters: bool = False
+    experts: bool = False  # whether a layer has some
     vocab_size: int = 0
     block_size: int = 0  # of the cache; 0: not decided
     num_threads: int = 0  # 0: as many as this process may use

@@ -27,7 +27,7 @@ from pagoda_worker.checkpoints.formats.layout import Layout
 from pagoda_worker.checkpoints.formats.source import Formats, choose_formats, left_alone, open_source
 from pagoda_worker.checkpoints.gguf import open_weights
 from pagoda_worker.checkpoints.reading import read_config
-from pagoda_worker.checkpoints.spec import DecoderSpec, as_spelled, linear_layers
+from pagoda_worker.checkpoints.spec import DecoderSpec, MoeShape, as_spelled, linear_layers
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.device.devices import choose_device
 from pagoda_worker.grammars.compiling import NO_GRAMMARS, Grammars
@@ -247,6 +247,7 @@ def decoder_needs(config: WorkerConfig, dtype: torch.dtype, spec: DecoderSpec | 
         inputs=tuple(sorted({inputs for _, inputs in linear_layers(spec).values()})),
         attention=tuple(layer.attention for layer in spec.layers),
         adapters=config.takes_adapters,
+        experts=any(isinstance(layer.mlp, MoeShape) for layer in spec.layers),
         vocab_size=spec.vocab_size,
     )
 

@@ -26,7 +26,8 @@ from pagoda_worker.sampling.device_sampler import DeviceSampler
 from pagoda_worker.speculation.drafting import MAX_DRAFTS
 from pagoda_worker.step.feeding import uploaded
 
-PROMPT_TOKENS = (300, 150)  # beyond a high tile of lines; beyond one split of keys, and within it
+# Beyond a high tile of lines, and a low one; beyond one split of keys, and within it; many for experts, and few.
+PROMPT_TOKENS = (300, 150, 1)
 PARAMS = SamplingParams(temperature=1.0, logprobs=1)  # to choose a token takes no more memory for any other row
 
 
@@ -94,7 +95,7 @@ def adapted(batch: Batch) -> Batch:
 
 
 def mixed_steps(config: WorkerConfig, max_model_len: int) -> Iterator[Batch]:
-    """A long and a short prompt, each with a token beside it where two rows are allowed."""
+    """A long and a short prompt, and one of a token, each with a token beside it where two rows are allowed."""
     for tokens in PROMPT_TOKENS:
         sizes = [min(tokens, config.max_tokens_per_step, max_model_len), 1][: config.max_rows]
         work = [(_row(i, size, config.block_size), Chunk(i, 0, size, True)) for i, size in enumerate(sizes)]

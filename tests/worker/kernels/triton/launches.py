@@ -18,7 +18,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import Added, AttentionShape, HeadNorm, Rotation
+from pagoda_worker.kernels.ops import CLAMPED, Added, AttentionShape, Expert, HeadNorm, Rotation
+from pagoda_worker.kernels.routing import Beside, Routing
 from pagoda_worker.kernels.triton import report, sampling
 from pagoda_worker.kernels.triton.load import HEIGHTS
 from pagoda_worker.kernels.triton.ops import TritonOps
@@ -29,6 +30,7 @@ from pagoda_worker.rows.slots import TokenSlots
 
 CPU = torch.device("cpu")
 VOCAB, ROWS = 152_000, 4
+GATES = ("silu", "gelu_tanh", "gelu", CLAMPED)
 
 
 class Driver:
@@ -79,7 +81,7 @@ def pointwise(dtype: torch.dtype) -> None:
     x, weight = torch.zeros(3, 4096, dtype=dtype), torch.ones(4096)
     ops.rms_norm(x, weight, 1e-5)
     ops.add_rms_norm(x, x, weight, 1e-5)
-    for activation in ("silu", "gelu_tanh"):
+    for activation in GATES:
         act_mul(x, activation)
     for scale in (None, 2.0):
         ops.embed(ids, x, scale)
@@ -94,6 +96,20 @@ def adapters(dtype: torch.dtype, inputs: int, outputs: int) -> None:
     packed = ops.pack_linear(torch.zeros(outputs, inputs, dtype=dtype))
     slots = ops.new_slots(packed, 4, 48)
     ops.linear(x, packed, Added(slots, TokenSlots(np.zeros(len(x), np.int32), CPU)))
+
+
+def experts(hidden: int, width: int, dtype: torch.dtype, biased: bool = False, activation: str = "silu") -> None:
+    """Low and high tiles, with the memory that a program may have and, as the last resort, without pipelines."""
+    routing = Routing(experts=4, chosen=2, renormalised=True)
+    sizes = [(2 * width, hidden), (hidden, width), *([(2 * width,), (hidden,)] if biased else [])]
+    made = [Expert(*(torch.zeros(size, dtype=dtype) for size in sizes)) for _ in range(routing.experts)]
+    for tiles in (Tiles(fill=0, shared_bytes=int(sys.argv[2])), Tiles(fill=0, low=64, shared_bytes=0)):
+        ops = TritonOps(CPU, tiles)
+        packed = ops.pack_experts(iter(made), routing.experts)
+        for tokens in (3, 300):
+            x = torch.zeros(tokens, hidden, dtype=dtype)
+            beside = Beside(x, torch.zeros(tokens, 1)) if biased else None
+            ops.moe(x, torch.zeros(tokens, routing.experts), packed, routing, activation, beside)
 
 
 def sample() -> None:
@@ -118,4 +134,8 @@ if __name__ == "__main__":
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         adapters(dtype, 4096, 6144)
         adapters(dtype, 570, 1000)
+    experts(2048, 768, torch.bfloat16)
+    experts(2880, 1440, torch.bfloat16, biased=True, activation=CLAMPED)
+    experts(100, 72, torch.float16, biased=True, activation="gelu")
+    experts(512, 96, torch.float32)
     sample()

@@ -21,9 +21,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from pagoda_worker.checkpoints.rope import RopeShape
-from pagoda_worker.checkpoints.spec import expected_tensors
+from pagoda_worker.checkpoints.spec import MoeShape, expected_tensors
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.ops import SlotRoom
+from pagoda_worker.kernels.routing import Routing
 from pagoda_worker.kernels.triton.ops import TritonKVCache, TritonOps
 from pagoda_worker.kernels.triton.plan import Tiles
 from pagoda_worker.models.decoder import Decoder
@@ -37,6 +38,8 @@ SPEC = spec_of(
     max_positions=2048, ropes=(RopeShape(theta=1e4, head_dim=32),), rope_of_layer=(0, 0), windows=(None, 64),
     attention_scale=0.2,
 )  # fmt: skip
+ROUTING = Routing(experts=8, chosen=3, renormalised=True)
+SPEC = replace(SPEC, layers=(*SPEC.layers, replace(SPEC.layers[0], mlp=MoeShape(routing=ROUTING, width=96))))
 seen: set[str] = set()
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from tests.worker.checkpoints.formats.sources import PlainSource
 from tests.worker.models.harness import make_batch
 
-from pagoda_worker.kernels.ops import AttentionShape
+from pagoda_worker.checkpoints.spec import DecoderSpec
+from pagoda_worker.kernels.ops import AttentionShape, Ops
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.triton.ops import TritonOps, interpreted
 from pagoda_worker.kernels.triton.plan import Tiles
+from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.rows.batch import Batch
 
 CPU = torch.device("cpu")
@@ -43,3 +46,30 @@ def moved(batch: Batch) -> Batch:
 def shape_of(heads: int, kv_heads: int, head_dim: int, **changes: float | None) -> AttentionShape:
     scale = head_dim**-0.5
     return AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=scale, **changes)  # type: ignore[arg-type]
+
+
+def greedy(spec: DecoderSpec, ops: Ops, weights: dict[str, torch.Tensor], prompts: list[list[int]]) -> list[list[int]]:
+    """Six greedy tokens of each prompt: the prompts in two chunks, then decodes, all rows in every batch."""
+    model = Decoder(
+        spec, ops, PlainSource(lambda name: weights[name].to(ops.device)), torch.float32, spec.max_positions
+    )
+    kv = [ops.new_kv_cache(group, 64, 16) for group in model.kv_groups]
+    blocks = torch.randperm(64, generator=torch.Generator().manual_seed(2)).view(-1, 8)
+    rows = [(list(prompt), blocks[i].tolist()) for i, prompt in enumerate(prompts)]
+
+    def step(spans: list[tuple[int, int]]) -> list[int]:
+        batch = batch_of([(end - start, end, table) for (start, end), (_, table) in zip(spans, rows, strict=True)], 16)
+        ids = torch.tensor([t for (a, b), (tokens, _) in zip(spans, rows, strict=True) for t in tokens[a:b]])
+        batch = replace(batch, token_ids=ids)
+        there: Batch = moved(batch) if ops.device == DEVICE else batch
+        hidden = model.forward(there, kv)
+        best: list[int] = model.logits(hidden[there.logit_indices]).argmax(-1).tolist()
+        return best
+
+    step([(0, len(tokens) // 2) for tokens, _ in rows])
+    spans = [(len(tokens) // 2, len(tokens)) for tokens, _ in rows]
+    for _ in range(6):
+        for (tokens, _), token in zip(rows, step(spans), strict=True):
+            tokens.append(token)
+        spans = [(len(tokens) - 1, len(tokens)) for tokens, _ in rows]
+    return [tokens[-6:] for tokens, _ in rows]

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.worker import fakes_spec
-from tests.worker.checkpoints.formats.sources import PlainSource
-from tests.worker.kernels.triton.support import CPU, DEVICE, batch_of, moved, reference, walking
+from tests.worker.kernels.triton.support import CPU, DEVICE, greedy, reference, walking
 from triton.runtime.errors import OutOfResources
 
 from pagoda_worker.checkpoints.names import LLAMA
@@ -21,17 +20,15 @@ from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import Added, BackendError, Needs, Ops
+from pagoda_worker.kernels.ops import Added, BackendError, Needs
 from pagoda_worker.kernels.triton import load as backend
 from pagoda_worker.kernels.triton import selfcheck
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
 from pagoda_worker.kernels.triton.load import HEIGHTS, load_triton
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.kernels.triton.selfcheck import Verdict
-from pagoda_worker.models.decoder import Decoder
 from pagoda_worker.models.families.gemma import NAMES as GEMMA_NAMES
 from pagoda_worker.models.families.olmo import NAMES as OLMO_NAMES
-from pagoda_worker.rows.batch import Batch
 from pagoda_worker.rows.rows import Row
 from pagoda_worker.sampling.device_sampler import Chosen, GreedySampler
 from pagoda_worker.step.moving import SwapSpace
@@ -66,6 +63,15 @@ class Wrong(TritonOps):
     def gated_linear(self, x: torch.Tensor, packed: Any, activation: str) -> torch.Tensor:
         return super().gated_linear(x, packed, activation) + (1 if self.fault == "activation" else 0)
 
+    def moe(self, x: torch.Tensor, *operands: Any) -> torch.Tensor:
+        out = super().moe(x, *operands)
+        few = len(x) < selfcheck.TOKENS
+        if self.fault == "experts" or (few and self.fault == "few tokens"):
+            out[-1] += 1
+        if few and self.fault == "company":
+            out[0, 0] *= 1.002
+        return out
+
     def attend(self, query: torch.Tensor, *operands: Any) -> torch.Tensor:
         out = super().attend(query, *operands)
         if self.fault == "attention":
@@ -88,20 +94,25 @@ class Wrong(TritonOps):
         ("chunks", "attention in chunks is wrong"),
         ("adapters", "what adapters add is wrong"),
         ("company", "what an adapter adds depends on others"),
+        ("experts", "experts are wrong"),
+        ("few tokens", "experts of few tokens are wrong"),
     ],
 )
 def test_a_fault_is_found_and_named(fault: str, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wrong, "fault", fault)
-    found = selfcheck.verdict(Wrong(DEVICE, walking.tiles), replace(NEEDS, adapters=True))
+    found = selfcheck.verdict(Wrong(DEVICE, walking.tiles), replace(NEEDS, adapters=True, experts=True))
     assert found.varies is None
     assert (found.wrong is None) if words is None else words in (found.wrong or "")
 
 
-def test_other_bits_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Wrong, "fault", "cut")
-    found = selfcheck.verdict(Wrong(DEVICE, walking.tiles), NEEDS)
+@pytest.mark.parametrize(
+    ("fault", "words"), [("cut", "depends on how a prompt is cut"), ("company", "depends on how many tokens there are")]
+)
+def test_other_bits_are_no_fault(fault: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Wrong, "fault", fault)
+    found = selfcheck.verdict(Wrong(DEVICE, walking.tiles), replace(NEEDS, experts=True))
     assert found.wrong is None
-    assert "depends on how a prompt is cut" in (found.varies or "")
+    assert words in (found.varies or "")
 
 
 def test_kernels_whose_bits_depend_on_cuts_serve_and_say_so(
@@ -114,7 +125,7 @@ def test_kernels_whose_bits_depend_on_cuts_serve_and_say_so(
     assert (ops.tiles.low, ops.tiles.high) == HEIGHTS[0]
     assert not ops.batch_invariant
     assert ops.numerics != ops.with_tiles(ops.tiles).numerics
-    assert "depend on how a prompt is cut" in caplog.text
+    assert "attention depends on how a prompt is cut" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -317,33 +328,6 @@ def spec_of(**changes: Any) -> DecoderSpec:
         "attention_scale": 0.25,
     }
     return fakes_spec.spec_of(**{**values, **changes})
-
-
-def greedy(spec: DecoderSpec, ops: Ops, weights: dict[str, torch.Tensor], prompts: list[list[int]]) -> list[list[int]]:
-    """Six greedy tokens of each prompt: the prompts in two chunks, then decodes, all rows in every batch."""
-    model = Decoder(
-        spec, ops, PlainSource(lambda name: weights[name].to(ops.device)), torch.float32, spec.max_positions
-    )
-    kv = [ops.new_kv_cache(group, 64, 16) for group in model.kv_groups]
-    blocks = torch.randperm(64, generator=torch.Generator().manual_seed(2)).view(-1, 8)
-    rows = [(list(prompt), blocks[i].tolist()) for i, prompt in enumerate(prompts)]
-
-    def step(spans: list[tuple[int, int]]) -> list[int]:
-        batch = batch_of([(end - start, end, table) for (start, end), (_, table) in zip(spans, rows, strict=True)], 16)
-        ids = torch.tensor([t for (a, b), (tokens, _) in zip(spans, rows, strict=True) for t in tokens[a:b]])
-        batch = replace(batch, token_ids=ids)
-        there: Batch = moved(batch) if ops.device == DEVICE else batch
-        hidden = model.forward(there, kv)
-        best: list[int] = model.logits(hidden[there.logit_indices]).argmax(-1).tolist()
-        return best
-
-    step([(0, len(tokens) // 2) for tokens, _ in rows])
-    spans = [(len(tokens) // 2, len(tokens)) for tokens, _ in rows]
-    for _ in range(6):
-        for (tokens, _), token in zip(rows, step(spans), strict=True):
-            tokens.append(token)
-        spans = [(len(tokens) - 1, len(tokens)) for tokens, _ in rows]
-    return [tokens[-6:] for tokens, _ in rows]
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[4]
 KERNELS = {
     "walk_kernel", "split_kernel", "fold_kernel", "norm_kernel", "act_mul_kernel", "embed_kernel",
-    "rope_write_kernel", "shrink_kernel", "expand_kernel", "prepare_kernel", "weigh_kernel", "choose_kernel",
-    "report_kernel",
+    "rope_write_kernel", "shrink_kernel", "expand_kernel", "place_kernel", "product_kernel", "combine_kernel",
+    "prepare_kernel", "weigh_kernel", "choose_kernel", "report_kernel",
 }  # fmt: skip
 # Capability -> bytes of shared memory that a program may have, as the vendor's tables give them.
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 120: 99 * 1024}

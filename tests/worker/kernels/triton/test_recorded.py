@@ -53,6 +53,12 @@ LLAMA4: dict[str, Any] = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 2,
     "attention_chunk_size": BLOCK, "floor_scale": 16, "attn_scale": 0.5, "hidden_act": "silu",
 }  # fmt: skip
+QWEN3_MOE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 24, "moe_intermediate_size": 24, "head_dim": 16,
+    "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": MAX_LEN,
+    "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+}  # fmt: skip
+FIELDS = {"Llama4ForCausalLM": LLAMA4, "Qwen3MoeForCausalLM": QWEN3_MOE}
 
 
 RANKS = (5, 16)  # of two adapters, for every matrix
@@ -67,13 +73,13 @@ def add_adapters(model: Decoder) -> None:
         model.adapt(slot, AdapterTensors({name: Factors(a.T, 0.1 * b, 0.5) for name, (b, a) in pairs.items()}))
 
 
-def loaded_by(ops: Ops, fields: dict[str, Any] | None = None, adapted: bool = False) -> LoadedModel:
-    if fields is None:
+def loaded_by(ops: Ops, architecture: str = "", adapted: bool = False) -> LoadedModel:
+    if not architecture:
         model = decoder(ops, torch.float32, room=SlotRoom(len(RANKS), max(RANKS)) if adapted else None, **SHAPE)
         if adapted:
             add_adapters(model)
     else:
-        spec = native_spec("Llama4ForCausalLM", fields)
+        spec = native_spec(architecture, FIELDS[architecture])
         spec = replace(spec, names=replace(spec.names, expert_inputs_first=False))  # which is a checkpoint's to turn
         model = decoder_of(spec, ops, torch.float32)
     return LoadedModel(
@@ -151,15 +157,22 @@ def test_rows_of_many_adapters_and_of_none_are_replayed_together(
 
 def test_chunks_begin_while_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which blocks a chunk has, and how long it is, the device finds out by itself in every step."""
+
+
+@pytest.mark.parametrize("architecture", FIELDS)
+def test_steps_are_replayed_that_look_at_what_they_are_given(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which blocks a chunk has, how long it is, and who goes to which expert, the device finds out in every step."""
     with torch.inference_mode():
         undisturbed = Engine(
-            ModelRunner(loaded_by(reference, LLAMA4), NUM_BLOCKS, config()), choices()[:2], random.Random(1)
+            ModelRunner(loaded_by(reference, architecture), NUM_BLOCKS, config()), choices()[:2], random.Random(1)
         )
         expected = undisturbed.run()
     make = accelerator_of if DEVICE.type == "cuda" else lambda device: FakeAccelerator()
-    runner = runner_on_device(loaded_by(walking, LLAMA4), None, config(), make, lambda done, of: None)
+    runner = runner_on_device(loaded_by(walking, architecture), None, config(), make, lambda done, of: None)
     replayed, plain = [], Graphed.replayed
     monkeypatch.setattr(Graphed, "replayed", lambda *step: replayed.append(plain(*step)) or replayed[-1])
     assert Engine(runner, choices()[:2], random.Random(11), ahead=1).run() == expected
-    assert sum(step is not None for step in replayed) > 4, "in these a row begins a chunk"
+    assert sum(step is not None for step in replayed) > 4, "in these a row of chunks begins one"
     assert len({token for tokens in expected for token in tokens}) > 7

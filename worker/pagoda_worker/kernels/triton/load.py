@@ -32,7 +32,7 @@ def load_triton(device: torch.device, needs: Needs) -> TritonOps:
     if needs.dtype not in DTYPES:
         raise BackendError(f"kernels: triton has no kernels for {needs.dtype}")
     right: TritonOps | None = None
-    reason = ""
+    reason = varies = ""
     for tiles in _tiles(device):
         ops = TritonOps(device, tiles, needs.dtype)
         try:
@@ -45,10 +45,10 @@ def load_triton(device: torch.device, needs: Needs) -> TritonOps:
         if found.wrong:
             reason = reason or f"kernels: triton failed its self-check: {found.wrong}"
         elif right is None:
-            right = ops
+            right, varies = ops, found.varies or ""
     if right is None:
         raise BackendError(reason)
-    log.warning("triton: the bits of attention depend on how a prompt is cut: a recomputed request may differ")
+    log.warning("triton: %s: a recomputed request may differ", varies)
     return right.with_tiles(right.tiles, cuts_show=True)
 
 

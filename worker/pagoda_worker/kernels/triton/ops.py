@@ -1,4 +1,5 @@
-"""The `triton` back end: CUDA devices, kernels compiled by Triton on first use, products by cuBLASLt through torch.
+"""The `triton` back end: CUDA devices, kernels compiled by Triton on first use, products by cuBLASLt through torch but
+for those of experts.
 
 Tensors on the CPU are taken only where Triton interprets its kernels, which is how they are tested without a device.
 
@@ -21,7 +22,6 @@ from torch import Tensor
 
 from pagoda_worker.kernels.kv_cache import Blocks, KVShape
 from pagoda_worker.kernels.ops import (
-    CLAMPED,
     Added,
     AttentionShape,
     BackendError,
@@ -31,11 +31,12 @@ from pagoda_worker.kernels.ops import (
     Rotation,
 )
 from pagoda_worker.kernels.quantized import QuantizedWeight, Weight, dequantize
-from pagoda_worker.kernels.reference import activated, gated, latent_key
-from pagoda_worker.kernels.routing import Beside, Routing, choose, combine
+from pagoda_worker.kernels.reference import activated, latent_key
+from pagoda_worker.kernels.routing import Beside, Routing, choose
 from pagoda_worker.kernels.triton import low_rank, pointwise
 from pagoda_worker.kernels.triton.attention import SPLIT, TILE
 from pagoda_worker.kernels.triton.device_sampler import TritonSampler
+from pagoda_worker.kernels.triton.experts import DEPTH, PackedExperts, through_experts
 from pagoda_worker.kernels.triton.low_rank import LowSlots
 from pagoda_worker.kernels.triton.plan import Plan, Tiles, attend, make_plan
 from pagoda_worker.rows.batch import Batch
@@ -51,16 +52,6 @@ class Packed(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
-
-
-class PackedExperts(NamedTuple):
-    """Gate and up of all [E, 2 I, H], down [E, H, I], their biases; `favour`: see `routing`."""
-
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-    favour: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ class TritonOps:
     def __init__(
         self, device: torch.device, tiles: Tiles, dtype: torch.dtype = torch.float32, cuts_show: bool = False
     ) -> None:
-        """`dtype`: what quantised weights become; `cuts_show`: attention's bits depend on how a prompt is cut."""
+        """`dtype`: what quantised weights become; `cuts_show`: how a prompt is cut shows in attention or experts."""
         self.device = device
         self.tiles = tiles
         self.cuts_show = cuts_show
@@ -103,8 +94,10 @@ class TritonOps:
     @property
     def numerics(self) -> str:
         cuts = " cuts show" if self.cuts_show else ""
+        cuts = " cuts show" if self.cuts_show else ""
         attention = f"attention {SPLIT} {TILE} {self.tiles.low} {self.tiles.high}{cuts}"
-        return f"triton {triton.__version__} {attention} adapters {low_rank.SPLITS} {low_rank.PIECE}"
+        adapters = f"adapters {low_rank.SPLITS} {low_rank.PIECE}"
+        return f"triton {triton.__version__} {attention} experts {DEPTH} {adapters}"
 
     def with_tiles(self, tiles: Tiles, cuts_show: bool = False) -> TritonOps:
         """The same back end, cut otherwise."""
@@ -136,7 +129,7 @@ class TritonOps:
         return y
 
     def gated_linear(self, x: Tensor, packed: Packed, activation: str, added: Added | None = None) -> Tensor:
-        return _act_mul(self.linear(x, packed, added), activation)
+        return pointwise.act_mul(self.linear(x, packed, added), activation)
 
     def activated_linear(self, x: Tensor, packed: Packed, activation: str, added: Added | None = None) -> Tensor:
         return activated(self.linear(x, packed, added), activation)
@@ -160,20 +153,8 @@ class TritonOps:
         activation: str,
         beside: Beside | None = None,
     ) -> Tensor:
-        """Without a look at which experts are chosen, so that it can be recorded; made of products by torch.
-
-        Few tokens multiply copies of their experts, many pass all experts.
-        """
-        ids, weights = choose(logits, routing, packed.favour)
-        if ids.numel() <= routing.experts:
-            rows = x.repeat_interleave(routing.chosen, 0)
-            products = _through(rows, packed, ids.flatten(), activation).view(*ids.shape, -1)
-            return combine(products, weights, beside)
-        products = x.new_zeros(*ids.shape, x.shape[1])
-        for expert in range(routing.experts):
-            found = _through(x, packed, expert, activation)
-            products = torch.where((ids == expert).unsqueeze(2), found.unsqueeze(1), products)
-        return combine(products, weights, beside)
+        """Without a look at which experts are chosen, so that it can be recorded."""
+        return through_experts(x, choose(logits, routing, packed.favour), packed, activation, beside, self.tiles)
 
     def pack_heads(self, weight: Tensor) -> Tensor:
         return weight.contiguous()
@@ -284,30 +265,10 @@ class TritonOps:
         return TritonSampler(max_rows, vocab_size, self.device, upload)
 
 
-def _act_mul(gate_up: Tensor, activation: str) -> Tensor:
-    if activation in ("gelu", CLAMPED):
-        return gated(gate_up, activation)
-    return pointwise.act_mul(gate_up, activation)
-
-
 def _stacked(packed: Sequence[Packed]) -> Tensor | None:
     """Their biases [E, N], which all have or none has."""
     biases = [one.bias for one in packed if one.bias is not None]
     return torch.stack(biases) if biases else None
-
-
-def _through(x: Tensor, packed: PackedExperts, chosen: Tensor | int, activation: str) -> Tensor:
-    """x [n, H] through one expert, or each line through its own -> [n, H]"""
-
-    def product(x: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
-        weight, bias = weights[chosen], None if biases is None else biases[chosen]
-        if isinstance(chosen, int):
-            return F.linear(x, weight, bias)
-        y = torch.bmm(weight, x.unsqueeze(2)).squeeze(2)
-        return y if bias is None else y + bias
-
-    middle = _act_mul(product(x, packed.gate_up, packed.gate_up_bias), activation)
-    return product(middle, packed.down, packed.down_bias)
 
 
 def interpreted() -> bool:

@@ -9,10 +9,13 @@ import torch
 import triton
 import triton.language as tl
 
-from pagoda_worker.kernels.ops import HeadNorm, Rotation
+from pagoda_worker.kernels.ops import CLAMP, CLAMPED_GAIN, HeadNorm, Rotation
 
 PIECE = 1024  # elements of a row that one program of elementwise work computes
 HEADS_PER_PROGRAM = 8
+
+_CLAMP: tl.constexpr = tl.constexpr(CLAMP)
+_CLAMPED_GAIN: tl.constexpr = tl.constexpr(CLAMPED_GAIN)
 
 
 @triton.jit
@@ -41,17 +44,30 @@ def norm_kernel(
 
 
 @triton.jit
-def act_mul_kernel(out, gate_up, width, stride, GELU: tl.constexpr, PIECE: tl.constexpr):
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """act(gate) * up, all float32; see Ops.gated_linear."""
+    if ACTIVATION == "gelu":
+        acted = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    else:
+        inner = gate
+        if ACTIVATION == "gelu_tanh":  # x / 2 * (1 + tanh(y)) is x * sigmoid(2 y)
+            inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        if ACTIVATION == "clamped":  # by comparisons that leave what is no number as it is
+            gate = tl.where(gate > _CLAMP, _CLAMP, gate)
+            up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up)) + 1.0
+            inner = _CLAMPED_GAIN * gate
+        acted = gate / (1.0 + tl.exp(-inner))
+    return acted * up
+
+
+@triton.jit
+def act_mul_kernel(out, gate_up, width, stride, ACTIVATION: tl.constexpr, PIECE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     here = at < width
     gate = tl.load(gate_up + row * stride + at, mask=here, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + width + at, mask=here, other=0.0).to(tl.float32)
-    # x / 2 * (1 + tanh(y)) is x * sigmoid(2 y)
-    inner = gate
-    if GELU:
-        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    tl.store(out + row * width + at, (gate / (1.0 + tl.exp(-inner)) * up).to(out.dtype.element_ty), mask=here)
+    tl.store(out + row * width + at, gated(gate, up, ACTIVATION).to(out.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -165,13 +181,13 @@ def _norm(
 
 
 def act_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """See Ops.act_mul."""
+    """gate_up [T, 2 I] -> act(gate) * up [T, I]; see Ops.gated_linear."""
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
     if rows:
         grid = (rows, triton.cdiv(width, PIECE))
-        act_mul_kernel[grid](out, gate_up, width, 2 * width, GELU=activation == "gelu_tanh", PIECE=PIECE)
+        act_mul_kernel[grid](out, gate_up, width, 2 * width, ACTIVATION=activation, PIECE=PIECE)
     return out
 
 

@@ -1,8 +1,8 @@
 """Before a worker serves: do the kernels compute on this device what they should, bit for bit where bits are promised?
 
 The yardstick is the reference back end in float64 on the CPU. Attention is asked for the bits of one row in several
-cuts, which compares low tiles with high ones and split programs with walking ones: a device whose tensor cores sum in
-another order for another height of tile is found here.
+cuts, and experts for those of tokens in several batches, which compares low tiles with high ones and split programs
+with walking ones: a device whose tensor cores sum in another order for another height of tile is found here.
 """
 
 from __future__ import annotations
@@ -16,8 +16,19 @@ import torch
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NewRow
 from pagoda_worker.kernels.kv_cache import KVShape
-from pagoda_worker.kernels.ops import Added, AttentionShape, BackendError, LowRank, Needs, Ops, Rotation, guarded
+from pagoda_worker.kernels.ops import (
+    Added,
+    AttentionShape,
+    BackendError,
+    Expert,
+    LowRank,
+    Needs,
+    Ops,
+    Rotation,
+    guarded,
+)  # fmt: skip
 from pagoda_worker.kernels.reference import ReferenceOps
+from pagoda_worker.kernels.routing import Routing
 from pagoda_worker.kernels.triton.ops import TritonOps
 from pagoda_worker.rows.batch import batch_of_spans
 from pagoda_worker.rows.rows import Row
@@ -31,6 +42,9 @@ RANKS = (3, 20)
 HEADS, KV_HEADS, DEFAULT_DIM = 6, 2, 64
 LENGTH = 300  # beyond one split
 CHUNKS = [(3, 4), (200, 201), (201, 204), (255, 257), (220, 260), (299, 300)]  # short ones go to low tiles
+EXPERTS = Routing(experts=3, chosen=2, renormalised=True)
+TOKENS, INPUTS, WIDTH = 60, 512, 96  # enough tokens for high tiles
+BATCHES = [(0, 1), (1, 18), (30, 60)]  # few enough for low ones
 TOLERANCE = {torch.bfloat16: 0.03, torch.float16: 0.005, torch.float32: 1e-4}
 CPU = torch.device("cpu")
 Samples = list[Sample | Fault]
@@ -60,7 +74,13 @@ def verdict(ops: TritonOps, needs: Needs) -> Verdict:
         wrong = _row_problem(ops, needs.dtype, generator)
         if needs.adapters:
             wrong = wrong or _adapter_problem(ops, needs.dtype, generator)
-        return Verdict(wrong) if wrong else _attention_verdict(ops, needs, generator)
+        if wrong:
+            return Verdict(wrong)
+        found = [_attention_verdict(ops, needs, generator)]
+        if needs.experts:
+            found.append(_experts_verdict(ops, needs.dtype, generator))
+        wrong, varies = (next((words for words in kind if words), None) for kind in zip(*found, strict=True))
+        return Verdict(wrong, varies)
 
 
 def _row_problem(ops: TritonOps, dtype: torch.dtype, generator: torch.Generator) -> str | None:
@@ -104,6 +124,29 @@ def _adapters(dtype: torch.dtype, generator: torch.Generator) -> list[LowRank]:
         spans = torch.tensor([[0, rank]], dtype=torch.int32).expand(OUT, 2)
         found.append(LowRank(a.T.to(dtype), 2 * b.to(dtype), torch.ones(rank), spans))
     return found
+
+
+def _experts_verdict(ops: TritonOps, dtype: torch.dtype, generator: torch.Generator) -> Verdict:
+    def drawn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator)
+
+    x, logits = drawn(TOKENS, INPUTS).to(dtype), drawn(TOKENS, EXPERTS.experts)
+    sizes, device, plain = ((2 * WIDTH, INPUTS), (INPUTS, WIDTH)), ops.device, ReferenceOps(CPU)
+    made = [[(drawn(*size) * size[1] ** -0.5).to(dtype) for size in sizes] for _ in range(EXPERTS.experts)]
+    wide = plain.pack_experts([Expert(*(one.double() for one in pair)) for pair in made], len(made))
+    expected = plain.moe(x.double(), logits, wide, EXPERTS, "silu")
+    packed = ops.pack_experts([Expert(*(one.to(device) for one in pair)) for pair in made], len(made))
+    x, logits = x.to(device), logits.to(device)
+    whole = ops.moe(x, logits, packed, EXPERTS, "silu")
+    if _differs(whole, expected):
+        return Verdict("experts are wrong")
+    for begin, end in BATCHES:
+        part = ops.moe(x[begin:end], logits[begin:end], packed, EXPERTS, "silu")
+        if _differs(part, expected[begin:end]):
+            return Verdict("experts of few tokens are wrong")
+        if not torch.equal(part, whole[begin:end]):
+            return Verdict(varies="what experts say depends on how many tokens there are")
+    return Verdict()
 
 
 def _attention_verdict(ops: TritonOps, needs: Needs, generator: torch.Generator) -> Verdict:
