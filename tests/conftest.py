@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import inspect
 import os
 import random
@@ -101,6 +102,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.pop(INTERPRET, None)
     if not hasattr(config, "workerinput"):  # one process of a run does it for all
         _set_library(config.getoption("--level"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What was imported stays: no collection of garbage looks through it again, nor does the end of the process."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -43,6 +43,11 @@ LITTLE_ROOM = ("--max-rows=16", "--max-queued-requests=16")  # for more requests
 LONG = 1800  # tokens: the demo model's context, less a prompt
 
 
+def company(seed: int, count: int = 4) -> list[Request]:
+    """What runs while something goes wrong: of one seed always the same, so that each stack tells it once."""
+    return make_requests(seed, count, max_tokens=400)
+
+
 def _judge(
     place: Place,
     report: Report,
@@ -117,7 +122,7 @@ def kills_under_one_stream(place: Place, *, seed: int = 0, kills: int = 10) -> R
 def pauses(place: Place, role: str, seconds: Sequence[float], *, seed: int = 0) -> Report:
     """Every process of a role (all of the stack's for "") is stopped for a while, over and over."""
     report = Report(f"{role or 'everything'} stopped {len(seconds)} times")
-    requests = make_requests(seed, 8, max_tokens=400)
+    requests = company(seed, 8)
     oracle = undisturbed(place.url, requests)
 
     async def disturb(flow: Flow) -> None:
@@ -134,7 +139,7 @@ def links(place: Apart, link: str, fault: str, *, times: int = 10, hold_s: float
     """A link ("gateway" or "worker") is half-open, blackholed, reset or slow, over and over."""
     report = Report(f"{link} link: {fault}, {times} times")
     proxy = place.gateway_link if link == "gateway" else place.worker_link
-    requests = make_requests(seed, 8, max_tokens=400)
+    requests = company(seed, 8)
     oracle = undisturbed(place.url, requests)
 
     async def disturb(flow: Flow) -> None:
@@ -228,7 +233,7 @@ def last_worker_leaves(place: Apart, *, seed: int = 0) -> Report:
     """SIGTERM while nobody could go on with its streams: it tells them to their end. What comes meanwhile waits for the
     next one."""
     report = Report("the last worker leaves")
-    requests = make_requests(seed, 8, max_tokens=400)
+    requests = company(seed, 8)
     oracle, replays = undisturbed(place.url, requests), place.stats().replays
 
     async def disturb(flow: Flow) -> None:
@@ -290,7 +295,7 @@ def stranger_takes_over_nothing(place: Apart, name: str, arguments: Sequence[str
     What had begun goes on with its own tokens or ends in an error; no token may be of the stranger's making.
     """
     report = Report(f"a worker with {name} takes over nothing")
-    requests = make_requests(seed, 4, max_tokens=500, choices=[1])
+    requests = company(seed)
     oracle = undisturbed(place.url, requests)
     place.start_worker("stranger", *arguments)
 
@@ -310,7 +315,7 @@ def stranger_takes_over_nothing(place: Apart, name: str, arguments: Sequence[str
 def one_memory_error(place: Apart, order: Path, *, seed: int = 0) -> Report:
     """One step of the only worker runs out of memory (see failing); it is computed again."""
     report = Report("one step runs out of memory")
-    requests = make_requests(seed, 6, max_tokens=600)
+    requests = company(seed, 8)
     oracle = undisturbed(place.url, requests)
 
     async def disturb(flow: Flow) -> None:
@@ -325,11 +330,6 @@ def give(order: Path, words: str) -> None:
     draft = order.with_suffix(".draft")
     draft.write_text(words)
     draft.rename(order)
-
-
-def company(seed: int) -> list[Request]:
-    """What runs beside a request that fails."""
-    return make_requests(seed, 4, max_tokens=400)
 
 
 def one_fails(place: Apart, order: Path, point: str, oracle: Sequence[Outcome], *, seed: int = 0) -> Report:

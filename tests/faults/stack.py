@@ -56,8 +56,9 @@ def served(directory: Path, *arguments: str, workers: int = 1) -> Iterator[Place
 class Apart:
     """One engine core, one gateway, any number of workers, and a proxy on the link of the last two."""
 
-    def __init__(self, tiers: Tiers, gateway_link: ChaosProxy, worker_link: ChaosProxy) -> None:
+    def __init__(self, tiers: Tiers, gateway_link: ChaosProxy, worker_link: ChaosProxy, program: str) -> None:
         self._tiers = tiers
+        self._program = program
         self.gateway_link, self.worker_link = gateway_link, worker_link
         self.wait_until = tiers.wait_until
 
@@ -69,9 +70,9 @@ class Apart:
     def directory(self) -> Path:
         return self._tiers.directory
 
-    def start_worker(self, name: str, *arguments: str, program: str = "pagoda.cli") -> None:
+    def start_worker(self, name: str, *arguments: str) -> None:
         link = f"tcp://127.0.0.1:{self.worker_link.port}"
-        self._tiers.start(name, "worker", "--engine", link, "--worker-id", name, *arguments, program=program)
+        self._tiers.start(name, "worker", "--engine", link, "--worker-id", name, *arguments, program=self._program)
 
     def children(self, role: str) -> list[psutil.Process]:
         """The processes whose name begins with the role."""
@@ -108,11 +109,11 @@ class Apart:
 def apart(directory: Path, *, program: str = "pagoda.cli") -> Iterator[Apart]:
     """Ready tiers with one worker, named worker-0. `program` is the module that all of them run."""
     with tiers_apart(directory) as tiers, ChaosProxy(tiers.grpc) as gateway_link, ChaosProxy(tiers.zmq) as worker_link:
-        place = Apart(tiers, gateway_link, worker_link)
+        place = Apart(tiers, gateway_link, worker_link, program)
         addresses = ("--listen", f"127.0.0.1:{tiers.grpc}", "--worker-endpoint", f"tcp://127.0.0.1:{tiers.zmq}")
         tiers.start("engine-core", "engine-core", *addresses, program=program)
         tiers.wait_until(lambda: ping(f"grpc://127.0.0.1:{tiers.grpc}") is None)
-        place.start_worker("worker-0", program=program)
+        place.start_worker("worker-0")
         link = f"127.0.0.1:{gateway_link.port}"
         arguments = ("--engine", link, "--port", str(tiers.http), *NAME)
         tiers.start("gateway", "gateway", *arguments, program=program)

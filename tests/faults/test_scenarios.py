@@ -21,9 +21,19 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 @pytest.fixture(scope="module")
-def tiers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    with apart(tmp_path_factory.mktemp("apart")) as place:
-        yield place
+def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Apart, Path]]:
+    """Tiers that raise on order, and the file that the order goes into."""
+    directory = tmp_path_factory.mktemp("failing")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FAIL_FILE, str(directory / "order"))
+        with apart(directory, program="tests.faults.failing") as place:
+            yield place, directory / "order"
+
+
+@pytest.fixture(scope="module")
+def tiers(failing: tuple[Apart, Path]) -> Apart:
+    """The same, to which nobody gives an order."""
+    return failing[0]
 
 
 def check(report: Report) -> None:
@@ -79,16 +89,6 @@ def test_other_kernels_take_over_nothing(tiers: Apart) -> None:
 
 def test_a_batch_goes_on(tmp_path: Path) -> None:
     check(batches.kill_everything_under_a_batch(tmp_path, lines=60, kills=1))
-
-
-@pytest.fixture(scope="module")
-def failing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Apart, Path]]:
-    """Tiers that raise on order, and the file that the order goes into."""
-    directory = tmp_path_factory.mktemp("failing")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(FAIL_FILE, str(directory / "order"))
-        with apart(directory, program="tests.faults.failing") as place:
-            yield place, directory / "order"
 
 
 @pytest.fixture(scope="module")

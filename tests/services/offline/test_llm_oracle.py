@@ -14,8 +14,8 @@ from tests.worker.models.checkpoints import NATIVE, prompts
 
 from pagoda import LLM, SamplingParams
 
-NEW_TOKENS = 64
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+NEW_TOKENS = 48  # with the shortest prompt more than any window
+AGAIN = 16  # of them, after what is a prompt then: of whole blocks, or not, as before
 
 
 def agrees(model: Any, prompt: list[int], continuation: list[int]) -> bool:
@@ -24,8 +24,9 @@ def agrees(model: Any, prompt: list[int], continuation: list[int]) -> bool:
     return logits[len(prompt) - 1 :].argmax(-1).tolist() == continuation
 
 
-def continuations(llm: LLM, given: list[list[int]]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in llm.generate(given, GREEDY, use_tqdm=False)]
+def continuations(llm: LLM, given: list[list[int]], count: int) -> list[list[int]]:
+    greedy = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    return [output.outputs[0].token_ids for output in llm.generate(given, greedy, use_tqdm=False)]
 
 
 WAYS = [(16, True), (2048, False), (16, False), (64, True), (2048, True)]  # chunk size, prefix cache
@@ -46,9 +47,11 @@ def test_greedy_tokens_are_those_of_transformers(name: str, chunk_size: int, pre
         "threads": 1,
     }
     with LLM(str(path), **options) as llm:
-        together = continuations(llm, prompts())
+        together = continuations(llm, prompts(), NEW_TOKENS)
         for prompt, continuation in zip(prompts(), together, strict=True):
             assert len(continuation) == NEW_TOKENS
             assert agrees(model, prompt, continuation)
-        assert continuations(llm, prompts()) == together  # with the prefixes cached, where there is a cache
-        assert continuations(llm, [prompts()[-1]]) == [together[-1]]
+        begun = [prompt + found[:-AGAIN] for prompt, found in zip(prompts(), together, strict=True)]
+        rests = [found[-AGAIN:] for found in together]
+        assert continuations(llm, begun, AGAIN) == rests  # with what is begun cached, where there is a cache
+        assert continuations(llm, begun[-1:], AGAIN) == rests[-1:]

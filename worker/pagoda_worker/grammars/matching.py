@@ -24,10 +24,11 @@ class GrammarTokens:
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self.model_ends = np.array(tokenizer.eos_tokens, np.int64)
+        ends = tokenizer.eos_tokens
+        self.model_ends = np.array(ends, np.int64)
         size = min(vocab_size, tokenizer.vocab_size)
-        special = np.array([token for token in range(size) if tokenizer.is_special_token(token)], np.int64)
-        self.special = np.setdiff1d(special, self.model_ends)
+        special = [token for token in range(size) if tokenizer.is_special_token(token) and token not in ends]
+        self.special = np.array(special, np.int64)
         self._tokenizer = tokenizer
 
     @property

@@ -60,7 +60,8 @@ class Recording:
             for storage in storages - memory.keys():
                 buffer = self._buffers[storage]
                 unused = free[buffer.shape, buffer.dtype]
-                memory[storage] = unused.pop() if unused else torch.empty_like(buffer, device="cpu")
+                # By its shape: of what has no memory, `empty_like` is Python's, and loads all of sympy.
+                memory[storage] = unused.pop() if unused else torch.empty(buffer.shape, dtype=buffer.dtype)
             for storage in storages:
                 if last[storage] == index:
                     free[memory[storage].shape, memory[storage].dtype].append(memory[storage])
