@@ -115,7 +115,7 @@ def test_what_adapters_add_is_warmed_and_measured(adapters: Adapters) -> None:
     rehearsal = Rehearsal([replace(loaded, model=Seen())], config(), FakeAccelerator(), GreedySampler())
     rehearsal.warm_up()
     rehearsal.device_use(lambda: 0)
-    assert len(seen) == 4
+    assert len(seen) == 5
     for batch in seen:
         slots = None if batch.slots is None else batch.slots.there.tolist()
         assert slots == ([0] * batch.num_tokens if adapters.count else None)
