@@ -495,7 +495,16 @@ def test_wake_ends_a_wait_from_another_thread(engine: Engine) -> None:
     thread.join()
 
 
-def test_malformed_frames_harm_nobody(engine: Engine) -> None:
+@pytest.fixture
+def timeless(socket_dir: Path) -> Iterator[Engine]:
+    """An executor to which nobody is ever silent for long."""
+    engine = Engine(socket_dir, clock=lambda: 0.0)
+    yield engine
+    engine.close()
+
+
+def test_malformed_frames_harm_nobody(timeless: Engine) -> None:
+    engine = timeless
     peer, rogue = engine.peer(), engine.peer("rogue")
     epoch = engine.admit(peer)
 
@@ -509,8 +518,7 @@ def test_malformed_frames_harm_nobody(engine: Engine) -> None:
             good = rogue.frame(StepResult(step=1), engine_boot_id="boot-1", epoch=epoch, worker_id="w0")
             parts = [*good[:keep], parts[0], *good[keep + 1 :]]
         rogue.data.send_multipart(parts)
-        events = engine.executor.wait(0)  # a peer that nobody lets speak for a while is noticed
-        assert all(isinstance(event, WorkerChanged) for event in events), events
+        assert engine.executor.wait(0) == []
 
     fuzz()
     rogue.data.send_multipart([b"last"])
