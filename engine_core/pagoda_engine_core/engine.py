@@ -158,12 +158,12 @@ class EngineCore:
         busy |= self._plan(now)
         self._publish(busy or self.idle)
         events = self._executor.wait(timeout_s)
+        if held_up_s := self._guard.tick(self._clock()):
+            self._router.forgive(held_up_s)
+            self.admission.forgive(held_up_s)
         for event in events:
             self._handle(event, self._clock())
         now = self._clock()
-        if held_up_s := self._guard.tick(now):
-            self._router.forgive(held_up_s)
-            self.admission.forgive(held_up_s)
         self._audit(now)
         self._publish(self._expire(now) or not all(isinstance(event, StepDone) for event in events))
         return busy or bool(events)

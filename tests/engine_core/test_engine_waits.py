@@ -64,6 +64,20 @@ def test_who_would_wait_for_too_long_is_refused_and_nobody_else_is_kept_waiting_
     assert len(late) <= 3, "what was let in began in time, but for what is between told and true"
 
 
+def test_a_machine_that_was_asleep_is_not_taken_for_a_slow_one() -> None:
+    """Its answers come with the first pass after that."""
+    bench = Bench(max_rows=2, queue_timeout_s=10.0)
+    bench.executor.join(1, make_hello())
+    flood(bench, 4)
+    work(bench, lambda: bench.clock() > 1001.0)
+    bench.executor.answer_all()
+    bench.clock.advance(600.0)
+    bench.engine.step(0)
+    flood(bench, 4)
+    assert not bench.sink.rejections
+    work(bench, lambda: len(bench.sink.endings) == 8)
+
+
 def test_a_requests_own_time_is_what_counts() -> None:
     bench = crowded(queue_timeout_s=1e6)
     flood(bench, 60)

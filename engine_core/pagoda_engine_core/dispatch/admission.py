@@ -152,9 +152,11 @@ class Admission:
             self._drop(request_id)
 
     def forgive(self, seconds: float) -> None:
-        """So much time has passed in which we did not run: nobody's patience is spent by it."""
+        """So much time has passed in which we did not run: nobody's patience is spent by it, and no rate is lower."""
         for held in self._held.values():
             held.since += seconds
+        for measured in (self._throughput, self._crowded):
+            measured.forgive(seconds)
 
     def expire(self, now: float) -> list[tuple[Submission, PagodaError]]:
         """Submissions that were held for too long, and what to tell them."""

@@ -78,3 +78,8 @@ class Throughput:
                 self._began_at, self._num_tokens = now, 0
         if not busy:  # the time until the next step says nothing of speed
             self._began_at = None
+
+    def forgive(self, seconds: float) -> None:
+        """So much time has passed in which we did not run: it says nothing of speed either."""
+        if self._began_at is not None:
+            self._began_at += seconds

@@ -54,3 +54,12 @@ def test_one_step_is_no_rate() -> None:
     throughput.served(2048, 5.0, busy=False)
     throughput.served(2048, 500.0, busy=False)
     assert throughput.tokens_per_s == 0
+
+
+def test_time_in_which_we_did_not_run_lowers_no_rate() -> None:
+    throughput = Throughput()
+    throughput.served(10, 0.0, busy=True)
+    throughput.served(50, 1.0, busy=True)
+    throughput.forgive(600.0)
+    throughput.served(50, 602.0, busy=True)
+    assert throughput.tokens_per_s == 50
