@@ -144,7 +144,8 @@ def _decide_once() -> None:
                 found: tuple[Any, Any] = decide(self, left, right, *how)
                 return found
             pairs = zip((left, right), decide(self, left, right, *how), strict=True)
-            become = known[key] = tuple(_way(self, before, after.type) for before, after in pairs)  # type: ignore[assignment]
+            first, second = (_way(self, before, after.type) for before, after in pairs)
+            become = known[key] = first, second
         return become[0](left), become[1](right)
 
     TritonSemantic.binary_op_type_checking_impl = decided
