@@ -94,7 +94,6 @@ class TritonOps:
     @property
     def numerics(self) -> str:
         cuts = " cuts show" if self.cuts_show else ""
-        cuts = " cuts show" if self.cuts_show else ""
         attention = f"attention {SPLIT} {TILE} {self.tiles.low} {self.tiles.high}{cuts}"
         adapters = f"adapters {low_rank.SPLITS} {low_rank.PIECE}"
         return f"triton {triton.__version__} {attention} experts {DEPTH} {adapters}"
