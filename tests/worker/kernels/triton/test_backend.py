@@ -37,7 +37,7 @@ NEEDS = Needs(dtype=torch.float16, head_dims=(32,))
 
 
 def test_it_serves_when_named_and_its_bits_have_a_name() -> None:
-    ops, remarks = load_ops(DEVICE, "triton", NEEDS)
+    ops, remarks = load_ops(DEVICE, "triton", replace(NEEDS, adapters=True, experts=True))
     assert isinstance(ops, TritonOps)
     assert not remarks
     assert (ops.tiles.low, ops.tiles.high) == HEIGHTS[0]
