@@ -123,8 +123,7 @@ def _what(name: str, batch: int, how: str) -> str:
 def _time(job: Job, name: str, runner: ModelRunner, batch: int, how: str) -> Iterator[Line]:
     spec = spec_of(shapes(job.smoke)[name])
     steady = _steady(job, runner, batch)
-    once = steady.seconds_of(1 if job.smoke else 5)
-    steps = SMOKE_STEPS if job.smoke else max(LEAST_STEPS, min(MOST_STEPS, int(LEAST_S / once)))
+    steps = SMOKE_STEPS if job.smoke else max(LEAST_STEPS, min(MOST_STEPS, int(LEAST_S / steady.seconds_of(5))))
     steady.launch_s = 0.0
     took = 1e3 * steady.seconds_of(steps)
     launching = 1e3 * steady.launch_s / (steps + steady.WARM_UP)
