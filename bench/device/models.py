@@ -57,7 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _SMALL = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 128,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
 }  # fmt: skip
 _SMALL_EXPERTS = {
     "vocab_size": 512, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1,

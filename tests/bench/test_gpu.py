@@ -4,6 +4,7 @@ slow, or fails."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -31,7 +32,8 @@ SCRIPT = Path(__file__).parents[2] / "bench/gpu.py"
 def run(tmp_path: Path, *words: str) -> tuple[dict[str, Any], str]:
     out = tmp_path / "gpu.json"
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--smoke", "--json", str(out), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}  # where others compute, too, more would spin
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert out.exists(), done.stderr[-3000:]
     return json.loads(out.read_text()), done.stdout
 

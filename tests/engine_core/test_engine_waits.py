@@ -78,6 +78,29 @@ def test_a_machine_that_was_asleep_is_not_taken_for_a_slow_one() -> None:
     work(bench, lambda: len(bench.sink.endings) == 8)
 
 
+@pytest.mark.parametrize("slept", ["everything", "the worker"])
+def test_a_worker_under_whom_the_machine_slept_has_its_share_afterwards(slept: str) -> None:
+    bench = Bench()
+    for epoch in (1, 2):
+        bench.executor.join(epoch, make_hello(f"w{epoch}"))
+    flood(bench, 8)
+    work(bench, lambda: bench.clock() > 1001.0)
+    if slept == "everything":
+        bench.clock.advance(600.0)
+    else:
+        for _ in range(100):
+            bench.executor.answer(2)
+            bench.clock.advance(0.25)
+            bench.engine.step(0)
+    work(bench, lambda: len(bench.sink.endings) == 8)
+    before = [bench.executor.runners[epoch].tokens_computed for epoch in (1, 2)]
+    for _ in range(3):
+        more = [bench.submit(make_record(max_tokens=20, seed=seed)) for seed in range(8)]
+        work(bench, lambda: all(name in bench.sink.endings for name in more))  # noqa: B023 - it is called at once
+    one, two = (bench.executor.runners[epoch].tokens_computed - was for epoch, was in zip((1, 2), before, strict=True))
+    assert one > two / 3
+
+
 def test_a_requests_own_time_is_what_counts() -> None:
     bench = crowded(queue_timeout_s=1e6)
     flood(bench, 60)

@@ -25,15 +25,18 @@ def _run(
     again: bool = False,
     resumes: bool = False,
     timeout_s: float = 240.0,
+    max_retries: int = 0,
 ) -> Report:
-    """`act` happens in mid-stream. With `resumes`, streams must be gone on with at the other gateway."""
+    """`act` happens in mid-stream. With `resumes`, streams must be gone on with at the other gateway. Clients ask anew,
+    up to `max_retries` times, where nothing has been told yet."""
 
     async def disturb(flow: Flow) -> None:
         if not await flow.more(FLOWING):
             report.problems.append("the streams ended before anything happened")
         await act(flow)
 
-    num_resumed = asyncio.run(disturbed(place.urls, oracle, disturb, report, again=again, timeout_s=timeout_s))
+    patience = {"timeout_s": timeout_s, "max_retries": max_retries}
+    num_resumed = asyncio.run(disturbed(place.urls, oracle, disturb, report, again=again, **patience))
     report.note = "; ".join(filter(None, [report.note, f"{num_resumed} streams resumed"]))
     if resumes and not num_resumed:
         report.problems.append("no stream was gone on with at the other gateway")
@@ -79,13 +82,13 @@ def killed(place: Doubled, name: str, oracle: Oracle) -> Report:
 
 
 def stopped(place: Doubled, name: str, oracle: Oracle, seconds: float = 10.0) -> Report:
-    """SIGSTOP. A client that hears nothing for half of that time goes elsewhere."""
+    """SIGSTOP. A client that hears nothing for half of that time goes elsewhere, and back: the machine may be slow."""
 
     async def act(flow: Flow) -> None:
         await asyncio.to_thread(pause, [place.process(name)], seconds)
 
     report = Report(f"SIGSTOP for {seconds:g} s: {name}")
-    return _run(place, report, oracle, act, resumes=name in GATEWAYS, timeout_s=seconds / 2)
+    return _run(place, report, oracle, act, resumes=name in GATEWAYS, timeout_s=seconds / 2, max_retries=10)
 
 
 def cut(place: Doubled, link: str, oracle: Oracle, seconds: float = 8.0) -> Report:

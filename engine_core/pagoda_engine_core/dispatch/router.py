@@ -169,8 +169,10 @@ class Router:
         return requests
 
     def forgive(self, seconds: float) -> None:
-        """So much time has passed in which we did not run: nobody's patience is spent by it."""
+        """So much time has passed in which we did not run: nobody's patience is spent, and no worker is slower."""
         self._queue.forgive(seconds)
+        for worker in self.workers.values():
+            worker.pace.forgive(seconds)
 
     def expire(self, now: float) -> list[Delta]:
         """End what could not begin in time, and what has begun and found nobody in time who could go on with it."""

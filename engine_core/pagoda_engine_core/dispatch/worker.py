@@ -14,6 +14,9 @@ from pagoda_proto.steps import Hello
 RUNNING_REQUEST_COST_TOKENS = 32
 """How many prompt tokens a running request weighs when workers are compared."""
 
+MOST_SLOWNESS = 8.0
+"""That one step tells: a worker that was frozen for a while is soon known as it was."""
+
 
 @dataclass(eq=False)
 class Worker:
@@ -78,11 +81,11 @@ class Worker:
         brought, whether they were computed or came from the prefix cache."""
         self.unaudited = True
         num_tokens, seconds = self.pace.answered(now)
-        if num_tokens:
+        if num_tokens and seconds:
             expected_s = fleet.step_s(num_tokens)
             fleet.observe(num_tokens, seconds)
             if expected_s > 0:
-                self.slowness += (seconds / expected_s - self.slowness) * WEIGHT
+                self.slowness += (min(seconds / expected_s, MOST_SLOWNESS) - self.slowness) * WEIGHT
         totals, before = self.scheduler.totals, self.served
         self.served = totals.prompt_tokens + totals.output_tokens
         return self.served - before

@@ -30,13 +30,18 @@ class Pace:
         self._asked.append((num_tokens, now))
 
     def answered(self, now: float) -> tuple[int, float]:
-        """The oldest step is done: its tokens, and how long it ran."""
+        """The oldest step is done: its tokens, and how long it ran; 0 where a stretch that is forgiven hides that."""
         num_tokens, asked_at = self._asked.popleft()
         seconds = max(0.0, now - max(asked_at, self._answered_at))
         self._answered_at = now
-        if num_tokens:
+        if num_tokens and seconds:
             self.observe(num_tokens, seconds)
         return num_tokens, seconds
+
+    def forgive(self, seconds: float) -> None:
+        """So much time has passed in which we did not run: what is under way did not take it."""
+        self._asked = deque((num_tokens, at + seconds) for num_tokens, at in self._asked)
+        self._answered_at += seconds
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         size = num_tokens.bit_length()

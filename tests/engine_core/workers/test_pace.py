@@ -38,6 +38,21 @@ def test_a_prediction_lies_within_what_was_seen_and_its_ratio(steps: list[tuple[
     assert min(seen) * 0.999 <= pace.step_s(num_tokens) <= max(seen) * 1.001 * max(1, num_tokens)
 
 
+def test_a_step_under_way_while_we_did_not_run_is_no_slower_for_it() -> None:
+    pace, now = Pace(), 0.0
+    for _ in range(3):
+        pace.asked(8, now)
+        now += 1.0
+        pace.answered(now)
+    pace.asked(8, now)
+    pace.asked(8, now)
+    now += 600.0
+    pace.forgive(600.0)
+    assert pace.answered(now) == (8, 0.0), "how long it took nobody knows"
+    assert pace.answered(now + 1.0) == (8, 1.0)
+    assert pace.step_s(8) == 1.0
+
+
 def test_a_rate_is_that_of_the_time_in_which_there_was_work() -> None:
     throughput = Throughput()
     now = 0.0

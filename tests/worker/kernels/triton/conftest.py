@@ -27,7 +27,13 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device() -> Iterator[None]:
-    """Kernels divide by zero and overflow in lanes nobody reads; a device says nothing about it."""
+    """Kernels divide by zero and overflow in lanes nobody reads; a device says nothing about it.
+
+    The work that is left to torch is small: threads would spin more than they compute, where others compute, too.
+    """
     torch.manual_seed(1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with torch.inference_mode(), np.errstate(all="ignore"):
         yield
+    torch.set_num_threads(threads)

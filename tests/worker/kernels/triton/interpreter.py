@@ -7,21 +7,16 @@ judged by test_interpreter.py before pyproject.toml admits it.
 - It cuts float32 off to bfloat16 where devices round to nearest even.
 - Its products of bfloat16 matrices multiply the bit patterns, and in any product the order of a row's sums depends on
   where in the matrix the row stands: here every row is a product of its own.
-- It prepares the whole language anew for every call of a device function, which takes most of its time: once per
-  launch is enough.
-- Of the rest, most went into checks for overflow whose results nobody reads, and into making equal types anew for every
-  value.
+- It is slow; see interpreter_speed.py.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
+from tests.worker.kernels.triton.interpreter_speed import save_time
 from triton.runtime import interpreter
 
 
@@ -60,61 +55,6 @@ def mend() -> None:
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    patch_lang = interpreter._patch_lang
-    both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        return self.rewrite()(*args, **options)
-
-    interpreter._patch_lang = lambda fn: patch_lang(both)
-    interpreter.InterpretedFunction.__call__ = call
     builder.cast_impl, builder.create_dot = cast_impl, create_dot
     interpreter._patch_lang_tensor = patch_lang_tensor
-    _save_time()
-
-
-def _save_time() -> None:
-    running, numpy_dtype = interpreter.interpreter_builder, interpreter._get_np_dtype
-    running.options = replace(running.options, sanitize_overflow=False)  # it asserts only where `debug` is set
-    numpy_dtypes: dict[str, np.dtype] = {}
-
-    def get_np_dtype(dtype: Any) -> np.dtype:
-        scalar = dtype.scalar
-        if scalar.name not in numpy_dtypes:
-            numpy_dtypes[scalar.name] = numpy_dtype(scalar)
-        return numpy_dtypes[scalar.name]
-
-    interpreter._get_np_dtype = get_np_dtype
-    _remember_types(tl.core.block_type, tl.tensor)
-
-
-def _remember_types(block_type: Any, tensor: Any) -> None:
-    """Equal types share their attributes, and what every tensor of the type says of its shape; nobody changes them."""
-    make, make_tensor = block_type.__init__, tensor.__init__
-    known: dict[Any, dict[str, Any]] = {}
-    shapes: dict[Any, Any] = {}
-    scalar = tensor(None, tl.int32)
-
-    def init(self: Any, element_ty: Any, shape: Any) -> None:
-        sizes = tuple(getattr(size, "value", size) for size in shape)
-        if (attributes := known.get((element_ty.name, sizes))) is None:
-            make(self, element_ty, shape)
-            self.shape = shapes.setdefault(sizes, self.shape)
-            example = object.__new__(tensor)
-            make_tensor(example, None, self)
-            self.of_tensors = example.numel, example.shape
-            attributes = known[element_ty.name, sizes] = vars(self)
-        vars(self).update(attributes)
-
-    def init_tensor(self: Any, handle: Any, type: Any) -> None:
-        self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.numel, self.shape = type.of_tensors if type.is_block() else (scalar.numel, scalar.shape)
-
-    block_type.__init__, tensor.__init__ = init, init_tensor
-    broadcast = TritonSemantic.broadcast_impl_value
-
-    def broadcast_impl_value(self: Any, left: Any, right: Any) -> Any:
-        same = left.type.is_block() and right.type.is_block() and left.type.shape is right.type.shape
-        return (left, right) if same else broadcast(self, left, right)
-
-    TritonSemantic.broadcast_impl_value = broadcast_impl_value
+    save_time()

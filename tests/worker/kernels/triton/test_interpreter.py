@@ -36,6 +36,17 @@ def dot_kernel(left: Any, right: Any, out: Any, M: tl.constexpr, K: tl.constexpr
     tl.store(out + lanes, tl.dot(tl.load(left + lanes), square, input_precision="ieee"))
 
 
+@triton.jit
+def mixed_kernel(tall: Any, wide: Any, out: Any, M: tl.constexpr, K: tl.constexpr):
+    """Columns, rows, numbers and single values, of whole numbers and of others."""
+    rows, columns = tl.arange(0, M)[:, None], tl.arange(0, K)[None, :]
+    x, y, one = tl.load(tall + rows), tl.load(wide + columns), tl.load(wide)
+    whole = (x * 2 + columns) // 3 % 7 - one.to(tl.int32)
+    chosen = tl.where(rows > columns, whole + 1.0, tl.where(columns < 4, 1, 0))
+    lanes = tl.minimum(rows, M - 1) * K + columns
+    tl.store(out + lanes, chosen * y + tl.maximum(one, y * 0.5), mask=(rows < M - 1) & (columns > 0))
+
+
 def dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     out = torch.empty(ROWS, WIDTH, device=DEVICE)
     dot_kernel[(1,)](left.to(DEVICE), right.to(DEVICE), out, ROWS, WIDTH)
@@ -46,6 +57,18 @@ def test_a_loaded_number_bounds_a_loop() -> None:
     out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     sum_kernel[(1,)](torch.full((1,), 7, dtype=torch.int32, device=DEVICE), out)
     assert out.item() == 21
+
+
+@pytest.mark.parametrize(("tall", "wide"), [(torch.int32, torch.float32), (torch.int64, torch.float64)])
+def test_operands_of_all_shapes_and_types_meet(tall: torch.dtype, wide: torch.dtype) -> None:
+    x, y = torch.randint(0, 99, (ROWS,)).to(tall), torch.randint(-8, 9, (WIDTH,)).to(wide) / 4
+    out = torch.zeros(ROWS, WIDTH, dtype=wide, device=DEVICE)
+    mixed_kernel[(1,)](x.to(DEVICE), y.to(DEVICE), out, ROWS, WIDTH)
+    rows, columns = torch.arange(ROWS)[:, None], torch.arange(WIDTH)[None, :]
+    whole = (x[:, None] * 2 + columns) // 3 % 7 - y[0].int()
+    chosen = torch.where(rows > columns, whole + 1.0, torch.where(columns < 4, 1.0, 0.0))
+    expected = chosen * y + torch.maximum(y[0], y * 0.5)
+    assert torch.equal(out.cpu(), expected.to(wide) * ((rows < ROWS - 1) & (columns > 0)))
 
 
 def test_bfloat16_is_the_nearest_and_of_two_the_even() -> None:

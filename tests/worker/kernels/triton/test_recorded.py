@@ -29,6 +29,7 @@ from pagoda_worker.step.graphs import Graphed
 from pagoda_worker.step.runner import ModelRunner
 
 MAX_LEN, NUM_BLOCKS, MAX_ROWS = 2 * SPLIT, 40, 3  # a recording is made for two splits
+MAX_TOKENS = 96  # of a step: what two prompts have, and a high tile and part of another
 PROMPTS = [(47, 8), (33, 8), (1, 6), (33, 8)]  # tokens, outputs; the second and the last are forks of one
 REPLAYS = 9  # of the steps, what happens to rows leaves so many to be decodes alone
 # A softcap of scores and of logits, and a scaled embedding, are what a recording may stumble over besides.
@@ -90,7 +91,8 @@ def loaded_by(ops: Ops, architecture: str = "", adapted: bool = False) -> Loaded
 
 
 def config(**changes: Any) -> WorkerConfig:
-    return WorkerConfig(block_size=BLOCK, max_rows=MAX_ROWS, num_blocks=NUM_BLOCKS, **changes)
+    options = {"max_tokens_per_step": MAX_TOKENS} | changes
+    return WorkerConfig(block_size=BLOCK, max_rows=MAX_ROWS, num_blocks=NUM_BLOCKS, **options)
 
 
 def choices() -> list[Choice]:
@@ -153,10 +155,6 @@ def test_rows_of_many_adapters_and_of_none_are_replayed_together(
     assert sum(step is not None for step in replayed) == REPLAYS
     changed = [one != other for one, other in zip(undisturbed, expected, strict=True)]
     assert changed == [True, True, False, True]
-
-
-def test_chunks_begin_while_steps_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which blocks a chunk has, and how long it is, the device finds out by itself in every step."""
 
 
 @pytest.mark.parametrize("architecture", FIELDS)
