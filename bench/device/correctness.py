@@ -105,7 +105,8 @@ def suite(job: Job) -> None:
 
 def _self_check(job: Job) -> Iterator[Line]:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        ops, _ = load_ops(job.hardware.device, "triton", Needs(dtype=dtype, head_dims=(128,)))
+        needs = Needs(dtype=dtype, head_dims=(128,), adapters=True, experts=True)
+        ops, _ = load_ops(job.hardware.device, "triton", needs)
         yield Line(what=f"kernel self-check {dtype}", value=0.0, unit="failed", bar=0.0, note=ops.numerics)
 
 

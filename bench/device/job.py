@@ -13,6 +13,7 @@ from bench.device.hardware import Hardware
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.engine import EngineCore
 from pagoda_engine_core.workers.executor import InprocExecutor
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_proto.errors import PagodaError
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.records import Delta, FinishReason, Generate, NextTokens, RequestRecord
@@ -64,13 +65,16 @@ def prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[lis
 class Steady:
     """Rows that decode together, two steps in flight, the way a worker's loop drives its runner.
 
-    `launch_s` is the host's time in `launch` since the beginning.
+    `launch_s` is the host's time in `launch` since the beginning. Rows have the `adapters` in turn.
     """
 
     WARM_UP = 3  # steps before those that count
 
-    def __init__(self, runner: ModelRunner, prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, runner: ModelRunner, prompts: Sequence[Sequence[int]], adapters: Sequence[Adapter | None] = (None,)
+    ) -> None:
         self._runner = runner
+        self._adapters = adapters
         self._block_size = runner.facts.block_size
         self._step = 0
         self._next_block = 0
@@ -100,6 +104,7 @@ class Steady:
                     block_ids=self._take(count),
                     params=GREEDY,
                     seed=0,
+                    adapter=self._adapters[row_id % len(self._adapters)],
                 )
             )
             self._lengths.append(len(prompt))

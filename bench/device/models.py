@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,7 +19,7 @@ from bench.device.job import ENGINE
 from pagoda_proto.params import SamplingParams
 from pagoda_proto.steps import NewRow
 from pagoda_worker.checkpoints.checkpoint import Checkpoint, Entry
-from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors, linear_layers
+from pagoda_worker.checkpoints.spec import DecoderSpec, MoeShape, expected_tensors, linear_layers
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.model import LoadedModel, load_model, native_spec
 from pagoda_worker.process.startup import runner_on_device
@@ -47,10 +47,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": False,
     },
+    "OLMoE": {
+        "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "rope_theta": 1e4, "vocab_size": 50304, "max_position_embeddings": 4096, "hidden_size": 2048,
+        "intermediate_size": 1024, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "head_dim": 128, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False,
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
 _SMALL = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64,
+}  # fmt: skip
+_SMALL_EXPERTS = {
+    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 24, "num_experts": 3, "num_experts_per_tok": 2,
 }  # fmt: skip
 # What a GPU's reference computes row by row in reasonable time: the 0.6B shape with fewer layers.
 SHAPES["small"] = SHAPES["0.6B"] | {"num_hidden_layers": 6, "max_position_embeddings": 4096}
@@ -59,7 +70,9 @@ SPREAD = 0.02  # of a matrix; the published models were initialised with it
 
 def shapes(smoke: bool) -> dict[str, dict[str, Any]]:
     """The shapes by name; in a smoke test each is the same architecture of no size."""
-    return {name: fields | _SMALL for name, fields in SHAPES.items()} if smoke else SHAPES
+    if not smoke:
+        return SHAPES
+    return {name: fields | (_SMALL_EXPERTS if "num_experts" in fields else _SMALL) for name, fields in SHAPES.items()}
 
 
 def spec_of(fields: dict[str, Any]) -> DecoderSpec:
@@ -67,10 +80,21 @@ def spec_of(fields: dict[str, Any]) -> DecoderSpec:
     return native_spec(fields["architectures"][0], taken)
 
 
-def weight_bytes(spec: DecoderSpec) -> int:
-    """What a step reads of the weights in two bytes each: every matrix once, the embedding only as a tied head."""
-    matrices = sum(map(prod, linear_layers(spec).values()))
-    return 2 * (matrices + (spec.vocab_size * spec.hidden_size if spec.tied else 0))
+def weight_bytes(spec: DecoderSpec, rows: float = math.inf) -> int:
+    """What a step of `rows` reads of the weights in two bytes each: every matrix once, the embedding only as a tied
+    head; of the experts of a layer, as many as are expected to be chosen where each is as likely as any other.
+    """
+    matrices = sum(map(math.prod, linear_layers(spec).values()))
+    left = sum(
+        _left_alone(layer.mlp, rows) * 3 * layer.mlp.width for layer in spec.layers if isinstance(layer.mlp, MoeShape)
+    )
+    return 2 * (matrices - round(left * spec.hidden_size) + (spec.vocab_size * spec.hidden_size if spec.tied else 0))
+
+
+def _left_alone(moe: MoeShape, rows: float) -> float:
+    """How many experts no row is expected to choose."""
+    routing = moe.routing
+    return float(routing.experts * (1 - routing.chosen / routing.experts) ** rows)
 
 
 @dataclass
@@ -97,7 +121,7 @@ class MadeUp(Checkpoint):
 
 def made_up(path: Path, spec: DecoderSpec, hardware: Hardware) -> MadeUp:
     entries = {
-        name: Entry(path / "made up", "BF16", shape, 0, 2 * prod(shape))
+        name: Entry(path / "made up", "BF16", shape, 0, 2 * math.prod(shape))
         for name, shape in expected_tensors(spec).items()
     }
     return MadeUp(path, entries, "made up", hardware=hardware)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
+from bench.device.adapters import MadeUpAdapters, adapt, slot_options
 from bench.device.job import Job, Steady, prompts
 from bench.device.models import load, records_steps, runner_of, shapes, spec_of, weight_bytes
 from bench.device.report import Line, attempt, say
 
+from pagoda_proto.adapters.identity import Adapter
 from pagoda_worker.checkpoints.spec import DecoderSpec
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.loading.model import LoadedModel
@@ -23,6 +26,27 @@ BAR_MS = {"0.6B": 1.1, "8B": 4.4}
 OVERHEAD_BAR_MS = {"1B": 1.0}  # on top of reading the weights
 RECORDED, LAUNCHED = "recorded", "launched"
 
+
+@dataclass(frozen=True)
+class Replayed:
+    """Which recorded steps: of so many rows; and of `adapted` rows, without and with `adapters` of this rank."""
+
+    batches: tuple[int, ...] = ()
+    adapted: int = 0
+    adapters: int = 0
+    rank: int = 0
+
+    @property
+    def max_rows(self) -> int:
+        return max((*self.batches, self.adapted))
+
+
+REPLAYED = {"OLMoE": Replayed((1, 8, 32)), "0.6B": Replayed(adapted=16, adapters=4, rank=16)}
+SMOKE_REPLAYED = {"OLMoE": Replayed((1,), adapted=2, adapters=2, rank=4)}  # one load for all of it
+NOTHING: Mapping[str, Any] = {}
+ROUNDS = 3
+ADAPTED_BAR = 0.95
+
 WATCHED = {"0.6B": (1, 32), "8B": (1, 32)}
 SMOKE_WATCHED = {"0.6B": (3,)}
 WATCHED_STEPS = 40
@@ -32,6 +56,9 @@ BUSY_BAR = 97.0
 def run(job: Job) -> None:
     for name in ("0.6B",) if job.smoke else ("0.6B", "8B", "1B"):
         attempt(f"decode step {name}", _both_ways, job, name)
+        free(job)
+    for name, wanted in (SMOKE_REPLAYED if job.smoke else REPLAYED).items():
+        attempt(_what(name, 0, RECORDED), _replayed, job, name, wanted)
         free(job)
 
 
@@ -45,10 +72,31 @@ def _both_ways(job: Job, name: str) -> None:
     attempt(_what(name, 0, LAUNCHED), _one_way, job, name, loaded, eager, (batches[0], batches[-1]))
 
 
-def _loaded(job: Job, name: str, max_rows: int) -> tuple[LoadedModel, WorkerConfig]:
+def _replayed(job: Job, name: str, wanted: Replayed) -> None:
+    loaded, config = _loaded(job, name, wanted.max_rows, slot_options(wanted.adapters, wanted.rank))
+    if not _records(loaded, config, _what(name, 0, RECORDED)):
+        return
+    adapters = adapt(loaded, wanted.adapters, wanted.rank)
+    runner = runner_of(job.hardware, replace(loaded, adapters=adapters), config)
+    for batch in wanted.batches:
+        attempt(_what(name, batch, RECORDED), _time, job, name, runner, batch, RECORDED)
+    if wanted.adapted:
+        what = f"decode step {name}, {wanted.adapted} rows, without / with adapters"
+        attempt(what, _compare, job, what, runner, wanted, adapters)
+
+
+def _records(loaded: LoadedModel, config: WorkerConfig, what: str) -> bool:
+    """Whether it does; says so if not."""
+    recorded = records_steps(loaded, config)
+    if not recorded:
+        say(Line(what=what, value=None, unit="", note=f"{loaded.ops.name} kernels record no steps"))
+    return recorded
+
+
+def _loaded(job: Job, name: str, max_rows: int, more: Mapping[str, Any] = NOTHING) -> tuple[LoadedModel, WorkerConfig]:
     fields = shapes(job.smoke)[name]
     tokens = SMOKE_PROMPT + 64 if job.smoke else PROMPT + MOST_STEPS + 2 * WATCHED_STEPS
-    loaded, config, _ = load(job.hardware, fields, **options(job, spec_of(fields), max_rows, tokens))
+    loaded, config, _ = load(job.hardware, fields, **options(job, spec_of(fields), max_rows, tokens), **more)
     return loaded, config
 
 
@@ -61,8 +109,7 @@ def options(job: Job, spec: DecoderSpec, max_rows: int, tokens_per_row: int) -> 
 
 def _one_way(job: Job, name: str, loaded: LoadedModel, config: WorkerConfig, batches: tuple[int, ...]) -> None:
     how = LAUNCHED if config.enforce_eager else RECORDED
-    if how == RECORDED and not records_steps(loaded, config):
-        say(Line(what=_what(name, 0, how), value=None, unit="", note=f"{loaded.ops.name} kernels record no steps"))
+    if how == RECORDED and not _records(loaded, config, _what(name, 0, how)):
         return
     runner = runner_of(job.hardware, loaded, config)
     for batch in batches:
@@ -76,8 +123,7 @@ def _what(name: str, batch: int, how: str) -> str:
 def _time(job: Job, name: str, runner: ModelRunner, batch: int, how: str) -> Iterator[Line]:
     spec = spec_of(shapes(job.smoke)[name])
     steady = _steady(job, runner, batch)
-    once = steady.seconds_of(1 if job.smoke else 5)
-    steps = SMOKE_STEPS if job.smoke else max(LEAST_STEPS, min(MOST_STEPS, int(LEAST_S / once)))
+    steps = SMOKE_STEPS if job.smoke else max(LEAST_STEPS, min(MOST_STEPS, int(LEAST_S / steady.seconds_of(5))))
     steady.launch_s = 0.0
     took = 1e3 * steady.seconds_of(steps)
     launching = 1e3 * steady.launch_s / (steps + steady.WARM_UP)
@@ -95,17 +141,35 @@ def _time(job: Job, name: str, runner: ModelRunner, batch: int, how: str) -> Ite
     )
 
 
-def _steady(job: Job, runner: ModelRunner, batch: int) -> Steady:
+def _compare(job: Job, what: str, runner: ModelRunner, wanted: Replayed, adapters: MadeUpAdapters) -> Iterator[Line]:
+    """In turn, because a device's clock wanders. At best adapters cost no more than reading them."""
+    rounds = []
+    for _ in range(1 if job.smoke else ROUNDS):
+        both = (_steady(job, runner, wanted.adapted, one) for one in ((None,), adapters.known))
+        rounds.append([1e3 * steady.seconds_of(1 if job.smoke else MOST_STEPS) for steady in both])
+    without, adapted = map(median, zip(*rounds, strict=True))
+    reading = job.ceiling_s(adapters.num_bytes)
+    yield Line(
+        what=what,
+        value=median(one / other for one, other in rounds),
+        unit="times",
+        ceiling=None if reading is None else without / (without + 1e3 * reading),
+        bar=job.bar(ADAPTED_BAR),
+        note=f"{without:.3g} ms without, {adapted:.3g} ms with {adapters.count} of rank {wanted.rank} for every layer",
+    )
+
+
+def _steady(job: Job, runner: ModelRunner, batch: int, adapters: Sequence[Adapter | None] = (None,)) -> Steady:
     length = SMOKE_PROMPT if job.smoke else PROMPT
-    return Steady(runner, prompts(batch, length, runner.facts.vocab_size))
+    return Steady(runner, prompts(batch, length, runner.facts.vocab_size), adapters)
 
 
 def _floor_ms(job: Job, spec: DecoderSpec, batch: int, context: int) -> float | None:
-    """Reading every weight once and every row's keys and values, or multiplying by the weights."""
+    """Reading every weight once, of experts those that are chosen, and every row's keys and values; or multiplying
+    each row by the weights that it passes."""
     kept = sum(layer.attention.num_kv_heads * layer.attention.head_dim for layer in spec.layers)
     kv = 2 * 2 * kept * batch * context
-    weights = weight_bytes(spec)
-    floor = job.ceiling_s(weights + kv, weights * batch)
+    floor = job.ceiling_s(weight_bytes(spec, batch) + kv, weight_bytes(spec, 1) * batch)
     return None if floor is None else 1e3 * floor
 
 

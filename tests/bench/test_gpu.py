@@ -55,6 +55,8 @@ def test_every_section_runs_and_says_what_it_found(tmp_path: Path) -> None:
     assert lines["kernel tests"]["verdict"] == MET
     for what in ("decode attention 8B, 1 x 64", "prefill attention 8B, 1 x 48", "decode step 0.6B, 1 rows, launched"):
         assert lines[what]["share"] > 0  # how large is a matter of speed
+    assert lines["decode step OLMoE, 1 rows, recorded"]["share"] > 0
+    assert lines["decode step OLMoE, 2 rows, without / with adapters"]["value"] > 0
     assert lines["Pagoda / transformers"]["value"] > 0
     assert found["versions"]["torch"] == version("torch")
 

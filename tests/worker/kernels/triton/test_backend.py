@@ -38,7 +38,7 @@ FEW_HEADS = replace(NEEDS, attention=(shape_of(3, 1, 32),))  # fewer than are ch
 
 
 def test_it_serves_when_named_and_its_bits_have_a_name() -> None:
-    ops, remarks = load_ops(DEVICE, "triton", NEEDS)
+    ops, remarks = load_ops(DEVICE, "triton", replace(NEEDS, adapters=True, experts=True))
     assert isinstance(ops, TritonOps)
     assert not remarks
     assert (ops.tiles.low, ops.tiles.high) == HEIGHTS[0]
