@@ -158,7 +158,7 @@ class EngineCore:
         busy |= self._plan(now)
         self._publish(busy or self.idle)
         events = self._executor.wait(timeout_s)
-        if held_up_s := self._guard.tick(self._clock()):
+        if held_up_s := self._guard.tick(self._clock()):  # before answers are taken for as late as they come
             self._router.forgive(held_up_s)
             self.admission.forgive(held_up_s)
         for event in events:
