@@ -5,7 +5,8 @@ anywhere yet is not overtaken on the workers that could take him.
 
 What has begun goes on where weights and numerics are those of its first token, and before all new requests. One that
 was running at two losses in a row, without a token in between, is a suspect: each worker has at most one suspect that
-has yet to prove itself by a token, so when that worker is lost it is known who did it.
+has yet to prove itself by a token, so when that worker is lost it is known who did it. A process that was silent and
+registers again did not die of anything: whoever came under suspicion for it is relieved of that.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 MAX_LOST_LIVES = 20
 """Whoever is to blame: a request that has had a row in so many lost lives, and made no token, ends."""
 
+MAX_SILENT = 256
+"""Processes that went silent, and whose requests are remembered until they are heard again."""
+
 LEAST_ROWS_TO_SPARE = 16
 """A worker with fewer spares none."""
 
@@ -54,6 +58,7 @@ class Router:
         self._queue = WaitingQueue(self._policy, self._fairness)
         self._totals: Counter[str] = Counter()  # less what is counted by the workers that are here
         self._fleet = Pace()
+        self._blamed_for: OrderedDict[str, set[str]] = OrderedDict()  # silence: requests by incarnation
         self.workers: dict[int, Worker] = {}
         self.refused_numerics = ""  # of the last worker that was turned away for those that requests here need
 
@@ -64,7 +69,16 @@ class Router:
             log.warning("preemption=swap, but worker %s has no swap space: it recomputes", hello.worker_id)
         scheduler = Scheduler(self._config, hello, self._policy, self._row_ids)
         worker = self.workers[epoch] = Worker(epoch, hello, scheduler, self._config.max_steps_in_flight)
+        for request_id in self._blamed_for.pop(hello.incarnation, ()):
+            self._relieve(request_id)
         return worker
+
+    def _relieve(self, request_id: str) -> None:
+        """One of the deaths that this request may have caused was none."""
+        holder = self.holder(request_id)
+        request = holder.requests[request_id] if holder else self._queue.get(request_id)
+        if request is not None and request.deaths:
+            request.deaths -= 1
 
     def leave(self, left: WorkerLeft, now: float) -> list[Delta]:
         """Take back what the worker held. Requests that are convicted of killing workers end here."""
@@ -74,6 +88,10 @@ class Router:
         self._totals.update(asdict(worker.scheduler.totals))
         had_rows = {request.request_id for request in worker.requests.values() if request.num_rows}
         blamed = _blamed(worker, left, had_rows)
+        if left.cause is LeaveCause.SILENT and blamed:
+            self._blamed_for[worker.hello.incarnation] = blamed
+            if len(self._blamed_for) > MAX_SILENT:
+                self._blamed_for.popitem(last=False)
         deltas = []
         for request in worker.scheduler.take_back(now):
             name = request.request_id

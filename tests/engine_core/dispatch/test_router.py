@@ -410,6 +410,23 @@ def test_a_search_proves_itself_by_what_it_finds_and_tells_nobody() -> None:
     assert (bench.router.workers[epoch].suspect, bench.deltas) == (second.request_id, [])
 
 
+@pytest.mark.parametrize("same_process", [True, False])
+def test_a_link_that_is_cut_again_and_again_convicts_nobody(same_process: bool) -> None:
+    """The process registers again, so it did not die of what it computed; another process in its place says nothing."""
+    bench = Bench(chunk_size=2)
+    one, other = (bench.add(make_record(range(i, i + 6), max_tokens=9)) for i in range(2))
+    for life in range(8):
+        epoch = bench.join(incarnation="the process" if same_process else f"process {life}")
+        bench.dispatch()
+        bench.router.workers[epoch].scheduler.schedule(NOW)
+        bench.lose(epoch, LeaveCause.SILENT)
+    bench.join(incarnation="the process")
+    bench.run()
+    ended = {name: ending.error_code for name, ending in bench.endings().items()}
+    convicted = None if same_process else ErrorCode.REQUEST_FAILED_REPEATEDLY
+    assert ended == {one.request_id: convicted, other.request_id: convicted}
+
+
 def test_only_the_unproven_suspect_is_convicted() -> None:
     bench = Bench(chunk_size=2)
     epoch = bench.join()
