@@ -158,9 +158,10 @@ class EngineCore:
         busy |= self._plan(now)
         self._publish(busy or self.idle)
         events = self._executor.wait(timeout_s)
-        if held_up_s := self._guard.tick(self._clock()):  # before answers are taken for as late as they come
-            self._router.forgive(held_up_s)
-            self.admission.forgive(held_up_s)
+        now = self._clock()
+        if held_up_s := self._guard.tick(now):  # before answers are taken for as late as they come
+            self._router.forgive(held_up_s, now)
+            self.admission.forgive(held_up_s, now)
         for event in events:
             self._handle(event, self._clock())
         now = self._clock()

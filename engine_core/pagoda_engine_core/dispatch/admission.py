@@ -151,12 +151,12 @@ class Admission:
         for request_id in [name for name, held in self._held.items() if held.submission.sink is sink]:
             self._drop(request_id)
 
-    def forgive(self, seconds: float) -> None:
+    def forgive(self, seconds: float, now: float) -> None:
         """So much time has passed in which we did not run: nobody's patience is spent by it, and no rate is lower."""
         for held in self._held.values():
-            held.since += seconds
+            held.since = min(held.since + seconds, now)
         for measured in (self._throughput, self._crowded):
-            measured.forgive(seconds)
+            measured.forgive(seconds, now)
 
     def expire(self, now: float) -> list[tuple[Submission, PagodaError]]:
         """Submissions that were held for too long, and what to tell them."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -40,9 +40,6 @@ log = logging.getLogger(__name__)
 MAX_LOST_LIVES = 20
 """Whoever is to blame: a request that has had a row in so many lost lives, and made no token, ends."""
 
-MAX_SILENT = 256
-"""Processes that went silent, and whose requests are remembered until they are heard again."""
-
 LEAST_ROWS_TO_SPARE = 16
 """A worker with fewer spares none."""
 
@@ -58,7 +55,6 @@ class Router:
         self._queue = WaitingQueue(self._policy, self._fairness)
         self._totals: Counter[str] = Counter()  # less what is counted by the workers that are here
         self._fleet = Pace()
-        self._blamed_for: OrderedDict[str, set[str]] = OrderedDict()  # silence: requests by incarnation
         self.workers: dict[int, Worker] = {}
         self.refused_numerics = ""  # of the last worker that was turned away for those that requests here need
 
@@ -69,16 +65,10 @@ class Router:
             log.warning("preemption=swap, but worker %s has no swap space: it recomputes", hello.worker_id)
         scheduler = Scheduler(self._config, hello, self._policy, self._row_ids)
         worker = self.workers[epoch] = Worker(epoch, hello, scheduler, self._config.max_steps_in_flight)
-        for request_id in self._blamed_for.pop(hello.incarnation, ()):
-            self._relieve(request_id)
+        held = (request for one in self.workers.values() for request in one.requests.values())
+        for request in itertools.chain(held, (queued.request for queued in self._queue)):
+            request.relieve(hello.incarnation)
         return worker
-
-    def _relieve(self, request_id: str) -> None:
-        """One of the deaths that this request may have caused was none."""
-        holder = self.holder(request_id)
-        request = holder.requests[request_id] if holder else self._queue.get(request_id)
-        if request is not None and request.deaths:
-            request.deaths -= 1
 
     def leave(self, left: WorkerLeft, now: float) -> list[Delta]:
         """Take back what the worker held. Requests that are convicted of killing workers end here."""
@@ -88,18 +78,14 @@ class Router:
         self._totals.update(asdict(worker.scheduler.totals))
         had_rows = {request.request_id for request in worker.requests.values() if request.num_rows}
         blamed = _blamed(worker, left, had_rows)
-        if left.cause is LeaveCause.SILENT and blamed:
-            self._blamed_for[worker.hello.incarnation] = blamed
-            if len(self._blamed_for) > MAX_SILENT:
-                self._blamed_for.popitem(last=False)
         deltas = []
         for request in worker.scheduler.take_back(now):
             name = request.request_id
             self._totals["replays"] += request.started
             request.lost_lives += name in had_rows
             if name in blamed:
-                unproven = name == worker.suspect
-                request.deaths = request.deaths + 1 if unproven else min(request.deaths + 1, SUSPECT_DEATHS)
+                silent = worker.hello.incarnation if left.cause is LeaveCause.SILENT else ""
+                request.blame(silent, most=math.inf if name == worker.suspect else SUSPECT_DEATHS)
             deltas += self._give_up_or_queue(request, name == worker.suspect, now)
         return deltas
 
@@ -186,11 +172,11 @@ class Router:
         self.workers.clear()
         return requests
 
-    def forgive(self, seconds: float) -> None:
+    def forgive(self, seconds: float, now: float) -> None:
         """So much time has passed in which we did not run: nobody's patience is spent, and no worker is slower."""
-        self._queue.forgive(seconds)
+        self._queue.forgive(seconds, now)
         for worker in self.workers.values():
-            worker.pace.forgive(seconds)
+            worker.pace.forgive()
 
     def expire(self, now: float) -> list[Delta]:
         """End what could not begin in time, and what has begun and found nobody in time who could go on with it."""

@@ -124,10 +124,10 @@ class WaitingQueue:
             self._fairness.goes(tenant)
         self.num_tokens -= queued.request.num_prompt_tokens
 
-    def forgive(self, seconds: float) -> None:
+    def forgive(self, seconds: float, now: float) -> None:
         """So much time has passed that nobody is to be blamed for."""
         for queued in self._by_id.values():
-            queued.since += seconds
+            queued.since = min(queued.since + seconds, now)
 
     def take_all(self) -> list[Request]:
         requests = [queued.request for queued in self]

@@ -42,6 +42,9 @@ from pagoda_proto.steps import RowOutput, TopLogprobs
 NO_ROW = -1
 SUSPECT_DEATHS = 2
 """A request that was running at so many losses of a worker, and made no token in between, may be what kills them."""
+SUSPECT_LIVES = 4
+"""One that was running in so many lost lives, whoever was to blame, may be what makes workers silent: it is set apart,
+so that nobody else is lost with it, and not convicted."""
 
 
 class ChoiceState(StrEnum):
@@ -193,6 +196,7 @@ class Request:
         self.ledger = Ledger(Cause.QUEUED_NO_WORKER, now)
         self.eos_token_ids = () if self.params.ignore_eos else record.task.eos_token_ids
         self.deaths = self.lost_lives = 0
+        self._silences: set[str] = set()  # of which incarnations the deaths were
         self.replays = attempt
         self.charged = 0.0  # to its tenant, so far
         self.preemptions = 0
@@ -230,7 +234,21 @@ class Request:
 
     @property
     def suspect(self) -> bool:
-        return self.deaths >= SUSPECT_DEATHS
+        return self.deaths >= SUSPECT_DEATHS or self.lost_lives >= SUSPECT_LIVES
+
+    def blame(self, silent: str, most: float) -> None:
+        """A worker was lost, and this may have done it: a death, up to so many. `silent`: the incarnation that was only
+        heard no more."""
+        if self.deaths < most:
+            self.deaths += 1
+            if silent:
+                self._silences.add(silent)
+
+    def relieve(self, incarnation: str) -> None:
+        """This process lives, so what it was silent for was no death."""
+        if incarnation in self._silences:
+            self._silences.remove(incarnation)
+            self.deaths -= 1
 
     def leave_worker(self, now: float) -> None:
         """Its worker is lost, and with it all but its tokens."""
@@ -347,6 +365,7 @@ class Request:
     def note_progress(self, now: float) -> None:
         """A worker has made something of it."""
         self.deaths = self.lost_lives = 0
+        self._silences.clear()
         if self.ledger.cause is not Cause.DECODE:
             self.ledger.enter(Cause.DECODE, now)
 

@@ -20,7 +20,7 @@ class Pace:
     """What is asked of a worker and answered, in order. Times are the caller's."""
 
     def __init__(self) -> None:
-        self._asked: deque[tuple[int, float]] = deque()
+        self._asked: deque[tuple[int, float | None]] = deque()  # None: a stretch in which we did not run hides it
         self._answered_at = 0.0
         self._seconds: dict[int, float] = {}  # by the number of bits of a step's tokens
         self.num_steps = 0
@@ -30,18 +30,17 @@ class Pace:
         self._asked.append((num_tokens, now))
 
     def answered(self, now: float) -> tuple[int, float]:
-        """The oldest step is done: its tokens, and how long it ran; 0 where a stretch that is forgiven hides that."""
+        """The oldest step is done: its tokens, and how long it ran; 0 where that is not known."""
         num_tokens, asked_at = self._asked.popleft()
-        seconds = max(0.0, now - max(asked_at, self._answered_at))
+        seconds = 0.0 if asked_at is None else max(0.0, now - max(asked_at, self._answered_at))
         self._answered_at = now
         if num_tokens and seconds:
             self.observe(num_tokens, seconds)
         return num_tokens, seconds
 
-    def forgive(self, seconds: float) -> None:
-        """So much time has passed in which we did not run: what is under way did not take it."""
-        self._asked = deque((num_tokens, at + seconds) for num_tokens, at in self._asked)
-        self._answered_at += seconds
+    def forgive(self) -> None:
+        """We did not run for a while: how long it takes what is under way is not known."""
+        self._asked = deque((num_tokens, None) for num_tokens, _ in self._asked)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         size = num_tokens.bit_length()
@@ -84,7 +83,7 @@ class Throughput:
         if not busy:  # the time until the next step says nothing of speed
             self._began_at = None
 
-    def forgive(self, seconds: float) -> None:
+    def forgive(self, seconds: float, now: float) -> None:
         """So much time has passed in which we did not run: it says nothing of speed either."""
         if self._began_at is not None:
-            self._began_at += seconds
+            self._began_at = min(self._began_at + seconds, now)

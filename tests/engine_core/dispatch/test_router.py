@@ -427,6 +427,50 @@ def test_a_link_that_is_cut_again_and_again_convicts_nobody(same_process: bool) 
     assert ended == {one.request_id: convicted, other.request_id: convicted}
 
 
+def test_a_death_that_was_one_stays_one_when_somebody_silent_comes_back() -> None:
+    bench = Bench(chunk_size=2)
+    request = bench.add(make_record(range(6), max_tokens=9))
+    far = bench.join(incarnation="far")
+    bench.dispatch()
+    bench.router.workers[far].scheduler.schedule(NOW)
+    bench.lose(far, LeaveCause.SILENT)
+    epoch = bench.join()
+    bench.run(until=lambda: bool(bench.tokens(request.record)))
+    for _ in range(2):
+        bench.lose(epoch)
+        epoch = bench.join()
+        bench.dispatch()
+        bench.router.workers[epoch].scheduler.schedule(NOW)
+    bench.join(incarnation="far")
+    assert request.deaths == 2
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_makes_workers_silent_and_kills_none_is_set_apart(num_workers: int) -> None:
+    """It ends when it has had lives enough; nobody else does."""
+    bench = Bench()
+    poison, *innocents = (make_record(range(i, i + 6), max_tokens=9) for i in range(8))
+    for record in (*innocents, poison):
+        bench.add(record)
+    epochs = {bench.join(incarnation=f"process {number}"): f"process {number}" for number in range(num_workers)}
+    lost = 0
+    while poison.request_id not in bench.endings():
+        bench.dispatch()
+        for epoch, incarnation in list(epochs.items()):
+            if poison.request_id in bench.held(epoch):
+                bench.router.workers[epoch].scheduler.schedule(NOW)
+                lost += 1
+                bench.lose(epoch, LeaveCause.SILENT)
+                del epochs[epoch]
+                epochs[bench.join(incarnation=incarnation)] = incarnation
+            else:
+                bench.step(epoch)
+    bench.run()
+    assert lost <= 20
+    for record in innocents:
+        assert bench.tokens(record) == reference_tokens(record)[0]
+
+
 def test_only_the_unproven_suspect_is_convicted() -> None:
     bench = Bench(chunk_size=2)
     epoch = bench.join()

@@ -47,9 +47,11 @@ def test_a_step_under_way_while_we_did_not_run_is_no_slower_for_it() -> None:
     pace.asked(8, now)
     pace.asked(8, now)
     now += 600.0
-    pace.forgive(600.0)
-    assert pace.answered(now) == (8, 0.0), "how long it took nobody knows"
-    assert pace.answered(now + 1.0) == (8, 1.0)
+    pace.forgive()
+    assert pace.answered(now + 0.1) == (8, 0.0), "how long it took nobody knows"
+    assert pace.answered(now + 0.2) == (8, 0.0)
+    pace.asked(8, now + 0.2)
+    assert pace.answered(now + 1.2) == (8, 1.0)
     assert pace.step_s(8) == 1.0
 
 
@@ -75,6 +77,15 @@ def test_time_in_which_we_did_not_run_lowers_no_rate() -> None:
     throughput = Throughput()
     throughput.served(10, 0.0, busy=True)
     throughput.served(50, 1.0, busy=True)
-    throughput.forgive(600.0)
+    throughput.forgive(600.0, 601.0)
     throughput.served(50, 602.0, busy=True)
     assert throughput.tokens_per_s == 50
+
+
+def test_what_began_after_we_had_stood_still_began_then() -> None:
+    throughput = Throughput()
+    throughput.served(10, 600.0, busy=True)
+    throughput.forgive(600.0, 600.1)  # of which most was before
+    for second in range(1, 4):
+        throughput.served(50, 600.0 + second, busy=True)
+    assert 40 < throughput.tokens_per_s < 60
