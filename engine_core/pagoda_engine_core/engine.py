@@ -158,14 +158,12 @@ class EngineCore:
         busy |= self._plan(now)
         self._publish(busy or self.idle)
         events = self._executor.wait(timeout_s)
-        now = self._clock()
-        if held_up_s := self._guard.tick(now):  # before answers are taken for as late as they come
+        if held_up_s := self._guard.tick(now := self._clock()):  # before answers are taken for as late as they come
             self._router.forgive(held_up_s, now)
             self.admission.forgive(held_up_s, now)
         for event in events:
             self._handle(event, self._clock())
-        now = self._clock()
-        self._audit(now)
+        self._audit(now := self._clock())
         self._publish(self._expire(now) or not all(isinstance(event, StepDone) for event in events))
         return busy or bool(events)
 

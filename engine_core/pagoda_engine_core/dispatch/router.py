@@ -21,11 +21,12 @@ from functools import partial
 
 from pagoda_engine_core.config import EngineConfig
 from pagoda_engine_core.dispatch.fairness import Fairness
+from pagoda_engine_core.dispatch.suspicion import blame, is_suspect, relieve
 from pagoda_engine_core.dispatch.waiting import Ahead, QueuedRequest, Rank, WaitingQueue
 from pagoda_engine_core.dispatch.worker import Worker
 from pagoda_engine_core.scheduling.ledger import Cause
 from pagoda_engine_core.scheduling.policy import POLICIES
-from pagoda_engine_core.scheduling.request import SUSPECT_DEATHS, Request
+from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.room import Room
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_engine_core.workers.executor import LeaveCause, WorkerLeft
@@ -67,7 +68,7 @@ class Router:
         worker = self.workers[epoch] = Worker(epoch, hello, scheduler, self._config.max_steps_in_flight)
         held = (request for one in self.workers.values() for request in one.requests.values())
         for request in itertools.chain(held, (queued.request for queued in self._queue)):
-            request.relieve(hello.incarnation)
+            relieve(request, hello.incarnation)
         return worker
 
     def leave(self, left: WorkerLeft, now: float) -> list[Delta]:
@@ -85,7 +86,7 @@ class Router:
             request.lost_lives += name in had_rows
             if name in blamed:
                 silent = worker.hello.incarnation if left.cause is LeaveCause.SILENT else ""
-                request.blame(silent, most=math.inf if name == worker.suspect else SUSPECT_DEATHS)
+                blame(request, silent, alone=name == worker.suspect)
             deltas += self._give_up_or_queue(request, name == worker.suspect, now)
         return deltas
 
@@ -159,7 +160,7 @@ class Router:
                 self._fairness.charge([request])
                 request.let_go()
         suspect = worker.requests.get(worker.suspect)
-        if suspect is None or not suspect.suspect:
+        if suspect is None or not is_suspect(suspect):
             worker.suspect = ""
         return deltas
 
@@ -284,7 +285,7 @@ class Router:
         rooms[worker.epoch].take(worker.scheduler.need(request, rooms[worker.epoch]))
         worker.requests[request.request_id] = request
         self._fairness.charge([request])
-        if request.suspect:
+        if is_suspect(request):
             worker.suspect = request.request_id
         return self.ended(worker, worker.scheduler.add(request, now))
 

@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from pagoda_engine_core.dispatch.fairness import Fairness
+from pagoda_engine_core.dispatch.suspicion import is_suspect
 from pagoda_engine_core.scheduling.policy import Policy
 from pagoda_engine_core.scheduling.request import Request
 
@@ -30,7 +31,7 @@ class Rank(IntEnum):
 
     @classmethod
     def of(cls, request: Request) -> Rank:
-        if request.suspect:
+        if is_suspect(request):
             return cls.SUSPECT
         return cls.REPLAY if request.resumes else cls.NEW
 

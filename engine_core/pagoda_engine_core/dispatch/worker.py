@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from pagoda_engine_core.dispatch.suspicion import is_suspect
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.scheduling.scheduler import Scheduler
 from pagoda_engine_core.workers.executor import WorkerState
@@ -68,7 +69,7 @@ class Worker:
 
     def takes(self, request: Request) -> bool:
         """Whether it would take the request if there were room: one suspect at a time."""
-        return self.ready and not (request.suspect and self.suspect) and self.scheduler.serves(request)
+        return self.ready and not (self.suspect and is_suspect(request)) and self.scheduler.serves(request)
 
     def cost(self, request: Request) -> float:
         """Time until the first token of `request`, about: prefix match, load and speed in one number."""

@@ -40,11 +40,6 @@ from pagoda_proto.records import (
 from pagoda_proto.steps import RowOutput, TopLogprobs
 
 NO_ROW = -1
-SUSPECT_DEATHS = 2
-"""A request that was running at so many losses of a worker, and made no token in between, may be what kills them."""
-SUSPECT_LIVES = 4
-"""One that was running in so many lost lives, whoever was to blame, may be what makes workers silent: it is set apart,
-so that nobody else is lost with it, and not convicted."""
 
 
 class ChoiceState(StrEnum):
@@ -167,8 +162,9 @@ class Choice:
 class Request:
     """What is known here of one record.
 
-    `deaths` counts losses of a worker that the request may have caused, `lost_lives` all in which it had a row, both
-    since its last new token; the router writes them. `num_rows`, `started` and the usage counters are the scheduler's
+    `deaths` counts losses of a worker that the request may have caused, `silences` are the incarnations of those that
+    were only silent, `lost_lives` counts all in which it had a row, each since its last new token; the router writes
+    them. `num_rows`, `started` and the usage counters are the scheduler's
     that holds it. Once `begun`, its tokens come from the same weights and numerics to its end.
 
     Whoever makes one has checked that `resume` fits the record: at most one entry for each of its choices. A `search`
@@ -196,7 +192,7 @@ class Request:
         self.ledger = Ledger(Cause.QUEUED_NO_WORKER, now)
         self.eos_token_ids = () if self.params.ignore_eos else record.task.eos_token_ids
         self.deaths = self.lost_lives = 0
-        self._silences: set[str] = set()  # of which incarnations the deaths were
+        self.silences: set[str] = set()
         self.replays = attempt
         self.charged = 0.0  # to its tenant, so far
         self.preemptions = 0
@@ -231,24 +227,6 @@ class Request:
     def resumes(self) -> bool:
         """Whether there is something to replay: a row was lost, or tokens came with the request."""
         return self.started or any(choice.output_ids for choice in self.choices)
-
-    @property
-    def suspect(self) -> bool:
-        return self.deaths >= SUSPECT_DEATHS or self.lost_lives >= SUSPECT_LIVES
-
-    def blame(self, silent: str, most: float) -> None:
-        """A worker was lost, and this may have done it: a death, up to so many. `silent`: the incarnation that was only
-        heard no more."""
-        if self.deaths < most:
-            self.deaths += 1
-            if silent:
-                self._silences.add(silent)
-
-    def relieve(self, incarnation: str) -> None:
-        """This process lives, so what it was silent for was no death."""
-        if incarnation in self._silences:
-            self._silences.remove(incarnation)
-            self.deaths -= 1
 
     def leave_worker(self, now: float) -> None:
         """Its worker is lost, and with it all but its tokens."""
@@ -365,7 +343,7 @@ class Request:
     def note_progress(self, now: float) -> None:
         """A worker has made something of it."""
         self.deaths = self.lost_lives = 0
-        self._silences.clear()
+        self.silences.clear()
         if self.ledger.cause is not Cause.DECODE:
             self.ledger.enter(Cause.DECODE, now)
 
