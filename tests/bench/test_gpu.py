@@ -19,12 +19,11 @@ from bench.device.hardware import LAUNCH_GAP_US, Activity, Host, activity_of
 from bench.device.job import Job, Steady, prompts, serve
 from bench.device.models import SHAPES, load, runner_of, shapes, spec_of, weight_bytes
 from bench.device.report import MET, MISSED, Line, attempt, heard, table
+from tests.bench.steady import outputs_of
 from tests.worker.fakes_accelerator import FakeAccelerator
 from tests.worker.fakes_model import BOMB, fake_runner
 
 from bench import gpu
-from pagoda_proto.steps import StepResult
-from pagoda_worker.step.pending import Pending
 
 SCRIPT = Path(__file__).parents[2] / "bench/gpu.py"
 
@@ -174,22 +173,11 @@ def test_one_wrong_token_is_found(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize("accelerated", [False, True])
-def test_steady_rows_go_on_as_they_would_be_served(accelerated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steady_rows_go_on_as_they_would_be_served(accelerated: bool) -> None:
     given = [[5, 6, 7], list(range(30, 50)), [9]]
     expected, _ = serve(fake_runner(), given, 20)
     runner = fake_runner(accelerator=FakeAccelerator() if accelerated else None)
-    collect, outputs = runner.collect, [list[int]() for _ in given]
-
-    def collected(pending: Pending) -> StepResult:
-        result = collect(pending)
-        for output in result.outputs:
-            outputs[output.row_id] += output.token_ids
-        return result
-
-    monkeypatch.setattr(runner, "collect", collected)
-    steady = Steady(runner, given)
-    steady.run(19)
-    steady.settle()
+    outputs, steady = outputs_of(runner, given, 20)
     assert outputs == expected
     assert steady.launch_s > 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,17 +11,14 @@ import torch
 from bench.device import correctness, steps
 from bench.device.adapters import adapt, slot_options
 from bench.device.hardware import Host
-from bench.device.job import Job, Steady, prompts, serve
+from bench.device.job import Job, prompts, serve
 from bench.device.models import SHAPES, load, runner_of, shapes, spec_of, weight_bytes
 from bench.device.report import MISSED
 from bench.device.steps import REPLAYED, Replayed
+from tests.bench.steady import outputs_of
 
-from pagoda_proto.adapters.identity import Adapter
-from pagoda_proto.steps import StepResult
 from pagoda_worker.kernels.ops import Needs
 from pagoda_worker.kernels.reference import ReferenceOps
-from pagoda_worker.step.pending import Pending
-from pagoda_worker.step.runner import ModelRunner
 
 OUTPUTS = 12
 
@@ -57,24 +53,6 @@ def test_the_floor_of_a_step_is_in_what_it_reads_or_in_what_it_multiplies() -> N
     assert multiplying == pytest.approx(8 * weight_bytes(spec, 1) / 1e6)
 
 
-def outputs_of(runner: ModelRunner, given: Sequence[list[int]], *adapters: Adapter | None) -> list[list[int]]:
-    """What `Steady` makes of these rows."""
-    collect, outputs = runner.collect, [list[int]() for _ in given]
-
-    def collected(pending: Pending) -> StepResult:
-        result = collect(pending)
-        for output in result.outputs:
-            outputs[output.row_id] += output.token_ids
-        return result
-
-    runner.collect = collected  # type: ignore[method-assign]
-    steady = Steady(runner, given, adapters)
-    steady.run(OUTPUTS - 1)
-    steady.settle()
-    runner.collect = collect  # type: ignore[method-assign]
-    return outputs
-
-
 def test_rows_have_the_made_up_adapters_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ReferenceOps, "capturable", True)  # so that the model itself is what is loaded
     options = {"kernels": "reference", "dtype": "float32", "num_blocks": 40, "block_size": 16, "max_rows": 4}
@@ -84,7 +62,7 @@ def test_rows_have_the_made_up_adapters_in_turn(monkeypatch: pytest.MonkeyPatch)
     plain = serve(runner_of(Host(), loaded, config), given, OUTPUTS)[0][0]
     adapters = adapt(loaded, 2, 32)
     runner = runner_of(Host(), replace(loaded, adapters=adapters), config)
-    one, other, none, again = outputs_of(runner, given * 4, *adapters.known, None)
+    (one, other, none, again), _ = outputs_of(runner, given * 4, OUTPUTS, [*adapters.known, None])
     assert (none, again) == (plain, one)
     assert len({tuple(tokens) for tokens in (one, other, none)}) == 3
     sizes = [(64, 128), (64, 64), (64, 64), (128, 64), (64, 96), (64, 96), (96, 64)]

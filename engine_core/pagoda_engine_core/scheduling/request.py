@@ -164,8 +164,8 @@ class Request:
 
     `deaths` counts losses of a worker that the request may have caused, `silences` are the incarnations of those that
     were only silent, `lost_lives` counts all in which it had a row, each since its last new token; the router writes
-    them. `num_rows`, `started` and the usage counters are the scheduler's
-    that holds it. Once `begun`, its tokens come from the same weights and numerics to its end.
+    them. `num_rows`, `started` and the usage counters are the scheduler's that holds it. Once `begun`, its tokens come
+    from the same weights and numerics to its end.
 
     Whoever makes one has checked that `resume` fits the record: at most one entry for each of its choices. A `search`
     begins anew, for nothing is told of it before its end; `params` are then what each of its rows is asked.

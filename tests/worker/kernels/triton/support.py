@@ -8,7 +8,7 @@ import torch
 from tests.worker.checkpoints.formats.sources import PlainSource
 from tests.worker.models.harness import make_batch
 
-from pagoda_worker.checkpoints.spec import DecoderSpec
+from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
 from pagoda_worker.kernels.ops import AttentionShape, Ops
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.triton.ops import TritonOps, interpreted
@@ -73,3 +73,16 @@ def greedy(spec: DecoderSpec, ops: Ops, weights: dict[str, torch.Tensor], prompt
             tokens.append(token)
         spans = [(len(tokens) - 1, len(tokens)) for tokens, _ in rows]
     return [tokens[-6:] for tokens, _ in rows]
+
+
+def assert_continues(spec: DecoderSpec, ops: Ops) -> None:
+    """A small model of random weights, as it does by the reference."""
+    generator = torch.Generator().manual_seed(4)
+    weights = {
+        name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 1.0)
+        for name, shape in expected_tensors(spec).items()
+    }
+    prompts = [torch.randint(0, 211, (n,), generator=generator).tolist() for n in (2, 33, 16)]
+    expected = greedy(spec, reference, weights, prompts)
+    assert greedy(spec, ops, weights, prompts) == expected
+    assert len({token for row in expected for token in row}) > 3

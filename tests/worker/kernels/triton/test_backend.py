@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from tests.worker import fakes_spec
-from tests.worker.kernels.triton.support import CPU, DEVICE, greedy, reference, shape_of, walking
+from tests.worker.kernels.triton.support import CPU, DEVICE, assert_continues, reference, shape_of, walking
 from triton.runtime.errors import OutOfResources
 
 from pagoda_worker.checkpoints.names import LLAMA
 from pagoda_worker.checkpoints.rope import RopeShape
-from pagoda_worker.checkpoints.spec import DecoderSpec, expected_tensors
+from pagoda_worker.checkpoints.spec import DecoderSpec
 from pagoda_worker.config import WorkerConfig
 from pagoda_worker.kernels.choose import load_ops
 from pagoda_worker.kernels.kv_cache import KVShape
@@ -359,13 +359,4 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_small_model_continues_as_by_the_reference(family: str) -> None:
-    spec = spec_of(**FAMILIES[family])
-    generator = torch.Generator().manual_seed(4)
-    weights = {
-        name: torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 1.0)
-        for name, shape in expected_tensors(spec).items()
-    }
-    prompts = [torch.randint(0, 211, (n,), generator=generator).tolist() for n in (2, 33, 16)]
-    expected = greedy(spec, reference, weights, prompts)
-    assert greedy(spec, walking, weights, prompts) == expected
-    assert len({token for row in expected for token in row}) > 3
+    assert_continues(spec_of(**FAMILIES[family]), walking)

@@ -26,7 +26,7 @@ from pagoda_worker.kernels.ops import (
     Ops,
     Rotation,
     guarded,
-)  # fmt: skip
+)
 from pagoda_worker.kernels.reference import ReferenceOps
 from pagoda_worker.kernels.routing import Routing
 from pagoda_worker.kernels.triton.ops import TritonOps
