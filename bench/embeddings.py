@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Vectors of texts, offline: Pagoda beside sentence-transformers on torch, and how far Pagoda's are from its vectors.
+"""Vectors of texts, offline: Pagoda beside sentence-transformers on torch and beside ONNX Runtime, and how far Pagoda's
+are from the former's.
 
     python bench/embeddings.py                              # texts of 128 tokens, random weights, texts a second
     python bench/embeddings.py --accuracy MODEL             # real weights: least cosine per dtype, over texts of docs/
@@ -7,7 +8,9 @@
 All sides run in this process with the same threads, one after the other in every round, and the order turns with the
 rounds; what is to be quoted are the ratios of one round, of which the median is printed. Where sentence-transformers is
 not installed, transformers' model with the same pooling stands for it, and the table says so. Texts are equally long,
-so nobody pads; torch is given each of its dtypes and batch sizes, and held by its best.
+so nobody pads; each of the others is given its dtypes and batch sizes, and a dtype is held by its best. ONNX Runtime,
+of which fastembed is made, takes part where `onnx`, `onnxscript` and `onnxruntime` are installed: the same model as its
+optimiser leaves it, in float32, and with int8 weights by its own dynamic quantisation.
 """
 
 from __future__ import annotations
@@ -109,14 +112,69 @@ def by_transformers(path: Path, dtype: torch.dtype, batch: int) -> Vectors:
     def read(texts: list[str]) -> torch.Tensor:
         given = tokenizer(texts, padding=True, truncation=True, max_length=_longest(path), return_tensors="pt")
         states = model(**given).last_hidden_state.float()
-        mask = given["attention_mask"][..., None]
-        return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+        return _mean(states, given["attention_mask"])
 
     def vectors(texts: list[str]) -> torch.Tensor:
         with torch.inference_mode():
             return torch.cat([read(texts[i : i + batch]) for i in range(0, len(texts), batch)])
 
     return vectors
+
+
+def export(path: Path) -> dict[str, Path]:
+    """The model as ONNX files with the optimiser's fused operations: in float32, and with int8 weights."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.transformers.optimizer import optimize_model
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    config = model.config
+    files = {name: path / f"{name}.onnx" for name in ("exported", "float32", "int8")}
+    ids = torch.ones((2, 8), dtype=torch.long)
+    axes = {0: torch.export.Dim("texts"), 1: torch.export.Dim("tokens", max=config.max_position_embeddings)}
+    torch.onnx.export(
+        model,
+        (ids, ids),
+        files["exported"],
+        input_names=["input_ids", "attention_mask"],
+        output_names=["last_hidden_state"],
+        dynamic_shapes=(axes, axes),
+        dynamo=True,
+    )
+    fused = optimize_model(
+        str(files["exported"]),
+        "bert",
+        num_heads=config.num_attention_heads,
+        hidden_size=config.hidden_size,
+        opt_level=1,
+    )
+    fused.save_model_to_file(str(files["float32"]))
+    quantize_dynamic(files["float32"], files["int8"], weight_type=QuantType.QInt8)
+    return {name: files[name] for name in ("float32", "int8")}
+
+
+def by_onnx_runtime(path: Path, file: Path, threads: int, batch: int) -> Vectors:
+    """As `by_transformers`."""
+    import onnxruntime
+    from transformers import AutoTokenizer
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    tokenizer = AutoTokenizer.from_pretrained(path)
+
+    def read(texts: list[str]) -> torch.Tensor:
+        given = tokenizer(texts, padding=True, truncation=True, max_length=_longest(path), return_tensors="np")
+        inputs = {name: given[name] for name in ("input_ids", "attention_mask")}
+        states = torch.from_numpy(session.run(None, inputs)[0])
+        return _mean(states, torch.from_numpy(given["attention_mask"]))
+
+    return lambda texts: torch.cat([read(texts[i : i + batch]) for i in range(0, len(texts), batch)])
+
+
+def _mean(states: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    mask = attended[..., None]
+    return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 def _longest(path: Path) -> int:
@@ -133,6 +191,9 @@ def sides(path: Path, threads: int) -> dict[str, Vectors]:
     for dtype in (torch.float32, torch.bfloat16):
         for batch in BATCHES:
             found[f"{library} {str(dtype).removeprefix('torch.')} x{batch}"] = theirs(path, dtype, batch)
+    if all(map(find_spec, ("onnx", "onnxscript", "onnxruntime"))):
+        for dtype, file in export(path).items():
+            found |= {f"onnxruntime {dtype} x{batch}": by_onnx_runtime(path, file, threads, batch) for batch in BATCHES}
     return found
 
 
@@ -150,20 +211,21 @@ def measured(found: dict[str, Vectors], texts: list[str], rounds: int) -> dict[s
 
 
 def show(shape: str, tokens: int, rates: dict[str, list[float]]) -> dict[str, Any]:
-    """A line per side; what is Pagoda's with its ratio to the best other side of the same round."""
-    others = [values for name, values in rates.items() if not name.startswith("pagoda")]
-    best = [max(values) for values in zip(*others, strict=True)]
+    """A line per side; what is Pagoda's with its ratios, round by round, to each other side at its best batch size."""
+    others: dict[str, list[list[float]]] = {}
+    for name, values in rates.items():
+        if not name.startswith("pagoda"):
+            others.setdefault(name.rpartition(" ")[0], []).append(values)
+    best = {name: [max(values) for values in zip(*several, strict=True)] for name, several in others.items()}
     told: dict[str, Any] = {"shape": shape, "tokens": tokens, "rates": rates, "ratios": {}}
     print(f"\n{shape}, texts of {tokens} tokens")
     for name, values in rates.items():
-        line = (
-            f"  {name:36} {statistics.median(values):8.1f} texts/s {tokens * statistics.median(values):10.0f} tokens/s"
-        )
-        if name.startswith("pagoda"):
-            ratios = [one / other for one, other in zip(values, best, strict=True)]
-            told["ratios"][name] = statistics.median(ratios)
-            line += f"   {statistics.median(ratios):.2f} of the best of torch ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(line)
+        rate = statistics.median(values)
+        print(f"  {name:36} {rate:8.1f} texts/s {tokens * rate:10.0f} tokens/s")
+        for other, rival in best.items() if name.startswith("pagoda") else ():
+            ratios = [one / its for one, its in zip(values, rival, strict=True)]
+            told["ratios"][f"{name} / {other}"] = ratios
+            print(f"    {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) of {other}")
     return told
 
 
