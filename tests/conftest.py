@@ -8,6 +8,7 @@ import gc
 import inspect
 import os
 import random
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -106,9 +107,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What was imported stays: no collection of garbage looks through it again, nor does the end of the process."""
+    """What was imported stays: no collection of garbage looks through it again, nor does the end of the process.
+
+    What is left to torch has one thread: with several test processes, each product would wait for its share of a core
+    that another one has.
+    """
     gc.collect()
     gc.freeze()
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
