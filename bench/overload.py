@@ -56,8 +56,8 @@ def client_at(url: str, seed: int, key: str = "") -> LoadClient:
     return LoadClient(Target(url, key), bodies, TIMEOUT_S)
 
 
-def rows(count: int, seed: int) -> list[WorkloadRow]:
-    return make_rows(WorkloadShape(num_requests=count, **SHAPE), seed)  # type: ignore[arg-type]
+def rows(count: int, seed: int, **other: float) -> list[WorkloadRow]:
+    return make_rows(WorkloadShape(num_requests=count, **SHAPE | other), seed)  # type: ignore[arg-type]
 
 
 def whole(sent: Sent) -> bool:
@@ -112,10 +112,10 @@ class Memory:
 
 async def recovery_s(url: str, limit_s: float, began: float, seed: int) -> float:
     """From `began` (`time.monotonic`) until the first request, of some that are sent one after the other from then on,
-    has its first token within the limit."""
+    has its first token within the limit. They ask for no more than that one."""
     client = client_at(url, seed)
     await asyncio.sleep(began - time.monotonic())
-    for index, row in enumerate(itertools.cycle(rows(20, seed))):
+    for index, row in enumerate(itertools.cycle(rows(20, seed, output_len=1, output_spread=0.0))):
         sent = await client.send(2_000_000 + index, row)
         since_s = time.monotonic() - began
         if sent.timing.first is not None and sent.timing.first - sent.timing.started <= limit_s:

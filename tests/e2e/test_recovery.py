@@ -21,7 +21,7 @@ from tests.worker.adapters.files import DEMO, adapter_of
 from tests.worker.models.checkpoints import NATIVE, make_model, save
 
 pytestmark = pytest.mark.e2e
-NUM_STREAMS = 9
+NUM_STREAMS = 6
 NAMES = (MODEL, "one", "two")
 BEAMS, SEARCHED_TOKENS = 4, 150
 
