@@ -135,6 +135,14 @@ $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
+# The oldest of all that pyproject.toml says is enough; what only tests need is the newest that goes with it.
+.venv-oldest/.installed-dev: pyproject.toml | $(VENV)/.locks
+	$(PYTHON) -m venv --clear .venv-oldest
+	$(VENV)/.locks/bin/uv pip compile --quiet --resolution lowest-direct --python .venv-oldest/bin/python pyproject.toml \
+	  --extra all --extra gpu --extra redis --extra client -o .venv-oldest/oldest.txt
+	$(VENV)/.locks/bin/uv pip install --quiet --python .venv-oldest/bin/python -c .venv-oldest/oldest.txt -e '.[dev]'
+	@touch $@
+
 $(VENV)/.proto: | $(BIN)/pip
 	$(PYTHON) -m venv $@
 	$@/bin/pip install --quiet --disable-pip-version-check "$(PROTO_TOOLS)" || { rm -rf $@; exit 1; }

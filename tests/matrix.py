@@ -24,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("services", "gateway", "engine_core", "worker", "proto")
 LIBRARY = "worker/pagoda_worker/kernels/cpu/libpagoda.so"
+OLDEST = "oldest"  # of the libraries, see Makefile
 COMPILERS = re.compile(r"(.*-)?(g\+\+|gcc|c\+\+|cc|clang|clang\+\+)(-[0-9.]+)?")
 CLOSING = re.compile(r"[0-9]+ (passed|failed|error)|no tests ran")
 AS_MAKE_TEST = {"OMP_WAIT_POLICY": "passive", "PYTHONDONTWRITEBYTECODE": ""}
@@ -73,6 +74,7 @@ def _rows() -> dict[str, Row]:
     rows["no-compiler"] = Row(compiler=False, arguments=("--level", "none"))
     rows["one-core"] = Row(prefix=("taskset", "-c", "0"))
     rows |= {f"python3.{minor}": Row(python=f"3.{minor}") for minor in (11, 12, 13)}
+    rows[OLDEST] = Row(python=OLDEST)
     rows["load"] = Row(load=20)
     rows |= {f"order-{seed}": Row(arguments=("--order-seed", str(seed))) for seed in (1, 2)}
     rows["capabilities"] = Row(arguments=("--capabilities", "80,86,89,90,120", "tests/worker/kernels/triton"))
@@ -122,14 +124,15 @@ def _path_without_compilers(directory: Path, path: str) -> Path:
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version with all that the tests need; made beside the usual environment when first asked for."""
+    """A Python of this version, or with the `OLDEST` libraries, with all that the tests need; made beside the usual
+    environment when first asked for."""
     if not version or sys.version_info[:2] == tuple(map(int, version.split("."))):
         return sys.executable
     venv = ROOT / f".venv-{version}"
     if not (venv / ".installed-dev").exists():
-        command = ["make", f"VENV={venv.name}", f"PYTHON={_find_python(version)}", f"{venv.name}/.installed-dev"]
-        if subprocess.run(command, cwd=ROOT, check=False).returncode != 0:
-            raise Unavailable(f"Python {version} is here, but not what the tests need for it (see above)")
+        words = [] if version == OLDEST else [f"VENV={venv.name}", f"PYTHON={_find_python(version)}"]
+        if subprocess.run(["make", f"{venv.name}/.installed-dev", *words], cwd=ROOT, check=False).returncode != 0:
+            raise Unavailable(f"{venv.name} cannot be made (see above)")
     return str(venv / "bin/python")
 
 
