@@ -203,7 +203,7 @@ class EngineCore:
         """By epoch, what the workers that have any have left, if somebody waits for it."""
         workers = [worker for worker in self._router.plannable() if worker.ready] if self._router.anybody_waits else []
         rooms = {worker.epoch: self._asked(worker, worker.scheduler.room, now) for worker in workers}
-        return {epoch: room for epoch, room in rooms.items() if room is not None and not room.full}
+        return {epoch: room for epoch, room in rooms.items() if room is not None}
 
     def _asked(self, worker: Worker, ask: Callable[[], T], now: float) -> T | None:
         """What a worker's scheduler answers; None if it raises: its state is broken then, and nobody else's."""
@@ -249,7 +249,7 @@ class EngineCore:
         self._totals["steps"] += 1
         self._observer.stepped(event.result.elapsed_s, event.result.forward_s)
         self._told(worker, news, now)
-        self.admission.served(num_tokens, now, busy=len(self._answers) > 0, crowded=self._router.anybody_waits)
+        self.admission.served(num_tokens, now, busy=len(self._answers) > 0, crowded=self._router.crowded)
         for usage in (delta.usage for delta in news.deltas if delta.usage is not None):
             self.admission.ended(usage.output_tokens)
 
@@ -313,8 +313,8 @@ class EngineCore:
             if request is None:
                 return
             self._router.check_fits(request)
-            if running is None:
-                self.admission.check_wait(request, self._router.ahead_of(request))
+            if running is None and self._router.must_wait(ahead := self._router.ahead_of(request)):
+                self.admission.check_wait(request, ahead)
         except PagodaError as error:
             self._reject(submission, error)
             return

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engine_core.bench import Bench
 from tests.engine_core.fake_worker import make_hello
-from tests.fakes import make_record
+from tests.fakes import make_pool_record, make_record
 
 from pagoda_engine_core.dispatch.answers import Full
 from pagoda_engine_core.dispatch.fairness import Fairness
@@ -19,6 +19,7 @@ from pagoda_engine_core.scheduling.policy import POLICIES
 from pagoda_engine_core.scheduling.request import Request
 from pagoda_engine_core.workers.executor import LeaveCause, WorkerLeft
 from pagoda_proto.errors import ErrorCode
+from pagoda_proto.pooling.params import EMBED
 
 STEP_S = 0.2
 
@@ -62,6 +63,36 @@ def test_who_would_wait_for_too_long_is_refused_and_nobody_else_is_kept_waiting_
     work(bench, lambda: len(bench.sink.endings) == 8 + 60 - len(refused))
     late = [ending for ending in bench.sink.endings.values() if ending.error_code is not None]
     assert len(late) <= 3, "what was let in began in time, but for what is between told and true"
+
+
+def test_nobody_who_can_begin_is_refused_however_slow_a_crowd_once_was() -> None:
+    """As after a restart beside much else: all come again at once, and steps take long in which some had to wait for
+    the next."""
+    bench = Bench(max_rows=8, max_tokens_per_step=8, queue_timeout_s=10.0)
+    bench.executor.join(1, make_hello())
+    for seed in range(4):
+        bench.submit(make_record(range(1, 8), max_tokens=60, seed=seed))
+    for _ in range(4):
+        bench.pass_time(2.0)
+        bench.executor.answer_all()
+        bench.engine.step(0)
+    assert 0 < bench.engine.admission._crowded.tokens_per_s < 10
+    asked = flood(bench, 3)
+    assert not bench.sink.rejections
+    work(bench, lambda: set(asked) <= set(bench.sink.endings))
+    assert all(ending.error_code is None for ending in bench.sink.endings.values())
+
+
+def test_what_reads_is_not_expected_to_write() -> None:
+    bench = Bench(max_rows=2, queue_timeout_s=10.0)
+    bench.executor.join(1, make_hello(pools=(EMBED,), pooled_width=2))
+    bench.settle()
+    bench.engine.admission.served(10, 0.0, busy=True, crowded=True)
+    bench.engine.admission.served(20, 2.0, busy=True, crowded=True)
+    for _ in range(8):
+        bench.submit(make_pool_record())
+    bench.engine.step(0)
+    assert not bench.sink.rejections
 
 
 def test_a_machine_that_was_asleep_is_not_taken_for_a_slow_one() -> None:

@@ -126,6 +126,8 @@ class Admission:
         max_model_len = min(self._config.max_model_len or hello.max_model_len, hello.max_model_len)
         self.limits = ModelLimits(hello.vocab_size, max_model_len)
         self.readings = Readings(hello.pools, hello.pooled_width)
+        if hello.pools:  # what reads yields none
+            self._expected_output = 0.0
         self.model_fingerprint = hello.model_fingerprint
         return self._take_held()
 
@@ -192,8 +194,8 @@ class Admission:
         self._expected_output += (num_output_tokens - self._expected_output) * weight
 
     def check_wait(self, request: Request, ahead: Ahead) -> None:
-        """Raises Full where a new request would wait for longer than it may: now, and not then. While
-        nobody waits, or has since the start, nothing is known of how long that takes, and nobody is refused for it."""
+        """Raises Full where a new request, which must wait, would wait for longer than it may: now, and not then. While
+        nobody has had to since the start, nothing is known of how long that takes, and nobody is refused for it."""
         rate, patience_s = self._crowded.tokens_per_s, self._config.patience_s(request.record.queue_timeout_s)
         if not (rate and ahead.num_requests) or request.resumes:
             return

@@ -218,11 +218,31 @@ class Router:
         """For a place: in the queue, or on a worker that is to leave."""
         return len(self._queue) > 0 or any(worker.leaving and worker.requests for worker in self.workers.values())
 
+    @property
+    def crowded(self) -> bool:
+        """Whether somebody waits because no worker has room, and not only for the next step to be planned."""
+        ready = self._ready()
+        return len(self._queue) > 0 and bool(ready) and all(worker.short for worker in ready)
+
+    def must_wait(self, ahead: Ahead) -> bool:
+        """Whether a new request behind those begins only when others have ended."""
+        rows = sum(self._max_rows(worker) - worker.scheduler.num_rows for worker in self._ready())
+        return self.crowded or ahead.num_requests >= rows
+
+    def _ready(self) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.ready]
+
+    def _max_rows(self, worker: Worker) -> int:
+        return min(worker.hello.max_rows, self._config.max_rows)
+
     def dispatch(self, rooms: dict[int, Room], now: float) -> list[Delta]:
         """Give waiting requests, in order, to workers that can begin them in the step that is planned next. `rooms`, by
         epoch, are what those have left; what is taken goes off them. First goes on what a worker holds that is to
         leave, if it can; otherwise it stays there."""
         deltas: list[Delta] = []
+        for epoch, room in rooms.items():
+            self.workers[epoch].short = room.full
+        rooms = {epoch: room for epoch, room in rooms.items() if not room.full}
         if self.anybody_waits:
             self._fairness.charge(itertools.chain.from_iterable(w.requests.values() for w in self.workers.values()))
         for leaving in [worker for worker in self.workers.values() if worker.leaving]:
@@ -232,6 +252,9 @@ class Router:
             if not rooms:
                 break
             deltas += self._guarded(queued.request, partial(self._try, queued.request, rooms, now), now)
+        if not len(self._queue):
+            for worker in self.workers.values():
+                worker.short = False
         return deltas
 
     def _guarded(self, request: Request, place: Callable[[], list[Delta]], now: float) -> list[Delta]:
@@ -250,7 +273,8 @@ class Router:
         able = [worker for worker in takers if causes[worker.epoch] is None]
         if not able:
             for epoch, cause in causes.items():  # whoever is behind does not overtake it there
-                rooms.pop(epoch, None)
+                if rooms.pop(epoch, None) is not None:
+                    self.workers[epoch].short = True
                 request.note_blocked(cause or Cause.QUEUED_BEHIND, now)
             return []
         self._queue.remove(request.request_id)
@@ -270,7 +294,7 @@ class Router:
         """Whether the last row is for whoever else comes next, who need not wait until one ends: of a tenant that has
         nothing here yet, where several ask."""
         tenant = self._fairness.tenant(request)
-        few = min(worker.hello.max_rows, self._config.max_rows) < LEAST_ROWS_TO_SPARE
+        few = self._max_rows(worker) < LEAST_ROWS_TO_SPARE
         if room.rows > 1 or few or request.resumes or self._fairness.is_alone(tenant, now):
             return False
         return any(self._fairness.tenant(held) == tenant for held in worker.requests.values())

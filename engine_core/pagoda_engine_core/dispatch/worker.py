@@ -35,6 +35,7 @@ class Worker:
     slowness: float = 1.0
     pace: Pace = field(default_factory=Pace)
     served: int = 0  # tokens of requests, prompt and output, up to the last step
+    short: bool = False  # it had no room left for somebody who still waits
     unaudited: bool = False  # it has worked since its books were last audited
     leave_by: float | None = None  # when it must be rid of its requests, once it is to leave
 

@@ -44,8 +44,7 @@ class Bench:
         return request
 
     def rooms(self) -> dict[int, Room]:
-        rooms = {worker.epoch: worker.scheduler.room() for worker in self.router.plannable()}
-        return {epoch: room for epoch, room in rooms.items() if not room.full}
+        return {worker.epoch: worker.scheduler.room() for worker in self.router.plannable()}
 
     def dispatch(self) -> None:
         self.deltas += self.router.dispatch(self.rooms(), self.now)
