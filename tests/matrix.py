@@ -126,7 +126,7 @@ def _path_without_compilers(directory: Path, path: str) -> Path:
 def interpreter(version: str) -> str:
     """A Python of this version, or with the `OLDEST` libraries, with all that the tests need; made beside the usual
     environment when first asked for."""
-    if not version or sys.version_info[:2] == tuple(map(int, version.split("."))):
+    if version in ("", f"{sys.version_info.major}.{sys.version_info.minor}"):
         return sys.executable
     venv = ROOT / f".venv-{version}"
     if not (venv / ".installed-dev").exists():
