@@ -222,7 +222,7 @@ class Router:
     def crowded(self) -> bool:
         """Whether somebody waits because no worker has room, and not only for the next step to be planned."""
         ready = self._ready()
-        return len(self._queue) > 0 and bool(ready) and all(worker.short for worker in ready)
+        return bool(ready) and all(worker.short for worker in ready)
 
     def must_wait(self, ahead: Ahead) -> bool:
         """Whether a new request behind those begins only when others have ended."""
