@@ -12,6 +12,9 @@ ARGS ?=
 # Test processes at once; many tests wait for other processes, so three pay off even on two cores.
 TEST_PROCESSES ?= 3
 PACKAGES := services gateway engine_core worker proto
+# pip compiles what it installs on one core, BYTECODE on all.
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile
+BYTECODE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # some packages bring files that are no Python
 PROTO_TOOLS := grpcio-tools==1.78.0
 LOCK_TOOL := uv==0.13.9
 PROTO := proto/pagoda_proto/engine/v1/engine.proto
@@ -122,17 +125,21 @@ $(BIN)/pip:
 	  fi; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and by itself: it is the one package of which a machine may want another build.
+# torch first and by itself: it is the one package of which a machine may want another build. Our kernels are compiled
+# meanwhile; where that fails, the build hook says so.
 $(VENV)/.torch: | $(BIN)/pip
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	@$(PYTHON) worker/pagoda_worker/kernels/cpu/build.py 2>/dev/null & compiling=$$!; \
+	$(PIP_INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) || exit; wait $$compiling || true
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/.torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[all]'
+	$(PIP_INSTALL) -e '.[all]'
+	@$(BYTECODE)
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(PIP_INSTALL) -e '.[dev]'
+	@$(BYTECODE)
 	@touch $@ $(VENV)/.installed
 
 # The oldest of all that pyproject.toml says is enough; what only tests need is the newest that goes with it.

@@ -16,7 +16,7 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[misc]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         script = runpy.run_path(f"{self.root}/{BUILD}")
         try:
-            library = script["build"]()
+            library = script["LIBRARY"] if script["is_current"]() else script["build"]()
         except script["CompileError"] as error:
             self.app.display_warning(f"the CPU kernels could not be compiled; the torch back end will serve.\n{error}")
             return

@@ -76,6 +76,12 @@ def build(compiler: str | None = None, out: Path = LIBRARY, highest: str = LEVEL
     return out
 
 
+def is_current(out: Path = LIBRARY) -> bool:
+    """Whether it was compiled from the source as it is."""
+    sources = [Path(__file__), *SOURCE.rglob("*.*")]
+    return out.exists() and out.stat().st_mtime_ns > max(path.stat().st_mtime_ns for path in sources)
+
+
 def _compile_level(compiler: str, scratch: Path, level: Level) -> Path | None:
     """The object of one level; None where the compiler cannot make code for such a processor at all."""
     empty, target = scratch / f"{level.name}.cpp", scratch / f"{level.name}.o"
@@ -103,3 +109,7 @@ def _replace(built: Path, out: Path) -> None:
     staged = out.with_suffix(f".{os.getpid()}.tmp")
     shutil.copyfile(built, staged)
     staged.replace(out)
+
+
+if __name__ == "__main__":  # before there is pip, see Makefile
+    is_current() or build()

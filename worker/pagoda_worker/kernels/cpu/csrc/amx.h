@@ -78,8 +78,10 @@ struct TileRows {
   else _tile_dpbf16ps(c, a, b)
 
 // sums [rows][32] = so many products of sixteen words, or what they were and these; with LOWER of more than sixteen rows.
-template <bool BYTES, bool LOWER, bool BEGIN>
-static void tile_sums(TileRows a, const char* panel, int products, TileAhead& ahead, void* sums) {
+// Rows pass by, and leave the nearest cache to the panel. beside() is called with every product: the matrix unit and the
+// others work at the same time on what lies that near.
+template <bool BYTES, bool LOWER, bool BEGIN, typename BESIDE>
+static void tile_sums(TileRows a, const char* panel, int products, TileAhead& ahead, void* sums, BESIDE& beside) {
   asm volatile("" ::: "memory");  // what was written before is read: loads of tiles do not say so to the compiler
   char *upper = (char*)sums, *lower = upper + TILE_ROWS * PANEL_STRIDE;
   constexpr int HALF = PANEL_STRIDE / 2;
@@ -99,17 +101,18 @@ static void tile_sums(TileRows a, const char* panel, int products, TileAhead& ah
     }
   }
   for (int i = 0; i < products; ++i, a.at += a.step, panel += TILE_WORDS * PANEL_STRIDE) {
-    _tile_loadd(4, a.at, a.stride);
+    _tile_stream_loadd(4, a.at, a.stride);
     _tile_loadd(6, panel, PANEL_STRIDE);
     _tile_loadd(7, panel + HALF, PANEL_STRIDE);
     ahead.fetch();
     PAGODA_TILE_PRODUCT(BYTES, 0, 4, 6);
     PAGODA_TILE_PRODUCT(BYTES, 1, 4, 7);
     if constexpr (LOWER) {
-      _tile_loadd(5, a.at + a.lower, a.stride);
+      _tile_stream_loadd(5, a.at + a.lower, a.stride);
       PAGODA_TILE_PRODUCT(BYTES, 2, 5, 6);
       PAGODA_TILE_PRODUCT(BYTES, 3, 5, 7);
     }
+    beside();
   }
   _tile_stored(0, upper, PANEL_STRIDE);
   _tile_stored(1, upper + HALF, PANEL_STRIDE);
@@ -119,16 +122,16 @@ static void tile_sums(TileRows a, const char* panel, int products, TileAhead& ah
   }
 }
 
-template <bool BYTES>
+template <bool BYTES, typename BESIDE>
 PAGODA_INLINE void tile_sums(int rows, bool begin, const TileRows& a, const void* panel, int products, TileAhead& ahead,
-                             void* sums) {
+                             void* sums, BESIDE&& beside) {
   const char* words = (const char*)panel;
   if (rows > TILE_ROWS) {
-    if (begin) tile_sums<BYTES, true, true>(a, words, products, ahead, sums);
-    else tile_sums<BYTES, true, false>(a, words, products, ahead, sums);
+    if (begin) tile_sums<BYTES, true, true>(a, words, products, ahead, sums, beside);
+    else tile_sums<BYTES, true, false>(a, words, products, ahead, sums, beside);
   } else {
-    if (begin) tile_sums<BYTES, false, true>(a, words, products, ahead, sums);
-    else tile_sums<BYTES, false, false>(a, words, products, ahead, sums);
+    if (begin) tile_sums<BYTES, false, true>(a, words, products, ahead, sums, beside);
+    else tile_sums<BYTES, false, false>(a, words, products, ahead, sums, beside);
   }
 }
 

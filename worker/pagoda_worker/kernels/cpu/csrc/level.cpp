@@ -79,7 +79,7 @@ PAGODA_INLINE void run_panel(Inputs& in, const LinearOp& op, const void* matrix,
   }
 }
 
-// A thread takes the pieces of a block in order, so the one that has the first panel has it first.
+// Whoever has the first panel of a block leaves the normed rows where others look for them.
 static void run_linear(const Step& s, const Work& work, int first, int last) {
   static thread_local Inputs in;
   const LinearOp& op = linear_of(work);

@@ -200,16 +200,8 @@ constexpr int TURN = groups_of(MAX_ROWS, 2) == 2 ? 1 << 30 : 128;
 constexpr int BLOCK = 256;  // rows of a block at most
 
 #ifdef __AMX_BF16__
-// What a panel makes is a line or two of each row of y, far from each other: they are on their way while it is computed, else
-// it takes about as long to write them.
-static void expect_rows(int first, int last, int column, const LinearOp& op) {
-  const bool gated = op.activation > 0;
-  const size_t at = (size_t)(gated ? column / 2 : column), width = (size_t)(gated ? op.n / 2 : op.n);
-  const size_t size = op.out_f32 ? 4 : 2;
-  for (int row = first; row < last; ++row) __builtin_prefetch((char*)op.y + (row_begin(op, row, (int)width) + at) * size, 1);
-}
-
-constexpr int TILE_CHUNK = 8;  // products: so much of a panel stays in the nearest cache while all rows of a block meet it
+constexpr int TILE_CHUNK = 12;   // products: so much of a panel stays in the nearest cache while all rows of a block meet it
+constexpr int WHOLE_CHUNK = 16;  // as many do, if they are all there are
 
 // Calls f(rows, from) for what the tiles take of [first, last) at a time.
 template <typename F>
@@ -227,6 +219,47 @@ static void add_rest(const LeftRows& x, int from, int rows, int at, int num_pair
   });
 }
 
+// The last of a panel: rows whose sums are whole go through the epilogue, a few with every product of the rows after them.
+// What that writes is a line of each row of y, far from each other. The lines are fetched with the products before, a few at
+// a time as well: more than the hardware can wait for at once would hold up everything.
+class Finishing {
+ public:
+  Finishing(const LinearOp& op, int column) : op_(op), column_(column) {
+    const size_t size = op.out_f32 ? 4 : 2, shrunk = op.activation > 0 ? 2 : 1;
+    line_bytes_ = size * row_begin(op, 1, op.n / (int)shrunk);
+    y_ = (char*)op.y + size * (size_t)column / shrunk;
+  }
+  // Each call of `some` is to fetch one of so many parts of the lines of these rows.
+  PAGODA_INLINE_MEMBER void expect(int rows, int first, int parts) {
+    line_ = y_ + (size_t)first * line_bytes_, lines_ = rows, lines_part_ = (rows + parts - 1) / parts;
+  }
+  // And to finish one of so many parts of these, whose sums are `sums`.
+  PAGODA_INLINE_MEMBER void start(float* sums, int rows, int first, int parts) {
+    rest();
+    sums_ = sums, rows_ = rows, first_ = first, part_ = (rows + parts - 1) / parts;
+  }
+  PAGODA_INLINE_MEMBER void some() {
+    for (int left = lines_part_; left > 0 && lines_ > 0; --left, --lines_, line_ += line_bytes_) __builtin_prefetch(line_, 1);
+    if (rows_ > 0) finish(part_ < rows_ ? part_ : rows_);
+  }
+  PAGODA_INLINE_MEMBER void rest() {
+    if (rows_ > 0) finish(rows_);
+  }
+
+ private:
+  void finish(int rows) {
+    finish_rows(sums_, rows, first_, column_, op_);
+    sums_ += rows * PANEL, first_ += rows, rows_ -= rows;
+  }
+  const LinearOp& op_;
+  const int column_;
+  size_t line_bytes_;
+  char *y_, *line_ = nullptr;
+  int lines_ = 0, lines_part_ = 0;
+  float* sums_ = nullptr;
+  int rows_ = 0, first_ = 0, part_ = 0;
+};
+
 PAGODA_INLINE void linear_take(LeftRows& rows, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {
   rows.take_tiles(x, first, last, op.k, op.segments, op.x_stride, use);
 }
@@ -235,25 +268,33 @@ PAGODA_INLINE void linear_take(LeftRows& rows, const uint16_t* x, int first, int
 static void linear_panel(const LinearOp& op, const LeftRows& x, int first, int last, const uint32_t* panel, int column) {
   SegmentSums<BLOCK> sums;
   const int num_pairs = op.k / 2, segment_pairs = num_pairs / op.segments, products = segment_pairs / TILE_WORDS;
+  const int chunk = products <= WHOLE_CHUNK ? WHOLE_CHUNK : TILE_CHUNK;
+  const int rest = segment_pairs % TILE_WORDS;  // less than a product
   TileAhead ahead(panel, (size_t)num_pairs * PANEL_ROW, TILE_WORDS * PANEL_ROW, last - first, FETCH_AHEAD);
   const Tiles tiles(last - first);
+  Finishing finishing(op, column);
   for (int segment = 0; segment < op.segments; ++segment, panel += (size_t)segment_pairs * PANEL) {
     int done = 0;
     do {
-      const int count = products - done < TILE_CHUNK ? products - done : TILE_CHUNK;
+      const int count = products - done < chunk ? products - done : chunk;
       const uint32_t* words = panel + (size_t)done * TILE_WORDS * PANEL;
+      const bool ends = done + count == products && rest == 0, all = ends && segment + 1 == op.segments;
       in_tile_blocks(first, last, [&](int rows, int from) {
-        if (segment == 0 && done == 0) expect_rows(from, from + rows, column, op);
-        tile_sums<false>(rows, done == 0, x.tile(from, segment, done), words, count, ahead, sums.of(segment, from - first));
+        if (all) finishing.expect(rows, from, count);
+        tile_sums<false>(rows, done == 0, x.tile(from, segment, done), words, count, ahead, sums.of(segment, from - first),
+                         [&]() PAGODA_INLINE_MEMBER { finishing.some(); });
+        if (ends) sums.end(segment, from - first, rows);
+        if (all) finishing.start(sums.total(from - first), rows, from, count);
       });
       done += count;
     } while (done < products);
-    if (const int at = done * TILE_WORDS; at < segment_pairs)
-      add_rest(x, first, last - first, segment * segment_pairs + at, segment_pairs - at, panel + (size_t)at * PANEL,
-               sums.of(segment, 0));
+    if (rest == 0) continue;
+    const int at = products * TILE_WORDS;
+    add_rest(x, first, last - first, segment * segment_pairs + at, rest, panel + (size_t)at * PANEL, sums.of(segment, 0));
     sums.end(segment, 0, last - first);
   }
-  finish_rows(sums.total(0), last - first, first, column, op);
+  if (rest) finishing.start(sums.total(0), last - first, first, 1);
+  finishing.rest();
 }
 #else
 PAGODA_INLINE void linear_take(LeftRows& rows, const uint16_t* x, int first, int last, const LinearOp& op, uint64_t use) {

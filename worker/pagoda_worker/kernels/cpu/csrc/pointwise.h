@@ -48,7 +48,8 @@ class NormedRows : public Kept {
  public:
   // Rows [first, last). `shared`: they go to where the norm has its results too, which one of the threads has to do.
   const uint16_t* take(const RmsNormOp& op, int first, int last, uint64_t use, bool shared) {
-    if (holds(first, use)) return rows_;
+    if (holds(first, use) && (shared_ || !shared)) return rows_;
+    shared_ = shared;
     const size_t dim = (size_t)op.dim;
     rows_ = (uint16_t*)reserve((size_t)(last - first + 1) * dim * sizeof *rows_);
     uint16_t *y = rows_, *spare = rows_ + (size_t)(last - first) * dim;
@@ -63,6 +64,7 @@ class NormedRows : public Kept {
 
  private:
   uint16_t* rows_ = nullptr;
+  bool shared_ = false;
 };
 
 struct RopeArgs : RopeKvOp {

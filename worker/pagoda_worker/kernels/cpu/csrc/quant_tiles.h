@@ -23,7 +23,8 @@ static void unpack_nibbles(const uint8_t* words, int count, uint32_t* out) {
     }
 }
 
-// Rows [first, last), a block, through one panel whose groups are whole products.
+// Rows [first, last), a block, through one panel whose groups are whole products. What the products of some rows come to is
+// scaled and added, and in the end goes through the epilogue, while the matrix unit is at those of the next rows.
 template <typename FORM>
 static void byte_panel(const LinearOp& op, const RoundedRows& in, int first, int last, const uint8_t* panel, int column) {
   constexpr size_t PRODUCT_BYTES = TILE_WORDS * PANEL_ROW * FORM::BITS / 8;
@@ -33,10 +34,18 @@ static void byte_panel(const LinearOp& op, const RoundedRows& in, int first, int
   const int group = op.form.group, segment_groups = op.k / group / op.segments, products = group / (4 * TILE_WORDS);
   TileAhead ahead(panel, quant_panel_bytes(op.form, op.k), PRODUCT_BYTES, last - first, FETCH_AHEAD);
   const Tiles tiles(last - first);
+  Finishing finishing(op, column);
   for (int segment = 0, g = 0; segment < op.segments; ++segment) {
     totals.start(segment, 0, last - first);
     for (const int end = g + segment_groups; g < end; ++g, panel += group_bytes<FORM>(group)) {
       ahead.skip(FORM::HEAD_BYTES);
+      const auto add = [&](int rows, int from, int parts) {
+        const int at = from - first;
+        add_scaled<FORM, false>(in, from, rows, g, panel, sums + at * PANEL, totals.of(segment, at));
+        if (g + 1 < end) return;
+        totals.end(segment, at, rows);
+        if (segment + 1 == op.segments) finishing.start(totals.total(at), rows, from, parts);
+      };
       for (int done = 0, count; done < products; done += count) {
         count = products - done < TILE_CHUNK ? products - done : TILE_CHUNK;
         const void* words = panel + FORM::HEAD_BYTES + (size_t)done * PRODUCT_BYTES;
@@ -44,18 +53,21 @@ static void byte_panel(const LinearOp& op, const RoundedRows& in, int first, int
           unpack_nibbles((const uint8_t*)words, count * TILE_WORDS / 2, unpacked);
           words = unpacked;
         }
+        const bool whole = done + count == products, all = whole && g + 1 == end && segment + 1 == op.segments;
+        int before = 0;
         in_tile_blocks(first, last, [&](int rows, int from) {
+          if (all) finishing.expect(rows, from, count);
           int32_t* sum = sums + (from - first) * PANEL;
-          if (g == 0 && done == 0) expect_rows(from, from + rows, column, op);
-          tile_sums<true>(rows, done == 0, in.tile(from, g * products + done), words, count, ahead, sum);
-          if (done + count == products)
-            add_scaled<FORM, false>(in, from, rows, g, panel, sum, totals.of(segment, from - first));
+          tile_sums<true>(rows, done == 0, in.tile(from, g * products + done), words, count, ahead, sum,
+                          [&]() PAGODA_INLINE_MEMBER { finishing.some(); });
+          if (whole && before > 0) add(before, from - before, count);
+          before = rows;
         });
+        if (whole) add(before, last - before, 1);
       }
     }
-    totals.end(segment, 0, last - first);
   }
-  finish_rows(totals.total(0), last - first, first, column, op);
+  finishing.rest();
 }
 
 }  // namespace PAGODA_NS
