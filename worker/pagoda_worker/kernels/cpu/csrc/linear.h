@@ -233,10 +233,11 @@ class Finishing {
   PAGODA_INLINE_MEMBER void expect(int rows, int first, int parts) {
     line_ = y_ + (size_t)first * line_bytes_, lines_ = rows, lines_part_ = (rows + parts - 1) / parts;
   }
-  // And to finish one of so many parts of these, whose sums are `sums`.
+  // And to finish one of so many parts of these, whose sums are `sums`: as many rows as adapters are quick with.
   PAGODA_INLINE_MEMBER void start(float* sums, int rows, int first, int parts) {
     rest();
-    sums_ = sums, rows_ = rows, first_ = first, part_ = (rows + parts - 1) / parts;
+    sums_ = sums, rows_ = rows, first_ = first;
+    part_ = ((rows + parts - 1) / parts + TOKENS_AT_ONCE - 1) / TOKENS_AT_ONCE * TOKENS_AT_ONCE;
   }
   PAGODA_INLINE_MEMBER void some() {
     for (int left = lines_part_; left > 0 && lines_ > 0; --left, --lines_, line_ += line_bytes_) __builtin_prefetch(line_, 1);
