@@ -110,21 +110,18 @@ PAGODA_INLINE Ints dot4(Ints acc, Ints a, Ints b) {
 }
 
 #ifdef __AMX_BF16__
-// Two numbers of bf16 of either sign, between 1/2 and 2.
-PAGODA_INLINE uint32_t ordinary_pair(uint32_t& state) {
-  state = state * 1664525 + 1013904223;
-  return (state & 0x80ff80ff) | 0x3f003f00;
-}
-
-// Six tiles of sums and two that are multiplied, each sum of 16 x 16 x 16 words. These hold numbers as they occur: with zeros
-// the unit needs less power, and the processor is half as fast again.
+// Six tiles of sums and two that are multiplied, each sum of 16 x 16 x 16 words. These hold numbers as they occur, as bf16 of
+// either sign between 1/2 and 2: with zeros the unit needs less power, and the processor is faster.
 template <bool BYTES>
 static double peak_tiles(long rounds) {
   const Tiles tiles(TILE_BLOCK);
   alignas(64) uint32_t words[2][TILE_ROWS * TILE_WORDS];
   uint32_t state = 1;
-  for (uint32_t& word : words[0]) word = BYTES ? state = state * 1664525 + 1013904223 : ordinary_pair(state);
-  for (uint32_t& word : words[1]) word = BYTES ? state = state * 1664525 + 1013904223 : ordinary_pair(state);
+  for (auto& tile : words)
+    for (uint32_t& word : tile) {
+      state = state * 1664525 + 1013904223;
+      word = BYTES ? state : (state & 0x80ff80ff) | 0x3f003f00;
+    }
   asm volatile("" : : "r"(words) : "memory");
   _tile_loadd(6, words[0], 4 * TILE_WORDS);
   _tile_loadd(7, words[1], 4 * TILE_WORDS);

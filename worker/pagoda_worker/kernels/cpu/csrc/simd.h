@@ -46,11 +46,6 @@ PAGODA_INLINE f16 keep_below(f16 a, int first, int limit, f16 other) {
   return {_mm512_mask_blend_ps(m, other.v, a.v)};
 }
 // lanes of `a` where x >= limit, else 0
-// a / b of an ordinary b: a guess at 1 / b and one step of Newton's, which take turns with nothing as division does.
-PAGODA_INLINE f16 quotient(f16 a, f16 b) {
-  const __m512 guess = _mm512_rcp14_ps(b.v);
-  return {_mm512_mul_ps(a.v, _mm512_mul_ps(guess, _mm512_fnmadd_ps(b.v, guess, _mm512_set1_ps(2.0f))))};
-}
 PAGODA_INLINE f16 where_at_least(f16 x, f16 limit, f16 a) {
   return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, limit.v, _CMP_GE_OQ), a.v)};
 }
@@ -318,10 +313,6 @@ PAGODA_INLINE f16 exp(f16 x) {
   return where_at_least(x, tiny, scale2(p, n));
 }
 
-#if PAGODA_LEVEL < 2
-PAGODA_INLINE f16 quotient(f16 a, f16 b) { return a / b; }
-#endif
-
 #if PAGODA_LEVEL >= 3
 PAGODA_INLINE void store_left(uint16_t* p, f16 a) { store_bf16_normal(p, a); }
 PAGODA_INLINE f16 load_left(const uint16_t* p) { return load_bf16(p); }
@@ -345,7 +336,7 @@ PAGODA_INLINE f16 gelu_tanh(f16 x) {
   return set1(0.5f) * x * (set1(1.0f) + tanh(inner));
 }
 // x * P(X <= x) of a normal X. P - 1/2 is x times a quotient of polynomials in x^2, off by less than 1e-7; past where they were
-// fitted nothing is left of the tail.
+// fitted nothing is left of the tail. It is a true division: of an approximate one each maker of processors has bits of its own.
 PAGODA_INLINE f16 gelu(f16 x) {
   const f16 end = set1(5.6f), begin = zero() - end;
   const f16 y = min(end, max(begin, x)), z = y * y;
@@ -360,7 +351,7 @@ PAGODA_INLINE f16 gelu(f16 x) {
   q = fma(q, z, set1(2.528338432e-1f));
   p = fma(p, z, set1(3.989422321e-1f));
   q = fma(q, z, set1(1.0f));
-  return x * where_at_least(x, begin, fma(y, quotient(p, q), set1(0.5f)));
+  return x * where_at_least(x, begin, fma(y, p / q, set1(0.5f)));
 }
 
 }  // namespace PAGODA_NS
