@@ -128,7 +128,7 @@ $(BIN)/pip:
 # torch first and by itself: it is the one package of which a machine may want another build. Our kernels are compiled
 # meanwhile; where that fails, the build hook says so.
 $(VENV)/.torch: | $(BIN)/pip
-	@$(PYTHON) worker/pagoda_worker/kernels/cpu/build.py 2>/dev/null & compiling=$$!; \
+	$(PYTHON) worker/pagoda_worker/kernels/cpu/build.py 2>/dev/null & compiling=$$!; \
 	$(PIP_INSTALL) "$(TORCH)" $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) || exit; wait $$compiling || true
 	@touch $@
 

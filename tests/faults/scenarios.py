@@ -45,7 +45,7 @@ LONG = 1800  # tokens: the demo model's context, less a prompt
 
 def company(seed: int, count: int = 4) -> list[Request]:
     """What runs while something goes wrong: of one seed always the same, so that each stack tells it once."""
-    return make_requests(seed, count, max_tokens=240)
+    return make_requests(seed, count, max_tokens=400)
 
 
 def _judge(
@@ -100,11 +100,11 @@ def kill_every(place: Place, *, seed: int = 0, seconds: float = 60.0, gap_s: flo
     return report
 
 
-def kills_under_one_stream(place: Place, *, seed: int = 0, kills: int = 10, max_tokens: int = LONG) -> Report:
+def kills_under_one_stream(place: Place, *, seed: int = 0, kills: int = 10) -> Report:
     """One long stream; whatever serves it dies as soon as it goes on."""
     rng, report = random.Random(seed), Report(f"{kills} kills under one stream")
     [request] = make_requests(seed, 1, choices=[1])
-    request["max_tokens"] = max_tokens
+    request["max_tokens"] = LONG
     done = 0
 
     async def disturb(flow: Flow) -> None:

@@ -45,7 +45,7 @@ def test_streams_go_on_under_kills(stack: Place) -> None:
 
 
 def test_one_stream_outlives_many_deaths(stack: Place) -> None:
-    check(scenarios.kills_under_one_stream(stack, kills=4, max_tokens=900))
+    check(scenarios.kills_under_one_stream(stack, kills=4))
 
 
 def test_an_engine_core_that_was_stopped_goes_on_with_its_worker(stack: Place) -> None:

@@ -75,33 +75,35 @@ unsigned features() {
 
 // Pieces of an operation lie in an order in which neighbours read and write neighbouring memory, and so do the same parts of
 // one operation and the next. So each thread has a part of its own, and only when that is done takes from others'.
-struct Counter {
-  alignas(64) std::atomic<int> next{0};  // from the part's beginning
-};
+class Parts {
+ public:
+  Parts(size_t operations, int threads) : threads_(threads), begun_(new Counter[operations * (size_t)threads]) {}
 
-// Pieces [first, last) of `total`: the part of one of so many threads.
-struct Part {
-  int first, last;
-  Part(int total, int thread, int threads)
-      : first((int)((long)total * thread / threads)), last((int)((long)total * (thread + 1) / threads)) {}
-};
-
-// Work on `total` pieces until none is left; every thread of the pool calls this. `counters` are one for each thread.
-template <typename F>
-void take_pieces(const Pool& pool, Counter* counters, int thread, int total, F work) {
-  for (int turn = 0; turn < pool.size(); ++turn) {
-    const int whose = (thread + turn) % pool.size();
-    const Part part(total, whose, pool.size());
-    std::atomic<int>& next = counters[whose].next;
-    int begun = next.load(std::memory_order_relaxed);
-    for (int left; (left = part.last - part.first - begun) > 0;) {
-      const int run = left < 2 ? left : left / 2;
-      if (!next.compare_exchange_weak(begun, begun + run, std::memory_order_relaxed)) continue;
-      work(part.first + begun, part.first + begun + run);
-      begun = next.load(std::memory_order_relaxed);
+  // Work on an operation's `total` pieces until none is left; every thread calls this.
+  template <typename F>
+  void take(size_t operation, int thread, int total, F work) {
+    for (int turn = 0; turn < threads_; ++turn) {
+      const int whose = (thread + turn) % threads_, first = border(total, whose), last = border(total, whose + 1);
+      std::atomic<int>& count = begun_[operation * (size_t)threads_ + (size_t)whose].count;
+      int begun = count.load(std::memory_order_relaxed);
+      for (int left; (left = last - first - begun) > 0;) {
+        const int run = left < 2 ? left : left / 2;
+        if (!count.compare_exchange_weak(begun, begun + run, std::memory_order_relaxed)) continue;
+        work(first + begun, first + begun + run);
+        begun = count.load(std::memory_order_relaxed);
+      }
     }
   }
-}
+
+ private:
+  struct Counter {
+    alignas(64) std::atomic<int> count{0};
+  };
+  int border(int total, int thread) const { return (int)((long)total * thread / threads_); }
+
+  const int threads_;
+  std::unique_ptr<Counter[]> begun_;  // pieces, of each thread's part of each operation
+};
 
 // A pool, and the memory that its threads share within an operation. It only grows.
 struct Crew : Pool {
@@ -136,12 +138,11 @@ std::vector<Work> works_of(Crew& crew, const Level& level, const Op* ops, int nu
 
 void run_program(Crew& crew, const Level& level, const Op* ops, int num_ops, const Step& step) {
   const std::vector<Work> works = works_of(crew, level, ops, num_ops, step);
-  const size_t threads = (size_t)crew.size();
-  std::unique_ptr<Counter[]> counters(new Counter[works.size() * threads]);
+  Parts parts(works.size(), crew.size());
   auto body = [&](int thread) {
     for (size_t w = 0; w < works.size(); ++w) {
       if (w > 0) crew.barrier();
-      take_pieces(crew, &counters[w * threads], thread, works[w].cut.pieces, [&](int first, int last) { level.run(step, works[w], first, last); });
+      parts.take(w, thread, works[w].cut.pieces, [&](int first, int last) { level.run(step, works[w], first, last); });
     }
   };
   crew.run(body);
@@ -151,13 +152,12 @@ void run_program(Crew& crew, const Level& level, const Op* ops, int num_ops, con
 constexpr size_t FEW_LOGITS = 1 << 18;
 
 void run_sampling(Pool& pool, const Level& level, const SampleCall& call) {
-  const size_t threads = (size_t)pool.size();
-  std::unique_ptr<Counter[]> counters(new Counter[SAMPLE_PHASES * threads]);
+  Parts parts(SAMPLE_PHASES, pool.size());
   auto body = [&](int thread) {
     for (int phase = 0; phase < SAMPLE_PHASES; ++phase) {
       int pieces = sample_items(call, phase);
       if (pieces == 0) continue;
-      take_pieces(pool, &counters[(size_t)phase * threads], thread, pieces, [&](int first, int last) { level.sample(call, phase, first, last); });
+      parts.take((size_t)phase, thread, pieces, [&](int first, int last) { level.sample(call, phase, first, last); });
       if (phase != CHOOSE) pool.barrier();
     }
   };
