@@ -9,8 +9,8 @@ TORCH ?= torch==2.13.0
 # A pip index URL for torch alone, for a smaller CPU-only build where the default index gives a CUDA one.
 TORCH_INDEX ?=
 ARGS ?=
-# Test processes at once; many tests wait for other processes, so three pay off even on two cores.
-TEST_PROCESSES ?= 3
+# Test processes at once; many tests wait for other processes, so four pay off even on two cores.
+TEST_PROCESSES ?= 4
 PACKAGES := services gateway engine_core worker proto
 # pip compiles what it installs on one core, BYTECODE on all.
 PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile

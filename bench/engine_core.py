@@ -190,6 +190,8 @@ class Groups:
     `waits` is how long after each answer the worker's next plan came; `idle` how long it had nothing to compute.
     """
 
+    concurrent = False  # how soon a plan comes is measured, so none is to come late
+
     def __init__(self, step_s: float, seed: int) -> None:
         self._random = random.Random(seed)
         self._step_s = step_s

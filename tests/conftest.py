@@ -6,6 +6,7 @@ import asyncio
 import functools
 import gc
 import inspect
+import itertools
 import os
 import random
 import sys
@@ -62,18 +63,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Modules stay together: what they start is started once."""
+    """Modules stay together: what they start is started once. Those with tests that take long begin first, so that in
+    the end no process of the run waits for another's."""
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             item.obj = _within(_timeout_s(item) - SOONER_S, item.obj)
-    if not (seed := config.getoption("--order-seed")):
-        return
-    rng = random.Random(seed)
     modules: dict[str, list[pytest.Item]] = {}
     for item in items:
         modules.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    shuffled = rng.sample(list(modules.values()), len(modules))
-    items[:] = [item for module in shuffled for item in rng.sample(module, len(module))]
+    if seed := config.getoption("--order-seed"):
+        rng = random.Random(seed)
+        shuffled = rng.sample(list(modules.values()), len(modules))
+        items[:] = [item for module in shuffled for item in rng.sample(module, len(module))]
+    else:
+        items[:] = itertools.chain(*sorted(modules.values(), key=lambda module: not any(map(_is_long, module))))
+
+
+def _is_long(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) for name in ("e2e", "slow"))
 
 
 def _timeout_s(item: pytest.Item) -> float:

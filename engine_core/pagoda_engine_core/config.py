@@ -46,7 +46,7 @@ class EngineConfig:
         words=("auto", "swap", "recompute"),
     )
     max_steps_in_flight: int = option(
-        2, "plans sent to a worker before the first result is back", least=1, most=MAX_STEPS_IN_FLIGHT
+        2, "plans sent to a worker, at most, before the first result is back", least=1, most=MAX_STEPS_IN_FLIGHT
     )
     max_queued_requests: int = option(4096, "requests waiting at once; more are refused as overloaded", least=1)
     max_queued_tokens: int = option(

@@ -74,7 +74,7 @@ class EngineCore:
         self._executor = executor
         self._clock = clock
         self._observer = observer or NoObserver()
-        self._router = Router(config)
+        self._router = Router(config, plans_late=executor.concurrent)
         self._checker = checker or GrammarChecker()
         self.admission = Admission(config, lambda grammar: self._checker.check(grammar, self._grammar_checked))
         self._answers = Answers(self._observer)
@@ -157,7 +157,7 @@ class EngineCore:
         busy = self._inbox.drain(now)
         busy |= self._plan(now)
         self._publish(busy or self.idle)
-        events = self._executor.wait(timeout_s)
+        events = self._executor.wait(min(timeout_s, self._router.quiet_s(now)))
         if held_up_s := self._guard.tick(now := self._clock()):  # before answers are taken for as late as they come
             self._router.forgive(held_up_s, now)
             self.admission.forgive(held_up_s, now)
@@ -188,7 +188,7 @@ class EngineCore:
         planned = False
         while True:
             self._answers.emit(self._router.dispatch(self._rooms(now), now), now)
-            if not sum([self._plan_step(worker, now) for worker in self._router.plannable()]):
+            if not sum([self._plan_step(worker, now) for worker in self._router.plannable(now)]):
                 return planned
             planned = True
 
@@ -196,12 +196,13 @@ class EngineCore:
         """A worker has answered: unless there is somebody to be placed first, its next step need not wait for what the
         others have answered."""
         worker = self._router.workers.get(epoch)
-        if worker is not None and worker.plannable and not (self._router.anybody_waits or len(self._inbox)):
+        if worker is not None and worker.next_at <= now and not (self._router.anybody_waits or len(self._inbox)):
             self._plan_step(worker, now)
 
     def _rooms(self, now: float) -> dict[int, Room]:
         """By epoch, what the workers that have any have left, if somebody waits for it."""
-        workers = [worker for worker in self._router.plannable() if worker.ready] if self._router.anybody_waits else []
+        plannable = self._router.plannable(now) if self._router.anybody_waits else []
+        workers = [worker for worker in plannable if worker.ready]
         rooms = {worker.epoch: self._asked(worker, worker.scheduler.room, now) for worker in workers}
         return {epoch: room for epoch, room in rooms.items() if room is not None}
 
@@ -240,7 +241,7 @@ class EngineCore:
         news = News()
         try:
             worker.scheduler.apply(event.result, now, news)
-            num_tokens = self._router.stepped(worker, now)
+            num_tokens = self._router.stepped(worker, event.result.elapsed_s, now)
         except Exception as error:  # noqa: BLE001 - as in `_asked`, unless the worker answered what it was not asked
             self._told(worker, news, now)
             self._reset(worker, LeaveCause.RESET if isinstance(error, PagodaError) else LeaveCause.UNPLANNED, now)

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 from tests.engine_core.fake_worker import runner_of
 from tests.fakes import FakeRunner
 
@@ -111,11 +112,15 @@ class RecordingSink:
 class ScriptedExecutor:
     """Tests put events in and look at what was sent; `answer` lets a FakeRunner compute the oldest plan of a life."""
 
+    concurrent = True
+
     def __init__(self) -> None:
         self.events: deque[ExecutorEvent] = deque()
         self.sent: list[tuple[int, ToExecutor]] = []
         self.plans: dict[int, deque[StepPlan]] = {}
         self.runners: dict[int, FakeRunner] = {}
+        self.worked_s = 0.0  # what workers say that a step took
+        self.waits_s: list[float] = []  # how long the engine core would have waited, each time
         self.closed = False
         self.lives: list[WorkerInfo] = []  # further ones, to be looked at only
         self.held: list[str] = []  # every word of numerics that are held, in order
@@ -134,7 +139,10 @@ class ScriptedExecutor:
     def answer(self, epoch: int) -> bool:
         if not self.plans[epoch]:
             return False
-        self.events.append(StepDone(epoch, self.runners[epoch].execute(self.plans[epoch].popleft())))
+        result = self.runners[epoch].execute(self.plans[epoch].popleft())
+        if self.worked_s:
+            result = msgspec.structs.replace(result, elapsed_s=self.worked_s)
+        self.events.append(StepDone(epoch, result))
         return True
 
     def answer_all(self) -> bool:
@@ -146,6 +154,7 @@ class ScriptedExecutor:
             self.plans[epoch].append(message)
 
     def wait(self, timeout_s: float) -> list[ExecutorEvent]:
+        self.waits_s.append(timeout_s)
         events = list(self.events)
         self.events.clear()
         return events

@@ -46,10 +46,12 @@ LEAST_ROWS_TO_SPARE = 16
 
 
 class Router:
-    """All open requests: those that workers hold and those that wait for one. Times are the engine's `now`."""
+    """All open requests: those that workers hold and those that wait for one. Times are the engine's `now`.
+    `plans_late`: the steps of workers are planned no sooner than they must be."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, plans_late: bool = False) -> None:
         self._config = config
+        self._plans_late = plans_late
         self._policy = POLICIES[config.policy]
         self._row_ids: Iterator[int] = itertools.count(1)
         self._fairness = Fairness(counting=config.policy == "fair")
@@ -65,7 +67,8 @@ class Router:
         if self._config.preemption == "swap" and not hello.num_swap_blocks:
             log.warning("preemption=swap, but worker %s has no swap space: it recomputes", hello.worker_id)
         scheduler = Scheduler(self._config, hello, self._policy, self._row_ids)
-        worker = self.workers[epoch] = Worker(epoch, hello, scheduler, self._config.max_steps_in_flight)
+        depth = self._config.max_steps_in_flight
+        worker = self.workers[epoch] = Worker(epoch, hello, scheduler, depth, self._plans_late)
         held = (request for one in self.workers.values() for request in one.requests.values())
         for request in itertools.chain(held, (queued.request for queued in self._queue)):
             relieve(request, hello.incarnation)
@@ -100,9 +103,9 @@ class Router:
         self.add(request, now)
         return []
 
-    def stepped(self, worker: Worker, now: float) -> int:
+    def stepped(self, worker: Worker, worked_s: float, now: float) -> int:
         """The result of the worker's oldest step is in; how many tokens of requests that has brought."""
-        return worker.stepped(now, self._fleet)
+        return worker.stepped(worked_s, now, self._fleet)
 
     @property
     def needed_numerics(self) -> str:
@@ -357,8 +360,12 @@ class Router:
         message = f"prompt and output of up to {num_tokens} tokens do not fit into any worker's KV cache"
         raise PagodaError(ErrorCode.CONTEXT_LENGTH_EXCEEDED, message, "max_tokens")
 
-    def plannable(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker.plannable]
+    def plannable(self, now: float) -> list[Worker]:
+        return [worker for worker in self.workers.values() if worker.next_at <= now]
+
+    def quiet_s(self, now: float) -> float:
+        """How long nobody's step is to be planned if nothing happens; what is due now is not meant."""
+        return min((at - now for worker in self.workers.values() if (at := worker.next_at) > now), default=math.inf)
 
 
 def _blamed(worker: Worker, left: WorkerLeft, had_rows: set[str]) -> set[str]:

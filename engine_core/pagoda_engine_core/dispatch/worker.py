@@ -29,6 +29,7 @@ class Worker:
     hello: Hello
     scheduler: Scheduler
     max_steps_in_flight: int
+    plans_late: bool = False  # as late as it may, see Pace
     state: WorkerState = WorkerState.READY
     requests: dict[str, Request] = field(default_factory=dict)
     suspect: str = ""
@@ -48,10 +49,13 @@ class Worker:
         return self.leave_by is not None
 
     @property
-    def plannable(self) -> bool:
-        """A worker that is to leave goes on with what it holds."""
+    def next_at(self) -> float:
+        """When its next step is to be planned: `inf` if not before something has happened. A worker that is to leave
+        goes on with what it holds."""
         works = self.state in (WorkerState.READY, WorkerState.DRAINING)
-        return works and self.scheduler.steps_in_flight < self.max_steps_in_flight
+        if not works or self.scheduler.steps_in_flight >= self.max_steps_in_flight:
+            return math.inf
+        return self.pace.next_at() if self.plans_late else 0.0
 
     def leaves(self, now: float) -> bool:
         """Whether it need not stay any longer, or may not."""
@@ -78,11 +82,11 @@ class Worker:
         load = self.scheduler.queued_tokens + RUNNING_REQUEST_COST_TOKENS * self.scheduler.num_running
         return (missing + load) * self.slowness
 
-    def stepped(self, now: float, fleet: Pace) -> int:
-        """The oldest step is done; `fleet` is the pace of all workers together. How many tokens of requests that has
-        brought, whether they were computed or came from the prefix cache."""
+    def stepped(self, worked_s: float, now: float, fleet: Pace) -> int:
+        """The oldest step is done, of which it says how long it worked; `fleet` is the pace of all workers together.
+        How many tokens of requests that has brought, whether they were computed or came from the prefix cache."""
         self.unaudited = True
-        num_tokens, seconds = self.pace.answered(now)
+        num_tokens, seconds = self.pace.answered(now, worked_s)
         if num_tokens and seconds:
             expected_s = fleet.step_s(num_tokens)
             fleet.observe(num_tokens, seconds)

@@ -110,6 +110,9 @@ class WorkerInfo(NamedTuple):
 class Executor(Protocol):
     """Where steps are computed. Called by the engine loop's thread only, except `wake`."""
 
+    concurrent: bool
+    """Whether they are computed also while nobody is in `wait`: then a plan may come as late as its worker lets it."""
+
     def send(self, epoch: int, message: ToExecutor) -> None:
         """Pass a message on. Never blocks; a worker that cannot be reached ends its life by an event of `wait`.
 
@@ -163,6 +166,8 @@ class InprocExecutor(Generic[Launched]):
 
     A runner that raises has failed a step as a worker would: its life ends, its rows are forgotten, a new life begins.
     """
+
+    concurrent = False
 
     def __init__(self, runner: Runner[Launched], hello: Hello) -> None:
         self._runner = runner

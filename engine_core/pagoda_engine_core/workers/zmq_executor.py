@@ -91,6 +91,8 @@ def _route(hello: Hello, kind: bytes) -> bytes:
 class ZmqExecutor:
     """Raises ValueError for an endpoint that others could reach, OSError when it is in use."""
 
+    concurrent = True
+
     def __init__(
         self, config: EngineConfig, boot_id: str, clock: Callable[[], float] = time.monotonic, spoken: Versions = SPOKEN
     ) -> None:
@@ -116,8 +118,7 @@ class ZmqExecutor:
     # --- Executor ----------------------------------------------------------------------------------------------------
 
     def send(self, epoch: int, message: ToExecutor) -> None:
-        peer = self._peers.get(epoch)
-        if peer is None:
+        if (peer := self._peers.get(epoch)) is None:
             return
         now = self._clock()
         match message:
@@ -194,8 +195,7 @@ class ZmqExecutor:
     def _receive_all(self) -> None:
         now = self._clock()
         for _ in range(MAX_FRAMES_PER_WAIT):
-            received = self._socket.receive()
-            if received is None:
+            if (received := self._socket.receive()) is None:
                 return
             route, parts = received
             try:

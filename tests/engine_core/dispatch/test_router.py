@@ -44,7 +44,7 @@ class Bench:
         return request
 
     def rooms(self) -> dict[int, Room]:
-        return {worker.epoch: worker.scheduler.room() for worker in self.router.plannable()}
+        return {worker.epoch: worker.scheduler.room() for worker in self.router.plannable(self.now)}
 
     def dispatch(self) -> None:
         self.deltas += self.router.dispatch(self.rooms(), self.now)
@@ -58,7 +58,7 @@ class Bench:
         result = self.runners[epoch].execute(plan)
         news = News()
         worker.scheduler.apply(result, self.now + seconds, news)
-        self.router.stepped(worker, self.now + seconds)
+        self.router.stepped(worker, result.elapsed_s, self.now + seconds)
         self.deltas += self.router.ended(worker, news.tokens.deltas() + news.deltas)
         return True
 

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagoda_engine_core.workers.pace import Pace, Throughput
+from pagoda_engine_core.workers.pace import LEAD_SHARE, Pace, Throughput
 
 
 def test_nothing_is_assumed_of_what_was_never_seen() -> None:
@@ -89,3 +90,50 @@ def test_what_began_after_we_had_stood_still_began_then() -> None:
     for second in range(1, 4):
         throughput.served(50, 600.0 + second, busy=True)
     assert 40 < throughput.tokens_per_s < 60
+
+
+def test_the_next_step_is_asked_for_shortly_before_it_is_needed() -> None:
+    pace = Pace()
+    assert pace.next_at() == 0.0, "of whom nothing is known, at once"
+    pace.asked(8, 10.0)
+    assert pace.next_at() == 0.0
+    pace.answered(10.101, worked_s=0.1)
+    pace.asked(8, 10.2)
+    first = pace.next_at()
+    assert first == pytest.approx(10.2 + 0.101 - 2 * 0.001 - LEAD_SHARE * 0.101)
+    pace.asked(8, first)
+    assert pace.next_at() > first + 0.07, "one more is not needed before the second is done, too"
+    pace.forgive()
+    assert pace.next_at() == 0.0, "how far it is nobody knows"
+
+
+def test_what_is_far_away_is_asked_early() -> None:
+    pace = Pace()
+    pace.asked(8, 10.0)
+    pace.answered(10.3, worked_s=0.1)
+    pace.asked(8, 20.0)
+    assert pace.next_at() < 20.0
+
+
+def test_steps_that_are_done_at_once_are_asked_for_at_once() -> None:
+    pace = Pace()
+    pace.asked(8, 10.0)
+    pace.answered(10.002, worked_s=0.002)
+    pace.asked(8, 20.0)
+    assert pace.next_at() < 20.0
+
+
+@given(st.floats(1e-4, 2.0), st.floats(0.0, 0.5), st.integers(1, 600))
+def test_a_worker_never_waits_for_what_is_asked_late(seconds: float, delay_s: float, num_tokens: int) -> None:
+    """Steps that all take the same time, over a link that takes the same time both ways."""
+    pace, now = Pace(), 0.0
+    pace.asked(num_tokens, now)
+    pace.answered(now := now + 2 * delay_s + seconds, worked_s=seconds)
+    pace.asked(num_tokens, now)
+    free_at = now + delay_s + seconds  # the worker
+    for _ in range(10):
+        asked_at = max(now, pace.next_at())
+        assert asked_at == now or asked_at + delay_s <= free_at, "at once, or in time"
+        pace.asked(num_tokens, asked_at)
+        now, free_at = free_at + delay_s, max(free_at, asked_at + delay_s) + seconds
+        pace.answered(now, worked_s=seconds)

@@ -18,6 +18,7 @@ import pytest
 
 from pagoda.processes.supervisor import describe_exit
 
+pytestmark = pytest.mark.e2e
 PROGRAM = Path(__file__).with_name("supervise_program.py")
 STEADY = ["ready", "linger"]
 

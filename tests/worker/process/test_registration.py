@@ -20,6 +20,8 @@ from pagoda_worker.process.loop import Identity
 from pagoda_worker.process.registration import Registration
 from pagoda_worker.process.wire import Link as WireLink
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def engine() -> Iterator[FakeEngine]:
