@@ -29,7 +29,7 @@ class Pace:
         self._asked: deque[tuple[int, float | None]] = deque()  # None: a stretch in which we did not run hides it
         self._answered_at = 0.0
         self._seconds: dict[int, float] = {}  # by the number of bits of a step's tokens
-        self._trip_s: float | None = None  # there and back, last time that the worker had nothing else to do
+        self._trip_s: float | None = None  # there and back, when the worker had nothing else to do
         self.num_steps = 0
 
     def asked(self, num_tokens: int, now: float) -> None:
@@ -42,11 +42,16 @@ class Pace:
         num_tokens, asked_at = self._asked.popleft()
         seconds = 0.0 if asked_at is None else max(0.0, now - max(asked_at, self._answered_at))
         if asked_at is not None and asked_at >= self._answered_at:
-            self._trip_s = max(0.0, seconds - worked_s)
+            self._travelled(max(0.0, seconds - worked_s))
         self._answered_at = now
         if num_tokens and seconds:
             self.observe(num_tokens, seconds)
         return num_tokens, seconds
+
+    def _travelled(self, trip_s: float) -> None:
+        """What is too long was held up by something else, and may be all there is to know for long."""
+        known = self._trip_s
+        self._trip_s = trip_s if known is None or trip_s < known else known + (trip_s - known) * WEIGHT
 
     def next_at(self) -> float:
         """When to ask for one step more, so that the worker need not wait for it; long ago, if that is not known."""

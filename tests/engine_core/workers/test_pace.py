@@ -115,6 +115,15 @@ def test_what_is_far_away_is_asked_early() -> None:
     assert pace.next_at() < 20.0
 
 
+def test_a_trip_that_was_held_up_once_is_soon_forgotten() -> None:
+    pace, now = Pace(), 0.0
+    for trip_s in (0.5, 0.001, 0.5):
+        pace.asked(8, now)
+        pace.answered(now := now + 1.0 + trip_s, worked_s=1.0)
+    pace.asked(8, now)
+    assert pace.next_at() > now + 0.4
+
+
 def test_steps_that_are_done_at_once_are_asked_for_at_once() -> None:
     pace = Pace()
     pace.asked(8, 10.0)
