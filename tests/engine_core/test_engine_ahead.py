@@ -81,6 +81,18 @@ def test_a_step_that_is_done_sooner_is_followed_at_once(bench: Bench) -> None:
     assert len(bench.executor.plans[1]) == 1
 
 
+def test_who_comes_while_rows_are_dropped_is_planned_at_once(bench: Bench) -> None:
+    """As one client does who asks again: the last step of its request before computes nothing."""
+    bench.submit(make_record(max_tokens=8))
+    bench.engine.step(0)
+    while not bench.engine.idle:
+        answer(bench)
+    assert [plan.num_tokens for plan in bench.executor.plans[1]] == [0]
+    bench.submit(make_record(max_tokens=8))
+    bench.engine.step(0)
+    assert len(bench.executor.plans[1]) == 2
+
+
 def test_what_is_computed_while_we_wait_is_planned_at_once() -> None:
     """Nobody would be there to plan the next step in time."""
     assert not InprocExecutor.concurrent
