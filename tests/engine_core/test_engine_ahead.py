@@ -72,6 +72,19 @@ def test_it_wakes_when_the_next_step_is_due(bench: Bench) -> None:
     assert bench.executor.waits_s[-1] == 1.0, "planned, and nothing else is due"
 
 
+@pytest.mark.parametrize("seconds", [0.5 * STEP_S, 0.9 * STEP_S])
+def test_what_takes_long_before_it_waits_is_no_reason_to_wake_late(bench: Bench, seconds: float) -> None:
+    bench.submit(make_record(max_tokens=8))
+    bench.engine.step(0)
+    due_at = bench.engine._router.next_after(bench.clock())
+    bench.engine.call(lambda: bench.clock.advance(seconds))
+    bench.engine.step(1.0)
+    assert bench.executor.waits_s[-1] == max(0.0, due_at - bench.clock())
+    bench.clock.advance(bench.executor.waits_s[-1])
+    bench.engine.step(1.0)
+    assert len(bench.executor.plans[1]) == 2
+
+
 def test_a_step_that_is_done_sooner_is_followed_at_once(bench: Bench) -> None:
     bench.submit(make_record(max_tokens=8))
     bench.engine.step(0)

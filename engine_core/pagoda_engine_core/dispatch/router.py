@@ -363,9 +363,9 @@ class Router:
     def plannable(self, now: float) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.next_at <= now]
 
-    def quiet_s(self, now: float) -> float:
-        """How long nobody's step is to be planned if nothing happens; what is due now is not meant."""
-        return min((at - now for worker in self.workers.values() if (at := worker.next_at) > now), default=math.inf)
+    def next_after(self, now: float) -> float:
+        """When a step is to be planned next if nothing happens; what is due by `now` is not meant."""
+        return min((at for worker in self.workers.values() if (at := worker.next_at) > now), default=math.inf)
 
 
 def _blamed(worker: Worker, left: WorkerLeft, had_rows: set[str]) -> set[str]:
