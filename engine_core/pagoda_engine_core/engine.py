@@ -157,8 +157,7 @@ class EngineCore:
         busy = self._inbox.drain(now)
         busy |= self._plan(now)
         self._publish(busy or self.idle)
-        due_s = self._router.next_after(now) - self._clock()  # what came in and was planned took time, too
-        events = self._executor.wait(max(0.0, min(timeout_s, due_s)))
+        events = self._executor.wait(max(0.0, min(timeout_s, self._router.next_after(now) - self._clock())))
         if held_up_s := self._guard.tick(now := self._clock()):  # before answers are taken for as late as they come
             self._router.forgive(held_up_s, now)
             self.admission.forgive(held_up_s, now)
