@@ -184,7 +184,7 @@ class EngineCore:
         return not (self.num_open or len(self._inbox))
 
     def _plan(self, now: float) -> bool:
-        """Plan steps, one for each worker at a time, until all have as many in flight as they may or nothing to do."""
+        """Plan the steps that are due, one for each worker at a time, until there is none with something to do."""
         planned = False
         while True:
             self._answers.emit(self._router.dispatch(self._rooms(now), now), now)
