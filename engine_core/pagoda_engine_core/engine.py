@@ -157,7 +157,7 @@ class EngineCore:
         busy = self._inbox.drain(now)
         busy |= self._plan(now)
         self._publish(busy or self.idle)
-        events = self._executor.wait(min(timeout_s, self._router.quiet_s(now)))
+        events = self._executor.wait(max(0.0, min(timeout_s, self._router.next_after(now) - self._clock())))
         if held_up_s := self._guard.tick(now := self._clock()):  # before answers are taken for as late as they come
             self._router.forgive(held_up_s, now)
             self.admission.forgive(held_up_s, now)
@@ -184,7 +184,7 @@ class EngineCore:
         return not (self.num_open or len(self._inbox))
 
     def _plan(self, now: float) -> bool:
-        """Plan steps, one for each worker at a time, until all have as many in flight as they may or nothing to do."""
+        """Plan the steps that are due, one for each worker at a time, until there is none with something to do."""
         planned = False
         while True:
             self._answers.emit(self._router.dispatch(self._rooms(now), now), now)

@@ -72,6 +72,19 @@ def test_it_wakes_when_the_next_step_is_due(bench: Bench) -> None:
     assert bench.executor.waits_s[-1] == 1.0, "planned, and nothing else is due"
 
 
+@pytest.mark.parametrize("seconds", [0.5 * STEP_S, 0.9 * STEP_S])
+def test_what_takes_long_before_it_waits_is_no_reason_to_wake_late(bench: Bench, seconds: float) -> None:
+    bench.submit(make_record(max_tokens=8))
+    bench.engine.step(0)
+    due_at = bench.engine._router.next_after(bench.clock())
+    bench.engine.call(lambda: bench.clock.advance(seconds))
+    bench.engine.step(1.0)
+    assert bench.executor.waits_s[-1] == max(0.0, due_at - bench.clock())
+    bench.clock.advance(bench.executor.waits_s[-1])
+    bench.engine.step(1.0)
+    assert len(bench.executor.plans[1]) == 2
+
+
 def test_a_step_that_is_done_sooner_is_followed_at_once(bench: Bench) -> None:
     bench.submit(make_record(max_tokens=8))
     bench.engine.step(0)
@@ -79,6 +92,18 @@ def test_a_step_that_is_done_sooner_is_followed_at_once(bench: Bench) -> None:
     bench.clock.advance(0.1 * STEP_S)
     bench.engine.step(0)
     assert len(bench.executor.plans[1]) == 1
+
+
+def test_who_comes_while_rows_are_dropped_is_planned_at_once(bench: Bench) -> None:
+    """As one client does who asks again: the last step of its request before computes nothing."""
+    bench.submit(make_record(max_tokens=8))
+    bench.engine.step(0)
+    while not bench.engine.idle:
+        answer(bench)
+    assert [plan.num_tokens for plan in bench.executor.plans[1]] == [0]
+    bench.submit(make_record(max_tokens=8))
+    bench.engine.step(0)
+    assert len(bench.executor.plans[1]) == 2
 
 
 def test_what_is_computed_while_we_wait_is_planned_at_once() -> None:

@@ -145,3 +145,23 @@ def test_a_scheduler_that_cannot_abort_costs_its_worker_a_life_and_nobody_a_toke
     reasons = {"abort": [FinishReason.ABORT], "abandon": [], "replace": [FinishReason.LENGTH]}
     assert list(sink.reasons.values()) == reasons[how]
     assert bench.engine.idle
+
+
+def test_requests_move_from_a_large_worker_to_a_small_one() -> None:
+    """It has no blocks of the numbers that they hold where they are."""
+    bench = Bench()
+    bench.executor.join(1, make_hello("large", num_blocks=64))
+    records = [make_record(range(10 * i, 10 * i + 10), max_tokens=12) for i in range(3)]
+    for record in records:
+        bench.submit(record)
+    for _ in range(3):
+        bench.engine.step(0)
+        bench.executor.answer_all()
+    bench.executor.join(2, make_hello("small", num_blocks=8))
+    bench.engine.step(0)
+    bench.engine.drain_worker("large")
+    bench.settle()
+    for record in records:
+        assert bench.sink.endings[record.request_id].error_code is None
+        assert bench.deltas(record.request_id) == reference_tokens(record)
+    assert bench.engine.stats().totals["replays"]

@@ -83,6 +83,31 @@ def test_nobody_who_can_begin_is_refused_however_slow_a_crowd_once_was() -> None
     assert all(ending.error_code is None for ending in bench.sink.endings.values())
 
 
+def test_nobody_is_refused_for_rows_that_have_become_free() -> None:
+    """They are given away when the next step is planned, which is not before it is due."""
+    bench = Bench(max_rows=3, queue_timeout_s=3.0)
+    bench.executor.worked_s = STEP_S
+    bench.executor.join(1, make_hello())
+    bench.submit(make_record(max_tokens=4))
+    work(bench, lambda: bench.engine.idle)
+    bench.engine.admission.served(10, 0.0, busy=True, crowded=True)
+    bench.engine.admission.served(2, 2.0, busy=True, crowded=True)
+    for num_tokens in (4, 4, 40):
+        bench.submit(make_record(max_tokens=num_tokens))
+    bench.engine.step(0)
+    bench.submit(make_record(max_tokens=9))
+    while len(bench.sink.endings) < 3:
+        for _ in range(10):
+            bench.clock.advance(STEP_S / 10)
+            bench.engine.step(0)
+        bench.executor.answer_all()
+        bench.engine.step(0)
+    assert bench.engine._router.num_waiting == 1, "the next one is not due yet"
+    bench.submit(make_record(max_tokens=9))
+    bench.engine.step(0)
+    assert not bench.sink.rejections
+
+
 def test_what_reads_is_not_expected_to_write() -> None:
     bench = Bench(max_rows=2, queue_timeout_s=10.0)
     bench.executor.join(1, make_hello(pools=(EMBED,), pooled_width=2))

@@ -162,6 +162,7 @@ class Router:
             if delta.ends_request and (request := worker.requests.pop(delta.request_id, None)):
                 self._fairness.charge([request])
                 request.let_go()
+                worker.ended += 1
         suspect = worker.requests.get(worker.suspect)
         if suspect is None or not is_suspect(suspect):
             worker.suspect = ""
@@ -229,8 +230,10 @@ class Router:
 
     def must_wait(self, ahead: Ahead) -> bool:
         """Whether a new request behind those begins only when others have ended."""
-        rows = sum(self._max_rows(worker) - worker.scheduler.num_rows for worker in self._ready())
-        return self.crowded or ahead.num_requests >= rows
+        ready = self._ready()
+        rows = sum(self._max_rows(worker) - worker.scheduler.num_rows for worker in ready)
+        places = min(rows, sum(worker.ended for worker in ready)) if self.crowded else rows
+        return ahead.num_requests >= places
 
     def _ready(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.ready]
@@ -244,7 +247,7 @@ class Router:
         leave, if it can; otherwise it stays there."""
         deltas: list[Delta] = []
         for epoch, room in rooms.items():
-            self.workers[epoch].short = room.full
+            self.workers[epoch].short, self.workers[epoch].ended = room.full, 0
         rooms = {epoch: room for epoch, room in rooms.items() if not room.full}
         if self.anybody_waits:
             self._fairness.charge(itertools.chain.from_iterable(w.requests.values() for w in self.workers.values()))
@@ -363,9 +366,9 @@ class Router:
     def plannable(self, now: float) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.next_at <= now]
 
-    def quiet_s(self, now: float) -> float:
-        """How long nobody's step is to be planned if nothing happens; what is due now is not meant."""
-        return min((at - now for worker in self.workers.values() if (at := worker.next_at) > now), default=math.inf)
+    def next_after(self, now: float) -> float:
+        """When a step is to be planned next if nothing happens; what is due by `now` is not meant."""
+        return min((at for worker in self.workers.values() if (at := worker.next_at) > now), default=math.inf)
 
 
 def _blamed(worker: Worker, left: WorkerLeft, had_rows: set[str]) -> set[str]:

@@ -37,6 +37,7 @@ class Worker:
     pace: Pace = field(default_factory=Pace)
     served: int = 0  # tokens of requests, prompt and output, up to the last step
     short: bool = False  # it had no room left for somebody who still waits
+    ended: int = 0  # requests since, whose places are given away when its next step is planned
     unaudited: bool = False  # it has worked since its books were last audited
     leave_by: float | None = None  # when it must be rid of its requests, once it is to leave
 

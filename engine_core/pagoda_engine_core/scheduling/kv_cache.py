@@ -190,7 +190,7 @@ class KvCache:
 
     def matched_tokens(self, choice: Choice) -> int:
         """How many leading tokens a prefix hit would save right now."""
-        return self._cached_prefix(choice).num_tokens
+        return self.cached_prefix(choice).num_tokens
 
     def lookup(self, choice: Choice) -> Prefix:
         """The longest prefix to start a row with: from the cache, from a sibling whose prompt is computed, or from
@@ -200,7 +200,7 @@ class KvCache:
         """
         if choice.owes_prompt_logprobs:
             return self._nothing
-        cached, forked = self._cached_prefix(choice), self._forked_prefix(choice)
+        cached, forked = self.cached_prefix(choice), self._forked_prefix(choice)
         found = forked if forked.num_tokens > cached.num_tokens else cached
         if found.num_tokens >= choice.num_swapped:
             return found
@@ -330,8 +330,9 @@ class KvCache:
             return ()
         return [index for index in range(first, min(end, len(ids))) if refs[ids[index]] > 1]
 
-    def _cached_prefix(self, choice: Choice) -> Prefix:
-        """The longest one that all groups have: whichever lacks a block ends it before that, for the others, too."""
+    def cached_prefix(self, choice: Choice) -> Prefix:
+        """The longest one that all groups have: whichever lacks a block ends it before that, for the others, too. All
+        there is for a request that is not here yet: what rows it has are another worker's."""
         if not self._prefix_cache or choice.owes_prompt_logprobs:
             return self._nothing
         num_blocks = (choice.num_tokens - 1) // self.block_size

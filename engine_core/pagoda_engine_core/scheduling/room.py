@@ -58,7 +58,7 @@ class Room:
     def need(self, choices: Sequence[Choice], lifetime_blocks: int) -> Need:
         """What a request needs whose live choices are these."""
         choice = next((choice for choice in choices if choice.distance), choices[0])
-        prefix = self._kv.lookup(choice)
+        prefix = self._kv.cached_prefix(choice)
         blocks = self._kv.admission_cost(prefix, choice.num_tokens, lifetime_blocks)
         return Need(len(choices), choice.num_tokens - prefix.num_tokens, blocks, choice.request.adapter_digest)
 

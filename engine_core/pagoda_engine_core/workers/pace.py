@@ -73,7 +73,9 @@ class Pace:
         self.num_steps += 1
 
     def step_s(self, num_tokens: int) -> float:
-        """How long a step of so many tokens takes, about; 0 while nothing is known."""
+        """How long a step of so many tokens takes, about; 0 while nothing is known, and if it only drops rows."""
+        if not num_tokens:
+            return 0.0
         size = num_tokens.bit_length()
         if size in self._seconds:
             return self._seconds[size]

@@ -150,7 +150,7 @@ class ZmqExecutor:
             timeout_s = 0.0
         elif self._peers:
             timeout_s = min(timeout_s, TICK_S)
-        ready = dict(self._poller.poll(max(0, round(timeout_s * 1000))))
+        ready = dict(self._poller.poll(int(timeout_s * 1000 + 0.999)))  # not too soon, to come again for nothing
         if ready.pop(self._wake_fd, 0):
             os.eventfd_read(self._wake_fd)
         self._counters["handshakes_refused"] += self._socket.refused_handshakes()

@@ -495,6 +495,14 @@ def test_wake_ends_a_wait_from_another_thread(engine: Engine) -> None:
     thread.join()
 
 
+def test_a_wait_is_never_too_short(engine: Engine) -> None:
+    """Who is told too soon that his time has come would ask again and again until it has."""
+    for timeout_s in (0.0001, 0.0004, 0.0013):
+        began = time.monotonic()
+        assert engine.executor.wait(timeout_s) == []
+        assert time.monotonic() - began >= timeout_s
+
+
 @pytest.fixture
 def timeless(socket_dir: Path) -> Iterator[Engine]:
     """An executor to which nobody is ever silent for long."""
